@@ -1,0 +1,247 @@
+"""The decorator: validate, group, shard, swap the class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from . import _torch_compat as compat
+from ._eager_path import READS
+from ._graph_path import install_passes
+from ._group import ParamGroup
+from ._mesh import ShardMesh, shard_mesh
+from ._module import original_class, refresh
+from ._param import STAMP, Slot, shard_param
+from ._state import STATE, UnitState, state_of
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+@overload
+def fully_shard(module: ModuleT, **kwargs: Any) -> ModuleT: ...
+
+
+@overload
+def fully_shard(module: list[nn.Module], **kwargs: Any) -> list[nn.Module]: ...
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Any:
+    """Shard the parameters of ``module`` that no earlier call claimed over ``mesh``, in place, and return it.
+
+    Call it bottom-up: on each block, then on the whole. One call is one unit: its parameters are gathered together
+    before they are used and freed after it. With a list of modules, they form one unit.
+    """
+    given = tuple(module) if isinstance(module, (list, tuple)) else (module,)
+    if not given:
+        raise ValueError("fully_shard([]) has nothing to shard. Pass a module, or a list of at least one.")
+    modules = _roots_of_list(tuple(_behind_compile(one) for one in given))
+    for one in modules:
+        _validate_module(one)
+    _validate_reshard(reshard_after_forward)
+    _validate_offload(offload_policy)
+    target = shard_mesh(mesh, dp_mesh_dims)
+    install_passes()
+
+    ignored = set(ignored_params or ())
+    managed = _managed_modules(modules, ignored)
+    slots = _parameter_slots(modules, managed, ignored)
+    for fqn, places in slots.items():
+        _validate_param(fqn, places[0].param, target)
+    _move_to_device(managed, slots, target.device)
+
+    group = ParamGroup(
+        unit="+".join(original_class(one).__name__ for one in modules),
+        mesh=target,
+        mp_policy=mp_policy,
+        reshard_after_forward=reshard_after_forward,
+    )
+    state = UnitState(modules=modules, group=group, mp_policy=mp_policy)
+    for one in modules:
+        one.__dict__[STATE] = state
+    for fqn, places in slots.items():
+        claimed = getattr(places[0].param, STAMP, None)
+        if claimed is not None:
+            _adopt(claimed, places, state)
+            continue
+        group.overrides.update(_dtype_override(fqn, places[0].param, mp_policy))
+        param = shard_param(fqn, places, target, shard_placement_fn)
+        group.params.append(param)
+        for place in places:
+            _register_read(place, param, state, state)
+    for one in modules:
+        for inner in one.modules():
+            inner_state = state_of(inner)
+            if inner_state is not None and inner_state is not state and inner_state.group.is_root:
+                inner_state.group.is_root = False
+                refresh(inner_state)
+    refresh(state)
+    state.register_hooks()
+    return module
+
+
+def _behind_compile(module: nn.Module) -> nn.Module:
+    """The module itself, where the user compiled it first: its hooks and class are what must change."""
+    if isinstance(module, compat.OptimizedModule):
+        original = module._orig_mod
+        _hide_wrapper_in_state_dict(module)
+        return original
+    return module
+
+
+def _hide_wrapper_in_state_dict(module: nn.Module) -> None:
+    """Take ``_orig_mod.`` out of checkpoints, as FSDP2 users know them from ``module.compile()``."""
+
+    def strip(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for key in [key for key in state_dict if key.startswith(f"{prefix}_orig_mod.")]:
+            state_dict[prefix + key[len(prefix) + len("_orig_mod.") :]] = state_dict.pop(key)
+
+    def restore(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            if not key.startswith(f"{prefix}_orig_mod."):
+                state_dict[f"{prefix}_orig_mod.{key[len(prefix) :]}"] = state_dict.pop(key)
+
+    module.register_state_dict_post_hook(strip)
+    module.register_load_state_dict_pre_hook(restore)
+
+
+def _roots_of_list(modules: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
+    """The members that no other member contains."""
+    inner = {id(child) for module in modules for child in module.modules() if child is not module}
+    return tuple(dict.fromkeys(module for module in modules if id(module) not in inner))
+
+
+def _validate_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard takes a module or a list of modules, but got {type(module).__name__}.")
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and original_class(module).forward is nn.Module.forward:
+        raise ValueError(
+            f"fully_shard got a {type(module).__name__}, which has no forward to gather for. Apply it to its members, "
+            "or pass list(module) to make them one unit."
+        )
+    if state_of(module) is not None:
+        raise ValueError(
+            f"fully_shard was applied to this {original_class(module).__name__} already. Apply it once to each module."
+        )
+
+
+def _validate_reshard(reshard_after_forward: Any) -> None:
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return
+    if isinstance(reshard_after_forward, int):
+        raise NotImplementedError(
+            f"reshard_after_forward={reshard_after_forward}: resharding to a smaller group of ranks is not supported "
+            "yet. Pass True, False or None."
+        )
+    raise ValueError(f"reshard_after_forward={reshard_after_forward!r} is neither a bool, an int nor None.")
+
+
+def _validate_offload(offload_policy: OffloadPolicy) -> None:
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        raise NotImplementedError(
+            f"offload_policy={offload_policy}: offloading shards to the CPU is not supported yet. Leave it out."
+        )
+
+
+def _managed_modules(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> list[nn.Module]:
+    """The modules whose parameters this call takes: the subtrees, down to units of earlier calls."""
+    managed: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        if module in managed or state_of(module) is not None:
+            return
+        managed[module] = None
+        for child in module.children():
+            visit(child)
+
+    for module in modules:
+        visit(module)
+    return list(managed)
+
+
+def _parameter_slots(
+    modules: Sequence[nn.Module], managed: list[nn.Module], ignored: set[nn.Parameter]
+) -> dict[str, list[Slot]]:
+    """Where each parameter is registered, by the FQN of its first place; shards and ignored ones left out."""
+    slots: dict[int, tuple[str, list[Slot]]] = {}
+    chosen = set(managed)
+    for number, root in enumerate(modules):
+        for path, module in root.named_modules(remove_duplicate=True):
+            if module not in chosen:
+                continue
+            for name, param in module._parameters.items():
+                if param is None or param in ignored or module.__dict__.get(READS, {}).get(name):
+                    continue
+                fqn = f"{path}.{name}" if path else name
+                fqn = fqn.replace("_orig_mod.", "")
+                # Members of a list have no common path: their place in it tells them apart.
+                fqn = f"[{number}].{fqn}" if len(modules) > 1 else fqn
+                slots.setdefault(id(param), (fqn, []))[1].append(Slot(module, name))
+    return dict(slots.values())
+
+
+def _validate_param(fqn: str, param: nn.Parameter, mesh: ShardMesh) -> None:
+    if isinstance(param, DTensor):
+        raise NotImplementedError(
+            f"{fqn} is a DTensor already (placements {param.placements}): combining fully_shard with tensor "
+            "parallelism is not supported yet."
+        )
+    if param.ndim == 0:
+        raise ValueError(
+            f"{fqn} is a scalar and cannot be sharded. Give it shape (1,), or pass it in ignored_params."
+        )
+
+
+def _move_to_device(managed: Iterable[nn.Module], slots: dict[str, list[Slot]], device: torch.device) -> None:
+    for places in slots.values():
+        param = places[0].param
+        if not param.is_meta and param.device != device:
+            with torch.no_grad():
+                param.data = param.data.to(device)
+    for module in managed:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def _dtype_override(fqn: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -> dict[str, torch.dtype]:
+    """What the policy's ``param_dtype_override_fn`` (torch 2.15) says of one parameter."""
+    override_fn = getattr(policy, "param_dtype_override_fn", None)
+    dtype = None if override_fn is None else override_fn(param)
+    if dtype is None:
+        return {}
+    if not isinstance(dtype, torch.dtype) or dtype not in (policy.param_dtype, param.dtype):
+        raise ValueError(
+            f"{fqn}: param_dtype_override_fn returned {dtype!r}. Return None, the policy's param_dtype "
+            f"({policy.param_dtype}), or the parameter's own dtype ({param.dtype})."
+        )
+    return {fqn: dtype}
+
+
+def _adopt(claimed: Any, places: list[Slot], state: UnitState) -> None:
+    """Tie the places to a parameter that an earlier call sharded: one shard, one gather, one gradient."""
+    _, owner, _ = claimed.slots[0].module.__dict__[READS][claimed.slots[0].name]
+    for place in places:
+        place.register(claimed.shard)
+        claimed.slots.append(place)
+        _register_read(place, claimed, owner, state)
+    refresh(owner)
+
+
+def _register_read(place: Slot, param: Any, owner: UnitState, reader: UnitState) -> None:
+    place.module.__dict__.setdefault(READS, {})[place.name] = (param, owner, reader)

@@ -1,0 +1,117 @@
+"""What a traced read of a parameter does, and how the passes get into the compiler."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from . import _torch_compat as compat
+from .passes import PassManager, ScheduleInPlannedOrder, source_hash
+from .passes._torch_compat import CustomGraphPass
+
+manager = PassManager()
+
+
+def traced_read(param: Any, **spec: Any) -> Any:
+    """The parameter as a value: an unshard marker on the local shard.
+
+    What is not a shard is handed back as it is: a full tensor that ``torch.func.functional_call`` or the user put in
+    the parameter's place, or None.
+    """
+    if isinstance(param, DTensor):
+        return torch.ops.fsdpc.unshard(param.to_local(), **spec)
+    return param
+
+
+def install_passes() -> None:
+    """Put our passes into Inductor's and AOTAutograd's settings, beside what the user has there.
+
+    Called by the first ``fully_shard``. Call it again after setting ``post_grad_custom_pre_pass``, or another of these
+    settings, yourself: the pass that was set last replaces the others.
+    """
+    theirs = compat.get_post_grad_pass()
+    if not _has_ours(theirs):
+        compat.set_post_grad_pass(manager if theirs is None else ComposedPass(_as_tuple(theirs), manager))
+    joint = compat.get_joint_pass()
+    if not isinstance(joint, JointPass):
+        compat.set_joint_pass(JointPass(joint))
+    scheduler_passes = compat.get_scheduler_passes()
+    if not any(isinstance(one_pass, ScheduleInPlannedOrder) for one_pass in scheduler_passes):
+        compat.set_scheduler_passes([*scheduler_passes, ScheduleInPlannedOrder(source_hash())])
+
+
+class ComposedPass(CustomGraphPass):
+    """The user's passes, then ours."""
+
+    def __init__(self, theirs: tuple[Any, ...], ours: PassManager) -> None:
+        self.theirs = theirs
+        self.ours = ours
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for one_pass in self.theirs:
+            one_pass(graph)
+        self.ours(graph)
+
+    def uuid(self) -> Any:
+        """None, "do not cache", as soon as one of the user's passes has no uuid."""
+        uuids = [one_pass.uuid() if isinstance(one_pass, CustomGraphPass) else None for one_pass in self.theirs]
+        return None if None in uuids else (*uuids, self.ours.uuid())
+
+
+class JointPass:
+    """The user's joint pass, if there is one, then ours."""
+
+    def __init__(self, theirs: Any) -> None:
+        self.theirs = theirs
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
+        if self.theirs is not None:
+            module = self.theirs(module, inputs)
+        return manager.joint(module, inputs)
+
+
+def _has_ours(configured: Any) -> bool:
+    return any(one_pass is manager or isinstance(one_pass, ComposedPass) for one_pass in _as_tuple(configured))
+
+
+def _as_tuple(configured: Any) -> tuple[Any, ...]:
+    if configured is None:
+        return ()
+    return tuple(configured) if isinstance(configured, (list, tuple)) else (configured,)
+
+
+GETTER = """
+def read(self):
+    param = self._parameters.get({name!r}, MISSING)
+    if param is MISSING:
+        raise AttributeError({name!r})
+    if torch.compiler.is_dynamo_compiling():
+        return traced_read(param, {spec})
+    return eager_read(self, {name!r}, param)
+"""
+
+
+class _Missing:
+    """No such parameter: it was deleted after sharding."""
+
+
+MISSING = _Missing()
+
+
+@functools.cache
+def getter(name: str, spec: Any) -> property:
+    """A property that reads parameter ``name``; its marker's arguments are constants of its code.
+
+    Constants need no guards, which matters: a guard on each of fifteen arguments of each of three hundred parameters
+    is paid on every step. The price is that a class is generated for each combination of arguments.
+    """
+    from ._eager_path import eager_read
+
+    arguments = ", ".join(f"{key}={value!r}" for key, value in spec.kwargs().items())
+    namespace: dict[str, Any] = {}
+    globals_of_this_module = globals() | {"eager_read": eager_read}
+    exec(GETTER.format(name=name, spec=arguments), globals_of_this_module, namespace)
+    return property(namespace["read"])

@@ -1,0 +1,95 @@
+"""FSDPModule, the class mixed into sharded modules, and the generated classes whose properties read parameters.
+
+    Block given to fully_shard      class FSDPBlock(FSDPModule, Block)
+    Linear inside it                class ShardedLinear(Linear):  weight = property(...); bias = property(...)
+
+``_parameters`` still holds the shards, so names, ``state_dict`` keys and ``parameters()`` do not change.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NoReturn
+
+from torch import nn
+
+from ._graph_path import getter
+from ._state import UnitState, state_of
+from .passes import ParamSpec
+
+
+class _NoCopy:
+    """Sharded modules hold process groups and shards of one rank: neither copies nor pickles."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise RuntimeError(
+            f"{type(self).__name__} is sharded and cannot be deep-copied. Copy the model before fully_shard, or build "
+            "a second one, shard it alike, and load_state_dict(model.state_dict()) into it."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{type(self).__name__} is sharded and cannot be pickled. Save model.state_dict() with "
+            "torch.distributed.checkpoint, and load it into a model built and sharded alike."
+        )
+
+
+class FSDPModule(_NoCopy):
+    """What ``fully_shard`` adds to a module's class."""
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Gather parameters again in backward (True), or keep them from forward to backward (False)."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward={reshard_after_forward!r} is not a bool.")
+        for state in self._states(recurse):
+            state.group.reshard_after_forward = reshard_after_forward
+            refresh(state)
+
+    def _states(self, recurse: bool) -> list[UnitState]:
+        assert isinstance(self, nn.Module)
+        modules = self.modules() if recurse else [self]
+        return list(dict.fromkeys(state for module in modules if (state := state_of(module)) is not None))
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        applied = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        for state in self._states(recurse=True):
+            refresh(state)  # .to(dtype) and .to_empty(device) change what markers say
+        return applied
+
+
+def refresh(state: UnitState) -> None:
+    """Give every module that reads the unit's parameters a class whose markers say how the group is set up now."""
+    group = state.group
+    by_module: dict[nn.Module, dict[str, ParamSpec]] = {module: {} for module in state.modules}
+    for param in group.params:
+        for slot in param.slots:
+            registered = slot.param
+            if registered is not None:
+                param.shard = registered
+            by_module.setdefault(slot.module, {})[slot.name] = group.spec_of(param)
+    for module, reads in by_module.items():
+        module.__dict__.setdefault("_fsdp_compile_specs", {}).update(reads)
+        all_reads = tuple(sorted(module.__dict__["_fsdp_compile_specs"].items()))
+        module.__class__ = sharded_class(original_class(module), state_of(module) is not None, all_reads)
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the module had before fully_shard."""
+    return getattr(type(module), "_fsdp_compile_original", type(module))
+
+
+@functools.cache
+def sharded_class(cls: type[nn.Module], is_unit: bool, reads: tuple[tuple[str, ParamSpec], ...]) -> type[nn.Module]:
+    """A subclass of ``cls`` whose properties read the sharded parameters; equal modules share one."""
+    namespace: dict[str, Any] = {"_fsdp_compile_original": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    for name, spec in reads:
+        namespace[name] = getter(name, spec)
+    if issubclass(cls, nn.RNNBase):
+        namespace["_flat_weights"] = property(_flat_weights, lambda self, value: None)
+    prefix, mixin = ("FSDP", FSDPModule) if is_unit else ("Sharded", _NoCopy)
+    return type(f"{prefix}{cls.__name__}", (mixin, cls), namespace)
+
+
+def _flat_weights(self: nn.RNNBase) -> list[Any]:
+    """nn.RNN and its kin keep a list of their parameters beside them: read them anew each time."""
+    return [getattr(self, name) if hasattr(self, name) else None for name in self._flat_weights_names]

@@ -1,0 +1,34 @@
+"""Every private torch name that the passes touch, with the versions it was seen in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass  # 2.11 to 2.15
+
+if TYPE_CHECKING:
+    from torch._inductor.scheduler import BaseSchedulerNode  # 2.11 to 2.15
+
+
+def add_order_dependency(after: BaseSchedulerNode, before: BaseSchedulerNode) -> None:
+    """Make Inductor's later passes keep ``after`` behind ``before``, without keeping a buffer alive.
+
+    ``WeakDep(is_fake=True)`` and ``add_fake_dep``: 2.11 to 2.15; Inductor orders its own collectives with it.
+    """
+    from torch._inductor.dependencies import WeakDep
+
+    source = next(iter(before.get_buffer_names()), None)
+    target = next(iter(after.get_buffer_names()), None)
+    if source is not None and target is not None:
+        after.add_fake_dep(WeakDep(source, mutating_buf=target, is_fake=True))
+
+
+def default_store() -> torch.distributed.Store | None:
+    """The rendezvous store of the default process group; None without one.
+
+    ``distributed_c10d._get_default_store``: 2.11 to 2.15.
+    """
+    if not torch.distributed.is_initialized():
+        return None
+    return torch.distributed.distributed_c10d._get_default_store()

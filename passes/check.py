@@ -1,0 +1,37 @@
+"""The result is legal: every collective is waited for once, directly, and no marker is left.
+
+    launch = all_gather_into_tensor(...)        a wait stands on the collective's own output, views come after it:
+    wait   = wait_tensor(launch)                only then does Inductor keep the collective's input alive
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from . import lower
+from .insert import ROLE
+from .plan import Plan
+from .provenance import has_markers
+
+_LAUNCHES = (
+    lower.c10d.all_gather_into_tensor.default,
+    lower.c10d.reduce_scatter_tensor.default,
+    lower.c10d.all_to_all_single.default,
+    lower.c10d.all_reduce.default,
+)
+
+
+def check(graph: fx.Graph, plan: Plan) -> int:
+    """Verify the graph against the plan; return the number of our collectives."""
+    assert not has_markers(graph), "a marker was not lowered"
+    launches = [node for node in graph.nodes if node.target in _LAUNCHES and ROLE in node.meta]
+    for launch in launches:
+        waits = [user for user in launch.users if user.target is lower.c10d.wait_tensor.default]
+        assert len(waits) == len(launch.users) == 1, f"{launch} is read by {list(launch.users)}, not by one wait alone"
+    order = [launch.meta[ROLE] for launch in launches]
+    assert len(set(order)) == len(order), "two collectives of one bucket"
+    for kind, buckets in (("gather", plan.gathers), ("reduce", plan.reduces)):
+        launched = [role.bucket for role in order if role.kind == kind]
+        assert launched == sorted(launched), f"{kind} buckets are launched in the order {launched}, not the plan's"
+        assert not launched or len(launched) == len(buckets), f"{len(launched)} of {len(buckets)} {kind} buckets"
+    return len(launches)

@@ -1,0 +1,172 @@
+"""Markers become collectives, one a bucket.
+
+    w0 = unshard(s0)                 packed = cat(cast(s0), cast(s1))
+    w1 = unshard(s1)                 launch = all_gather_into_tensor(packed)
+                                     wait   = wait_tensor(launch)
+                                     w0, w1 = slices of wait
+
+    r0 = reduce_grad(g0)             packed = cat(cast(g0), cast(g1))
+    r1 = reduce_grad(g1)             launch = reduce_scatter_tensor(packed)
+                                     wait   = wait_tensor(launch)
+                                     r0, r1 = slices of wait / divisor
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from . import lower
+from .plan import Bucket, Plan
+from .provenance import Marker, find_reduces, find_unshards
+
+ROLE = "fsdp_role"
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a node does for which bucket, in the meta of every node that this pass adds.
+
+    Inductor's scheduler shows the metadata of the FX nodes behind a kernel and nothing else of ours, so all that the
+    order of kernels depends on stands here.
+    """
+
+    kind: str  # "gather" or "reduce"
+    bucket: int
+    unit: str
+    lookahead: int
+
+
+_ALIASING = {torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten.slice.Tensor,
+             torch.ops.aten.permute.default, torch.ops.aten.t.default, torch.ops.aten.transpose.int,
+             torch.ops.aten.select.int, torch.ops.aten.unsqueeze.default, torch.ops.aten.squeeze.dim,
+             torch.ops.aten.expand.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}  # fmt: skip
+
+
+def insert(graph: fx.Graph, plan: Plan) -> int:
+    """Lower every marker of the graph into the plan's buckets; return how many collectives stand there now."""
+    unshards = {marker.fqn: marker for marker in find_unshards(graph)}
+    reduces = {marker.fqn: marker for marker in find_reduces(graph)}
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    num_launched = 0
+    for index, bucket in enumerate(plan.gathers):
+        members = [unshards.pop(fqn) for fqn in bucket.fqns]
+        anchor = min((marker.node for marker in members), key=position.__getitem__)
+        specs = [marker.spec for marker in members]
+        call = _emitter(graph, anchor, Role("gather", index, bucket.unit, plan.lookahead))
+        fulls = lower.finish_gather(call, lower.launch_gather(call, [m.shard for m in members], specs), specs)
+        _replace(graph, members, fulls)
+        num_launched += specs[0].num_shards > 1
+    for index, bucket in enumerate(plan.reduces):
+        members = [reduces.pop(fqn) for fqn in bucket.fqns]
+        _assert_independent(members, bucket)
+        anchor = max((marker.node for marker in members), key=position.__getitem__)
+        specs = [marker.spec for marker in members]
+        sizes = [tuple(marker.node.args[1]) for marker in members]  # type: ignore[arg-type]
+        call = _emitter(graph, anchor, Role("reduce", index, bucket.unit, plan.lookahead))
+        reduced = lower.finish_reduce(call, lower.launch_reduce(call, [m.shard for m in members], specs), specs, sizes)
+        _replace(graph, members, reduced)
+        num_launched += specs[0].num_shards > 1
+    assert not unshards and not reduces, f"markers that the plan leaves out: {[*unshards, *reduces]}"
+    sort_topologically(graph)
+    return num_launched
+
+
+def _emitter(graph: fx.Graph, anchor: fx.Node, role: Role) -> lower.Call:
+    """A ``call`` for the lowering programs that writes nodes in front of ``anchor``."""
+
+    def emit(op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        with graph.inserting_before(anchor):
+            node = graph.call_function(op, args, kwargs)
+        values = fx.map_arg((args, kwargs), lambda used: used.meta["val"])
+        with _fake_mode(values[0]):
+            node.meta["val"] = op(*values[0], **values[1])
+        node.meta[ROLE] = role
+        return node
+
+    return emit
+
+
+def _fake_mode(values: Any) -> FakeTensorMode:
+    for value in torch.utils._pytree.tree_leaves(values):
+        if isinstance(value, torch._subclasses.FakeTensor):
+            return value.fake_mode
+    raise AssertionError("a lowered op without a tensor argument")
+
+
+def _replace(graph: fx.Graph, members: Iterable[Marker], results: Iterable[fx.Node]) -> None:
+    for marker, result in zip(members, results):
+        if result is marker.shard or _aliases(result, marker.shard):
+            # One shard, no cast: the parameter itself stands here. Compute may read it, an output may not be it.
+            _copy_before_outputs(graph, marker.node, result)
+        names = {key: marker.node.meta[key] for key in ("fsdp_fqn", "nn_module_stack") if key in marker.node.meta}
+        if result is not marker.shard:
+            result.meta.update(names)
+        marker.node.replace_all_uses_with(result)
+        graph.erase_node(marker.node)
+
+
+def _aliases(result: fx.Node, source: fx.Node) -> bool:
+    node: Any = result
+    while node is not source and isinstance(node, fx.Node) and node.target in _ALIASING:
+        node = node.args[0]
+    return node is source
+
+
+def _copy_before_outputs(graph: fx.Graph, marker: fx.Node, result: fx.Node) -> None:
+    output = graph.output_node()
+    reached, work = set(), [marker]
+    while work:
+        node = work.pop()
+        for user in node.users:
+            if user is output:
+                reached.add(node)
+            elif user.target in _ALIASING:
+                work.append(user)
+    copies = {}
+    for node in reached:
+        source = result if node is marker else node
+        with graph.inserting_before(output):
+            copies[node] = graph.call_function(torch.ops.aten.clone.default, (source,))
+        copies[node].meta = {"val": node.meta["val"]}
+    if copies:
+        output.args = fx.map_arg(output.args, lambda used: copies.get(used, used))
+
+
+def _assert_independent(members: list[Marker], bucket: Bucket) -> None:
+    """A reduced gradient that another member's gradient depends on cannot share its bucket."""
+    nodes = {marker.node for marker in members}
+    reached, work = set(), list(nodes)
+    while work:
+        for user in work.pop().users:
+            if user not in reached:
+                reached.add(user)
+                work.append(user)
+    assert not reached & nodes, f"the gradients of {bucket.fqns} depend on each other"
+
+
+def sort_topologically(graph: fx.Graph) -> None:
+    """Put definitions before uses again, moving as few nodes as that takes."""
+    nodes = list(graph.nodes)
+    position = {node: index for index, node in enumerate(nodes)}
+    missing = {node: len(node.all_input_nodes) for node in nodes}
+    if all(position[source] < position[node] for node in nodes for source in node.all_input_nodes):
+        return
+    ready = [position[node] for node in nodes if not missing[node]]
+    heapq.heapify(ready)
+    cursor = graph._root
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        cursor.append(node)
+        cursor = node
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, position[user])
+    assert cursor.op == "output", "the graph has a cycle"

@@ -1,0 +1,181 @@
+"""What a marker becomes: pack, collective, wait, unpack. Written once, run eagerly or written into a graph.
+
+    gather   shards -> cast -> pad -> [cat] -> all_gather_into_tensor -> wait -> [split] -> reorder, unpad -> full
+    reduce   grads  -> cast -> pad, reorder -> [cat] -> reduce_scatter_tensor -> wait -> divide -> [split], unpad
+
+The functions take ``call(op, *args)``: ``run`` executes the op, the insert pass's emitter adds a node instead. So
+both paths put the same bytes on the wire in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .layout import BucketLayout, ShardLayout
+from .markers import ParamSpec
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+Call = Callable[..., Any]
+
+
+def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Execute ``op`` now: the eager reading of the programs below."""
+    return op(*args, **kwargs)
+
+
+def launch_gather(call: Call, shards: Sequence[Any], specs: Sequence[ParamSpec]) -> Any:
+    """Pack one bucket of local shards and start its all-gather; specs agree on dtype and group."""
+    parts = [_on_the_wire(call, _cast(call, shard, spec.dtype), spec.layout) for shard, spec in zip(shards, specs)]
+    packed = parts[0] if len(parts) == 1 else call(aten.cat.default, [_flat(call, part) for part in parts])
+    if specs[0].num_shards == 1:
+        return packed
+    return call(c10d.all_gather_into_tensor.default, packed, specs[0].num_shards, specs[0].group)
+
+
+def finish_gather(call: Call, gathered: Any, specs: Sequence[ParamSpec]) -> list[Any]:
+    """Wait for a bucket's all-gather and cut it into full parameters."""
+    num_shards = specs[0].num_shards
+    if num_shards > 1:
+        gathered = call(c10d.wait_tensor.default, gathered)
+    if len(specs) == 1:
+        return [_full(call, gathered, specs[0].layout)]
+    bucket = BucketLayout(tuple(spec.layout for spec in specs))
+    rows = call(aten.view.default, gathered, [num_shards, bucket.numel])
+    fulls = []
+    for member, offset in zip(bucket.members, bucket.offsets):
+        piece = call(aten.slice.Tensor, rows, 1, offset, offset + member.padded_numel)
+        ranks_first = [num_shards * member.padded_size[0], *member.padded_size[1:]]
+        piece = call(aten.reshape.default, piece, ranks_first)
+        fulls.append(_full(call, piece, member))
+    return fulls
+
+
+def launch_reduce(call: Call, grads: Sequence[Any], specs: Sequence[ParamSpec]) -> Any:
+    """Pack one bucket of full gradients and start its reduction; specs agree on reduce dtype, divisors and group."""
+    first = specs[0]
+    parts = []
+    for grad, spec in zip(grads, specs):
+        part = _cast(call, grad, first.reduce_dtype)
+        if first.predivide != 1.0:
+            part = call(aten.div.Tensor, part, first.predivide)
+        parts.append(_ranks_first(call, part, spec.layout))
+    if len(parts) == 1:
+        packed = parts[0]
+    else:
+        rows = [call(aten.reshape.default, part, [first.num_shards, -1]) for part in parts]
+        packed = call(aten.cat.default, rows, 1)
+    if first.num_shards == 1:
+        return packed
+    if len(parts) > 1:
+        packed = call(aten.view.default, packed, [-1])
+    if first.reduction == "all_to_all":
+        splits = [_rows(specs)] * first.num_shards
+        return call(c10d.all_to_all_single.default, packed, splits, splits, first.group)
+    return call(c10d.reduce_scatter_tensor.default, packed, first.reduce_op, first.num_shards, first.group)
+
+
+def finish_reduce(
+    call: Call, pending: Any, specs: Sequence[ParamSpec], shard_sizes: Sequence[tuple[int, ...]]
+) -> list[Any]:
+    """Wait for a bucket's reduction and cut it into gradients of the local shards."""
+    first = specs[0]
+    if first.num_shards > 1:
+        pending = call(c10d.wait_tensor.default, pending)
+        if first.reduction == "all_to_all":
+            wire = list(first.layout.padded_size) if len(specs) == 1 else [-1]
+            pending = call(aten.view.default, pending, [first.num_shards, *wire])
+            pending = call(aten.sum.dim_IntList, pending, [0])
+    if first.postdivide != 1.0:
+        pending = call(aten.div.Tensor, pending, first.postdivide)
+    if len(specs) == 1:
+        pieces = [pending]
+    else:
+        bucket = BucketLayout(tuple(spec.layout for spec in specs))
+        flat = call(aten.view.default, pending, [-1])
+        pieces = [
+            call(aten.view.default, call(aten.slice.Tensor, flat, 0, offset, offset + member.padded_numel),
+                 list(member.padded_size))
+            for member, offset in zip(bucket.members, bucket.offsets)
+        ]  # fmt: skip
+    reduced = []
+    for piece, spec, shard_size in zip(pieces, specs, shard_sizes):
+        if shard_size[spec.dim] != spec.layout.chunk:
+            piece = call(aten.slice.Tensor, piece, spec.dim, 0, shard_size[spec.dim])
+        reduced.append(_cast(call, piece, spec.grad_dtype))
+    return reduced
+
+
+def _rows(specs: Sequence[ParamSpec]) -> int:
+    """Length of one rank's part of a packed reduction along its first dimension."""
+    return specs[0].layout.padded_size[0] if len(specs) == 1 else sum(spec.layout.padded_numel for spec in specs)
+
+
+def _cast(call: Call, tensor: Any, dtype: torch.dtype) -> Any:
+    if _value(tensor).dtype == dtype:
+        return tensor
+    return call(torch.ops.prims.convert_element_type.default, tensor, dtype)
+
+
+def _value(tensor: Any) -> torch.Tensor:
+    """The tensor itself, or the fake tensor that stands for a graph node."""
+    return tensor if isinstance(tensor, torch.Tensor) else tensor.meta["val"]
+
+
+def _flat(call: Call, tensor: Any) -> Any:
+    return call(aten.reshape.default, tensor, [-1])
+
+
+def _pad(call: Call, tensor: Any, dim: int, length: int) -> Any:
+    """Zeros behind ``tensor`` along ``dim`` up to ``length``."""
+    missing = length - _value(tensor).shape[dim]
+    if missing == 0:
+        return tensor
+    behind = [0, 0] * (_value(tensor).ndim - 1 - dim) + [0, missing]  # last dimension first
+    return call(aten.constant_pad_nd.default, tensor, behind, 0)
+
+
+def _on_the_wire(call: Call, shard: Any, layout: ShardLayout) -> Any:
+    return _pad(call, shard, layout.dim, layout.chunk)
+
+
+def _full(call: Call, gathered: Any, layout: ShardLayout) -> Any:
+    """The full parameter from rank-major parts ``[num_shards * part[0], ...]``."""
+    if layout.num_shards == 1:
+        return call(aten.reshape.default, gathered, list(layout.size))
+    if layout.dim != 0:
+        # [ranks, *part] -> the ranks' axis in front of dim -> merged with it
+        ndim = len(layout.size)
+        parts = call(aten.view.default, gathered, [layout.num_shards, *layout.padded_size])
+        order = [*range(1, layout.dim + 1), 0, *range(layout.dim + 1, ndim + 1)]
+        moved = call(aten.permute.default, parts, order)
+        padded = list(layout.size)
+        padded[layout.dim] = layout.chunk * layout.num_shards
+        gathered = call(aten.clone.default, moved, memory_format=torch.contiguous_format)
+        gathered = call(aten.reshape.default, gathered, padded)
+    if layout.even:
+        return gathered
+    return call(aten.slice.Tensor, gathered, layout.dim, 0, layout.size[layout.dim])
+
+
+def _ranks_first(call: Call, grad: Any, layout: ShardLayout) -> Any:
+    """A full gradient as rank-major parts ``[num_shards * part[0], ...]``, contiguous: _full undone."""
+    grad = _pad(call, grad, layout.dim, layout.chunk * layout.num_shards)
+    if layout.dim != 0:
+        split = [*layout.size[: layout.dim], layout.num_shards, layout.chunk, *layout.size[layout.dim + 1 :]]
+        parts = call(aten.reshape.default, grad, split)
+        order = [layout.dim, *range(layout.dim), *range(layout.dim + 1, len(split))]
+        parts = call(aten.permute.default, parts, order)
+        merged = [layout.num_shards * layout.padded_size[0], *layout.padded_size[1:]]
+        return call(aten.reshape.default, _contiguous(call, parts), merged)
+    return _contiguous(call, grad)
+
+
+def _contiguous(call: Call, tensor: Any) -> Any:
+    if _value(tensor).is_contiguous():
+        return tensor
+    return call(aten.clone.default, tensor, memory_format=torch.contiguous_format)

@@ -1,0 +1,121 @@
+"""Runs the passes in their one order, on our graphs only, and remembers what they did."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from ._torch_compat import CustomGraphPass
+from .agree import agree
+from .check import check
+from .insert import insert
+from .keep import keep
+from .merge import merge
+from .overlap import overlap
+from .plan import Plan
+from .planner import plan_graph, plan_joint
+from .provenance import annotate, has_markers, reduce_nodes, unshard_nodes
+
+Pass = Callable[[fx.Graph, Plan], int]
+
+# The order of everything. A pass is (graph, plan) -> count, and only applies the plan.
+JOINT_PASSES: tuple[Pass, ...] = (merge, keep)
+POST_GRAD_PASSES: tuple[Pass, ...] = (insert, overlap, check)
+
+
+@dataclass
+class PassRecord:
+    """What one pass did to one graph."""
+
+    name: str
+    count: int
+    seconds: float
+    before: str = ""  # code, only while somebody looks
+    after: str = ""
+
+
+@dataclass
+class GraphRecord:
+    """One graph's way through the passes."""
+
+    stage: str
+    plan: Plan
+    num_unshards: int
+    num_reduces: int
+    passes: list[PassRecord] = field(default_factory=list)
+    graph: fx.Graph | None = None  # a copy after the last pass, only while somebody looks
+
+
+class PassManager(CustomGraphPass):
+    """All passes as the one object that Inductor and AOTAutograd call."""
+
+    def __init__(self) -> None:
+        self.observers: list[Callable[[GraphRecord], None]] = []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Inductor's post-grad hook: markers become collectives."""
+        if has_markers(graph):
+            stage = _stage(graph)
+            plan = plan_graph(graph, stage)
+            agree(plan)
+            self._run(graph, stage, plan, POST_GRAD_PASSES)
+
+    def joint(self, module: fx.GraphModule, inputs: Any) -> fx.GraphModule:
+        """AOTAutograd's joint hook: markers are named, merged and tagged."""
+        del inputs
+        if has_markers(module.graph):
+            annotate(module.graph)
+            # Planned after merging: a plan names what will stand in the graph.
+            self._run(module.graph, "joint", None, JOINT_PASSES)
+            module.recompile()
+        return module
+
+    def uuid(self) -> str:
+        return source_hash()
+
+    def _run(self, graph: fx.Graph, stage: str, plan: Plan | None, passes: tuple[Pass, ...]) -> None:
+        watched = bool(self.observers)
+        counts = len(unshard_nodes(graph)), len(reduce_nodes(graph))
+        records = []
+        for one_pass in passes:
+            before = _code(graph) if watched else ""
+            start = time.perf_counter()
+            if plan is None and one_pass is not merge:
+                plan = plan_joint(graph)
+            count = one_pass(graph, plan or Plan(stage))
+            elapsed = time.perf_counter() - start
+            records.append(PassRecord(one_pass.__name__, count, elapsed, before, _code(graph) if watched else ""))
+        graph.lint()
+        if watched:
+            copy = fx.Graph()
+            copy.output(copy.graph_copy(graph, {}))
+            record = GraphRecord(stage, plan or Plan(stage), *counts, records, copy)
+            for observer in self.observers:
+                observer(record)
+
+
+def _stage(graph: fx.Graph) -> str:
+    placeholders = graph.find_nodes(op="placeholder")
+    if reduce_nodes(graph) or any(node.name.startswith("tangents") for node in placeholders):
+        return "backward"
+    return "forward" if any("recompute" in node.meta for node in unshard_nodes(graph)) else "inference"
+
+
+def _code(graph: fx.Graph) -> str:
+    return graph.python_code("self", verbose=False).src
+
+
+@functools.cache
+def source_hash() -> str:
+    """Hash of the passes' source: a graph compiled by other passes is never served from a cache."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,149 @@
+"""The two marker ops: the contract between the runtime half, which emits them, and the passes, which lower them.
+
+    reading a parameter          w  = unshard(shard, **spec)              local shard -> full parameter
+    its autograd rule            gs = reduce_grad(gw, shard_size, **spec) full gradient -> gradient of the shard
+
+A marker says in its arguments everything that a pass needs. The arguments are equal for equal blocks (the FQN is
+relative to the module given to ``fully_shard``), so blocks that look alike share one compiled graph. Where no pass
+lowers them (``aot_eager``, ``eager``, or our passes displaced) the ops run as they are: one collective each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layout import ShardLayout
+
+NAMESPACE = "fsdpc"
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What a marker knows of its parameter. Every field is equal on every rank, but for ``group``'s name."""
+
+    fqn: str  # relative to the module that fully_shard was given
+    unit: str  # class of that module: what its markers have in common, and other units' markers have not
+    order: int  # place among the parameters of the group: the order in a bucket
+    size: tuple[int, ...]
+    dim: int
+    num_shards: int
+    group: str  # name of the process group
+    backend: str  # of that group; picks constants, never behaviour
+    dtype: torch.dtype  # gathered and computed in
+    reduce_dtype: torch.dtype  # gradients travel in
+    grad_dtype: torch.dtype  # gradient of the shard comes out in
+    regather: bool  # gather again in backward instead of keeping the gathered parameter
+    reduce_op: str  # "sum" or "avg" on the wire
+    predivide: float  # gradient divisors before and after the wire
+    postdivide: float
+    reduction: str  # "reduce_scatter", or "all_to_all" and a sum in rank order
+    bucketing: str  # "size", "group" or "none"
+
+    @property
+    def layout(self) -> ShardLayout:
+        return ShardLayout(self.size, self.dim, self.num_shards)
+
+    @property
+    def gather_bytes(self) -> int:
+        """Bytes that one rank contributes to the gather."""
+        return self.layout.padded_numel * self.dtype.itemsize
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes that one rank receives from the reduction."""
+        return self.layout.padded_numel * self.reduce_dtype.itemsize
+
+    def kwargs(self) -> dict[str, Any]:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return fields | {"size": list(self.size)}
+
+    @classmethod
+    def of(cls, kwargs: dict[str, Any]) -> ParamSpec:
+        """The spec in a marker node's keyword arguments."""
+        return cls(**{**kwargs, "size": tuple(kwargs["size"])})
+
+
+_SPEC = (
+    "str fqn, str unit, int order, int[] size, int dim, int num_shards, str group, str backend, ScalarType dtype, "
+    "ScalarType reduce_dtype, ScalarType grad_dtype, bool regather, str reduce_op, float predivide, "
+    "float postdivide, str reduction, str bucketing"
+)
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+_library.define(f"unshard(Tensor shard, *, {_SPEC}) -> Tensor")
+_library.define(f"reduce_grad(Tensor grad, int[] shard_size, *, {_SPEC}) -> Tensor")
+
+unshard = torch.ops.fsdpc.unshard.default
+reduce_grad = torch.ops.fsdpc.reduce_grad.default
+
+
+@torch.library.register_fake(f"{NAMESPACE}::unshard")
+def _unshard_fake(shard: Tensor, **kwargs: Any) -> Tensor:
+    return shard.new_empty(kwargs["size"], dtype=kwargs["dtype"])
+
+
+@torch.library.register_fake(f"{NAMESPACE}::reduce_grad")
+def _reduce_grad_fake(grad: Tensor, shard_size: list[int], **kwargs: Any) -> Tensor:
+    return grad.new_empty(shard_size, dtype=kwargs["grad_dtype"])
+
+
+def _unshard_kernel(shard: Tensor, **kwargs: Any) -> Tensor:
+    from . import lower  # lower imports this module for ParamSpec
+
+    _warn_if_displaced("unshard", kwargs["fqn"])
+    spec = ParamSpec.of(kwargs)
+    (full,) = lower.finish_gather(lower.run, lower.launch_gather(lower.run, [shard], [spec]), [spec])
+    # A functional op may not return its input: one shard and no cast leave nothing to copy.
+    return full.clone() if full.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr() else full
+
+
+def _reduce_grad_kernel(grad: Tensor, shard_size: list[int], **kwargs: Any) -> Tensor:
+    from . import lower
+
+    _warn_if_displaced("reduce_grad", kwargs["fqn"])
+    spec = ParamSpec.of(kwargs)
+    pending = lower.launch_reduce(lower.run, [grad], [spec])
+    (reduced,) = lower.finish_reduce(lower.run, pending, [spec], [tuple(shard_size)])
+    same = reduced.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr()
+    return reduced.clone() if same else reduced
+
+
+_library.impl("unshard", _unshard_kernel, "CompositeExplicitAutograd")
+_library.impl("reduce_grad", _reduce_grad_kernel, "CompositeExplicitAutograd")
+
+
+def _save_spec(ctx: Any, inputs: tuple[Tensor], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
+    ctx.spec = keyword_only_inputs
+    ctx.shard_size = list(inputs[0].shape)
+
+
+def _unshard_backward(ctx: Any, grad: Tensor) -> Tensor:
+    return torch.ops.fsdpc.reduce_grad(grad, ctx.shard_size, **ctx.spec)
+
+
+torch.library.register_autograd(f"{NAMESPACE}::unshard", _unshard_backward, setup_context=_save_spec, lib=_library)
+
+
+def _warn_if_displaced(op: str, fqn: str) -> None:
+    """Say so when Inductor's generated code runs a marker: then our passes did not see this graph."""
+    frame = sys._getframe(2)
+    for _ in range(12):
+        if frame is None:
+            return
+        if "async_compile" in frame.f_globals and "call" in frame.f_code.co_name:
+            warnings.warn(
+                f"{op} of {fqn} runs unlowered inside a graph compiled by Inductor: a later setting of "
+                "torch._inductor.config.post_grad_custom_pre_pass (or torch.compile(options=...)) replaced "
+                "fsdp_compile's passes. The numbers are right; every parameter is gathered by itself, without "
+                "overlap. Set your own pass before fully_shard, or call fsdp_compile.install_passes() after it.",
+                stacklevel=2,
+            )
+            return
+        frame = frame.f_back  # type: ignore[assignment]

@@ -1,0 +1,72 @@
+"""One gather and one reduction a parameter, however often it is read.
+
+    joint graph                              after
+    w1 = unshard(shard)                      w  = unshard(shard)
+    w2 = unshard(shard)                      ...
+    ...                                      g  = g1 + g2
+    r1 = reduce_grad(g1)                     r  = reduce_grad(g)
+    r2 = reduce_grad(g2)
+    r  = r1 + r2
+
+AOTAutograd's own common-subexpression pass keeps apart what only forward uses, and never moves a sum through an op.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from .plan import Plan
+from .provenance import reduce_nodes, unshard_nodes
+
+_ADDS = (torch.ops.aten.add.Tensor,)
+
+
+def merge(graph: fx.Graph, plan: Plan) -> int:
+    """Merge repeated markers of one parameter; return how many went away."""
+    del plan  # what is the same is not a decision
+    return _merge_gathers(graph) + _merge_reductions(graph)
+
+
+def _merge_gathers(graph: fx.Graph) -> int:
+    first: dict[tuple[object, ...], fx.Node] = {}
+    num_merged = 0
+    for node in unshard_nodes(graph):
+        key = (node.args[0], repr(sorted(node.kwargs.items())))
+        kept = first.setdefault(key, node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            graph.erase_node(node)
+            num_merged += 1
+    return num_merged
+
+
+def _merge_reductions(graph: fx.Graph) -> int:
+    num_merged = 0
+    pending = list(reduce_nodes(graph))
+    while pending:
+        left = pending.pop()
+        total = _only_user(left)
+        if total is None or total.target not in _ADDS or total.kwargs:
+            continue
+        right = total.args[1] if total.args[0] is left else total.args[0]
+        if not isinstance(right, fx.Node) or right is left or right.target is not left.target:
+            continue
+        if _only_user(right) is not total or right.kwargs != left.kwargs or right.args[1] != left.args[1]:
+            continue
+        with graph.inserting_before(total):
+            summed = graph.call_function(torch.ops.aten.add.Tensor, (total.args[0].args[0], total.args[1].args[0]))  # type: ignore[union-attr]
+            summed.meta = dict(left.args[0].meta)  # type: ignore[union-attr]
+            reduced = graph.call_function(left.target, (summed, left.args[1]), dict(left.kwargs))  # type: ignore[arg-type]
+            reduced.meta = dict(left.meta)
+        total.replace_all_uses_with(reduced)
+        graph.erase_node(total)
+        graph.erase_node(left)
+        graph.erase_node(right)
+        pending = [node for node in pending if node is not right] + [reduced]
+        num_merged += 1
+    return num_merged
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None

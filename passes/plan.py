@@ -1,0 +1,49 @@
+"""The Plan: what the passes will do to one graph, as data. Printed, edited, hashed across ranks, replayed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+
+STAGES = ("joint", "forward", "backward", "inference")
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose shards, or gradients, travel in one collective."""
+
+    unit: str
+    fqns: tuple[str, ...]
+    dtype: str  # on the wire
+    num_bytes: int  # that one rank contributes (gather) or receives (reduction)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions for one graph; a pure function of the markers' arguments (see DESIGN.md, rule 5)."""
+
+    stage: str
+    regather: tuple[str, ...] = ()  # joint: gathered again in backward
+    keep: tuple[str, ...] = ()  # joint: gathered once, saved for backward
+    gathers: tuple[Bucket, ...] = ()  # in the order of launch
+    reduces: tuple[Bucket, ...] = ()
+    lookahead: int = 1  # how many units ahead of its use a gather is launched
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        fields = json.loads(text)
+        for name in ("gathers", "reduces"):
+            fields[name] = tuple(Bucket(**{**bucket, "fqns": tuple(bucket["fqns"])}) for bucket in fields[name])
+        for name in ("regather", "keep"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
+
+    @property
+    def digest(self) -> str:
+        """Equal on ranks that will issue the same collectives in the same order."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]

@@ -1,0 +1,101 @@
+"""Chooses the Plan of a graph from its markers: what stays gathered, and what travels together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import fx
+
+from .layout import bucket_limits, split_into_buckets
+from .markers import ParamSpec
+from .plan import Bucket, Plan
+from .provenance import Marker, find_reduces, find_unshards
+
+
+def plan_joint(graph: fx.Graph) -> Plan:
+    """Keep or regather each parameter of a joint graph, as its group was told."""
+    unshards = find_unshards(graph)
+    return Plan(
+        stage="joint",
+        regather=tuple(marker.fqn for marker in unshards if marker.spec.regather),
+        keep=tuple(marker.fqn for marker in unshards if not marker.spec.regather),
+    )
+
+
+def plan_graph(graph: fx.Graph, stage: str) -> Plan:
+    """Buckets of a forward, backward or inference graph."""
+    return Plan(
+        stage=stage,
+        # A gather is launched for its first member, a reduction once its last member's gradient is there.
+        gathers=_named_buckets(
+            find_unshards(graph), gather_buckets, lambda spec: (spec.dtype, spec.gather_bytes), launched_at=min
+        ),
+        reduces=_named_buckets(
+            find_reduces(graph), reduce_buckets, lambda spec: (spec.reduce_dtype, spec.reduce_bytes), launched_at=max
+        ),
+    )
+
+
+def gather_buckets(specs: Sequence[ParamSpec]) -> list[list[int]]:
+    """Which parameters of one unit share an all-gather: indices into ``specs``, in packing order."""
+    return _split(specs, _gather_key, lambda spec: spec.gather_bytes)
+
+
+def reduce_buckets(specs: Sequence[ParamSpec]) -> list[list[int]]:
+    """Which gradients of one unit share a reduction: indices into ``specs``, in packing order."""
+    return _split(specs, _reduce_key, lambda spec: spec.reduce_bytes)
+
+
+def _gather_key(spec: ParamSpec) -> tuple[object, ...]:
+    """What the members of one all-gather must have in common."""
+    return (spec.group, spec.num_shards, spec.dtype, spec.bucketing)
+
+
+def _reduce_key(spec: ParamSpec) -> tuple[object, ...]:
+    divisors = (spec.reduce_op, spec.predivide, spec.postdivide, spec.reduction)
+    return (spec.group, spec.num_shards, spec.reduce_dtype, *divisors, spec.bucketing)
+
+
+def _split(
+    specs: Sequence[ParamSpec],
+    key: Callable[[ParamSpec], tuple[object, ...]],
+    num_bytes: Callable[[ParamSpec], int],
+) -> list[list[int]]:
+    by_key: dict[tuple[object, ...], list[int]] = {}
+    # By place in the group and not by use, so that forward, backward and the eager path pack the same bytes.
+    for index in sorted(range(len(specs)), key=lambda index: specs[index].order):
+        by_key.setdefault(key(specs[index]), []).append(index)
+    buckets = []
+    for indices in by_key.values():
+        first = specs[indices[0]]
+        sizes = [num_bytes(specs[index]) for index in indices]
+        for chosen in split_into_buckets(sizes, first.bucketing, bucket_limits(first.backend)):
+            buckets.append([indices[place] for place in chosen])
+    return buckets
+
+
+def _named_buckets(
+    found: Sequence[Marker],
+    split: Callable[[Sequence[ParamSpec]], list[list[int]]],
+    on_the_wire: Callable[[ParamSpec], tuple[torch.dtype, int]],
+    launched_at: Callable[[Iterable[int]], int],
+) -> tuple[Bucket, ...]:
+    units: dict[str, list[Marker]] = {}
+    for marker in found:
+        units.setdefault(marker.unit, []).append(marker)
+    position = {marker.fqn: index for index, marker in enumerate(found)}
+    buckets = []
+    for unit, members in units.items():
+        for indices in split([marker.spec for marker in members]):
+            wire = [on_the_wire(members[index].spec) for index in indices]
+            buckets.append(
+                Bucket(
+                    unit=unit,
+                    fqns=tuple(members[index].fqn for index in indices),
+                    dtype=str(wire[0][0]).removeprefix("torch."),
+                    num_bytes=sum(num_bytes for _, num_bytes in wire),
+                )
+            )
+    buckets.sort(key=lambda bucket: launched_at(position[fqn] for fqn in bucket.fqns))
+    return tuple(buckets)

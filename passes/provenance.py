@@ -1,0 +1,142 @@
+"""Whose marker is it? Absolute names from the metadata that Dynamo and AOTAutograd leave on nodes.
+
+A marker's own FQN is relative to the module given to ``fully_shard``, so that equal blocks give equal graphs:
+
+    reader in nn_module_stack    L['self'].layers.3.attn.wq
+    FQN in the marker                              attn.wq.weight
+    unit (what is left)                 layers.3                    ->  absolute FQN  layers.3.attn.wq.weight
+
+A reader need not be the owner (tied weights, ``self.head.weight`` read by the root), so the reader whose path agrees
+with the FQN in most components decides, and a marker without any usable path is told apart by its position.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from . import markers
+from .markers import ParamSpec
+
+_FQN = "fsdp_fqn"
+_UNIT = "fsdp_unit"
+
+
+@dataclass(frozen=True)
+class Marker:
+    """One marker node with its spec and its names in this graph."""
+
+    node: fx.Node
+    spec: ParamSpec
+    fqn: str  # absolute in the compiled frame, unique in the graph
+    unit: str  # the fully_shard call that it belongs to: markers of one unit may share a bucket
+
+    @property
+    def shard(self) -> fx.Node:
+        """What an unshard gathers; of a reduce_grad: the full gradient."""
+        source = self.node.args[0]
+        assert isinstance(source, fx.Node)
+        return source
+
+
+def unshard_nodes(graph: fx.Graph) -> list[fx.Node]:
+    return graph.find_nodes(op="call_function", target=markers.unshard)
+
+
+def reduce_nodes(graph: fx.Graph) -> list[fx.Node]:
+    return graph.find_nodes(op="call_function", target=markers.reduce_grad)
+
+
+def has_markers(graph: fx.Graph) -> bool:
+    return bool(unshard_nodes(graph) or reduce_nodes(graph))
+
+
+def find_unshards(graph: fx.Graph) -> list[Marker]:
+    """The gathers of the graph, in graph order, named."""
+    return _named(unshard_nodes(graph))
+
+
+def find_reduces(graph: fx.Graph) -> list[Marker]:
+    """The reductions of the graph, in graph order, named."""
+    return _named(reduce_nodes(graph))
+
+
+def annotate(graph: fx.Graph) -> None:
+    """Write absolute names on the markers of a joint graph, where a reduction still knows its gather.
+
+    They share a sequence number: AOTAutograd gives a backward node that of its forward node.
+    """
+    gathers = unshard_nodes(graph)
+    by_shard: dict[fx.Node, list[fx.Node]] = {}
+    for node in gathers:
+        by_shard.setdefault(node.args[0], []).append(node)  # type: ignore[arg-type]
+    for readers in by_shard.values():
+        prefix = _best_prefix(readers)
+        for node in readers:
+            _write(node, prefix)
+    by_sequence = {node.meta["seq_nr"]: node for node in gathers if "seq_nr" in node.meta}
+    for node in reduce_nodes(graph):
+        gather = by_sequence.get(node.meta.get("seq_nr"))
+        if gather is not None and gather.kwargs["fqn"] == node.kwargs["fqn"]:
+            for key in (_FQN, _UNIT):
+                if key in gather.meta:
+                    node.meta[key] = gather.meta[key]
+
+
+def _named(nodes: list[fx.Node]) -> list[Marker]:
+    found, seen, ordinals = [], set(), dict[tuple[str, str], Iterator[int]]()
+    for node in nodes:
+        spec = ParamSpec.of(dict(node.kwargs))
+        if _FQN not in node.meta:
+            _write(node, _best_prefix([node]))
+        fqn, unit = node.meta.get(_FQN), node.meta.get(_UNIT)
+        if fqn is None or unit is None:
+            ordinal = next(ordinals.setdefault((spec.unit, spec.fqn), iter(range(1 << 30))))
+            fqn, unit = f"#{ordinal}.{spec.fqn}", f"#{ordinal}"
+        base, copy = fqn, 2
+        while fqn in seen:  # the same parameter gathered twice in one graph
+            fqn, copy = f"{base}@{copy}", copy + 1
+        seen.add(fqn)
+        found.append(Marker(node, spec, fqn, f"{spec.unit}:{unit}"))
+    return found
+
+
+def _write(node: fx.Node, prefix: str | None) -> None:
+    if prefix is not None:
+        fqn = str(node.kwargs["fqn"])
+        node.meta[_FQN] = f"{prefix}.{fqn}" if prefix else fqn
+        node.meta[_UNIT] = prefix
+
+
+def _best_prefix(readers: list[fx.Node]) -> str | None:
+    """The unit's path by the reader that agrees best with the FQN; None when no reader has a path."""
+    best: tuple[int, str] | None = None
+    for node in readers:
+        path = _reader_path(node)
+        if path is None or "[" in str(node.kwargs["fqn"]):  # a member of a list of modules has no common prefix
+            continue
+        agreement, prefix = _strip(path, str(node.kwargs["fqn"]).split(".")[:-1])
+        if best is None or agreement > best[0]:
+            best = (agreement, prefix)
+    return None if best is None else best[1]
+
+
+def _strip(path: list[str], owner: list[str]) -> tuple[int, str]:
+    """Take the longest head of ``owner`` off the tail of ``path``; (components taken, what is left)."""
+    for length in range(min(len(owner), len(path)), 0, -1):
+        if path[len(path) - length :] == owner[:length]:
+            return length, ".".join(path[: len(path) - length])
+    return 0, ".".join(path)
+
+
+def _reader_path(node: fx.Node) -> list[str] | None:
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return [] if node.target is markers.unshard and "seq_nr" in node.meta else None
+    path = list(stack.values())[-1][0]
+    path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)  # L['self'].layers[3] -> L.self.layers.3
+    components = [part for part in path.split(".") if part not in ("_modules", "_orig_mod", "_checkpoint_wrapped_module")]
+    return components[2:] if components[:1] == ["L"] else components[1:]

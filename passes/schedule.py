@@ -1,0 +1,73 @@
+"""The planned order, once more, on what Inductor is about to generate.
+
+Inductor's fusion and its own sorting undo the order of the FX graph. This callable sits in
+``reorder_for_compute_comm_overlap_passes``, gets the scheduler's nodes after both, and gives them back in the order
+of overlap.py. Graphs without our collectives come back untouched.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from . import _torch_compat as compat
+from .insert import ROLE, Role
+from .overlap import Items, is_launch, planned_order
+
+if TYPE_CHECKING:
+    from torch._inductor.scheduler import BaseSchedulerNode
+
+
+class ScheduleInPlannedOrder:
+    """Picklable and without state but for the hash of the passes' source: Inductor keys its cache by it."""
+
+    def __init__(self, source_hash: str) -> None:
+        self.source_hash = source_hash
+
+    def __call__(self, snodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        origins = {snode: _origins(snode) for snode in snodes}
+        roles = {snode: _role(nodes) for snode, nodes in origins.items()}
+        if not any(roles.values()):
+            return snodes
+        producer = {name: snode for snode in snodes for name in snode.get_buffer_names()}
+        items = Items(
+            order=snodes,
+            deps=lambda snode: [producer[dep.name] for dep in snode.unmet_dependencies if dep.name in producer],
+            role=roles.__getitem__,
+            is_launch=lambda snode: any(ROLE in node.meta and is_launch(node) for node in origins[snode]),
+        )
+        lookahead = next(role.lookahead for role in roles.values() if role is not None)
+        planned = planned_order(items, lookahead)
+        _pin(planned, items)
+        return planned
+
+
+def _origins(snode: BaseSchedulerNode) -> list[fx.Node]:
+    """The FX nodes that a kernel came from."""
+    found: list[fx.Node] = []
+    for part in snode.get_nodes():
+        if part.node is not None:
+            found.extend(origin for origin in part.node.get_origins() if origin.op == "call_function")
+    return found
+
+
+def _role(origins: list[fx.Node]) -> Role | None:
+    """A kernel is communication when all of it is; a kernel that computes as well is compute."""
+    if not origins or any(ROLE not in node.meta for node in origins):
+        return None
+    return origins[0].meta[ROLE]
+
+
+def _pin(planned: list[BaseSchedulerNode], items: Items[BaseSchedulerNode]) -> None:
+    """Let a gather's launch depend on what runs before it, so that later passes do not hoist it.
+
+    torch 2.15 runs ``simple_overlap`` after this one: it moves every collective to the front while the peak of memory
+    allows, and respects dependencies.
+    """
+    before: Any = None
+    for snode in planned:
+        if snode in items.gathers and before is not None:
+            compat.add_order_dependency(snode, before)
+        if items.role[snode] is None:
+            before = snode
