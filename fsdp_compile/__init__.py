@@ -7,3 +7,4 @@ from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 from ._fully_shard import fully_shard as fully_shard
 from ._graph_path import install_passes as install_passes
 from ._module import FSDPModule as FSDPModule
+from ._configure import configure as configure

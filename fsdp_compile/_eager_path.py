@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from . import _torch_compat as compat
 from ._group import ParamGroup
 from .passes import ParamSpec, lower
+from .passes.markers import require_data
 from .passes.planner import gather_buckets, reduce_buckets
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def begin_forward(state: UnitState) -> None:
     for param in group.params:
         value = param.param
         if isinstance(value, DTensor):
-            _require_data(param.fqn, value)
+            require_data(param.fqn, value)
             shards.append(value.to_local())
             params.append(param)
     specs = [group.spec_of(param) for param in params]
@@ -174,15 +175,8 @@ def eager_read(module: nn.Module, name: str, param: Any) -> Any:
             return gathered
     if owner.in_forward or reader.in_forward:
         # A compiled forward is running around this read, or another unit's (tied parameters): gather just this one.
-        _require_data(sharded.fqn, param)
+        require_data(sharded.fqn, param)
         spec = owner.group.spec_of(sharded)
         return torch.ops.fsdpc.unshard(param.to_local(), **spec.kwargs())
     return param
 
-
-def _require_data(fqn: str, param: Tensor) -> None:
-    if param.is_meta:
-        raise RuntimeError(
-            f"{fqn} is still on the meta device. Call model.to_empty(device=...) and initialise the parameters, or "
-            "load_state_dict(..., assign=True), before the first forward."
-        )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -64,3 +65,64 @@ def get_grad_dtype(param: torch.Tensor) -> torch.dtype | None:
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called (``_compiled_call_impl``: 2.11 to 2.15)."""
     return module._compiled_call_impl is not None
+
+
+def forget_compiled(classes: set[type]) -> int:
+    """Drop what Dynamo compiled for frames that read an instance of one of ``classes``; how many frames that were.
+
+    A compiled frame guards on the identity of the classes of the modules that it read, and its guards print it. Dynamo
+    drops a frame's entries all together. ``convert_frame.input_codes``, ``_debug_get_cache_entry_list``,
+    ``guard_manager`` of an entry, ``reset_code``: 2.11 to 2.15.
+    """
+    from torch._dynamo import convert_frame
+
+    eval_frame = torch._C._dynamo.eval_frame
+    guards = [f", {id(cls)})" for cls in classes]
+    num_frames = 0
+    for reference in list(convert_frame.input_codes.seen):
+        code = reference()
+        entries = [] if code is None else eval_frame._debug_get_cache_entry_list(code)
+        if any(guard in str(entry.guard_manager) for entry in entries for guard in guards):
+            eval_frame.reset_code(code)
+            num_frames += 1
+    return num_frames
+
+
+@contextlib.contextmanager
+def no_compile_caches() -> Iterator[None]:
+    """Compile graphs even where a cache holds them; compiled kernels are still found in theirs (2.11 to 2.15)."""
+    with (
+        inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+        functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False),
+    ):
+        yield
+
+
+def num_dynamo_graphs() -> int:
+    """Graphs that Dynamo has captured in this process (``_dynamo.utils.counters``: 2.11 to 2.15)."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size as a number: of a symbolic one the value seen when it was compiled, 2 if there was none (2.11 to 2.15)."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    hint = size.node.hint
+    return 2 if hint is None else int(hint)
+
+
+# Source code for a script that runs a graph with collectives by itself: process groups under the names in GROUPS that
+# pretend to have their recorded size. FakeStore, the "fake" backend, _register_process_group: 2.11 to 2.15.
+FAKE_GROUPS_SOURCE = """\
+def start_fake_groups():
+    \"\"\"Groups of the recorded names and sizes whose collectives return at once, without communicating.\"\"\"
+    from torch.distributed.distributed_c10d import _register_process_group, _resolve_process_group
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(GROUPS.values(), default=1))
+    for name, size in GROUPS.items():
+        try:
+            _resolve_process_group(name)
+        except (RuntimeError, LookupError, ValueError):
+            _register_process_group(name, dist.new_group(list(range(size))))
+"""

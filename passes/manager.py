@@ -51,6 +51,7 @@ class GraphRecord:
     num_reduces: int
     passes: list[PassRecord] = field(default_factory=list)
     graph: fx.Graph | None = None  # a copy after the last pass, only while somebody looks
+    snapshots: list[fx.Graph] = field(default_factory=list)  # before the first pass and after each, likewise
 
 
 class PassManager(CustomGraphPass):
@@ -84,6 +85,7 @@ class PassManager(CustomGraphPass):
         watched = bool(self.observers)
         counts = len(unshard_nodes(graph)), len(reduce_nodes(graph))
         records = []
+        snapshots = [_snapshot(graph)] if watched else []
         for one_pass in passes:
             before = _code(graph) if watched else ""
             start = time.perf_counter()
@@ -92,11 +94,11 @@ class PassManager(CustomGraphPass):
             count = one_pass(graph, plan or Plan(stage))
             elapsed = time.perf_counter() - start
             records.append(PassRecord(one_pass.__name__, count, elapsed, before, _code(graph) if watched else ""))
+            if watched:
+                snapshots.append(_snapshot(graph))
         graph.lint()
         if watched:
-            copy = fx.Graph()
-            copy.output(copy.graph_copy(graph, {}))
-            record = GraphRecord(stage, plan or Plan(stage), *counts, records, copy)
+            record = GraphRecord(stage, plan or Plan(stage), *counts, records, snapshots[-1], snapshots)
             for observer in self.observers:
                 observer(record)
 
@@ -110,6 +112,13 @@ def _stage(graph: fx.Graph) -> str:
 
 def _code(graph: fx.Graph) -> str:
     return graph.python_code("self", verbose=False).src
+
+
+def _snapshot(graph: fx.Graph) -> fx.Graph:
+    """A copy with the nodes' names and metadata; constants stay in the module that owns the graph."""
+    copy = fx.Graph(graph.owning_module)
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
 
 
 @functools.cache

@@ -86,6 +86,7 @@ reduce_grad = torch.ops.fsdpc.reduce_grad.default
 
 @torch.library.register_fake(f"{NAMESPACE}::unshard")
 def _unshard_fake(shard: Tensor, **kwargs: Any) -> Tensor:
+    require_data(kwargs["fqn"], shard)
     return shard.new_empty(kwargs["size"], dtype=kwargs["dtype"])
 
 
@@ -129,6 +130,15 @@ def _unshard_backward(ctx: Any, grad: Tensor) -> Tensor:
 
 
 torch.library.register_autograd(f"{NAMESPACE}::unshard", _unshard_backward, setup_context=_save_spec, lib=_library)
+
+
+def require_data(fqn: str, shard: Tensor) -> None:
+    """Refuse to gather what was never materialised, while there is a name to say it with."""
+    if shard.device.type == "meta":
+        raise RuntimeError(
+            f"{fqn} is still on the meta device. Call model.to_empty(device=...) and initialise the parameters, or "
+            "load_state_dict(..., assign=True), before the first forward."
+        )
 
 
 def _warn_if_displaced(op: str, fqn: str) -> None:

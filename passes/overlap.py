@@ -77,6 +77,10 @@ def planned_order(items: Items[T], lookahead: int) -> list[T]:
     steps = _gather_steps(items)
     begins = {first_reader: index for index, (first_reader, _) in enumerate(steps) if first_reader is not None}
     launched = 0
+    if steps:
+        for launch in steps[0][1]:  # nothing runs before the first unit: the start of the graph is the latest safe place
+            schedule.emit(launch)
+        launched = 1
     for item in items.order:
         if items.role[item] is not None:
             continue  # communication is emitted when compute asks for it

@@ -1,0 +1,172 @@
+"""The parent's half of the demo: start the workers, follow them, compare and print what they found."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ._launch import Workers
+from .demo import FSDP2, FSDP2_BLOCKS, OURS, UNSHARDED, Settings
+
+TOLERANCE = 1e-3  # largest difference of a step's mean loss from the unsharded model's, in float32
+SILENCE_S = 400.0  # compiling is the longest that workers say nothing; gloo gives up on a lost peer after 300
+_VARIANTS = (UNSHARDED, FSDP2, FSDP2_BLOCKS, OURS)
+_NONE = "-"
+
+
+def run_demo(settings: Settings, console: Console) -> int:
+    """Train, print, and say whether the numbers agree: 0 if they do, 1 if not."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="fsdp-compile-demo-") as scratch:
+        results = _train(settings, Path(scratch), console)
+    for table in (losses_table(results), graphs_table(results, settings), cost_table(results)):
+        console.print(table)
+    difference = largest_difference(results, OURS)
+    agree = difference <= TOLERANCE
+    verdict = "agree" if agree else "DISAGREE"
+    console.print(
+        f"The losses {verdict}: largest difference over {settings.steps} steps {difference:.1e}, "
+        f"tolerance {TOLERANCE:.0e}. Took {time.monotonic() - start:.0f} s."
+    )
+    if settings.save is not None:
+        _save(settings, results, difference)
+        console.print(f"Saved results, plans and the graphs after the last pass in {settings.save}.")
+    return 0 if agree else 1
+
+
+def _train(settings: Settings, scratch: Path, console: Console) -> list[dict[str, Any]]:
+    """Run the workers in an empty compile cache, as on a machine that never compiled this; results by rank."""
+    job = {"settings": dataclasses.asdict(settings), "rendezvous": str(scratch / "rendezvous")}
+    env = {
+        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "cache"),
+        "TRITON_CACHE_DIR": str(scratch / "cache" / "triton"),
+        # Ranks share compiled kernels, but each runs the passes: on a hit in these caches there is nothing to count.
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }
+    results: list[dict[str, Any]] = [{}] * settings.ranks
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("starting", total=settings.steps * len(_VARIANTS))
+        with Workers(
+            "fsdp_compile.demo:work", job, num_ranks=settings.ranks, log_dir=scratch, env=env
+        ) as workers:
+            for rank, message in workers.messages(SILENCE_S):
+                if "result" in message:
+                    results[rank] = message["result"]
+                else:
+                    progress.update(bar, description=message["doing"], completed=message["done"])
+    return results
+
+
+def mean_losses(results: list[dict[str, Any]], variant: str) -> list[float]:
+    """A step's loss over all ranks' batches."""
+    by_rank = [result["runs"][variant]["losses"] for result in results]
+    return [sum(losses) / len(losses) for losses in zip(*by_rank)]
+
+
+def largest_difference(results: list[dict[str, Any]], variant: str) -> float:
+    """From the unsharded model's losses, over all steps; infinite when a loss is not a number."""
+    pairs = zip(mean_losses(results, variant), mean_losses(results, UNSHARDED))
+    differences = [abs(ours - reference) for ours, reference in pairs]
+    return max(difference if math.isfinite(difference) else math.inf for difference in differences)
+
+
+def losses_table(results: list[dict[str, Any]]) -> Table:
+    table = Table(title="Loss, mean over the ranks' batches", caption_justify="left")
+    for name in ("step", UNSHARDED, OURS, "difference"):
+        table.add_column(name, justify="right")
+    reference, ours = mean_losses(results, UNSHARDED), mean_losses(results, OURS)
+    for step in _some_steps(len(reference)):
+        a, b = reference[step], ours[step]
+        table.add_row(str(step + 1), f"{a:.5f}", f"{b:.5f}", f"{abs(b - a):.1e}")
+    table.add_section()
+    difference = largest_difference(results, OURS)
+    table.add_row("all", _NONE, _NONE, f"{difference:.1e}")
+    sign = "<=" if difference <= TOLERANCE else "EXCEEDS"
+    table.caption = f"largest difference {difference:.1e} {sign} tolerance {TOLERANCE:.0e}"
+    return table
+
+
+def _some_steps(num_steps: int, num_shown: int = 6) -> list[int]:
+    """First and last and a few between, counted from 0."""
+    last = num_steps - 1
+    return sorted({round(last * index / (num_shown - 1)) for index in range(num_shown)})
+
+
+def graphs_table(results: list[dict[str, Any]], settings: Settings) -> Table:
+    captured = results[0]["captured"]
+    table = Table(title=f"torch.compile(model, fullgraph=True, backend={settings.backend!r}) over fsdp_compile")
+    for name in ("", "before bucketing", "after"):
+        table.add_column(name, justify="left" if not name else "right")
+    for stage in ("forward", "backward"):
+        for what, label in (("gathers", "all-gathers"), ("reduces", "gradient reductions")):
+            if (stage, what) == ("forward", "reduces"):
+                continue
+            counts = captured["stages"].get(stage, {}).get(what, (_NONE, _NONE))
+            table.add_row(f"{label} in {stage}", *map(str, counts))
+    table.add_section()
+    table.add_row("graphs captured by Dynamo", "", str(captured["num_graphs"]))
+    table.add_row("graph breaks", "", str(captured["num_graph_breaks"]))
+    if settings.backend != "inductor":
+        table.caption = f"The backend {settings.backend} runs one collective a parameter; inductor buckets them."
+    return table
+
+
+def cost_table(results: list[dict[str, Any]]) -> Table:
+    """Time and memory of the slowest and the heaviest rank."""
+    first = results[0]
+    table = Table(
+        title=f"{first['num_params'] / 1e6:.1f}M parameters, {len(results)} ranks, {first['group']}, {first['device']}",
+        caption="held: parameters, gradients and optimizer state after a step, counted. peak of a step: highest memory "
+        "during a step above what stands before it (parameters and optimizer state), measured. unsharded: one rank's "
+        "batch for memory; not timed, since it takes every rank's batch.",
+        caption_justify="left",
+    )
+    table.add_column("")
+    for name in ("step, median", "held a rank", "peak of a step", "largest loss difference"):
+        table.add_column(name, justify="right")
+    for variant in _VARIANTS:
+        runs = [result["runs"][variant] for result in results]
+        seconds = None if variant == UNSHARDED else _worst(runs, "step_s")
+        peak = _worst(runs, "peak_bytes")
+        table.add_row(
+            variant,
+            _NONE if seconds is None else f"{seconds * 1e3:.1f} ms",
+            _mib(_worst(runs, "held_bytes")),
+            _mib(peak),
+            _NONE if variant == UNSHARDED else f"{largest_difference(results, variant):.1e}",
+        )
+    return table
+
+
+def _worst(runs: list[dict[str, Any]], key: str) -> float | None:
+    values = [run[key] for run in runs]
+    return None if None in values else max(values)
+
+
+def _mib(num_bytes: float | None) -> str:
+    return _NONE if num_bytes is None else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _save(settings: Settings, results: list[dict[str, Any]], difference: float) -> None:
+    assert settings.save is not None
+    report = {
+        "settings": dataclasses.asdict(settings),
+        "tolerance": TOLERANCE,
+        "largest_difference": difference,
+        "ranks": results,
+    }
+    (Path(settings.save) / "report.json").write_text(json.dumps(report, indent=1))

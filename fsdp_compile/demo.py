@@ -1,0 +1,323 @@
+"""``fsdp-compile demo``: a small transformer trained four ways on the same data, in the processes of one machine.
+
+    unsharded                  the reference: eager, every rank's batch, no communication
+    FSDP2, eager               torch.distributed.fsdp.fully_shard
+    FSDP2, compiled blocks     block.compile(), then the same
+    fsdp_compile               fsdp_compile.fully_shard and one torch.compile(model, fullgraph=True)
+
+All four take their steps in turn, so that a busy machine slows them alike. This module is what the workers run; the
+parent's half, processes and tables, is ``_demo_report``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as fsdp2
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ._launch import Send
+from ._memory import PeakMeter
+from .passes import GraphRecord
+
+UNSHARDED = "unsharded"
+FSDP2 = "FSDP2, eager"
+FSDP2_BLOCKS = "FSDP2, compiled blocks"
+OURS = "fsdp_compile"
+
+WARMUP_STEPS = 2  # compiled graphs and optimizer states come into being; not timed
+WEIGHED_STEPS = 3
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line says, and the sizes that it leaves alone."""
+
+    ranks: int = 2
+    steps: int = 30
+    layers: int = 4
+    dim: int = 256
+    backend: str = "inductor"
+    save: str | None = None
+    head_dim: int = 64
+    vocab: int = 2048
+    seq: int = 128
+    batch: int = 4
+    learning_rate: float = 1e-3
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(x).unflatten(-1, (3, -1, self.head_dim)).permute(2, 0, 3, 1, 4)
+        q, k, v = heads.unbind(0)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, head_dim: int) -> None:
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(dim)
+        self.attn = Attention(dim, head_dim)
+        self.mlp_norm = nn.RMSNorm(dim)
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.attn_norm(x))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+class Transformer(nn.Module):
+    """A causal language model whose head is its token embedding; calling it gives the loss."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(settings.vocab, settings.dim)
+        self.positions = nn.Embedding(settings.seq, settings.dim)
+        self.blocks = nn.ModuleList(Block(settings.dim, settings.head_dim) for _ in range(settings.layers))
+        self.norm = nn.RMSNorm(settings.dim)
+        self.head = nn.Linear(settings.dim, settings.vocab, bias=False)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.positions.weight, std=0.02)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def build_model(settings: Settings) -> Transformer:
+    """The same weights on every rank and in every variant."""
+    torch.manual_seed(SEED)
+    return Transformer(settings)
+
+
+def batch_of(settings: Settings, rank: int) -> Tensor:
+    """Random tokens, different on each rank (a missing reduction shows) and the same in each step (the loss falls)."""
+    generator = torch.Generator().manual_seed(SEED + 1 + rank)
+    return torch.randint(settings.vocab, (settings.batch, settings.seq), generator=generator)
+
+
+@dataclass
+class Run:
+    """One way to train, and what was seen of it."""
+
+    name: str
+    model: Callable[[Tensor], Tensor]
+    params: list[nn.Parameter]
+    batches: list[Tensor]  # more than one: their mean is the loss
+    learning_rate: float
+    losses: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    held_bytes: int = 0
+    peak_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.params, lr=self.learning_rate)
+
+    def step(self, batches: list[Tensor]) -> float:
+        self.optimizer.zero_grad()
+        total = 0.0
+        for batch in batches:
+            loss = self.model(batch) / len(batches)
+            loss.backward()
+            total += loss.item()
+        self.optimizer.step()
+        return total
+
+    def train(self, num_steps: int, *, timed: bool) -> None:
+        for _ in range(num_steps):
+            start = time.perf_counter()
+            self.losses.append(self.step(self.batches))
+            if self.batches[0].is_cuda:
+                torch.cuda.synchronize()
+            if timed:
+                self.step_s.append(time.perf_counter() - start)
+
+    def weigh(self, meter: PeakMeter, batch: Tensor) -> None:
+        """Parameters, gradients and optimizer state after a step; and the peak of a step on one rank's batch."""
+        self.held_bytes = sum(_local_bytes(tensor) for tensor in self._held())
+        peaks = []
+        for _ in range(WEIGHED_STEPS):
+            self.step([batch])
+            self.optimizer.zero_grad()
+            peaks.append(meter.peak_above(lambda: self.step([batch])))
+        self.optimizer.zero_grad()
+        self.peak_bytes = None if None in peaks else int(statistics.median(peak for peak in peaks if peak is not None))
+
+    def _held(self) -> list[Tensor]:
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        grads = [param.grad for param in self.params]
+        return [tensor for tensor in (*self.params, *grads, *states) if isinstance(tensor, Tensor)]
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "losses": self.losses,
+            "step_s": statistics.median(self.step_s) if self.step_s else None,
+            "held_bytes": self.held_bytes,
+            "peak_bytes": self.peak_bytes,
+        }
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.numel() * local.element_size()
+
+
+def shard_with_fsdp2(model: Transformer, mesh: DeviceMesh, compile_backend: str | None) -> Transformer:
+    for block in model.blocks:
+        if compile_backend is not None:
+            block.compile(backend=compile_backend)
+        fsdp2.fully_shard(block, mesh=mesh)
+    fsdp2.fully_shard(model, mesh=mesh)
+    return model
+
+
+def shard_with_ours(model: Transformer, mesh: DeviceMesh) -> Transformer:
+    from . import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+@dataclass
+class Captured:
+    """What Dynamo and the passes did with our variant."""
+
+    num_graphs: int
+    num_graph_breaks: int
+    records: list[GraphRecord]
+
+    def result(self) -> dict[str, Any]:
+        stages = {}
+        for record in self.records:
+            plan = record.plan
+            stages[record.stage] = {
+                "gathers": [record.num_unshards, len(plan.gathers)],
+                "reduces": [record.num_reduces, len(plan.reduces)],
+            }
+        return {"num_graphs": self.num_graphs, "num_graph_breaks": self.num_graph_breaks, "stages": stages}
+
+    def save(self, folder: Path, rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for index, record in enumerate(self.records):
+            stem = f"rank{rank}-{index}-{record.stage}"
+            (folder / f"{stem}.plan.json").write_text(record.plan.to_json())
+            (folder / f"{stem}.py").write_text(record.passes[-1].after)
+
+
+def train_ours(run: Run, num_steps: int) -> Captured:
+    """The first steps of our variant, in which it compiles."""
+    from . import _graph_path
+
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    records: list[GraphRecord] = []
+    observe = records.append
+    _graph_path.manager.observers.append(observe)
+    try:
+        run.train(num_steps, timed=False)
+    finally:
+        _graph_path.manager.observers.remove(observe)
+    return Captured(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), records)
+
+
+def work(job: dict[str, Any], rank: int, send: Send) -> None:
+    """One rank: build and warm up each variant, train all of them in turn, weigh them, send the results."""
+    settings = Settings(**job["settings"])
+    device, group_backend = join_group(settings, rank, job["rendezvous"])
+    mesh = init_device_mesh(device.type, (settings.ranks,))
+    batches = [batch_of(settings, peer).to(device) for peer in range(settings.ranks)]
+    num_warmup = min(WARMUP_STEPS, settings.steps)
+    runs: list[Run] = []
+    captured: Captured | None = None
+
+    def report(doing: str) -> None:
+        if rank == 0:
+            send({"doing": doing, "done": sum(len(run.losses) for run in runs)})
+
+    # Ours last: its passes are in Inductor's settings from then on, and torch's variants shall not have met them.
+    for name in (UNSHARDED, FSDP2, FSDP2_BLOCKS, OURS):
+        report(f"{name}: first steps" if name in (UNSHARDED, FSDP2) else f"{name}: compiling")
+        model = build_model(settings).to(device)
+        compiled: Callable[[Tensor], Tensor] = model
+        if name == FSDP2:
+            shard_with_fsdp2(model, mesh, compile_backend=None)
+        elif name == FSDP2_BLOCKS:
+            shard_with_fsdp2(model, mesh, compile_backend=settings.backend)
+        elif name == OURS:
+            compiled = torch.compile(shard_with_ours(model, mesh), fullgraph=True, backend=settings.backend)
+        own = batches if name == UNSHARDED else [batches[rank]]
+        run = Run(name, compiled, list(model.parameters()), own, settings.learning_rate)
+        runs.append(run)
+        if name == OURS:
+            captured = train_ours(run, num_warmup)
+        else:
+            run.train(num_warmup, timed=False)
+    for step in range(num_warmup, settings.steps):
+        report(f"step {step + 1} of {settings.steps}")
+        for run in runs:
+            dist.barrier()
+            run.train(1, timed=True)
+    report("weighing")
+    meter = PeakMeter(device)
+    for run in runs:
+        dist.barrier()
+        run.weigh(meter, batches[rank])
+    assert captured is not None
+    if settings.save is not None:
+        captured.save(Path(settings.save), rank)
+    send(
+        {
+            "result": {
+                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, one thread a rank",
+                "group": group_backend,
+                "num_params": sum(param.numel() for param in build_model(settings).parameters()),
+                "runs": {run.name: run.result() for run in runs},
+                "captured": captured.result(),
+            }
+        }
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def join_group(settings: Settings, rank: int, rendezvous: str) -> tuple[torch.device, str]:
+    """A GPU a rank and NCCL where there are enough of them, else the CPU and gloo."""
+    torch.set_num_threads(1)
+    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= settings.ranks
+    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    backend = "nccl" if on_gpus else "gloo"
+    if on_gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=settings.ranks,
+        timeout=datetime.timedelta(seconds=300),
+    )
+    return device, backend

@@ -1,0 +1,350 @@
+"""What a training script does around the model: optimizers, accumulation, clipping, checkpoints, copies."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+from fsdp_compile import FSDPModule, fully_shard
+from tests.ranks import Ranks
+from tests.toy import (
+    Block,
+    Stack,
+    assert_same_grads,
+    batches,
+    full,
+    loss_of,
+    pair,
+    reference_backward,
+    shard,
+    train_and_compare,
+)
+
+PATHS = ["eager", "aot_eager"]
+
+
+def compiled(model: nn.Module, path: str) -> Any:
+    return model if path == "eager" else torch.compile(model, backend=path, fullgraph=True)
+
+
+def _train(path: str, tied: bool) -> None:
+    unsharded, sharded = pair(make=lambda: Stack(tied=tied))
+    train_and_compare(compiled(sharded, path), sharded, unsharded)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("path", [*PATHS, "inductor"])
+def test_trains_like_the_unsharded_model(two_ranks: Ranks, path: str, tied: bool) -> None:
+    two_ranks.run(_train, path, tied)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_trains_with_uneven_shards(three_ranks: Ranks, path: str) -> None:
+    three_ranks.run(_train, path, True)
+
+
+def _accumulate(path: str) -> None:
+    unsharded, sharded = pair()
+    run = compiled(sharded, path)
+    for step in range(3):
+        tokens = batches(step)
+        loss_of(run(tokens[dist.get_rank()])).backward()
+        reference_backward(unsharded, tokens)
+    assert_same_grads(sharded, unsharded)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_backwards_without_zero_grad_accumulate(two_ranks: Ranks, path: str) -> None:
+    two_ranks.run(_accumulate, path)
+
+
+def _clip(path: str) -> None:
+    unsharded, sharded = pair()
+    tokens = batches(0)
+    loss_of(compiled(sharded, path)(tokens[dist.get_rank()])).backward()
+    reference_backward(unsharded, tokens)
+    norm = torch.nn.utils.clip_grad_norm_(sharded.parameters(), 0.01)
+    expected = torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 0.01)
+    torch.testing.assert_close(full(norm), expected)
+    assert_same_grads(sharded, unsharded)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_clip_grad_norm_gives_the_unsharded_norm(two_ranks: Ranks, path: str) -> None:
+    two_ranks.run(_clip, path)
+
+
+def _scale(path: str) -> list[float]:
+    unsharded, sharded = pair()
+    optims = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (sharded, unsharded)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in optims]
+    run = compiled(sharded, path)
+    for step in range(4):
+        tokens = batches(step)
+        # One rank alone overflows in step 2: every rank must skip it, and halve the scale.
+        factor = torch.tensor(float("inf") if step == 2 and dist.get_rank() == 1 else 1.0)
+        scalers[0].scale(loss_of(run(tokens[dist.get_rank()])) * factor).backward()
+        expected = torch.stack([loss_of(unsharded(batch)) for batch in tokens]).mean()
+        scalers[1].scale(expected * (float("inf") if step == 2 else 1.0)).backward()
+        for scaler, optim in zip(scalers, optims):
+            scaler.step(optim)
+            scaler.update()
+            optim.zero_grad()
+    for (fqn, ours), theirs in zip(sharded.named_parameters(), unsharded.parameters()):
+        torch.testing.assert_close(full(ours), theirs, msg=fqn)
+    return [scaler.get_scale() for scaler in scalers]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_grad_scaler_skips_a_step_on_every_rank(two_ranks: Ranks, path: str) -> None:
+    for ours, expected in two_ranks.run(_scale, path):
+        assert ours == expected == 1024.0  # doubled once, halved once
+
+
+def _state_dict() -> None:
+    unsharded, sharded = pair(make=lambda: Stack(tied=True))
+    torch.compile(sharded, backend="aot_eager")(batches(0)[0])
+    state = sharded.state_dict()
+    assert list(state) == list(unsharded.state_dict())
+    assert all(isinstance(value, DTensor) for value in state.values())
+    for fqn, value in state.items():
+        torch.testing.assert_close(value.full_tensor(), unsharded.state_dict()[fqn])
+    other = shard(Stack(tied=True))
+    other.load_state_dict(state)
+    for (fqn, ours), theirs in zip(other.named_parameters(), unsharded.parameters()):
+        torch.testing.assert_close(full(ours), theirs, msg=fqn)
+
+
+def test_state_dict_holds_shards_under_the_original_keys(two_ranks: Ranks) -> None:
+    two_ranks.run(_state_dict)
+
+
+def _state_dict_alone() -> int | None:
+    _, sharded = pair()
+    # A collective on one rank alone would hang, and the test with it.
+    return len(sharded.state_dict()) if dist.get_rank() == 0 else None
+
+
+def test_state_dict_needs_no_communication(two_ranks: Ranks) -> None:
+    assert two_ranks.run(_state_dict_alone)[0] == len(Stack().state_dict())
+
+
+def _distributed_checkpoint(folder: str) -> None:
+    unsharded, sharded = pair()
+    run = torch.compile(sharded, backend="aot_eager", fullgraph=True)
+    optim = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+    tokens = batches(0)[dist.get_rank()]
+    loss_of(run(tokens)).backward()
+    optim.step()
+    optim.zero_grad()
+    dcp.save({"model": sharded.state_dict(), "optim": optim.state_dict()}, checkpoint_id=folder)
+
+    other = shard(Stack())
+    other_optim = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    loss_of(torch.compile(other, backend="aot_eager")(tokens)).backward()  # so that optimizer state exists
+    other_optim.step()
+    other_optim.zero_grad()
+    state = {"model": other.state_dict(), "optim": other_optim.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    other.load_state_dict(state["model"])
+    other_optim.load_state_dict(state["optim"])
+    for model, its_optim in ((sharded, optim), (other, other_optim)):
+        loss_of(model(tokens)).backward()
+        its_optim.step()
+    for (fqn, ours), theirs in zip(other.named_parameters(), sharded.parameters()):
+        torch.testing.assert_close(ours.to_local(), theirs.to_local(), msg=fqn)
+
+    whole = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
+    assert list(whole) == list(unsharded.state_dict())
+    assert all(whole[fqn].shape == value.shape for fqn, value in unsharded.state_dict().items())
+
+
+def test_a_distributed_checkpoint_resumes(two_ranks: Ranks) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        two_ranks.run(_distributed_checkpoint, folder)
+
+
+def _load_assign(path: str) -> None:
+    unsharded, sharded = pair()
+    source = shard(copy.deepcopy(unsharded))
+    run = compiled(sharded, path)
+    run(batches(0)[0])
+    sharded.load_state_dict({fqn: value.clone() for fqn, value in source.state_dict().items()}, assign=True)
+    train_and_compare(run, sharded, unsharded)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_load_state_dict_assign_replaces_the_shards(two_ranks: Ranks, path: str) -> None:
+    two_ranks.run(_load_assign, path)
+
+
+def _meta(path: str) -> None:
+    torch.manual_seed(0)
+    unsharded = Stack()
+    with torch.device("meta"):
+        sharded = Stack()
+    shard(sharded)
+    run = compiled(sharded, path)
+    with pytest.raises(Exception, match="meta device") as failure:
+        run(batches(0)[0])
+    assert "weight" in str(failure.value)
+    source = shard(copy.deepcopy(unsharded))
+    sharded.to_empty(device="cpu")
+    sharded.load_state_dict(source.state_dict())
+    torch._dynamo.reset()
+    train_and_compare(compiled(sharded, path), sharded, unsharded)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_model_built_on_meta_trains_once_it_has_data(two_ranks: Ranks, path: str) -> None:
+    two_ranks.run(_meta, path)
+
+
+def _functional_call(path: str) -> None:
+    unsharded, sharded = pair()
+    tokens = batches(0)[0]
+    doubled = {fqn: value * 2 for fqn, value in sharded.state_dict().items()}
+    plain = {fqn: value.detach() * 2 for fqn, value in unsharded.state_dict().items()}
+
+    def call(params: dict[str, Any]) -> Any:
+        return functional_call(sharded, params, (tokens,))
+
+    run = call if path == "eager" else torch.compile(call, backend=path)
+    expected = functional_call(unsharded, plain, (tokens,))
+    torch.testing.assert_close(run(doubled), expected)
+    torch.testing.assert_close(run(plain), expected)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_functional_call_takes_shards_or_full_tensors(two_ranks: Ranks, path: str) -> None:
+    two_ranks.run(_functional_call, path)
+
+
+def _copies() -> None:
+    _, sharded = pair()
+    assert isinstance(sharded, FSDPModule) and isinstance(sharded, Stack)
+    with pytest.raises(RuntimeError, match="before fully_shard"):
+        copy.deepcopy(sharded)
+    with pytest.raises(RuntimeError, match="state_dict"):
+        pickle.dumps(sharded)
+    with pytest.raises(RuntimeError, match="state_dict"):
+        torch.save(sharded.layers[0].up, io.BytesIO())
+
+
+def test_copying_a_sharded_model_says_what_to_do_instead(two_ranks: Ranks) -> None:
+    two_ranks.run(_copies)
+
+
+def _to_bf16(path: str) -> None:
+    unsharded, sharded = pair()
+    sharded.to(torch.bfloat16)
+    unsharded.to(torch.bfloat16)
+    run = compiled(sharded, path)
+    tokens = batches(0)
+    loss_of(run(tokens[dist.get_rank()])).backward()
+    reference_backward(unsharded, tokens)
+    assert all(param.grad.dtype is torch.bfloat16 for param in sharded.parameters())
+    assert_same_grads(sharded, unsharded, atol=1e-4, rtol=5e-2)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_to_dtype_after_sharding_is_followed(two_ranks: Ranks, path: str) -> None:
+    two_ranks.run(_to_bf16, path)
+
+
+def _list_of_modules(path: str) -> None:
+    torch.manual_seed(0)
+    unsharded = Stack()
+    sharded = copy.deepcopy(unsharded)
+    for layer in sharded.layers:
+        fully_shard(layer)
+    tail = [sharded.norm, sharded.head]
+    assert fully_shard(tail) is tail
+    fully_shard(sharded)
+    train_and_compare(compiled(sharded, path), sharded, unsharded)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_list_of_modules_is_one_unit(two_ranks: Ranks, path: str) -> None:
+    two_ranks.run(_list_of_modules, path)
+
+
+def _eval(path: str) -> None:
+    unsharded, sharded = pair()
+    run = compiled(sharded, path)
+    tokens = batches(0)[0]
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            torch.testing.assert_close(run(tokens), unsharded(tokens))
+    assert all(isinstance(param, DTensor) for param in sharded.parameters())
+    assert isinstance(sharded.head.weight, DTensor)
+    train_and_compare(run, sharded, unsharded, steps=1)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_evaluation_leaves_the_shards_in_place(two_ranks: Ranks, path: str) -> None:
+    two_ranks.run(_eval, path)
+
+
+def _placement(path: str) -> None:
+    from torch.distributed.tensor import Shard
+
+    def last_dim(param: nn.Parameter) -> Shard | None:
+        return Shard(-1) if param.ndim == 2 and param.shape[1] % dist.get_world_size() == 0 else None
+
+    torch.manual_seed(0)
+    unsharded = Stack()
+    sharded = shard(copy.deepcopy(unsharded), shard_placement_fn=last_dim)
+    assert sharded.embed.weight.placements == (Shard(1),)
+    train_and_compare(compiled(sharded, path), sharded, unsharded)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_parameters_cut_on_another_dim(two_ranks: Ranks, path: str) -> None:
+    two_ranks.run(_placement, path)
+
+
+def _one_rank(path: str) -> None:
+    class Leaky(Block):
+        """Gives its weight away: with one rank it may not be the shard itself."""
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), self.up.weight, self.up.weight.t()
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    torch.manual_seed(0)
+    unsharded = Leaky()
+    sharded = fully_shard(copy.deepcopy(unsharded), mesh=mesh)
+    x = torch.randn(3, 16)
+    run = compiled(sharded, path)
+    out, weight, turned = run(x)
+    expected = unsharded(x)
+    torch.testing.assert_close((out, weight, turned), expected)
+    before = sharded.up.weight.to_local().clone()
+    with torch.no_grad():
+        weight.add_(1)
+    torch.testing.assert_close(sharded.up.weight.to_local(), before)
+    run(x)[0].sum().backward()
+    unsharded(x)[0].sum().backward()
+    assert_same_grads(sharded, unsharded)
+
+
+@pytest.mark.parametrize("path", ["aot_eager", "inductor"])
+def test_one_rank_never_hands_out_the_shard(two_ranks: Ranks, path: str) -> None:
+    two_ranks.run(_one_rank, path)
