@@ -4,7 +4,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 
+from ._configure import configure as configure
 from ._fully_shard import fully_shard as fully_shard
 from ._graph_path import install_passes as install_passes
 from ._module import FSDPModule as FSDPModule
-from ._configure import configure as configure

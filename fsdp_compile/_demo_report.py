@@ -18,7 +18,8 @@ from rich.table import Table
 from ._launch import Workers
 from .demo import FSDP2, FSDP2_BLOCKS, OURS, UNSHARDED, Settings
 
-TOLERANCE = 1e-3  # largest difference of a step's mean loss from the unsharded model's, in float32
+TOLERANCE = 5e-4  # largest difference of a step's mean loss from the unsharded model's; about 2e-5 is rounding
+WORK = "fsdp_compile.demo:work"
 SILENCE_S = 400.0  # compiling is the longest that workers say nothing; gloo gives up on a lost peer after 300
 _VARIANTS = (UNSHARDED, FSDP2, FSDP2_BLOCKS, OURS)
 _NONE = "-"
@@ -36,7 +37,7 @@ def run_demo(settings: Settings, console: Console) -> int:
     verdict = "agree" if agree else "DISAGREE"
     console.print(
         f"The losses {verdict}: largest difference over {settings.steps} steps {difference:.1e}, "
-        f"tolerance {TOLERANCE:.0e}. Took {time.monotonic() - start:.0f} s."
+        f"tolerance {TOLERANCE:.1e}. Took {time.monotonic() - start:.0f} s."
     )
     if settings.save is not None:
         _save(settings, results, difference)
@@ -60,9 +61,7 @@ def _train(settings: Settings, scratch: Path, console: Console) -> list[dict[str
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("starting", total=settings.steps * len(_VARIANTS))
-        with Workers(
-            "fsdp_compile.demo:work", job, num_ranks=settings.ranks, log_dir=scratch, env=env
-        ) as workers:
+        with Workers(WORK, job, num_ranks=settings.ranks, log_dir=scratch, env=env) as workers:
             for rank, message in workers.messages(SILENCE_S):
                 if "result" in message:
                     results[rank] = message["result"]
@@ -85,7 +84,7 @@ def largest_difference(results: list[dict[str, Any]], variant: str) -> float:
 
 
 def losses_table(results: list[dict[str, Any]]) -> Table:
-    table = Table(title="Loss, mean over the ranks' batches", caption_justify="left")
+    table = Table(title="Loss, mean over the ranks' batches")
     for name in ("step", UNSHARDED, OURS, "difference"):
         table.add_column(name, justify="right")
     reference, ours = mean_losses(results, UNSHARDED), mean_losses(results, OURS)
@@ -93,10 +92,8 @@ def losses_table(results: list[dict[str, Any]]) -> Table:
         a, b = reference[step], ours[step]
         table.add_row(str(step + 1), f"{a:.5f}", f"{b:.5f}", f"{abs(b - a):.1e}")
     table.add_section()
-    difference = largest_difference(results, OURS)
-    table.add_row("all", _NONE, _NONE, f"{difference:.1e}")
-    sign = "<=" if difference <= TOLERANCE else "EXCEEDS"
-    table.caption = f"largest difference {difference:.1e} {sign} tolerance {TOLERANCE:.0e}"
+    table.add_row("all", "", "largest", f"{largest_difference(results, OURS):.1e}")
+    table.add_row("", "", "tolerance", f"{TOLERANCE:.1e}")
     return table
 
 
@@ -108,9 +105,9 @@ def _some_steps(num_steps: int, num_shown: int = 6) -> list[int]:
 
 def graphs_table(results: list[dict[str, Any]], settings: Settings) -> Table:
     captured = results[0]["captured"]
-    table = Table(title=f"torch.compile(model, fullgraph=True, backend={settings.backend!r}) over fsdp_compile")
-    for name in ("", "before bucketing", "after"):
-        table.add_column(name, justify="left" if not name else "right")
+    table = Table(title=f"torch.compile(model, fullgraph=True, backend={settings.backend!r})")
+    for name in ("fsdp_compile", "before bucketing", "after"):
+        table.add_column(name, justify="left" if name == "fsdp_compile" else "right")
     for stage in ("forward", "backward"):
         for what, label in (("gathers", "all-gathers"), ("reduces", "gradient reductions")):
             if (stage, what) == ("forward", "reduces"):
@@ -121,7 +118,7 @@ def graphs_table(results: list[dict[str, Any]], settings: Settings) -> Table:
     table.add_row("graphs captured by Dynamo", "", str(captured["num_graphs"]))
     table.add_row("graph breaks", "", str(captured["num_graph_breaks"]))
     if settings.backend != "inductor":
-        table.caption = f"The backend {settings.backend} runs one collective a parameter; inductor buckets them."
+        table.caption = f"{settings.backend} runs one collective a parameter; inductor buckets them"
     return table
 
 
@@ -130,24 +127,24 @@ def cost_table(results: list[dict[str, Any]]) -> Table:
     first = results[0]
     table = Table(
         title=f"{first['num_params'] / 1e6:.1f}M parameters, {len(results)} ranks, {first['group']}, {first['device']}",
-        caption="held: parameters, gradients and optimizer state after a step, counted. peak of a step: highest memory "
-        "during a step above what stands before it (parameters and optimizer state), measured. unsharded: one rank's "
-        "batch for memory; not timed, since it takes every rank's batch.",
+        caption="a rank's memory. held: parameters and optimizer state, counted; these stand between steps. peak: what "
+        "a step needs above that, gradients included, measured. unsharded: weighed with one rank's batch; not timed, "
+        "since it trains on every rank's.",
         caption_justify="left",
     )
-    table.add_column("")
-    for name in ("step, median", "held a rank", "peak of a step", "largest loss difference"):
-        table.add_column(name, justify="right")
+    table.add_column("", no_wrap=True)
+    for name in ("median step", "held", "+ peak", "= total"):
+        table.add_column(name, justify="right", no_wrap=True)
     for variant in _VARIANTS:
         runs = [result["runs"][variant] for result in results]
         seconds = None if variant == UNSHARDED else _worst(runs, "step_s")
-        peak = _worst(runs, "peak_bytes")
+        held, peak = _worst(runs, "held_bytes"), _worst(runs, "peak_bytes")
         table.add_row(
             variant,
             _NONE if seconds is None else f"{seconds * 1e3:.1f} ms",
-            _mib(_worst(runs, "held_bytes")),
+            _mib(held),
             _mib(peak),
-            _NONE if variant == UNSHARDED else f"{largest_difference(results, variant):.1e}",
+            _mib(None if held is None or peak is None else held + peak),
         )
     return table
 

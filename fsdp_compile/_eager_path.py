@@ -24,7 +24,6 @@ from .passes.markers import require_data
 from .passes.planner import gather_buckets, reduce_buckets
 
 if TYPE_CHECKING:
-    from ._param import ShardedParam
     from ._state import UnitState
 
 READS = "_fsdp_compile_reads"
@@ -84,8 +83,7 @@ class GatheredCall:
             full_grads = [grads[index] for index in members]
             in_flight.append((members, member_specs, lower.launch_reduce(lower.run, full_grads, member_specs)))
         for members, member_specs, launched in in_flight:
-            sizes = [tuple(self.locals[index].shape) for index in members]
-            for index, grad in zip(members, lower.finish_reduce(lower.run, launched, member_specs, sizes)):
+            for index, grad in zip(members, lower.finish_reduce(lower.run, launched, member_specs)):
                 reduced[index] = grad
         return reduced
 
@@ -138,7 +136,9 @@ def end_forward(state: UnitState, output: Any) -> Any:
     call = state.calls.pop()
     if compat.in_backward():
         return output  # recomputed for backward, which frees it at its end
-    outputs = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    outputs = [
+        leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
     if not outputs or not torch.is_grad_enabled():
         call.free()
         call.tensors.clear()
@@ -179,4 +179,3 @@ def eager_read(module: nn.Module, name: str, param: Any) -> Any:
         spec = owner.group.spec_of(sharded)
         return torch.ops.fsdpc.unshard(param.to_local(), **spec.kwargs())
     return param
-

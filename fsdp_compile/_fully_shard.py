@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,24 +15,16 @@ from . import _torch_compat as compat
 from ._eager_path import READS
 from ._graph_path import install_passes
 from ._group import ParamGroup
-from ._mesh import ShardMesh, shard_mesh
+from ._mesh import shard_mesh
 from ._module import original_class, refresh
-from ._param import STAMP, Slot, shard_param
+from ._param import STAMP, ShardedParam, Slot, layout_of, shard_param
 from ._state import STATE, UnitState, state_of
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-
-@overload
-def fully_shard(module: ModuleT, **kwargs: Any) -> ModuleT: ...
-
-
-@overload
-def fully_shard(module: list[nn.Module], **kwargs: Any) -> list[nn.Module]: ...
+ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module] | tuple[nn.Module, ...]")
 
 
 def fully_shard(
-    module: Any,
+    module: ModuleT,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -41,58 +33,66 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
-) -> Any:
+) -> ModuleT:
     """Shard the parameters of ``module`` that no earlier call claimed over ``mesh``, in place, and return it.
 
     Call it bottom-up: on each block, then on the whole. One call is one unit: its parameters are gathered together
     before they are used and freed after it. With a list of modules, they form one unit.
     """
-    given = tuple(module) if isinstance(module, (list, tuple)) else (module,)
+    given: tuple[Any, ...] = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     if not given:
         raise ValueError("fully_shard([]) has nothing to shard. Pass a module, or a list of at least one.")
-    modules = _roots_of_list(tuple(_behind_compile(one) for one in given))
-    for one in modules:
+    for one in given:
         _validate_module(one)
-    _validate_reshard(reshard_after_forward)
+    modules = _roots_of_list(tuple(_behind_compile(one) for one in given))
+    reshard = _validate_reshard(reshard_after_forward)
     _validate_offload(offload_policy)
     target = shard_mesh(mesh, dp_mesh_dims)
     install_passes()
 
+    # Nothing is changed before everything is validated: a refused call leaves the module as it was.
     ignored = set(ignored_params or ())
-    managed = _managed_modules(modules, ignored)
-    slots = _parameter_slots(modules, managed, ignored)
-    for fqn, places in slots.items():
-        _validate_param(fqn, places[0].param, target)
-    _move_to_device(managed, slots, target.device)
+    managed = _managed_modules(modules)
+    claimed, unclaimed = _parameter_slots(modules, managed, ignored)
+    layouts, overrides = {}, {}
+    for fqn, slots in unclaimed.items():
+        _validate_param(fqn, slots[0].param)
+        layouts[fqn] = layout_of(fqn, slots[0].param, target, shard_placement_fn)
+        overrides.update(_dtype_override(fqn, slots[0].param, mp_policy))
 
+    install_passes()
+    _move_to_device(managed, unclaimed, target.device)
     group = ParamGroup(
         unit="+".join(original_class(one).__name__ for one in modules),
         mesh=target,
         mp_policy=mp_policy,
-        reshard_after_forward=reshard_after_forward,
+        overrides=overrides,
+        reshard_after_forward=reshard,
     )
     state = UnitState(modules=modules, group=group, mp_policy=mp_policy)
     for one in modules:
         one.__dict__[STATE] = state
-    for fqn, places in slots.items():
-        claimed = getattr(places[0].param, STAMP, None)
-        if claimed is not None:
-            _adopt(claimed, places, state)
-            continue
-        group.overrides.update(_dtype_override(fqn, places[0].param, mp_policy))
-        param = shard_param(fqn, places, target, shard_placement_fn)
+    for fqn, slots in unclaimed.items():
+        param = shard_param(fqn, slots, layouts[fqn], target)
         group.params.append(param)
-        for place in places:
-            _register_read(place, param, state, state)
-    for one in modules:
-        for inner in one.modules():
+        for slot in slots:
+            _register_read(slot, param, state, state)
+    for slots in claimed.values():
+        _adopt(slots, state)
+    _demote_inner_roots(state)
+    refresh(state)
+    state.register_hooks()
+    return module
+
+
+def _demote_inner_roots(state: UnitState) -> None:
+    """What was the outermost unit so far is inside this one now, and FSDP2's rule for roots is this one's."""
+    for module in state.modules:
+        for inner in module.modules():
             inner_state = state_of(inner)
             if inner_state is not None and inner_state is not state and inner_state.group.is_root:
                 inner_state.group.is_root = False
                 refresh(inner_state)
-    refresh(state)
-    state.register_hooks()
-    return module
 
 
 def _behind_compile(module: nn.Module) -> nn.Module:
@@ -140,9 +140,9 @@ def _validate_module(module: Any) -> None:
         )
 
 
-def _validate_reshard(reshard_after_forward: Any) -> None:
+def _validate_reshard(reshard_after_forward: Any) -> bool | None:
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return
+        return reshard_after_forward
     if isinstance(reshard_after_forward, int):
         raise NotImplementedError(
             f"reshard_after_forward={reshard_after_forward}: resharding to a smaller group of ranks is not supported "
@@ -158,7 +158,7 @@ def _validate_offload(offload_policy: OffloadPolicy) -> None:
         )
 
 
-def _managed_modules(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> list[nn.Module]:
+def _managed_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules whose parameters this call takes: the subtrees, down to units of earlier calls."""
     managed: dict[nn.Module, None] = {}
 
@@ -176,35 +176,37 @@ def _managed_modules(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -
 
 def _parameter_slots(
     modules: Sequence[nn.Module], managed: list[nn.Module], ignored: set[nn.Parameter]
-) -> dict[str, list[Slot]]:
-    """Where each parameter is registered, by the FQN of its first place; shards and ignored ones left out."""
-    slots: dict[int, tuple[str, list[Slot]]] = {}
+) -> tuple[dict[str, list[Slot]], dict[str, list[Slot]]]:
+    """Where each parameter is registered, by the FQN of its first place: (tied to an earlier call's, this call's)."""
+    by_param: dict[nn.Parameter, tuple[str, list[Slot]]] = {}
     chosen = set(managed)
     for number, root in enumerate(modules):
-        for path, module in root.named_modules(remove_duplicate=True):
+        for path, module in root.named_modules():
             if module not in chosen:
                 continue
             for name, param in module._parameters.items():
-                if param is None or param in ignored or module.__dict__.get(READS, {}).get(name):
+                if param is None or param in ignored or name in module.__dict__.get(READS, {}):
                     continue
                 fqn = f"{path}.{name}" if path else name
                 fqn = fqn.replace("_orig_mod.", "")
                 # Members of a list have no common path: their place in it tells them apart.
                 fqn = f"[{number}].{fqn}" if len(modules) > 1 else fqn
-                slots.setdefault(id(param), (fqn, []))[1].append(Slot(module, name))
-    return dict(slots.values())
+                by_param.setdefault(param, (fqn, []))[1].append(Slot(module, name))
+    claimed: dict[str, list[Slot]] = {}
+    unclaimed: dict[str, list[Slot]] = {}
+    for param, (fqn, slots) in by_param.items():
+        (claimed if hasattr(param, STAMP) else unclaimed)[fqn] = slots
+    return claimed, unclaimed
 
 
-def _validate_param(fqn: str, param: nn.Parameter, mesh: ShardMesh) -> None:
+def _validate_param(fqn: str, param: nn.Parameter) -> None:
     if isinstance(param, DTensor):
         raise NotImplementedError(
             f"{fqn} is a DTensor already (placements {param.placements}): combining fully_shard with tensor "
             "parallelism is not supported yet."
         )
     if param.ndim == 0:
-        raise ValueError(
-            f"{fqn} is a scalar and cannot be sharded. Give it shape (1,), or pass it in ignored_params."
-        )
+        raise ValueError(f"{fqn} is a scalar and cannot be sharded. Give it shape (1,), or pass it in ignored_params.")
 
 
 def _move_to_device(managed: Iterable[nn.Module], slots: dict[str, list[Slot]], device: torch.device) -> None:
@@ -233,15 +235,17 @@ def _dtype_override(fqn: str, param: nn.Parameter, policy: MixedPrecisionPolicy)
     return {fqn: dtype}
 
 
-def _adopt(claimed: Any, places: list[Slot], state: UnitState) -> None:
-    """Tie the places to a parameter that an earlier call sharded: one shard, one gather, one gradient."""
-    _, owner, _ = claimed.slots[0].module.__dict__[READS][claimed.slots[0].name]
-    for place in places:
-        place.register(claimed.shard)
-        claimed.slots.append(place)
-        _register_read(place, claimed, owner, state)
+def _adopt(slots: list[Slot], reader: UnitState) -> None:
+    """Tie the slots to a parameter that an earlier call sharded: one shard, one gather, one gradient."""
+    param: ShardedParam = getattr(slots[0].param, STAMP)
+    first = param.slots[0]
+    _, owner, _ = first.module.__dict__[READS][first.name]
+    for slot in slots:
+        slot.register(param.shard)
+        param.slots.append(slot)
+        _register_read(slot, param, owner, reader)
     refresh(owner)
 
 
-def _register_read(place: Slot, param: Any, owner: UnitState, reader: UnitState) -> None:
-    place.module.__dict__.setdefault(READS, {})[place.name] = (param, owner, reader)
+def _register_read(slot: Slot, param: ShardedParam, owner: UnitState, reader: UnitState) -> None:
+    slot.module.__dict__.setdefault(READS, {})[slot.name] = (param, owner, reader)

@@ -1,14 +1,13 @@
 """One recorded graph as a Python file that runs by itself: ``python file.py``.
 
-    header      how to run it, and in which pretended process groups
-    forward     the graph, a line a node, each with what it holds:
-                    ... = torch.ops._c10d_functional.all_gather_into_tensor.default(...)  # all_gather up.weight bf16 ...
-    make_inputs random tensors with the recorded shapes, strides, dtypes and devices
+header         how to run it, and in which pretended process groups
+forward        the graph, a line a node, each with what it holds, as in
+                   launch = ...all_gather_into_tensor.default(cat, 2, '0')  # all_gather up.weight bf16 32.0 KiB
+make_inputs    random tensors with the recorded shapes, strides, dtypes and devices
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import fx
 
 from . import _torch_compat as compat
-from ._report import collectives_of, format_bytes, format_dtype
+from ._report import collectives_of, format_bytes, format_dtype, format_unit, num_bytes_of
 from .passes import GraphRecord
 from .passes.insert import ROLE
 from .passes.markers import NAMESPACE
@@ -49,7 +48,7 @@ def tensor(size, stride, dtype, device):
     return flat.as_strided(size, stride)
 '''
 
-MAIN = '''
+MAIN = """
 
 def show(value):
     if isinstance(value, (list, tuple)):
@@ -67,7 +66,7 @@ if __name__ == "__main__":
         outputs = forward(*make_inputs())
     show(outputs)
     dist.destroy_process_group()
-'''
+"""
 
 
 def runnable_code(record: GraphRecord, step: int) -> str:
@@ -116,7 +115,7 @@ def _comments(record: GraphRecord, step: int) -> dict[str, str]:
         said[marker.node.name] = [str(marker.node.target.__name__).partition(".")[0], marker.fqn]  # type: ignore[union-attr]
     for node in graph.nodes:
         if ROLE in node.meta:
-            said[node.name] = [f"({node.meta[ROLE].kind} of {node.meta[ROLE].unit.rstrip(':')})"]
+            said[node.name] = [f"{node.meta[ROLE].kind} of {format_unit(node.meta[ROLE].unit)}:"]
     first = record.snapshots[0]
     shards = {_input_behind(marker.shard).name: marker.fqn for marker in find_unshards(first)}
     for node in graph.find_nodes(op="placeholder"):
@@ -146,7 +145,15 @@ def _describe(value: Any) -> Iterator[str]:
     if isinstance(value, torch.Tensor):
         yield f"[{', '.join(map(str, value.shape))}]"
         yield format_dtype(value.dtype)
-        yield format_bytes(math.prod(map(compat.size_hint, value.shape)) * value.dtype.itemsize)
+        yield format_bytes(num_bytes_of(value))
+    elif isinstance(value, (torch.SymInt, torch.SymFloat)):
+        yield (
+            f"symbolic {value}, {compat.size_hint(value)} when compiled"
+            if isinstance(value, torch.SymInt)
+            else str(value)
+        )
+    elif value is not None and not isinstance(value, (tuple, list, bool, int, float)):
+        yield f"{type(value).__name__}, not recorded"
 
 
 def _namespaces(graph: fx.Graph) -> dict[str, str]:
@@ -173,7 +180,7 @@ def _imports(names: dict[str, Any], namespaces: dict[str, str], body: str) -> It
     for namespace, operator in namespaces.items():
         if namespace == NAMESPACE:
             yield "import fsdp_compile  # registers torch.ops.fsdpc"
-        elif namespace == "prims" and "inductor" in operator or "prims.inductor_" in body:
+        elif namespace == "prims" and "prims.inductor_" in body:
             yield "import torch._inductor.inductor_prims"
         elif namespace not in _ALWAYS_THERE:
             yield f"# Import here what registers torch.ops.{namespace} ({operator}), unless torch does."

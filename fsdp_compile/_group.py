@@ -71,6 +71,7 @@ class ParamGroup:
             size=param.layout.size,
             dim=param.layout.dim,
             num_shards=param.layout.num_shards,
+            local_length=param.layout.local_size(self.mesh.rank)[param.layout.dim],
             group=self.mesh.group,
             backend=self.mesh.backend,
             dtype=dtype,

@@ -11,6 +11,7 @@ Any rank may do it alone: compiling issues no collective. Outside the block noth
 from __future__ import annotations
 
 import contextlib
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,8 +38,8 @@ def inspect(model: nn.Module) -> Iterator[Report]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"inspect takes the model, but got {type(model).__name__}. For a compiled train step, pass the model that it "
-            "trains and call the step inside the block."
+            f"inspect takes the model, but got {type(model).__name__}. For a compiled train step, pass the model that "
+            "it trains, and call the step inside the block."
         )
     classes = {type(module) for module in model.modules() if original_class(module) is not type(module)}
     report = Report(_name(model), num_sharded_classes=len(classes))
@@ -113,6 +114,11 @@ class Report:
                 "and what ran in the block was compiled afresh."
             )
         stages = {record.stage for record in self.records}
+        if any(graph.launches for graph in self.graphs):
+            notes.append(
+                "#: order of launch in the graph that Inductor gets. bytes/rank: what one rank gives to a gather or "
+                "gets from a reduction. bucket: all ranks' parts, padding included."
+            )
         if not stages:
             return [*notes, self._why_nothing()]
         notes.append(
@@ -130,6 +136,8 @@ class Report:
         return notes
 
     def _why_nothing(self) -> str:
+        from ._report import plural
+
         if not self._num_sharded_classes:
             return (
                 f"Nothing was recorded: {self.model} has no sharded module. Call fully_shard(...) on its blocks and on "
@@ -155,7 +163,7 @@ class Report:
         title = f"{self.model}: {plural(len(graphs), 'graph')}"
         if graphs:
             title += f", {plural(num_collectives, 'collective')}, {total} a rank"
-        return "\n\n".join([title, *map(str, graphs), "\n".join(self.notes)])
+        return "\n\n".join([title, *map(str, graphs), "\n".join(textwrap.fill(note, 110) for note in self.notes)])
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write every graph before and after each pass, the plans and the report; return the files.

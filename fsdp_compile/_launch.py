@@ -32,6 +32,8 @@ Send = Callable[[Message], None]
 _FAILURE = "failure"  # the key of a worker's last message when it raised
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 5.0  # between a worker's last word and its exit
+# Not -m: that puts the working directory in front, where other modules of our names may lie. Workers import what we do.
+_BOOT = "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); from fsdp_compile._launch import work; work()"
 
 
 class WorkerError(RuntimeError):
@@ -63,11 +65,11 @@ class Workers:
     def _start(self, rank: int, target: str, settings: Mapping[str, Any], env: Mapping[str, str]) -> None:
         ours, theirs = os.pipe()
         self._pipes.append(ours)
-        arguments = [target, json.dumps(settings), str(rank), str(theirs), str(os.getpid())]
+        arguments = ["\n".join(sys.path), target, json.dumps(settings), str(rank), str(theirs), str(os.getpid())]
         try:
             with self._log(rank).open("wb") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", __name__, *arguments],
+                    [sys.executable, "-c", _BOOT, *arguments],
                     env=env,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -167,7 +169,8 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _work() -> None:
+def work() -> None:
+    """A worker's main function."""
     target, settings, rank, pipe, parent = sys.argv[1:]
     _die_with_parent(int(parent))
     fd = int(pipe)
@@ -193,7 +196,3 @@ def _die_with_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         raise SystemExit("the process that started this worker is gone")
-
-
-if __name__ == "__main__":
-    _work()

@@ -67,7 +67,9 @@ def _validate_dims(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> None:
     names = None if mesh is None else mesh.mesh_dim_names
     if names is None:
         raise ValueError(f"dp_mesh_dims={dp_mesh_dims} needs a mesh with dimension names, but got mesh={mesh}.")
-    asked = [name for dims in (shard, replicate) if dims is not None for name in ([dims] if isinstance(dims, str) else dims)]
+    asked = [
+        name for dims in (shard, replicate) if dims is not None for name in ([dims] if isinstance(dims, str) else dims)
+    ]
     for name in asked:
         if name not in names:
             raise ValueError(f"dp_mesh_dims names the dimension {name!r}, but the mesh has only {names}.")
@@ -75,6 +77,10 @@ def _validate_dims(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> None:
         f"dp_mesh_dims={dp_mesh_dims}: meshes that hold other dimensions than the sharded one are not supported yet. "
         "Pass the 1-D slice mesh[dim_name] as mesh."
     )
+
+
+def _names(dims: Any) -> tuple[str, ...]:
+    return () if dims is None else (dims,) if isinstance(dims, str) else tuple(dims)
 
 
 def _world_mesh() -> DeviceMesh:

@@ -19,7 +19,13 @@ from .passes import ParamSpec
 
 
 class _NoCopy:
-    """Sharded modules hold process groups and shards of one rank: neither copies nor pickles."""
+    """Sharded modules hold process groups and shards of one rank: neither copies nor pickles.
+
+    A new object of a generated class, as slicing an ``nn.Sequential`` makes one, is of the original class.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls._fsdp_compile_original(*args, **kwargs)  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(
@@ -70,7 +76,7 @@ def refresh(state: UnitState) -> None:
     for module, reads in by_module.items():
         module.__dict__.setdefault("_fsdp_compile_specs", {}).update(reads)
         all_reads = tuple(sorted(module.__dict__["_fsdp_compile_specs"].items()))
-        module.__class__ = sharded_class(original_class(module), state_of(module) is not None, all_reads)
+        module.__class__ = sharded_class(original_class(module), state_of(module) is not None, all_reads)  # type: ignore[arg-type]
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

@@ -48,11 +48,16 @@ class ShardedParam:
         return self.slots[0].param
 
 
-def shard_param(fqn: str, slots: list[Slot], mesh: ShardMesh, placement_fn: Callable[..., Any] | None) -> ShardedParam:
-    """Replace the full parameter in its slots by this rank's shard of it."""
-    full = slots[0].param
+def layout_of(fqn: str, full: nn.Parameter, mesh: ShardMesh, placement_fn: Callable[..., Any] | None) -> ShardLayout:
+    """How ``full`` will be cut; raises for what cannot be cut so."""
     layout = ShardLayout(tuple(full.shape), _shard_dim(fqn, full, placement_fn), mesh.num_shards)
     _validate(fqn, full, layout)
+    return layout
+
+
+def shard_param(fqn: str, slots: list[Slot], layout: ShardLayout, mesh: ShardMesh) -> ShardedParam:
+    """Replace the full parameter in its slots by this rank's shard of it."""
+    full = slots[0].param
     start, stop = layout.span(mesh.rank)
     with torch.no_grad():
         local = full.detach().narrow(layout.dim, start, stop - start).clone(memory_format=torch.contiguous_format)
@@ -86,8 +91,8 @@ def _shard_dim(fqn: str, full: nn.Parameter, placement_fn: Callable[..., Any] | 
     if not 0 <= dim < full.ndim:
         dims = "only dim 0" if full.ndim == 1 else f"dims 0 to {full.ndim - 1}"
         raise ValueError(
-            f"{fqn} has shape {tuple(full.shape)}: shard_placement_fn returned {placement!r} for it, but it has {dims}. "
-            "Return Shard(0), or None for the default, for such parameters."
+            f"{fqn} has shape {tuple(full.shape)}: shard_placement_fn returned {placement!r} for it, but it has {dims}."
+            " Return Shard(0), or None for the default, for such parameters."
         )
     return dim
 

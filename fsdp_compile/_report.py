@@ -120,7 +120,7 @@ class GraphReport:
         markers = f"{plural(record.num_unshards, 'unshard')} and {plural(record.num_reduces, 'reduce_grad')}"
         if self.stage == "joint":
             plan = self.plan
-            became = f"{len(plan.regather)} gathered again in backward, {len(plan.keep)} kept"
+            became = f"{len(plan.regather)} gathered again where backward needs them, {len(plan.keep)} kept"
             rows = self._joint_rows()
         else:
             became = f"{plural(len(self.launches), 'collective')}, {format_bytes(self.num_bytes)} a rank"

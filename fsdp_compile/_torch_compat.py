@@ -81,8 +81,10 @@ def forget_compiled(classes: set[type]) -> int:
     num_frames = 0
     for reference in list(convert_frame.input_codes.seen):
         code = reference()
-        entries = [] if code is None else eval_frame._debug_get_cache_entry_list(code)
-        if any(guard in str(entry.guard_manager) for entry in entries for guard in guards):
+        if code is None:
+            continue
+        entries = [str(entry.guard_manager) for entry in eval_frame._debug_get_cache_entry_list(code)]
+        if any(guard in entry for entry in entries for guard in guards):
             eval_frame.reset_code(code)
             num_frames += 1
     return num_frames

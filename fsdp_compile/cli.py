@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Interrupted; no worker process is left.", file=sys.stderr)
         return INTERRUPTED
-    except WorkerError as error:
+    except (WorkerError, OSError) as error:
         print(f"The run ended early: {error}", file=sys.stderr)
         return 2
 
@@ -41,8 +41,8 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     default = Settings()
     parser.description = (
         "Train a small transformer in local processes: unsharded, with torch's FSDP2, with FSDP2 over compiled blocks, "
-        "and with fsdp_compile under torch.compile. Prints losses, graphs, memory and time. Uses a fresh compile cache; "
-        "takes one to two minutes on two cores. Exit code 1 when the losses disagree, 2 when a worker fails."
+        "and with fsdp_compile under torch.compile. Prints losses, graphs, memory and time. Compiles into an empty "
+        "cache: one to two minutes on two cores. Exit code 1 when the losses disagree, 2 when a worker fails."
     )
     parser.add_argument("--ranks", type=_positive, default=default.ranks, help="processes (default %(default)s)")
     parser.add_argument("--steps", type=_positive, default=default.steps, help="AdamW steps (default %(default)s)")
@@ -60,6 +60,8 @@ def _demo(arguments: argparse.Namespace) -> int:
     if arguments.dim % Settings.head_dim:
         print(f"--dim {arguments.dim} is not a multiple of {Settings.head_dim}, the size of a head.", file=sys.stderr)
         return 2
+    if arguments.save is not None:
+        Path(arguments.save).mkdir(parents=True, exist_ok=True)
     settings = Settings(
         ranks=arguments.ranks,
         steps=arguments.steps,

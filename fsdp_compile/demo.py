@@ -53,7 +53,7 @@ class Settings:
     head_dim: int = 64
     vocab: int = 2048
     seq: int = 128
-    batch: int = 4
+    batch: int = 2
     learning_rate: float = 1e-3
 
 
@@ -156,7 +156,7 @@ class Run:
                 self.step_s.append(time.perf_counter() - start)
 
     def weigh(self, meter: PeakMeter, batch: Tensor) -> None:
-        """Parameters, gradients and optimizer state after a step; and the peak of a step on one rank's batch."""
+        """What stands between steps, and how far a step on one rank's batch rises above it."""
         self.held_bytes = sum(_local_bytes(tensor) for tensor in self._held())
         peaks = []
         for _ in range(WEIGHED_STEPS):
@@ -168,8 +168,7 @@ class Run:
 
     def _held(self) -> list[Tensor]:
         states = [value for state in self.optimizer.state.values() for value in state.values()]
-        grads = [param.grad for param in self.params]
-        return [tensor for tensor in (*self.params, *grads, *states) if isinstance(tensor, Tensor)]
+        return [*self.params, *(value for value in states if isinstance(value, Tensor))]
 
     def result(self) -> dict[str, Any]:
         return {

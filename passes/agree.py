@@ -24,10 +24,10 @@ def agree(plan: Plan) -> None:
     except (RuntimeError, NotImplementedError):
         return  # a store that cannot compare and set (fake groups in tests)
     if published and published != plan.to_json():
-        theirs, ours = (set(Plan.from_json(published).gathers) | set(Plan.from_json(published).reduces),
-                        set(plan.gathers) | set(plan.reduces))  # fmt: skip
+        other = Plan.from_json(published)
+        theirs, ours = {*other.gathers, *other.reduces}, {*plan.gathers, *plan.reduces}
         raise RuntimeError(
-            f"this rank plans other collectives than the rank that compiled first, for the same {plan.stage} graph: "
-            f"only here {sorted(map(str, ours - theirs))}, only there {sorted(map(str, theirs - ours))}. Call fully_shard "
+            f"this rank plans other collectives than the rank that compiled first, for one {plan.stage} graph: only "
+            f"here {sorted(map(str, ours - theirs))}, only there {sorted(map(str, theirs - ours))}. Call fully_shard "
             "with the same arguments on every rank, and run the same versions of torch and fsdp_compile."
         )

@@ -1,7 +1,7 @@
 """The result is legal: every collective is waited for once, directly, and no marker is left.
 
-    launch = all_gather_into_tensor(...)        a wait stands on the collective's own output, views come after it:
-    wait   = wait_tensor(launch)                only then does Inductor keep the collective's input alive
+launch = all_gather_into_tensor(...)        a wait stands on the collective's own output, views come after it:
+wait   = wait_tensor(launch)                only then does Inductor keep the collective's input alive
 """
 
 from __future__ import annotations

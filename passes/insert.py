@@ -1,14 +1,14 @@
 """Markers become collectives, one a bucket.
 
-    w0 = unshard(s0)                 packed = cat(cast(s0), cast(s1))
-    w1 = unshard(s1)                 launch = all_gather_into_tensor(packed)
-                                     wait   = wait_tensor(launch)
-                                     w0, w1 = slices of wait
+w0 = unshard(s0)                 packed = cat(cast(s0), cast(s1))
+w1 = unshard(s1)                 launch = all_gather_into_tensor(packed)
+                                 wait   = wait_tensor(launch)
+                                 w0, w1 = slices of wait
 
-    r0 = reduce_grad(g0)             packed = cat(cast(g0), cast(g1))
-    r1 = reduce_grad(g1)             launch = reduce_scatter_tensor(packed)
-                                     wait   = wait_tensor(launch)
-                                     r0, r1 = slices of wait / divisor
+r0 = reduce_grad(g0)             packed = cat(cast(g0), cast(g1))
+r1 = reduce_grad(g1)             launch = reduce_scatter_tensor(packed)
+                                 wait   = wait_tensor(launch)
+                                 r0, r1 = slices of wait / divisor
 """
 
 from __future__ import annotations
@@ -68,9 +68,8 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         _assert_independent(members, bucket)
         anchor = max((marker.node for marker in members), key=position.__getitem__)
         specs = [marker.spec for marker in members]
-        sizes = [tuple(marker.node.args[1]) for marker in members]  # type: ignore[arg-type]
         call = _emitter(graph, anchor, Role("reduce", index, bucket.unit, plan.lookahead))
-        reduced = lower.finish_reduce(call, lower.launch_reduce(call, [m.shard for m in members], specs), specs, sizes)
+        reduced = lower.finish_reduce(call, lower.launch_reduce(call, [m.shard for m in members], specs), specs)
         _replace(graph, members, reduced)
         num_launched += specs[0].num_shards > 1
     assert not unshards and not reduces, f"markers that the plan leaves out: {[*unshards, *reduces]}"
@@ -105,9 +104,8 @@ def _replace(graph: fx.Graph, members: Iterable[Marker], results: Iterable[fx.No
         if result is marker.shard or _aliases(result, marker.shard):
             # One shard, no cast: the parameter itself stands here. Compute may read it, an output may not be it.
             _copy_before_outputs(graph, marker.node, result)
-        names = {key: marker.node.meta[key] for key in ("fsdp_fqn", "nn_module_stack") if key in marker.node.meta}
-        if result is not marker.shard:
-            result.meta.update(names)
+        if result is not marker.shard and "nn_module_stack" in marker.node.meta:
+            result.meta["nn_module_stack"] = marker.node.meta["nn_module_stack"]
         marker.node.replace_all_uses_with(result)
         graph.erase_node(marker.node)
 

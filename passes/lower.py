@@ -79,9 +79,7 @@ def launch_reduce(call: Call, grads: Sequence[Any], specs: Sequence[ParamSpec]) 
     return call(c10d.reduce_scatter_tensor.default, packed, first.reduce_op, first.num_shards, first.group)
 
 
-def finish_reduce(
-    call: Call, pending: Any, specs: Sequence[ParamSpec], shard_sizes: Sequence[tuple[int, ...]]
-) -> list[Any]:
+def finish_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> list[Any]:
     """Wait for a bucket's reduction and cut it into gradients of the local shards."""
     first = specs[0]
     if first.num_shards > 1:
@@ -103,9 +101,9 @@ def finish_reduce(
             for member, offset in zip(bucket.members, bucket.offsets)
         ]  # fmt: skip
     reduced = []
-    for piece, spec, shard_size in zip(pieces, specs, shard_sizes):
-        if shard_size[spec.dim] != spec.layout.chunk:
-            piece = call(aten.slice.Tensor, piece, spec.dim, 0, shard_size[spec.dim])
+    for piece, spec in zip(pieces, specs):
+        if spec.local_length != spec.layout.chunk:
+            piece = call(aten.slice.Tensor, piece, spec.dim, 0, spec.local_length)
         reduced.append(_cast(call, piece, spec.grad_dtype))
     return reduced
 

@@ -1,7 +1,7 @@
 """The two marker ops: the contract between the runtime half, which emits them, and the passes, which lower them.
 
     reading a parameter          w  = unshard(shard, **spec)              local shard -> full parameter
-    its autograd rule            gs = reduce_grad(gw, shard_size, **spec) full gradient -> gradient of the shard
+    its autograd rule            gs = reduce_grad(gw, **spec)              full gradient -> gradient of the shard
 
 A marker says in its arguments everything that a pass needs. The arguments are equal for equal blocks (the FQN is
 relative to the module given to ``fully_shard``), so blocks that look alike share one compiled graph. Where no pass
@@ -26,7 +26,10 @@ NAMESPACE = "fsdpc"
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What a marker knows of its parameter. Every field is equal on every rank, but for ``group``'s name."""
+    """What a marker knows of its parameter.
+
+    Every field is equal on every rank, but for ``group``'s name and ``local_length``.
+    """
 
     fqn: str  # relative to the module that fully_shard was given
     unit: str  # class of that module: what its markers have in common, and other units' markers have not
@@ -34,6 +37,9 @@ class ParamSpec:
     size: tuple[int, ...]
     dim: int
     num_shards: int
+    # Of this rank's shard, along dim. The shard shows it too, but AOTAutograd's cache (2.15) keys a DTensor input by
+    # its global shape alone, and served one rank the graph that another had compiled for a shard of another length.
+    local_length: int
     group: str  # name of the process group
     backend: str  # of that group; picks constants, never behaviour
     dtype: torch.dtype  # gathered and computed in
@@ -49,6 +55,11 @@ class ParamSpec:
     @property
     def layout(self) -> ShardLayout:
         return ShardLayout(self.size, self.dim, self.num_shards)
+
+    @property
+    def local_size(self) -> tuple[int, ...]:
+        """Size of this rank's shard."""
+        return (*self.size[: self.dim], self.local_length, *self.size[self.dim + 1 :])
 
     @property
     def gather_bytes(self) -> int:
@@ -71,14 +82,14 @@ class ParamSpec:
 
 
 _SPEC = (
-    "str fqn, str unit, int order, int[] size, int dim, int num_shards, str group, str backend, ScalarType dtype, "
-    "ScalarType reduce_dtype, ScalarType grad_dtype, bool regather, str reduce_op, float predivide, "
+    "str fqn, str unit, int order, int[] size, int dim, int num_shards, int local_length, str group, str backend, "
+    "ScalarType dtype, ScalarType reduce_dtype, ScalarType grad_dtype, bool regather, str reduce_op, float predivide, "
     "float postdivide, str reduction, str bucketing"
 )
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define(f"unshard(Tensor shard, *, {_SPEC}) -> Tensor")
-_library.define(f"reduce_grad(Tensor grad, int[] shard_size, *, {_SPEC}) -> Tensor")
+_library.define(f"reduce_grad(Tensor grad, *, {_SPEC}) -> Tensor")
 
 unshard = torch.ops.fsdpc.unshard.default
 reduce_grad = torch.ops.fsdpc.reduce_grad.default
@@ -91,8 +102,8 @@ def _unshard_fake(shard: Tensor, **kwargs: Any) -> Tensor:
 
 
 @torch.library.register_fake(f"{NAMESPACE}::reduce_grad")
-def _reduce_grad_fake(grad: Tensor, shard_size: list[int], **kwargs: Any) -> Tensor:
-    return grad.new_empty(shard_size, dtype=kwargs["grad_dtype"])
+def _reduce_grad_fake(grad: Tensor, **kwargs: Any) -> Tensor:
+    return grad.new_empty(ParamSpec.of(kwargs).local_size, dtype=kwargs["grad_dtype"])
 
 
 def _unshard_kernel(shard: Tensor, **kwargs: Any) -> Tensor:
@@ -105,13 +116,13 @@ def _unshard_kernel(shard: Tensor, **kwargs: Any) -> Tensor:
     return full.clone() if full.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr() else full
 
 
-def _reduce_grad_kernel(grad: Tensor, shard_size: list[int], **kwargs: Any) -> Tensor:
+def _reduce_grad_kernel(grad: Tensor, **kwargs: Any) -> Tensor:
     from . import lower
 
     _warn_if_displaced("reduce_grad", kwargs["fqn"])
     spec = ParamSpec.of(kwargs)
     pending = lower.launch_reduce(lower.run, [grad], [spec])
-    (reduced,) = lower.finish_reduce(lower.run, pending, [spec], [tuple(shard_size)])
+    (reduced,) = lower.finish_reduce(lower.run, pending, [spec])
     same = reduced.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr()
     return reduced.clone() if same else reduced
 
@@ -122,11 +133,10 @@ _library.impl("reduce_grad", _reduce_grad_kernel, "CompositeExplicitAutograd")
 
 def _save_spec(ctx: Any, inputs: tuple[Tensor], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
     ctx.spec = keyword_only_inputs
-    ctx.shard_size = list(inputs[0].shape)
 
 
 def _unshard_backward(ctx: Any, grad: Tensor) -> Tensor:
-    return torch.ops.fsdpc.reduce_grad(grad, ctx.shard_size, **ctx.spec)
+    return torch.ops.fsdpc.reduce_grad(grad, **ctx.spec)
 
 
 torch.library.register_autograd(f"{NAMESPACE}::unshard", _unshard_backward, setup_context=_save_spec, lib=_library)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from . import markers
 from .plan import Plan
 from .provenance import reduce_nodes, unshard_nodes
 
@@ -25,7 +26,18 @@ _ADDS = (torch.ops.aten.add.Tensor,)
 def merge(graph: fx.Graph, plan: Plan) -> int:
     """Merge repeated markers of one parameter; return how many went away."""
     del plan  # what is the same is not a decision
+    _drop_identity_views(graph)
     return _merge_gathers(graph) + _merge_reductions(graph)
+
+
+def _drop_identity_views(graph: fx.Graph) -> None:
+    """DTensor's ``to_local`` is a view of the same size, on the way in and on the way back."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        source = node.args[0]
+        at_marker = source.target is markers.reduce_grad or any(user.target is markers.unshard for user in node.users)
+        if at_marker and source.meta["val"].shape == node.meta["val"].shape:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
 
 
 def _merge_gathers(graph: fx.Graph) -> int:
@@ -52,12 +64,12 @@ def _merge_reductions(graph: fx.Graph) -> int:
         right = total.args[1] if total.args[0] is left else total.args[0]
         if not isinstance(right, fx.Node) or right is left or right.target is not left.target:
             continue
-        if _only_user(right) is not total or right.kwargs != left.kwargs or right.args[1] != left.args[1]:
+        if _only_user(right) is not total or right.kwargs != left.kwargs:
             continue
         with graph.inserting_before(total):
             summed = graph.call_function(torch.ops.aten.add.Tensor, (total.args[0].args[0], total.args[1].args[0]))  # type: ignore[union-attr]
             summed.meta = dict(left.args[0].meta)  # type: ignore[union-attr]
-            reduced = graph.call_function(left.target, (summed, left.args[1]), dict(left.kwargs))  # type: ignore[arg-type]
+            reduced = graph.call_function(left.target, (summed,), dict(left.kwargs))  # type: ignore[arg-type]
             reduced.meta = dict(left.meta)
         total.replace_all_uses_with(reduced)
         graph.erase_node(total)

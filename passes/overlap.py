@@ -78,7 +78,7 @@ def planned_order(items: Items[T], lookahead: int) -> list[T]:
     begins = {first_reader: index for index, (first_reader, _) in enumerate(steps) if first_reader is not None}
     launched = 0
     if steps:
-        for launch in steps[0][1]:  # nothing runs before the first unit: the start of the graph is the latest safe place
+        for launch in steps[0][1]:  # no unit comes before the first one: launched at the start of the graph
             schedule.emit(launch)
         launched = 1
     for item in items.order:

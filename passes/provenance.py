@@ -23,6 +23,7 @@ from .markers import ParamSpec
 
 _FQN = "fsdp_fqn"
 _UNIT = "fsdp_unit"
+_WRAPPERS = ("_modules", "_orig_mod", "_checkpoint_wrapped_module")
 
 
 @dataclass(frozen=True)
@@ -138,5 +139,5 @@ def _reader_path(node: fx.Node) -> list[str] | None:
         return [] if node.target is markers.unshard and "seq_nr" in node.meta else None
     path = list(stack.values())[-1][0]
     path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)  # L['self'].layers[3] -> L.self.layers.3
-    components = [part for part in path.split(".") if part not in ("_modules", "_orig_mod", "_checkpoint_wrapped_module")]
+    components = [part for part in path.split(".") if part not in _WRAPPERS]
     return components[2:] if components[:1] == ["L"] else components[1:]

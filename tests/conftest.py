@@ -43,3 +43,14 @@ def two_ranks() -> Iterator[SteadyRanks]:
 def three_ranks() -> Iterator[SteadyRanks]:
     """Three workers: most shards are uneven, and the last one is often empty."""
     yield from _steady(3)
+
+
+@pytest.fixture
+def fake_group_of_four() -> Iterator[None]:
+    """Rank 0 of a group that moves no data: for errors, shapes and graphs."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """Worker processes that talk over gloo on loopback, started once for a test module.
 
-    ranks.run(fn, *args)    calls the module-level function fn(*args) on every rank; returns the results by rank
+ranks.run(fn, *args)    calls the module-level function fn(*args) on every rank; returns the results by rank
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ class Ranks:
         self._workers: list[tuple[Any, Connection]] = []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, num_ranks, self._rendezvous.name, theirs), daemon=True
-            )
+            process = context.Process(target=_serve, args=(rank, num_ranks, self._rendezvous.name, theirs), daemon=True)
             process.start()
             self._workers.append((process, ours))
 
@@ -89,6 +87,7 @@ def _serve(rank: int, num_ranks: int, rendezvous: str, pipe: Connection) -> None
         except EOFError:
             break
         torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
         torch.manual_seed(0)
         try:
             pipe.send((True, fn(*args)))

@@ -107,7 +107,9 @@ def assert_same_params(sharded: nn.Module, unsharded: nn.Module, atol: float = 1
         torch.testing.assert_close(full(ours), theirs, atol=atol, rtol=rtol, msg=lambda text: f"{fqn}: {text}")  # noqa: B023
 
 
-def train_and_compare(run: Callable[[Tensor], Tensor], sharded: nn.Module, unsharded: nn.Module, steps: int = 3) -> None:
+def train_and_compare(
+    run: Callable[[Tensor], Tensor], sharded: nn.Module, unsharded: nn.Module, steps: int = 3
+) -> None:
     """AdamW steps on both; losses, gradients and parameters agree at each."""
     optim = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
     reference = torch.optim.AdamW(unsharded.parameters(), lr=1e-2)

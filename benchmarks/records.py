@@ -1,0 +1,92 @@
+"""What was measured of one variant over all its runs, and the figures drawn from it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.settings import RankResult
+
+Ranks = tuple[RankResult, ...]
+
+
+@dataclass
+class Record:
+    """All runs of one variant. The figures are None where nothing was measured."""
+
+    name: str
+    about: str
+    runs: list[Ranks] = field(default_factory=list)
+    """Time runs; in each, one result per rank."""
+    cold_first_step_s: list[float] = field(default_factory=list)
+    warm_first_step_s: list[float] = field(default_factory=list)
+    memory: Ranks = ()
+    problems: list[str] = field(default_factory=list)
+    log_tail: str = ""
+
+    @property
+    def run_medians_s(self) -> list[float]:
+        """One figure per run: the median step of the slowest rank, which sets the pace."""
+        return [max(statistics.median(rank.step_s) for rank in ranks) for ranks in self.runs]
+
+    @property
+    def step_s(self) -> float | None:
+        return statistics.median(self.run_medians_s) if self.runs else None
+
+    @property
+    def spread_s(self) -> tuple[float, float] | None:
+        """Lowest and highest of the runs' medians; of the steps, when there is but one run."""
+        if not self.runs:
+            return None
+        figures = self.run_medians_s
+        if len(figures) == 1:
+            figures = [second for rank in self.runs[0] for second in rank.step_s]
+        return min(figures), max(figures)
+
+    @property
+    def peak_bytes(self) -> float | None:
+        if not self.memory:
+            return None
+        return max(statistics.median(rank.peak_bytes) for rank in self.memory)
+
+    @property
+    def sent_bytes_per_step(self) -> float | None:
+        if not self.runs:
+            return None
+        return statistics.median(max(rank.sent_bytes_per_step for rank in ranks) for ranks in self.runs)
+
+    @property
+    def collectives(self) -> dict[str, int]:
+        return self.runs[-1][0].collectives if self.runs else {}
+
+    @property
+    def losses(self) -> list[list[float]]:
+        """Of each run, the mean over ranks at each step."""
+        return [mean_losses(ranks) for ranks in self.runs]
+
+
+def mean_losses(ranks: Ranks) -> list[float]:
+    return [statistics.fmean(step) for step in zip(*(rank.losses for rank in ranks), strict=True)]
+
+
+def first_step_s(ranks: Ranks) -> float:
+    return max(rank.first_step_s for rank in ranks)
+
+
+def worst_deviation(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """Largest relative difference at any step; infinite where a loss is not a number."""
+    if len(losses) != len(reference):
+        return float("inf")
+    pairs = zip(losses, reference, strict=True)
+    differences = [abs(loss - expected) / abs(expected) for loss, expected in pairs]
+    return max((d if d == d else float("inf") for d in differences), default=float("inf"))
+
+
+def ratio(
+    records: Mapping[str, Record], name: str, baseline: str, figure: Callable[[Record], float | None]
+) -> float | None:
+    if baseline not in records:
+        return None
+    above, below = figure(records[name]), figure(records[baseline])
+    return above / below if above is not None and below else None

@@ -1,0 +1,181 @@
+"""One rank of one training run: builds the variant, then times its steps or weighs them, never both."""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from benchmarks.settings import Job, RankResult, Settings
+from benchmarks.variants import VARIANTS
+from benchmarks.worker_process import Progress, join_group, prime_compiler
+from benchmarks.workload import autocast, batch_of, build_model, loss_of, optimizer_for
+
+Step = Callable[[], "float | None"]
+
+
+def measure(job: Job, rank: int, progress: Progress) -> RankResult:
+    if job.mode == "reference":
+        progress("training the reference")
+        return RankResult(losses=_reference_losses(job.settings))
+    progress("joining the group")
+    mesh = join_group(job, rank, job.settings.ranks)
+    try:
+        step, setup_s = _prepare(job, rank, mesh, progress)
+        if job.mode == "memory":
+            return _weigh(step, job.settings, progress)
+        return _time(step, setup_s, job, rank, progress)
+    finally:
+        progress("leaving the group")
+        dist.destroy_process_group()
+
+
+def _prepare(job: Job, rank: int, mesh: DeviceMesh, progress: Progress) -> tuple[Step, float]:
+    """The step of this job's variant, and the seconds that its setup took."""
+    settings = job.settings
+    variant = VARIANTS[job.variant]
+    if variant.compiles:
+        progress("priming the compiler")
+        prime_compiler()
+    progress("building the model")
+    model = build_model(settings)
+    tokens = batch_of(settings, rank)
+    progress("setting the variant up")
+    begin = time.perf_counter()
+    forward = variant.setup(model, mesh, settings)
+    optimizer = optimizer_for(model.parameters(), settings)
+    setup_s = time.perf_counter() - begin
+
+    def step() -> float | None:
+        loss = forward(tokens)
+        if loss is None:
+            return None
+        (loss / settings.ranks if variant.sums_gradients else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step, setup_s
+
+
+def _time(step: Step, setup_s: float, job: Job, rank: int, progress: Progress) -> RankResult:
+    settings = job.settings
+    losses: list[float] = []
+
+    def timed(count: int) -> list[float]:
+        seconds = []
+        for _ in range(count):
+            begin = time.perf_counter()
+            loss = step()
+            seconds.append(time.perf_counter() - begin)
+            if loss is not None:
+                losses.append(loss)
+        return seconds
+
+    progress("first step")
+    [first_step_s] = timed(1)
+    progress("warm-up")
+    warmup_s = timed(settings.warmup)
+    gc.collect()
+    dist.barrier()
+    progress("timed steps")
+    sent_before = _sent_bytes(job.interfaces[rank])
+    step_s = timed(settings.steps)
+    sent_bytes = _sent_bytes(job.interfaces[rank]) - sent_before
+    progress("counting the collectives")
+    return RankResult(
+        losses=losses,
+        setup_s=setup_s,
+        first_step_s=first_step_s,
+        warmup_s=warmup_s,
+        step_s=step_s,
+        collectives=_count_collectives(step),
+        sent_bytes_per_step=sent_bytes / settings.steps,
+        num_graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"],
+    )
+
+
+def _weigh(step: Step, settings: Settings, progress: Progress) -> RankResult:
+    """Peak of a step above what stands between steps, as the kernel counts it.
+
+    The parent set MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_, so that freed tensors leave the process;
+    without them the high-water mark shows malloc's habits and not the step's.
+    """
+    progress("warm-up")
+    for _ in range(1 + settings.warmup):
+        step()
+    dist.barrier()
+    progress("weighed steps")
+    peaks, standing_bytes = [], 0
+    for _ in range(settings.steps):
+        gc.collect()
+        standing_bytes = _status_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM to the present VmRSS
+        step()
+        peaks.append(_status_bytes("VmHWM") - standing_bytes)
+    return RankResult(standing_bytes=standing_bytes, peak_bytes=peaks)
+
+
+def _reference_losses(settings: Settings) -> list[float]:
+    """Plain training on the mean of all ranks' batches: what data parallel training must reproduce."""
+    model = build_model(settings)
+    optimizer = optimizer_for(model.parameters(), settings)
+    batches = [batch_of(settings, rank) for rank in range(settings.ranks)]
+    means = []
+    for _ in range(1 + settings.warmup + settings.steps):
+        total = 0.0
+        for tokens in batches:
+            with autocast(settings):
+                loss = loss_of(model, tokens) / settings.ranks
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        means.append(total)
+    return means
+
+
+def _count_collectives(step: Step) -> dict[str, int]:
+    """One more step, not timed, under the profiler: what the process group was really asked for."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    ops = (event.name for event in profile.events() or ())
+    names = (_plain_name(op.removeprefix("c10d::")) for op in ops if op.startswith("c10d::"))
+    return dict(sorted(Counter(names).items()))
+
+
+def _plain_name(op: str) -> str:
+    """`_allgather_base_` and `allgather_into_tensor_coalesced_` become `all_gather`, and so on."""
+    kinds = {
+        "reduce_?scatter": "reduce_scatter",
+        "all_?gather": "all_gather",
+        "all_?reduce": "all_reduce",
+        "all_?to_?all": "all_to_all",
+    }
+    for pattern, name in kinds.items():
+        if re.search(pattern, op):
+            return name
+    return op.strip("_")
+
+
+def _sent_bytes(interface: str) -> int:
+    """Bytes that left through `interface`. /proc/net/dev shows this process's own network namespace."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == interface:
+            return int(counters.split()[8])
+    return 0
+
+
+def _status_bytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(f"/proc/self/status has no {name}")

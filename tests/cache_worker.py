@@ -1,0 +1,46 @@
+"""One rank of a job whose compile caches are under test: trains two steps and prints what the caches did, as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+
+import fsdp_compile
+from fsdp_compile._graph_path import manager
+from tests.toy import Stack, batches, loss_of, shard
+
+
+def main(rank: int, num_ranks: int, rendezvous: str, options: dict[str, str]) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks)
+    torch.manual_seed(0)
+    model = shard(Stack(num_blocks=1), reshard_after_forward=options.pop("reshard", None) == "yes")
+    fsdp_compile.configure(model, **options)
+    graphs: list[str] = []
+    manager.observers.append(lambda record: graphs.append(record.stage))
+    run = torch.compile(model, fullgraph=True)
+    for step in range(2):
+        loss = loss_of(run(batches(step)[rank]))
+        loss.backward()
+    norms = [param.grad.full_tensor().norm().item() for param in model.parameters()]
+    counters = torch._dynamo.utils.counters
+    print(
+        json.dumps(
+            {
+                "graph_hits": counters["inductor"]["fxgraph_cache_hit"],
+                "graph_misses": counters["inductor"]["fxgraph_cache_miss"],
+                "autograd_hits": counters["aot_autograd"]["autograd_cache_hit"],
+                "autograd_misses": counters["aot_autograd"]["autograd_cache_miss"],
+                "autograd_bypasses": counters["aot_autograd"]["autograd_cache_bypass"],
+                "passes_ran_on": graphs,
+                "norms": norms,
+            }
+        )
+    )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))

@@ -1,0 +1,382 @@
+"""The zoo: small models of every kind, each with the blocks to shard and a batch made from a seed.
+
+Widths are 5, 7, 10, 20, 34, 50 and the like: three ranks never share them evenly, two often do not, and some
+parameters have fewer rows than there are ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One model of the zoo."""
+
+    build: Callable[[], nn.Module]
+    blocks: Callable[[nn.Module], list[nn.Module]]  # one fully_shard call each; the root comes after them
+    batch: Callable[[int], Batch]  # keyword arguments of ``loss``, from a seed
+    loss: Callable[..., Tensor]  # loss(model, **batch)
+
+
+def squared_error(model: nn.Module, *, target: Tensor, **inputs: Any) -> Tensor:
+    return F.mse_loss(model(**inputs), target)
+
+
+def rows(width: int, out: int) -> Callable[[int], Batch]:
+    """Batches of five rows for a model from ``width`` features to ``out``."""
+
+    def batch(seed: int) -> Batch:
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            "input": torch.randn(5, width, generator=generator),
+            "target": torch.randn(5, out, generator=generator),
+        }
+
+    return batch
+
+
+# --- plain torch ------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Residual, with a norm and two linears."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width + 3)
+        self.down = nn.Linear(2 * width + 3, width)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input + self.down(torch.tanh(self.up(self.norm(input))))
+
+
+class Loop(nn.Module):
+    """A Python loop over a module list, then parameters with one and two rows."""
+
+    def __init__(self, layers: list[nn.Module], width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.scale = nn.Parameter(torch.ones(1, width))
+        self.mix = nn.Parameter(torch.tensor([[1.0], [0.5]]))
+
+    def forward(self, input: Tensor) -> Tensor:
+        for layer in self.layers:
+            input = layer(input)
+        return input * self.scale * self.mix.sum(0)
+
+
+class AttentionBlock(nn.Module):
+    """nn.MultiheadAttention reads its own parameters and those of its output projection in one functional call."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, num_heads=2, batch_first=True)
+
+    def forward(self, input: Tensor) -> Tensor:
+        normed = self.norm(input)
+        return input + self.attention(normed, normed, normed, need_weights=False)[0]
+
+
+class ConvBlock(nn.Module):
+    """Convolution and batch norm, whose running statistics are buffers.
+
+    A bias between them would get rounding for a gradient, which AdamW turns into steps of random sign.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input + F.silu(self.norm(self.conv(input)))
+
+
+def conv_net() -> nn.Module:
+    stem = nn.Conv2d(3, 5, 3, padding=1)
+    return nn.Sequential(stem, ConvBlock(5), ConvBlock(5), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 4))
+
+
+def images_and_targets(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "input": torch.randn(4, 3, 6, 6, generator=generator),
+        "target": torch.randn(4, 4, generator=generator),
+    }
+
+
+class ListBlock(nn.Module):
+    """Parameters in an nn.ParameterList."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(width, width) / width for _ in range(3))
+
+    def forward(self, input: Tensor) -> Tensor:
+        for weight in self.weights:
+            input = input + torch.tanh(input @ weight)
+        return input
+
+
+class DictBlock(nn.Module):
+    """Parameters in an nn.ParameterDict."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterDict({"up": torch.randn(width, 4) / width, "down": torch.randn(4, width) / width})
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input + torch.tanh(input @ self.weights["up"]) @ self.weights["down"]
+
+
+class TwiceBlock(nn.Module):
+    """One weight, read twice by its module and once more by the block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.inner(torch.tanh(self.inner(input))) + input @ self.inner.weight
+
+
+class PartlyUsedBlock(Block):
+    """Two parameters take no part in forward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.unused = nn.Linear(width, 4)
+
+
+class FrozenBlock(Block):
+    """The first linear does not train."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.up.requires_grad_(False)
+
+
+class TiedInBlock(nn.Module):
+    """Two modules of one unit share a weight."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.second = nn.Linear(width, width)
+        self.second.weight = self.first.weight
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input + self.second(torch.tanh(self.first(input)))
+
+
+def tied_across_blocks() -> nn.Module:
+    """The last block's weight is the first one's."""
+    model = loop_of(Block, 7)()
+    model.layers[2].down.weight = model.layers[0].down.weight
+    return model
+
+
+class Sometimes(nn.Module):
+    """A branch that only some steps take; the caller says which."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.always = Block(width)
+        self.sometimes = Block(width)
+
+    def forward(self, input: Tensor, detour: bool) -> Tensor:
+        input = self.always(input)
+        return self.sometimes(input) if detour else input
+
+
+def rows_with_a_detour(seed: int) -> Batch:
+    """The detour on even steps (seeds are in the hundreds, by step)."""
+    return {**rows(7, 7)(seed), "detour": seed // 100 % 2 == 0}
+
+
+def loop_of(block: type[nn.Module], width: int) -> Callable[[], Any]:
+    return lambda: Loop([block(width) for _ in range(3)], width)  # type: ignore[call-arg]
+
+
+def layers(model: Any) -> list[nn.Module]:
+    return list(model.layers)
+
+
+def children(model: nn.Module) -> list[nn.Module]:
+    return [child for child in model.children() if any(True for _ in child.parameters())]
+
+
+def sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 5))
+
+
+def sequences_of_features(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return {"input": torch.randn(2, 5, 10, generator=generator), "target": torch.randn(2, 5, 10, generator=generator)}
+
+
+PLAIN = {
+    "sequential": Entry(sequential, children, rows(7, 5), squared_error),
+    "loop": Entry(loop_of(Block, 7), layers, rows(7, 7), squared_error),
+    "attention": Entry(loop_of(AttentionBlock, 10), layers, sequences_of_features, squared_error),
+    "conv": Entry(conv_net, children, images_and_targets, squared_error),
+    "parameter_list": Entry(loop_of(ListBlock, 7), layers, rows(7, 7), squared_error),
+    "parameter_dict": Entry(loop_of(DictBlock, 7), layers, rows(7, 7), squared_error),
+    "used_twice": Entry(loop_of(TwiceBlock, 7), layers, rows(7, 7), squared_error),
+    "frozen": Entry(loop_of(FrozenBlock, 7), layers, rows(7, 7), squared_error),
+    "unused": Entry(loop_of(PartlyUsedBlock, 7), layers, rows(7, 7), squared_error),
+    "sometimes": Entry(lambda: Sometimes(7), children, rows_with_a_detour, squared_error),
+    "tied_in_group": Entry(loop_of(TiedInBlock, 7), layers, rows(7, 7), squared_error),
+    "tied_across_groups": Entry(tied_across_blocks, layers, rows(7, 7), squared_error),
+}
+
+
+# --- Hugging Face, from small configs ----------------------------------------------------------------------------
+
+VOCABULARY = 50
+
+
+def cross_entropy(model: nn.Module, *, target: Tensor, **inputs: Any) -> Tensor:
+    """Outside the model: its own loss computes in float32, whatever the dtype of the model."""
+    return F.cross_entropy(model(**inputs).logits.flatten(0, -2), target.flatten())
+
+
+def tokens(seed: int) -> Batch:
+    ids = torch.randint(0, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids[:, :-1], "target": ids[:, 1:]}
+
+
+def token_pairs(seed: int) -> Batch:
+    """For models with an encoder and a decoder."""
+    batch = tokens(seed)
+    return {**batch, "decoder_input_ids": batch["input_ids"].flip(1)}
+
+
+def labelled_images(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "pixel_values": torch.randn(3, 3, 8, 8, generator=generator),
+        "target": torch.randint(0, 4, (3,), generator=generator),
+    }
+
+
+def decoder_config(**more: Any) -> dict[str, Any]:
+    """What the configs of Llama and its descendants have in common."""
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 20,
+        "intermediate_size": 34,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 16,
+        "use_cache": False,
+        **more,
+    }
+
+
+def encoder_config(**more: Any) -> dict[str, Any]:
+    """What the configs of BERT and ViT have in common."""
+    return {
+        "hidden_size": 20,
+        "intermediate_size": 34,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        **more,
+    }
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**decoder_config()))
+
+
+def qwen3() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**decoder_config(head_dim=10)))
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    model = MixtralForCausalLM(MixtralConfig(**decoder_config(num_local_experts=4, num_experts_per_tok=2)))
+    model.set_experts_implementation("batched_mm")  # the loop over experts depends on data and breaks the graph
+    return model
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=16,
+            n_embd=20,
+            n_layer=2,
+            n_head=2,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
+        )
+    )
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=16, **encoder_config()))
+
+
+def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_labels=4, **encoder_config()))
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=VOCABULARY,
+            d_model=20,
+            d_kv=10,
+            d_ff=34,
+            num_layers=2,
+            num_heads=2,
+            relative_attention_num_buckets=8,
+            dropout_rate=0.0,
+            use_cache=False,
+        )
+    )
+
+
+HUGGING_FACE = {
+    "llama": Entry(llama, lambda model: list(model.model.layers), tokens, cross_entropy),
+    "gpt2": Entry(gpt2, lambda model: list(model.transformer.h), tokens, cross_entropy),
+    "qwen3": Entry(qwen3, lambda model: list(model.model.layers), tokens, cross_entropy),
+    "mixtral": Entry(mixtral, lambda model: list(model.model.layers), tokens, cross_entropy),
+    "bert": Entry(bert, lambda model: list(model.bert.encoder.layer), tokens, cross_entropy),
+    "vit": Entry(vit, lambda model: list(model.vit.layers), labelled_images, cross_entropy),
+    "t5": Entry(t5, lambda model: [*model.encoder.block, *model.decoder.block], token_pairs, cross_entropy),
+}
+
+ZOO = PLAIN | HUGGING_FACE

@@ -1,0 +1,209 @@
+"""The demo command: what it prints, its exit codes, and that it leaves no process behind."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_compile import _demo_report, cli
+from fsdp_compile._launch import Send, WorkerError, Workers
+from fsdp_compile.demo import OURS, UNSHARDED
+
+SMALL = ["demo", "--backend", "aot_eager", "--layers", "1", "--dim", "64", "--steps", "4"]
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One small run's results on disk."""
+    folder = tmp_path_factory.mktemp("demo")
+    assert cli.main([*SMALL, "--save", str(folder)]) == 0
+    return folder
+
+
+@pytest.mark.compat
+def test_a_small_run_trains_one_graph_to_the_unsharded_losses(saved_run: Path) -> None:
+    report = json.loads((saved_run / "report.json").read_text())
+    assert report["largest_difference"] <= report["tolerance"]
+    assert len(report["ranks"]) == 2
+    for rank in report["ranks"]:
+        assert (rank["captured"]["num_graphs"], rank["captured"]["num_graph_breaks"]) == (1, 0)
+        for run in rank["runs"].values():
+            assert len(run["losses"]) == 4
+            assert run["losses"][-1] < run["losses"][0]
+        held = {name: run["held_bytes"] for name, run in rank["runs"].items()}
+        assert held[OURS] < 0.51 * held[UNSHARDED]
+    assert report["ranks"][0]["runs"][OURS]["losses"] != report["ranks"][1]["runs"][OURS]["losses"], "same batch"
+    plan = json.loads((saved_run / "rank0-0-joint.plan.json").read_text())
+    assert "blocks.0.attn.qkv.weight" in plan["regather"]
+
+
+@pytest.fixture
+def rerun(saved_run: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """The command over the saved results, after ``change(results)``; returns its exit code."""
+    results = json.loads((saved_run / "report.json").read_text())["ranks"]
+
+    def run(change: Callable[[list[dict[str, Any]]], None] = lambda results: None) -> int:
+        changed = copy.deepcopy(results)
+        change(changed)
+        monkeypatch.setattr(_demo_report, "_train", lambda *args: changed)
+        return cli.main(SMALL)
+
+    return run
+
+
+def test_says_that_the_numbers_agree(rerun: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert rerun() == 0
+    rows = _rows(capsys.readouterr().out)
+    assert rows["graphs captured by Dynamo"] == ["", "1"]
+    assert rows["graph breaks"] == ["", "0"]
+    assert rows["all-gathers in forward"] == ["-", "-"]  # aot_eager: the passes that bucket do not run
+    assert rows["1"][0] == rows["1"][1], "the first loss, unsharded and ours"
+    assert rows["FSDP2, compiled blocks"][0].endswith("ms")
+    assert rows[OURS][1].endswith("MiB")
+
+
+@pytest.mark.parametrize(("step", "by"), [(0, 0.01), (3, -0.01), (2, float("nan"))])
+def test_numbers_that_disagree_exit_with_1(
+    rerun: Callable[..., int], capsys: pytest.CaptureFixture[str], step: int, by: float
+) -> None:
+    def change(results: list[dict[str, Any]]) -> None:
+        results[1]["runs"][OURS]["losses"][step] += by
+
+    assert rerun(change) == 1
+    assert "The losses DISAGREE" in capsys.readouterr().out
+
+
+def test_prints_collectives_before_and_after_bucketing(
+    rerun: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(results: list[dict[str, Any]]) -> None:
+        results[0]["captured"]["stages"] = {
+            "forward": {"gathers": [11, 7], "reduces": [0, 0]},
+            "backward": {"gathers": [5, 4], "reduces": [12, 8]},
+        }
+
+    assert rerun(change) == 0
+    rows = _rows(capsys.readouterr().out)
+    assert rows["all-gathers in forward"] == ["11", "7"]
+    assert rows["all-gathers in backward"] == ["5", "4"]
+    assert rows["gradient reductions in backward"] == ["12", "8"]
+
+
+def _rows(printed: str) -> dict[str, list[str]]:
+    """Cells of all tables by the first cell of their row."""
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if line.startswith("│")]
+    return {row[0]: row[1:] for row in rows}
+
+
+def _raises(settings: dict[str, Any], rank: int, send: Send) -> None:
+    if rank == 1:
+        raise ZeroDivisionError("made up")
+    time.sleep(600)
+
+
+def test_a_crashed_worker_ends_the_run_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_demo_report, "WORK", f"{__name__}:_raises")
+    assert cli.main(SMALL) == 2
+    error = capsys.readouterr().err
+    assert "rank 1 failed" in error
+    assert "in _raises\n    raise ZeroDivisionError" in error
+
+
+def test_a_dim_that_heads_do_not_divide_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--dim", "100"]) == 2
+    assert "--dim 100 is not a multiple of 64" in capsys.readouterr().err
+
+
+def _is_killed(settings: dict[str, Any], rank: int, send: Send) -> None:
+    print("on its way", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_worker_is_named_with_the_end_of_its_output(tmp_path: Path) -> None:
+    with (
+        pytest.raises(WorkerError, match=r"rank 0 ended with SIGKILL(.|\n)*on its way"),
+        Workers(f"{__name__}:_is_killed", {}, num_ranks=1, log_dir=tmp_path) as workers,
+    ):
+        list(workers.messages(silence_s=60))
+
+
+def _compiles_for_ever(settings: dict[str, Any], rank: int, send: Send) -> None:
+    """Stands in for a worker that waits for its compiler."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    send({"pids": [os.getpid(), child.pid]})
+    child.wait()
+
+
+def test_silent_workers_end_the_run_and_their_children_end_with_them(tmp_path: Path) -> None:
+    pids: list[int] = []
+    with (
+        pytest.raises(WorkerError, match="no worker said a word for 1 s"),
+        Workers(f"{__name__}:_compiles_for_ever", {}, num_ranks=2, log_dir=tmp_path) as workers,
+    ):
+        for _, message in workers.messages(silence_s=60):
+            pids += message["pids"]
+            if len(pids) == 4:
+                break
+        list(workers.messages(silence_s=1))
+    _wait_until(lambda: not any(_alive(pid) for pid in pids), "workers and their children are gone")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_no_process_behind_and_says_one_sentence(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "fsdp_compile.cli", *SMALL, "--steps", "100000"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        _wait_until(lambda: len(_children(process.pid)) == 2, "two workers run")
+        workers = _children(process.pid)
+        time.sleep(1)
+        process.send_signal(number)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == cli.INTERRUPTED
+    assert error == "Interrupted; no worker process is left.\n"
+    assert not [pid for pid in workers if _alive(pid) or _in_session(pid)]
+
+
+def _wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s until {what}"
+        time.sleep(0.05)
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the state on; a zombie that nobody collects yet counts as gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+    return [] if fields[0] in "ZX" else fields
+
+
+def _alive(pid: int) -> bool:
+    return bool(_stat(pid))
+
+
+def _processes() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _children(parent: int) -> list[int]:
+    return [pid for pid in _processes() if _stat(pid)[1:2] == [str(parent)]]
+
+
+def _in_session(session: int) -> list[int]:
+    return [pid for pid in _processes() if _stat(pid)[3:4] == [str(session)]]

@@ -1,0 +1,177 @@
+"""Users' mistakes: the exception's type, and the FQN and the remedy in its text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import fsdp_compile
+from fsdp_compile import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from tests.toy import Block, Stack, shard
+
+pytestmark = pytest.mark.usefixtures("fake_group_of_four")
+
+
+def inner() -> nn.Module:
+    """A model whose offending parameter is called blocks.0.weight."""
+    return nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(6, 8, bias=False)])})
+
+
+class Holder(nn.Module):
+    def __init__(self, param: torch.Tensor) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.bad = nn.Parameter(param, requires_grad=param.is_floating_point())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def _linear(**kwargs: Any) -> None:
+    fully_shard(nn.Sequential(nn.Linear(6, 8)), **kwargs)
+
+
+def _mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def _twice() -> None:
+    fully_shard(fully_shard(nn.Linear(4, 4)))
+
+
+def _tensor_parallel() -> None:
+    mesh = _mesh((4,))
+    fully_shard(Holder(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])))
+
+
+def _override(returned: Any) -> None:
+    policy = SimpleNamespace(**vars(MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
+    policy.param_dtype_override_fn = lambda param: returned
+    fully_shard(nn.Sequential(nn.Linear(4, 4)), mp_policy=policy)  # type: ignore[arg-type]
+
+
+Row = tuple[Callable[[], Any], type[Exception], tuple[str, ...]]
+ROWS: dict[str, Row] = {
+    "a ModuleList has no forward": (lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])), ValueError, ("members",)),
+    "a ModuleDict has no forward": (lambda: fully_shard(nn.ModuleDict({"a": nn.Linear(2, 2)})), ValueError, ("list",)),
+    "a list member without forward": (lambda: fully_shard([nn.ModuleList()]), ValueError, ("ModuleList",)),
+    "nothing": (lambda: fully_shard([]), ValueError, ("at least one",)),
+    "not a module": (lambda: fully_shard(torch.ones(2)), TypeError, ("Tensor",)),
+    "applied twice": (_twice, ValueError, ("Linear", "already")),
+    "a mesh of three dimensions": (lambda: _linear(mesh=_mesh((1, 2, 2))), ValueError, ("3", "dp_mesh_dims")),
+    "a mesh of two dimensions without names": (lambda: _linear(mesh=_mesh((2, 2))), ValueError, ("mesh_dim_names",)),
+    "HSDP": (lambda: _linear(mesh=_mesh((2, 2), ("a", "b"))), NotImplementedError, ("mesh=", "1-D")),
+    "dp_mesh_dims with neither": (
+        lambda: _linear(dp_mesh_dims=SimpleNamespace(shard=None, replicate=None)), ValueError, ("neither",)),
+    "dp_mesh_dims without names": (
+        lambda: _linear(mesh=_mesh((4,)), dp_mesh_dims=SimpleNamespace(shard="x", replicate=None)),
+        ValueError, ("dimension names",)),
+    "dp_mesh_dims with an unknown name": (
+        lambda: _linear(mesh=_mesh((4,), ("dp",)), dp_mesh_dims=SimpleNamespace(shard=("x",), replicate=None)),
+        ValueError, ("'x'", "dp")),
+    "dp_mesh_dims": (
+        lambda: _linear(mesh=_mesh((4,), ("dp",)), dp_mesh_dims=SimpleNamespace(shard="dp", replicate=None)),
+        NotImplementedError, ("dp_mesh_dims", "slice")),
+    "reshard_after_forward as a string": (lambda: _linear(reshard_after_forward="yes"), ValueError, ("'yes'",)),
+    "reshard_after_forward as an int": (lambda: _linear(reshard_after_forward=2), NotImplementedError, ("=2",)),
+    "CPU offload": (lambda: _linear(offload_policy=CPUOffloadPolicy()), NotImplementedError, ("offload_policy",)),
+    "a scalar": (lambda: fully_shard(Holder(torch.tensor(1.0))), ValueError, ("inner.bad", "(1,)")),
+    "not contiguous": (lambda: fully_shard(Holder(torch.ones(4, 8).t())), NotImplementedError, ("inner.bad", "contiguous")),
+    "tensor parallel": (_tensor_parallel, NotImplementedError, ("inner.bad", "tensor parallelism")),
+    "placement on a missing dim": (
+        lambda: _linear(shard_placement_fn=lambda param: Shard(param.ndim % 2)), ValueError, ("0.bias", "(8,)", "only dim 0")),
+    "placement far out of range": (
+        lambda: _linear(shard_placement_fn=lambda param: Shard(-3)), ValueError, ("0.weight", "dims 0 to 1")),
+    "placement that is no Shard": (
+        lambda: _linear(shard_placement_fn=lambda param: Replicate()), ValueError, ("0.weight", "Replicate()")),
+    "uneven on another dim": (
+        lambda: _linear(shard_placement_fn=lambda param: Shard(1) if param.ndim > 1 else None),
+        NotImplementedError, ("0.weight", "(8, 6)", "dim 1")),
+    "override with no dtype": (lambda: _override("bf16"), ValueError, ("0.weight", "'bf16'")),
+    "override with a foreign dtype": (lambda: _override(torch.float16), ValueError, ("0.weight", "float16")),
+    "deepcopy": (lambda: __import__("copy").deepcopy(fully_shard(nn.Linear(4, 4))), RuntimeError, ("fully_shard",)),
+    "set_reshard_after_forward with an int": (
+        lambda: fully_shard(nn.Linear(4, 4)).set_reshard_after_forward(2), ValueError, ("2", "bool")),  # type: ignore[operator]
+    "an unknown bucketing": (
+        lambda: fsdp_compile.configure(fully_shard(nn.Linear(4, 4)), bucketing="big"), ValueError, ("'big'", "size")),
+    "an unknown reduction": (
+        lambda: fsdp_compile.configure(fully_shard(nn.Linear(4, 4)), reduction="sum"), ValueError, ("'sum'",)),
+    "options for an unsharded model": (
+        lambda: fsdp_compile.configure(nn.Linear(4, 4), bucketing="size"), ValueError, ("Shard it first",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", ROWS)
+def test_a_mistake_is_named(mistake: str) -> None:
+    provoke, exception, words = ROWS[mistake]
+    with pytest.raises(exception) as failure:
+        provoke()
+    for word in words:
+        assert word in str(failure.value)
+
+
+def test_a_refused_call_leaves_the_module_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), Holder(torch.tensor(1.0)))
+    before = dict(model.named_parameters())
+    with pytest.raises(ValueError, match=r"1\.inner\.bad"):
+        fully_shard(model)
+    assert all(before[fqn] is param for fqn, param in model.named_parameters())
+    assert type(model) is nn.Sequential
+    with pytest.raises(ValueError, match=r"0\.bias"):
+        fully_shard(model[0:1], shard_placement_fn=lambda param: Shard(1) if param.ndim == 1 else None)
+    assert type(model[0]) is nn.Linear and not isinstance(model[0].weight, DTensor)
+
+
+def test_the_placement_function_is_called_once_a_parameter() -> None:
+    seen: list[torch.Size] = []
+    fully_shard(Block(), shard_placement_fn=lambda param: seen.append(param.shape))
+    assert len(seen) == len(list(Block().parameters()))
+
+
+def test_ignored_parameters_stay_whole() -> None:
+    model = Stack(1)
+    kept = {model.head.weight}
+    shard(model, ignored_params=kept)
+    assert not isinstance(model.head.weight, DTensor)
+    assert sum(isinstance(param, DTensor) for param in model.parameters()) == len(list(model.parameters())) - 1
+
+
+def test_shards_lie_as_torch_chunk_says() -> None:
+    torch.manual_seed(0)
+    for rows in (1, 2, 3, 4, 5, 7, 8):
+        linear = nn.Linear(3, rows, bias=False)
+        whole = linear.weight.detach().clone()
+        fully_shard(linear)
+        chunks = torch.chunk(whole, 4)
+        local = linear.weight.to_local()
+        assert torch.equal(local, chunks[0])  # rank 0 of 4
+        assert linear.weight.shape == whole.shape
+
+
+def test_root_keeps_and_the_others_regather_unless_told_otherwise() -> None:
+    def regather(model: Stack) -> list[bool]:
+        states = [module.__dict__["_fsdp_compile_state"] for module in (model, *model.layers)]
+        return [state.group.regather for state in states]
+
+    assert regather(shard(Stack(2))) == [False, True, True]
+    assert regather(shard(Stack(2), reshard_after_forward=True)) == [True, True, True]
+    assert regather(shard(Stack(2), reshard_after_forward=False)) == [False, False, False]
+    model = shard(Stack(2))
+    model.set_reshard_after_forward(False)  # type: ignore[operator]
+    assert regather(model) == [False, False, False]
+
+
+def test_equal_modules_share_a_class_and_indexing_keeps_the_original_one() -> None:
+    model = shard(Stack(2))
+    assert type(model.layers[0]) is type(model.layers[1])
+    assert type(model).__name__ == "FSDPStack"
+    assert isinstance(model.layers[0].up, nn.Linear)
+    sharded = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    assert type(sharded[:1]) is nn.Sequential

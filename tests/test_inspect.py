@@ -1,0 +1,437 @@
+"""inspect: the report's tables, saved graphs that run, and what it says of models that were compiled before."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from fsdp_compile.passes import Plan
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_compile import fully_shard
+from fsdp_compile._graph_path import manager
+from fsdp_compile._inspect import Report, inspect
+from tests.ranks import Ranks
+from tests.toy import Block, Stack, batches, loss_of, shard
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+Saved = tuple[Path, tuple[str, str, str]]
+
+
+def sharded() -> Stack:
+    torch.manual_seed(0)
+    return shard(Stack(num_blocks=2), mp_policy=BF16)
+
+
+def step(run: Any) -> float:
+    loss = loss_of(run(batches(0)[dist.get_rank()]))
+    loss.backward()
+    return loss.item()
+
+
+def masked(report: Report) -> str:
+    """The report without what differs between runs and versions of torch: times, and how many nodes moved."""
+    text = re.sub(r"\(\d+\.\d ms\)", "(- ms)", str(report))
+    return re.sub(r"overlap \d+", "overlap -", text)
+
+
+class Noisy(nn.Module):
+    """Dropout and a batch of unknown size: random numbers and symbolic sizes in the graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 9)
+        self.down = nn.Linear(9, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.dropout(torch.relu(self.up(x)), 0.5)) * x.shape[0]
+
+
+def _save(folder: str) -> tuple[str, str, str]:
+    model = sharded()
+    with inspect(model) as report:
+        step(torch.compile(model, fullgraph=True))
+    block = fully_shard(Block(dim=64), mp_policy=BF16)
+    with inspect(block) as block_report:
+        torch.compile(block)(torch.randn(4, 64, requires_grad=True)).sum().backward()
+    noisy = fully_shard(Noisy())
+    with inspect(noisy) as noisy_report:
+        run = torch.compile(noisy, dynamic=True)
+        run(torch.randn(7, 6)).sum().backward()
+        with torch.no_grad():
+            run(torch.randn(7, 6))
+    if dist.get_rank() == 0:
+        files = report.save(f"{folder}/stack")
+        assert all(file.exists() for file in files)
+        noisy_report.save(Path(folder) / "noisy")
+        assert [graph.plan for graph in report.graphs] == [
+            Plan.from_json((Path(folder) / "stack" / graph.name / "plan.json").read_text()) for graph in report.graphs
+        ]
+    return masked(report), block_report.forward.collectives(), block_report.backward.collectives()
+
+
+@pytest.fixture(scope="module")
+def saved(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A folder with saved graphs, and the texts of one report."""
+    folder = tmp_path_factory.mktemp("inspected")
+    return folder, two_ranks.run(_save, str(folder))[0]
+
+
+@pytest.mark.compat
+def test_report_shows_collectives_buckets_bytes_and_passes(saved: Saved) -> None:
+    assert_expected_inline(saved[1][0], """\
+Stack: 3 graphs, 8 collectives, 12.0 KiB a rank
+
+00_joint: 16 unshards and 16 reduce_grads -> 12 gathered again where backward needs them, 4 kept
+  unit              params  names                                       in backward  reduced  gathered
+  (Stack)                4  embed.weight norm.weight norm.bias +1       keep               4   2.0 KiB
+  layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  regather           6   2.2 KiB
+  layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  regather           6   2.2 KiB
+  passes: merge 0 (- ms), keep 16 (- ms)
+
+01_forward: 16 unshards and 0 reduce_grads -> 3 collectives, 3.3 KiB a rank
+  #  collective  unit              params  names                                       dtype  bytes/rank   bucket
+  0  all_gather  (Stack)                4  embed.weight norm.weight norm.bias +1       bf16      1.0 KiB  2.1 KiB
+  1  all_gather  layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  bf16      1.1 KiB  2.3 KiB
+  2  all_gather  layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  bf16      1.1 KiB  2.3 KiB
+  passes: insert 3 (- ms), overlap - (- ms), check 3 (- ms)
+
+02_backward: 6 unshards and 16 reduce_grads -> 5 collectives, 8.7 KiB a rank
+  #  collective  unit              params  names                                       dtype  bytes/rank   bucket
+  0  all_gather  layers.1 (Block)       3  norm.weight up.weight down.weight           bf16      1.1 KiB  2.1 KiB
+  1  all_gather  layers.0 (Block)       3  norm.weight up.weight down.weight           bf16      1.1 KiB  2.1 KiB
+  2  all_to_all  layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  fp32      2.3 KiB  4.5 KiB
+  3  all_to_all  layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  fp32      2.3 KiB  4.5 KiB
+  4  all_to_all  (Stack)                4  embed.weight norm.weight norm.bias +1       fp32      2.1 KiB  4.1 KiB
+  passes: insert 5 (- ms), overlap - (- ms), check 5 (- ms)
+
+#: order of launch in the graph that Inductor gets. bytes/rank: what one rank gives to a gather or gets from a
+reduction. bucket: all ranks' parts, padding included.
+Compile caches were not read in the block (no pass runs when they hit) and not written. What was compiled
+stays in use after it; another process may be served from a cache.""")
+
+
+@pytest.mark.compat
+def test_lists_the_collectives_of_a_graph_in_the_order_of_launch(saved: Saved) -> None:
+    _, (_, forward, backward) = saved
+    assert_expected_inline(forward, """all_gather  norm.weight norm.bias up.weight up.bias down.weight down.bias  bf16  33.0 KiB""")
+    assert_expected_inline(backward, """all_to_all  norm.weight norm.bias up.weight up.bias down.weight down.bias  fp32  66.0 KiB""")
+
+
+RUN_ALL = """
+import runpy, sys
+for path in sys.argv[1:]:
+    print(path)
+    runpy.run_path(path, run_name="__main__")
+"""
+
+
+def python(*arguments: str, cwd: Path) -> str:
+    done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.compat
+def test_saved_graphs_run(saved: Saved) -> None:
+    folder, _ = saved
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.py"))
+    assert_expected_inline("\n".join(files), """\
+noisy/00_joint/0_captured.py
+noisy/00_joint/1_merge.py
+noisy/00_joint/2_keep.py
+noisy/01_forward/0_captured.py
+noisy/01_forward/1_insert.py
+noisy/01_forward/2_overlap.py
+noisy/01_forward/3_check.py
+noisy/02_backward/0_captured.py
+noisy/02_backward/1_insert.py
+noisy/02_backward/2_overlap.py
+noisy/02_backward/3_check.py
+noisy/03_inference/0_captured.py
+noisy/03_inference/1_insert.py
+noisy/03_inference/2_overlap.py
+noisy/03_inference/3_check.py
+stack/00_joint/0_captured.py
+stack/00_joint/1_merge.py
+stack/00_joint/2_keep.py
+stack/01_forward/0_captured.py
+stack/01_forward/1_insert.py
+stack/01_forward/2_overlap.py
+stack/01_forward/3_check.py
+stack/02_backward/0_captured.py
+stack/02_backward/1_insert.py
+stack/02_backward/2_overlap.py
+stack/02_backward/3_check.py""")
+    printed = python("-c", RUN_ALL, *files, cwd=folder)
+    parts = [part.partition("\n") for part in re.split(r"^(?=stack|noisy)", printed, flags=re.MULTILINE)]
+    shapes = {file: text for file, _, text in parts}
+    assert "(4, 7, 31) torch.bfloat16" in shapes["stack/01_forward/3_check.py"]
+    for graph in ("stack/01_forward", "stack/02_backward", "noisy/02_backward", "noisy/03_inference"):
+        assert shapes[f"{graph}/0_captured.py"] == shapes[f"{graph}/3_check.py"] != ""
+    # Each by itself, too: nothing is left over from another.
+    assert python("noisy/02_backward/3_check.py", cwd=folder) == shapes["noisy/02_backward/3_check.py"]
+
+
+def test_saved_code_names_parameters_and_bytes(saved: Saved) -> None:
+    folder, _ = saved
+
+    def said(file: str, words: str) -> list[str]:
+        comments = [line.partition("  # ")[2] for line in (folder / file).read_text().splitlines()]
+        return [comment for comment in comments if comment.startswith(words)]
+
+    shown = [
+        *said("stack/01_forward/0_captured.py", "shard of layers.0"),
+        *said("stack/01_forward/0_captured.py", "unshard layers.0"),
+        *said("stack/01_forward/1_insert.py", "all_gather embed"),
+        *said("stack/02_backward/0_captured.py", "reduce_grad layers.1"),
+        *said("stack/02_backward/1_insert.py", "all_to_all embed"),
+        *said("noisy/01_forward/0_captured.py", "symbolic"),
+    ]
+    assert_expected_inline("\n".join(shown), """\
+shard of layers.0.norm.weight [8] fp32 32 B
+shard of layers.0.norm.bias [8] fp32 32 B
+shard of layers.0.up.weight [17, 16] fp32 1.1 KiB
+shard of layers.0.up.bias [17] fp32 68 B
+shard of layers.0.down.weight [8, 33] fp32 1.0 KiB
+shard of layers.0.down.bias [8] fp32 32 B
+unshard layers.0.norm.weight [16] bf16 32 B
+unshard layers.0.norm.bias [16] bf16 32 B
+unshard layers.0.up.weight [33, 16] bf16 1.0 KiB
+unshard layers.0.up.bias [33] bf16 66 B
+unshard layers.0.down.weight [16, 33] bf16 1.0 KiB
+unshard layers.0.down.bias [16] bf16 32 B
+all_gather embed.weight norm.weight norm.bias head.weight bf16 2.1 KiB (1.0 KiB a rank)
+reduce_grad layers.1.down.bias [8] fp32 32 B
+reduce_grad layers.1.down.weight [8, 33] fp32 1.0 KiB
+reduce_grad layers.1.up.bias [17] fp32 68 B
+reduce_grad layers.1.up.weight [17, 16] fp32 1.1 KiB
+reduce_grad layers.1.norm.bias [8] fp32 32 B
+reduce_grad layers.1.norm.weight [8] fp32 32 B
+all_to_all embed.weight norm.weight norm.bias head.weight fp32 4.1 KiB (2.1 KiB a rank)
+symbolic s77, 7 when compiled""")
+
+
+def _one_rank() -> tuple[list[float], list[str], list[str]]:
+    model = sharded()
+    run = torch.compile(model)
+    losses, notes, stages = [step(run)], [], []
+    if dist.get_rank() == 0:
+        with inspect(run) as report:  # the compiled module will do as well
+            losses.append(step(run))
+        notes, stages = report.notes, [graph.stage for graph in report.graphs]
+    else:
+        losses.append(step(run))
+    num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    losses.append(step(run))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_graphs, "compiled once more after the block"
+    return losses, notes, stages
+
+
+@pytest.mark.compat
+def test_one_rank_alone_inspects_a_compiled_model(two_ranks: Ranks) -> None:
+    (losses, notes, stages), _ = two_ranks.run(_one_rank)
+    assert losses[0] == pytest.approx(losses[1]) == pytest.approx(losses[2])
+    assert stages == ["joint", "forward", "backward"]
+    assert re.fullmatch(
+        r"Stack had been compiled before \(in \d frames?\): that was dropped, and what ran in the block was compiled "
+        r"afresh\.",
+        notes[0],
+    )
+
+
+def _cached(cache_dir: str) -> tuple[list[str], list[str]]:
+    seen: list[str] = []
+    model = sharded()
+    with (
+        inductor_config.patch(fx_graph_cache=True),
+        functorch_config.patch(enable_autograd_cache=True),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{cache_dir}/{dist.get_rank()}")
+        step(torch.compile(model))
+        torch._dynamo.reset()
+        manager.observers.append(lambda record: seen.append(record.stage))
+        try:
+            step(torch.compile(model))
+        finally:
+            manager.observers.clear()
+        torch._dynamo.reset()
+        with inspect(model) as report:
+            step(torch.compile(model))
+    return seen, [graph.stage for graph in report.graphs]
+
+
+def test_a_cached_graph_is_compiled_afresh(two_ranks: Ranks, tmp_path: Path) -> None:
+    for served, inspected in two_ranks.run(_cached, str(tmp_path)):
+        assert "forward" not in served and "backward" not in served, "not served from the cache: nothing is shown here"
+        assert inspected == ["joint", "forward", "backward"]
+
+
+def _train_step() -> list[str]:
+    model = sharded()
+    head = nn.Linear(4, 4)  # another model: what was compiled for it stays
+
+    @torch.compile(backend="aot_eager")
+    def train_step(tokens: torch.Tensor) -> torch.Tensor:
+        return loss_of(model(tokens))
+
+    other = torch.compile(lambda x: head(x).sum(), backend="eager")
+    tokens = batches(0)[dist.get_rank()]
+    train_step(tokens).backward()
+    other(torch.ones(4))
+    num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with inspect(model) as report:
+        train_step(tokens).backward()
+        other(torch.ones(4))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_graphs + 1
+    assert "had been compiled before" in report.notes[0]
+    return [graph.stage for graph in report.graphs]
+
+
+def test_a_compiled_train_step_is_found_by_the_model_it_reads(two_ranks: Ranks) -> None:
+    assert two_ranks.run(_train_step)[0] == ["joint"]
+
+
+def _many_times() -> list[int]:
+    model = sharded()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    counts = []
+    with torch._dynamo.config.patch(recompile_limit=2):
+        step(run)
+        for _ in range(3):
+            with inspect(model) as report:
+                step(run)
+            counts.append(len(report.graphs))
+    return counts
+
+
+def test_inspecting_often_does_not_reach_the_recompile_limit(two_ranks: Ranks) -> None:
+    assert two_ranks.run(_many_times)[0] == [1, 1, 1]
+
+
+def _blocks() -> tuple[list[str], str]:
+    model = sharded()
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    with inspect(model) as report:
+        step(model)
+    try:
+        return [graph.name for graph in report.graphs], report.inference.name
+    except LookupError as error:
+        return [graph.name for graph in report.graphs], str(error)
+
+
+def test_compiled_blocks_share_their_graphs(two_ranks: Ranks) -> None:
+    graphs, error = two_ranks.run(_blocks)[0]
+    assert graphs == ["00_joint"]
+    assert error.startswith("0 inference graphs were recorded (of all: 00_joint). See report.graphs.")
+
+
+def _nothing() -> list[str]:
+    plain, model = Stack(num_blocks=1), sharded()
+    said = []
+    for inspected, run in (
+        (plain, plain),
+        (model, model),
+        (model, torch.compile(model, backend="eager")),
+        (model, torch.compile(model, backend="aot_eager")),
+    ):
+        with inspect(inspected) as report:
+            step(run)
+        said.append(str(report).rpartition("\n\n")[2])
+    with inspect(model) as report:
+        torch.compile(model)(batches(0)[dist.get_rank()])
+    return [*said, str(report).rpartition("\n\n")[2]]
+
+
+def test_says_why_nothing_was_recorded(two_ranks: Ranks) -> None:
+    assert_expected_inline("\n\n".join(two_ranks.run(_nothing)[0]), """\
+Nothing was recorded: Stack has no sharded module. Call fully_shard(...) on its blocks and on itself first,
+and pass that model.
+
+Nothing was recorded: Stack did not run in the block, or it ran eagerly. Compile it (torch.compile(model), or
+model.compile()) and run one step of what that returns inside the block.
+
+Nothing was recorded, though 1 graph compiled in the block: none that the passes saw reads a sharded
+parameter. Use the backend inductor or aot_eager (not eager), and see TORCH_LOGS=graph_breaks,recompiles for
+frames that fell back to eager.
+
+Stack had been compiled before (in 3 frames): that was dropped, and what ran in the block was compiled afresh.
+Compile caches were not read in the block (no pass runs when they hit) and not written. What was compiled
+stays in use after it; another process may be served from a cache.
+Only joint graphs: the backend does not run Inductor's post-grad passes (aot_eager), or another setting of
+post_grad_custom_pre_pass replaced ours (call fsdp_compile.install_passes() after it). The markers run as they
+are, one collective each.
+
+Stack had been compiled before (in 3 frames): that was dropped, and what ran in the block was compiled afresh.
+#: order of launch in the graph that Inductor gets. bytes/rank: what one rank gives to a gather or gets from a
+reduction. bucket: all ranks' parts, padding included.
+Compile caches were not read in the block (no pass runs when they hit) and not written. What was compiled
+stays in use after it; another process may be served from a cache.
+No backward graph: it is compiled when backward first runs. Call backward() in the block.""")
+
+
+def _leaves_no_trace() -> None:
+    model = sharded()
+    run = torch.compile(model, backend="aot_eager")
+
+    def state() -> tuple[Any, ...]:
+        settings = (inductor_config.fx_graph_cache, functorch_config.enable_autograd_cache)
+        return (*settings, len(manager.observers), [type(module) for module in model.modules()])
+
+    before = state()
+    with pytest.raises(ZeroDivisionError), inspect(model) as report:
+        step(run)
+        raise ZeroDivisionError
+    assert state() == before
+    assert report.joint.stage == "joint"  # what was recorded until then is there
+    torch._dynamo.reset()
+    step(run)
+    assert len(report.graphs) == 1
+
+
+def test_leaves_no_trace_outside_the_block(two_ranks: Ranks) -> None:
+    two_ranks.run(_leaves_no_trace)
+
+
+def test_nothing_is_copied_while_nobody_looks(two_ranks: Ranks) -> None:
+    two_ranks.run(_no_copies)
+
+
+def _no_copies() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fsdp_compile.passes.manager._snapshot", None)
+        patch.setattr("fsdp_compile.passes.manager._code", None)
+        step(torch.compile(sharded(), backend="aot_eager"))
+
+
+def test_importing_costs_nothing(tmp_path: Path) -> None:
+    unwanted = python(
+        "-c",
+        "import sys, fsdp_compile._inspect; print([name for name in sys.modules if name in "
+        "('fsdp_compile._report', 'fsdp_compile._graph_code', 'rich')])",
+        cwd=tmp_path,
+    )
+    assert unwanted == "[]\n"
+
+
+def test_a_function_is_refused_with_what_to_pass() -> None:
+    with pytest.raises(TypeError) as error, inspect(print):  # type: ignore[arg-type]
+        pass
+    assert str(error.value) == (
+        "inspect takes the model, but got builtin_function_or_method. For a compiled train step, pass the model that "
+        "it trains, and call the step inside the block."
+    )
