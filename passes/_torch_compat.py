@@ -24,6 +24,13 @@ def add_order_dependency(after: BaseSchedulerNode, before: BaseSchedulerNode) ->
         after.add_fake_dep(WeakDep(source, mutating_buf=target, is_fake=True))
 
 
+def scheduler_passes_run() -> bool:
+    """Whether Inductor will call the scheduler passes; in deterministic mode it skips them (2.11 to 2.15)."""
+    from torch._inductor import config
+
+    return config.reorder_for_compute_comm_overlap and not config.deterministic
+
+
 def default_store() -> torch.distributed.Store | None:
     """The rendezvous store of the default process group; None without one.
 

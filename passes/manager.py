@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from . import _torch_compat as compat
 from ._torch_compat import CustomGraphPass
 from .agree import agree
 from .check import check
@@ -66,6 +68,12 @@ class PassManager(CustomGraphPass):
             stage = _stage(graph)
             plan = plan_graph(graph, stage)
             agree(plan)
+            if not compat.scheduler_passes_run():
+                warnings.warn(
+                    f"Inductor skips scheduler passes (config.deterministic, or reorder_for_compute_comm_overlap is off), so the order of collectives in this "
+                    f"{stage} graph is Inductor's own, not the planned one. The numbers are right.",
+                    stacklevel=2,
+                )
             self._run(graph, stage, plan, POST_GRAD_PASSES)
 
     def joint(self, module: fx.GraphModule, inputs: Any) -> fx.GraphModule:

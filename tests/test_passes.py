@@ -1,0 +1,359 @@
+"""Each pass on a graph built by hand: the picture in its docstring, as a test."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fsdp_compile.passes import Bucket, ParamSpec, Plan, markers
+from fsdp_compile.passes.check import check
+from fsdp_compile.passes.insert import ROLE, insert
+from fsdp_compile.passes.keep import AC_GRAPH_ID, keep
+from fsdp_compile.passes.merge import merge
+from fsdp_compile.passes.overlap import overlap
+from fsdp_compile.passes.planner import plan_graph, plan_joint
+from fsdp_compile.passes.provenance import annotate, find_unshards
+
+BF16 = torch.bfloat16
+
+
+def spec(fqn: str = "up.weight", size: tuple[int, ...] = (4, 3), **changes: Any) -> ParamSpec:
+    """One rank's view of a parameter on two ranks."""
+    dim = changes.get("dim", 0)
+    fields: dict[str, Any] = dict(
+        fqn=fqn, unit="Block", order=0, size=size, dim=0, num_shards=2, local_length=-(-size[dim] // 2), group="g",
+        backend="gloo", dtype=torch.float32, reduce_dtype=torch.float32, grad_dtype=torch.float32, regather=True,
+        reduce_op="sum", predivide=1.0, postdivide=2.0, reduction="reduce_scatter", bucketing="size",
+    )  # fmt: skip
+    return ParamSpec(**{**fields, **changes})
+
+
+class Builder:
+    """Writes a graph of markers and compute on fake tensors."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.mode = FakeTensorMode()
+
+    def input(self, name: str, *size: int, dtype: torch.dtype = torch.float32) -> fx.Node:
+        node = self.graph.placeholder(name)
+        with self.mode:
+            node.meta["val"] = torch.empty(size, dtype=dtype)
+        return node
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(op, args, kwargs)
+        values = fx.map_arg((args, kwargs), lambda used: used.meta["val"])
+        with self.mode:
+            node.meta["val"] = op(*values[0], **values[1])
+        return node
+
+    def unshard(self, shard: fx.Node, its_spec: ParamSpec, reader: str = "") -> fx.Node:
+        node = self.call(markers.unshard, shard, **its_spec.kwargs())
+        node.meta["seq_nr"] = len(self.graph.nodes)
+        if reader:
+            node.meta["nn_module_stack"] = {"1": (f"L['self'].{reader}", torch.nn.Linear)}
+        return node
+
+    def reduce(self, grad: fx.Node, its_spec: ParamSpec, of: fx.Node | None = None) -> fx.Node:
+        node = self.call(markers.reduce_grad, grad, **its_spec.kwargs())
+        if of is not None:
+            node.meta["seq_nr"] = of.meta["seq_nr"]
+        return node
+
+    def output(self, *nodes: fx.Node) -> fx.Graph:
+        self.graph.output(nodes)
+        self.graph.lint()
+        return self.graph
+
+
+def text(graph: fx.Graph) -> str:
+    """The graph without marker arguments: name = op(nodes and literals)."""
+    lines = []
+    for node in graph.nodes:
+        if node.op == "call_function":
+            op = str(node.target).replace(".default", "").split(".", 1)[-1]
+            lines.append(f"{node.name} = {op}({', '.join(str(arg) for arg in node.args)})")
+        elif node.op == "output":
+            lines.append(f"return {', '.join(str(arg) for arg in node.args[0])}")
+    return "\n".join(lines)
+
+
+def lowered(graph: fx.Graph, stage: str = "forward") -> str:
+    plan = plan_graph(graph, stage)
+    insert(graph, plan)
+    graph.lint()
+    check(graph, plan)
+    return text(graph)
+
+
+def test_a_large_parameter_is_gathered_without_a_copy() -> None:
+    b = Builder()
+    shard = b.input("shard", 2, 3)
+    graph = b.output(b.call(torch.ops.aten.relu.default, b.unshard(shard, spec())))
+    assert_expected_inline(
+        lowered(graph),
+        """\
+all_gather_into_tensor_default = all_gather_into_tensor(shard, 2, g)
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)
+relu_default = relu(wait_tensor_default)
+return relu_default""",
+    )
+
+
+def test_the_cast_comes_before_the_gather_and_padding_goes_after_it() -> None:
+    b = Builder()
+    shard = b.input("shard", 1, 3)  # the last rank holds one row of three
+    its_spec = spec(size=(3, 3), dtype=BF16, local_length=1)
+    graph = b.output(b.call(torch.ops.aten.relu.default, b.unshard(shard, its_spec)))
+    assert_expected_inline(
+        lowered(graph),
+        """\
+convert_element_type_default = convert_element_type(shard, torch.bfloat16)
+constant_pad_nd_default = constant_pad_nd(convert_element_type_default, [0, 0, 0, 1], 0)
+all_gather_into_tensor_default = all_gather_into_tensor(constant_pad_nd_default, 2, g)
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)
+slice_tensor = slice.Tensor(wait_tensor_default, 0, 0, 3)
+relu_default = relu(slice_tensor)
+return relu_default""",
+    )
+
+
+def test_small_parameters_of_a_unit_share_a_collective() -> None:
+    b = Builder()
+    first, second = b.input("first", 2, 3), b.input("second", 2)
+    w = b.unshard(first, spec())
+    bias = b.unshard(second, spec("up.bias", (4,), order=1))
+    graph = b.output(b.call(torch.ops.aten.mv.default, b.call(torch.ops.aten.t.default, w), bias))
+    assert_expected_inline(
+        lowered(graph),
+        """\
+reshape_default = reshape(first, [-1])
+reshape_default_1 = reshape(second, [-1])
+cat_default = cat([reshape_default, reshape_default_1])
+all_gather_into_tensor_default = all_gather_into_tensor(cat_default, 2, g)
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)
+view_default = view(wait_tensor_default, [2, 8])
+slice_tensor = slice.Tensor(view_default, 1, 0, 6)
+reshape_default_2 = reshape(slice_tensor, [4, 3])
+slice_tensor_1 = slice.Tensor(view_default, 1, 6, 8)
+reshape_default_3 = reshape(slice_tensor_1, [4])
+t_default = t(reshape_default_2)
+mv_default = mv(t_default, reshape_default_3)
+return mv_default""",
+    )
+
+
+def test_a_gradient_is_cast_reduced_and_divided() -> None:
+    b = Builder()
+    grad = b.input("grad", 4, 3, dtype=BF16)
+    graph = b.output(b.reduce(grad, spec()))
+    assert_expected_inline(
+        lowered(graph, "backward"),
+        """\
+convert_element_type_default = convert_element_type(grad, torch.float32)
+reduce_scatter_tensor_default = reduce_scatter_tensor(convert_element_type_default, sum, 2, g)
+wait_tensor_default = wait_tensor(reduce_scatter_tensor_default)
+div_tensor = div.Tensor(wait_tensor_default, 2.0)
+return div_tensor""",
+    )
+
+
+def test_all_to_all_sums_in_rank_order() -> None:
+    b = Builder()
+    graph = b.output(b.reduce(b.input("grad", 4, 3), spec(reduction="all_to_all")))
+    assert_expected_inline(
+        lowered(graph, "backward"),
+        """\
+all_to_all_single_default = all_to_all_single(grad, [2, 2], [2, 2], g)
+wait_tensor_default = wait_tensor(all_to_all_single_default)
+view_default = view(wait_tensor_default, [2, 2, 3])
+sum_dim_int_list = sum.dim_IntList(view_default, [0])
+div_tensor = div.Tensor(sum_dim_int_list, 2.0)
+return div_tensor""",
+    )
+
+
+def test_gradients_share_a_reduction_once_the_last_one_is_there() -> None:
+    b = Builder()
+    early, late = b.input("early", 4), b.input("late", 3)
+    first = b.reduce(early, spec("a", (4,)))
+    later = b.call(torch.ops.aten.relu.default, late)
+    second = b.reduce(later, spec("b", (3,), order=1, local_length=2))
+    graph = b.output(first, second)
+    assert_expected_inline(
+        lowered(graph, "backward"),
+        """\
+relu_default = relu(late)
+constant_pad_nd_default = constant_pad_nd(relu_default, [0, 1], 0)
+reshape_default = reshape(early, [2, -1])
+reshape_default_1 = reshape(constant_pad_nd_default, [2, -1])
+cat_default = cat([reshape_default, reshape_default_1], 1)
+view_default = view(cat_default, [-1])
+reduce_scatter_tensor_default = reduce_scatter_tensor(view_default, sum, 2, g)
+wait_tensor_default = wait_tensor(reduce_scatter_tensor_default)
+div_tensor = div.Tensor(wait_tensor_default, 2.0)
+view_default_1 = view(div_tensor, [-1])
+slice_tensor = slice.Tensor(view_default_1, 0, 0, 2)
+view_default_2 = view(slice_tensor, [2])
+slice_tensor_1 = slice.Tensor(view_default_1, 0, 2, 4)
+view_default_3 = view(slice_tensor_1, [2])
+return view_default_2, view_default_3""",
+    )
+
+
+def test_with_one_rank_the_parameter_itself_stands_there_and_outputs_get_a_copy() -> None:
+    b = Builder()
+    shard = b.input("shard", 4, 3)
+    w = b.unshard(shard, spec(num_shards=1, local_length=4))
+    graph = b.output(b.call(torch.ops.aten.relu.default, w), b.call(torch.ops.aten.t.default, w))
+    assert_expected_inline(
+        lowered(graph),
+        """\
+reshape_default = reshape(shard, [4, 3])
+relu_default = relu(reshape_default)
+t_default = t(reshape_default)
+clone_default = clone(t_default)
+return relu_default, clone_default""",
+    )
+
+
+def joint_of_a_parameter_read_twice() -> tuple[Builder, fx.Graph]:
+    b = Builder()
+    shard, x = b.input("shard", 2, 3), b.input("x", 4, 3)
+    w1 = b.unshard(shard, spec(), "layers.0.up")
+    w2 = b.unshard(shard, spec(), "head")
+    y = b.call(torch.ops.aten.add.Tensor, b.call(torch.ops.aten.mul.Tensor, x, w1), w2)
+    r1, r2 = b.reduce(x, spec(), w1), b.reduce(y, spec(), w2)
+    return b, b.output(y, b.call(torch.ops.aten.add.Tensor, r1, r2))
+
+
+def test_a_parameter_read_twice_is_gathered_and_reduced_once() -> None:
+    _, graph = joint_of_a_parameter_read_twice()
+    assert merge(graph, Plan("joint")) == 2
+    graph.lint()
+    assert_expected_inline(
+        text(graph),
+        """\
+unshard_default = unshard(shard)
+mul_tensor = mul.Tensor(x, unshard_default)
+add_tensor = add.Tensor(mul_tensor, unshard_default)
+add_tensor_2 = add.Tensor(x, add_tensor)
+reduce_grad_default_2 = reduce_grad(add_tensor_2)
+return add_tensor, reduce_grad_default_2""",
+    )
+
+
+def test_the_reader_that_agrees_with_the_name_says_where_the_unit_is() -> None:
+    _, graph = joint_of_a_parameter_read_twice()
+    annotate(graph)
+    assert [marker.fqn for marker in find_unshards(graph)] == ["layers.0.up.weight", "layers.0.up.weight@2"]
+    assert {marker.unit for marker in find_unshards(graph)} == {"Block:layers.0"}
+
+
+@pytest.mark.parametrize(
+    ("reader", "fqn", "expected"),
+    [
+        ("layers.3.attn.wq", "attn.wq.weight", "layers.3.attn.wq.weight"),
+        ("layers[3].attn.wq", "attn.wq.weight", "layers.3.attn.wq.weight"),
+        ("layers.3.attn", "attn.out_proj.weight", "layers.3.attn.out_proj.weight"),
+        ("layers.3", "attn.wq.weight", "layers.3.attn.wq.weight"),
+        ("_orig_mod.layers.3.up", "up.bias", "layers.3.up.bias"),
+    ],
+)
+def test_a_name_is_completed_by_its_reader(reader: str, fqn: str, expected: str) -> None:
+    b = Builder()
+    graph = b.output(b.unshard(b.input("shard", 2, 3), spec(fqn), reader))
+    annotate(graph)
+    assert [marker.fqn for marker in find_unshards(graph)] == [expected]
+
+
+def test_gathers_are_tagged_above_every_checkpoint() -> None:
+    b = Builder()
+    kept = b.unshard(b.input("a", 2, 3), spec("a", regather=False))
+    gone = b.unshard(b.input("b", 2, 3), spec("b", regather=True))
+    graph = b.output(kept, gone)
+    plan = plan_joint(graph)
+    assert (plan.keep, plan.regather) == (("a",), ("b",))
+    assert keep(graph, plan) == 2
+    assert kept.meta["recompute"] is CheckpointPolicy.MUST_SAVE
+    assert gone.meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE
+    assert kept.meta["ac_graph_id"] == gone.meta["ac_graph_id"] == AC_GRAPH_ID
+
+
+def test_gathers_run_one_unit_ahead() -> None:
+    b = Builder()
+    x = b.input("x", 4, 3)
+    for layer in range(4):
+        w = b.unshard(b.input(f"shard{layer}", 2, 3), spec(), f"layers.{layer}.up")
+        x = b.call(torch.ops.aten.add.Tensor, x, w)
+    graph = b.output(x)
+    plan = plan_graph(graph, "forward")
+    insert(graph, plan)
+    overlap(graph, plan)
+    graph.lint()
+    assert_expected_inline(order(graph), "G0 G1 w0 C G2 w1 C G3 w2 C w3 C")
+
+
+def test_a_reduction_is_waited_for_after_the_next_units_was_launched() -> None:
+    b = Builder()
+    x = b.input("x", 4, 3)
+    reduced = []
+    for layer in reversed(range(3)):
+        w = b.unshard(b.input(f"shard{layer}", 2, 3), spec(), f"layers.{layer}.up")
+        x = b.call(torch.ops.aten.add.Tensor, x, w)
+        reduced.append(b.reduce(x, spec(), w))
+        reduced[-1].meta["nn_module_stack"] = w.meta["nn_module_stack"]
+    graph = b.output(*reduced)
+    plan = plan_graph(graph, "backward")
+    insert(graph, plan)
+    overlap(graph, plan)
+    graph.lint()
+    assert check(graph, plan) == 6
+    # The first unit of backward is gathered at once: nothing before it could hide it.
+    assert_expected_inline(order(graph), "G0 G1 w0 C R0 G2 w1 C R1 w'0 w2 C R2 w'1 w'2")
+
+
+def order(graph: fx.Graph) -> str:
+    """G gather, w its wait, C compute, R reduction, w' its wait, each with its bucket."""
+    letters = []
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        role, name = node.meta.get(ROLE), str(node.target)
+        if role is None:
+            letters.append("C")
+        elif "wait_tensor" in name:
+            letters.append(f"{'w' if role.kind == 'gather' else chr(119) + chr(39)}{role.bucket}")
+        elif "all_gather" in name or "reduce_scatter" in name:
+            letters.append(f"{'G' if role.kind == 'gather' else 'R'}{role.bucket}")
+    return " ".join(letters)
+
+
+def test_a_plan_survives_json_and_its_digest_tells_plans_apart() -> None:
+    bucket = Bucket("Block:layers.0", ("a", "b"), "bfloat16", 64)
+    plan = Plan("forward", gathers=(bucket,), regather=("a",))
+    assert Plan.from_json(plan.to_json()) == plan
+    assert dataclasses.replace(plan, lookahead=2).digest != plan.digest
+
+
+def test_check_refuses_a_wait_that_is_not_direct() -> None:
+    b = Builder()
+    graph = b.output(b.call(torch.ops.aten.relu.default, b.unshard(b.input("shard", 2, 3), spec())))
+    plan = plan_graph(graph, "forward")
+    with pytest.raises(AssertionError, match="not lowered"):
+        check(graph, plan)
+    insert(graph, plan)
+    (wait,) = [node for node in graph.nodes if "wait_tensor" in str(node.target)]
+    with graph.inserting_before(wait):
+        view = graph.call_function(torch.ops.aten.view.default, (wait.args[0], [4, 3]))
+    wait.args = (view,)
+    with pytest.raises(AssertionError, match="not by one wait"):
+        check(graph, plan)
