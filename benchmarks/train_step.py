@@ -189,7 +189,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if min(options.steps, options.ranks, options.batch, options.layers) < 1 or options.seq < 2:
         parser.error("--steps, --ranks, --batch and --layers must be at least 1, --seq at least 2")
-    if options.dim % 64 and options.dim > 64 or options.dim % 2:
+    if (options.dim % 64 and options.dim > 64) or options.dim % 2:
         parser.error("--dim must be a multiple of 64 (the width of a head), or an even number below it")
     if options.warmup < 0 or options.repeat < 0 or not (options.repeat or options.memory):
         parser.error("--warmup and --repeat must not be negative, and --repeat 0 needs --memory")

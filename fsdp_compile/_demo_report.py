@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -55,8 +56,10 @@ def _train(settings: Settings, scratch: Path, console: Console) -> list[dict[str
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
+    if sys.platform == "linux":
+        # All ranks are here: no need to find out under which address others would see this machine.
+        env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     results: list[dict[str, Any]] = [{}] * settings.ranks
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:

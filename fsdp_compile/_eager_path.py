@@ -1,12 +1,14 @@
-"""The eager path: the same parameters through hooks instead of a graph, for debugging and for what did not compile.
+"""The eager path: the same parameters through autograd instead of a graph, for debugging and what did not compile.
 
-    begin_forward     gather the unit's buckets; reads of its parameters give the gathered tensors
+    begin_forward     a GatheredCall, empty: nothing is gathered until something reads
+    first read        the unit's buckets are gathered; reads give the gathered tensors
     end_forward       free their storage (or keep it); hook the outputs
     backward reaches the outputs    gather again into the same storage, which the saved tensors alias
     all gradients are there         reduce them in buckets, give the shards their part, free
 
 Gathering is an autograd function whose backward is the reduction, so unused parameters, repeated calls and
-accumulation are autograd's own business.
+accumulation are autograd's own business. A unit whose forward was compiled reads through markers and never fills its
+call, so an eager wrapper around a compiled forward costs nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
-from ._group import ParamGroup
 from .passes import ParamSpec, lower
 from .passes.markers import require_data
 from .passes.planner import gather_buckets, reduce_buckets
 
 if TYPE_CHECKING:
+    from ._param import ShardedParam
     from ._state import UnitState
 
 READS = "_fsdp_compile_reads"
@@ -32,150 +34,174 @@ READS = "_fsdp_compile_reads"
 class GatheredCall:
     """The gathered parameters of one forward call of one unit."""
 
-    def __init__(self, group: ParamGroup, specs: list[ParamSpec], locals_: list[Tensor]) -> None:
-        self.group = group
-        self.specs = specs
-        self.locals = [local.detach() for local in locals_]
-        # With one rank, what is gathered may be the shard itself: its storage is not ours to free.
-        self.freeable = group.mesh.num_shards > 1
-        self.freed_bytes: list[int] | None = None
-        self.gathered = self._gather()
-        self.tensors: dict[str, Tensor] = {}  # by FQN: what reads see
+    def __init__(self, state: UnitState) -> None:
+        self._group = state.group
+        self._specs: list[ParamSpec] = []
+        self._index: dict[str, int] = {}
+        self._shards: list[Tensor] = []
+        self._gathered: list[Tensor] = []
+        self._freed_bytes: list[int] | None = None
+        # What reads see, by whether autograd was recording.
+        self._tensors: dict[bool, list[Tensor]] = {}
 
-    def _gather(self) -> list[Tensor]:
-        fulls: dict[int, Tensor] = {}
-        in_flight = []
-        for bucket in gather_buckets(self.specs):
-            specs = [self.specs[index] for index in bucket]
-            launched = lower.launch_gather(lower.run, [self.locals[index] for index in bucket], specs)
-            in_flight.append((bucket, specs, launched))
-        for bucket, specs, launched in in_flight:
-            fulls.update(zip(bucket, lower.finish_gather(lower.run, launched, specs)))
-        return [fulls[index] for index in range(len(self.specs))]
+    @property
+    def filled(self) -> bool:
+        return bool(self._gathered) and self._freed_bytes is None
+
+    def read(self, fqn: str) -> Tensor | None:
+        """The gathered parameter; None for one whose place the user gave to something else."""
+        if not self._gathered:
+            self._fill()
+        if fqn not in self._index:
+            return None
+        recording = torch.is_grad_enabled() and any(shard.requires_grad for shard in self._shards)
+        if recording not in self._tensors:
+            self._tensors[recording] = self._recorded() if recording else self._gathered
+        return self._tensors[recording][self._index[fqn]]
 
     def free(self) -> None:
-        if self.freeable and self.freed_bytes is None:
-            storages = [full.untyped_storage() for full in self.gathered]
-            self.freed_bytes = [storage.nbytes() for storage in storages]
+        """Give the storages back; tensors that alias them stay valid objects."""
+        # With one rank, what is gathered may be the shard itself: not ours to free.
+        if self.filled and self._group.mesh.num_shards > 1:
+            storages = [full.untyped_storage() for full in self._gathered]
+            self._freed_bytes = [storage.nbytes() for storage in storages]
             for storage in storages:
                 storage.resize_(0)
 
     def refill(self) -> None:
         """Gather again into the storages that autograd's saved tensors alias."""
-        if self.freed_bytes is None:
+        if self._freed_bytes is None:
             return
         with torch.no_grad():
-            again = self._gather()
-            for full, num_bytes, new in zip(self.gathered, self.freed_bytes, again):
+            for full, num_bytes, again in zip(self._gathered, self._freed_bytes, self._gather()):
                 full.untyped_storage().resize_(num_bytes)
-                full.data.copy_(new)  # .data: no new version for autograd, the value is the one that was saved
-        self.freed_bytes = None
+                full.data.copy_(again)  # .data: no new version for autograd, the value is the one that was saved
+        self._freed_bytes = None
 
-    def reduce(self, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    def reduce(self, trainable: list[int], grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Gradients of the local shards from those of the full parameters; None stays None."""
-        present = [index for index, grad in enumerate(grads) if grad is not None]
-        specs = [self.specs[index] for index in present]
-        reduced: list[Tensor | None] = [None] * len(grads)
+        present = [(index, grad) for index, grad in zip(trainable, grads) if grad is not None]
+        reduced: dict[int, Tensor] = {}
         in_flight = []
-        for bucket in reduce_buckets(specs):
-            members = [present[index] for index in bucket]
-            member_specs = [self.specs[index] for index in members]
-            full_grads = [grads[index] for index in members]
-            in_flight.append((members, member_specs, lower.launch_reduce(lower.run, full_grads, member_specs)))
-        for members, member_specs, launched in in_flight:
-            for index, grad in zip(members, lower.finish_reduce(lower.run, launched, member_specs)):
-                reduced[index] = grad
-        return reduced
+        for bucket in reduce_buckets([self._specs[index] for index, _ in present]):
+            members = [present[place][0] for place in bucket]
+            specs = [self._specs[index] for index in members]
+            in_flight.append((members, specs, lower.launch_reduce(lower.run, [present[p][1] for p in bucket], specs)))
+        for members, specs, launched in in_flight:
+            reduced.update(zip(members, lower.finish_reduce(lower.run, launched, specs)))
+        return [reduced.get(index) for index in trainable]
+
+    def _fill(self) -> None:
+        for param in self._group.params:
+            shard = param.param
+            if isinstance(shard, DTensor):
+                require_data(param.fqn, shard)
+                self._index[param.fqn] = len(self._shards)
+                self._shards.append(shard.to_local())
+                self._specs.append(self._group.spec_of(param))
+        with torch.no_grad():
+            self._gathered = self._gather()
+
+    def _gather(self) -> list[Tensor]:
+        shards = [shard.detach() for shard in self._shards]
+        fulls: dict[int, Tensor] = {}
+        in_flight = []
+        for bucket in gather_buckets(self._specs):
+            specs = [self._specs[index] for index in bucket]
+            in_flight.append(
+                (bucket, specs, lower.launch_gather(lower.run, [shards[index] for index in bucket], specs))
+            )
+        for bucket, specs, launched in in_flight:
+            fulls.update(zip(bucket, lower.finish_gather(lower.run, launched, specs)))
+        return [fulls[index] for index in range(len(shards))]
+
+    def _recorded(self) -> list[Tensor]:
+        """The gathered parameters with the reduction as their autograd rule; frozen ones take no part."""
+        trainable = [index for index, shard in enumerate(self._shards) if shard.requires_grad]
+        tensors = list(self._gathered)
+        outputs = _Gather.apply(self, trainable, *[self._shards[index] for index in trainable])
+        for index, tensor in zip(trainable, outputs):
+            tensors[index] = tensor
+        return tensors
 
 
 class _Gather(torch.autograd.Function):
-    """Shards to full parameters; backward reduces."""
+    """Shards to full parameters, which the call holds already; backward reduces."""
 
     @staticmethod
-    def forward(ctx: Any, call: GatheredCall, *shards: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
+    def forward(ctx: Any, call: GatheredCall, trainable: list[int], *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.trainable = call, trainable
         ctx.set_materialize_grads(False)
-        return tuple(full.view_as(full) for full in call.gathered)
+        return tuple(call._gathered[index].view_as(call._gathered[index]) for index in trainable)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        wanted = tuple(grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[1:]))
-        reduced = ctx.call.reduce(wanted)
-        if all(ctx.needs_input_grad[1:]):
+        reduced = ctx.call.reduce(ctx.trainable, grads)
+        if len(ctx.trainable) == len(ctx.call._shards):
             # A frozen parameter may still be read by what is left of backward; the end of backward frees it.
             ctx.call.free()
-        return (None, *reduced)
+        return (None, None, *reduced)
 
 
-def begin_forward(state: UnitState) -> None:
-    """Gather the unit for an eager forward."""
-    group = state.group
-    if not group.params:
-        return
-    if compat.in_backward() and state.calls and state.calls[-1].freed_bytes is None:
-        state.calls.append(state.calls[-1])  # activation checkpointing recomputes: backward has gathered already
-        return
-    shards, params = [], []
-    for param in group.params:
-        value = param.param
-        if isinstance(value, DTensor):
-            require_data(param.fqn, value)
-            shards.append(value.to_local())
-            params.append(param)
-    specs = [group.spec_of(param) for param in params]
-    call = GatheredCall(group, specs, shards)
-    tensors = _Gather.apply(call, *shards)
-    call.tensors = {param.fqn: tensor for param, tensor in zip(params, tensors)}
+def begin_forward(state: UnitState) -> GatheredCall:
+    """A place for what this eager forward will gather."""
+    recomputing = compat.in_backward()
+    if recomputing and state.backward_call is not None and state.backward_call.filled:
+        call = state.backward_call
+    else:
+        call = GatheredCall(state)
+        if recomputing:
+            compat.at_end_of_backward(call.free)
     state.calls.append(call)
+    return call
 
 
-def end_forward(state: UnitState, output: Any) -> Any:
-    """Free or keep what the unit gathered, and be told when backward reaches it."""
-    if not state.calls:
-        return output
-    call = state.calls.pop()
-    if compat.in_backward():
-        return output  # recomputed for backward, which frees it at its end
-    outputs = [
-        leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad
-    ]
-    if not outputs or not torch.is_grad_enabled():
+def abandon_forward(state: UnitState, call: GatheredCall) -> None:
+    """The forward raised: an error, or checkpointing that has recomputed enough."""
+    state.calls.remove(call)
+    if not compat.in_backward():
         call.free()
-        call.tensors.clear()
-        return output
-    if state.group.regather:
+
+
+def end_forward(state: UnitState, call: GatheredCall, output: Any) -> Any:
+    """Free or keep what the unit gathered, and be told when backward reaches it."""
+    state.calls.remove(call)
+    if not call.filled or compat.in_backward():
+        return output  # recomputed for backward: its end frees it
+    leaves = torch.utils._pytree.tree_leaves(output)
+    outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if state.group.regather or not outputs or not torch.is_grad_enabled():
         call.free()
 
     def before_backward(grad: Tensor) -> None:
         call.refill()
-        if call not in state.calls:
-            state.calls.append(call)  # for checkpointing that recomputes this unit
-            compat.at_end_of_backward(lambda: _end_backward(state))
+        if state.backward_call is not call:
+            state.backward_call = call
+            compat.at_end_of_backward(end_backward)
+
+    def end_backward() -> None:
+        call.free()
+        if state.backward_call is call:
+            state.backward_call = None
 
     for tensor in outputs:
         tensor.register_hook(before_backward)
     return output
 
 
-def _end_backward(state: UnitState) -> None:
-    for call in state.calls:
-        call.free()
-    state.calls.clear()
-    state.in_forward = False
-
-
 def eager_read(module: nn.Module, name: str, param: Any) -> Any:
     """An eager read: the gathered parameter inside a forward, the sharded one outside."""
     if not isinstance(param, DTensor):
         return param
-    sharded, owner, reader = module.__dict__[READS][name]
-    if owner.calls and owner.calls[-1].freed_bytes is None and (owner.in_forward or compat.in_backward()):
-        gathered = owner.calls[-1].tensors.get(sharded.fqn)
-        if gathered is not None:
-            return gathered
+    read: tuple[ShardedParam, UnitState, UnitState] = module.__dict__[READS][name]
+    sharded, owner, reader = read
+    # Without a forward that runs, checkpointing inside the unit may be recomputing a part of one for backward.
+    call = owner.calls[-1] if owner.calls else owner.backward_call if compat.in_backward() else None
+    if call is not None:
+        gathered = call.read(sharded.fqn)
+        return param if gathered is None else gathered
     if owner.in_forward or reader.in_forward:
         # A compiled forward is running around this read, or another unit's (tied parameters): gather just this one.
         require_data(sharded.fqn, param)
-        spec = owner.group.spec_of(sharded)
-        return torch.ops.fsdpc.unshard(param.to_local(), **spec.kwargs())
+        return torch.ops.fsdpc.unshard(param.to_local(), **owner.group.spec_of(sharded).kwargs())
     return param

@@ -81,7 +81,6 @@ def fully_shard(
         _adopt(slots, state)
     _demote_inner_roots(state)
     refresh(state)
-    state.register_hooks()
     return module
 
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from ._graph_path import getter
-from ._state import UnitState, state_of
+from ._state import UnitState, state_of, unit_forward_for
 from .passes import ParamSpec
 
 
@@ -92,6 +92,8 @@ def sharded_class(cls: type[nn.Module], is_unit: bool, reads: tuple[tuple[str, P
         namespace[name] = getter(name, spec)
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = property(_flat_weights, lambda self, value: None)
+    if is_unit:
+        namespace["_call_impl"] = unit_forward_for(f"FSDP{cls.__name__}")
     prefix, mixin = ("FSDP", FSDPModule) if is_unit else ("Sharded", _NoCopy)
     return type(f"{prefix}{cls.__name__}", (mixin, cls), namespace)
 

@@ -1,12 +1,15 @@
-"""UnitState: what one fully_shard call left on its modules, and the hooks that mark where their forward runs.
+"""UnitState: what one fully_shard call left on its modules, and the forward that runs in their place.
 
-The hooks are ordinary forward hooks and are traced with everything else. Traced, they cast inputs and outputs and
-leave behind that a forward is running, as an attribute that Dynamo writes back at every graph break; so code that
-then runs eagerly (a disabled function, a frame that fell back) knows that a parameter it reads must be gathered.
+``unit_forward`` becomes the modules' ``_call_impl``, so it stands around their own hooks and is one frame with them:
+traced, it casts inputs and outputs and leaves behind that a forward is running, as an attribute that Dynamo writes
+back at every graph break. So code that then runs eagerly (a disabled function, a frame that fell back) knows that a
+parameter it reads must be gathered. Run eagerly, it is the eager path.
 """
 
 from __future__ import annotations
 
+import types
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +37,8 @@ class UnitState:
     in_forward: bool = False
     # Eager forwards of this unit that are running, innermost last.
     calls: list[GatheredCall] = field(default_factory=list)
-
-    def register_hooks(self) -> None:
-        for module in self.modules:
-            module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(post_forward)
+    # The forward call whose backward is running: checkpointing recomputes with what it holds.
+    backward_call: GatheredCall | None = None
 
 
 def state_of(module: nn.Module) -> UnitState | None:
@@ -46,22 +46,32 @@ def state_of(module: nn.Module) -> UnitState | None:
     return module.__dict__.get(STATE)
 
 
-def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    state: UnitState = module.__dict__[STATE]
-    state.in_forward = True
+def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a unit's module: cast, gather when something eager reads, call, free or keep, cast."""
+    state: UnitState = self.__dict__[STATE]
+    call = type(self)._fsdp_compile_original._call_impl
     policy = state.mp_policy
     if policy.param_dtype is not None and policy.cast_forward_inputs:
         args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
-    if not torch.compiler.is_dynamo_compiling():
-        eager.begin_forward(state)
-    return args, kwargs
-
-
-def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    state: UnitState = module.__dict__[STATE]
+    state.in_forward = True
+    if torch.compiler.is_dynamo_compiling():
+        output = call(self, *args, **kwargs)
+    else:
+        gathered = eager.begin_forward(state)
+        try:
+            output = call(self, *args, **kwargs)
+        except BaseException:
+            state.in_forward = False
+            eager.abandon_forward(state, gathered)
+            raise
+        output = eager.end_forward(state, gathered, output)
     state.in_forward = False
-    if not torch.compiler.is_dynamo_compiling():
-        output = eager.end_forward(state, output)
-    if state.mp_policy.output_dtype is not None:
-        output = cast_floating(output, state.mp_policy.output_dtype)
+    if policy.output_dtype is not None:
+        output = cast_floating(output, policy.output_dtype)
     return output
+
+
+def unit_forward_for(name: str) -> Callable[..., Any]:
+    """``unit_forward`` with a code object of its own: Dynamo counts recompilations by code object."""
+    code = unit_forward.__code__.replace(co_name=f"{name}._call_impl")
+    return types.FunctionType(code, unit_forward.__globals__, "_call_impl")

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
-from torch import nn
 
 # torch._dynamo.eval_frame.OptimizedModule, what torch.compile(module) returns: 2.11 to 2.15
 from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
@@ -31,7 +30,7 @@ def get_post_grad_pass() -> Any:
 
 
 def set_post_grad_pass(value: Any) -> None:
-    inductor_config.post_grad_custom_pre_pass = value
+    _set_in_all_threads(inductor_config, "post_grad_custom_pre_pass", value)
 
 
 def get_joint_pass() -> Any:
@@ -43,7 +42,7 @@ def get_joint_pass() -> Any:
 
 
 def set_joint_pass(value: Any) -> None:
-    functorch_config.joint_custom_pass = value
+    _set_in_all_threads(functorch_config, "joint_custom_pass", value)
 
 
 def get_scheduler_passes() -> list[Any]:
@@ -53,18 +52,25 @@ def get_scheduler_passes() -> list[Any]:
 
 
 def set_scheduler_passes(passes: list[Any]) -> None:
-    inductor_config.reorder_for_compute_comm_overlap_passes = passes
-    inductor_config.reorder_for_compute_comm_overlap = True
+    _set_in_all_threads(inductor_config, "reorder_for_compute_comm_overlap_passes", passes)
+    _set_in_all_threads(inductor_config, "reorder_for_compute_comm_overlap", True)
+
+
+def _set_in_all_threads(config: Any, name: str, value: Any) -> None:
+    """Set a setting here, and make it what other threads find.
+
+    In 2.15 a setting is a ContextVar: what one thread sets, another does not see, and backward is compiled on the
+    thread where autograd runs it first (on CUDA, autograd's own). There, the default counts. ``_config``: 2.11 to 2.15.
+    """
+    setattr(config, name, value)
+    entry = config._config[name]
+    if hasattr(entry.user_override, "get"):
+        entry.default = value
 
 
 def get_grad_dtype(param: torch.Tensor) -> torch.dtype | None:
     """The dtype that gradients of ``param`` are asked to have; its own where torch does not know the word (2.11)."""
     return getattr(param, "grad_dtype", param.dtype)
-
-
-def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called (``_compiled_call_impl``: 2.11 to 2.15)."""
-    return module._compiled_call_impl is not None
 
 
 def forget_compiled(classes: set[type]) -> int:

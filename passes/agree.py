@@ -1,7 +1,7 @@
 """Ranks that would issue different collectives are told so when they compile, not when they hang.
 
-The first rank to plan a graph publishes the plan's digest in the store; the others compare. Nobody waits: one rank
-alone may be recompiling, and a collective here would hang it.
+The first rank to plan a graph publishes the plan in the store; the others compare. Nobody waits: one rank alone may be
+recompiling, and a collective here would hang it.
 """
 
 from __future__ import annotations
@@ -12,22 +12,43 @@ from . import _torch_compat as compat
 from .plan import Plan
 
 
-def agree(plan: Plan) -> None:
-    """Publish the plan, or raise when another rank published a different one for the same parameters."""
-    store = compat.default_store()
-    if store is None:
-        return
-    fqns = sorted(fqn for bucket in (*plan.gathers, *plan.reduces) for fqn in bucket.fqns)
-    graph_key = hashlib.sha256(repr((plan.stage, fqns)).encode()).hexdigest()[:16]
-    try:
-        published = store.compare_set(f"fsdp_compile/plan/{graph_key}", "", plan.to_json()).decode()
-    except (RuntimeError, NotImplementedError):
-        return  # a store that cannot compare and set (fake groups in tests)
-    if published and published != plan.to_json():
-        other = Plan.from_json(published)
-        theirs, ours = {*other.gathers, *other.reduces}, {*plan.gathers, *plan.reduces}
-        raise RuntimeError(
-            f"this rank plans other collectives than the rank that compiled first, for one {plan.stage} graph: only "
-            f"here {sorted(map(str, ours - theirs))}, only there {sorted(map(str, theirs - ours))}. Call fully_shard "
-            "with the same arguments on every rank, and run the same versions of torch and fsdp_compile."
-        )
+class Agreement:
+    """What this rank planned so far, and whether the others planned the same.
+
+    The same names may be planned again, for another model or after other options: the k-th distinct plan of this rank
+    is compared with the k-th of the others. Planning the same once more, as a rank that recompiles does, counts once.
+    """
+
+    def __init__(self) -> None:
+        self._planned: dict[str, list[str]] = {}
+        self._store: object = None
+
+    def check(self, plan: Plan) -> None:
+        """Publish the plan, or raise when another rank published a different one in its place."""
+        store = compat.default_store()
+        if store is None:
+            return
+        if store is not self._store:  # the process group was made anew
+            self._store, self._planned = store, {}
+        fqns = sorted(fqn for bucket in (*plan.gathers, *plan.reduces) for fqn in bucket.fqns)
+        names = hashlib.sha256(repr((plan.stage, fqns)).encode()).hexdigest()[:16]
+        ours = plan.to_json()
+        planned = self._planned.setdefault(names, [])
+        if ours in planned:
+            return
+        planned.append(ours)
+        try:
+            published = store.compare_set(f"fsdp_compile/plan/{names}/{len(planned)}", "", ours).decode()
+        except (RuntimeError, NotImplementedError):
+            return  # a store that cannot compare and set (fake groups in tests)
+        if published and published != ours:
+            raise RuntimeError(_difference(plan, Plan.from_json(published)))
+
+
+def _difference(plan: Plan, other: Plan) -> str:
+    theirs, ours = {*other.gathers, *other.reduces}, {*plan.gathers, *plan.reduces}
+    return (
+        f"this rank plans other collectives than the rank that compiled first, for one {plan.stage} graph: only here "
+        f"{sorted(map(str, ours - theirs))}, only there {sorted(map(str, theirs - ours))}. Call fully_shard with the "
+        "same arguments on every rank, and run the same versions of torch and fsdp_compile."
+    )

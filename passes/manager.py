@@ -15,7 +15,7 @@ from torch import fx
 
 from . import _torch_compat as compat
 from ._torch_compat import CustomGraphPass
-from .agree import agree
+from .agree import Agreement
 from .check import check
 from .insert import insert
 from .keep import keep
@@ -61,17 +61,22 @@ class PassManager(CustomGraphPass):
 
     def __init__(self) -> None:
         self.observers: list[Callable[[GraphRecord], None]] = []
+        self._agreement = Agreement()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PassManager:
+        return self  # Inductor copies the defaults of its settings, and who observes this one observes all
 
     def __call__(self, graph: fx.Graph) -> None:
         """Inductor's post-grad hook: markers become collectives."""
         if has_markers(graph):
             stage = _stage(graph)
             plan = plan_graph(graph, stage)
-            agree(plan)
+            self._agreement.check(plan)
             if not compat.scheduler_passes_run():
                 warnings.warn(
-                    f"Inductor skips scheduler passes (config.deterministic, or reorder_for_compute_comm_overlap is off), so the order of collectives in this "
-                    f"{stage} graph is Inductor's own, not the planned one. The numbers are right.",
+                    "Inductor skips scheduler passes (it is deterministic, or reorder_for_compute_comm_overlap is "
+                    f"off), so the order of collectives in this {stage} graph is Inductor's own, not the planned one. "
+                    "The numbers are right.",
                     stacklevel=2,
                 )
             self._run(graph, stage, plan, POST_GRAD_PASSES)

@@ -10,8 +10,8 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import fx, nn
 
-from fsdp_compile import fully_shard, install_passes
 from fsdp_compile import _torch_compat as compat
+from fsdp_compile import fully_shard, install_passes
 from fsdp_compile._graph_path import ComposedPass, JointPass, manager
 from fsdp_compile.passes import GraphRecord, ScheduleInPlannedOrder, source_hash
 from fsdp_compile.passes._torch_compat import CustomGraphPass

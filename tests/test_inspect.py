@@ -14,13 +14,12 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from fsdp_compile.passes import Plan
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compile import fully_shard
+from fsdp_compile import Report, fully_shard, inspect
 from fsdp_compile._graph_path import manager
-from fsdp_compile._inspect import Report, inspect
+from fsdp_compile.passes import Plan
 from tests.ranks import Ranks
 from tests.toy import Block, Stack, batches, loss_of, shard
 
@@ -91,7 +90,9 @@ def saved(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @pytest.mark.compat
 def test_report_shows_collectives_buckets_bytes_and_passes(saved: Saved) -> None:
-    assert_expected_inline(saved[1][0], """\
+    assert_expected_inline(
+        saved[1][0],
+        """\
 Stack: 3 graphs, 8 collectives, 12.0 KiB a rank
 
 00_joint: 16 unshards and 16 reduce_grads -> 12 gathered again where backward needs them, 4 kept
@@ -120,14 +121,19 @@ Stack: 3 graphs, 8 collectives, 12.0 KiB a rank
 #: order of launch in the graph that Inductor gets. bytes/rank: what one rank gives to a gather or gets from a
 reduction. bucket: all ranks' parts, padding included.
 Compile caches were not read in the block (no pass runs when they hit) and not written. What was compiled
-stays in use after it; another process may be served from a cache.""")
+stays in use after it; another process may be served from a cache.""",
+    )
 
 
 @pytest.mark.compat
 def test_lists_the_collectives_of_a_graph_in_the_order_of_launch(saved: Saved) -> None:
     _, (_, forward, backward) = saved
-    assert_expected_inline(forward, """all_gather  norm.weight norm.bias up.weight up.bias down.weight down.bias  bf16  33.0 KiB""")
-    assert_expected_inline(backward, """all_to_all  norm.weight norm.bias up.weight up.bias down.weight down.bias  fp32  66.0 KiB""")
+    assert_expected_inline(
+        forward, """all_gather  norm.weight norm.bias up.weight up.bias down.weight down.bias  bf16  33.0 KiB"""
+    )
+    assert_expected_inline(
+        backward, """all_to_all  norm.weight norm.bias up.weight up.bias down.weight down.bias  fp32  66.0 KiB"""
+    )
 
 
 RUN_ALL = """
@@ -148,7 +154,9 @@ def python(*arguments: str, cwd: Path) -> str:
 def test_saved_graphs_run(saved: Saved) -> None:
     folder, _ = saved
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.py"))
-    assert_expected_inline("\n".join(files), """\
+    assert_expected_inline(
+        "\n".join(files),
+        """\
 noisy/00_joint/0_captured.py
 noisy/00_joint/1_merge.py
 noisy/00_joint/2_keep.py
@@ -174,7 +182,8 @@ stack/01_forward/3_check.py
 stack/02_backward/0_captured.py
 stack/02_backward/1_insert.py
 stack/02_backward/2_overlap.py
-stack/02_backward/3_check.py""")
+stack/02_backward/3_check.py""",
+    )
     printed = python("-c", RUN_ALL, *files, cwd=folder)
     parts = [part.partition("\n") for part in re.split(r"^(?=stack|noisy)", printed, flags=re.MULTILINE)]
     shapes = {file: text for file, _, text in parts}
@@ -200,7 +209,9 @@ def test_saved_code_names_parameters_and_bytes(saved: Saved) -> None:
         *said("stack/02_backward/1_insert.py", "all_to_all embed"),
         *said("noisy/01_forward/0_captured.py", "symbolic"),
     ]
-    assert_expected_inline("\n".join(shown), """\
+    assert_expected_inline(
+        "\n".join(shown),
+        """\
 shard of layers.0.norm.weight [8] fp32 32 B
 shard of layers.0.norm.bias [8] fp32 32 B
 shard of layers.0.up.weight [17, 16] fp32 1.1 KiB
@@ -221,7 +232,8 @@ reduce_grad layers.1.up.weight [17, 16] fp32 1.1 KiB
 reduce_grad layers.1.norm.bias [8] fp32 32 B
 reduce_grad layers.1.norm.weight [8] fp32 32 B
 all_to_all embed.weight norm.weight norm.bias head.weight fp32 4.1 KiB (2.1 KiB a rank)
-symbolic s77, 7 when compiled""")
+symbolic s77, 7 when compiled""",
+    )
 
 
 def _one_rank() -> tuple[list[float], list[str], list[str]]:
@@ -358,7 +370,9 @@ def _nothing() -> list[str]:
 
 
 def test_says_why_nothing_was_recorded(two_ranks: Ranks) -> None:
-    assert_expected_inline("\n\n".join(two_ranks.run(_nothing)[0]), """\
+    assert_expected_inline(
+        "\n\n".join(two_ranks.run(_nothing)[0]),
+        """\
 Nothing was recorded: Stack has no sharded module. Call fully_shard(...) on its blocks and on itself first,
 and pass that model.
 
@@ -381,7 +395,8 @@ Stack had been compiled before (in 3 frames): that was dropped, and what ran in 
 reduction. bucket: all ranks' parts, padding included.
 Compile caches were not read in the block (no pass runs when they hit) and not written. What was compiled
 stays in use after it; another process may be served from a cache.
-No backward graph: it is compiled when backward first runs. Call backward() in the block.""")
+No backward graph: it is compiled when backward first runs. Call backward() in the block.""",
+    )
 
 
 def _leaves_no_trace() -> None:
