@@ -38,7 +38,7 @@ class GatheredCall:
         self._group = state.group
         self._specs: list[ParamSpec] = []
         self._index: dict[str, int] = {}
-        self._shards: list[Tensor] = []
+        self._shards: list[DTensor] = []
         self._gathered: list[Tensor] = []
         self._freed_bytes: list[int] | None = None
         # What reads see, by whether autograd was recording.
@@ -97,13 +97,13 @@ class GatheredCall:
             if isinstance(shard, DTensor):
                 require_data(param.fqn, shard)
                 self._index[param.fqn] = len(self._shards)
-                self._shards.append(shard.to_local())
+                self._shards.append(shard)
                 self._specs.append(self._group.spec_of(param))
         with torch.no_grad():
             self._gathered = self._gather()
 
     def _gather(self) -> list[Tensor]:
-        shards = [shard.detach() for shard in self._shards]
+        shards = [shard.detach().to_local() for shard in self._shards]
         fulls: dict[int, Tensor] = {}
         in_flight = []
         for bucket in gather_buckets(self._specs):
@@ -119,7 +119,7 @@ class GatheredCall:
         """The gathered parameters with the reduction as their autograd rule; frozen ones take no part."""
         trainable = [index for index, shard in enumerate(self._shards) if shard.requires_grad]
         tensors = list(self._gathered)
-        outputs = _Gather.apply(self, trainable, *[self._shards[index] for index in trainable])
+        outputs = _Gather.apply(self, trainable, *[self._shards[index].to_local() for index in trainable])
         for index, tensor in zip(trainable, outputs):
             tensors[index] = tensor
         return tensors

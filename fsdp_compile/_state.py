@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from . import _eager_path as eager
 from ._cast import cast_floating
 from ._group import ParamGroup
+from ._mistakes import read_around
 
 if TYPE_CHECKING:
     from ._eager_path import GatheredCall
@@ -60,9 +61,12 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         gathered = eager.begin_forward(state)
         try:
             output = call(self, *args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             state.in_forward = False
             eager.abandon_forward(state, gathered)
+            mistake = read_around(state.group, error)
+            if mistake is not None:
+                raise mistake from error
             raise
         output = eager.end_forward(state, gathered, output)
     state.in_forward = False

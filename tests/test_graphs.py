@@ -1,0 +1,186 @@
+"""What stands in the graphs: equal blocks share one, resharding saves no weight, and the planned order is what runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compile import MixedPrecisionPolicy, fully_shard
+from fsdp_compile._graph_path import manager
+from fsdp_compile.passes import GraphRecord
+from tests.toy import Block, Stack, shard
+
+pytestmark = pytest.mark.usefixtures("fake_group_of_four", "no_caches")
+
+
+@pytest.fixture
+def no_caches() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
+
+
+@pytest.fixture
+def records() -> Iterator[dict[str, GraphRecord]]:
+    by_stage: dict[str, GraphRecord] = {}
+
+    def observe(record: GraphRecord) -> None:
+        assert record.stage not in by_stage, f"a second {record.stage} graph"
+        by_stage[record.stage] = record
+
+    manager.observers.append(observe)
+    yield by_stage
+    manager.observers.remove(observe)
+
+
+class BreakBlock(Block):
+    """A graph break in the middle."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(self.norm(x))
+        torch._dynamo.graph_break()
+        return x + self.down(torch.relu(hidden))
+
+
+@pytest.mark.parametrize("order", ["compile, shard", "shard, compile", "wrapped"])
+@pytest.mark.parametrize(("block", "num_graphs"), [(Block, 1), (BreakBlock, 2)])
+@pytest.mark.compat
+def test_32_equal_blocks_share_their_graphs(block: type[Block], num_graphs: int, order: str) -> None:
+    model = Stack(32, block=block)
+    for index, layer in enumerate(model.layers):
+        if order == "compile, shard":
+            layer.compile(backend="aot_eager")
+            fully_shard(layer)
+        elif order == "shard, compile":
+            fully_shard(layer).compile(backend="aot_eager")
+        else:
+            model.layers[index] = fully_shard(torch.compile(layer, backend="aot_eager"))
+    fully_shard(model)
+    for _ in range(2):
+        model(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_graphs
+    assert list(model.state_dict()) == list(Stack(32).state_dict())
+
+
+class Checkpointed(Stack):
+    """Every block is recomputed in backward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+def saved_weights(model: Stack, out: Tensor) -> list[tuple[int, ...]]:
+    """Shapes, among those of full weights, of what the compiled forward saved for backward."""
+    shapes = {tuple(param.shape) for param in model.parameters() if param.ndim == 2}
+    shapes |= {tuple(reversed(shape)) for shape in shapes}
+    node: Any = out.grad_fn
+    while not hasattr(node, "saved_tensors"):
+        node = node.next_functions[0][0]
+    return sorted(tuple(saved.shape) for saved in node.saved_tensors if tuple(saved.shape) in shapes)
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("make", [Stack, Checkpointed])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_with_resharding_no_full_weight_is_saved(
+    make: type[Stack], backend: str, policy: MixedPrecisionPolicy, records: dict[str, GraphRecord]
+) -> None:
+    model = shard(make(2), reshard_after_forward=True, mp_policy=policy)
+    out = torch.compile(model, backend=backend, fullgraph=True)(torch.zeros(2, 5, dtype=torch.long))
+    assert saved_weights(model, out) == []
+    out.float().sum().backward()
+    if backend == "inductor":
+        gathered = {fqn for bucket in records["backward"].plan.gathers for fqn in bucket.fqns}
+        # Backward of a linear needs its weight and no bias; the embedding's needs nothing; recomputing needs it all.
+        assert {"layers.0.up.weight", "layers.1.down.weight", "head.weight"} <= gathered
+        assert "embed.weight" not in gathered
+        assert ("layers.0.up.bias" in gathered) == (make is Checkpointed)
+
+
+@pytest.mark.parametrize("make", [Stack, Checkpointed])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_without_resharding_backward_gathers_nothing(
+    make: type[Stack], backend: str, records: dict[str, GraphRecord]
+) -> None:
+    model = shard(make(2), reshard_after_forward=False)
+    out = torch.compile(model, backend=backend, fullgraph=True)(torch.zeros(2, 5, dtype=torch.long))
+    assert len(saved_weights(model, out)) == 5  # two in each block, and the head
+    out.sum().backward()
+    assert records["joint"].plan.regather == ()
+    if backend == "inductor":
+        assert records["backward"].plan.gathers == ()
+
+
+def test_only_the_root_is_kept_by_default(records: dict[str, GraphRecord]) -> None:
+    model = shard(Stack(2))
+    out = torch.compile(model, backend="aot_eager", fullgraph=True)(torch.zeros(2, 5, dtype=torch.long))
+    assert saved_weights(model, out) == [(31, 16)]
+    assert set(records["joint"].plan.keep) == {"embed.weight", "norm.weight", "norm.bias", "head.weight"}
+
+
+def order_of(code: str) -> str:
+    """G gather, w wait, M matmul, R reduction, as they stand in generated code; runs of one letter shortened."""
+    letters = {
+        r"all_gather_into_tensor\.default\(": "G",
+        r"(reduce_scatter_tensor|all_to_all_single)\.default\(": "R",
+        r"wait_tensor\.default\(": "w",
+        r"(extern_kernels\.\w*mm\w*|mkldnn\w*)\(": "M",
+    }
+    found = ""
+    for line in code.split("def call", 1)[1].splitlines():
+        found += "".join(letter for pattern, letter in letters.items() if re.search(pattern, line))
+    return re.sub(r"M+", "M", found)
+
+
+class Linears(nn.Module):
+    """Blocks of one weight each: the order of collectives is easy to read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+@pytest.mark.compat
+def test_the_generated_code_runs_in_the_planned_order(records: dict[str, GraphRecord]) -> None:
+    model = Linears()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    run = torch.compile(model, fullgraph=True)
+    _, (forward, backward) = run_and_get_code(lambda: run(torch.randn(8, 64, requires_grad=True)).sum().backward())
+    # One unit ahead, waited for at its use. The plan lists launches in this order, and the group is the plan's.
+    assert order_of(forward) == "GGwMGwMGwMGwMwM"
+    assert [bucket.unit for bucket in records["forward"].plan.gathers] == [f"Linear:layers.{i}" for i in range(5)]
+    # Backward: the last unit first; each reduction is waited for after the next one was launched.
+    assert order_of(backward) == "GGwMRGwMRwGwMRwGwMRwwMRww"
+    assert [bucket.unit for bucket in records["backward"].plan.gathers] == [f"Linear:layers.{4 - i}" for i in range(5)]
+    assert [bucket.unit for bucket in records["backward"].plan.reduces] == [f"Linear:layers.{4 - i}" for i in range(5)]
+
+
+def test_a_frozen_parameter_is_not_reduced(records: dict[str, GraphRecord]) -> None:
+    model = Stack(1)
+    model.layers[0].up.weight.requires_grad_(False)
+    shard(model)
+    run = torch.compile(model, fullgraph=True)
+    run(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
+    reduced = {fqn for bucket in records["backward"].plan.reduces for fqn in bucket.fqns}
+    assert "layers.0.up.weight" not in reduced and "layers.0.up.bias" in reduced
