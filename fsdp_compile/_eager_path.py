@@ -103,7 +103,7 @@ class GatheredCall:
             self._gathered = self._gather()
 
     def _gather(self) -> list[Tensor]:
-        shards = [shard.detach().to_local() for shard in self._shards]
+        shards = [shard.to_local().detach() for shard in self._shards]
         fulls: dict[int, Tensor] = {}
         in_flight = []
         for bucket in gather_buckets(self._specs):
