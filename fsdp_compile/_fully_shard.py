@@ -48,7 +48,6 @@ def fully_shard(
     reshard = _validate_reshard(reshard_after_forward)
     _validate_offload(offload_policy)
     target = shard_mesh(mesh, dp_mesh_dims)
-    install_passes()
 
     # Nothing is changed before everything is validated: a refused call leaves the module as it was.
     ignored = set(ignored_params or ())
@@ -61,6 +60,9 @@ def fully_shard(
         overrides.update(_dtype_override(fqn, slots[0].param, mp_policy))
 
     install_passes()
+    for one in given:
+        if isinstance(one, compat.OptimizedModule):
+            _hide_wrapper_in_state_dict(one)
     _move_to_device(managed, unclaimed, target.device)
     group = ParamGroup(
         unit="+".join(original_class(one).__name__ for one in modules),
@@ -95,12 +97,8 @@ def _demote_inner_roots(state: UnitState) -> None:
 
 
 def _behind_compile(module: nn.Module) -> nn.Module:
-    """The module itself, where the user compiled it first: its hooks and class are what must change."""
-    if isinstance(module, compat.OptimizedModule):
-        original = module._orig_mod
-        _hide_wrapper_in_state_dict(module)
-        return original
-    return module
+    """The module itself, where the user compiled it first: its class is what must change."""
+    return module._orig_mod if isinstance(module, compat.OptimizedModule) else module
 
 
 def _hide_wrapper_in_state_dict(module: nn.Module) -> None:

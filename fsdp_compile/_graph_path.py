@@ -43,17 +43,20 @@ def install_passes() -> None:
         compat.set_scheduler_passes([*scheduler_passes, ScheduleInPlannedOrder(source_hash())])
 
 
-class ComposedPass(CustomGraphPass):
+class ComposedPass(compat.InferenceAwareGraphPass):  # type: ignore[misc]
     """The user's passes, then ours."""
 
     def __init__(self, theirs: tuple[Any, ...], ours: PassManager) -> None:
         self.theirs = theirs
         self.ours = ours
 
-    def __call__(self, graph: torch.fx.Graph) -> None:
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool = False) -> None:
         for one_pass in self.theirs:
-            one_pass(graph)
+            compat.call_graph_pass(one_pass, graph, is_inference)
         self.ours(graph)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ComposedPass:
+        return self  # as the manager: Inductor copies the defaults of its settings
 
     def uuid(self) -> Any:
         """None, "do not cache", as soon as one of the user's passes has no uuid."""

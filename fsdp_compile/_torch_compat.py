@@ -9,9 +9,12 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+import torch._inductor.custom_graph_pass as custom_graph_pass
 
 # torch._dynamo.eval_frame.OptimizedModule, what torch.compile(module) returns: 2.11 to 2.15
 from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
+
+from .passes._torch_compat import CustomGraphPass
 
 
 def in_backward() -> bool:
@@ -31,6 +34,18 @@ def get_post_grad_pass() -> Any:
 
 def set_post_grad_pass(value: Any) -> None:
     _set_in_all_threads(inductor_config, "post_grad_custom_pre_pass", value)
+
+
+# Passes that want to be told whether the graph is for inference: 2.15. A composed pass must be one of them to be told.
+InferenceAwareGraphPass: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
+
+
+def call_graph_pass(one_pass: Any, graph: torch.fx.Graph, is_inference: bool) -> None:
+    """Call a user's pass as Inductor would."""
+    if InferenceAwareGraphPass is not CustomGraphPass and isinstance(one_pass, InferenceAwareGraphPass):
+        one_pass(graph, is_inference)
+    else:
+        one_pass(graph)
 
 
 def get_joint_pass() -> Any:

@@ -10,6 +10,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
@@ -44,10 +45,20 @@ def start(caches: list[Path], **options: str) -> list[dict[str, Any]]:
     return printed
 
 
-def test_a_second_start_compiles_from_the_cache(tmp_path: Path) -> None:
-    shared = [tmp_path / "cache"] * 2
-    cold, warm = start(shared), start(shared)
-    for first, second in zip(cold, warm):
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A cache that both ranks share, filled by a first start, and what that start printed."""
+    cache = tmp_path_factory.mktemp("caches") / "shared"
+    return cache, start([cache, cache])
+
+
+Cold = tuple[Path, list[dict[str, Any]]]
+
+
+def test_a_second_start_compiles_from_the_cache(cold: Cold) -> None:
+    cache, first_start = cold
+    warm = start([cache, cache])
+    for first, second in zip(first_start, warm):
         assert "forward" in first["passes_ran_on"] and "backward" in first["passes_ran_on"]
         assert second["norms"] == first["norms"]
         if torch.__version__ >= "2.15":
@@ -56,19 +67,17 @@ def test_a_second_start_compiles_from_the_cache(tmp_path: Path) -> None:
         else:  # 2.11 bypasses AOTAutograd's cache for DTensor inputs (prim_to_local); Inductor's still hits
             assert second["graph_hits"] == 2 and second["graph_misses"] == 0
 
-    changed = start(shared, bucketing="none")
-    resharding = start(shared, reshard="yes")
-    for rank in range(2):
-        assert changed[rank]["graph_hits"] == resharding[rank]["graph_hits"] == 0
-        assert "backward" in changed[rank]["passes_ran_on"] and "backward" in resharding[rank]["passes_ran_on"]
-        for norms in (changed[rank]["norms"], resharding[rank]["norms"]):
-            torch.testing.assert_close(norms, cold[rank]["norms"])
+
+def test_changed_options_never_reuse_a_graph(cold: Cold) -> None:
+    cache, first_start = cold
+    for options in ({"bucketing": "none"}, {"reshard": "yes"}):
+        for before, after in zip(first_start, start([cache, cache], **options)):
+            assert after["graph_hits"] == 0 and "backward" in after["passes_ran_on"]
+            torch.testing.assert_close(after["norms"], before["norms"])
 
 
-def test_one_rank_hits_and_the_other_compiles(tmp_path: Path) -> None:
-    warm = tmp_path / "warm"
-    start([warm, warm])
-    hit, compiled = start([warm, tmp_path / "cold"])
+def test_one_rank_hits_and_the_other_compiles(cold: Cold, tmp_path: Path) -> None:
+    hit, compiled = start([cold[0], tmp_path / "cold"])
     assert compiled["passes_ran_on"] and compiled["graph_misses"] == 2
     assert hit["graph_misses"] == 0
     assert hit["norms"] == compiled["norms"]

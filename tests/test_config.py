@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator
 
@@ -151,3 +152,12 @@ def test_a_deterministic_run_says_that_the_order_is_not_held() -> None:
         pytest.warns(UserWarning, match="deterministic.*order of collectives"),
     ):
         step(fully_shard(nn.Linear(8, 8)))
+
+
+def test_backward_on_another_thread_finds_our_passes(records: list[GraphRecord]) -> None:
+    """On CUDA, autograd runs backward, and so compiles it, on a thread of its own."""
+    loss = torch.compile(fully_shard(nn.Linear(8, 8)), fullgraph=True)(torch.ones(2, 8)).sum()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    assert stages(records) == ["joint", "forward", "backward"]

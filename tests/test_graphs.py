@@ -170,8 +170,9 @@ def test_the_generated_code_runs_in_the_planned_order(records: dict[str, GraphRe
     # One unit ahead, waited for at its use. The plan lists launches in this order, and the group is the plan's.
     assert order_of(forward) == "GGwMGwMGwMGwMwM"
     assert [bucket.unit for bucket in records["forward"].plan.gathers] == [f"Linear:layers.{i}" for i in range(5)]
-    # Backward: the last unit first; each reduction is waited for after the next one was launched.
-    assert order_of(backward) == "GGwMRGwMRwGwMRwGwMRwwMRww"
+    # Backward: the last unit first. The gradient of its weight needs no gather, so it is computed and launched (R) while
+    # the gather runs; each reduction is waited for after the next unit's was launched.
+    assert order_of(backward) == "GMRGwMRGwMwMRGwMwMRGwMwwMRww"
     assert [bucket.unit for bucket in records["backward"].plan.gathers] == [f"Linear:layers.{4 - i}" for i in range(5)]
     assert [bucket.unit for bucket in records["backward"].plan.reduces] == [f"Linear:layers.{4 - i}" for i in range(5)]
 

@@ -255,7 +255,8 @@ def reports(two_ranks: SteadyRanks, three_ranks: SteadyRanks) -> Callable[[Case]
 
 
 # Every Hugging Face model is on three ranks; those that take long are on two ranks once, under Inductor or not at all.
-INDUCTOR = [Case("conv", 3, "inductor"), Case("llama", 2, "inductor"), Case("mixtral", 2, "inductor")]
+SLOW = [Case("mixtral", 2, "inductor")]  # most of a minute: pytest -m slow
+INDUCTOR = [Case("conv", 3, "inductor"), Case("llama", 2, "inductor"), *SLOW]
 COMPAT = [Case("sequential", 2), Case("loop", 3)]
 CASES = [
     *(Case(model, num_ranks) for num_ranks in (2, 3) for model in PLAIN),
@@ -266,9 +267,10 @@ CASES = [
 
 
 def every(cases: list[Case]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(
-        "case", [pytest.param(case, id=str(case), marks=[pytest.mark.compat] * (case in COMPAT)) for case in cases]
-    )
+    def marks(case: Case) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.compat] * (case in COMPAT) + [pytest.mark.slow] * (case in SLOW)
+
+    return pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in cases])
 
 
 @every([case for case in CASES if case.model != "sometimes"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from fsdp_compile import FSDPModule
 from tests.ranks import Ranks
@@ -19,21 +21,23 @@ def _code(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
 
 
-def _run_example(code: str) -> None:
-    names = {"torch": torch, "model": Stack()}
-    exec(code, names)
-    model = names["model"]
-    assert isinstance(model._orig_mod, FSDPModule)
+def _run_examples(shard_and_compile: str, inspect: str, folder: str) -> None:
+    names = {"torch": torch, "model": Stack(1), "batch": torch.zeros(2, 5, dtype=torch.long)}
+    exec(shard_and_compile, names)
+    assert isinstance(names["model"]._orig_mod, FSDPModule)
+    if dist.get_rank() == 0:
+        os.chdir(folder)
+    exec(inspect if dist.get_rank() == 0 else "model(batch).sum().backward()", names)
 
 
-def test_the_example_shards_and_compiles(two_ranks: Ranks) -> None:
-    (example,) = _code("python")
-    two_ranks.run(_run_example, example)
+def test_the_examples_shard_compile_and_inspect(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(_run_examples, *_code("python"), str(tmp_path))
+    assert list((tmp_path / "graphs").glob("*backward*/*.py"))
 
 
-def test_every_command_is_one_that_ci_runs() -> None:
+def test_the_two_set_up_commands_are_those_that_ci_runs() -> None:
     ci = (ROOT / ".ci" / "run").read_text()
-    commands = [line for block in _code("sh") for line in block.splitlines()]
+    commands = [line for block in _code("sh")[:2] for line in block.splitlines()]
     assert commands == ["pip install -e .", "fsdp-compile demo", "pip install -e '.[dev]'", "pytest"]
     for command in commands[1:]:
         assert f'$(in_readme "{command}")' in ci
