@@ -1,4 +1,4 @@
-"""Cast the floating-point tensors in a module's inputs or outputs, whatever containers they come in."""
+"""The tensors in a module's inputs or outputs, whatever containers they come in: list them, or cast them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,21 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, dict):
         return _cast_dict(value, dtype)
     return value
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in ``value``, in order, through the same containers that ``cast_floating`` goes through."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        inner: list[Any] = list(value.values())
+    elif isinstance(value, (list, tuple, set)):
+        inner = list(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inner = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    else:
+        return []
+    return [tensor for item in inner for tensor in tensors_in(item)]
 
 
 def _cast_dict(value: dict[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
+from ._cast import tensors_in
 from .passes import ParamSpec, lower
 from .passes.markers import require_data
 from .passes.planner import gather_buckets, reduce_buckets
@@ -41,8 +42,13 @@ class GatheredCall:
         self._shards: list[DTensor] = []
         self._gathered: list[Tensor] = []
         self._freed_bytes: list[int] | None = None
-        # What reads see, by whether autograd was recording.
+        # What reads see, by whether autograd was recording; autograd's nodes refer to the call, so not for longer than
+        # a forward runs.
         self._tensors: dict[bool, list[Tensor]] = {}
+        # The backward that reached the outputs of this forward.
+        self.backward_task: int | None = None
+        # Storages that an output of the module shares: the user's from then on.
+        self._given_away: set[int] = set()
 
     @property
     def filled(self) -> bool:
@@ -52,12 +58,22 @@ class GatheredCall:
         """The gathered parameter; None for one whose place the user gave to something else."""
         if not self._gathered:
             self._fill()
+        self.refill()
         if fqn not in self._index:
             return None
         recording = torch.is_grad_enabled() and any(shard.requires_grad for shard in self._shards)
         if recording not in self._tensors:
             self._tensors[recording] = self._recorded() if recording else self._gathered
         return self._tensors[recording][self._index[fqn]]
+
+    def forget_reads(self) -> None:
+        """Let go of the tensors that reads saw; whoever needs one holds it."""
+        self._tensors.clear()
+
+    def give_away(self, tensors: list[Tensor]) -> None:
+        """Never free what ``tensors``, outputs of the module, share storage with."""
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self._given_away |= {full.untyped_storage().data_ptr() for full in self._gathered} & addresses
 
     def free(self) -> None:
         """Give the storages back; tensors that alias them stay valid objects."""
@@ -66,16 +82,18 @@ class GatheredCall:
             storages = [full.untyped_storage() for full in self._gathered]
             self._freed_bytes = [storage.nbytes() for storage in storages]
             for storage in storages:
-                storage.resize_(0)
+                if storage.data_ptr() not in self._given_away:
+                    storage.resize_(0)
 
     def refill(self) -> None:
         """Gather again into the storages that autograd's saved tensors alias."""
         if self._freed_bytes is None:
             return
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             for full, num_bytes, again in zip(self._gathered, self._freed_bytes, self._gather()):
-                full.untyped_storage().resize_(num_bytes)
-                full.data.copy_(again)  # .data: no new version for autograd, the value is the one that was saved
+                if full.untyped_storage().nbytes() != num_bytes:
+                    full.untyped_storage().resize_(num_bytes)
+                    full.data.copy_(again)  # .data: no new version for autograd, the value is the one that was saved
         self._freed_bytes = None
 
     def reduce(self, trainable: list[int], grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
@@ -99,7 +117,7 @@ class GatheredCall:
                 self._index[param.fqn] = len(self._shards)
                 self._shards.append(shard)
                 self._specs.append(self._group.spec_of(param))
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # a later read may be recorded
             self._gathered = self._gather()
 
     def _gather(self) -> list[Tensor]:
@@ -136,22 +154,26 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        reduced = ctx.call.reduce(ctx.trainable, grads)
-        if len(ctx.trainable) == len(ctx.call._shards):
-            # A frozen parameter may still be read by what is left of backward; the end of backward frees it.
-            ctx.call.free()
+        call: GatheredCall = ctx.call
+        reduced = call.reduce(ctx.trainable, grads)
+        # What is left of backward may still read a frozen parameter, or all of them when this is a backward inside
+        # another one (reentrant checkpointing); then the end of backward frees.
+        if len(ctx.trainable) == len(call._shards) and call.backward_task == compat.backward_task():
+            call.free()
         return (None, None, *reduced)
 
 
 def begin_forward(state: UnitState) -> GatheredCall:
     """A place for what this eager forward will gather."""
-    recomputing = compat.in_backward()
-    if recomputing and state.backward_call is not None and state.backward_call.filled:
-        call = state.backward_call
-    else:
+    recomputing = compat.backward_task() is not None
+    call = _call_in_backward(state)
+    if call is None or not call.filled:
         call = GatheredCall(state)
         if recomputing:
-            compat.at_end_of_backward(call.free)
+            _free_at_end_of_backward(call)
+    if not recomputing and state.backward_call is not None:
+        state.backward_call.free()  # left by a backward that raised
+        state.backward_call = None
     state.calls.append(call)
     return call
 
@@ -159,30 +181,30 @@ def begin_forward(state: UnitState) -> GatheredCall:
 def abandon_forward(state: UnitState, call: GatheredCall) -> None:
     """The forward raised: an error, or checkpointing that has recomputed enough."""
     state.calls.remove(call)
-    if not compat.in_backward():
+    if compat.backward_task() is None:
+        call.forget_reads()
         call.free()
 
 
 def end_forward(state: UnitState, call: GatheredCall, output: Any) -> Any:
     """Free or keep what the unit gathered, and be told when backward reaches it."""
     state.calls.remove(call)
-    if not call.filled or compat.in_backward():
+    call.forget_reads()
+    if not call.filled or compat.backward_task() is not None:
         return output  # recomputed for backward: its end frees it
-    leaves = torch.utils._pytree.tree_leaves(output)
-    outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    tensors = tensors_in(output)
+    outputs = [tensor for tensor in tensors if tensor.requires_grad]
+    call.give_away(tensors)
     if state.group.regather or not outputs or not torch.is_grad_enabled():
         call.free()
 
     def before_backward(grad: Tensor) -> None:
         call.refill()
-        if state.backward_call is not call:
-            state.backward_call = call
-            compat.at_end_of_backward(end_backward)
-
-    def end_backward() -> None:
-        call.free()
-        if state.backward_call is call:
-            state.backward_call = None
+        task = compat.backward_task()
+        if call.backward_task != task:
+            call.backward_task = task
+            _free_at_end_of_backward(call)
+        state.backward_call, state.backward_task = call, task
 
     for tensor in outputs:
         tensor.register_hook(before_backward)
@@ -196,12 +218,26 @@ def eager_read(module: nn.Module, name: str, param: Any) -> Any:
     read: tuple[ShardedParam, UnitState, UnitState] = module.__dict__[READS][name]
     sharded, owner, reader = read
     # Without a forward that runs, checkpointing inside the unit may be recomputing a part of one for backward.
-    call = owner.calls[-1] if owner.calls else owner.backward_call if compat.in_backward() else None
+    call = owner.calls[-1] if owner.calls else _call_in_backward(owner)
     if call is not None:
         gathered = call.read(sharded.fqn)
         return param if gathered is None else gathered
-    if owner.in_forward or reader.in_forward:
-        # A compiled forward is running around this read, or another unit's (tied parameters): gather just this one.
+    if owner.runs_forward or reader.runs_forward:
+        # A compiled forward is running around this read, or only another unit's: gather just this one.
         require_data(sharded.fqn, param)
         return torch.ops.fsdpc.unshard(param.to_local(), **owner.group.spec_of(sharded).kwargs())
     return param
+
+
+def _call_in_backward(state: UnitState) -> GatheredCall | None:
+    """The forward call that the running backward has reached, if it has reached this unit."""
+    task = compat.backward_task()
+    return state.backward_call if task is not None and task == state.backward_task else None
+
+
+def _free_at_end_of_backward(call: GatheredCall) -> None:
+    def free() -> None:
+        call.forget_reads()
+        call.free()
+
+    compat.at_end_of_backward(free)

@@ -16,7 +16,7 @@ from ._eager_path import READS
 from ._graph_path import install_passes
 from ._group import ParamGroup
 from ._mesh import shard_mesh
-from ._module import original_class, refresh
+from ._module import original_class, refresh, refresh_owners
 from ._param import STAMP, ShardedParam, Slot, layout_of, shard_param
 from ._state import STATE, UnitState, state_of
 
@@ -83,6 +83,8 @@ def fully_shard(
         _adopt(slots, state)
     _demote_inner_roots(state)
     refresh(state)
+    for one in modules:
+        compat.recompile_call(one)
     return module
 
 
@@ -91,7 +93,11 @@ def _demote_inner_roots(state: UnitState) -> None:
     for module in state.modules:
         for inner in module.modules():
             inner_state = state_of(inner)
-            if inner_state is not None and inner_state is not state and inner_state.group.is_root:
+            if inner_state is None or inner_state is state:
+                continue
+            if inner_state.outer is None:
+                inner_state.outer = state
+            if inner_state.group.is_root:
                 inner_state.group.is_root = False
                 refresh(inner_state)
 
@@ -245,4 +251,8 @@ def _adopt(slots: list[Slot], reader: UnitState) -> None:
 
 
 def _register_read(slot: Slot, param: ShardedParam, owner: UnitState, reader: UnitState) -> None:
-    slot.module.__dict__.setdefault(READS, {})[slot.name] = (param, owner, reader)
+    if READS not in slot.module.__dict__:
+        slot.module.__dict__[READS] = {}
+        # load_state_dict(assign=True) may bring another dtype.
+        slot.module.register_load_state_dict_post_hook(lambda module, incompatible: refresh_owners(module))
+    slot.module.__dict__[READS][slot.name] = (param, owner, reader)

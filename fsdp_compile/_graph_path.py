@@ -117,4 +117,12 @@ def getter(name: str, spec: Any) -> property:
     namespace: dict[str, Any] = {}
     globals_of_this_module = globals() | {"eager_read": eager_read}
     exec(GETTER.format(name=name, spec=arguments), globals_of_this_module, namespace)
-    return property(namespace["read"])
+
+    def refuse(self: Any, value: Any) -> None:
+        # nn.Module registers parameters by itself: only something else comes here, in place of one that was deleted.
+        raise RuntimeError(
+            f"{spec.fqn} is sharded: it cannot become a {type(value).__name__} after fully_shard. Apply weight_norm, "
+            "spectral_norm, pruning and the like before fully_shard."
+        )
+
+    return property(namespace["read"], refuse)

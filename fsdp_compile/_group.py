@@ -58,7 +58,7 @@ class ParamGroup:
 
     def spec_of(self, param: ShardedParam) -> ParamSpec:
         stored = param.shard.dtype
-        floating = stored.is_floating_point or stored.is_complex
+        floating = stored.is_floating_point
         dtype = self._param_dtype(param, stored) if floating else stored
         grad_dtype = compat.get_grad_dtype(param.shard) or dtype  # an explicit None: as autograd produces it
         reduce_dtype = (self.mp_policy.reduce_dtype or grad_dtype) if floating else stored

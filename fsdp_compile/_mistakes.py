@@ -16,7 +16,7 @@ def read_around(group: ParamGroup, error: BaseException) -> RuntimeError | None:
     """
     if not isinstance(error, RuntimeError) or "mixed torch.Tensor and DTensor" not in str(error):
         return None
-    names = {id(param.param): param.fqn for param in group.params}
+    names = {id(shard): param.fqn for param in group.params for shard in (param.param, param.shard)}
     traceback: types.TracebackType | None = error.__traceback__
     found = None
     while traceback is not None:

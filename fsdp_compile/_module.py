@@ -13,19 +13,26 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from . import _torch_compat as compat
+from ._eager_path import READS
 from ._graph_path import getter
 from ._state import UnitState, state_of, unit_forward_for
 from .passes import ParamSpec
 
 
-class _NoCopy:
-    """Sharded modules hold process groups and shards of one rank: neither copies nor pickles.
+class ShardedModule:
+    """What every module with sharded parameters has: it holds shards of one rank, so it neither copies nor pickles.
 
     A new object of a generated class, as slicing an ``nn.Sequential`` makes one, is of the original class.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return cls._fsdp_compile_original(*args, **kwargs)  # type: ignore[attr-defined]
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        applied = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        refresh_owners(self)  # .to(dtype) and .to_empty(device) change what markers say
+        return applied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(
@@ -40,7 +47,7 @@ class _NoCopy:
         )
 
 
-class FSDPModule(_NoCopy):
+class FSDPModule(ShardedModule):
     """What ``fully_shard`` adds to a module's class."""
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -56,12 +63,6 @@ class FSDPModule(_NoCopy):
         modules = self.modules() if recurse else [self]
         return list(dict.fromkeys(state for module in modules if (state := state_of(module)) is not None))
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        applied = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        for state in self._states(recurse=True):
-            refresh(state)  # .to(dtype) and .to_empty(device) change what markers say
-        return applied
-
 
 def refresh(state: UnitState) -> None:
     """Give every module that reads the unit's parameters a class whose markers say how the group is set up now."""
@@ -69,14 +70,31 @@ def refresh(state: UnitState) -> None:
     by_module: dict[nn.Module, dict[str, ParamSpec]] = {module: {} for module in state.modules}
     for param in group.params:
         for slot in param.slots:
-            registered = slot.param
-            if registered is not None:
-                param.shard = registered
+            if slot.param is not None:
+                param.shard = slot.param
+                compat.restore_grad_dtype(param.shard, param.grad_dtype)
             by_module.setdefault(slot.module, {})[slot.name] = group.spec_of(param)
     for module, reads in by_module.items():
+        _require_our_class(module, reads)
         module.__dict__.setdefault("_fsdp_compile_specs", {}).update(reads)
         all_reads = tuple(sorted(module.__dict__["_fsdp_compile_specs"].items()))
         module.__class__ = sharded_class(original_class(module), state_of(module) is not None, all_reads)  # type: ignore[arg-type]
+
+
+def refresh_owners(module: Any) -> None:
+    """Refresh the units that own what ``module`` reads."""
+    reads = module.__dict__.get(READS, {}).values()
+    for owner in dict.fromkeys(owner for _, owner, _ in reads):
+        refresh(owner)
+
+
+def _require_our_class(module: nn.Module, reads: dict[str, ParamSpec]) -> None:
+    cls = type(module)
+    if issubclass(cls, ShardedModule) and "_fsdp_compile_original" not in cls.__dict__:
+        raise RuntimeError(
+            f"{', '.join(spec.fqn for spec in reads.values())}: the class of their module changed to {cls.__name__} "
+            "after fully_shard (parametrizations do that). Change it before fully_shard."
+        )
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -94,7 +112,7 @@ def sharded_class(cls: type[nn.Module], is_unit: bool, reads: tuple[tuple[str, P
         namespace["_flat_weights"] = property(_flat_weights, lambda self, value: None)
     if is_unit:
         namespace["_call_impl"] = unit_forward_for(f"FSDP{cls.__name__}")
-    prefix, mixin = ("FSDP", FSDPModule) if is_unit else ("Sharded", _NoCopy)
+    prefix, mixin = ("FSDP", FSDPModule) if is_unit else ("Sharded", ShardedModule)
     return type(f"{prefix}{cls.__name__}", (mixin, cls), namespace)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from . import _torch_compat as compat
 from ._mesh import ShardMesh
 from .passes.layout import ShardLayout
 
@@ -41,6 +42,7 @@ class ShardedParam:
     layout: ShardLayout
     mesh: ShardMesh
     shard: nn.Parameter = field(repr=False)
+    grad_dtype: torch.dtype | None = None  # what the user asked for, where it is not the parameter's own
 
     @property
     def param(self) -> Any:
@@ -65,9 +67,10 @@ def shard_param(fqn: str, slots: list[Slot], layout: ShardLayout, mesh: ShardMes
             local, mesh.mesh, [Shard(layout.dim)], run_check=False, shape=full.shape, stride=full.stride()
         )
     shard = nn.Parameter(dtensor, requires_grad=full.requires_grad)
-    if getattr(full, "grad_dtype", full.dtype) != full.dtype:
-        shard.grad_dtype = full.grad_dtype  # type: ignore[attr-defined]
-    sharded = ShardedParam(fqn, slots, layout, mesh, shard)
+    asked = compat.get_grad_dtype(full)
+    grad_dtype = asked if asked != full.dtype else None
+    compat.restore_grad_dtype(shard, grad_dtype)
+    sharded = ShardedParam(fqn, slots, layout, mesh, shard, grad_dtype)
     setattr(full, STAMP, sharded)
     for slot in slots:
         slot.register(shard)

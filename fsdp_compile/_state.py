@@ -38,8 +38,22 @@ class UnitState:
     in_forward: bool = False
     # Eager forwards of this unit that are running, innermost last.
     calls: list[GatheredCall] = field(default_factory=list)
-    # The forward call whose backward is running: checkpointing recomputes with what it holds.
+    # The forward call whose backward is running, and which backward that is: checkpointing recomputes with what it
+    # holds. After a backward that raised it is another one's, and stale.
     backward_call: GatheredCall | None = None
+    backward_task: int | None = None
+    # The unit around this one.
+    outer: UnitState | None = None
+
+    @property
+    def runs_forward(self) -> bool:
+        """Whether a forward of this unit, or of one around it, is running."""
+        unit: UnitState | None = self
+        while unit is not None:
+            if unit.in_forward or unit.calls:
+                return True
+            unit = unit.outer
+        return False
 
 
 def state_of(module: nn.Module) -> UnitState | None:

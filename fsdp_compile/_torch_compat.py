@@ -10,6 +10,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch._inductor.custom_graph_pass as custom_graph_pass
+from torch import nn
 
 # torch._dynamo.eval_frame.OptimizedModule, what torch.compile(module) returns: 2.11 to 2.15
 from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
@@ -17,9 +18,30 @@ from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
 from .passes._torch_compat import CustomGraphPass
 
 
-def in_backward() -> bool:
-    """Whether the autograd engine is running on this thread (``_current_graph_task_id``: 2.11 to 2.15)."""
-    return torch._C._current_graph_task_id() != -1
+def backward_task() -> int | None:
+    """Number of the backward that runs on this thread, None without one; a nested one has its own.
+
+    ``_current_graph_task_id``: 2.11 to 2.15.
+    """
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task
+
+
+def restore_grad_dtype(param: torch.Tensor, grad_dtype: torch.dtype | None) -> None:
+    """Ask for gradients of ``grad_dtype`` again, after ``param`` was replaced (``Tensor.grad_dtype``: 2.15)."""
+    if grad_dtype is not None and getattr(param, "grad_dtype", grad_dtype) != grad_dtype:
+        param.grad_dtype = grad_dtype  # type: ignore[attr-defined]
+
+
+def recompile_call(module: nn.Module) -> None:
+    """Let ``module.compile()``, called before the module got its ``_call_impl``, compile that one.
+
+    ``_compiled_call_impl`` is a closure of the context that compiles, as its free variable ``self``: 2.11 to 2.15.
+    """
+    compiled = module._compiled_call_impl
+    if compiled is not None:
+        cells = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or ()))
+        module._compiled_call_impl = cells["self"].cell_contents(module._call_impl)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

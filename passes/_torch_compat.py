@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +32,35 @@ def scheduler_passes_run() -> bool:
     from torch._inductor import config
 
     return config.reorder_for_compute_comm_overlap and not config.deterministic
+
+
+def may_alias(target: object) -> bool:
+    """Whether an op's result may share storage with its first argument, by its schema (``_schema``: 2.11 to 2.15)."""
+    if target in (operator.getitem, torch.ops.aten.reshape.default, torch.ops.aten.contiguous.default):
+        return True
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(returned.alias_info is not None for returned in schema.returns)
+
+
+def fake_mode_of(values: Iterable[object]) -> AbstractContextManager[object]:
+    """The fake mode of the first fake tensor among an op's arguments (``torch._subclasses``: 2.11 to 2.15)."""
+    for value in values:
+        if isinstance(value, torch._subclasses.FakeTensor):
+            return value.fake_mode
+        if isinstance(value, (list, tuple)):
+            return fake_mode_of(value)
+    raise AssertionError("a lowered op without a tensor argument")
+
+
+def root_of(graph: torch.fx.Graph) -> torch.fx.Node:
+    """The node before the first one (``Graph._root``: 2.11 to 2.15)."""
+    return graph._root
+
+
+def group_ranks(name: str) -> tuple[int, ...]:
+    """Global ranks of the process group called ``name`` (``_resolve_process_group``: 2.11 to 2.15)."""
+    group = torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return tuple(torch.distributed.get_process_group_ranks(group))
 
 
 def default_store() -> torch.distributed.Store | None:

@@ -7,6 +7,7 @@ recompiling, and a collective here would hang it.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 from . import _torch_compat as compat
 from .plan import Plan
@@ -23,15 +24,18 @@ class Agreement:
         self._planned: dict[str, list[str]] = {}
         self._store: object = None
 
-    def check(self, plan: Plan) -> None:
-        """Publish the plan, or raise when another rank published a different one in its place."""
+    def check(self, plan: Plan, groups: Iterable[str]) -> None:
+        """Publish the plan, or raise when another rank of its process groups published a different one in its place."""
         store = compat.default_store()
         if store is None:
             return
         if store is not self._store:  # the process group was made anew
             self._store, self._planned = store, {}
         fqns = sorted(fqn for bucket in (*plan.gathers, *plan.reduces) for fqn in bucket.fqns)
-        names = hashlib.sha256(repr((plan.stage, fqns)).encode()).hexdigest()[:16]
+        ranks = sorted({compat.group_ranks(group) for group in groups})
+        if all(len(members) == 1 for members in ranks):
+            return
+        names = hashlib.sha256(repr((plan.stage, fqns, ranks)).encode()).hexdigest()[:16]
         ours = plan.to_json()
         planned = self._planned.setdefault(names, [])
         if ours in planned:

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from . import _torch_compat as compat
 from . import lower
 from .plan import Bucket, Plan
 from .provenance import Marker, find_reduces, find_unshards
@@ -41,12 +41,6 @@ class Role:
     bucket: int
     unit: str
     lookahead: int
-
-
-_ALIASING = {torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten.slice.Tensor,
-             torch.ops.aten.permute.default, torch.ops.aten.t.default, torch.ops.aten.transpose.int,
-             torch.ops.aten.select.int, torch.ops.aten.unsqueeze.default, torch.ops.aten.squeeze.dim,
-             torch.ops.aten.expand.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default}  # fmt: skip
 
 
 def insert(graph: fx.Graph, plan: Plan) -> int:
@@ -84,19 +78,12 @@ def _emitter(graph: fx.Graph, anchor: fx.Node, role: Role) -> lower.Call:
         with graph.inserting_before(anchor):
             node = graph.call_function(op, args, kwargs)
         values = fx.map_arg((args, kwargs), lambda used: used.meta["val"])
-        with _fake_mode(values[0]):
+        with compat.fake_mode_of(values[0]):
             node.meta["val"] = op(*values[0], **values[1])
         node.meta[ROLE] = role
         return node
 
     return emit
-
-
-def _fake_mode(values: Any) -> FakeTensorMode:
-    for value in torch.utils._pytree.tree_leaves(values):
-        if isinstance(value, torch._subclasses.FakeTensor):
-            return value.fake_mode
-    raise AssertionError("a lowered op without a tensor argument")
 
 
 def _replace(graph: fx.Graph, members: Iterable[Marker], results: Iterable[fx.Node]) -> None:
@@ -112,7 +99,7 @@ def _replace(graph: fx.Graph, members: Iterable[Marker], results: Iterable[fx.No
 
 def _aliases(result: fx.Node, source: fx.Node) -> bool:
     node: Any = result
-    while node is not source and isinstance(node, fx.Node) and node.target in _ALIASING:
+    while node is not source and isinstance(node, fx.Node) and compat.may_alias(node.target):
         node = node.args[0]
     return node is source
 
@@ -125,7 +112,7 @@ def _copy_before_outputs(graph: fx.Graph, marker: fx.Node, result: fx.Node) -> N
         for user in node.users:
             if user is output:
                 reached.add(node)
-            elif user.target in _ALIASING:
+            elif compat.may_alias(user.target):
                 work.append(user)
     copies = {}
     for node in reached:
@@ -158,7 +145,7 @@ def sort_topologically(graph: fx.Graph) -> None:
         return
     ready = [position[node] for node in nodes if not missing[node]]
     heapq.heapify(ready)
-    cursor = graph._root
+    cursor = compat.root_of(graph)
     while ready:
         node = nodes[heapq.heappop(ready)]
         cursor.append(node)

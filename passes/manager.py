@@ -23,7 +23,7 @@ from .merge import merge
 from .overlap import overlap
 from .plan import Plan
 from .planner import plan_graph, plan_joint
-from .provenance import annotate, has_markers, reduce_nodes, unshard_nodes
+from .provenance import annotate, groups_of, has_markers, reduce_nodes, unshard_nodes
 
 Pass = Callable[[fx.Graph, Plan], int]
 
@@ -70,8 +70,10 @@ class PassManager(CustomGraphPass):
         """Inductor's post-grad hook: markers become collectives."""
         if has_markers(graph):
             stage = _stage(graph)
+            if stage == "inference":
+                merge(graph, Plan(stage))  # no joint graph was there to do it on
             plan = plan_graph(graph, stage)
-            self._agreement.check(plan)
+            self._agreement.check(plan, groups_of(graph))
             if not compat.scheduler_passes_run():
                 warnings.warn(
                     "Inductor skips scheduler passes (it is deterministic, or reorder_for_compute_comm_overlap is "

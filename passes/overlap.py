@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 
 from torch import fx
 
+from . import _torch_compat as compat
 from .insert import ROLE, Role
 from .lower import c10d
 from .plan import Plan
@@ -35,7 +36,7 @@ def overlap(graph: fx.Graph, plan: Plan) -> int:
         is_launch=lambda node: ROLE in node.meta and is_launch(node),
     )
     planned = planned_order(items, plan.lookahead)
-    cursor = next(reversed([node for node in graph.nodes if node.op == "placeholder"]), graph._root)
+    cursor = next(reversed([node for node in graph.nodes if node.op == "placeholder"]), compat.root_of(graph))
     for node in planned:
         cursor.append(node)
         cursor = node

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ class Bucket:
     fqns: tuple[str, ...]
     dtype: str  # on the wire
     num_bytes: int  # that one rank contributes (gather) or receives (reduction)
+    num_ranks: int = 2  # one rank needs no collective
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,3 @@ class Plan:
         for name in ("regather", "keep"):
             fields[name] = tuple(fields[name])
         return cls(**fields)
-
-    @property
-    def digest(self) -> str:
-        """Equal on ranks that will issue the same collectives in the same order."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]

@@ -95,6 +95,7 @@ def _named_buckets(
                     fqns=tuple(members[index].fqn for index in indices),
                     dtype=str(wire[0][0]).removeprefix("torch."),
                     num_bytes=sum(num_bytes for _, num_bytes in wire),
+                    num_ranks=members[indices[0]].spec.num_shards,
                 )
             )
     buckets.sort(key=lambda bucket: launched_at(position[fqn] for fqn in bucket.fqns))

@@ -55,6 +55,11 @@ def has_markers(graph: fx.Graph) -> bool:
     return bool(unshard_nodes(graph) or reduce_nodes(graph))
 
 
+def groups_of(graph: fx.Graph) -> set[str]:
+    """Names of the process groups that the markers of the graph speak to."""
+    return {str(node.kwargs["group"]) for node in (*unshard_nodes(graph), *reduce_nodes(graph))}
+
+
 def find_unshards(graph: fx.Graph) -> list[Marker]:
     """The gathers of the graph, in graph order, named."""
     return _named(unshard_nodes(graph))

@@ -337,11 +337,11 @@ def order(graph: fx.Graph) -> str:
     return " ".join(letters)
 
 
-def test_a_plan_survives_json_and_its_digest_tells_plans_apart() -> None:
+def test_a_plan_survives_json() -> None:
     bucket = Bucket("Block:layers.0", ("a", "b"), "bfloat16", 64)
     plan = Plan("forward", gathers=(bucket,), regather=("a",))
     assert Plan.from_json(plan.to_json()) == plan
-    assert dataclasses.replace(plan, lookahead=2).digest != plan.digest
+    assert Plan.from_json(dataclasses.replace(plan, lookahead=2).to_json()) != plan
 
 
 def test_check_refuses_a_wait_that_is_not_direct() -> None:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
-from fsdp_compile import fully_shard
+from fsdp_compile import MixedPrecisionPolicy, fully_shard
+from fsdp_compile import _eager_path as eager
+from fsdp_compile._graph_path import manager
 from tests.ranks import Ranks
 from tests.toy import assert_same_grads
 
@@ -182,3 +190,259 @@ def _raises_and_recovers() -> None:
 
 def test_a_forward_that_raised_leaves_nothing_behind(two_ranks: Ranks) -> None:
     two_ranks.run(_raises_and_recovers)
+
+
+def _reentrant_inside() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = checkpoint(self.b, torch.relu(self.a(x)), use_reentrant=True)
+            return self.c(hidden) + checkpoint(self.a, x, use_reentrant=True)
+
+    torch.manual_seed(0)
+    unsharded = Inner()
+    sharded = fully_shard(copy.deepcopy(unsharded), reshard_after_forward=True)
+    x = torch.ones(3, 6, requires_grad=True)
+    for model in (sharded, unsharded):
+        model(x).pow(2).sum().backward()
+    assert_same_grads(sharded, unsharded)
+
+
+def test_reentrant_checkpointing_inside_a_unit(two_ranks: Ranks) -> None:
+    two_ranks.run(_reentrant_inside)
+
+
+def _inference_first() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.inference_mode():
+                norm = self.linear.weight.norm().item()
+            return self.linear(x) / norm
+
+    torch.manual_seed(0)
+    unsharded = Normed()
+    sharded = fully_shard(copy.deepcopy(unsharded))
+    for model in (sharded, unsharded):
+        model(torch.ones(3, 6)).pow(2).sum().backward()
+    assert_same_grads(sharded, unsharded)
+
+
+def test_a_first_read_in_inference_mode_keeps_the_gradients(two_ranks: Ranks) -> None:
+    two_ranks.run(_inference_first)
+
+
+@dataclass
+class Out:
+    y: Tensor
+
+
+class Dataclassy(nn.Module):
+    """Its output is a dataclass that pytree does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Out:
+        return Out(self.linear(x))
+
+
+class GivesItsWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self) -> Tensor:
+        return self.w
+
+
+def _outputs() -> None:
+    torch.manual_seed(0)
+    unsharded = nn.ModuleList([Dataclassy(), GivesItsWeight()])
+    sharded = copy.deepcopy(unsharded)
+    for unit in sharded:
+        fully_shard(unit, reshard_after_forward=True)
+    x = torch.ones(3, 6)
+    for model in (sharded, unsharded):
+        (model[0](x).y @ model[1]()).pow(2).sum().backward()
+    assert_same_grads(sharded, unsharded)
+    with torch.no_grad():
+        torch.testing.assert_close(x @ sharded[1](), x @ unsharded[1]())
+        torch.testing.assert_close(sharded[1]().sum(), unsharded[1]().sum())
+
+
+def test_outputs_in_dataclasses_and_outputs_that_are_parameters(two_ranks: Ranks) -> None:
+    two_ranks.run(_outputs)
+
+
+def _nothing_is_kept() -> list[int]:
+    alive = []
+    for reshard in (True, False):
+        model = fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), reshard_after_forward=reshard)
+        for backward in (True, False):
+            refs = []
+            for _ in range(3):
+                begin = eager.begin_forward
+
+                def watch(state: Any) -> Any:
+                    call = begin(state)  # noqa: B023
+                    refs.append(weakref.ref(call))  # noqa: B023
+                    return call
+
+                with mock.patch.object(eager, "begin_forward", watch):
+                    loss = model(torch.ones(2, 6)).sum()
+                if backward:
+                    loss.backward()
+                del loss
+            gc.collect()
+            alive.append(sum(ref() is not None for ref in refs[:-1]))
+    return alive
+
+
+def test_no_gathered_parameter_outlives_its_step(two_ranks: Ranks) -> None:
+    assert two_ranks.run(_nothing_is_kept)[0] == [0, 0, 0, 0]
+
+
+def _backward_raises() -> None:
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, on: bool) -> Tensor:
+            ctx.on = on
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            if ctx.on:
+                raise ArithmeticError("on purpose")
+            return grad, None
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.fail = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(Raises.apply(self.a(x), self.fail))
+
+    torch.manual_seed(0)
+    unsharded = Inner()
+    sharded = fully_shard(copy.deepcopy(unsharded), reshard_after_forward=True)
+    x = torch.ones(3, 6, requires_grad=True)
+    with pytest.raises(ArithmeticError):
+        checkpoint(sharded, x, use_reentrant=True).sum().backward()
+    for model in (sharded, unsharded):
+        model.zero_grad()
+        model.fail = False
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(3)
+        checkpoint(model, x, use_reentrant=True).pow(2).sum().backward()
+    assert_same_grads(sharded, unsharded, rtol=1e-3)
+
+
+def test_a_backward_that_raised_leaves_no_stale_weight(two_ranks: Ranks) -> None:
+    two_ranks.run(_backward_raises)
+
+
+def _child_weight(backend: str | None) -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Linear(6, 6)
+            self.shared = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.shared(self.block(x)) @ self.block.weight
+
+    torch.manual_seed(0)
+    unsharded = Root()
+    sharded = copy.deepcopy(unsharded)
+    fully_shard(sharded.block)
+    fully_shard(sharded)
+    x = torch.ones(3, 6)
+    run = sharded if backend is None else torch.compile(sharded, backend=backend)
+    for call in (run, unsharded):
+        call(x).pow(2).sum().backward()
+    assert_same_grads(sharded, unsharded, rtol=1e-3)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_parent_reads_a_childs_weight(two_ranks: Ranks, backend: str | None) -> None:
+    two_ranks.run(_child_weight, backend)
+
+
+def _dtypes() -> None:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    model = fully_shard(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)).to(bf16))
+    model[1].float()
+    run = torch.compile(model[1], backend="aot_eager")
+    x = torch.ones(2, 6)
+    fully = fully_shard(nn.Sequential(nn.Linear(6, 6)))
+    low = {fqn: value.to(bf16) for fqn, value in fully.state_dict().items()}
+    fully.load_state_dict(low, assign=True)
+    assert fully(x.to(bf16)).dtype is bf16
+    assert torch.compile(fully, backend="aot_eager")(x.to(bf16)).dtype is bf16
+    assert model[1].weight.dtype is fp32 and run is not None
+
+
+def test_dtypes_follow_to_and_load_state_dict(two_ranks: Ranks) -> None:
+    two_ranks.run(_dtypes)
+
+
+def _compile_before_with_policy() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    for before in (True, False):
+        layer = nn.Linear(6, 6)
+        if before:
+            layer.compile(backend="aot_eager", fullgraph=True)
+        fully_shard(layer, mp_policy=policy)
+        if not before:
+            layer.compile(backend="aot_eager", fullgraph=True)
+        out = layer(torch.ones(2, 6))
+        assert out.dtype is torch.float32
+        out.sum().backward()
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # the second layer finds the first one's
+
+
+def test_a_policy_holds_for_blocks_compiled_before_sharding(two_ranks: Ranks) -> None:
+    two_ranks.run(_compile_before_with_policy)
+
+
+def _class_changed() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(6, 6)))
+    nn.utils.parametrize.register_parametrization(model[0], "weight", Halved())
+    with pytest.raises(RuntimeError, match=r"0\.weight.*before fully_shard"):
+        model.to(torch.float32)
+    other = fully_shard(nn.Sequential(nn.Linear(6, 6)))
+    with pytest.raises(RuntimeError, match=r"0\.weight.*before fully_shard"), pytest.warns(FutureWarning):
+        nn.utils.weight_norm(other[0])
+
+
+def test_reparametrizing_after_sharding_is_refused_by_name(two_ranks: Ranks) -> None:
+    two_ranks.run(_class_changed)
+
+
+def _stages() -> list[str]:
+    """Two ranks, each with a pipeline stage of its own: equal names, other sizes, no group in common."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    seen: list[str] = []
+    manager.observers.append(lambda record: seen.append(record.stage))
+    width = 16 * (dist.get_rank() + 1)
+    stage = fully_shard(nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)), mesh=mesh["dp"])
+    with torch._inductor.config.patch(force_disable_caches=True):
+        torch.compile(stage)(torch.ones(2, width)).sum().backward()
+    manager.observers.clear()
+    return seen
+
+
+def test_stages_on_disjoint_ranks_may_differ(two_ranks: Ranks) -> None:
+    for seen in two_ranks.run(_stages):
+        assert seen == ["joint", "forward", "backward"]
