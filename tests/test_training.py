@@ -45,8 +45,9 @@ def _train(path: str, tied: bool) -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("path", [*PATHS, "inductor"])
+@pytest.mark.parametrize(
+    ("path", "tied"), [*((path, tied) for path in PATHS for tied in (False, True)), ("inductor", True)]
+)
 def test_trains_like_the_unsharded_model(two_ranks: Ranks, path: str, tied: bool) -> None:
     two_ranks.run(_train, path, tied)
 
