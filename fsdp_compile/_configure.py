@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ._module import refresh
-from ._state import state_of
+from ._state import states_in
 
 
 def configure(model: nn.Module, *, bucketing: str | None = None, reduction: str | None = None) -> None:
@@ -17,7 +17,7 @@ def configure(model: nn.Module, *, bucketing: str | None = None, reduction: str 
     **reduction** ``"reduce_scatter"``, or ``"all_to_all"`` followed by a sum in rank order; ``"auto"`` (default) takes
     the second on gloo, whose reduce-scatter moves every byte twice.
     """
-    states = list(dict.fromkeys(state for module in model.modules() if (state := state_of(module)) is not None))
+    states = states_in(model)
     if not states:
         raise ValueError(f"{type(model).__name__} holds no module that fully_shard was applied to. Shard it first.")
     for state in states:

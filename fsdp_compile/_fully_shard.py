@@ -18,7 +18,7 @@ from ._group import ParamGroup
 from ._mesh import shard_mesh
 from ._module import original_class, refresh, refresh_owners
 from ._param import STAMP, ShardedParam, Slot, layout_of, shard_param
-from ._state import STATE, UnitState, state_of
+from ._state import STATE, UnitState, state_of, states_in
 
 ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module] | tuple[nn.Module, ...]")
 
@@ -75,7 +75,7 @@ def fully_shard(
     for one in modules:
         one.__dict__[STATE] = state
     for fqn, slots in unclaimed.items():
-        param = shard_param(fqn, slots, layouts[fqn], target)
+        param = shard_param(fqn, len(group.params), slots, layouts[fqn], target)
         group.params.append(param)
         for slot in slots:
             _register_read(slot, param, state, state)
@@ -91,15 +91,14 @@ def fully_shard(
 def _demote_inner_roots(state: UnitState) -> None:
     """What was the outermost unit so far is inside this one now, and FSDP2's rule for roots is this one's."""
     for module in state.modules:
-        for inner in module.modules():
-            inner_state = state_of(inner)
-            if inner_state is None or inner_state is state:
+        for inner in states_in(module):
+            if inner is state:
                 continue
-            if inner_state.outer is None:
-                inner_state.outer = state
-            if inner_state.group.is_root:
-                inner_state.group.is_root = False
-                refresh(inner_state)
+            if inner.outer is None:
+                inner.outer = state
+            if inner.group.is_root:
+                inner.group.is_root = False
+                refresh(inner)
 
 
 def _behind_compile(module: nn.Module) -> nn.Module:

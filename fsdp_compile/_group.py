@@ -42,10 +42,6 @@ class ParamGroup:
             return not self.is_root
         return self.reshard_after_forward
 
-    def specs(self) -> list[ParamSpec]:
-        """What a marker of each parameter says, by the dtypes that the shards have now."""
-        return [self.spec_of(param) for param in self.params]
-
     def set_options(self, bucketing: str | None, reduction: str | None) -> None:
         if bucketing is not None:
             if bucketing not in BUCKETINGS:
@@ -57,6 +53,7 @@ class ParamGroup:
             self.reduction = reduction
 
     def spec_of(self, param: ShardedParam) -> ParamSpec:
+        """What a marker of the parameter says, by the dtype that its shard has now."""
         stored = param.shard.dtype
         floating = stored.is_floating_point
         dtype = self._param_dtype(param, stored) if floating else stored
@@ -67,7 +64,7 @@ class ParamGroup:
         return ParamSpec(
             fqn=param.fqn,
             unit=self.unit,
-            order=self.params.index(param),
+            order=param.order,
             size=param.layout.size,
             dim=param.layout.dim,
             num_shards=param.layout.num_shards,

@@ -16,7 +16,7 @@ from torch import nn
 from . import _torch_compat as compat
 from ._eager_path import READS
 from ._graph_path import getter
-from ._state import UnitState, state_of, unit_forward_for
+from ._state import UnitState, state_of, states_in, unit_forward_for
 from .passes import ParamSpec
 
 
@@ -54,14 +54,10 @@ class FSDPModule(ShardedModule):
         """Gather parameters again in backward (True), or keep them from forward to backward (False)."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward={reshard_after_forward!r} is not a bool.")
-        for state in self._states(recurse):
+        assert isinstance(self, nn.Module)
+        for state in states_in(self) if recurse else states_in(self)[:1]:
             state.group.reshard_after_forward = reshard_after_forward
             refresh(state)
-
-    def _states(self, recurse: bool) -> list[UnitState]:
-        assert isinstance(self, nn.Module)
-        modules = self.modules() if recurse else [self]
-        return list(dict.fromkeys(state for module in modules if (state := state_of(module)) is not None))
 
 
 def refresh(state: UnitState) -> None:

@@ -33,11 +33,12 @@ class Slot:
         self.module._parameters[self.name] = param
 
 
-@dataclass
+@dataclass(eq=False)
 class ShardedParam:
     """A parameter, where it is registered, and how it is cut."""
 
     fqn: str  # relative to the module given to fully_shard
+    order: int  # place in its group
     slots: list[Slot]
     layout: ShardLayout
     mesh: ShardMesh
@@ -57,7 +58,7 @@ def layout_of(fqn: str, full: nn.Parameter, mesh: ShardMesh, placement_fn: Calla
     return layout
 
 
-def shard_param(fqn: str, slots: list[Slot], layout: ShardLayout, mesh: ShardMesh) -> ShardedParam:
+def shard_param(fqn: str, order: int, slots: list[Slot], layout: ShardLayout, mesh: ShardMesh) -> ShardedParam:
     """Replace the full parameter in its slots by this rank's shard of it."""
     full = slots[0].param
     start, stop = layout.span(mesh.rank)
@@ -70,7 +71,7 @@ def shard_param(fqn: str, slots: list[Slot], layout: ShardLayout, mesh: ShardMes
     asked = compat.get_grad_dtype(full)
     grad_dtype = asked if asked != full.dtype else None
     compat.restore_grad_dtype(shard, grad_dtype)
-    sharded = ShardedParam(fqn, slots, layout, mesh, shard, grad_dtype)
+    sharded = ShardedParam(fqn, order, slots, layout, mesh, shard, grad_dtype)
     setattr(full, STAMP, sharded)
     for slot in slots:
         slot.register(shard)

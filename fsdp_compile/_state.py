@@ -61,6 +61,11 @@ def state_of(module: nn.Module) -> UnitState | None:
     return module.__dict__.get(STATE)
 
 
+def states_in(model: nn.Module) -> list[UnitState]:
+    """The units inside ``model``, itself included, outermost first."""
+    return list(dict.fromkeys(state for module in model.modules() if (state := state_of(module)) is not None))
+
+
 def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a unit's module: cast, gather when something eager reads, call, free or keep, cast."""
     state: UnitState = self.__dict__[STATE]
