@@ -82,7 +82,7 @@ def runnable_code(record: GraphRecord, step: int) -> str:
         HEADER.format(
             title=f"{record.stage.capitalize()} graph {when}, recorded by fsdp_compile.inspect.",
             torch=torch.__version__.partition("+")[0],
-            needs=" and fsdp_compile (for its marker ops)" if NAMESPACE in namespaces else "",
+            needs=" and fsdp_compile (for its ops)" if NAMESPACE in namespaces else "",
             imports="".join(f"{line}\n" for line in _imports(code.globals, namespaces, "\n".join(body))),
             groups=_groups(graph),
         ),
@@ -190,9 +190,9 @@ def _groups(graph: fx.Graph) -> dict[str, int]:
     """Name and size of every process group that a marker or a collective names."""
     groups: dict[str, int] = {}
     for node in graph.nodes:
-        if getattr(node.target, "namespace", None) == NAMESPACE:
+        if "num_shards" in node.kwargs:  # a marker
             groups[str(node.kwargs["group"])] = int(node.kwargs["num_shards"])
-        elif getattr(node.target, "namespace", None) == "_c10d_functional":
+        elif getattr(node.target, "namespace", None) in (NAMESPACE, "_c10d_functional"):
             arguments = _arguments(node)
             if "group_name" in arguments:
                 name = str(arguments["group_name"])

@@ -12,8 +12,8 @@ from torch import fx
 
 from . import _torch_compat as compat
 from .passes import GraphRecord, Plan
+from .passes.collectives import is_launch
 from .passes.insert import ROLE
-from .passes.overlap import is_launch
 from .passes.provenance import Marker, find_reduces, find_unshards
 
 _KINDS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -25,6 +26,25 @@ def add_order_dependency(after: BaseSchedulerNode, before: BaseSchedulerNode) ->
     target = next(iter(after.get_buffer_names()), None)
     if source is not None and target is not None:
         after.add_fake_dep(WeakDep(source, mutating_buf=target, is_fake=True))
+
+
+@functools.cache
+def lower_as_collective(op: torch._ops.OpOverload) -> None:
+    """Let Inductor generate a call of ``op``, (input, size, name) -> new tensor, with the rules of its own collectives.
+
+    ``lowering.register_lowering`` and ``add_layout_constraint`` with ``constrain_to_fx_strides``,
+    ``ir._CollectiveKernel.create_out_of_place``, ``ir.TensorBox``: 2.11 to 2.15.
+    """
+    from torch._inductor import ir
+    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
+
+    def lowering(value: object, size: int, name: str) -> object:
+        launched = ir._CollectiveKernel.create_out_of_place(op, value, size, name)  # type: ignore[arg-type]
+        assert isinstance(launched, ir.IRNode)
+        return ir.TensorBox.create(launched)
+
+    add_layout_constraint(op, constrain_to_fx_strides)
+    register_lowering(op)(lowering)
 
 
 def scheduler_passes_run() -> bool:

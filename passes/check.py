@@ -8,25 +8,18 @@ from __future__ import annotations
 
 from torch import fx
 
-from . import lower
+from .collectives import c10d, is_launch
 from .insert import ROLE
 from .plan import Plan
 from .provenance import has_markers
-
-_LAUNCHES = (
-    lower.c10d.all_gather_into_tensor.default,
-    lower.c10d.reduce_scatter_tensor.default,
-    lower.c10d.all_to_all_single.default,
-    lower.c10d.all_reduce.default,
-)
 
 
 def check(graph: fx.Graph, plan: Plan) -> int:
     """Verify the graph against the plan; return the number of our collectives."""
     assert not has_markers(graph), "a marker was not lowered"
-    launches = [node for node in graph.nodes if node.target in _LAUNCHES and ROLE in node.meta]
+    launches = [node for node in graph.nodes if is_launch(node) and ROLE in node.meta]
     for launch in launches:
-        waits = [user for user in launch.users if user.target is lower.c10d.wait_tensor.default]
+        waits = [user for user in launch.users if user.target is c10d.wait_tensor.default]
         assert len(waits) == len(launch.users) == 1, f"{launch} is read by {list(launch.users)}, not by one wait alone"
     order = [launch.meta[ROLE] for launch in launches]
     assert len(set(order)) == len(order), "two collectives of one bucket"

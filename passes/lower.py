@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from .collectives import all_gather_of, c10d
 from .layout import BucketLayout, ShardLayout
 from .markers import ParamSpec
 
 aten = torch.ops.aten
-c10d = torch.ops._c10d_functional
 
 Call = Callable[..., Any]
 
@@ -34,7 +34,7 @@ def launch_gather(call: Call, shards: Sequence[Any], specs: Sequence[ParamSpec])
     packed = parts[0] if len(parts) == 1 else call(aten.cat.default, [_flat(call, part) for part in parts])
     if specs[0].num_shards == 1:
         return packed
-    return call(c10d.all_gather_into_tensor.default, packed, specs[0].num_shards, specs[0].group)
+    return call(all_gather_of(specs[0].backend), packed, specs[0].num_shards, specs[0].group)
 
 
 def finish_gather(call: Call, gathered: Any, specs: Sequence[ParamSpec]) -> list[Any]:

@@ -17,6 +17,7 @@ from . import _torch_compat as compat
 from ._torch_compat import CustomGraphPass
 from .agree import Agreement
 from .check import check
+from .collectives import let_inductor_see_collectives
 from .insert import insert
 from .keep import keep
 from .merge import merge
@@ -69,6 +70,7 @@ class PassManager(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         """Inductor's post-grad hook: markers become collectives."""
         if has_markers(graph):
+            let_inductor_see_collectives()
             stage = _stage(graph)
             if stage == "inference":
                 merge(graph, Plan(stage))  # no joint graph was there to do it on

@@ -87,9 +87,9 @@ _SPEC = (
     "float postdivide, str reduction, str bucketing"
 )
 
-_library = torch.library.Library(NAMESPACE, "DEF")
-_library.define(f"unshard(Tensor shard, *, {_SPEC}) -> Tensor")
-_library.define(f"reduce_grad(Tensor grad, *, {_SPEC}) -> Tensor")
+library = torch.library.Library(NAMESPACE, "DEF")
+library.define(f"unshard(Tensor shard, *, {_SPEC}) -> Tensor")
+library.define(f"reduce_grad(Tensor grad, *, {_SPEC}) -> Tensor")
 
 unshard = torch.ops.fsdpc.unshard.default
 reduce_grad = torch.ops.fsdpc.reduce_grad.default
@@ -127,8 +127,8 @@ def _reduce_grad_kernel(grad: Tensor, **kwargs: Any) -> Tensor:
     return reduced.clone() if same else reduced
 
 
-_library.impl("unshard", _unshard_kernel, "CompositeExplicitAutograd")
-_library.impl("reduce_grad", _reduce_grad_kernel, "CompositeExplicitAutograd")
+library.impl("unshard", _unshard_kernel, "CompositeExplicitAutograd")
+library.impl("reduce_grad", _reduce_grad_kernel, "CompositeExplicitAutograd")
 
 
 def _save_spec(ctx: Any, inputs: tuple[Tensor], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
@@ -139,7 +139,7 @@ def _unshard_backward(ctx: Any, grad: Tensor) -> Tensor:
     return torch.ops.fsdpc.reduce_grad(grad, **ctx.spec)
 
 
-torch.library.register_autograd(f"{NAMESPACE}::unshard", _unshard_backward, setup_context=_save_spec, lib=_library)
+torch.library.register_autograd(f"{NAMESPACE}::unshard", _unshard_backward, setup_context=_save_spec, lib=library)
 
 
 def require_data(fqn: str, shard: Tensor) -> None:

@@ -19,8 +19,8 @@ from typing import Generic, TypeVar
 from torch import fx
 
 from . import _torch_compat as compat
+from .collectives import is_launch
 from .insert import ROLE, Role
-from .lower import c10d
 from .plan import Plan
 
 T = TypeVar("T", bound=Hashable)
@@ -41,11 +41,6 @@ def overlap(graph: fx.Graph, plan: Plan) -> int:
         cursor.append(node)
         cursor = node
     return sum(before is not after for before, after in zip(nodes, planned))
-
-
-def is_launch(node: fx.Node) -> bool:
-    target = node.target
-    return getattr(target, "namespace", None) == "_c10d_functional" and target is not c10d.wait_tensor.default
 
 
 class Items(Generic[T]):

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from . import _torch_compat as compat
+from .collectives import is_launch
 from .insert import ROLE, Role
-from .overlap import Items, is_launch, planned_order
+from .overlap import Items, planned_order
 
 if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
