@@ -1,33 +1,44 @@
-"""The tensors in a module's inputs or outputs, whatever containers they come in: list them, or cast them."""
+"""The tensors in a module's inputs or outputs, whatever containers they come in: list, map or cast them."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every floating-point tensor in it cast to ``dtype``; containers keep their types.
+    """``value`` with every floating-point tensor in it cast to ``dtype``; containers keep their types."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+    return map_tensors(value, cast)
+
+
+def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with ``fn`` of every tensor in its place; containers keep their types.
 
     Traced by Dynamo, so written with plain type tests.
     """
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+        return fn(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*[cast_floating(item, dtype) for item in value])
+        return type(value)(*[map_tensors(item, fn) for item in value])
     if isinstance(value, (list, tuple, set)):
-        return type(value)([cast_floating(item, dtype) for item in value])
+        return type(value)([map_tensors(item, fn) for item in value])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _cast_dataclass(value, dtype)
+        return _map_dataclass(value, fn)
     if isinstance(value, dict):
-        return _cast_dict(value, dtype)
+        mapped = {key: map_tensors(item, fn) for key, item in value.items()}
+        return mapped if type(value) is dict else type(value)(mapped)
     return value
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in ``value``, in order, through the same containers that ``cast_floating`` goes through."""
+    """Every tensor in ``value``, in order, through the same containers that ``map_tensors`` goes through."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
@@ -41,16 +52,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [tensor for item in inner for tensor in tensors_in(item)]
 
 
-def _cast_dict(value: dict[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
-    cast = {key: cast_floating(item, dtype) for key, item in value.items()}
-    return cast if type(value) is dict else type(value)(cast)
-
-
-def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
+def _map_dataclass(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     changed = {}
     for field in dataclasses.fields(value):
         before = getattr(value, field.name)
-        after = cast_floating(before, dtype)
+        after = map_tensors(before, fn)
         if after is not before and field.init:
             changed[field.name] = after
     return dataclasses.replace(value, **changed) if changed else value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ._module import refresh
+from ._classes import refresh
 from ._state import states_in
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -12,12 +13,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
+from ._classes import original_class, refresh, refresh_owners
+from ._eager_backward import end_backward
 from ._eager_path import READS
+from ._fsdp2_view import FSDP2View
 from ._graph_path import install_passes
 from ._group import ParamGroup
-from ._mesh import shard_mesh
-from ._module import original_class, refresh, refresh_owners
-from ._param import STAMP, ShardedParam, Slot, layout_of, shard_param
+from ._mesh import ShardMesh, inner_mesh, shard_mesh
+from ._module import FSDPModule
+from ._param import STAMP, Cut, ShardedParam, Slot, cut_of, shard_param
 from ._state import STATE, UnitState, state_of, states_in
 
 ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module] | tuple[nn.Module, ...]")
@@ -39,24 +43,43 @@ def fully_shard(
     Call it bottom-up: on each block, then on the whole. One call is one unit: its parameters are gathered together
     before they are used and freed after it. With a list of modules, they form one unit.
     """
-    given: tuple[Any, ...] = tuple(module) if isinstance(module, (list, tuple)) else (module,)
-    if not given:
-        raise ValueError("fully_shard([]) has nothing to shard. Pass a module, or a list of at least one.")
-    for one in given:
-        _validate_module(one)
-    modules = _roots_of_list(tuple(_behind_compile(one) for one in given))
-    reshard = _validate_reshard(reshard_after_forward)
-    _validate_offload(offload_policy)
+    given = modules_in(module, "fully_shard")
+    _validate_reshard(reshard_after_forward)
     target = shard_mesh(mesh, dp_mesh_dims)
+    if not target.group and shard_placement_fn is not None:
+        raise ValueError(
+            f"shard_placement_fn was given, but dp_mesh_dims={dp_mesh_dims} only replicates. Name a dimension to shard "
+            "over, or leave out shard_placement_fn."
+        )
+    make_unit(
+        given, target, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, set(ignored_params or ())
+    )
+    return module
+
+
+def make_unit(
+    given: tuple[Any, ...],
+    target: ShardMesh,
+    reshard_after_forward: bool | int | None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    ignored: set[nn.Parameter],
+) -> None:
+    """Spread the parameters of the modules over the ranks of ``target``, as one unit."""
+    modules = _roots_of_list(tuple(_behind_compile(one) for one in given))
+    reshard, inner_size = _resolve_reshard(reshard_after_forward, target)
 
     # Nothing is changed before everything is validated: a refused call leaves the module as it was.
-    ignored = set(ignored_params or ())
     managed = _managed_modules(modules)
     claimed, unclaimed = _parameter_slots(modules, managed, ignored)
-    layouts, overrides = {}, {}
+    cuts: dict[str, Cut] = {}
+    overrides: dict[str, torch.dtype] = {}
     for fqn, slots in unclaimed.items():
-        _validate_param(fqn, slots[0].param)
-        layouts[fqn] = layout_of(fqn, slots[0].param, target, shard_placement_fn)
+        _validate_param(fqn, slots[0].param, target)
+        cuts[fqn] = cut_of(fqn, slots[0].param, target, shard_placement_fn)
+        if inner_size is not None:
+            _validate_slicing(fqn, cuts[fqn], target, inner_size)
         overrides.update(_dtype_override(fqn, slots[0].param, mp_policy))
 
     install_passes()
@@ -70,12 +93,17 @@ def fully_shard(
         mp_policy=mp_policy,
         overrides=overrides,
         reshard_after_forward=reshard,
+        post_forward=None if inner_size is None else inner_mesh(target, inner_size),
+        offload=isinstance(offload_policy, CPUOffloadPolicy),
     )
-    state = UnitState(modules=modules, group=group, mp_policy=mp_policy)
+    state = UnitState(modules=modules, group=group, mp_policy=mp_policy, mixin=FSDPModule)
     for one in modules:
         one.__dict__[STATE] = state
+        compat.register_fsdp2_state(one, FSDP2View(state, end_backward))
     for fqn, slots in unclaimed.items():
-        param = shard_param(fqn, len(group.params), slots, layouts[fqn], target)
+        param = shard_param(fqn, len(group.params), slots, cuts[fqn])
+        if isinstance(offload_policy, CPUOffloadPolicy):
+            compat.keep_on_cpu(param.shard, offload_policy.pin_memory)
         group.params.append(param)
         for slot in slots:
             _register_read(slot, param, state, state)
@@ -85,7 +113,16 @@ def fully_shard(
     refresh(state)
     for one in modules:
         compat.recompile_call(one)
-    return module
+
+
+def modules_in(module: Any, api: str) -> tuple[Any, ...]:
+    """The modules given to ``fully_shard`` or ``replicate``; raises for what cannot be a unit."""
+    given: tuple[Any, ...] = tuple(module) if isinstance(module, (list, tuple)) else (module,)
+    if not given:
+        raise ValueError(f"{api}([]) has nothing to work on. Pass a module, or a list of at least one.")
+    for one in given:
+        _validate_module(one, api)
+    return given
 
 
 def _demote_inner_roots(state: UnitState) -> None:
@@ -96,6 +133,7 @@ def _demote_inner_roots(state: UnitState) -> None:
                 continue
             if inner.outer is None:
                 inner.outer = state
+                state.iteration.adopt(inner._iteration)
             if inner.group.is_root:
                 inner.group.is_root = False
                 refresh(inner)
@@ -128,35 +166,66 @@ def _roots_of_list(modules: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
     return tuple(dict.fromkeys(module for module in modules if id(module) not in inner))
 
 
-def _validate_module(module: Any) -> None:
+def _validate_module(module: Any, api: str) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"fully_shard takes a module or a list of modules, but got {type(module).__name__}.")
+        raise TypeError(f"{api} takes a module or a list of modules, but got {type(module).__name__}.")
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and original_class(module).forward is nn.Module.forward:
         raise ValueError(
-            f"fully_shard got a {type(module).__name__}, which has no forward to gather for. Apply it to its members, "
+            f"{api} got a {type(module).__name__}, which has no forward to gather for. Apply it to its members, "
             "or pass list(module) to make them one unit."
         )
     if state_of(module) is not None:
+        error = ValueError if api == "fully_shard" else RuntimeError
+        raise error(
+            f"{api}: this {original_class(module).__name__} is sharded or replicated already. Apply fully_shard or "
+            "replicate once to each module."
+        )
+
+
+def _validate_reshard(reshard_after_forward: Any) -> None:
+    if not (reshard_after_forward is None or isinstance(reshard_after_forward, int)):
+        raise ValueError(f"reshard_after_forward={reshard_after_forward!r} is neither a bool, an int nor None.")
+
+
+def _resolve_reshard(asked: bool | int | None, mesh: ShardMesh) -> tuple[bool | None, int | None]:
+    """Whether to regather in backward, and over how many ranks where that is not all of them."""
+    if not mesh.group:
+        return False, None  # nothing is gathered
+    if asked is None or isinstance(asked, bool):
+        return asked, None
+    size = mesh.num_shards
+    if asked < 1 or size % asked != 0:
+        factors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
         raise ValueError(
-            f"fully_shard was applied to this {original_class(module).__name__} already. Apply it once to each module."
+            f"reshard_after_forward={asked} does not divide the {size} ranks that hold shards. Pass one of {factors}, "
+            "or a bool."
         )
-
-
-def _validate_reshard(reshard_after_forward: Any) -> bool | None:
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward
-    if isinstance(reshard_after_forward, int):
+    if mesh.spmd is not None:
         raise NotImplementedError(
-            f"reshard_after_forward={reshard_after_forward}: resharding to a smaller group of ranks is not supported "
-            "yet. Pass True, False or None."
+            f"reshard_after_forward={asked} with dp_mesh_dims: the parameters are DTensors, which cannot be resharded "
+            "to fewer ranks. Pass True, False or None."
         )
-    raise ValueError(f"reshard_after_forward={reshard_after_forward!r} is neither a bool, an int nor None.")
+    if asked == 1:
+        warnings.warn(
+            "reshard_after_forward=1 keeps every parameter whole after forward, as reshard_after_forward=False does. "
+            "Pass False, or True to reshard.",
+            stacklevel=4,
+        )
+        return False, None
+    return True, None if asked == size else asked
 
 
-def _validate_offload(offload_policy: OffloadPolicy) -> None:
-    if isinstance(offload_policy, CPUOffloadPolicy):
+def _validate_slicing(fqn: str, cut: Cut, target: ShardMesh, size: int) -> None:
+    """Refuse what cannot be kept as one of ``size`` slices after forward."""
+    if cut.read_as is not None:
         raise NotImplementedError(
-            f"offload_policy={offload_policy}: offloading shards to the CPU is not supported yet. Leave it out."
+            f"{fqn} is a DTensor: reshard_after_forward={size} cannot reshard it to fewer ranks. Pass True, False or "
+            "None for its unit."
+        )
+    if cut.mesh != target:
+        raise NotImplementedError(
+            f"{fqn} has a mesh of its own from shard_placement_fn: reshard_after_forward={size} works with the unit's "
+            "mesh only. Pass True, False or None, or make it a unit of its own with that mesh."
         )
 
 
@@ -201,14 +270,14 @@ def _parameter_slots(
     return claimed, unclaimed
 
 
-def _validate_param(fqn: str, param: nn.Parameter) -> None:
-    if isinstance(param, DTensor):
-        raise NotImplementedError(
-            f"{fqn} is a DTensor already (placements {param.placements}): combining fully_shard with tensor "
-            "parallelism is not supported yet."
-        )
+def _validate_param(fqn: str, param: nn.Parameter, target: ShardMesh) -> None:
     if param.ndim == 0:
         raise ValueError(f"{fqn} is a scalar and cannot be sharded. Give it shape (1,), or pass it in ignored_params.")
+    if isinstance(param, DTensor) and param.device_mesh.device_type != target.device.type:
+        raise ValueError(
+            f"{fqn} is a DTensor on a {param.device_mesh.device_type} mesh, but the mesh to shard over is of "
+            f"{target.device.type}. Use slices of one mesh."
+        )
 
 
 def _move_to_device(managed: Iterable[nn.Module], slots: dict[str, list[Slot]], device: torch.device) -> None:

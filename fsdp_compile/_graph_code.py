@@ -84,7 +84,7 @@ def runnable_code(record: GraphRecord, step: int) -> str:
             torch=torch.__version__.partition("+")[0],
             needs=" and fsdp_compile (for its ops)" if NAMESPACE in namespaces else "",
             imports="".join(f"{line}\n" for line in _imports(code.globals, namespaces, "\n".join(body))),
-            groups=_groups(graph),
+            groups=_groups(record.snapshots[0], graph),
         ),
         *_constants(graph, "\n".join(body)),
         "\n\n" + compat.FAKE_GROUPS_SOURCE.rstrip(),
@@ -186,12 +186,17 @@ def _imports(names: dict[str, Any], namespaces: dict[str, str], body: str) -> It
             yield f"# Import here what registers torch.ops.{namespace} ({operator}), unless torch does."
 
 
-def _groups(graph: fx.Graph) -> dict[str, int]:
-    """Name and size of every process group that a marker or a collective names."""
+def _groups(captured: fx.Graph, graph: fx.Graph) -> dict[str, int]:
+    """Name and size of every process group that a marker or a collective names.
+
+    An all-reduce does not say how many ranks it is for; the marker that it comes from, in the captured graph, does.
+    """
     groups: dict[str, int] = {}
-    for node in graph.nodes:
+    for node in (*captured.nodes, *graph.nodes):
         if "num_shards" in node.kwargs:  # a marker
-            groups[str(node.kwargs["group"])] = int(node.kwargs["num_shards"])
+            for key, count in (("group", "num_shards"), ("replicate_group", "num_replicas")):
+                if node.kwargs[key]:
+                    groups[str(node.kwargs[key])] = int(node.kwargs[count])  # type: ignore[arg-type]
         elif getattr(node.target, "namespace", None) in (NAMESPACE, "_c10d_functional"):
             arguments = _arguments(node)
             if "group_name" in arguments:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
+from ._param import ReadSpec
+from ._stored import wrapper
 from .passes import PassManager, ScheduleInPlannedOrder, source_hash
 from .passes._torch_compat import CustomGraphPass
 
@@ -23,6 +27,14 @@ def traced_read(param: Any, **spec: Any) -> Any:
     """
     if isinstance(param, DTensor):
         return torch.ops.fsdpc.unshard(param.to_local(), **spec)
+    return param
+
+
+def traced_dtensor_read(param: Any, wrap: Callable[..., DTensor], mesh: DeviceMesh | None, **spec: Any) -> Any:
+    """The same for a parameter that was a DTensor before fully_shard, and is one to its readers."""
+    if isinstance(param, DTensor):
+        full = torch.ops.fsdpc.unshard(param.to_local(), **spec)
+        return wrap(full) if mesh is None else wrap(full, mesh)
     return param
 
 
@@ -87,13 +99,15 @@ def _as_tuple(configured: Any) -> tuple[Any, ...]:
 
 
 GETTER = """
-def read(self):
-    param = self._parameters.get({name!r}, MISSING)
-    if param is MISSING:
-        raise AttributeError({name!r})
-    if torch.compiler.is_dynamo_compiling():
-        return traced_read(param, {spec})
-    return eager_read(self, {name!r}, param)
+def make(wrap, mesh):
+    def read(self):
+        param = self._parameters.get({name!r}, MISSING)
+        if param is MISSING:
+            raise AttributeError({name!r})
+        if torch.compiler.is_dynamo_compiling():
+            return {read}(param, {arguments})
+        return eager_read(self, {name!r}, param)
+    return read
 """
 
 
@@ -116,7 +130,12 @@ def getter(name: str, spec: Any) -> property:
     arguments = ", ".join(f"{key}={value!r}" for key, value in spec.kwargs().items())
     namespace: dict[str, Any] = {}
     globals_of_this_module = globals() | {"eager_read": eager_read}
-    exec(GETTER.format(name=name, spec=arguments), globals_of_this_module, namespace)
+    read, wrap, mesh = "traced_read", None, None
+    if isinstance(spec, ReadSpec) and spec.read_as is not None:
+        # From a closure: Dynamo looks for globals in this module, by name.
+        read, wrap, arguments = "traced_dtensor_read", wrapper(spec.read_as), f"wrap, mesh, {arguments}"
+        mesh = spec.read_as.mesh if compat.MESH_IS_GRAPH_INPUT else None
+    exec(GETTER.format(name=name, read=read, arguments=arguments), globals_of_this_module, namespace)
 
     def refuse(self: Any, value: Any) -> None:
         # nn.Module registers parameters by itself: only something else comes here, in place of one that was deleted.
@@ -125,4 +144,4 @@ def getter(name: str, spec: Any) -> property:
             "spectral_norm, pruning and the like before fully_shard."
         )
 
-    return property(namespace["read"], refuse)
+    return property(namespace["make"](wrap, mesh), refuse)

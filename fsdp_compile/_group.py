@@ -12,8 +12,9 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import _torch_compat as compat
+from ._comm import Comms
 from ._mesh import ShardMesh
-from ._param import ShardedParam
+from ._param import ReadSpec, ShardedParam
 from .passes.layout import BUCKETINGS
 from .passes.markers import ParamSpec
 
@@ -34,6 +35,26 @@ class ParamGroup:
     is_root: bool = True
     bucketing: str = "size"
     reduction: str = "auto"
+    divide_factor: float | None = None  # what gradients are divided by in place of the number of ranks
+    force_sum: bool = False  # only sums travel; the division is done around them
+    # After forward each rank keeps a slice for these few ranks, and backward gathers over them alone.
+    post_forward: ShardMesh | None = None
+    offload: bool = False  # shards and their gradients stay on the CPU
+    # Counts changes of what the specs say.
+    version: int = 0
+    # What FSDPModule's setters say; the eager path reads them when it needs them.
+    sync: bool = True
+    all_reduce: bool = True
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    reduce_unused: bool = False
+    keep_storage: bool = False
+    max_reductions: int = 1
+    comms: Comms = field(default_factory=Comms)
+    reduce_groups: dict[str, str] = field(default_factory=dict)  # process group to reduce in, by the one to gather in
+    # By FQN: full gradients of backwards without sync, reduced shards of backwards without all-reduce.
+    pending: dict[str, torch.Tensor] = field(default_factory=dict)
+    partials: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def regather(self) -> bool:
@@ -41,6 +62,13 @@ class ParamGroup:
         if self.reshard_after_forward is None:
             return not self.is_root
         return self.reshard_after_forward
+
+    @property
+    def eager_only(self) -> str | None:
+        """Name of the setting that a graph cannot honour; None without one."""
+        if self.offload and self.mesh.device.type != "cpu":
+            return "CPUOffloadPolicy"
+        return self.comms.custom
 
     def set_options(self, bucketing: str | None, reduction: str | None) -> None:
         if bucketing is not None:
@@ -59,18 +87,27 @@ class ParamGroup:
         dtype = self._param_dtype(param, stored) if floating else stored
         grad_dtype = compat.get_grad_dtype(param.shard) or dtype  # an explicit None: as autograd produces it
         reduce_dtype = (self.mp_policy.reduce_dtype or grad_dtype) if floating else stored
-        reduction = self.mesh.default_reduction if self.reduction == "auto" else self.reduction
-        reduce_op, predivide, postdivide = self._division(reduce_dtype, reduction)
-        return ParamSpec(
+        mesh = param.mesh
+        reduction = mesh.default_reduction if self.reduction == "auto" else self.reduction
+        if self.comms.reduce_scatter is not None or self.comms.all_reduce_hook is not None:
+            reduction = "reduce_scatter"  # the user's takes its place, or its result
+        reduce_op, predivide, postdivide = division(
+            mesh.num_shards * mesh.num_replicas,
+            self.divide_factor,
+            self.force_sum,
+            averages=mesh.backend == "nccl" and (reduction == "reduce_scatter" or mesh.num_shards == 1),
+            reduce_dtype=reduce_dtype,
+        )
+        return ReadSpec(
             fqn=param.fqn,
             unit=self.unit,
             order=param.order,
             size=param.layout.size,
             dim=param.layout.dim,
             num_shards=param.layout.num_shards,
-            local_length=param.layout.local_size(self.mesh.rank)[param.layout.dim],
-            group=self.mesh.group,
-            backend=self.mesh.backend,
+            local_length=param.layout.local_size(mesh.rank)[param.layout.dim],
+            group=mesh.group,
+            backend=mesh.backend,
             dtype=dtype,
             reduce_dtype=reduce_dtype,
             grad_dtype=grad_dtype,
@@ -80,22 +117,32 @@ class ParamGroup:
             postdivide=postdivide,
             reduction=reduction,
             bucketing=self.bucketing,
+            replicate_group=mesh.replicate_group,
+            num_replicas=mesh.num_replicas,
+            read_as=param.dtensor,
         )
 
     def _param_dtype(self, param: ShardedParam, stored: torch.dtype) -> torch.dtype:
         return self.overrides.get(param.fqn) or self.mp_policy.param_dtype or stored
 
-    def _division(self, reduce_dtype: torch.dtype, reduction: str) -> tuple[str, float, float]:
-        """Where the mean over ranks is taken: (operation on the wire, divisor before it, divisor after it)."""
-        ranks = self.mesh.num_shards
-        if ranks == 1:
-            return "sum", 1.0, 1.0
-        if reduce_dtype is torch.float16:
-            # Half before, half after, or sums of 65504 and more overflow and small gradients vanish.
-            before = 1
-            while before * before < ranks:
-                before *= 2
-            return "sum", float(before), ranks / before
-        if self.mesh.backend == "nccl" and reduction == "reduce_scatter":
-            return "avg", 1.0, 1.0
-        return "sum", 1.0, float(ranks)
+
+
+def division(
+    ranks: int, factor: float | None, force_sum: bool, averages: bool, reduce_dtype: torch.dtype
+) -> tuple[str, float, float]:
+    """Where gradients are divided: (operation on the wire, divisor before it, divisor after it).
+
+    By the number of ``ranks``, or by the ``factor`` in its place: once. ``averages``: the backend can do it on the way.
+    """
+    divisor = float(ranks) if factor is None else float(factor)
+    if divisor == 1.0:
+        return "sum", 1.0, 1.0
+    if reduce_dtype is torch.float16:
+        # Half before, half after, or sums of 65504 and more overflow and small gradients vanish.
+        before = 1.0
+        while before * before < divisor:
+            before *= 2
+        return "sum", before, divisor / before
+    if averages and factor is None and not force_sum:
+        return "avg", 1.0, 1.0
+    return "sum", 1.0, divisor

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from . import _torch_compat as compat
+from ._classes import original_class
 from ._graph_path import manager
-from ._module import original_class
 
 if TYPE_CHECKING:
     from ._report import GraphReport

@@ -1,36 +1,79 @@
-"""Which ranks a parameter is spread over: the mesh that the user gave, read as roles."""
+"""Which ranks a parameter is spread over: the mesh that the user gave, read as roles.
+
+    mesh                                    the ranks                        a plain parameter is stored as
+    1-D                                     share it out                     (Shard(d),)
+    2-D, dims (replicate, shard)            share it out, in each replica    (Replicate(), Shard(d))
+    1-D given to replicate()                all hold it                      (Replicate(),)
+    any, with dp_mesh_dims                  as the named dims say            a DTensor on that mesh already
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 
+from . import _torch_compat as compat
 from .passes.layout import reduction_of
 
 
 @dataclass(frozen=True)
+class SpmdMesh:
+    """The whole mesh that parameters are DTensors on already, and which of its dimensions are data parallel."""
+
+    mesh: DeviceMesh
+    shard: tuple[str, ...]  # in the order of the mesh
+    replicate: tuple[str, ...]
+    flat_shard: DeviceMesh | None  # the dimensions in ``shard`` as one
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        assert self.mesh.mesh_dim_names is not None
+        return self.mesh.mesh_dim_names
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Places in the mesh of the data-parallel dimensions."""
+        return tuple(self.names.index(name) for name in (*self.shard, *self.replicate))
+
+
+@dataclass(frozen=True)
 class ShardMesh:
-    """A 1-D mesh whose ranks each hold one shard."""
+    """The ranks of a parameter: ``num_shards`` of them hold one shard each, ``num_replicas`` hold the same one."""
 
     mesh: DeviceMesh
     device: torch.device
-    group: str
     backend: str
-    num_shards: int
-    rank: int
+    group: str = ""  # of the ranks that share the parameter out; empty when none do
+    num_shards: int = 1
+    rank: int = 0  # in that group
+    replicate_group: str = ""  # of the ranks that hold the same shard; empty when none do
+    num_replicas: int = 1
+    spmd: SpmdMesh | None = None
 
     @property
     def default_reduction(self) -> str:
         return reduction_of(self.backend)
 
 
-def shard_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> ShardMesh:
-    """The mesh to shard over: the one given, or all ranks on this machine's accelerator."""
-    _validate_dims(mesh, dp_mesh_dims)
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """What ``shard_placement_fn`` may return: a placement (None: the default) on a mesh of the parameter's own."""
+
+    placement: Shard | None
+    mesh: DeviceMesh
+
+
+def shard_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any = None) -> ShardMesh:
+    """The ranks to shard over: those of the mesh given, or all ranks on this machine's accelerator."""
+    if dp_mesh_dims is not None:
+        return _spmd_mesh(mesh, dp_mesh_dims)
     if mesh is None:
         mesh = _world_mesh()
     if mesh.ndim not in (1, 2):
@@ -44,39 +87,126 @@ def shard_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> ShardMesh:
                 f"A 2-D mesh needs dimension names to say which dimension replicates and which shards, but {mesh} has "
                 "none. Pass mesh_dim_names=('replicate', 'shard') to init_device_mesh."
             )
-        raise NotImplementedError(
-            f"mesh={mesh} replicates and shards (HSDP), which fsdp_compile does not do yet. Pass a 1-D mesh."
+        return _with_roles(mesh, shard=mesh.get_group(1), replicate=mesh.get_group(0))
+    return _with_roles(mesh, shard=mesh.get_group())
+
+
+def replicate_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any = None) -> ShardMesh:
+    """The ranks that all hold every parameter: those of the mesh given, or all."""
+    if dp_mesh_dims is not None:
+        target = _spmd_mesh(mesh, dp_mesh_dims)
+        if target.group:
+            raise ValueError(
+                f"replicate got dp_mesh_dims={dp_mesh_dims}, which names dimensions to shard over. Leave out shard, or "
+                "call fully_shard."
+            )
+        return target
+    if mesh is None:
+        mesh = _world_mesh()
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"replicate expects a 1-D mesh, but got {mesh.ndim} dimensions: {mesh}. Slice the mesh by dimension name, "
+            "or call fully_shard with it."
         )
-    group = mesh.get_group()
+    return _with_roles(mesh, replicate=mesh.get_group())
+
+
+def placement_and_mesh(fqn: str, returned: Any, default: ShardMesh) -> tuple[Any, ShardMesh]:
+    """What ``shard_placement_fn`` returned for one parameter, as a placement and the parameter's ranks."""
+    if isinstance(returned, ShardPlacementResult):
+        return returned.placement, _own_mesh(fqn, shard_mesh(returned.mesh), default)
+    theirs = compat.placement_result(returned)
+    if theirs is None:
+        return returned, default
+    if theirs.shard_dim is None:
+        raise ValueError(
+            f"{fqn}: shard_placement_fn returned a mesh without a dimension to shard over: {theirs.mesh}. Return an "
+            "FSDPMeshInfo or an HSDPMeshInfo in the ShardPlacementResult."
+        )
+    if theirs.mesh_dims is not None:
+        return theirs.placement, _own_mesh(fqn, shard_mesh(theirs.whole_mesh, theirs.mesh_dims), default)
+    replicate = None if theirs.replicate_dim is None else theirs.mesh.get_group(theirs.replicate_dim)
+    its_mesh = _with_roles(theirs.mesh, shard=theirs.mesh.get_group(theirs.shard_dim), replicate=replicate)
+    return theirs.placement, _own_mesh(fqn, its_mesh, default)
+
+
+def inner_mesh(mesh: ShardMesh, size: int) -> ShardMesh:
+    """Neighbours in the shard group, ``size`` at a time: this rank's group of them.
+
+    Every rank of the shard group calls this alike; it waits for the ranks of the new group.
+    """
+    group = _inner_group(mesh.group, size, compat.group_ranks(mesh.group), dist.group.WORLD)
+    return _with_roles(DeviceMesh.from_group(group, mesh.mesh.device_type), shard=group)
+
+
+# One group for all units: the world's group is part of the key, so that a new one starts anew.
+@functools.cache
+def _inner_group(name: str, size: int, ranks: tuple[int, ...], world: Any) -> dist.ProcessGroup:
+    del name, world
+    start = ranks.index(dist.get_rank()) // size * size
+    # Each rank makes its own group alone: other shard groups of the world need not take part.
+    group = dist.new_group(list(ranks[start : start + size]), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _own_mesh(fqn: str, mesh: ShardMesh, default: ShardMesh) -> ShardMesh:
+    if mesh.device.type != default.device.type:
+        raise ValueError(
+            f"{fqn}: shard_placement_fn returned a mesh of {mesh.device.type} for it, but its unit's mesh is of "
+            f"{default.device.type}. Use meshes of one device type."
+        )
+    return mesh
+
+
+def _with_roles(
+    mesh: DeviceMesh,
+    shard: dist.ProcessGroup | None = None,
+    replicate: dist.ProcessGroup | None = None,
+    spmd: SpmdMesh | None = None,
+) -> ShardMesh:
+    some = shard if shard is not None else replicate
+    assert some is not None
     return ShardMesh(
         mesh=mesh,
         device=_device(mesh.device_type),
-        group=group.group_name,
-        backend=_backend(group, mesh.device_type),
-        num_shards=mesh.size(),
-        rank=mesh.get_local_rank(),
+        backend=_backend(some, mesh.device_type),
+        group="" if shard is None else shard.group_name,
+        num_shards=1 if shard is None else shard.size(),
+        rank=0 if shard is None else shard.rank(),
+        replicate_group="" if replicate is None else replicate.group_name,
+        num_replicas=1 if replicate is None else replicate.size(),
+        spmd=spmd,
     )
 
 
-def _validate_dims(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> None:
-    if dp_mesh_dims is None:
-        return
-    shard, replicate = getattr(dp_mesh_dims, "shard", None), getattr(dp_mesh_dims, "replicate", None)
-    if shard is None and replicate is None:
+def _spmd_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> ShardMesh:
+    shard, replicate = _names(dp_mesh_dims.shard), _names(dp_mesh_dims.replicate)
+    if not shard and not replicate:
         raise ValueError("dp_mesh_dims names neither a shard nor a replicate dimension. Name at least one.")
     names = None if mesh is None else mesh.mesh_dim_names
-    if names is None:
+    if mesh is None or names is None:
         raise ValueError(f"dp_mesh_dims={dp_mesh_dims} needs a mesh with dimension names, but got mesh={mesh}.")
-    asked = [
-        name for dims in (shard, replicate) if dims is not None for name in ([dims] if isinstance(dims, str) else dims)
-    ]
-    for name in asked:
+    for name in (*shard, *replicate):
         if name not in names:
             raise ValueError(f"dp_mesh_dims names the dimension {name!r}, but the mesh has only {names}.")
-    raise NotImplementedError(
-        f"dp_mesh_dims={dp_mesh_dims}: meshes that hold other dimensions than the sharded one are not supported yet. "
-        "Pass the 1-D slice mesh[dim_name] as mesh."
+        if (*shard, *replicate).count(name) > 1:
+            raise ValueError(f"dp_mesh_dims={dp_mesh_dims} names the dimension {name!r} twice.")
+    shard, replicate = (tuple(sorted(some, key=names.index)) for some in (shard, replicate))
+    flat_shard, flat_replicate = _flat(mesh, shard), _flat(mesh, replicate)
+    return _with_roles(
+        mesh,
+        shard=None if flat_shard is None else flat_shard.get_group(),
+        replicate=None if flat_replicate is None else flat_replicate.get_group(),
+        spmd=SpmdMesh(mesh, shard, replicate, flat_shard),
     )
+
+
+def _flat(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
+    """The named dimensions as one, which takes a process group of its own where they are several."""
+    if not names:
+        return None
+    return mesh[names[0]] if len(names) == 1 else compat.flatten_mesh(mesh, tuple(names))
 
 
 def _names(dims: Any) -> tuple[str, ...]:

@@ -1,117 +1,377 @@
-"""FSDPModule, the class mixed into sharded modules, and the generated classes whose properties read parameters.
-
-    Block given to fully_shard      class FSDPBlock(FSDPModule, Block)
-    Linear inside it                class ShardedLinear(Linear):  weight = property(...); bias = property(...)
-
-``_parameters`` still holds the shards, so names, ``state_dict`` keys and ``parameters()`` do not change.
-"""
+"""FSDPModule: what ``fully_shard`` adds to a module's class, the methods that a user calls."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NoReturn
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from torch import nn
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
 
 from . import _torch_compat as compat
-from ._eager_path import READS
-from ._graph_path import getter
-from ._state import UnitState, state_of, states_in, unit_forward_for
-from .passes import ParamSpec
+from ._call import Call
+from ._classes import ShardedModule, refresh
+from ._eager_backward import end_backward, reduce_left_over
+from ._fsdp2_view import FSDP2View
+from ._gathered import Gathered, gathered_of
+from ._reduction import Traffic
+from ._state import UnitState, eager_forward, state_of, states_in
+from .passes._torch_compat import group_ranks
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-class ShardedModule:
-    """What every module with sharded parameters has: it holds shards of one rank, so it neither copies nor pickles.
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` returns."""
 
-    A new object of a generated class, as slicing an ``nn.Sequential`` makes one, is of the original class.
+    def __init__(self, gathered: Gathered) -> None:
+        self._gathered = gathered
+
+    def wait(self) -> None:
+        """Have the parameters there; a forward does so by itself."""
+        if self._gathered.launched:
+            self._gathered.wait()
+
+
+class GradientReductionHandle:
+    """What ``finalize_backward(async_op=True)`` returns: wait before the next forward and the optimizer's step."""
+
+    def __init__(self, root: UnitState | None) -> None:
+        self._root = root
+
+    def wait(self) -> None:
+        """Have the gradients there."""
+        if self._root is None:
+            return
+        iteration = self._root.iteration
+        if iteration.pending_handle is not self:
+            raise RuntimeError("reset_iter_state() took back what this handle waits for.")
+        iteration.traffic.finish()
+        iteration.pending_handle = None
+        self._root = None
+
+
+class FSDPModule(ShardedModule, torch_fsdp.FSDPModule):
+    """The methods of a module that ``fully_shard`` was applied to, FSDP2's by name and meaning.
+
+    It is FSDP2's class by name alone, so that code which asks ``isinstance(module, FSDPModule)`` finds what it looks
+    for: no method of torch's is inherited.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return cls._fsdp_compile_original(*args, **kwargs)  # type: ignore[attr-defined]
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters; until ``reshard``, or the end of a forward, eager reads give the full ones."""
+        state = _state(self)
+        gathered = gathered_of(state)
+        if gathered.is_full and gathered.is_stale:
+            gathered.free()
+        gathered.launch()
+        state.iteration.touched.setdefault(state)
+        if state.held_call is None:
+            state.held_call = Call(state, gathered)
+        if async_op:
+            return UnshardHandle(gathered)
+        gathered.wait()
+        return None
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        applied = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        refresh_owners(self)  # .to(dtype) and .to_empty(device) change what markers say
-        return applied
+    def reshard(self) -> None:
+        """Free this unit's gathered parameters."""
+        state = _state(self)
+        if state.held_call is not None:
+            state.held_call.forget_reads()
+            state.held_call = None
+        if compat.backward_task() is None and state.iteration.pending_handle is None:
+            state.iteration.traffic.finish()
+        if state.gathered is not None:
+            state.gathered.free()
+            state.gathered.drop_slices()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise RuntimeError(
-            f"{type(self).__name__} is sharded and cannot be deep-copied. Copy the model before fully_shard, or build "
-            "a second one, shard it alike, and load_state_dict(model.state_dict()) into it."
-        )
+    def reset_iter_state(self) -> None:
+        """After an exception in a forward or backward: drop what is in flight, all gradients, and start a step anew."""
+        state = _require_root(self, "reset_iter_state")
+        state.recover()
+        for unit in state.units():
+            for param in unit.group.params:
+                if param.param is not None:
+                    param.param.grad = None
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RuntimeError(
-            f"{type(self).__name__} is sharded and cannot be pickled. Save model.state_dict() with "
-            "torch.distributed.checkpoint, and load it into a model built and sharded alike."
-        )
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, recurse: bool = True) -> None:
+        """Reduce gradients in backward (True), or add full gradients up until a backward that does (False)."""
+        for state in _states(self, recurse):
+            state.group.sync = bool(requires_gradient_sync)
 
+    def set_requires_all_reduce(self, requires_all_reduce: bool, recurse: bool = True) -> None:
+        """On a mesh that replicates: sum over the replicas in backward, or only over the shards for now."""
+        for state in _states(self, recurse):
+            state.group.all_reduce = bool(requires_all_reduce)
 
-class FSDPModule(ShardedModule):
-    """What ``fully_shard`` adds to a module's class."""
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Leave reductions in flight at the end of a backward that another one follows (False)."""
+        _state(self).iteration.is_last_backward = bool(is_last_backward)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Gather parameters again in backward (True), or keep them from forward to backward (False)."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward={reshard_after_forward!r} is not a bool.")
-        assert isinstance(self, nn.Module)
-        for state in states_in(self) if recurse else states_in(self)[:1]:
+        for state in _states(self, recurse):
             state.group.reshard_after_forward = reshard_after_forward
+            state.group.post_forward = None
             refresh(state)
 
+    def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
+        """Keep gathered parameters from one backward to the next forward (False); call ``reshard`` before a step."""
+        for state in _states(self, recurse):
+            state.group.reshard_after_backward = bool(reshard_after_backward)
 
-def refresh(state: UnitState) -> None:
-    """Give every module that reads the unit's parameters a class whose markers say how the group is set up now."""
-    group = state.group
-    by_module: dict[nn.Module, dict[str, ParamSpec]] = {module: {} for module in state.modules}
-    for param in group.params:
-        for slot in param.slots:
-            if slot.param is not None:
-                param.shard = slot.param
-                compat.restore_grad_dtype(param.shard, param.grad_dtype)
-            by_module.setdefault(slot.module, {})[slot.name] = group.spec_of(param)
-    for module, reads in by_module.items():
-        _require_our_class(module, reads)
-        module.__dict__.setdefault("_fsdp_compile_specs", {}).update(reads)
-        all_reads = tuple(sorted(module.__dict__["_fsdp_compile_specs"].items()))
-        module.__class__ = sharded_class(original_class(module), state_of(module) is not None, all_reads)  # type: ignore[arg-type]
+    def set_unshard_in_backward(self, unshard_in_backward: bool, recurse: bool = False) -> None:
+        """Do not gather again in backward (False): for units whose backward reads no parameter, like an embedding."""
+        for state in _states(self, recurse):
+            state.group.unshard_in_backward = bool(unshard_in_backward)
+
+    def set_keep_unsharded_storage(self, keep: bool, recurse: bool = True) -> None:
+        """Keep the memory of gathered parameters when they are freed: their addresses stay, at the price of memory."""
+        for state in _states(self, recurse):
+            state.group.keep_storage = bool(keep)
+
+    def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
+        """Launch the gathers of ``modules`` when this one's forward begins, instead of that of the next in order."""
+        _state(self).forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
+
+    def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
+        """Launch the gathers of ``modules`` when this one's backward begins, instead of that of the next in order."""
+        _state(self).backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather with ``comm``: it has ``allocate(size, dtype=, device=)``, and is called with ``(output, input, group,
+        async_op)``. Eager only.
+        """
+        state = _state(self)
+        _require_one_mesh(state, "set_custom_all_gather")
+        state.group.comms.all_gather = _require_comm(comm, "set_custom_all_gather")
+        refresh(state)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce with ``comm``: it has ``allocate``, and is called with ``(output, input, group, op, async_op)``.
+
+        Eager only.
+        """
+        state = _state(self)
+        _require_one_mesh(state, "set_custom_reduce_scatter")
+        state.group.comms.reduce_scatter = _require_comm(comm, "set_custom_reduce_scatter")
+        refresh(state)
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
+        """Call ``hook`` on each bucket of summed gradients, in place, before they are divided and cast. Eager only."""
+        state = _state(self)
+        _require_one_mesh(state, "set_all_reduce_hook")
+        if not callable(hook):
+            raise TypeError(f"set_all_reduce_hook takes a function of a tensor, but got {type(hook).__name__}.")
+        if stream is not None and any(param.mesh.num_replicas > 1 for param in state.group.params):
+            raise ValueError(
+                f"{state.name} is sharded over a mesh that replicates, and its all-reduce has one: leave out stream=."
+            )
+        state.group.comms.all_reduce_hook = hook
+        state.group.comms.all_reduce_hook_stream = stream
+        refresh(state)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Have the next forward's gathers wait for ``event`` instead of for all that is queued now."""
+        # Gathers are queued behind the stream that is current: making that one wait is what it takes.
+        event.wait(torch.accelerator.current_stream())
+
+    def set_gradient_divide_factor(self, factor: float, recurse: bool = False) -> None:
+        """Divide summed gradients by ``factor`` instead of by the number of ranks."""
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor <= 0:
+            raise ValueError(f"set_gradient_divide_factor takes a positive number, but got {factor!r}.")
+        for state in _states(self, recurse):
+            state.group.divide_factor = float(factor)
+            refresh(state)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of ``set_gradient_divide_factor``."""
+        warnings.warn(
+            "set_reduce_scatter_divide_factor has a new name: set_gradient_divide_factor.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool, recurse: bool = False) -> None:
+        """Send nothing but sums, and divide outside of the collective."""
+        for state in _states(self, recurse):
+            state.group.force_sum = bool(enable)
+            refresh(state)
+
+    def set_reduce_scatter_unused_params(self, enable: bool, recurse: bool = True) -> None:
+        """Give parameters that a backward did not use a gradient of zeros, so that all ranks reduce alike."""
+        for state in _states(self, recurse):
+            state.group.reduce_unused = bool(enable)
+
+    def set_reduce_scatter_max_input_buffers(self, num_buffers: int, recurse: bool = True) -> None:
+        """How many units' reductions may be in flight: the largest number asked for under a root holds."""
+        if isinstance(num_buffers, bool) or not isinstance(num_buffers, int):
+            raise TypeError(f"set_reduce_scatter_max_input_buffers takes an int, but got {num_buffers!r}.")
+        if num_buffers < 1:
+            raise ValueError(f"set_reduce_scatter_max_input_buffers takes at least 1, but got {num_buffers}.")
+        for state in _states(self, recurse):
+            state.group.max_reductions = num_buffers
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, recurse: bool = True) -> None:
+        """Reduce in process groups of their own, so that a reduction does not queue behind a gather; all ranks call it.
+
+        The groups are made for every set of ranks that shards, in one order on all ranks.
+        """
+        states = _states(self, recurse)
+        if not enable:
+            for state in states:
+                state.group.reduce_groups = {}
+            return
+        names = {param.mesh.group for state in states for param in state.group.params}
+        made = {name: compat.twin_group(name) for name in sorted(names, key=group_ranks)}
+        for state in states:
+            state.group.reduce_groups = made
+
+    def set_manual_backward_finalization(self, enable: bool) -> None:
+        """Leave the end of a backward to ``finalize_backward`` (True): for schedules of many micro-batches."""
+        state = _require_root(self, "set_manual_backward_finalization")
+        iteration = state.iteration
+        if compat.backward_task() is not None:
+            raise RuntimeError("set_manual_backward_finalization was called inside a backward. Call it between steps.")
+        if iteration.manual_finalization and not enable and iteration.touched:
+            raise RuntimeError(
+                "set_manual_backward_finalization(False) was called after a backward that is not finalized. Call "
+                "finalize_backward() first."
+            )
+        iteration.manual_finalization = bool(enable)
+
+    def finalize_backward(self, async_op: bool = False) -> GradientReductionHandle | None:
+        """End the backwards since the last finalization: reduce what is left, free, and wait, or return a handle."""
+        state = _require_root(self, "finalize_backward")
+        iteration = state.iteration
+        if iteration.pending_handle is not None:
+            raise RuntimeError("finalize_backward was called before wait() on the handle of the last one.")
+        if compat.backward_task() is not None:
+            raise RuntimeError("finalize_backward was called inside a backward. Call it when backward has returned.")
+        if not iteration.manual_finalization:
+            raise RuntimeError(
+                "finalize_backward needs set_manual_backward_finalization(True) before the backward; without it every "
+                "backward finalizes itself."
+            )
+        for unit in state.units():
+            if unit.group.partials or not unit.group.all_reduce:
+                raise RuntimeError(
+                    f"{unit.name} holds gradients that are summed over the shards alone. Call "
+                    "set_requires_all_reduce(True) before the last backward."
+                )
+        reduce_left_over(state)
+        for unit in iteration.touched:
+            if unit.gathered is not None and unit.group.reshard_after_backward:
+                unit.gathered.free()
+        iteration.touched.clear()
+        handle = GradientReductionHandle(state if async_op else None)
+        if async_op:
+            iteration.pending_handle = handle
+            return handle
+        iteration.traffic.finish()
+        return None
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Take the buffers of collectives from the process group's own allocator, where it has one (NCCL)."""
+        state = _state(self)
+        if state.group.comms.custom is not None:
+            raise RuntimeError(f"{state.name} has collectives of your own ({state.group.comms.custom}): they allocate.")
+        if not enable:
+            state.group.comms.allocator = None
+        else:
+            state.group.comms.allocator = compat.group_allocator(state.group.mesh.group, state.group.mesh.device)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Take the buffers of gathers from symmetric memory (GPUs)."""
+        state = _state(self)
+        if state.group.comms.custom is not None:
+            raise RuntimeError(f"{state.name} has collectives of your own ({state.group.comms.custom}): they allocate.")
+        state.group.comms.allocator = compat.symmetric_allocator(
+            state.group.mesh.group, state.group.mesh.device, backend
+        )
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted for FSDP2's callers: every gather here is asynchronous on the current stream already."""
+        del async_op
+
+    def _get_fsdp_state(self) -> FSDP2View:  # type: ignore[override]
+        """What FSDP2's callers ask for by this name."""
+        return FSDP2View(_state(self), end_backward)
 
 
-def refresh_owners(module: Any) -> None:
-    """Refresh the units that own what ``module`` reads."""
-    reads = module.__dict__.get(READS, {}).values()
-    for owner in dict.fromkeys(owner for _, owner, _ in reads):
-        refresh(owner)
+def _state(module: Any) -> UnitState:
+    state = state_of(module)
+    assert state is not None
+    return state
 
 
-def _require_our_class(module: nn.Module, reads: dict[str, ParamSpec]) -> None:
-    cls = type(module)
-    if issubclass(cls, ShardedModule) and "_fsdp_compile_original" not in cls.__dict__:
-        raise RuntimeError(
-            f"{', '.join(spec.fqn for spec in reads.values())}: the class of their module changed to {cls.__name__} "
-            "after fully_shard (parametrizations do that). Change it before fully_shard."
+def _states(module: Any, recurse: bool) -> list[UnitState]:
+    return states_in(module) if recurse else [_state(module)]
+
+
+def _require_root(module: Any, method: str) -> UnitState:
+    state = _state(module)
+    if state.outer is not None:
+        raise RuntimeError(f"{state.name} is inside {state.root.name}: call {method} on that one, the outermost.")
+    return state
+
+
+def _require_one_mesh(state: UnitState, method: str) -> None:
+    groups = {param.mesh.group for param in state.group.params}
+    if len(groups) > 1:
+        raise ValueError(
+            f"{state.name} shards its parameters over {len(groups)} meshes (shard_placement_fn), so {method} does not "
+            "say which of them is meant. Shard the modules of each mesh by themselves."
         )
 
 
-def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class that the module had before fully_shard."""
-    return getattr(type(module), "_fsdp_compile_original", type(module))
+def _require_comm(comm: Any, method: str) -> Any:
+    if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
+        raise TypeError(f"{method} takes an object with allocate() and __call__(), but got {type(comm).__name__}.")
+    return comm
 
 
-@functools.cache
-def sharded_class(cls: type[nn.Module], is_unit: bool, reads: tuple[tuple[str, ParamSpec], ...]) -> type[nn.Module]:
-    """A subclass of ``cls`` whose properties read the sharded parameters; equal modules share one."""
-    namespace: dict[str, Any] = {"_fsdp_compile_original": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    for name, spec in reads:
-        namespace[name] = getter(name, spec)
-    if issubclass(cls, nn.RNNBase):
-        namespace["_flat_weights"] = property(_flat_weights, lambda self, value: None)
-    if is_unit:
-        namespace["_call_impl"] = unit_forward_for(f"FSDP{cls.__name__}")
-    prefix, mixin = ("FSDP", FSDPModule) if is_unit else ("Sharded", ShardedModule)
-    return type(f"{prefix}{cls.__name__}", (mixin, cls), namespace)
+def _units_of(modules: Any, method: str) -> list[UnitState]:
+    if not isinstance(modules, (list, tuple)):
+        raise TypeError(f"{method} takes a list of modules, but got {type(modules).__name__}.")
+    states = []
+    for module in modules:
+        state = state_of(module) if isinstance(module, nn.Module) else None
+        if state is None:
+            raise ValueError(f"{method} got a {type(module).__name__} that fully_shard was not applied to.")
+        states.append(state)
+    return states
 
 
-def _flat_weights(self: nn.RNNBase) -> list[Any]:
-    """nn.RNN and its kin keep a list of their parameters beside them: read them anew each time."""
-    return [getattr(self, name) if hasattr(self, name) else None for name in self._flat_weights_names]
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make ``module.method_name`` a second forward: parameters are gathered before it and freed after it."""
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}.")
+    if state_of(module) is None:
+        return
+    method = getattr(type(module), method_name)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state = _state(self)
+        state.in_forward = True
+        if torch.compiler.is_dynamo_compiling():
+            output = method(self, *args, **kwargs)
+        else:
+            output = eager_forward(state, self, method, args, kwargs)
+        state.in_forward = False
+        return output
+
+    setattr(module, method_name, forward.__get__(module, type(module)))
+
+
+def share_comm_ctx(modules: list[nn.Module]) -> None:
+    """Let several roots, such as a pipeline's chunks on one rank, count their reductions in flight together."""
+    roots = [state.root for state in _units_of(list(modules), "share_comm_ctx")]
+    traffic = Traffic()
+    for root in roots:
+        root.iteration.traffic = traffic

@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from . import _torch_compat as compat
-from ._mesh import ShardMesh
+from ._mesh import ShardMesh, placement_and_mesh
+from ._stored import ReadAs, read_as, stored_on
 from .passes.layout import ShardLayout
+from .passes.markers import ParamSpec
 
 # Stamped on the parameters that a model was built with, so that a weight tied across fully_shard calls is known again.
 STAMP = "_fsdp_compile_sharded"
@@ -33,6 +37,29 @@ class Slot:
         self.module._parameters[self.name] = param
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How a parameter is cut, and what its shard is stored as."""
+
+    layout: ShardLayout  # of the tensor itself, or of a DTensor's local tensor
+    mesh: ShardMesh
+    stored_mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    read_as: ReadAs | None
+
+
+@dataclass(frozen=True)
+class ReadSpec(ParamSpec):
+    """A marker's arguments and what a read makes of the marker's result, which is no argument of it."""
+
+    read_as: ReadAs | None = None
+
+    def kwargs(self) -> dict[str, Any]:
+        fields = super().kwargs()
+        del fields["read_as"]
+        return fields
+
+
 @dataclass(eq=False)
 class ShardedParam:
     """A parameter, where it is registered, and how it is cut."""
@@ -44,52 +71,58 @@ class ShardedParam:
     mesh: ShardMesh
     shard: nn.Parameter = field(repr=False)
     grad_dtype: torch.dtype | None = None  # what the user asked for, where it is not the parameter's own
+    dtensor: ReadAs | None = None  # the DTensor that it was before fully_shard
 
     @property
     def param(self) -> Any:
         """What is registered now: the shard, or what the user put there since."""
         return self.slots[0].param
 
+    def as_read(self, gathered: Tensor) -> Any:
+        """What a read gives: the gathered tensor, as the DTensor that the parameter was before fully_shard."""
+        return gathered if self.dtensor is None else self.dtensor.wrap(gathered)
 
-def layout_of(fqn: str, full: nn.Parameter, mesh: ShardMesh, placement_fn: Callable[..., Any] | None) -> ShardLayout:
+
+def cut_of(fqn: str, full: nn.Parameter, mesh: ShardMesh, placement_fn: Callable[..., Any] | None) -> Cut:
     """How ``full`` will be cut; raises for what cannot be cut so."""
-    layout = ShardLayout(tuple(full.shape), _shard_dim(fqn, full, placement_fn), mesh.num_shards)
+    placement, its_mesh = (None, mesh) if placement_fn is None else placement_and_mesh(fqn, placement_fn(full), mesh)
+    dim = _shard_dim(fqn, full, placement)
+    local_size = tuple(full.to_local().shape) if isinstance(full, DTensor) else tuple(full.shape)
+    layout = ShardLayout(local_size, dim, its_mesh.num_shards)
     _validate(fqn, full, layout)
-    return layout
+    stored_mesh, placements = stored_on(fqn, full, dim, its_mesh)
+    return Cut(layout, its_mesh, stored_mesh, placements, read_as(full, its_mesh))
 
 
-def shard_param(fqn: str, order: int, slots: list[Slot], layout: ShardLayout, mesh: ShardMesh) -> ShardedParam:
+def shard_param(fqn: str, order: int, slots: list[Slot], cut: Cut) -> ShardedParam:
     """Replace the full parameter in its slots by this rank's shard of it."""
     full = slots[0].param
-    start, stop = layout.span(mesh.rank)
+    layout = cut.layout
+    start, stop = layout.span(cut.mesh.rank)
     with torch.no_grad():
-        local = full.detach().narrow(layout.dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+        whole = full.to_local() if isinstance(full, DTensor) else full.detach()
+        local = whole.narrow(layout.dim, start, stop - start).clone(memory_format=torch.contiguous_format)
         dtensor = DTensor.from_local(
-            local, mesh.mesh, [Shard(layout.dim)], run_check=False, shape=full.shape, stride=full.stride()
+            local, cut.stored_mesh, cut.placements, run_check=False, shape=full.shape, stride=full.stride()
         )
     shard = nn.Parameter(dtensor, requires_grad=full.requires_grad)
     asked = compat.get_grad_dtype(full)
     grad_dtype = asked if asked != full.dtype else None
     compat.restore_grad_dtype(shard, grad_dtype)
-    sharded = ShardedParam(fqn, order, slots, layout, mesh, shard, grad_dtype)
+    sharded = ShardedParam(fqn, order, slots, layout, cut.mesh, shard, grad_dtype, cut.read_as)
     setattr(full, STAMP, sharded)
     for slot in slots:
         slot.register(shard)
     return sharded
 
 
-def _shard_dim(fqn: str, full: nn.Parameter, placement_fn: Callable[..., Any] | None) -> int:
-    placement = None if placement_fn is None else placement_fn(full)
+def _shard_dim(fqn: str, full: nn.Parameter, placement: Any) -> int:
     if placement is None:
         return 0
-    if type(placement).__name__ == "ShardPlacementResult":
-        raise NotImplementedError(
-            f"{fqn}: shard_placement_fn returned a ShardPlacementResult; a mesh of its own for a parameter is not "
-            "supported yet. Return a Shard."
-        )
     if not isinstance(placement, Shard):
         raise ValueError(
-            f"{fqn}: shard_placement_fn returned {placement!r}. Return Shard(dim), or None for the default Shard(0)."
+            f"{fqn}: shard_placement_fn returned {placement!r}. Return Shard(dim), None for the default Shard(0), or a "
+            "ShardPlacementResult."
         )
     dim = placement.dim + full.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < full.ndim:
@@ -102,13 +135,13 @@ def _shard_dim(fqn: str, full: nn.Parameter, placement_fn: Callable[..., Any] | 
 
 
 def _validate(fqn: str, full: nn.Parameter, layout: ShardLayout) -> None:
-    if not full.is_contiguous():
+    if not (full.is_contiguous() and (not isinstance(full, DTensor) or full.to_local().is_contiguous())):
         raise NotImplementedError(
             f"{fqn} is not contiguous (shape {tuple(full.shape)}, stride {tuple(full.stride())}). Assign "
             "nn.Parameter(param.contiguous()) before fully_shard."
         )
     if layout.dim != 0 and not layout.even:
         raise NotImplementedError(
-            f"{fqn} has shape {tuple(full.shape)}: dim {layout.dim} does not divide evenly over {layout.num_shards} "
+            f"{fqn} has shape {layout.size}: dim {layout.dim} does not divide evenly over {layout.num_shards} "
             "ranks. Uneven shards are supported on dim 0 only: return Shard(0) for it, or pad the parameter."
         )

@@ -35,7 +35,7 @@ class Collective:
     fqns: tuple[str, ...]
     dtype: str
     num_bytes: int  # one rank's part
-    bucket_bytes: int  # all ranks' parts, padding included
+    bucket_bytes: int  # all ranks' parts, padding included; of an all_reduce over replicas, one of the equal parts
 
 
 def collectives_of(graph: fx.Graph, plan: Plan) -> list[Collective]:

@@ -20,10 +20,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from . import _eager_path as eager
 from ._cast import cast_floating
 from ._group import ParamGroup
+from ._iteration import Iteration
 from ._mistakes import read_around
 
 if TYPE_CHECKING:
-    from ._eager_path import GatheredCall
+    from ._call import Call
+    from ._gathered import Gathered
 
 STATE = "_fsdp_compile_state"
 
@@ -35,15 +37,47 @@ class UnitState:
     modules: tuple[nn.Module, ...]
     group: ParamGroup
     mp_policy: MixedPrecisionPolicy
+    mixin: type  # what the modules' classes get as a base
     in_forward: bool = False
-    # Eager forwards of this unit that are running, innermost last.
-    calls: list[GatheredCall] = field(default_factory=list)
-    # The forward call whose backward is running, and which backward that is: checkpointing recomputes with what it
-    # holds. After a backward that raised it is another one's, and stale.
-    backward_call: GatheredCall | None = None
-    backward_task: int | None = None
     # The unit around this one.
     outer: UnitState | None = None
+    gathered: Gathered | None = None
+    # Eager forwards of this unit that are running, innermost last.
+    calls: list[Call] = field(default_factory=list)
+    # What reads outside of a forward see between unshard() and reshard().
+    held_call: Call | None = None
+    # Of a unit of several modules: the forward that its members share, and those that have yet to run in it.
+    pass_call: Call | None = None
+    not_run_yet: set[nn.Module] = field(default_factory=set)
+    # The forward call whose backward is running, and which backward that is: checkpointing recomputes with what it
+    # holds. After a backward that raised it is another one's, and stale.
+    backward_call: Call | None = None
+    backward_task: int | None = None
+    in_backward: set[Call] = field(default_factory=set)
+    reduced_in: int | None = None
+    forward_prefetch: list[UnitState] = field(default_factory=list)
+    backward_prefetch: list[UnitState] = field(default_factory=list)
+    warned_of_view: bool = False
+    _iteration: Iteration = field(default_factory=Iteration)
+
+    @property
+    def name(self) -> str:
+        """Path and class of the modules, for messages."""
+        paths = {module: path for root in self.root.modules for path, module in root.named_modules()}
+        names = [f"{paths.get(one) or '(root)'} ({type(one)._fsdp_compile_original.__name__})" for one in self.modules]
+        return ", ".join(names)
+
+    @property
+    def root(self) -> UnitState:
+        """The outermost unit around this one."""
+        unit = self
+        while unit.outer is not None:
+            unit = unit.outer
+        return unit
+
+    @property
+    def iteration(self) -> Iteration:
+        return self.root._iteration
 
     @property
     def runs_forward(self) -> bool:
@@ -54,6 +88,34 @@ class UnitState:
                 return True
             unit = unit.outer
         return False
+
+    def units(self) -> list[UnitState]:
+        """This unit and those inside it, outermost first."""
+        return list(dict.fromkeys(unit for module in self.modules for unit in states_in(module)))
+
+    def max_reductions_in_flight(self) -> int:
+        return max(unit.group.max_reductions for unit in self.units())
+
+    def recover(self) -> None:
+        """Bring every unit back to where a step begins, after a forward or a backward that raised."""
+        iteration = self._iteration
+        iteration.traffic.forget()
+        iteration.abandon_forward()
+        iteration.tasks.clear()
+        iteration.depth, iteration.creates_graph = 0, False
+        iteration.pending_handle = None
+        for unit in self.units():
+            unit.calls.clear()
+            unit.held_call = unit.pass_call = unit.backward_call = unit.backward_task = unit.reduced_in = None
+            unit.in_backward.clear()
+            unit.not_run_yet.clear()
+            unit.in_forward = False
+            unit.group.pending.clear()
+            unit.group.partials.clear()
+            if unit.gathered is not None:
+                unit.gathered.free()
+                unit.gathered.drop_slices()
+        iteration.touched.clear()
 
 
 def state_of(module: nn.Module) -> UnitState | None:
@@ -77,21 +139,28 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_dynamo_compiling():
         output = call(self, *args, **kwargs)
     else:
-        gathered = eager.begin_forward(state)
-        try:
-            output = call(self, *args, **kwargs)
-        except BaseException as error:
-            state.in_forward = False
-            eager.abandon_forward(state, gathered)
-            mistake = read_around(state.group, error)
-            if mistake is not None:
-                raise mistake from error
-            raise
-        output = eager.end_forward(state, gathered, output)
+        output = eager_forward(state, self, call, args, kwargs)
     state.in_forward = False
     if policy.output_dtype is not None:
         output = cast_floating(output, policy.output_dtype)
     return output
+
+
+def eager_forward(state: UnitState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call ``forward(module, ...)`` between the two ends of the eager path."""
+    running = None
+    try:
+        running, args, kwargs = eager.begin_forward(state, module, args, kwargs)
+        output = forward(module, *args, **kwargs)
+    except BaseException as error:
+        state.in_forward = False
+        if running is not None:
+            eager.abandon_forward(state, running)
+        mistake = read_around(state.group, error)
+        if mistake is not None:
+            raise mistake from error
+        raise
+    return eager.end_forward(state, module, running, output)
 
 
 def unit_forward_for(name: str) -> Callable[..., Any]:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch._inductor.custom_graph_pass as custom_graph_pass
+import torch.distributed.device_mesh as device_mesh
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 # torch._dynamo.eval_frame.OptimizedModule, what torch.compile(module) returns: 2.11 to 2.15
 from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from .passes._torch_compat import CustomGraphPass
+from .passes._torch_compat import group_ranks as group_ranks
 
 
 def backward_task() -> int | None:
@@ -47,6 +55,119 @@ def recompile_call(module: nn.Module) -> None:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward that is running ends (``_execution_engine``: 2.11 to 2.15)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def accumulates(leaf: Any) -> bool:
+    """Whether the backward that runs accumulates into the parameter whose ``AccumulateGrad`` node is ``leaf``.
+
+    False as well under ``autograd.grad``, where asking raises for what is asked for: the gradient goes to the caller
+    then. ``_will_engine_execute_node``: 2.11 to 2.15.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(leaf))  # type: ignore[attr-defined]
+    except RuntimeError:
+        return False
+
+
+def has_post_accumulate_grad_hooks(param: torch.Tensor) -> bool:
+    return bool(getattr(param, "_post_accumulate_grad_hooks", None))
+
+
+def run_post_accumulate_grad_hooks(param: torch.Tensor) -> None:
+    """Run what ``register_post_accumulate_grad_hook`` put there (``_post_accumulate_grad_hooks``: 2.11 to 2.15)."""
+    for hook in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
+        hook(param)
+
+
+def dtensor_like(param: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor with the mesh, placements and global shape of ``param``, without ``from_local``'s checks.
+
+    ``DTensor(local, spec, requires_grad=)``, ``_spec``: 2.11 to 2.15. A tenth of ``from_local``'s time.
+    """
+    return DTensor(local, param._spec, requires_grad=False)
+
+
+def keep_on_cpu(param: nn.Parameter, pin_memory: bool) -> None:
+    """Move the local tensor of a DTensor parameter to the CPU, whatever its mesh (``_local_tensor``: 2.11 to 2.15)."""
+    local = param._local_tensor  # type: ignore[attr-defined]
+    if local.is_meta:
+        return
+    local = local.cpu()
+    pinned = pin_memory and torch.accelerator.is_available()
+    param._local_tensor = local.pin_memory() if pinned else local  # type: ignore[attr-defined]
+
+
+def process_group(name: str) -> torch.distributed.ProcessGroup:
+    """The process group called ``name`` (``_resolve_process_group``: 2.11 to 2.15)."""
+    return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def register_fsdp2_state(module: nn.Module, view: object) -> None:
+    """Put ``view`` where ``torch.distributed.fsdp.fully_shard.state(module)`` looks.
+
+    ``_composable.contract.STATE_KEY``, a dict in the module by undecorated function: 2.11 to 2.15.
+    """
+    from torch.distributed._composable.contract import STATE_KEY
+    from torch.distributed.fsdp import fully_shard
+
+    module.__dict__.setdefault(STATE_KEY, {})[fully_shard.__wrapped__] = view  # type: ignore[attr-defined]
+
+
+def twin_group(name: str) -> str:
+    """A new process group of the same ranks as the one called ``name``; its members call it together."""
+    group = process_group(name)
+    ranks = torch.distributed.get_process_group_ranks(group)
+    twin = torch.distributed.new_group(
+        ranks, backend=torch.distributed.get_backend(group), use_local_synchronization=True
+    )
+    return str(twin.group_name)
+
+
+Allocator = Callable[[list[int], torch.dtype, torch.device], torch.Tensor]
+
+
+def group_allocator(name: str, device: torch.device) -> Allocator:
+    """Allocates from the memory of a process group's backend.
+
+    ``ProcessGroup._get_backend``, ``supports_tensor_alloc``, ``allocate_tensor``: 2.11 to 2.15.
+    """
+    backend = process_group(name)._get_backend(device)
+    if not backend.supports_tensor_alloc(device):
+        raise RuntimeError(f"The {backend.name()} backend has no allocator for {device}: leave the setting off.")
+
+    def allocate(size: list[int], dtype: torch.dtype, where: torch.device) -> torch.Tensor:
+        return backend.allocate_tensor(math.prod(size), dtype=dtype, device=where).view(size)
+
+    return allocate
+
+
+def symmetric_allocator(name: str, device: torch.device, backend: str) -> Allocator:
+    """Allocates symmetric memory and makes it known to the group (``distributed._symmetric_memory``: 2.11 to 2.15)."""
+    if device.type != "cuda":
+        raise RuntimeError(f"Symmetric memory needs GPUs, but the parameters are gathered on {device}.")
+    import torch.distributed._symmetric_memory as symmetric
+
+    symmetric.set_backend(backend)
+
+    def allocate(size: list[int], dtype: torch.dtype, where: torch.device) -> torch.Tensor:
+        tensor = symmetric.empty(math.prod(size), dtype=dtype, device=where)
+        symmetric.rendezvous(tensor, name)
+        return tensor.view(size)
+
+    return allocate
+
+
+def reads_are_compiled(module: nn.Module) -> bool:
+    """Whether what ``module``'s forward reads will, for all that is known, be read by compiled code.
+
+    True where Dynamo is at work around an eager frame (it compiles the frames inside), and where the user compiled the
+    forward itself. ``get_eval_frame_callback``, ``_torchdynamo_orig_callable``: 2.11 to 2.15.
+    """
+    if callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):
+        return True
+    return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable") and not hasattr(
+        module.__dict__["forward"], "_torchdynamo_disable"
+    )
 
 
 def get_post_grad_pass() -> Any:
@@ -154,6 +275,64 @@ def size_hint(size: int | torch.SymInt) -> int:
         return size
     hint = size.node.hint
     return 2 if hint is None else int(hint)
+
+
+@dataclass
+class _MeshDims:
+    """Which named dimensions of a whole mesh are data parallel: sharded over, or replicated over."""
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ValueError("DataParallelMeshDims needs a dimension to shard over, or one to replicate over.")
+
+
+# Whether Dynamo makes a DeviceMesh an input of the graph (``_register_distributed_opaque_types``: 2.15, not 2.11).
+MESH_IS_GRAPH_INPUT = hasattr(device_mesh, "_register_distributed_opaque_types")
+
+# The placement that cuts what later mesh dimensions have cut on the same tensor dimension already: 2.11 to 2.15
+StridedShard = _StridedShard
+
+# torch.distributed.fsdp has it since some version after 2.11; seen in 2.15.
+DataParallelMeshDims: Any = getattr(torch_fsdp, "DataParallelMeshDims", _MeshDims)
+
+
+class PlacementResult(NamedTuple):
+    """What torch's ShardPlacementResult says."""
+
+    placement: Any
+    mesh: DeviceMesh
+    shard_dim: int | None
+    replicate_dim: int | None
+    mesh_dims: Any
+    whole_mesh: DeviceMesh | None
+
+
+def placement_result(returned: Any) -> PlacementResult | None:
+    """``ShardPlacementResult`` of ``fsdp._fully_shard._fsdp_common``, seen in 2.15, by its attributes; else None."""
+    info = getattr(returned, "mesh_info", None)
+    if info is None:
+        return None
+    return PlacementResult(
+        returned.placement,
+        info.mesh,
+        getattr(info, "shard_mesh_dim", None),
+        getattr(info, "replicate_mesh_dim", None),
+        getattr(info, "dp_mesh_dims", None),
+        getattr(info, "spmd_mesh", None),
+    )
+
+
+def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """One mesh of the dimensions of several slices of the same mesh (``DeviceMesh._concatenate``: 2.11 to 2.15)."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def flatten_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The named dimensions as one, in a new process group, made once a mesh (``DeviceMesh._flatten``: 2.11 to 2.15)."""
+    return mesh[names]._flatten("_".join(names))
 
 
 # Source code for a script that runs a graph with collectives by itself: process groups under the names in GROUPS that

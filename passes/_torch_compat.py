@@ -47,6 +47,14 @@ def lower_as_collective(op: torch._ops.OpOverload) -> None:
     register_lowering(op)(lowering)
 
 
+def is_collective(snode: BaseSchedulerNode) -> bool:
+    """Whether a kernel launches a collective (``ir._CollectiveKernel``, ``ir._WaitKernel``: 2.11 to 2.15)."""
+    from torch._inductor import ir
+
+    kernels = [part.node for part in snode.get_nodes()]
+    return any(isinstance(one, ir._CollectiveKernel) and not isinstance(one, ir._WaitKernel) for one in kernels)
+
+
 def scheduler_passes_run() -> bool:
     """Whether Inductor will call the scheduler passes; in deterministic mode it skips them (2.11 to 2.15)."""
     from torch._inductor import config

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
+import torch
+
 from . import _torch_compat as compat
 from .plan import Plan
 
@@ -25,16 +27,23 @@ class Agreement:
         self._store: object = None
 
     def check(self, plan: Plan, groups: Iterable[str]) -> None:
-        """Publish the plan, or raise when another rank of its process groups published a different one in its place."""
+        """Publish the plan, or raise when another rank of its process groups published a different one in its place.
+
+        Each group compares for itself: with replicas no two ranks are in the same set of groups.
+        """
         store = compat.default_store()
         if store is None:
             return
         if store is not self._store:  # the process group was made anew
             self._store, self._planned = store, {}
         fqns = sorted(fqn for bucket in (*plan.gathers, *plan.reduces) for fqn in bucket.fqns)
-        ranks = sorted({compat.group_ranks(group) for group in groups})
-        if all(len(members) == 1 for members in ranks):
-            return
+        for ranks in sorted({compat.group_ranks(group) for group in groups}):
+            if len(ranks) > 1:
+                self._check_within(store, plan, fqns, ranks)
+
+    def _check_within(
+        self, store: torch.distributed.Store, plan: Plan, fqns: list[str], ranks: tuple[int, ...]
+    ) -> None:
         names = hashlib.sha256(repr((plan.stage, fqns, ranks)).encode()).hexdigest()[:16]
         ours = plan.to_json()
         planned = self._planned.setdefault(names, [])

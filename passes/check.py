@@ -2,6 +2,8 @@
 
 launch = all_gather_into_tensor(...)        a wait stands on the collective's own output, views come after it:
 wait   = wait_tensor(launch)                only then does Inductor keep the collective's input alive
+
+Buckets are launched in the plan's order, and one that replicas reduce as well is launched a second time for that.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from torch import fx
 
 from .collectives import c10d, is_launch
 from .insert import ROLE
-from .plan import Plan
+from .plan import Plan, num_launches
 from .provenance import has_markers
 
 
@@ -21,10 +23,10 @@ def check(graph: fx.Graph, plan: Plan) -> int:
     for launch in launches:
         waits = [user for user in launch.users if user.target is c10d.wait_tensor.default]
         assert len(waits) == len(launch.users) == 1, f"{launch} is read by {list(launch.users)}, not by one wait alone"
-    order = [launch.meta[ROLE] for launch in launches]
-    assert len(set(order)) == len(order), "two collectives of one bucket"
     for kind, buckets in (("gather", plan.gathers), ("reduce", plan.reduces)):
-        launched = [role.bucket for role in order if role.kind == kind]
-        expected = [index for index, bucket in enumerate(buckets) if bucket.num_ranks > 1]
-        assert launched == expected, f"{kind} buckets are launched in the order {launched}, not the plan's {expected}"
+        launched = [launch.meta[ROLE].bucket for launch in launches if launch.meta[ROLE].kind == kind]
+        expected = [index for index, bucket in enumerate(buckets) for _ in range(num_launches(bucket))]
+        assert sorted(launched) == expected, f"{kind} buckets {launched} are launched, not the plan's {expected}"
+        order, planned = list(dict.fromkeys(launched)), list(dict.fromkeys(expected))
+        assert order == planned, f"{kind} buckets are launched in the order {order}, not the plan's {planned}"
     return len(launches)

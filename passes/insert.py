@@ -9,6 +9,8 @@ r0 = reduce_grad(g0)             packed = cat(cast(g0), cast(g1))
 r1 = reduce_grad(g1)             launch = reduce_scatter_tensor(packed)
                                  wait   = wait_tensor(launch)
                                  r0, r1 = slices of wait / divisor
+
+                                 with replicas, wait goes into all_reduce and another wait first
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import fx
 
 from . import _torch_compat as compat
 from . import lower
-from .plan import Bucket, Plan
+from .plan import Bucket, Plan, num_launches
 from .provenance import Marker, find_reduces, find_unshards
 
 ROLE = "fsdp_role"
@@ -56,7 +58,7 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         call = _emitter(graph, anchor, Role("gather", index, bucket.unit, plan.lookahead))
         fulls = lower.finish_gather(call, lower.launch_gather(call, [m.shard for m in members], specs), specs)
         _replace(graph, members, fulls)
-        num_launched += specs[0].num_shards > 1
+        num_launched += num_launches(bucket)
     for index, bucket in enumerate(plan.reduces):
         members = [reduces.pop(fqn) for fqn in bucket.fqns]
         _assert_independent(members, bucket)
@@ -65,7 +67,7 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         call = _emitter(graph, anchor, Role("reduce", index, bucket.unit, plan.lookahead))
         reduced = lower.finish_reduce(call, lower.launch_reduce(call, [m.shard for m in members], specs), specs)
         _replace(graph, members, reduced)
-        num_launched += specs[0].num_shards > 1
+        num_launched += num_launches(bucket)
     assert not unshards and not reduces, f"markers that the plan leaves out: {[*unshards, *reduces]}"
     sort_topologically(graph)
     return num_launched

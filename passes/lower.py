@@ -1,7 +1,8 @@
 """What a marker becomes: pack, collective, wait, unpack. Written once, run eagerly or written into a graph.
 
     gather   shards -> cast -> pad -> [cat] -> all_gather_into_tensor -> wait -> [split] -> reorder, unpad -> full
-    reduce   grads  -> cast -> pad, reorder -> [cat] -> reduce_scatter_tensor -> wait -> divide -> [split], unpad
+    reduce   grads  -> cast -> pad, reorder -> [cat] -> reduce_scatter_tensor -> wait
+                    -> [all_reduce over the replicas -> wait] -> divide -> [split], unpad
 
 The functions take ``call(op, *args)``: ``run`` executes the op, the insert pass's emitter adds a node instead. So
 both paths put the same bytes on the wire in the same order.
@@ -31,17 +32,18 @@ def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def launch_gather(call: Call, shards: Sequence[Any], specs: Sequence[ParamSpec]) -> Any:
     """Pack one bucket of local shards and start its all-gather; specs agree on dtype and group."""
     parts = [_on_the_wire(call, _cast(call, shard, spec.dtype), spec.layout) for shard, spec in zip(shards, specs)]
-    packed = parts[0] if len(parts) == 1 else call(aten.cat.default, [_flat(call, part) for part in parts])
     if specs[0].num_shards == 1:
-        return packed
+        return parts  # nothing travels, so nothing is packed
+    packed = parts[0] if len(parts) == 1 else call(aten.cat.default, [_flat(call, part) for part in parts])
     return call(all_gather_of(specs[0].backend), packed, specs[0].num_shards, specs[0].group)
 
 
 def finish_gather(call: Call, gathered: Any, specs: Sequence[ParamSpec]) -> list[Any]:
     """Wait for a bucket's all-gather and cut it into full parameters."""
     num_shards = specs[0].num_shards
-    if num_shards > 1:
-        gathered = call(c10d.wait_tensor.default, gathered)
+    if num_shards == 1:
+        return [_full(call, part, spec.layout) for part, spec in zip(gathered, specs)]
+    gathered = call(c10d.wait_tensor.default, gathered)
     if len(specs) == 1:
         return [_full(call, gathered, specs[0].layout)]
     bucket = BucketLayout(tuple(spec.layout for spec in specs))
@@ -50,7 +52,9 @@ def finish_gather(call: Call, gathered: Any, specs: Sequence[ParamSpec]) -> list
     for member, offset in zip(bucket.members, bucket.offsets):
         piece = call(aten.slice.Tensor, rows, 1, offset, offset + member.padded_numel)
         ranks_first = [num_shards * member.padded_size[0], *member.padded_size[1:]]
-        piece = call(aten.reshape.default, piece, ranks_first)
+        # Contiguous as any parameter is: one row a rank would be a view with the bucket's stride, and another kernel's
+        # rounding.
+        piece = _contiguous(call, call(aten.reshape.default, piece, ranks_first))
         fulls.append(_full(call, piece, member))
     return fulls
 
@@ -80,14 +84,29 @@ def launch_reduce(call: Call, grads: Sequence[Any], specs: Sequence[ParamSpec]) 
 
 
 def finish_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> list[Any]:
-    """Wait for a bucket's reduction and cut it into gradients of the local shards."""
+    """Wait for a bucket's reduction and cut it into gradients of the local shards.
+
+    Whoever can let something else run while the replicas are reduced calls the two steps itself.
+    """
+    return finish_all_reduce(call, launch_all_reduce(call, pending, specs), specs)
+
+
+def launch_all_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> Any:
+    """Where ranks hold copies: wait for the reduction over the shards, and start the one over the copies."""
     first = specs[0]
-    if first.num_shards > 1:
+    if first.num_replicas == 1:
+        return pending
+    over_shards = _finish_over_shards(call, pending, specs)
+    return call(c10d.all_reduce.default, over_shards, first.reduce_op, first.replicate_group)
+
+
+def finish_all_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> list[Any]:
+    """Wait for what ``launch_all_reduce`` left in flight; gradients of the local shards."""
+    first = specs[0]
+    if first.num_replicas == 1:
+        pending = _finish_over_shards(call, pending, specs)
+    else:
         pending = call(c10d.wait_tensor.default, pending)
-        if first.reduction == "all_to_all":
-            wire = list(first.layout.padded_size) if len(specs) == 1 else [-1]
-            pending = call(aten.view.default, pending, [first.num_shards, *wire])
-            pending = call(aten.sum.dim_IntList, pending, [0])
     if first.postdivide != 1.0:
         pending = call(aten.div.Tensor, pending, first.postdivide)
     if len(specs) == 1:
@@ -106,6 +125,19 @@ def finish_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> list[
             piece = call(aten.slice.Tensor, piece, spec.dim, 0, spec.local_length)
         reduced.append(_cast(call, piece, spec.grad_dtype))
     return reduced
+
+
+def _finish_over_shards(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> Any:
+    """Wait for the reduction that ``launch_reduce`` started: one rank's part, not divided yet."""
+    first = specs[0]
+    if first.num_shards == 1:
+        return pending
+    pending = call(c10d.wait_tensor.default, pending)
+    if first.reduction == "all_to_all":
+        wire = list(first.layout.padded_size) if len(specs) == 1 else [-1]
+        pending = call(aten.view.default, pending, [first.num_shards, *wire])
+        pending = call(aten.sum.dim_IntList, pending, [0])
+    return pending
 
 
 def _rows(specs: Sequence[ParamSpec]) -> int:

@@ -28,7 +28,8 @@ NAMESPACE = "fsdpc"
 class ParamSpec:
     """What a marker knows of its parameter.
 
-    Every field is equal on every rank, but for ``group``'s name and ``local_length``.
+    Every field is equal on every rank, but for the groups' names and ``local_length``; with tensor parallelism ``size``
+    is that of this rank's part.
     """
 
     fqn: str  # relative to the module that fully_shard was given
@@ -40,7 +41,7 @@ class ParamSpec:
     # Of this rank's shard, along dim. The shard shows it too, but AOTAutograd's cache (2.15) keys a DTensor input by
     # its global shape alone, and served one rank the graph that another had compiled for a shard of another length.
     local_length: int
-    group: str  # name of the process group
+    group: str  # name of the process group that shards it; empty when none does
     backend: str  # of that group; picks constants, never behaviour
     dtype: torch.dtype  # gathered and computed in
     reduce_dtype: torch.dtype  # gradients travel in
@@ -51,6 +52,8 @@ class ParamSpec:
     postdivide: float
     reduction: str  # "reduce_scatter", or "all_to_all" and a sum in rank order
     bucketing: str  # "size", "group" or "none"
+    replicate_group: str = ""  # name of the process group whose ranks hold the same shard; empty when none does
+    num_replicas: int = 1
 
     @property
     def layout(self) -> ShardLayout:
@@ -84,7 +87,7 @@ class ParamSpec:
 _SPEC = (
     "str fqn, str unit, int order, int[] size, int dim, int num_shards, int local_length, str group, str backend, "
     "ScalarType dtype, ScalarType reduce_dtype, ScalarType grad_dtype, bool regather, str reduce_op, float predivide, "
-    "float postdivide, str reduction, str bucketing"
+    "float postdivide, str reduction, str bucketing, str replicate_group, int num_replicas"
 )
 
 library = torch.library.Library(NAMESPACE, "DEF")

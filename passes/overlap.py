@@ -7,7 +7,8 @@
 
 A unit's gathers are launched when the unit before it begins to compute, not earlier: a gather that is early holds
 memory. A reduction is launched as soon as its gradients are there and waited for when the next unit has launched its
-own. Everything else keeps its order. Inductor fuses and sorts after the FX passes, so the same rule is applied once
+own; where that wait starts the all-reduce over replicas, it is waited for one unit later still. Everything else keeps
+its order. Inductor fuses and sorts after the FX passes, so the same rule is applied once
 more to what it will generate, through its documented hook for scheduler passes (DESIGN.md, proof 8).
 """
 
@@ -58,7 +59,7 @@ class Items(Generic[T]):
         known = self.position
         self.deps = {item: [dep for dep in deps(item) if dep in known and dep is not item] for item in order}
         self.role = {item: role(item) for item in order}
-        # Launches with their roles, in order.
+        # Launches with their roles, in order; a bucket that replicas reduce has two among the reductions.
         self.gathers: dict[T, Role] = {}
         self.reductions: dict[T, Role] = {}
         for item in order:
@@ -132,9 +133,11 @@ class _Schedule(Generic[T]):
         self.items = items
         self.done: list[T] = []
         self.emitted: set[T] = set()
-        self._waiting = list(items.reductions)  # not launched yet
-        self._epilogues = self._find_epilogues()
-        self._in_flight: list[T] = []
+        self._epilogues, self._seconds = self._follow_reductions()
+        # Not launched yet; a bucket's second launch is part of what follows its first.
+        self._waiting = [launch for launch in items.reductions if launch not in self._seconds.values()]
+        # Launched and not waited for, each with the unit whose reductions were being launched then.
+        self._in_flight: list[tuple[T, str]] = []
 
     def emit(self, item: T) -> None:
         """Emit ``item``, and before it whatever it needs; an explicit stack, for graphs deeper than Python's."""
@@ -153,28 +156,30 @@ class _Schedule(Generic[T]):
                 self.done.append(top)
 
     def reduce_what_is_ready(self) -> None:
-        """Launch the reductions whose gradients are computed; wait for those of the unit before."""
+        """Launch the reductions whose gradients are computed; wait for what was launched while the unit before was."""
         while self._waiting and self._ready(self._waiting[0]):
             launch = self._waiting.pop(0)
             self.emit(launch)
-            unit = self._unit(launch)
-            while self._in_flight and self._unit(self._in_flight[0]) != unit:
-                self._complete(self._in_flight.pop(0))
-            self._in_flight.append(launch)
+            unit = self.items.reductions[launch].unit
+            while self._in_flight and self._in_flight[0][1] != unit:
+                self._complete(self._in_flight.pop(0)[0], unit)
+            self._in_flight.append((launch, unit))
 
     def finish(self) -> None:
         """Emit what nothing asked for: the last reductions, and whatever only outputs read."""
-        for launch in self._in_flight:
-            self._complete(launch)
+        while self._in_flight:
+            self._complete(*self._in_flight.pop(0))
         for item in self.items.order:
             self.emit(item)
 
-    def _unit(self, launch: T) -> str:
-        return self.items.reductions[launch].unit
-
-    def _complete(self, launch: T) -> None:
+    def _complete(self, launch: T, unit: str) -> None:
+        """Wait for a reduction; where a second one follows, that is in flight from here on."""
         for item in self._epilogues[launch]:
             self.emit(item)
+        if launch in self._seconds:
+            second = self._seconds[launch]
+            self.emit(second)
+            self._in_flight.append((second, unit))
 
     def _ready(self, launch: T) -> bool:
         """Whether all compute that the reduction needs has been emitted (its packing may come now)."""
@@ -189,17 +194,21 @@ class _Schedule(Generic[T]):
             work.extend(self.items.deps[item])
         return True
 
-    def _find_epilogues(self) -> dict[T, list[T]]:
-        """Wait, divisions and slices of each reduction: communication items that follow from its launch."""
+    def _follow_reductions(self) -> tuple[dict[T, list[T]], dict[T, T]]:
+        """What follows from a launch: its wait, divisions, slices; and the second launch of a bucket that has two."""
         epilogues: dict[T, list[T]] = {launch: [] for launch in self.items.reductions}
-        owner: dict[T, T] = {launch: launch for launch in self.items.reductions}
+        seconds: dict[T, T] = {}
+        owner: dict[T, T] = {}
         for item in self.items.order:
             role = self.items.role[item]
-            if role is None or role.kind != "reduce" or item in self.items.reductions:
+            if role is None or role.kind != "reduce":
                 continue
-            for dep in self.items.deps[item]:
-                if dep in owner:
-                    owner[item] = owner[dep]
-                    epilogues[owner[dep]].append(item)
-                    break
-        return epilogues
+            first = next((owner[dep] for dep in self.items.deps[item] if dep in owner), None)
+            if item in self.items.reductions:
+                owner[item] = item
+                if first is not None:
+                    seconds[first] = item
+            elif first is not None:
+                owner[item] = first
+                epilogues[first].append(item)
+        return epilogues, seconds

@@ -11,13 +11,19 @@ STAGES = ("joint", "forward", "backward", "inference")
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters whose shards, or gradients, travel in one collective."""
+    """Parameters whose shards, or gradients, travel together."""
 
     unit: str
     fqns: tuple[str, ...]
     dtype: str  # on the wire
     num_bytes: int  # that one rank contributes (gather) or receives (reduction)
-    num_ranks: int = 2  # one rank needs no collective
+    num_ranks: int = 2  # that shard the bucket; one rank needs no collective
+    num_replicas: int = 1  # copies of each shard, whose gradients a second collective sums
+
+
+def num_launches(bucket: Bucket) -> int:
+    """Collectives that the bucket takes: one among the ranks that shard it, one among the replicas."""
+    return (bucket.num_ranks > 1) + (bucket.num_replicas > 1)
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,18 @@ def plan_graph(graph: fx.Graph, stage: str) -> Plan:
         stage=stage,
         # A gather is launched for its first member, a reduction once its last member's gradient is there.
         gathers=_named_buckets(
-            find_unshards(graph), gather_buckets, lambda spec: (spec.dtype, spec.gather_bytes), launched_at=min
+            find_unshards(graph),
+            gather_buckets,
+            lambda spec: (spec.dtype, spec.gather_bytes),
+            num_replicas=lambda spec: 1,
+            launched_at=min,
         ),
         reduces=_named_buckets(
-            find_reduces(graph), reduce_buckets, lambda spec: (spec.reduce_dtype, spec.reduce_bytes), launched_at=max
+            find_reduces(graph),
+            reduce_buckets,
+            lambda spec: (spec.reduce_dtype, spec.reduce_bytes),
+            num_replicas=lambda spec: spec.num_replicas,
+            launched_at=max,
         ),
     )
 
@@ -54,7 +62,8 @@ def _gather_key(spec: ParamSpec) -> tuple[object, ...]:
 
 def _reduce_key(spec: ParamSpec) -> tuple[object, ...]:
     divisors = (spec.reduce_op, spec.predivide, spec.postdivide, spec.reduction)
-    return (spec.group, spec.num_shards, spec.reduce_dtype, *divisors, spec.bucketing)
+    ranks = (spec.group, spec.num_shards, spec.replicate_group, spec.num_replicas)
+    return (*ranks, spec.reduce_dtype, *divisors, spec.bucketing)
 
 
 def _split(
@@ -79,6 +88,7 @@ def _named_buckets(
     found: Sequence[Marker],
     split: Callable[[Sequence[ParamSpec]], list[list[int]]],
     on_the_wire: Callable[[ParamSpec], tuple[torch.dtype, int]],
+    num_replicas: Callable[[ParamSpec], int],
     launched_at: Callable[[Iterable[int]], int],
 ) -> tuple[Bucket, ...]:
     units: dict[str, list[Marker]] = {}
@@ -89,13 +99,15 @@ def _named_buckets(
     for unit, members in units.items():
         for indices in split([marker.spec for marker in members]):
             wire = [on_the_wire(members[index].spec) for index in indices]
+            first = members[indices[0]].spec
             buckets.append(
                 Bucket(
                     unit=unit,
                     fqns=tuple(members[index].fqn for index in indices),
                     dtype=str(wire[0][0]).removeprefix("torch."),
                     num_bytes=sum(num_bytes for _, num_bytes in wire),
-                    num_ranks=members[indices[0]].spec.num_shards,
+                    num_ranks=first.num_shards,
+                    num_replicas=num_replicas(first),
                 )
             )
     buckets.sort(key=lambda bucket: launched_at(position[fqn] for fqn in bucket.fqns))

@@ -57,7 +57,8 @@ def has_markers(graph: fx.Graph) -> bool:
 
 def groups_of(graph: fx.Graph) -> set[str]:
     """Names of the process groups that the markers of the graph speak to."""
-    return {str(node.kwargs["group"]) for node in (*unshard_nodes(graph), *reduce_nodes(graph))}
+    markers_ = (*unshard_nodes(graph), *reduce_nodes(graph))
+    return {str(node.kwargs[key]) for node in markers_ for key in ("group", "replicate_group") if node.kwargs[key]}
 
 
 def find_unshards(graph: fx.Graph) -> list[Marker]:

@@ -36,7 +36,10 @@ class ScheduleInPlannedOrder:
             order=snodes,
             deps=lambda snode: [producer[dep.name] for dep in snode.unmet_dependencies if dep.name in producer],
             role=roles.__getitem__,
-            is_launch=lambda snode: any(ROLE in node.meta and is_launch(node) for node in origins[snode]),
+            # Inductor reduces in place: the copy that it makes first comes from the all-reduce too, and is no launch.
+            is_launch=lambda snode: (
+                compat.is_collective(snode) and any(ROLE in node.meta and is_launch(node) for node in origins[snode])
+            ),
         )
         lookahead = next(role.lookahead for role in roles.values() if role is not None)
         planned = planned_order(items, lookahead)

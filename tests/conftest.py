@@ -45,6 +45,12 @@ def three_ranks() -> Iterator[SteadyRanks]:
     yield from _steady(3)
 
 
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[SteadyRanks]:
+    """Four workers: two meshes of two."""
+    yield from _steady(4)
+
+
 @pytest.fixture
 def fake_group_of_four() -> Iterator[None]:
     """Rank 0 of a group that moves no data: for errors, shapes and graphs."""

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fsdp_compile
-from fsdp_compile import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from tests.toy import Block, Stack, shard
 
 pytestmark = pytest.mark.usefixtures("fake_group_of_four")
@@ -57,6 +57,16 @@ def _override(returned: Any) -> None:
     fully_shard(nn.Sequential(nn.Linear(4, 4)), mp_policy=policy)  # type: ignore[arg-type]
 
 
+def _unit() -> Any:
+    return fully_shard(nn.Linear(4, 4))
+
+
+def _nested() -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
 Row = tuple[Callable[[], Any], type[Exception], tuple[str, ...]]
 ROWS: dict[str, Row] = {
     "a ModuleList has no forward": (lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])), ValueError, ("members",)),
@@ -67,7 +77,6 @@ ROWS: dict[str, Row] = {
     "applied twice": (_twice, ValueError, ("Linear", "already")),
     "a mesh of three dimensions": (lambda: _linear(mesh=_mesh((1, 2, 2))), ValueError, ("3", "dp_mesh_dims")),
     "a mesh of two dimensions without names": (lambda: _linear(mesh=_mesh((2, 2))), ValueError, ("mesh_dim_names",)),
-    "HSDP": (lambda: _linear(mesh=_mesh((2, 2), ("a", "b"))), NotImplementedError, ("mesh=", "1-D")),
     "dp_mesh_dims with neither": (
         lambda: _linear(dp_mesh_dims=SimpleNamespace(shard=None, replicate=None)), ValueError, ("neither",)),
     "dp_mesh_dims without names": (
@@ -76,15 +85,15 @@ ROWS: dict[str, Row] = {
     "dp_mesh_dims with an unknown name": (
         lambda: _linear(mesh=_mesh((4,), ("dp",)), dp_mesh_dims=SimpleNamespace(shard=("x",), replicate=None)),
         ValueError, ("'x'", "dp")),
-    "dp_mesh_dims": (
+    "dp_mesh_dims for plain tensors": (
         lambda: _linear(mesh=_mesh((4,), ("dp",)), dp_mesh_dims=SimpleNamespace(shard="dp", replicate=None)),
-        NotImplementedError, ("dp_mesh_dims", "slice")),
+        ValueError, ("0.weight", "dp_mesh_dims", "distribute_module")),
     "reshard_after_forward as a string": (lambda: _linear(reshard_after_forward="yes"), ValueError, ("'yes'",)),
-    "reshard_after_forward as an int": (lambda: _linear(reshard_after_forward=2), NotImplementedError, ("=2",)),
-    "CPU offload": (lambda: _linear(offload_policy=CPUOffloadPolicy()), NotImplementedError, ("offload_policy",)),
+    "reshard_after_forward that divides nothing": (
+        lambda: _linear(reshard_after_forward=3), ValueError, ("=3", "1, 2, 4")),
     "a scalar": (lambda: fully_shard(Holder(torch.tensor(1.0))), ValueError, ("inner.bad", "(1,)")),
     "not contiguous": (lambda: fully_shard(Holder(torch.ones(4, 8).t())), NotImplementedError, ("inner.bad", "contiguous")),
-    "tensor parallel": (_tensor_parallel, NotImplementedError, ("inner.bad", "tensor parallelism")),
+    "a DTensor on the ranks to shard over": (_tensor_parallel, ValueError, ("inner.bad", "names")),
     "placement on a missing dim": (
         lambda: _linear(shard_placement_fn=lambda param: Shard(param.ndim % 2)), ValueError, ("0.bias", "(8,)", "only dim 0")),
     "placement far out of range": (
@@ -99,6 +108,34 @@ ROWS: dict[str, Row] = {
     "deepcopy": (lambda: __import__("copy").deepcopy(fully_shard(nn.Linear(4, 4))), RuntimeError, ("fully_shard",)),
     "set_reshard_after_forward with an int": (
         lambda: fully_shard(nn.Linear(4, 4)).set_reshard_after_forward(2), ValueError, ("2", "bool")),  # type: ignore[operator]
+    "prefetching a list that is none": (
+        lambda: _unit().set_modules_to_forward_prefetch(_unit()), TypeError, ("set_modules_to_forward_prefetch", "list")),
+    "prefetching forward what is not sharded": (
+        lambda: _unit().set_modules_to_forward_prefetch([nn.Linear(2, 2)]), ValueError, ("Linear", "fully_shard")),
+    "prefetching backward what is not sharded": (
+        lambda: _unit().set_modules_to_backward_prefetch([nn.Linear(2, 2)]), ValueError, ("Linear", "fully_shard")),
+    "sharing a context with what is not sharded": (
+        lambda: fsdp_compile.share_comm_ctx([nn.Linear(2, 2)]), ValueError, ("Linear", "share_comm_ctx")),
+    "a forward method that is missing": (
+        lambda: fsdp_compile.register_fsdp_forward_method(_unit(), "generate"), ValueError, ("'generate'", "Linear")),
+    "a number of buffers that is none": (
+        lambda: _unit().set_reduce_scatter_max_input_buffers(True), TypeError, ("True", "int")),
+    "no buffers": (lambda: _unit().set_reduce_scatter_max_input_buffers(0), ValueError, ("0", "at least 1")),
+    "a divide factor of zero": (lambda: _unit().set_gradient_divide_factor(0), ValueError, ("0", "positive")),
+    "a gather that cannot allocate": (
+        lambda: _unit().set_custom_all_gather(len), TypeError, ("set_custom_all_gather", "allocate")),
+    "a reduction that cannot allocate": (
+        lambda: _unit().set_custom_reduce_scatter(len), TypeError, ("set_custom_reduce_scatter", "allocate")),
+    "a hook that is no function": (lambda: _unit().set_all_reduce_hook(3), TypeError, ("set_all_reduce_hook", "int")),
+    "finalization without asking for it": (
+        lambda: _unit().finalize_backward(), RuntimeError, ("set_manual_backward_finalization(True)",)),
+    "finalization of an inner unit": (
+        lambda: _nested()[0].finalize_backward(), RuntimeError, ("0 (Linear)", "(root) (Sequential)", "finalize_backward")),
+    "finalization by hand of an inner unit": (
+        lambda: _nested()[0].set_manual_backward_finalization(True), RuntimeError, ("0 (Linear)", "outermost")),
+    "resetting an inner unit": (
+        lambda: _nested()[0].reset_iter_state(), RuntimeError, ("0 (Linear)", "reset_iter_state")),
+    "symmetric memory on the CPU": (lambda: _unit().set_symm_mem_for_comm(), RuntimeError, ("GPU", "cpu")),
     "an unknown bucketing": (
         lambda: fsdp_compile.configure(fully_shard(nn.Linear(4, 4)), bucketing="big"), ValueError, ("'big'", "size")),
     "an unknown reduction": (

@@ -209,6 +209,74 @@ return view_default_2, view_default_3""",
     )
 
 
+def replicated(**changes: Any) -> ParamSpec:
+    """On two ranks that shard, in each of two replicas."""
+    return spec(**{"replicate_group": "r", "num_replicas": 2, "postdivide": 4.0, **changes})
+
+
+def test_replicas_sum_what_the_ranks_of_each_have_reduced() -> None:
+    b = Builder()
+    graph = b.output(b.reduce(b.input("grad", 4, 3), replicated()))
+    assert_expected_inline(
+        lowered(graph, "backward"),
+        """\
+reduce_scatter_tensor_default = reduce_scatter_tensor(grad, sum, 2, g)
+wait_tensor_default = wait_tensor(reduce_scatter_tensor_default)
+all_reduce_default = all_reduce(wait_tensor_default, sum, r)
+wait_tensor_default_1 = wait_tensor(all_reduce_default)
+div_tensor = div.Tensor(wait_tensor_default_1, 4.0)
+return div_tensor""",
+    )
+
+
+def test_replicas_sum_after_the_sum_in_rank_order() -> None:
+    b = Builder()
+    graph = b.output(b.reduce(b.input("grad", 4, 3), replicated(reduction="all_to_all")))
+    assert_expected_inline(
+        lowered(graph, "backward"),
+        """\
+all_to_all_single_default = all_to_all_single(grad, [2, 2], [2, 2], g)
+wait_tensor_default = wait_tensor(all_to_all_single_default)
+view_default = view(wait_tensor_default, [2, 2, 3])
+sum_dim_int_list = sum.dim_IntList(view_default, [0])
+all_reduce_default = all_reduce(sum_dim_int_list, sum, r)
+wait_tensor_default_1 = wait_tensor(all_reduce_default)
+div_tensor = div.Tensor(wait_tensor_default_1, 4.0)
+return div_tensor""",
+    )
+
+
+def test_without_shards_nothing_is_gathered_or_packed_and_gradients_share_an_all_reduce() -> None:
+    b = Builder()
+    whole = dict(num_shards=1, group="", postdivide=2.0)
+    weight = replicated(local_length=4, **whole)
+    bias = replicated(fqn="up.bias", size=(4,), order=1, local_length=4, **whole)
+    w, v = b.unshard(b.input("weight", 4, 3), weight), b.unshard(b.input("bias", 4), bias)
+    y = b.call(torch.ops.aten.mul.Tensor, w, b.call(torch.ops.aten.unsqueeze.default, v, 1))
+    graph = b.output(b.reduce(y, weight), b.reduce(b.call(torch.ops.aten.relu.default, v), bias))
+    assert_expected_inline(
+        lowered(graph, "backward"),
+        """\
+reshape_default = reshape(weight, [4, 3])
+reshape_default_1 = reshape(bias, [4])
+unsqueeze_default = unsqueeze(reshape_default_1, 1)
+mul_tensor = mul.Tensor(reshape_default, unsqueeze_default)
+relu_default = relu(reshape_default_1)
+reshape_default_2 = reshape(mul_tensor, [1, -1])
+reshape_default_3 = reshape(relu_default, [1, -1])
+cat_default = cat([reshape_default_2, reshape_default_3], 1)
+all_reduce_default = all_reduce(cat_default, sum, r)
+wait_tensor_default = wait_tensor(all_reduce_default)
+div_tensor = div.Tensor(wait_tensor_default, 2.0)
+view_default = view(div_tensor, [-1])
+slice_tensor = slice.Tensor(view_default, 0, 0, 12)
+view_default_1 = view(slice_tensor, [4, 3])
+slice_tensor_1 = slice.Tensor(view_default, 0, 12, 16)
+view_default_2 = view(slice_tensor_1, [4])
+return view_default_1, view_default_2""",
+    )
+
+
 def test_with_one_rank_the_parameter_itself_stands_there_and_outputs_get_a_copy() -> None:
     b = Builder()
     shard = b.input("shard", 4, 3)
@@ -321,8 +389,25 @@ def test_a_reduction_is_waited_for_after_the_next_units_was_launched() -> None:
     assert_expected_inline(order(graph), "G0 G1 w0 C R0 G2 w1 C R1 w'0 w2 C R2 w'1 w'2")
 
 
+def test_replicas_reduce_one_unit_later_and_are_waited_for_another_one_later() -> None:
+    b = Builder()
+    x = b.input("x", 4, 3)
+    reduced = []
+    for layer in range(4):
+        x = b.call(torch.ops.aten.relu.default, x)
+        reduced.append(b.reduce(x, replicated()))
+        reduced[-1].meta["nn_module_stack"] = {"1": (f"L['self'].layers.{layer}.up", torch.nn.Linear)}
+    graph = b.output(*reduced)
+    plan = plan_graph(graph, "backward")
+    insert(graph, plan)
+    overlap(graph, plan)
+    graph.lint()
+    assert check(graph, plan) == 8
+    assert_expected_inline(order(graph), """C R0 C R1 w'0 A0 C R2 w'0 w'1 A1 C R3 w'1 w'2 A2 w'2 w'3 A3 w'3""")
+
+
 def order(graph: fx.Graph) -> str:
-    """G gather, w its wait, C compute, R reduction, w' its wait, each with its bucket."""
+    """G gather, w its wait, C compute, R reduction, A all-reduce, w' their waits, each with its bucket."""
     letters = []
     for node in graph.nodes:
         if node.op != "call_function":
@@ -332,6 +417,8 @@ def order(graph: fx.Graph) -> str:
             letters.append("C")
         elif "wait_tensor" in name:
             letters.append(f"{'w' if role.kind == 'gather' else chr(119) + chr(39)}{role.bucket}")
+        elif "all_reduce" in name:
+            letters.append(f"A{role.bucket}")
         elif "all_gather" in name or "reduce_scatter" in name:
             letters.append(f"{'G' if role.kind == 'gather' else 'R'}{role.bucket}")
     return " ".join(letters)

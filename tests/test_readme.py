@@ -21,17 +21,21 @@ def _code(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
 
 
-def _run_examples(shard_and_compile: str, inspect: str, folder: str) -> None:
-    names = {"torch": torch, "model": Stack(1), "batch": torch.zeros(2, 5, dtype=torch.long)}
+def _run_examples(folder: str) -> None:
+    shard_and_compile, inspect, accumulate, compare = _code("python")
+    batch = torch.zeros(2, 5, dtype=torch.long)
+    names = {"torch": torch, "model": Stack(1), "batch": batch, "batches": [batch, batch]}
     exec(shard_and_compile, names)
     assert isinstance(names["model"]._orig_mod, FSDPModule)
     if dist.get_rank() == 0:
         os.chdir(folder)
-    exec(inspect if dist.get_rank() == 0 else "model(batch).sum().backward()", names)
+    exec(inspect if dist.get_rank() == 0 else "import fsdp_compile; model(batch).sum().backward()", names)
+    exec(accumulate, names)
+    exec(compare, names)
 
 
-def test_the_examples_shard_compile_and_inspect(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(_run_examples, *_code("python"), str(tmp_path))
+def test_the_examples_run_as_they_stand(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(_run_examples, str(tmp_path))
     assert list((tmp_path / "graphs").glob("*backward*/*.py"))
 
 

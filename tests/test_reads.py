@@ -291,10 +291,10 @@ def _nothing_is_kept() -> list[int]:
             for _ in range(3):
                 begin = eager.begin_forward
 
-                def watch(state: Any) -> Any:
-                    call = begin(state)  # noqa: B023
-                    refs.append(weakref.ref(call))  # noqa: B023
-                    return call
+                def watch(*args: Any) -> Any:
+                    begun = begin(*args)  # noqa: B023
+                    refs.append(weakref.ref(begun[0]))  # noqa: B023
+                    return begun
 
                 with mock.patch.object(eager, "begin_forward", watch):
                     loss = model(torch.ones(2, 6)).sum()

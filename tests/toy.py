@@ -108,14 +108,23 @@ def assert_same_params(sharded: nn.Module, unsharded: nn.Module, atol: float = 1
 
 
 def train_and_compare(
-    run: Callable[[Tensor], Tensor], sharded: nn.Module, unsharded: nn.Module, steps: int = 3
+    run: Callable[[Tensor], Tensor],
+    sharded: nn.Module,
+    unsharded: nn.Module,
+    steps: int = 3,
+    place: int | None = None,
+    num_places: int | None = None,
 ) -> None:
-    """AdamW steps on both; losses, gradients and parameters agree at each."""
+    """AdamW steps on both; losses, gradients and parameters agree at each.
+
+    ``place`` is this rank's among the ``num_places`` that have a batch of their own; as a rule every rank has.
+    """
+    place = dist.get_rank() if place is None else place
     optim = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
     reference = torch.optim.AdamW(unsharded.parameters(), lr=1e-2)
     for step in range(steps):
-        tokens = batches(step)
-        loss = loss_of(run(tokens[dist.get_rank()]))
+        tokens = batches(step)[:num_places]
+        loss = loss_of(run(tokens[place]))
         loss.backward()
         expected = reference_backward(unsharded, tokens)
         torch.testing.assert_close(mean_over_ranks(loss), expected, atol=1e-6, rtol=1e-5)

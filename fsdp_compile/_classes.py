@@ -1,0 +1,118 @@
+"""The generated classes whose properties read parameters.
+
+    Block given to fully_shard      class FSDPBlock(FSDPModule, Block)
+    Linear inside it                class ShardedLinear(Linear):  weight = property(...); bias = property(...)
+
+``_parameters`` still holds the shards, so names, ``state_dict`` keys and ``parameters()`` do not change.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from . import _torch_compat as compat
+from ._eager_path import READS
+from ._graph_path import getter
+from ._state import UnitState, state_of, unit_forward_for
+from .passes import ParamSpec
+
+
+class ShardedModule:
+    """What every module with sharded parameters has: it holds shards of one rank, so it neither copies nor pickles.
+
+    A new object of a generated class, as slicing an ``nn.Sequential`` makes one, is of the original class.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls._fsdp_compile_original(*args, **kwargs)  # type: ignore[attr-defined]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # nn.Module's, found past torch's own FSDPModule, which looks for a state of its own.
+        applied = self._fsdp_compile_original._apply(self, fn, recurse)  # type: ignore[attr-defined]
+        refresh_owners(self)  # .to(dtype) and .to_empty(device) change what markers say
+        return applied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise RuntimeError(
+            f"{type(self).__name__} is sharded and cannot be deep-copied. Copy the model before fully_shard, or build "
+            "a second one, shard it alike, and load_state_dict(model.state_dict()) into it."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{type(self).__name__} is sharded and cannot be pickled. Save model.state_dict() with "
+            "torch.distributed.checkpoint, and load it into a model built and sharded alike."
+        )
+
+
+def refresh(state: UnitState) -> None:
+    """Give every module that reads the unit's parameters a class whose markers say how the group is set up now."""
+    group = state.group
+    group.version += 1
+    by_module: dict[nn.Module, dict[str, ParamSpec]] = {module: {} for module in state.modules}
+    for param in group.params:
+        for slot in param.slots:
+            if slot.param is not None:
+                param.shard = slot.param
+                compat.restore_grad_dtype(param.shard, param.grad_dtype)
+            by_module.setdefault(slot.module, {})[slot.name] = group.spec_of(param)
+    for module, reads in by_module.items():
+        _require_our_class(module, reads)
+        module.__dict__.setdefault("_fsdp_compile_specs", {}).update(reads)
+        all_reads = tuple(sorted(module.__dict__["_fsdp_compile_specs"].items()))
+        unit = state_of(module)
+        mixin = None if unit is None else unit.mixin
+        eager_only = None if unit is None else unit.group.eager_only
+        module.__class__ = sharded_class(original_class(module), mixin, eager_only, all_reads)
+
+
+def refresh_owners(module: Any) -> None:
+    """Refresh the units that own what ``module`` reads."""
+    reads = module.__dict__.get(READS, {}).values()
+    for owner in dict.fromkeys(owner for _, owner, _ in reads):
+        refresh(owner)
+
+
+def _require_our_class(module: nn.Module, reads: dict[str, ParamSpec]) -> None:
+    cls = type(module)
+    if issubclass(cls, ShardedModule) and "_fsdp_compile_original" not in cls.__dict__:
+        raise RuntimeError(
+            f"{', '.join(spec.fqn for spec in reads.values())}: the class of their module changed to {cls.__name__} "
+            "after fully_shard (parametrizations do that). Change it before fully_shard."
+        )
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the module had before fully_shard."""
+    return getattr(type(module), "_fsdp_compile_original", type(module))
+
+
+@functools.cache
+def sharded_class(
+    cls: type[nn.Module], mixin: type | None, eager_only: str | None, reads: tuple[tuple[str, ParamSpec], ...]
+) -> type[nn.Module]:
+    """A subclass of ``cls`` whose properties read the sharded parameters; equal modules share one.
+
+    ``mixin`` is a base for modules that are a unit. ``eager_only`` names what Dynamo must not trace them for.
+    """
+    namespace: dict[str, Any] = {"_fsdp_compile_original": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    for name, spec in reads:
+        namespace[name] = getter(name, spec)
+    if issubclass(cls, nn.RNNBase):
+        namespace["_flat_weights"] = property(_flat_weights, lambda self, value: None)
+    if mixin is None:
+        return type(f"Sharded{cls.__name__}", (ShardedModule, cls), namespace)
+    forward = unit_forward_for(f"FSDP{cls.__name__}")
+    if eager_only is not None:
+        forward = torch.compiler.disable(forward, reason=f"{cls.__name__}: {eager_only} works in eager mode only")
+    namespace["_call_impl"] = forward
+    return type(f"FSDP{cls.__name__}", (mixin, cls), namespace)
+
+
+def _flat_weights(self: nn.RNNBase) -> list[Any]:
+    """nn.RNN and its kin keep a list of their parameters beside them: read them anew each time."""
+    return [getattr(self, name) if hasattr(self, name) else None for name in self._flat_weights_names]

@@ -1,0 +1,139 @@
+"""The eager path's backward: gather again, launch the next, reduce, free, and end it all in order.
+
+    enter_backward     backward reached the outputs of a call: gather, launch the gather of the unit that comes next
+    reduce             all gradients of a call are there: launch their reduction, or hold them back
+    leave_backward     nothing of the call reads parameters any more: free
+    end_backward       reduce what nothing reached, free what is left, wait for what is in flight
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from . import _torch_compat as compat
+from ._gathered import Gathered, gathered_of
+from ._reduction import Reduction, hold_back, with_pending
+
+if TYPE_CHECKING:
+    from ._call import Call
+    from ._state import UnitState
+
+
+def enter_backward(call: Call) -> None:
+    """Backward reached the outputs of a forward call: gather, and launch what comes next."""
+    state, iteration = call.state, call.state.iteration
+    task = compat.backward_task()
+    clean_up_at_end(state)
+    iteration.creates_graph |= torch.is_grad_enabled()
+    state.backward_call, state.backward_task = call, task
+    if call.task != task:
+        call.task = task
+        state.in_backward.add(call)
+    if not state.group.unshard_in_backward:
+        return
+    call.gathered.wait()
+    if state.backward_prefetch:
+        for target in state.backward_prefetch:
+            gathered_of(target).launch()
+        return
+    for earlier in iteration.before(call):
+        if earlier.state is not state:
+            if earlier.state.group.unshard_in_backward:
+                earlier.gathered.launch()
+            break
+
+
+def leave_backward(call: Call) -> None:
+    """Backward is through with a forward call: free, unless another call of the unit is under way."""
+    state = call.state
+    if call.task is not None and call.task != compat.backward_task():
+        return  # a backward inside another one (reentrant checkpointing), which goes on reading
+    state.in_backward.discard(call)
+    if not state.in_backward and state.group.reshard_after_backward and not state.iteration.creates_graph:
+        call.gathered.free()
+
+
+def is_watched(shard: DTensor, leaf: Any) -> bool:
+    """Whether the gradient of a shard must come through autograd: somebody sees it on its way, or asked for it."""
+    if torch.is_grad_enabled() or not shard.is_leaf or shard._backward_hooks:
+        return True
+    return not compat.accumulates(leaf)
+
+
+def reduce(state: UnitState, gathered: Gathered, grads: dict[int, Tensor], watched: bool) -> dict[int, Tensor]:
+    """Send gradients on their way to the shards; those that autograd must carry there come back."""
+    group = state.group
+    if not group.sync and not watched:
+        hold_back(gathered, grads)
+        return {}
+    grads = with_pending(gathered, grads)
+    if group.reduce_unused:
+        _require_reduce_dtype(state, gathered)
+        for index, (shard, spec) in enumerate(zip(gathered.shards, gathered.specs)):
+            if shard.requires_grad and index not in grads:
+                grads[index] = torch.zeros(spec.size, dtype=spec.reduce_dtype, device=group.mesh.device)
+    state.reduced_in = compat.backward_task()
+    if not grads:
+        return {}
+    if watched:
+        local = Reduction(gathered, grads).finish()
+        return {index: compat.dtensor_like(gathered.shards[index], value) for index, value in local.items()}
+    state.iteration.traffic.reduce(gathered, grads, state.root.max_reductions_in_flight())
+    return {}
+
+
+def _require_reduce_dtype(state: UnitState, gathered: Gathered) -> None:
+    for param, shard in zip(gathered.params, gathered.shards):
+        if compat.get_grad_dtype(shard) is None and state.mp_policy.reduce_dtype is None:
+            raise ValueError(
+                f"{param.fqn} has grad_dtype=None, so its gradient has no dtype of its own, and "
+                "set_reduce_scatter_unused_params needs one for zeros. Give MixedPrecisionPolicy a reduce_dtype."
+            )
+
+
+def clean_up_at_end(state: UnitState) -> None:
+    """Have the end of the backward that runs clean up; once for each backward."""
+    iteration, task = state.iteration, compat.backward_task()
+    iteration.touched.setdefault(state)
+    if task not in iteration.tasks:
+        iteration.tasks.append(task)
+        root = state.root
+        compat.at_end_of_backward(lambda: end_backward(root, task))
+
+
+def end_backward(root: UnitState, task: int | None = None) -> None:
+    """The last of a backward: gradients that nothing asked for, what is in flight, and the storages."""
+    iteration = root.iteration
+    if task in iteration.tasks:
+        iteration.tasks.remove(task)
+    if iteration.tasks:
+        return  # inside another backward, which goes on
+    if not iteration.manual_finalization:
+        reduce_left_over(root)
+    for unit in iteration.touched:
+        unit.backward_call = unit.backward_task = None
+        unit.in_backward.clear()
+        unit.reduced_in = None
+        keeps = iteration.creates_graph or unit.calls or not unit.group.reshard_after_backward
+        if unit.gathered is not None and not keeps:
+            unit.gathered.free()
+            unit.gathered.drop_slices()
+    if iteration.is_last_backward and not iteration.manual_finalization:
+        iteration.traffic.finish()
+        if not iteration.creates_graph:
+            iteration.touched.clear()
+    iteration.creates_graph = False
+
+
+def reduce_left_over(root: UnitState) -> None:
+    """Reduce gradients held back for units that this backward did not reach, and zeros where all ranks must reduce."""
+    for unit in reversed(root.units()):
+        group = unit.group
+        if not group.sync or unit.reduced_in is not None:
+            continue
+        if group.pending or group.reduce_unused:
+            reduce(unit, gathered_of(unit), {}, watched=False)

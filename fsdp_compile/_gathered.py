@@ -1,0 +1,227 @@
+"""A unit's full parameters on the eager path: gathered, freed, and gathered again into the same storages.
+
+    launch     pack the shards and start the all-gathers; compute may run beside them
+    wait       the full parameters are there
+    free       give the storages back to the allocator; tensors that autograd saved still alias them
+    launch     ... and what is gathered again lands where those tensors look
+
+One object serves every forward call of the unit. What the calls read and what backward does with gradients is in
+``_eager_path``; the bytes on the wire are those of ``passes.lower``, as in a compiled graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ._comm import Caller
+from ._extension import Extension, has_extension
+from ._group import ParamGroup
+from ._param import ShardedParam
+from .passes import ParamSpec, lower
+from .passes.markers import require_data
+from .passes.planner import gather_buckets
+
+if TYPE_CHECKING:
+    from ._state import UnitState
+
+
+class Gathered:
+    """The full parameters of one unit, or the promise of them."""
+
+    def __init__(self, group: ParamGroup) -> None:
+        self.group = group
+        self._version = group.version
+        self.params: list[ShardedParam] = [param for param in group.params if isinstance(param.param, DTensor)]
+        self.shards: list[DTensor] = [param.param for param in self.params]
+        for param, shard in zip(self.params, self.shards):
+            require_data(param.fqn, shard)
+            if group.offload and shard._local_tensor.device.type != "cpu":
+                raise RuntimeError(
+                    f"{param.fqn} was sharded with a CPUOffloadPolicy, but its shard is on "
+                    f"{shard._local_tensor.device}. Leave it on the CPU; a model built on meta gets its data there "
+                    "with to_empty(device='cpu')."
+                )
+        self.specs: list[ParamSpec] = [group.spec_of(param) for param in self.params]
+        self._extensions = {
+            index: Extension(param, shard, self.specs[index], group.mp_policy)
+            for index, (param, shard) in enumerate(zip(self.params, self.shards))
+            if has_extension(param, shard)
+        }
+        self.index = {param.fqn: index for index, param in enumerate(self.params)}
+        self.fulls: list[Tensor] | None = None
+        self._num_bytes: list[int] = []
+        self._in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] | None = None
+        self._versions: list[int] = []
+        # After a forward with reshard_after_forward=n: one of n slices of each full parameter.
+        self._slices: list[Tensor] | None = None
+        self.is_full = False
+
+    def serves(self, group: ParamGroup) -> bool:
+        """Whether these are still the group's parameters, set up as they were when this object was made."""
+        current = [param.param for param in group.params if isinstance(param.param, DTensor)]
+        return self._version == group.version and list(map(id, current)) == list(map(id, self.shards))
+
+    @property
+    def launched(self) -> bool:
+        return self._in_flight is not None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a shard was written to since it was gathered."""
+        return self._versions != self._current_versions()
+
+    def _current_versions(self) -> list[int]:
+        # A write to the DTensor counts there, a write to its local tensor here.
+        tensors = [tensor for shard in self.shards for tensor in (shard, shard._local_tensor)]
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+    def launch(self) -> None:
+        """Start the all-gathers, unless they have been started or are done."""
+        if self.is_full or self.launched:
+            return
+        in_flight = []
+        with torch.inference_mode(False), torch.no_grad():  # a later read may be recorded
+            sources, specs = self._sources()
+            plain = [index for index in range(len(specs)) if index not in self._extensions]
+            for places in gather_buckets([specs[index] for index in plain]):
+                bucket = [plain[place] for place in places]
+                members = [specs[index] for index in bucket]
+                call = self._caller(bucket, members)
+                launched = lower.launch_gather(call, [sources[index] for index in bucket], members)
+                in_flight.append((bucket, members, launched, call))
+            for extension in self._extensions.values():
+                extension.launch()
+        self._versions = self._current_versions()
+        self._in_flight = in_flight
+
+    def wait(self) -> list[Tensor]:
+        """The full parameters."""
+        self.launch()
+        if self._in_flight is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._land(self._in_flight)
+            self._in_flight, self._slices = None, None
+            self.is_full = True
+        assert self.fulls is not None
+        return self.fulls
+
+    def free(self) -> None:
+        """Give the storages back; a gather that nobody waited for is waited for first."""
+        if self.launched:
+            self.wait()
+        if not self.is_full:
+            return
+        self.is_full = False
+        if self.group.keep_storage:
+            return
+        assert self.fulls is not None
+        shards = {
+            shard._local_tensor.untyped_storage().data_ptr()
+            for index, shard in enumerate(self.shards)
+            if index not in self._extensions
+        }
+        for extension in self._extensions.values():
+            extension.free()
+        for index, full in enumerate(self.fulls):
+            if index in self._extensions:
+                continue
+            storage = full.untyped_storage()
+            if storage.data_ptr() not in shards:  # with one rank, what is gathered may be the shard itself
+                storage.resize_(0)
+
+    def free_but_a_slice(self) -> None:
+        """Keep this rank's part of ``group.post_forward``: backward then gathers over its few ranks."""
+        mesh = self.group.post_forward
+        assert mesh is not None and self.fulls is not None
+        with torch.inference_mode(False), torch.no_grad():
+            slices = []
+            for full, spec in zip(self.fulls, self._slice_specs()):
+                start, stop = spec.layout.span(mesh.rank)
+                slices.append(full.narrow(spec.dim, start, stop - start).clone())
+        self.free()
+        self._slices = slices
+
+    def drop_slices(self) -> None:
+        self._slices = None
+
+    def give_away(self, tensors: list[Tensor]) -> None:
+        """Leave storages that ``tensors``, outputs of a module, share to the user; the next gather gets new ones."""
+        if self.fulls is None:
+            return
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        plain = [full for index, full in enumerate(self.fulls) if index not in self._extensions]
+        addresses &= {full.untyped_storage().data_ptr() for full in plain} - {0}
+        if addresses:
+            # Tensors that autograd saved keep the storages that they alias; only our names for them go.
+            self.fulls, self.is_full = None, False
+
+    def _sources(self) -> tuple[list[Tensor], list[ParamSpec]]:
+        """What this rank contributes to the gather."""
+        if self._slices is not None:
+            return self._slices, self._slice_specs()
+        device = self.group.mesh.device
+        shards = [shard._local_tensor.detach() for shard in self.shards]
+        shards = [shard if shard.device == device else shard.to(device, non_blocking=True) for shard in shards]
+        return shards, self.specs
+
+    def _slice_specs(self) -> list[ParamSpec]:
+        mesh = self.group.post_forward
+        assert mesh is not None
+        slices = []
+        for spec in self.specs:
+            layout = dataclasses.replace(spec.layout, num_shards=mesh.num_shards)
+            length = layout.local_size(mesh.rank)[spec.dim]
+            slices.append(
+                dataclasses.replace(spec, num_shards=mesh.num_shards, group=mesh.group, local_length=length)
+            )
+        return slices
+
+    def _caller(self, bucket: list[int], members: list[ParamSpec]) -> Caller:
+        """Executes the ops of one bucket; a lone parameter is gathered right into the storage that it had."""
+        out = None
+        spec = members[0]
+        if self.fulls is not None and len(bucket) == 1 and spec.dim == 0 and spec.layout.even and spec.num_shards > 1:
+            full = self.fulls[bucket[0]]
+            self._allocate(bucket[0])
+            out = full.data  # no new version for autograd: the values are those that were saved
+        return Caller(self.group.comms, out)
+
+    def _allocate(self, index: int) -> None:
+        assert self.fulls is not None
+        storage = self.fulls[index].untyped_storage()
+        if storage.nbytes() != self._num_bytes[index]:
+            storage.resize_(self._num_bytes[index])
+
+    def _land(self, in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]]) -> None:
+        fulls: dict[int, Tensor] = {}
+        for bucket, specs, launched, call in in_flight:
+            fulls.update(zip(bucket, lower.finish_gather(call, launched, specs)))
+        fulls.update({index: extension.land() for index, extension in self._extensions.items()})
+        if self.fulls is None:
+            self.fulls = [fulls[index] for index in range(len(self.shards))]
+            self._num_bytes = [
+                0 if index in self._extensions else full.untyped_storage().nbytes()
+                for index, full in enumerate(self.fulls)
+            ]
+            return
+        for index, full in enumerate(self.fulls):
+            if index in self._extensions:
+                continue
+            again = fulls[index]
+            self._allocate(index)
+            if again.untyped_storage().data_ptr() != full.untyped_storage().data_ptr():
+                full.data.copy_(again)
+
+
+def gathered_of(state: UnitState) -> Gathered:
+    """The unit's full parameters, anew when its parameters or their settings changed."""
+    if state.gathered is None or not state.gathered.serves(state.group):
+        if state.gathered is not None:
+            state.gathered.free()
+        state.gathered = Gathered(state.group)
+    return state.gathered

@@ -1,0 +1,214 @@
+"""Gradients on the eager path: from full parameters to their shards.
+
+    a backward without sync     full gradients wait in ``group.pending``, in the reduction's dtype
+    sync without all-reduce     reduced shards wait in ``group.partials`` (replicated meshes)
+    a backward with both        pending + gradients -> reduce-scatter -> + partials -> all-reduce -> shard.grad
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from . import _torch_compat as compat
+from ._comm import Caller
+from ._gathered import Gathered
+from .passes import ParamSpec, lower
+from .passes.collectives import c10d
+from .passes.planner import reduce_buckets
+
+aten = torch.ops.aten
+
+
+def hold_back(gathered: Gathered, grads: Mapping[int, Tensor]) -> None:
+    """Keep full gradients for a later backward that synchronizes."""
+    pending = gathered.group.pending
+    with torch.no_grad():
+        for index, grad in grads.items():
+            fqn, dtype = gathered.params[index].fqn, gathered.specs[index].reduce_dtype
+            if fqn in pending:
+                pending[fqn].add_(grad)
+            else:
+                # A copy where the dtype is right already: autograd may hand the same tensor to others.
+                pending[fqn] = grad.detach().to(dtype, copy=True)
+
+
+def with_pending(gathered: Gathered, grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """``grads`` and what earlier backwards held back."""
+    pending = gathered.group.pending
+    total = dict(grads)
+    with torch.no_grad():
+        for fqn in list(pending):
+            index = gathered.index.get(fqn)
+            if index is not None:
+                held = pending.pop(fqn)
+                total[index] = held.add_(grads[index]) if index in grads else held
+    return total
+
+
+class Reduction:
+    """One unit's gradients in flight."""
+
+    def __init__(self, gathered: Gathered, grads: Mapping[int, Tensor]) -> None:
+        self.gathered = gathered
+        self._in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] = []
+        self._advanced = False
+        group = gathered.group
+        self._replicated_later = group.partials or not group.all_reduce
+        indices = sorted(grads)
+        with torch.no_grad():
+            for bucket in reduce_buckets([gathered.specs[index] for index in indices]):
+                members = [indices[place] for place in bucket]
+                specs = [self._spec(index) for index in members]
+                num_waits = (specs[0].num_shards > 1) + (specs[0].num_replicas > 1)
+                call = Caller(group.comms, num_waits_before_hook=num_waits)
+                launched = lower.launch_reduce(call, [grads[index] for index in members], specs)
+                if num_waits == 0:
+                    if len(members) == 1:
+                        launched = launched.clone()  # no collective made it new, and autograd may give it to others
+                    call.show_to_hook(launched)
+                self._in_flight.append((members, specs, launched, call))
+
+    @property
+    def replicates(self) -> bool:
+        """Whether another collective follows, over the replicas."""
+        return any(specs[0].num_replicas > 1 for _, specs, _, _ in self._in_flight)
+
+    def advance(self) -> None:
+        """Start the reduction over the replicas, where there are any."""
+        if self._advanced:
+            return
+        self._advanced = True
+        with torch.no_grad():
+            self._in_flight = [
+                (members, specs, lower.launch_all_reduce(call, launched, specs), call)
+                for members, specs, launched, call in self._in_flight
+            ]
+
+    def finish(self) -> dict[int, Tensor]:
+        """Gradients of the local shards, by place among the gathered parameters; none while they are partial."""
+        self.advance()
+        reduced: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for members, specs, launched, call in self._in_flight:
+                reduced.update(zip(members, lower.finish_all_reduce(call, launched, specs)))
+            self._in_flight = []
+            return self._over_replicas(reduced) if self._replicated_later else reduced
+
+    def complete(self) -> None:
+        """Wait, and give the shards their gradients."""
+        for index, local in self.finish().items():
+            accumulate(self.gathered.shards[index], local)
+
+    def _spec(self, index: int) -> ParamSpec:
+        spec = self.gathered.specs[index]
+        twin = self.gathered.group.reduce_groups.get(spec.group)
+        if twin is not None:
+            spec = dataclasses.replace(spec, group=twin)
+        if not self._replicated_later or spec.num_replicas == 1:
+            return spec
+        # Only over the shards, as it travels: the rest is done once partial sums are complete.
+        return dataclasses.replace(spec, num_replicas=1, postdivide=1.0, grad_dtype=spec.reduce_dtype)
+
+    def _over_replicas(self, reduced: dict[int, Tensor]) -> dict[int, Tensor]:
+        group = self.gathered.group
+        done: dict[int, Tensor] = {}
+        partial: dict[int, Tensor] = {}
+        for index, local in reduced.items():
+            (partial if self.gathered.specs[index].num_replicas > 1 else done)[index] = local
+        for fqn in list(group.partials):
+            index = self.gathered.index[fqn]
+            held = group.partials.pop(fqn)
+            partial[index] = held.add_(partial[index]) if index in partial else held
+        if not group.all_reduce:
+            group.partials.update({self.gathered.params[index].fqn: local for index, local in partial.items()})
+            return done
+        done.update(self._all_reduced(partial))
+        return done
+
+    def _all_reduced(self, partial: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Partial sums over the shards, summed over the replicas: one collective a mesh and divisor."""
+        by_key: dict[tuple[object, ...], list[int]] = {}
+        for index in sorted(partial):
+            spec = self.gathered.specs[index]
+            key = (spec.replicate_group, spec.reduce_dtype, spec.reduce_op, spec.postdivide)
+            by_key.setdefault(key, []).append(index)
+        done: dict[int, Tensor] = {}
+        for members in by_key.values():
+            spec = self.gathered.specs[members[0]]
+            packed = torch.cat([partial[index].reshape(-1) for index in members])
+            call = Caller(self.gathered.group.comms, num_waits_before_hook=1)
+            launched = call(c10d.all_reduce.default, packed, spec.reduce_op, spec.replicate_group)
+            summed = call(c10d.wait_tensor.default, launched)
+            if spec.postdivide != 1.0:
+                summed = summed / spec.postdivide
+            sizes = [partial[index].numel() for index in members]
+            for index, flat in zip(members, summed.split(sizes)):
+                done[index] = flat.view(partial[index].shape).to(self.gathered.specs[index].grad_dtype)
+        return done
+
+
+class Traffic:
+    """The reductions in flight, oldest first."""
+
+    def __init__(self) -> None:
+        self._reductions: deque[Reduction] = deque()
+        self._over_replicas: Reduction | None = None  # shards are done, replicas are not
+
+    def reduce(self, gathered: Gathered, grads: Mapping[int, Tensor], cap: int) -> None:
+        """Start a reduction, once fewer than ``cap`` are in flight."""
+        while len(self._reductions) >= cap:
+            oldest = self._reductions.popleft()
+            oldest.advance()
+            self._complete_over_replicas()
+            if oldest.replicates:
+                self._over_replicas = oldest
+            else:
+                oldest.complete()
+        self._reductions.append(Reduction(gathered, grads))
+
+    def _complete_over_replicas(self) -> None:
+        if self._over_replicas is not None:
+            self._over_replicas.complete()
+            self._over_replicas = None
+
+    def finish(self) -> None:
+        """Wait for all of them; the gradients are there."""
+        offloads = any(reduction.gathered.group.offload for reduction in self._reductions)
+        self._complete_over_replicas()
+        while self._reductions:
+            self._reductions.popleft().complete()
+        if offloads and torch.accelerator.is_available():
+            torch.accelerator.current_stream().synchronize()
+
+    def forget(self) -> None:
+        """After an error: wait for what was launched, and let the results go."""
+        if self._over_replicas is not None:
+            self._over_replicas.finish()
+            self._over_replicas = None
+        while self._reductions:
+            self._reductions.popleft().finish()
+
+
+def accumulate(shard: DTensor, local: Tensor) -> None:
+    """Add a local gradient to the shard's, as autograd does for a leaf, and run the shard's post-accumulate hooks."""
+    with torch.no_grad():
+        grad = shard.grad
+        if local.device != shard._local_tensor.device:
+            # To pinned memory the copy may run on, unless somebody reads it at once; finish() waits for it.
+            read_at_once = grad is not None or compat.has_post_accumulate_grad_hooks(shard)
+            offloaded = torch.empty_like(local, device="cpu", pin_memory=shard._local_tensor.is_pinned())
+            local = offloaded.copy_(local, non_blocking=not read_at_once)
+        if grad is None:
+            shard.grad = compat.dtensor_like(shard, local)
+        elif isinstance(grad, DTensor) and grad.placements == shard.placements:
+            grad._local_tensor.add_(local)
+        else:
+            shard.grad = grad + compat.dtensor_like(shard, local)
+    compat.run_post_accumulate_grad_hooks(shard)

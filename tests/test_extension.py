@@ -1,0 +1,108 @@
+"""Tensor subclasses that say themselves what is gathered, and shards that stay on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from fsdp_compile import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from tests.ranks import Ranks
+from tests.toy import Stack, assert_same_grads, batches, loss_of, pair, reference_backward, shard, train_and_compare
+
+
+class Halved(Tensor):
+    """An fp32 weight that travels as bf16 halves of its value: what is read is gathered and doubled."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Halved:
+        return Tensor._make_wrapper_subclass(
+            cls, inner.size(), strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> Halved:
+        return Halved(tensors["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keeps = func in (
+            torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten.slice.Tensor,
+            torch.ops.aten.view.default, torch.ops.aten.copy_.default, torch.ops.aten.add_.Tensor,
+        )  # fmt: skip
+        args, kwargs = pytree.tree_map_only(Halved, lambda one: one.inner, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten.add_.Tensor):
+            return Halved(out)
+        return Halved(out) if keeps and isinstance(out, Tensor) else out
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        return ((self.inner / 2).to(torch.bfloat16),), {"factor": 2.0}
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        (halves,) = outputs
+        value = halves.to(param_dtype) * metadata["factor"]
+        if out is not None:
+            with torch.no_grad():
+                out.data.copy_(value)
+            return None
+        return value, (value,)
+
+
+def _extension() -> None:
+    torch.manual_seed(0)
+    reference = Stack()
+    model = copy.deepcopy(reference)
+    for theirs, layer in zip(reference.layers, model.layers):
+        layer.down.weight = nn.Parameter(Halved(layer.down.weight.detach()))
+        with torch.no_grad():
+            theirs.down.weight.copy_(theirs.down.weight.to(torch.bfloat16))
+    shard(model)
+    for step in range(2):
+        loss_of(model(batches(step)[dist.get_rank()])).backward()
+        reference_backward(reference, batches(step))
+    assert_same_grads(model, reference)
+
+
+def test_a_subclass_decides_what_travels(two_ranks: Ranks) -> None:
+    two_ranks.run(_extension)
+
+
+def _half() -> None:
+    del Halved.fsdp_post_all_gather
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(Halved(layer.weight.detach()))
+    fully_shard(layer)
+    with pytest.raises(RuntimeError, match="weight is a Halved with fsdp_pre_all_gather and without"):
+        layer(torch.ones(2, 4))
+
+
+def test_half_an_extension_is_refused(two_ranks: Ranks) -> None:
+    try:
+        two_ranks.run(_half)
+    finally:
+        two_ranks.stop()  # the workers' class is not what it was
+
+
+def _offload() -> None:
+    unsharded, model = pair(offload_policy=CPUOffloadPolicy(), mp_policy=MixedPrecisionPolicy())
+    assert all(param.device.type == "cpu" for param in model.parameters())
+    train_and_compare(model, model, unsharded)
+    assert_same_grads(model, unsharded)
+
+
+def test_shards_on_the_cpu(two_ranks: Ranks) -> None:
+    two_ranks.run(_offload)

@@ -1,0 +1,655 @@
+"""Meshes of more than one dimension, and more than one mesh: HSDP, tensor parallelism, dp_mesh_dims, replicate."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import fsdp_compile
+from fsdp_compile import (
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    ShardPlacementResult,
+    fully_shard,
+    replicate,
+)
+from fsdp_compile._group import division
+from fsdp_compile._mesh import inner_mesh, shard_mesh
+from fsdp_compile.passes import Bucket, Plan
+from fsdp_compile.passes.agree import Agreement
+from tests.ranks import Ranks
+from tests.toy import (
+    Block,
+    Stack,
+    assert_same_grads,
+    batches,
+    full,
+    loss_of,
+    pair,
+    reference_backward,
+    shard,
+    train_and_compare,
+)
+
+PATHS = ["eager", "aot_eager"]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def compiled(model: nn.Module, path: str) -> Any:
+    return model if path == "eager" else torch.compile(model, backend=path, fullgraph=True)
+
+
+def mesh_of(*dims: str) -> DeviceMesh:
+    """Two ranks in each named dimension."""
+    return init_device_mesh("cpu", (2,) * len(dims), mesh_dim_names=dims)
+
+
+def state_of(module: nn.Module) -> Any:
+    return module.__dict__["_fsdp_compile_state"]
+
+
+# HSDP: dim 0 replicates, dim 1 shards
+
+
+def _hsdp(path: str, kwargs: dict[str, Any]) -> None:
+    unsharded, sharded = pair(make=lambda: Stack(tied=True), mesh=mesh_of("replicate", "shard"), **kwargs)
+    assert sharded.embed.weight.placements == (Replicate(), Shard(0))
+    train_and_compare(compiled(sharded, path), sharded, unsharded)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("path", [*PATHS, "inductor"])
+def test_replicas_of_shards_train_like_the_unsharded_model(four_ranks: Ranks, path: str) -> None:
+    four_ranks.run(_hsdp, path, {})
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_replicas_of_shards_kept_gathered(four_ranks: Ranks, path: str) -> None:
+    four_ranks.run(_hsdp, path, {"reshard_after_forward": False})
+
+
+def _hsdp_reduce_scatter(path: str) -> None:
+    unsharded, sharded = pair(mesh=mesh_of("replicate", "shard"))
+    fsdp_compile.configure(sharded, reduction="reduce_scatter", bucketing="group")
+    train_and_compare(compiled(sharded, path), sharded, unsharded)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_replicas_after_a_reduce_scatter(four_ranks: Ranks, path: str) -> None:
+    four_ranks.run(_hsdp_reduce_scatter, path)
+
+
+class Scale(nn.Module):
+    """The gradient of its weight is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum()
+
+
+def _division(path: str, dtype: torch.dtype, value: float) -> list[Tensor]:
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    meshes = [None, mesh_of("replicate", "shard")]
+    grads = []
+    for mesh in meshes:
+        model = fully_shard(Scale(), mesh=mesh, mp_policy=policy)
+        compiled(model, path)(torch.full((5,), value)).backward()
+        grads.append(full(model.weight.grad))
+    model = replicate(Scale(), mp_policy=policy)
+    compiled(model, path)(torch.full((5,), value)).backward()
+    return [*grads, full(model.weight.grad)]
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(BF16, 3.0), (FP16, 30000.0), (FP32, 0.1)])
+@pytest.mark.parametrize("path", PATHS)
+def test_the_mean_is_over_all_ranks_and_fp16_does_not_overflow(
+    four_ranks: Ranks, path: str, dtype: torch.dtype, value: float
+) -> None:
+    for grads in four_ranks.run(_division, path, dtype, value):
+        for grad in grads:
+            torch.testing.assert_close(grad, torch.full((5,), value))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6])
+@pytest.mark.parametrize("factor", [None, 1.0, 3.0, 4.0])
+@pytest.mark.parametrize("force_sum", [False, True])
+@pytest.mark.parametrize("averages", [False, True])
+@pytest.mark.parametrize("dtype", [FP16, FP32])
+def test_gradients_are_divided_once(
+    ranks: int, factor: float | None, force_sum: bool, averages: bool, dtype: torch.dtype
+) -> None:
+    op, before, after = division(ranks, factor, force_sum, averages, dtype)
+    by_backend = float(ranks) if op == "avg" else 1.0
+    assert before * by_backend * after == pytest.approx(ranks if factor is None else factor)
+    assert op == "sum" or (averages and not force_sum and factor is None)
+
+
+def test_nccl_averages_on_the_way() -> None:
+    assert division(4, None, False, True, FP32) == ("avg", 1.0, 1.0)
+    assert division(4, None, False, False, FP32) == ("sum", 1.0, 4.0)
+    assert division(4, None, False, True, FP16) == ("sum", 2.0, 2.0)
+
+
+# Tensor parallelism: parallelize_module first, fully_shard on the other dimension of the mesh
+
+
+class WideBlock(Block):
+    """Hidden features that two tensor-parallel ranks share evenly, and their data-parallel ones do not: 34, 17, 9 + 8."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__(dim)
+        self.up = nn.Linear(dim, 2 * dim + 2)
+        self.down = nn.Linear(2 * dim + 2, dim)
+
+
+class EvenBlock(Block):
+    """Hidden features that divide by four."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__(dim)
+        self.up = nn.Linear(dim, 2 * dim)
+        self.down = nn.Linear(2 * dim, dim)
+
+
+def tensor_parallel(block: type[nn.Module], *dims: str, **kwargs: Any) -> tuple[Stack, Stack, int]:
+    """(unsharded, sharded, this rank's place among those with a batch of their own) on a mesh that ends in "tp"."""
+    mesh = mesh_of(*dims, "tp")
+    torch.manual_seed(0)
+    unsharded = Stack(2, block=block)
+    sharded = copy.deepcopy(unsharded)
+    for layer in sharded.layers:
+        parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return unsharded, shard(sharded, mesh=mesh[dims], **kwargs), dist.get_rank() // 2
+
+
+def _tensor_parallel(path: str, block: type[nn.Module], kwargs: dict[str, Any]) -> None:
+    unsharded, sharded, place = tensor_parallel(block, "dp", **kwargs)
+    up, down = sharded.layers[0].up, sharded.layers[0].down
+    assert str(up.weight.placements[0]) == "_S(0, 2)" and up.weight.placements[1] == Shard(0)
+    assert str(up.bias.placements[0]) == "_S(0, 2)" and up.bias.placements[1] == Shard(0)
+    assert down.weight.placements == (Shard(0), Shard(1))
+    assert down.bias.placements == (Shard(0), Replicate())
+    assert sharded.layers[0].norm.weight.placements == (Shard(0),)
+    for (fqn, ours), theirs in zip(sharded.named_parameters(), unsharded.parameters()):
+        torch.testing.assert_close(full(ours), theirs, msg=fqn)
+    train_and_compare(compiled(sharded, path), sharded, unsharded, place=place, num_places=2)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("path", [*PATHS, "inductor"])
+def test_tensor_parallel_parameters_train_like_the_unsharded_model(four_ranks: Ranks, path: str) -> None:
+    four_ranks.run(_tensor_parallel, path, EvenBlock, {})
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_tensor_parallel_parameters_kept_gathered(four_ranks: Ranks, path: str) -> None:
+    four_ranks.run(_tensor_parallel, path, EvenBlock, {"reshard_after_forward": False})
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_parts_of_tensor_parallel_parameters_may_be_uneven(four_ranks: Ranks, path: str) -> None:
+    four_ranks.run(_tensor_parallel, path, WideBlock, {})
+
+
+def _sequence_parallel(path: str) -> None:
+    """Norms whose weights are replicated over tp, and whose gradients are partial there."""
+    mesh = mesh_of("dp", "tp")
+    torch.manual_seed(0)
+    unsharded = EvenBlock()
+    sharded = copy.deepcopy(unsharded)
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    parallelize_module(sharded, mesh["tp"], plan)
+    inputs = PrepareModuleInput(
+        input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
+    )
+    outputs = PrepareModuleOutput(output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),))
+    parallelize_module(sharded, mesh["tp"], inputs)
+    parallelize_module(sharded, mesh["tp"], outputs)
+    fully_shard(sharded, mesh=mesh["dp"])
+    assert sharded.norm.weight.placements == (Shard(0), Replicate())
+    x = torch.randn(2, 3, 4, 16, generator=torch.Generator().manual_seed(1))  # [dp, batch, sequence, features]
+    loss_of(compiled(sharded, path)(x[mesh.get_local_rank("dp")])).backward()
+    reference_backward(unsharded, x)
+    assert_same_grads(sharded, unsharded)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_partial_gradients_are_summed_before_the_reduction(four_ranks: Ranks, path: str) -> None:
+    four_ranks.run(_sequence_parallel, path)
+
+
+def _read(path: str) -> None:
+    """Forward reads the DTensor that the parameter was; outside it is the shard on both dimensions."""
+    mesh = mesh_of("dp", "tp")
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = torch.arange(24.0).view(6, 4)
+            self.weight = nn.Parameter(distribute_tensor(weight, mesh["tp"], [Shard(1)]))
+
+        def forward(self) -> Any:
+            return self.weight * 2
+
+    model = fully_shard(Reader(), mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    assert model.weight.to_local().shape == (3, 2)
+    out = compiled(model, path)()
+    assert isinstance(out, DTensor) and out.placements == (Shard(1),) and out.dtype is BF16
+    assert out.device_mesh == mesh["tp"]
+    torch.testing.assert_close(out.full_tensor(), torch.arange(24.0).view(6, 4).to(BF16) * 2)
+    assert isinstance(model.weight, DTensor) and model.weight.placements == (Shard(0), Shard(1))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_read_gives_the_dtensor_that_the_parameter_was(four_ranks: Ranks, path: str) -> None:
+    four_ranks.run(_read, path)
+
+
+def test_blocks_of_tensor_parallel_parameters_share_one_graph(fake_group_of_four: None) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    _, sharded, _ = tensor_parallel(EvenBlock, "dp")
+    for layer in sharded.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    sharded(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+# dp_mesh_dims: parameters are DTensors on the whole mesh already
+
+
+class Whole(nn.Module):
+    """Two linear layers on the whole mesh, the second row-wise where there is a "tp" dimension."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, 2 * dim)
+        self.down = nn.Linear(2 * dim, dim)
+        self.mesh: DeviceMesh | None = None
+
+    def distribute(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        names = mesh.mesh_dim_names or ()
+        for linear, weight, bias in ((self.up, Shard(0), Shard(0)), (self.down, Shard(1), Replicate())):
+            for name, placement in (("weight", weight), ("bias", bias)):
+                placements = [placement if dim == "tp" else Replicate() for dim in names]
+                setattr(linear, name, nn.Parameter(distribute_tensor(getattr(linear, name).data, mesh, placements)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mesh is None:
+            return self.down(torch.relu(self.up(x)))
+        batch: list[Placement] = [Replicate() if dim == "tp" else Shard(0) for dim in self.mesh.mesh_dim_names or ()]
+        spread = DTensor.from_local(x, self.mesh, batch, run_check=False)
+        return self.down(torch.relu(self.up(spread))).redistribute(self.mesh, batch).to_local()
+
+
+SPMD = {
+    "FSDP and TP": (("dp", "tp"), "dp", None, ("dp", "tp"), ("S(0)", "S(1)")),
+    "TP in front": (("tp", "dp"), "dp", None, ("tp", "dp"), ("S(1)", "S(0)")),
+    "HSDP": (("rep", "dp"), "dp", "rep", ("rep", "dp"), ("R", "S(0)")),
+    "two dimensions to shard over": (("a", "b"), ("a", "b"), None, ("a_b",), ("S(0)",)),
+    "DDP and TP": (("rep", "tp"), None, "rep", ("rep", "tp"), ("R", "S(1)")),
+    "DDP over two dimensions": (("a", "b"), None, ("a", "b"), ("a", "b"), ("R", "R")),
+}
+
+
+def _spmd(path: str, case: str) -> None:
+    dims, shard_dims, replicate_dims, stored_dims, placements = SPMD[case]
+    mesh = mesh_of(*dims)
+    torch.manual_seed(0)
+    unsharded = Whole()
+    sharded = copy.deepcopy(unsharded)
+    sharded.distribute(mesh)
+    fully_shard(sharded, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=shard_dims, replicate=replicate_dims))
+    assert sharded.down.weight.device_mesh.mesh_dim_names == stored_dims
+    assert tuple(map(str, sharded.down.weight.placements)) == placements
+    names = [dim for dim in dims if dim != "tp"]
+    place = 0
+    for name in names:
+        place = 2 * place + mesh.get_local_rank(name)
+    x = torch.randn(2 ** len(names), 3, 8, generator=torch.Generator().manual_seed(1))
+    for (fqn, ours), theirs in zip(sharded.named_parameters(), unsharded.parameters()):
+        torch.testing.assert_close(full(ours), theirs, msg=fqn)
+    loss_of(compiled(sharded, path)(x[place])).backward()
+    reference_backward(unsharded, x)
+    assert_same_grads(sharded, unsharded)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("case", SPMD)
+@pytest.mark.parametrize("path", PATHS)
+def test_dp_mesh_dims_say_what_is_data_parallel(four_ranks: Ranks, path: str, case: str) -> None:
+    four_ranks.run(_spmd, path, case)
+
+
+def test_flattened_dimensions_leave_room_for_the_others(fake_group_of_four: None) -> None:
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "tp"))
+    model = Whole()
+    model.distribute(mesh)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=("a", "b")))
+    assert model.up.weight.device_mesh.mesh_dim_names == ("a_b", "tp")
+    assert tuple(map(str, model.up.weight.placements)) == ("_S(0, 2)", "S(0)")
+    assert model.up.weight.to_local().shape == (4, 8)
+
+
+# A mesh of its own for a parameter
+
+
+def _own_mesh(path: str, make: str) -> None:
+    """The experts' gradients are averaged over the inner ranks only, everything else over all."""
+    mesh = mesh_of("outer", "inner")
+    unsharded = Block()
+    expert_shapes = {unsharded.up.weight.shape, unsharded.down.weight.shape}
+    seen: list[int] = []
+
+    def place(param: nn.Parameter) -> Any:
+        seen.append(id(param))
+        if param.shape not in expert_shapes:
+            return None
+        if make == "ours":
+            return ShardPlacementResult(Shard(0), mesh["inner"])
+        info = SimpleNamespace(mesh=mesh["inner"], shard_mesh_dim=0)
+        return SimpleNamespace(placement=Shard(0), mesh_info=info)
+
+    torch.manual_seed(0)
+    unsharded = Block()
+    sharded = fully_shard(copy.deepcopy(unsharded), shard_placement_fn=place)
+    assert len(seen) == len(set(seen)) == len(list(unsharded.parameters()))
+    assert sharded.up.weight.device_mesh == mesh["inner"] and sharded.up.bias.device_mesh.size() == 4
+    x = torch.randn(4, 3, 16, generator=torch.Generator().manual_seed(1))
+    run = compiled(sharded, path)
+    for _ in range(2):
+        sharded.zero_grad()
+        loss_of(run(x[dist.get_rank()])).backward()
+    inner = [rank for rank in range(4) if rank // 2 == dist.get_rank() // 2]
+    for fqn, param in sharded.named_parameters():
+        members = inner if param.shape in expert_shapes else range(4)
+        unsharded.zero_grad()
+        reference_backward(unsharded, x[list(members)])
+        torch.testing.assert_close(full(param.grad), unsharded.get_parameter(fqn).grad, msg=fqn)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("make", ["ours", "torch's"])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_parameter_may_have_a_mesh_of_its_own(four_ranks: Ranks, path: str, make: str) -> None:
+    four_ranks.run(_own_mesh, path, make)
+
+
+def test_torchs_mesh_infos_are_understood(fake_group_of_four: None) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+
+    mesh = mesh_of("replicate", "shard")
+    infos = [FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0), HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)]
+    for info, placements in zip(infos, [(Shard(0),), (Replicate(), Shard(0))]):
+        result = SimpleNamespace(placement=None, mesh_info=info)
+        model = fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda param, result=result: result)
+        assert model.weight.placements == placements and model.weight.to_local().shape == (2, 4)
+
+
+# replicate: no shards at all
+
+
+def _replicate(path: str, kwargs: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    unsharded = Stack(tied=True)
+    replicated = copy.deepcopy(unsharded)
+    for layer in replicated.layers:
+        assert replicate(layer, **kwargs) is layer
+    replicate(replicated, **kwargs)
+    assert isinstance(replicated, FSDPModule) and replicated.embed.weight.placements == (Replicate(),)
+    assert replicated.embed.weight.to_local().shape == unsharded.embed.weight.shape
+    run = compiled(replicated, path)
+    train_and_compare(run, replicated, unsharded)
+    with torch.no_grad():
+        torch.testing.assert_close(run(batches(0)[0]), unsharded(batches(0)[0]), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("path", [*PATHS, "inductor"])
+def test_replicated_modules_train_like_the_unreplicated_one(two_ranks: Ranks, path: str) -> None:
+    two_ranks.run(_replicate, path, {})
+
+
+def _replicate_with_tp(path: str) -> None:
+    mesh = mesh_of("dp", "tp")
+    torch.manual_seed(0)
+    unsharded = EvenBlock()
+    replicated = copy.deepcopy(unsharded)
+    parallelize_module(replicated, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    replicate(replicated, mesh=mesh["dp"])
+    assert replicated.up.weight.placements == (Replicate(), Shard(0))
+    x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(1))
+    loss_of(compiled(replicated, path)(x[mesh.get_local_rank("dp")])).backward()
+    reference_backward(unsharded, x)
+    assert_same_grads(replicated, unsharded)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_tensor_parallel_parameters_may_be_replicated(four_ranks: Ranks, path: str) -> None:
+    four_ranks.run(_replicate_with_tp, path)
+
+
+# What stands in the graphs
+
+
+def inspected(model: nn.Module) -> Any:
+    with fsdp_compile.inspect(model) as report:
+        torch.compile(model, fullgraph=True)(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
+    return report
+
+
+def collectives(graph: Any) -> str:
+    """Kind and names of each collective, in the order of launch."""
+    return "\n".join(f"{one.kind} {' '.join(one.fqns)}" for one in graph.launches)
+
+
+def test_a_bucket_is_all_reduced_after_the_next_one_was_reduced(fake_group_of_four: None) -> None:
+    model = shard(Stack(1), mesh=mesh_of("replicate", "shard"), reshard_after_forward=False)
+    fsdp_compile.configure(model, reduction="reduce_scatter", bucketing="group")
+    root = "embed.weight norm.weight norm.bias head.weight"
+    block = " ".join(f"layers.0.{name}" for name, _ in Block().named_parameters())
+    report = inspected(model)
+    assert collectives(report.forward) == f"all_gather {root}\nall_gather {block}"
+    assert collectives(report.backward) == (
+        f"reduce_scatter {block}\nreduce_scatter {root}\nall_reduce {block}\nall_reduce {root}"
+    )
+    group, code = state_of(model).group.mesh, report.backward.code()
+    assert f"{group.group!r}: 2" in code and f"{group.replicate_group!r}: 2" in code
+    assert "all_reduce" in str(report)
+
+
+def test_replicated_modules_gather_nothing(fake_group_of_four: None) -> None:
+    model = replicate(Stack(1))
+    report = inspected(model)
+    assert collectives(report.forward) == ""
+    assert {one.kind for one in report.backward.launches} == {"all_reduce"}
+
+
+def _agreement() -> str:
+    mesh = shard_mesh(mesh_of("replicate", "shard"))
+    fqns = ("only.in.this.test", "another")
+    together = (Bucket("Unit:", fqns, "float32", 8),)
+    apart = tuple(Bucket("Unit:", (fqn,), "float32", 4) for fqn in fqns)
+    late = dist.get_rank() >= 2  # the second replica
+    if late:
+        dist.barrier()
+    try:
+        Agreement().check(Plan("forward", gathers=apart if late else together), {mesh.group, mesh.replicate_group})
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        if not late:
+            dist.barrier()
+    return ""
+
+
+def test_replicas_that_plan_differently_are_told_so(four_ranks: Ranks) -> None:
+    said = four_ranks.run(_agreement)
+    assert said[:2] == ["", ""]
+    assert all("only.in.this.test" in text and "same arguments on every rank" in text for text in said[2:])
+
+
+# reshard_after_forward=n
+
+
+def test_an_int_chooses_the_ranks_to_gather_from_in_backward(fake_group_of_four: None) -> None:
+    def group(value: Any, **kwargs: Any) -> Any:
+        return state_of(fully_shard(nn.Linear(4, 4), reshard_after_forward=value, **kwargs)).group
+
+    assert group(4).regather and group(4).post_forward is None
+    with pytest.warns(UserWarning, match="reshard_after_forward=1"):
+        assert not group(1).regather
+    two = group(2)
+    assert two.regather and two.post_forward.num_shards == 2 and two.post_forward.rank == 0
+    assert group(2).post_forward.group == two.post_forward.group  # one process group for all units
+    assert group(2, mesh=mesh_of("replicate", "shard")).post_forward is None
+
+
+def _inner() -> tuple[list[int], int]:
+    mesh = inner_mesh(shard_mesh(None), 2)
+    return mesh.mesh.mesh.tolist(), mesh.rank
+
+
+def test_the_inner_ranks_are_neighbours(four_ranks: Ranks) -> None:
+    assert four_ranks.run(_inner) == [([0, 1], 0), ([0, 1], 1), ([2, 3], 0), ([2, 3], 1)]
+
+
+def _reshard_to_two(path: str) -> None:
+    unsharded, sharded = pair(reshard_after_forward=2)
+    train_and_compare(compiled(sharded, path), sharded, unsharded)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_resharding_to_two_ranks_trains_like_the_unsharded_model(four_ranks: Ranks, path: str) -> None:
+    four_ranks.run(_reshard_to_two, path)
+
+
+# Users' mistakes
+
+
+def _mesh(shape: tuple[int, ...], *names: str) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names or None)
+
+
+def _linear(**kwargs: Any) -> None:
+    fully_shard(nn.Sequential(nn.Linear(8, 8)), **kwargs)
+
+
+def _on(its_mesh: DeviceMesh, placements: list[Placement], **kwargs: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.data, its_mesh, placements))
+    fully_shard(model, **kwargs)
+
+
+def _other_mesh() -> None:
+    whole = _mesh((2, 2), "dp", "tp")
+    other = _mesh((2, 2), "x", "y")
+    _on(other, [Replicate(), Shard(0)], mesh=whole, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+
+
+def _sharded_on_dp() -> None:
+    whole = _mesh((2, 2), "dp", "tp")
+    _on(whole, [Shard(0), Shard(1)], mesh=whole, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+
+
+def _int_with_tp() -> None:
+    whole = _mesh((4, 1), "dp", "tp")
+    _on(whole["tp"], [Shard(0)], mesh=whole["dp"], reshard_after_forward=2)
+
+
+def _three_model_dims() -> None:
+    whole = _mesh((1, 1, 2, 2), "dp", "a", "b", "c")
+    _on(whole["a", "b", "c"], [Replicate(), Shard(0), Shard(1)], mesh=whole["dp"])
+
+
+def _replicated_placement_mesh() -> None:
+    info = SimpleNamespace(mesh=_mesh((4,), "dp"), shard_mesh_dim=None, replicate_mesh_dim=0)
+    _linear(shard_placement_fn=lambda param: SimpleNamespace(placement=Shard(0), mesh_info=info))
+
+
+def _int_and_own_mesh() -> None:
+    mesh = _mesh((2, 2), "a", "b")
+    _linear(reshard_after_forward=2, shard_placement_fn=lambda param: ShardPlacementResult(Shard(0), mesh["b"]))
+
+
+def _dims(**kwargs: Any) -> Any:
+    return SimpleNamespace(**{"shard": None, "replicate": None, **kwargs})
+
+
+Row = tuple[Callable[[], Any], type[Exception], tuple[str, ...]]
+ROWS: dict[str, Row] = {
+    "three dimensions": (lambda: _linear(mesh=_mesh((1, 2, 2))), ValueError, ("3 dimensions", "dp_mesh_dims")),
+    "two without names": (lambda: _linear(mesh=_mesh((2, 2))), ValueError, ("mesh_dim_names",)),
+    "dp_mesh_dims without a dimension": (lambda: DataParallelMeshDims(), ValueError, ("shard", "replicate")),
+    "dp_mesh_dims without a mesh": (lambda: _linear(dp_mesh_dims=_dims(shard="dp")), ValueError, ("mesh=None",)),
+    "a dimension for both": (
+        lambda: _linear(mesh=_mesh((4,), "dp"), dp_mesh_dims=_dims(shard="dp", replicate="dp")), ValueError, ("twice",)),
+    "a DTensor on another mesh": (_other_mesh, ValueError, ("0.weight", "dp_mesh_dims")),
+    "a DTensor sharded over a data-parallel dimension": (_sharded_on_dp, ValueError, ("0.weight", "'dp'", "Replicate()")),
+    "an int with dp_mesh_dims": (
+        lambda: _linear(mesh=_mesh((4,), "dp"), dp_mesh_dims=_dims(shard="dp"), reshard_after_forward=2),
+        NotImplementedError, ("=2", "dp_mesh_dims")),
+    "an int of 0": (lambda: _linear(reshard_after_forward=0), ValueError, ("=0", "1, 2, 4")),
+    "an int beyond the ranks": (lambda: _linear(reshard_after_forward=8), ValueError, ("=8", "4 ranks")),
+    "a float": (lambda: _linear(reshard_after_forward=2.0), ValueError, ("2.0",)),  # type: ignore[arg-type]
+    "an int and tensor parallelism": (_int_with_tp, NotImplementedError, ("0.weight", "=2", "DTensor")),
+    "an int and a mesh of its own": (_int_and_own_mesh, NotImplementedError, ("0.weight", "=2")),
+    "three dimensions of model parallelism": (_three_model_dims, NotImplementedError, ("0.weight", "one dimension")),
+    "tensor parallelism without names": (
+        lambda: _on(_mesh((4,), "tp"), [Shard(0)], mesh=_mesh((4,))), ValueError, ("0.weight", "names")),
+    "tensor parallelism over the same ranks": (
+        lambda: _on(_mesh((4,), "tp"), [Shard(0)], mesh=_mesh((4,), "dp")), ValueError, ("0.weight", "one mesh")),
+    "placements where nothing is sharded": (
+        lambda: _linear(mesh=_mesh((4,), "dp"), dp_mesh_dims=_dims(replicate="dp"), shard_placement_fn=lambda p: Shard(0)),
+        ValueError, ("shard_placement_fn", "replicate")),
+    "a placement's mesh that only replicates": (_replicated_placement_mesh, ValueError, ("0.weight", "FSDPMeshInfo")),
+    "a placement result without a Shard": (
+        lambda: _linear(shard_placement_fn=lambda p: ShardPlacementResult(Replicate(), _mesh((4,), "dp"))),  # type: ignore[arg-type]
+        ValueError, ("0.weight", "Replicate()")),
+    "a replicated mesh of two dimensions": (
+        lambda: replicate(nn.Linear(4, 4), mesh=_mesh((2, 2), "a", "b")), ValueError, ("replicate", "1-D")),
+    "replicate with dimensions to shard over": (
+        lambda: replicate(nn.Linear(4, 4), mesh=_mesh((2, 2), "a", "b"), dp_mesh_dims=_dims(shard="a")),
+        ValueError, ("replicate", "fully_shard")),
+    "replicate of what is sharded": (
+        lambda: replicate(fully_shard(nn.Linear(4, 4))), RuntimeError, ("Linear", "already")),
+    "fully_shard of what is replicated": (
+        lambda: fully_shard(replicate(nn.Linear(4, 4))), ValueError, ("Linear", "already")),
+    "replicate of a container": (lambda: replicate(nn.ModuleList()), ValueError, ("replicate", "ModuleList")),
+    "replicate of nothing": (lambda: replicate([]), ValueError, ("replicate",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", ROWS)
+def test_a_mistake_is_named(fake_group_of_four: None, mistake: str) -> None:
+    provoke, exception, words = ROWS[mistake]
+    with pytest.raises(exception) as failure:
+        provoke()
+    for word in words:
+        assert word in str(failure.value)
