@@ -69,7 +69,7 @@ class Call:
         return tensors
 
 
-def _leaf(shard: DTensor) -> DTensor:
+def _leaf(shard: DTensor) -> Tensor:
     """What autograd is told that a gathered parameter comes from: the shard.
 
     A shard with post-accumulate hooks has a leaf in its place: autograd would run them although no gradient comes to

@@ -67,7 +67,7 @@ def refresh(state: UnitState) -> None:
         unit = state_of(module)
         mixin = None if unit is None else unit.mixin
         eager_only = None if unit is None else unit.group.eager_only
-        module.__class__ = sharded_class(original_class(module), mixin, eager_only, all_reads)
+        module.__class__ = sharded_class(original_class(module), mixin, eager_only, all_reads)  # type: ignore[arg-type]
 
 
 def refresh_owners(module: Any) -> None:

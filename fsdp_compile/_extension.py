@@ -53,7 +53,7 @@ class Extension:
                 f"{self._param.fqn}: fsdp_pre_all_gather of {type(local).__name__} takes {arity} arguments. It takes "
                 "the mesh, or the mesh, outer size, outer stride, module and mixed-precision policy."
             )
-        arguments = [mesh.mesh]
+        arguments: list[Any] = [mesh.mesh]
         if arity == 5:
             owner = self._param.slots[0].module
             arguments += [self._shard.size(), self._shard.stride(), owner, self._mp_policy]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from . import _torch_compat as compat
 from ._comm import Caller
 from ._extension import Extension, has_extension
 from ._group import ParamGroup
@@ -153,7 +154,8 @@ class Gathered:
         """Leave storages that ``tensors``, outputs of a module, share to the user; the next gather gets new ones."""
         if self.fulls is None:
             return
-        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        locals_ = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in locals_ if compat.has_storage(tensor)}
         plain = [full for index, full in enumerate(self.fulls) if index not in self._extensions]
         addresses &= {full.untyped_storage().data_ptr() for full in plain} - {0}
         if addresses:

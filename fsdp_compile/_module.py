@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from . import _torch_compat as compat
 from ._call import Call
+from ._cast import cast_floating
 from ._classes import ShardedModule, refresh
 from ._eager_backward import end_backward, reduce_left_over
 from ._fsdp2_view import FSDP2View
@@ -20,7 +21,11 @@ from ._reduction import Traffic
 from ._state import UnitState, eager_forward, state_of, states_in
 from .passes._torch_compat import group_ranks
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
+if TYPE_CHECKING:
+    _FSDP2 = object  # its methods' types are not ours
+else:
+    _FSDP2 = torch_fsdp.FSDPModule
+
 
 
 class UnshardHandle:
@@ -53,7 +58,7 @@ class GradientReductionHandle:
         self._root = None
 
 
-class FSDPModule(ShardedModule, torch_fsdp.FSDPModule):
+class FSDPModule(ShardedModule, _FSDP2):
     """The methods of a module that ``fully_shard`` was applied to, FSDP2's by name and meaning.
 
     It is FSDP2's class by name alone, so that code which asks ``isinstance(module, FSDPModule)`` finds what it looks
@@ -299,7 +304,7 @@ class FSDPModule(ShardedModule, torch_fsdp.FSDPModule):
         """Accepted for FSDP2's callers: every gather here is asynchronous on the current stream already."""
         del async_op
 
-    def _get_fsdp_state(self) -> FSDP2View:  # type: ignore[override]
+    def _get_fsdp_state(self) -> FSDP2View:
         """What FSDP2's callers ask for by this name."""
         return FSDP2View(_state(self), end_backward)
 
@@ -358,13 +363,16 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = _state(self)
+        policy = state.mp_policy
+        if policy.param_dtype is not None and policy.cast_forward_inputs:
+            args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
         state.in_forward = True
         if torch.compiler.is_dynamo_compiling():
             output = method(self, *args, **kwargs)
         else:
             output = eager_forward(state, self, method, args, kwargs)
         state.in_forward = False
-        return output
+        return output if policy.output_dtype is None else cast_floating(output, policy.output_dtype)
 
     setattr(module, method_name, forward.__get__(module, type(module)))
 

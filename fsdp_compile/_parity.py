@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
 from ._state import states_in
@@ -113,7 +114,7 @@ def _step(
     seen: dict[str, Tensor | None] = {"loss": scalar.detach()}
     for fqn, param in model.named_parameters():
         grad = param.grad
-        seen[fqn] = grad.to_local() if hasattr(grad, "to_local") else grad
+        seen[fqn] = grad.to_local() if isinstance(grad, DTensor) else grad
     return seen
 
 

@@ -64,8 +64,8 @@ class UnitState:
     def name(self) -> str:
         """Path and class of the modules, for messages."""
         paths = {module: path for root in self.root.modules for path, module in root.named_modules()}
-        names = [f"{paths.get(one) or '(root)'} ({type(one)._fsdp_compile_original.__name__})" for one in self.modules]
-        return ", ".join(names)
+        classes = [getattr(type(one), "_fsdp_compile_original", type(one)).__name__ for one in self.modules]
+        return ", ".join(f"{paths.get(one) or '(root)'} ({cls})" for one, cls in zip(self.modules, classes))
 
     @property
     def root(self) -> UnitState:

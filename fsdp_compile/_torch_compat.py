@@ -79,6 +79,15 @@ def run_post_accumulate_grad_hooks(param: torch.Tensor) -> None:
         hook(param)
 
 
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own; a wrapper subclass and a sparse tensor have none."""
+    try:
+        tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
 def dtensor_like(param: DTensor, local: torch.Tensor) -> DTensor:
     """A DTensor with the mesh, placements and global shape of ``param``, without ``from_local``'s checks.
 
@@ -120,7 +129,7 @@ def twin_group(name: str) -> str:
     twin = torch.distributed.new_group(
         ranks, backend=torch.distributed.get_backend(group), use_local_synchronization=True
     )
-    return str(twin.group_name)
+    return str(twin.group_name)  # type: ignore[union-attr]
 
 
 Allocator = Callable[[list[int], torch.dtype, torch.device], torch.Tensor]
@@ -147,11 +156,11 @@ def symmetric_allocator(name: str, device: torch.device, backend: str) -> Alloca
         raise RuntimeError(f"Symmetric memory needs GPUs, but the parameters are gathered on {device}.")
     import torch.distributed._symmetric_memory as symmetric
 
-    symmetric.set_backend(backend)
+    symmetric.set_backend(backend)  # type: ignore[arg-type]
 
     def allocate(size: list[int], dtype: torch.dtype, where: torch.device) -> torch.Tensor:
         tensor = symmetric.empty(math.prod(size), dtype=dtype, device=where)
-        symmetric.rendezvous(tensor, name)
+        symmetric.rendezvous(tensor, name)  # type: ignore[arg-type]
         return tensor.view(size)
 
     return allocate
