@@ -91,10 +91,15 @@ def test_schedules_of_one_stage_a_rank(four_ranks: SteadyRanks, name: str, resha
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize(
-    "name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleLoopedBFS"]
-)
+@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleLoopedBFS"])
 def test_schedules_of_two_stages_a_rank(four_ranks: SteadyRanks, name: str) -> None:
+    four_ranks.run(_pipeline, name, 2, False, False)
+
+
+# Not on torch 2.11: its weight backward counts a gradient again for each intermediate above a node that several
+# parameters share, as the gather is.
+@pytest.mark.parametrize("name", ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
+def test_zero_bubble_schedules(four_ranks: SteadyRanks, name: str) -> None:
     four_ranks.run(_pipeline, name, 2, False, False)
 
 
