@@ -206,7 +206,8 @@ class _Schedule(Generic[T]):
             first = next((owner[dep] for dep in self.items.deps[item] if dep in owner), None)
             if item in self.items.reductions:
                 owner[item] = item
-                if first is not None:
+                # Of the same bucket: one bucket's packing may be fused with the sums of the one before.
+                if first is not None and self.items.reductions[first].bucket == role.bucket:
                     seconds[first] = item
             elif first is not None:
                 owner[item] = first
