@@ -82,7 +82,7 @@ def reduce(state: UnitState, gathered: Gathered, grads: dict[int, Tensor], watch
     if watched:
         local = Reduction(gathered, grads).finish()
         return {index: compat.dtensor_like(gathered.shards[index], value) for index, value in local.items()}
-    state.iteration.traffic.reduce(gathered, grads, state.root.max_reductions_in_flight())
+    state.iteration.traffic.reduce(gathered, grads, state.iteration.max_reductions)
     return {}
 
 
@@ -102,6 +102,7 @@ def clean_up_at_end(state: UnitState) -> None:
     if task not in iteration.tasks:
         iteration.tasks.append(task)
         root = state.root
+        iteration.max_reductions = root.max_reductions_in_flight()  # walks the model: once a backward
         compat.at_end_of_backward(lambda: end_backward(root, task))
 
 
@@ -121,7 +122,6 @@ def end_backward(root: UnitState, task: int | None = None) -> None:
         keeps = iteration.creates_graph or unit.calls or not unit.group.reshard_after_backward
         if unit.gathered is not None and not keeps:
             unit.gathered.free()
-            unit.gathered.drop_slices()
     if iteration.is_last_backward and not iteration.manual_finalization:
         iteration.traffic.finish()
         if not iteration.creates_graph:

@@ -72,8 +72,8 @@ def _gather_ahead(state: UnitState, gathered: Gathered) -> None:
 def _call_of_pass(state: UnitState, module: nn.Module) -> Call:
     """A call of its own for a module that is a unit alone; one for all members of a unit of several modules."""
     gathered = gathered_of(state)
-    if gathered.is_full and gathered.is_stale and not state.calls:
-        gathered.free()
+    if not state.calls:
+        gathered.free_if_stale()
     if len(state.modules) == 1:
         return Call(state, gathered)
     if state.pass_call is None or state.pass_call.gathered is not gathered:

@@ -71,10 +71,10 @@ class Gathered:
     def launched(self) -> bool:
         return self._in_flight is not None
 
-    @property
-    def is_stale(self) -> bool:
-        """Whether a shard was written to since it was gathered."""
-        return self._versions != self._current_versions()
+    def free_if_stale(self) -> None:
+        """Free when a shard was written to since it was gathered."""
+        if self.is_full and self._versions != self._current_versions():
+            self.free()
 
     def _current_versions(self) -> list[int]:
         # A write to the DTensor counts there, a write to its local tensor here.
@@ -115,6 +115,7 @@ class Gathered:
         """Give the storages back; a gather that nobody waited for is waited for first."""
         if self.launched:
             self.wait()
+        self._slices = None
         if not self.is_full:
             return
         self.is_full = False
@@ -146,9 +147,6 @@ class Gathered:
                 slices.append(full.narrow(spec.dim, start, stop - start).clone())
         self.free()
         self._slices = slices
-
-    def drop_slices(self) -> None:
-        self._slices = None
 
     def give_away(self, tensors: list[Tensor]) -> None:
         """Leave storages that ``tensors``, outputs of a module, share to the user; the next gather gets new ones."""

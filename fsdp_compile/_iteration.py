@@ -28,6 +28,7 @@ class Iteration:
         # Backward: calls in the order in which their forwards ended.
         self._calls: list[weakref.ref[Call]] = []
         self.tasks: list[int | None] = []  # backwards that run, a nested one behind the one around it
+        self.max_reductions = 1  # in flight, in the backward that runs
         # The backward that runs will be differentiated itself: what it read is read again.
         self.creates_graph = False
         self.touched: dict[UnitState, None] = {}

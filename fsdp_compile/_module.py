@@ -27,7 +27,6 @@ else:
     _FSDP2 = torch_fsdp.FSDPModule
 
 
-
 class UnshardHandle:
     """What ``unshard(async_op=True)`` returns."""
 
@@ -69,8 +68,7 @@ class FSDPModule(ShardedModule, _FSDP2):
         """Gather this unit's parameters; until ``reshard``, or the end of a forward, eager reads give the full ones."""
         state = _state(self)
         gathered = gathered_of(state)
-        if gathered.is_full and gathered.is_stale:
-            gathered.free()
+        gathered.free_if_stale()
         gathered.launch()
         state.iteration.touched.setdefault(state)
         if state.held_call is None:
@@ -90,7 +88,6 @@ class FSDPModule(ShardedModule, _FSDP2):
             state.iteration.traffic.finish()
         if state.gathered is not None:
             state.gathered.free()
-            state.gathered.drop_slices()
 
     def reset_iter_state(self) -> None:
         """After an exception in a forward or backward: drop what is in flight, all gradients, and start a step anew."""
@@ -361,6 +358,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     method = getattr(type(module), method_name)
 
+    # unit_forward once more, which must stay one frame of its own code: Dynamo counts recompilations by code object.
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = _state(self)
         policy = state.mp_policy

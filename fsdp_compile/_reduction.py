@@ -23,8 +23,6 @@ from .passes import ParamSpec, lower
 from .passes.collectives import c10d
 from .passes.planner import reduce_buckets
 
-aten = torch.ops.aten
-
 
 def hold_back(gathered: Gathered, grads: Mapping[int, Tensor]) -> None:
     """Keep full gradients for a later backward that synchronizes."""

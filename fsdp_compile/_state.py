@@ -114,7 +114,6 @@ class UnitState:
             unit.group.partials.clear()
             if unit.gathered is not None:
                 unit.gathered.free()
-                unit.gathered.drop_slices()
         iteration.touched.clear()
 
 

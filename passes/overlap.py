@@ -8,8 +8,8 @@
 A unit's gathers are launched when the unit before it begins to compute, not earlier: a gather that is early holds
 memory. A reduction is launched as soon as its gradients are there and waited for when the next unit has launched its
 own; where that wait starts the all-reduce over replicas, it is waited for one unit later still. Everything else keeps
-its order. Inductor fuses and sorts after the FX passes, so the same rule is applied once
-more to what it will generate, through its documented hook for scheduler passes (DESIGN.md, proof 8).
+its order. Inductor fuses and sorts after the FX passes, so the same rule is applied once more to what it will
+generate, through its documented hook for scheduler passes (DESIGN.md, proof 8).
 """
 
 from __future__ import annotations
