@@ -21,7 +21,7 @@ class Record:
     """Time runs; in each, one result per rank."""
     cold_first_step_s: list[float] = field(default_factory=list)
     warm_first_step_s: list[float] = field(default_factory=list)
-    memory: Ranks = ()
+    memory_runs: list[Ranks] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     log_tail: str = ""
 
@@ -46,9 +46,11 @@ class Record:
 
     @property
     def peak_bytes(self) -> float | None:
-        if not self.memory:
+        if not self.memory_runs:
             return None
-        return max(statistics.median(rank.peak_bytes) for rank in self.memory)
+        return statistics.median(
+            max(statistics.median(rank.peak_bytes) for rank in ranks) for ranks in self.memory_runs
+        )
 
     @property
     def sent_bytes_per_step(self) -> float | None:

@@ -97,7 +97,7 @@ class Bench:
         for repeat, record in self._plan(records):
             if not record.problems:  # a variant that failed once is not given its time-out again
                 self._time(record, repeat)
-        if self._options.memory:
+        for _ in range(self._options.memory):
             for record in records.values():
                 if not record.problems:
                     self._weigh(record)
@@ -127,7 +127,7 @@ class Bench:
         cache_dir = self._work / "cache" / f"{record.name}-memory"
         outcome = self._run(record.name, "memory", self._weigh_settings, cache_dir)
         if self._took(record, outcome):
-            record.memory = outcome.ranks
+            record.memory_runs.append(outcome.ranks)
 
     def _took(self, record: Record, outcome: Outcome) -> bool:
         if outcome.error is None:
@@ -181,7 +181,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--adamw", choices=("default", "fused", "foreach"), default="default", help="implementation of AdamW")
     add("--link", metavar="RATE", help="two network namespaces joined at e.g. 1gbit (needs root)")
     add("--cache", choices=("cold", "warm"), default="warm", help="cold: all runs compile anew")
-    add("--memory", action="store_true", help="also weigh each variant, in processes of its own")
+    memory_help = "also weigh each variant, in N runs of their own; 1 without a number"
+    add("--memory", type=int, nargs="?", const=1, default=0, metavar="N", help=memory_help)
     add("--memory-batch", type=int, default=1, help="batch of the memory run; default: %(default)s")
     add("--memory-seq", type=int, default=64, help="sequence of the memory run; default: %(default)s")
     add("--timeout", type=float, default=900.0, help="seconds one run may take; default: %(default)s")
@@ -191,8 +192,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         parser.error("--steps, --ranks, --batch and --layers must be at least 1, --seq at least 2")
     if (options.dim % 64 and options.dim > 64) or options.dim % 2:
         parser.error("--dim must be a multiple of 64 (the width of a head), or an even number below it")
-    if options.warmup < 0 or options.repeat < 0 or not (options.repeat or options.memory):
-        parser.error("--warmup and --repeat must not be negative, and --repeat 0 needs --memory")
+    if min(options.warmup, options.repeat, options.memory) < 0 or not (options.repeat or options.memory):
+        parser.error("--warmup, --repeat and --memory must not be negative, and --repeat 0 needs --memory")
     if options.link and options.ranks != 2:
         parser.error("--link joins two namespaces, one per rank: use it with --ranks 2")
     return options
@@ -243,7 +244,7 @@ def _caption(options: argparse.Namespace, environment: dict[str, Any]) -> str:
     if options.memory:
         lines.append(
             f"peak: of a step above what stands between steps, batch {options.memory_batch}, seq "
-            f"{options.memory_seq}, in runs of their own."
+            f"{options.memory_seq}; median of {options.memory} runs of their own."
         )
     if environment["load_before"] > 0.5:
         lines.append(

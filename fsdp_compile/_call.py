@@ -102,10 +102,12 @@ class _Gather(torch.autograd.Function):
             backward.is_watched(call.gathered.shards[index], leaf) for index, leaf in zip(ctx.trainable, leaves)
         )
         backward.clean_up_at_end(call.state)
-        reduced = backward.reduce(call.state, call.gathered, present, watched)
-        # What is left of this unit's backward may still read a frozen parameter.
+        # Free before the reduction takes memory of its own; but what is left of this unit's backward may still read a
+        # frozen parameter.
         if not call.ends_at_inputs:
+            call.gathered.unalias(present)
             backward.leave_backward(call)
+        reduced = backward.reduce(call.state, call.gathered, present, watched)
         return (None, None, *[reduced.get(index) for index in ctx.trainable])
 
 

@@ -136,6 +136,13 @@ class Gathered:
             if storage.data_ptr() not in shards:  # with one rank, what is gathered may be the shard itself
                 storage.resize_(0)
 
+    def unalias(self, grads: dict[int, Tensor]) -> None:
+        """Copy those of ``grads`` that are parameters themselves, as an autograd function of the user's may give them."""
+        addresses = {full.untyped_storage().data_ptr() for full in self.fulls or ()}
+        for index, grad in grads.items():
+            if compat.has_storage(grad) and grad.untyped_storage().data_ptr() in addresses:
+                grads[index] = grad.clone()
+
     def free_but_a_slice(self) -> None:
         """Keep this rank's part of ``group.post_forward``: backward then gathers over its few ranks."""
         mesh = self.group.post_forward
