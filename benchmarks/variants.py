@@ -267,6 +267,12 @@ _ALL = (
         compiles=False,
     ),
     Variant(
+        "ours_eager_rs",
+        "fsdp_compile without torch.compile, reduction=reduce_scatter",
+        partial(_ours, compiled=False, reduction="reduce_scatter"),
+        compiles=False,
+    ),
+    Variant(
         "ours",
         "fsdp_compile under torch.compile, reduction=auto (on gloo: all_to_all + sum)",
         partial(_ours, compiled=True),
