@@ -4,6 +4,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 
+from ._accumulate import no_sync as no_sync
 from ._configure import configure as configure
 from ._fully_shard import fully_shard as fully_shard
 from ._graph_path import install_passes as install_passes

@@ -15,10 +15,13 @@ import torch
 from torch import nn
 
 from . import _torch_compat as compat
+from ._accumulate import ACCUMULATORS, accumulator_for
 from ._eager_path import READS
 from ._graph_path import getter
+from ._param import ReadSpec
 from ._state import UnitState, state_of, unit_forward_for
-from .passes import ParamSpec
+
+_BY_MODE = "_fsdp_compile_classes"  # classes that a module had, by the one before and what changed
 
 
 class ShardedModule:
@@ -51,23 +54,49 @@ class ShardedModule:
 
 def refresh(state: UnitState) -> None:
     """Give every module that reads the unit's parameters a class whose markers say how the group is set up now."""
-    group = state.group
-    group.version += 1
-    by_module: dict[nn.Module, dict[str, ParamSpec]] = {module: {} for module in state.modules}
-    for param in group.params:
+    state.group.version += 1
+    for param in state.group.params:
         for slot in param.slots:
             if slot.param is not None:
                 param.shard = slot.param
                 compat.restore_grad_dtype(param.shard, param.grad_dtype)
-            by_module.setdefault(slot.module, {})[slot.name] = group.spec_of(param)
-    for module, reads in by_module.items():
-        _require_our_class(module, reads)
-        module.__dict__.setdefault("_fsdp_compile_specs", {}).update(reads)
-        all_reads = tuple(sorted(module.__dict__["_fsdp_compile_specs"].items()))
-        unit = state_of(module)
-        mixin = None if unit is None else unit.mixin
-        eager_only = None if unit is None else unit.group.eager_only
-        module.__class__ = sharded_class(original_class(module), mixin, eager_only, all_reads)  # type: ignore[arg-type]
+    for module in _readers(state):
+        module.__dict__.pop(_BY_MODE, None)
+        _set_class(module)
+
+
+def refresh_mode(state: UnitState) -> None:
+    """The same when no more than the mode of accumulation changed: that happens within steps, and classes are kept."""
+    modes = tuple(state.group.mode_of(param) for param in state.group.params)
+    for module in _readers(state):
+        by_mode = module.__dict__.setdefault(_BY_MODE, {})
+        key = (type(module), id(state), modes)
+        if key in by_mode:
+            module.__class__ = by_mode[key]
+        else:
+            _set_class(module)
+            by_mode[key] = type(module)
+
+
+def _readers(state: UnitState) -> dict[nn.Module, None]:
+    """The unit's modules, and those where its parameters are registered."""
+    owners = [slot.module for param in state.group.params for slot in param.slots]
+    return dict.fromkeys([*state.modules, *owners])
+
+
+def _set_class(module: nn.Module) -> None:
+    reads: list[tuple[str, ReadSpec]] = []
+    accumulators = module.__dict__.setdefault(ACCUMULATORS, {})
+    for name, (param, owner, _) in sorted(module.__dict__.get(READS, {}).items()):
+        spec = owner.group.spec_of(param)
+        reads.append((name, spec))
+        if spec.mode != "reduce":
+            accumulators[name, spec.mode] = accumulator_for(owner, param, spec)
+    _require_our_class(module, reads)
+    unit = state_of(module)
+    mixin = None if unit is None else unit.mixin
+    eager_only = None if unit is None else unit.group.eager_only
+    module.__class__ = sharded_class(original_class(module), mixin, eager_only, tuple(reads))  # type: ignore[arg-type]
 
 
 def refresh_owners(module: Any) -> None:
@@ -77,11 +106,11 @@ def refresh_owners(module: Any) -> None:
         refresh(owner)
 
 
-def _require_our_class(module: nn.Module, reads: dict[str, ParamSpec]) -> None:
+def _require_our_class(module: nn.Module, reads: list[tuple[str, ReadSpec]]) -> None:
     cls = type(module)
     if issubclass(cls, ShardedModule) and "_fsdp_compile_original" not in cls.__dict__:
         raise RuntimeError(
-            f"{', '.join(spec.fqn for spec in reads.values())}: the class of their module changed to {cls.__name__} "
+            f"{', '.join(spec.fqn for _, spec in reads)}: the class of their module changed to {cls.__name__} "
             "after fully_shard (parametrizations do that). Change it before fully_shard."
         )
 
@@ -93,7 +122,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 @functools.cache
 def sharded_class(
-    cls: type[nn.Module], mixin: type | None, eager_only: str | None, reads: tuple[tuple[str, ParamSpec], ...]
+    cls: type[nn.Module], mixin: type | None, eager_only: str | None, reads: tuple[tuple[str, ReadSpec], ...]
 ) -> type[nn.Module]:
     """A subclass of ``cls`` whose properties read the sharded parameters; equal modules share one.
 

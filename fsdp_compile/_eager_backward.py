@@ -77,7 +77,7 @@ def reduce(state: UnitState, gathered: Gathered, grads: dict[int, Tensor], watch
             if shard.requires_grad and index not in grads:
                 grads[index] = torch.zeros(spec.size, dtype=spec.reduce_dtype, device=group.mesh.device)
     state.reduced_in = compat.backward_task()
-    if not grads:
+    if not grads and not (group.partials and group.all_reduce):
         return {}
     if watched:
         local = Reduction(gathered, grads).finish()
@@ -130,10 +130,11 @@ def end_backward(root: UnitState, task: int | None = None) -> None:
 
 
 def reduce_left_over(root: UnitState) -> None:
-    """Reduce gradients held back for units that this backward did not reach, and zeros where all ranks must reduce."""
+    """Reduce what was held back and nothing in this backward took, and zeros where all ranks must reduce."""
     for unit in reversed(root.units()):
         group = unit.group
-        if not group.sync or unit.reduced_in is not None:
+        if not group.sync:
             continue
-        if group.pending or group.reduce_unused:
+        is_left_over = group.pending or (group.partials and group.all_reduce)
+        if is_left_over or (group.reduce_unused and unit.reduced_in is None):
             reduce(unit, gathered_of(unit), {}, watched=False)

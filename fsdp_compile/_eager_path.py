@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
+from ._accumulate import accumulator_for
 from ._call import Call, end_at_inputs
 from ._cast import tensors_in
 from ._eager_backward import clean_up_at_end, enter_backward
 from ._gathered import Gathered, gathered_of
+from ._graph_path import traced_read
 from .passes.markers import require_data
 
 if TYPE_CHECKING:
@@ -170,8 +172,9 @@ def eager_read(module: nn.Module, name: str, param: Any) -> Any:
     if owner.runs_forward or reader.runs_forward:
         # A compiled forward is running around this read, or only another unit's: gather just this one.
         require_data(sharded.fqn, param)
-        full = torch.ops.fsdpc.unshard(param.to_local(), **owner.group.spec_of(sharded).kwargs())
-        return sharded.as_read(full)
+        spec = owner.group.spec_of(sharded)
+        accumulator = None if spec.mode == "reduce" else accumulator_for(owner, sharded, spec)
+        return sharded.as_read(traced_read(param, accumulator, **spec.kwargs()))
     return param
 
 

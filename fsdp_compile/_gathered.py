@@ -137,7 +137,7 @@ class Gathered:
                 storage.resize_(0)
 
     def unalias(self, grads: dict[int, Tensor]) -> None:
-        """Copy those of ``grads`` that are parameters themselves, as an autograd function of the user's may give them."""
+        """Copy those of ``grads`` that share memory with a parameter, as a user's autograd function may give them."""
         addresses = {full.untyped_storage().data_ptr() for full in self.fulls or ()}
         for index, grad in grads.items():
             if compat.has_storage(grad) and grad.untyped_storage().data_ptr() in addresses:

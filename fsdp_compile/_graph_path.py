@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
+from ._accumulate import ACCUMULATORS, Accumulator
 from ._param import ReadSpec
 from ._stored import wrapper
 from .passes import PassManager, ScheduleInPlannedOrder, source_hash
@@ -19,23 +20,30 @@ from .passes._torch_compat import CustomGraphPass
 manager = PassManager()
 
 
-def traced_read(param: Any, **spec: Any) -> Any:
+def traced_read(param: Any, accumulator: Accumulator | None, **spec: Any) -> Any:
     """The parameter as a value: an unshard marker on the local shard.
 
     What is not a shard is handed back as it is: a full tensor that ``torch.func.functional_call`` or the user put in
     the parameter's place, or None.
     """
-    if isinstance(param, DTensor):
-        return torch.ops.fsdpc.unshard(param.to_local(), **spec)
-    return param
+    if not isinstance(param, DTensor):
+        return param
+    shard = param.to_local()
+    if accumulator is None or not param.requires_grad:
+        return torch.ops.fsdpc.unshard(shard, **spec)
+    if accumulator.leaf is not None:
+        shard = shard.detach()  # its gradient does not come from autograd
+    return torch.ops.fsdpc.unshard(shard, accumulator.leaf, accumulator.ticket, **spec)
 
 
-def traced_dtensor_read(param: Any, wrap: Callable[..., DTensor], mesh: DeviceMesh | None, **spec: Any) -> Any:
+def traced_dtensor_read(
+    param: Any, accumulator: Accumulator | None, wrap: Callable[..., DTensor], mesh: DeviceMesh | None, **spec: Any
+) -> Any:
     """The same for a parameter that was a DTensor before fully_shard, and is one to its readers."""
-    if isinstance(param, DTensor):
-        full = torch.ops.fsdpc.unshard(param.to_local(), **spec)
-        return wrap(full) if mesh is None else wrap(full, mesh)
-    return param
+    if not isinstance(param, DTensor):
+        return param
+    full = traced_read(param, accumulator, **spec)
+    return wrap(full) if mesh is None else wrap(full, mesh)
 
 
 def install_passes() -> None:
@@ -105,7 +113,7 @@ def make(wrap, mesh):
         if param is MISSING:
             raise AttributeError({name!r})
         if torch.compiler.is_dynamo_compiling():
-            return {read}(param, {arguments})
+            return {read}(param, {accumulator}, {arguments})
         return eager_read(self, {name!r}, param)
     return read
 """
@@ -119,7 +127,7 @@ MISSING = _Missing()
 
 
 @functools.cache
-def getter(name: str, spec: Any) -> property:
+def getter(name: str, spec: ReadSpec) -> property:
     """A property that reads parameter ``name``; its marker's arguments are constants of its code.
 
     Constants need no guards, which matters: a guard on each of fifteen arguments of each of three hundred parameters
@@ -128,14 +136,16 @@ def getter(name: str, spec: Any) -> property:
     from ._eager_path import eager_read
 
     arguments = ", ".join(f"{key}={value!r}" for key, value in spec.kwargs().items())
+    accumulator = "None" if spec.mode == "reduce" else f"self.{ACCUMULATORS}[{name!r}, {spec.mode!r}]"
     namespace: dict[str, Any] = {}
     globals_of_this_module = globals() | {"eager_read": eager_read}
     read, wrap, mesh = "traced_read", None, None
-    if isinstance(spec, ReadSpec) and spec.read_as is not None:
+    if spec.read_as is not None:
         # From a closure: Dynamo looks for globals in this module, by name.
         read, wrap, arguments = "traced_dtensor_read", wrapper(spec.read_as), f"wrap, mesh, {arguments}"
         mesh = spec.read_as.mesh if compat.MESH_IS_GRAPH_INPUT else None
-    exec(GETTER.format(name=name, read=read, arguments=arguments), globals_of_this_module, namespace)
+    code = GETTER.format(name=name, read=read, accumulator=accumulator, arguments=arguments)
+    exec(code, globals_of_this_module, namespace)
 
     def refuse(self: Any, value: Any) -> None:
         # nn.Module registers parameters by itself: only something else comes here, in place of one that was deleted.

@@ -14,9 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from . import _torch_compat as compat
 from ._comm import Comms
 from ._mesh import ShardMesh
-from ._param import ReadSpec, ShardedParam
+from ._param import Mode, ReadSpec, ShardedParam
 from .passes.layout import BUCKETINGS
-from .passes.markers import ParamSpec
 
 REDUCTIONS = ("auto", "reduce_scatter", "all_to_all")
 
@@ -45,6 +44,11 @@ class ParamGroup:
     # What FSDPModule's setters say; the eager path reads them when it needs them.
     sync: bool = True
     all_reduce: bool = True
+    # Compiled markers are of several kinds once the user has accumulated without communication, or without that over
+    # replicas, or has changed his mind between a forward and its backward.
+    has_accumulated: bool = False
+    has_accumulated_over_shards: bool = False
+    decides_in_backward: bool = False
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     reduce_unused: bool = False
@@ -63,6 +67,14 @@ class ParamGroup:
             return not self.is_root
         return self.reshard_after_forward
 
+    def mode_of(self, param: ShardedParam) -> Mode:
+        """What compiled backwards do with the parameter's gradient."""
+        if not self.sync or self.decides_in_backward:
+            return "hold"  # and where backward finds that it must synchronize, its end does
+        if self.has_accumulated_over_shards and param.mesh.num_replicas > 1:
+            return "resume_over_shards"
+        return "resume" if self.has_accumulated else "reduce"
+
     @property
     def eager_only(self) -> str | None:
         """Name of the setting that a graph cannot honour; None without one."""
@@ -80,7 +92,7 @@ class ParamGroup:
                 raise ValueError(f"reduction={reduction!r} is none of {', '.join(REDUCTIONS)}.")
             self.reduction = reduction
 
-    def spec_of(self, param: ShardedParam) -> ParamSpec:
+    def spec_of(self, param: ShardedParam) -> ReadSpec:
         """What a marker of the parameter says, by the dtype that its shard has now."""
         stored = param.shard.dtype
         floating = stored.is_floating_point
@@ -120,6 +132,7 @@ class ParamGroup:
             replicate_group=mesh.replicate_group,
             num_replicas=mesh.num_replicas,
             read_as=param.dtensor,
+            mode=self.mode_of(param),
         )
 
     def _param_dtype(self, param: ShardedParam, stored: torch.dtype) -> torch.dtype:

@@ -11,6 +11,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
 from . import _torch_compat as compat
+from ._accumulate import set_all_reduce, set_sync
 from ._call import Call
 from ._cast import cast_floating
 from ._classes import ShardedModule, refresh
@@ -101,12 +102,12 @@ class FSDPModule(ShardedModule, _FSDP2):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, recurse: bool = True) -> None:
         """Reduce gradients in backward (True), or add full gradients up until a backward that does (False)."""
         for state in _states(self, recurse):
-            state.group.sync = bool(requires_gradient_sync)
+            set_sync(state, bool(requires_gradient_sync))
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, recurse: bool = True) -> None:
         """On a mesh that replicates: sum over the replicas in backward, or only over the shards for now."""
         for state in _states(self, recurse):
-            state.group.all_reduce = bool(requires_all_reduce)
+            set_all_reduce(state, bool(requires_all_reduce))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Leave reductions in flight at the end of a backward that another one follows (False)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,12 @@ from ._mesh import ShardMesh, placement_and_mesh
 from ._stored import ReadAs, read_as, stored_on
 from .passes.layout import ShardLayout
 from .passes.markers import ParamSpec
+
+if TYPE_CHECKING:
+    from ._accumulate import Accumulator
+
+# What becomes of a gradient: it is reduced; held back; reduced with what was held back; or that, but not over replicas.
+Mode = Literal["reduce", "hold", "resume", "resume_over_shards"]
 
 # Stamped on the parameters that a model was built with, so that a weight tied across fully_shard calls is known again.
 STAMP = "_fsdp_compile_sharded"
@@ -50,13 +56,14 @@ class Cut:
 
 @dataclass(frozen=True)
 class ReadSpec(ParamSpec):
-    """A marker's arguments and what a read makes of the marker's result, which is no argument of it."""
+    """A marker's keyword arguments, and what else a read depends on."""
 
-    read_as: ReadAs | None = None
+    read_as: ReadAs | None = None  # what the read makes of the marker's result
+    mode: Mode = "reduce"
 
     def kwargs(self) -> dict[str, Any]:
         fields = super().kwargs()
-        del fields["read_as"]
+        del fields["read_as"], fields["mode"]
         return fields
 
 
@@ -72,6 +79,7 @@ class ShardedParam:
     shard: nn.Parameter = field(repr=False)
     grad_dtype: torch.dtype | None = None  # what the user asked for, where it is not the parameter's own
     dtensor: ReadAs | None = None  # the DTensor that it was before fully_shard
+    accumulators: dict[Mode, Accumulator] = field(default_factory=dict)
 
     @property
     def param(self) -> Any:

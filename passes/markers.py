@@ -3,6 +3,10 @@
     reading a parameter          w  = unshard(shard, **spec)              local shard -> full parameter
     its autograd rule            gs = reduce_grad(gw, **spec)              full gradient -> gradient of the shard
 
+    with a leaf                  the leaf gets the full gradient           accumulating without communication
+    with a ticket                gs = reduce_grad(resume(gw, ticket))      and what accumulated joins
+    with both                    the leaf gets what is reduced over the shards alone, not over replicas
+
 A marker says in its arguments everything that a pass needs. The arguments are equal for equal blocks (the FQN is
 relative to the module given to ``fully_shard``), so blocks that look alike share one compiled graph. Where no pass
 lowers them (``aot_eager``, ``eager``, or our passes displaced) the ops run as they are: one collective each.
@@ -13,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,15 +96,20 @@ _SPEC = (
 )
 
 library = torch.library.Library(NAMESPACE, "DEF")
-library.define(f"unshard(Tensor shard, *, {_SPEC}) -> Tensor")
+library.define(f"unshard(Tensor shard, Tensor? leaf=None, Tensor? ticket=None, *, {_SPEC}) -> Tensor")
 library.define(f"reduce_grad(Tensor grad, *, {_SPEC}) -> Tensor")
+# What backward runs when it runs, so not in any graph: the ticket's holder adds what earlier backwards held back.
+library.define("resume(Tensor grad, Tensor ticket) -> Tensor")
 
 unshard = torch.ops.fsdpc.unshard.default
 reduce_grad = torch.ops.fsdpc.reduce_grad.default
 
+# By the number on a ticket. A number and no pointer: saved tensors may be moved about until backward.
+ticket_holders: dict[int, Callable[[Tensor], Tensor]] = {}
+
 
 @torch.library.register_fake(f"{NAMESPACE}::unshard")
-def _unshard_fake(shard: Tensor, **kwargs: Any) -> Tensor:
+def _unshard_fake(shard: Tensor, leaf: Tensor | None = None, ticket: Tensor | None = None, **kwargs: Any) -> Tensor:
     require_data(kwargs["fqn"], shard)
     return shard.new_empty(kwargs["size"], dtype=kwargs["dtype"])
 
@@ -109,7 +119,7 @@ def _reduce_grad_fake(grad: Tensor, **kwargs: Any) -> Tensor:
     return grad.new_empty(ParamSpec.of(kwargs).local_size, dtype=kwargs["grad_dtype"])
 
 
-def _unshard_kernel(shard: Tensor, **kwargs: Any) -> Tensor:
+def _unshard_kernel(shard: Tensor, leaf: Tensor | None = None, ticket: Tensor | None = None, **kwargs: Any) -> Tensor:
     from . import lower  # lower imports this module for ParamSpec
 
     _warn_if_displaced("unshard", kwargs["fqn"])
@@ -130,16 +140,39 @@ def _reduce_grad_kernel(grad: Tensor, **kwargs: Any) -> Tensor:
     return reduced.clone() if same else reduced
 
 
+@torch.library.register_fake(f"{NAMESPACE}::resume")
+def _resume_fake(grad: Tensor, ticket: Tensor) -> Tensor:
+    return torch.empty_like(grad, memory_format=torch.contiguous_format)
+
+
+def _resume_kernel(grad: Tensor, ticket: Tensor) -> Tensor:
+    return ticket_holders[int(ticket)](grad)
+
+
 library.impl("unshard", _unshard_kernel, "CompositeExplicitAutograd")
 library.impl("reduce_grad", _reduce_grad_kernel, "CompositeExplicitAutograd")
+library.impl("resume", _resume_kernel, "CompositeExplicitAutograd")
 
 
-def _save_spec(ctx: Any, inputs: tuple[Tensor], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
-    ctx.spec = keyword_only_inputs
+def _save_spec(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
+    _, leaf, ticket = inputs
+    ctx.spec, ctx.has_leaf, ctx.has_ticket = keyword_only_inputs, leaf is not None, ticket is not None
+    if ticket is not None:
+        ctx.save_for_backward(ticket)
 
 
-def _unshard_backward(ctx: Any, grad: Tensor) -> Tensor:
-    return torch.ops.fsdpc.reduce_grad(grad, **ctx.spec)
+def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    spec = ctx.spec
+    if ctx.has_leaf or ctx.has_ticket:
+        grad = grad.to(spec["reduce_dtype"])
+    if ctx.has_ticket:
+        grad = torch.ops.fsdpc.resume(grad, *ctx.saved_tensors)
+    elif ctx.has_leaf:
+        return None, grad, None
+    if not ctx.has_leaf:
+        return torch.ops.fsdpc.reduce_grad(grad, **spec), None, None
+    over_shards = {"num_replicas": 1, "replicate_group": "", "postdivide": 1.0, "grad_dtype": spec["reduce_dtype"]}
+    return None, torch.ops.fsdpc.reduce_grad(grad, **spec | over_shards), None
 
 
 torch.library.register_autograd(f"{NAMESPACE}::unshard", _unshard_backward, setup_context=_save_spec, lib=library)

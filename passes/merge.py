@@ -44,7 +44,7 @@ def _merge_gathers(graph: fx.Graph) -> int:
     first: dict[tuple[object, ...], fx.Node] = {}
     num_merged = 0
     for node in unshard_nodes(graph):
-        key = (node.args[0], repr(sorted(node.kwargs.items())))
+        key = (node.args, repr(sorted(node.kwargs.items())))
         kept = first.setdefault(key, node)
         if kept is not node:
             node.replace_all_uses_with(kept)

@@ -1,0 +1,160 @@
+"""Accumulating gradients without communication in compiled code: what stands beside a shard, by mode.
+
+    reduce               nothing: backward reduces
+    hold                 a leaf of the full size: it gets the full gradient, which waits in ``group.pending``
+    resume               a ticket: when backward runs, it adds what is pending
+    resume_over_shards   a ticket, and a leaf of the shard's size: what it gets waits in ``group.partials``
+
+A leaf is one zero seen everywhere, so it costs no memory. Pending gradients are those of the eager path, and its end
+of a backward reduces what no compiled backward took.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from . import _torch_compat as compat
+from ._eager_backward import clean_up_at_end
+from ._param import ReadSpec, ShardedParam
+from .passes.markers import ticket_holders
+
+if TYPE_CHECKING:
+    from ._state import UnitState
+
+ACCUMULATORS = "_fsdp_compile_accumulators"
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, eq=False)
+class Accumulator:
+    """What a marker gets beside the shard."""
+
+    leaf: Tensor | None = None
+    ticket: Tensor | None = None
+
+
+def accumulator_for(state: UnitState, param: ShardedParam, spec: ReadSpec) -> Accumulator:
+    """The parameter's accumulator for the mode of ``spec``; the same one as long as its shard looks the same."""
+    known = param.accumulators.get(spec.mode)
+    device, dtype = state.group.mesh.device, spec.reduce_dtype
+    size = {"hold": spec.size, "resume_over_shards": spec.local_size}.get(spec.mode)
+    if known is not None and (size is None or _looks_like(known.leaf, size, dtype, device)):
+        return known
+    leaf = None
+    if size is not None and dtype.is_floating_point:
+        leaf = torch.zeros((), dtype=dtype, device=device).expand(size).requires_grad_()
+        leaf.register_post_accumulate_grad_hook(_holder(state, param.fqn, partial=spec.mode != "hold"))
+    ticket = None if spec.mode == "hold" else _ticket_of(state, param)
+    accumulator = Accumulator(leaf, ticket)
+    param.accumulators[spec.mode] = accumulator
+    return accumulator
+
+
+def _looks_like(leaf: Tensor | None, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    return leaf is not None and (tuple(leaf.shape), leaf.dtype, leaf.device) == (size, dtype, device)
+
+
+def _holder(state: UnitState, fqn: str, partial: bool) -> Callable[[Tensor], None]:
+    unit = weakref.ref(state)
+
+    def hold(leaf: Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        owner = unit()
+        if owner is None or grad is None:
+            return
+        waiting = owner.group.partials if partial else owner.group.pending
+        with torch.no_grad():
+            if fqn in waiting:
+                waiting[fqn].add_(grad)
+            else:
+                waiting[fqn] = grad.contiguous()
+        clean_up_at_end(owner)
+
+    return hold
+
+
+def _ticket_of(state: UnitState, param: ShardedParam) -> Tensor:
+    for accumulator in param.accumulators.values():
+        if accumulator.ticket is not None:
+            return accumulator.ticket
+    number = next(_numbers)
+    unit, fqn = weakref.ref(state), param.fqn
+
+    def take(grad: Tensor) -> Tensor:
+        owner = unit()
+        assert owner is not None, f"{fqn}: backward runs after its module is gone"
+        return _with_pending(owner, fqn, grad)
+
+    ticket_holders[number] = take
+    weakref.finalize(state, ticket_holders.pop, number, None)
+    return torch.tensor(number)
+
+
+def _with_pending(state: UnitState, fqn: str, grad: Tensor) -> Tensor:
+    group = state.group
+    clean_up_at_end(state)
+    if not group.sync:
+        # The forward thought that this backward would synchronize. It does, which is right and costs a reduction; but
+        # who changes his mind in between does so again.
+        if not group.decides_in_backward:
+            group.decides_in_backward = True
+            compat.at_end_of_backward(lambda: follow_mode(state))
+        return grad.clone(memory_format=torch.contiguous_format)
+    held = group.pending.pop(fqn, None)
+    if held is None:
+        return grad.clone(memory_format=torch.contiguous_format)
+    return held.add_(grad)
+
+
+def follow_mode(state: UnitState) -> None:
+    """Have reads of the unit's parameters make the markers that its flags ask for."""
+    from ._classes import refresh_mode  # which generates code that uses this module
+
+    refresh_mode(state)
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards in this context add gradients up and send nothing; the first one after it reduces the sum.
+
+    with no_sync(model):
+        for batch in batches[:-1]:
+            model(batch).sum().backward()
+    model(batches[-1]).sum().backward()
+    """
+    from ._state import states_in
+
+    states = states_in(model)
+    if not states:
+        raise ValueError(f"no_sync got a {type(model).__name__} without sharded modules. Call fully_shard first.")
+    before = [(state, state.group.sync) for state in states]
+    try:
+        for state, _ in before:
+            set_sync(state, False)
+        yield
+    finally:
+        for state, sync in before:
+            set_sync(state, sync)
+
+
+def set_sync(state: UnitState, sync: bool) -> None:
+    """Reduce gradients in backward, or hold them back."""
+    state.group.sync = sync
+    state.group.has_accumulated |= not sync
+    follow_mode(state)
+
+
+def set_all_reduce(state: UnitState, all_reduce: bool) -> None:
+    """Sum gradients over the replicas in backward, or hold back what is summed over the shards alone."""
+    state.group.all_reduce = all_reduce
+    state.group.has_accumulated_over_shards |= not all_reduce
+    follow_mode(state)
+
