@@ -131,6 +131,9 @@ class ParamGroup:
             bucketing=self.bucketing,
             replicate_group=mesh.replicate_group,
             num_replicas=mesh.num_replicas,
+            inner_shards=1 if self.post_forward is None else self.post_forward.num_shards,
+            inner_group="" if self.post_forward is None else self.post_forward.group,
+            inner_rank=0 if self.post_forward is None else self.post_forward.rank,
             read_as=param.dtensor,
             mode=self.mode_of(param),
         )

@@ -1,6 +1,7 @@
 """The compiler half: FX in, FX out. Knows torch, and nothing of ``nn.Module`` or of the rest of fsdp_compile.
 
     joint graph            merge    one marker a parameter
+                           slices   where a slice of it is kept for backward, that stands between gather and readers
                            keep     tag each gathered parameter: save it, or gather again in backward
     --- AOTAutograd's partitioner splits forward from backward ---
     forward, backward      insert   markers become collectives, bucketed

@@ -27,6 +27,9 @@ from . import _torch_compat as compat
 from . import lower
 from .plan import Bucket, Plan, num_launches
 from .provenance import Marker, find_reduces, find_unshards
+from .slices import keep_slice
+
+aten = torch.ops.aten
 
 ROLE = "fsdp_role"
 
@@ -68,9 +71,24 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         reduced = lower.finish_reduce(call, lower.launch_reduce(call, [m.shard for m in members], specs), specs)
         _replace(graph, members, reduced)
         num_launched += num_launches(bucket)
+    for node in graph.find_nodes(op="call_function", target=keep_slice):
+        _cut(graph, node)
     assert not unshards and not reduces, f"markers that the plan leaves out: {[*unshards, *reduces]}"
     sort_topologically(graph)
     return num_launched
+
+
+def _cut(graph: fx.Graph, node: fx.Node) -> None:
+    """``keep_slice`` as a copy that Inductor generates, so that the whole parameter need not live on."""
+    full, dim, start, length = node.args
+    assert isinstance(full, fx.Node)
+    with graph.inserting_before(node), compat.fake_mode_of([full.meta["val"]]):
+        view = graph.call_function(aten.slice.Tensor, (full, dim, start, start + length))  # type: ignore[operator]
+        view.meta["val"] = aten.slice.Tensor(full.meta["val"], *view.args[1:])
+        copy = graph.call_function(aten.clone.default, (view,), {"memory_format": torch.contiguous_format})
+    copy.meta = dict(node.meta)
+    node.replace_all_uses_with(copy)
+    graph.erase_node(node)
 
 
 def _emitter(graph: fx.Graph, anchor: fx.Node, role: Role) -> lower.Call:
@@ -120,7 +138,7 @@ def _copy_before_outputs(graph: fx.Graph, marker: fx.Node, result: fx.Node) -> N
     for node in reached:
         source = result if node is marker else node
         with graph.inserting_before(output):
-            copies[node] = graph.call_function(torch.ops.aten.clone.default, (source,))
+            copies[node] = graph.call_function(aten.clone.default, (source,))
         copies[node].meta = {"val": node.meta["val"]}
     if copies:
         output.args = fx.map_arg(output.args, lambda used: copies.get(used, used))

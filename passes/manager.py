@@ -25,11 +25,12 @@ from .overlap import overlap
 from .plan import Plan
 from .planner import plan_graph, plan_joint
 from .provenance import annotate, groups_of, has_markers, reduce_nodes, unshard_nodes
+from .slices import slices, use_first_gather
 
 Pass = Callable[[fx.Graph, Plan], int]
 
 # The order of everything. A pass is (graph, plan) -> count, and only applies the plan.
-JOINT_PASSES: tuple[Pass, ...] = (merge, keep)
+JOINT_PASSES: tuple[Pass, ...] = (merge, slices, keep)
 POST_GRAD_PASSES: tuple[Pass, ...] = (insert, overlap, check)
 
 
@@ -74,6 +75,7 @@ class PassManager(CustomGraphPass):
             stage = _stage(graph)
             if stage == "inference":
                 merge(graph, Plan(stage))  # no joint graph was there to do it on
+            use_first_gather(graph)
             plan = plan_graph(graph, stage)
             self._agreement.check(plan, groups_of(graph))
             if not compat.scheduler_passes_run():
@@ -90,7 +92,7 @@ class PassManager(CustomGraphPass):
         del inputs
         if has_markers(module.graph):
             annotate(module.graph)
-            # Planned after merging: a plan names what will stand in the graph.
+            # Planned when only keep is left: a plan names what will stand in the graph.
             self._run(module.graph, "joint", None, JOINT_PASSES)
             module.recompile()
         return module
@@ -106,7 +108,7 @@ class PassManager(CustomGraphPass):
         for one_pass in passes:
             before = _code(graph) if watched else ""
             start = time.perf_counter()
-            if plan is None and one_pass is not merge:
+            if plan is None and one_pass is keep:
                 plan = plan_joint(graph)
             count = one_pass(graph, plan or Plan(stage))
             elapsed = time.perf_counter() - start

@@ -33,8 +33,8 @@ NAMESPACE = "fsdpc"
 class ParamSpec:
     """What a marker knows of its parameter.
 
-    Every field is equal on every rank, but for the groups' names and ``local_length``; with tensor parallelism ``size``
-    is that of this rank's part.
+    Every field is equal on every rank, but for the groups' names, ``local_length`` and ``inner_rank``; with tensor
+    parallelism ``size`` is that of this rank's part.
     """
 
     fqn: str  # relative to the module that fully_shard was given
@@ -59,6 +59,10 @@ class ParamSpec:
     bucketing: str  # "size", "group" or "none"
     replicate_group: str = ""  # name of the process group whose ranks hold the same shard; empty when none does
     num_replicas: int = 1
+    # What is kept from forward to backward, where that is a slice: one of how many, held by which group, and which.
+    inner_shards: int = 1
+    inner_group: str = ""
+    inner_rank: int = 0
 
     @property
     def layout(self) -> ShardLayout:
@@ -92,7 +96,8 @@ class ParamSpec:
 _SPEC = (
     "str fqn, str unit, int order, int[] size, int dim, int num_shards, int local_length, str group, str backend, "
     "ScalarType dtype, ScalarType reduce_dtype, ScalarType grad_dtype, bool regather, str reduce_op, float predivide, "
-    "float postdivide, str reduction, str bucketing, str replicate_group, int num_replicas"
+    "float postdivide, str reduction, str bucketing, str replicate_group, int num_replicas, int inner_shards, "
+    "str inner_group, int inner_rank"
 )
 
 library = torch.library.Library(NAMESPACE, "DEF")

@@ -141,6 +141,26 @@ def test_only_the_root_is_kept_by_default(records: dict[str, GraphRecord]) -> No
     assert set(records["joint"].plan.keep) == {"embed.weight", "norm.weight", "norm.bias", "head.weight"}
 
 
+@pytest.mark.parametrize("make", [Stack, Checkpointed])
+def test_with_an_int_backward_gathers_what_few_ranks_kept(
+    make: type[Stack], records: dict[str, GraphRecord]
+) -> None:
+    model = shard(make(2, dim=32), reshard_after_forward=2)
+    out = torch.compile(model, fullgraph=True)(torch.zeros(2, 5, dtype=torch.long))
+    node: Any = out.grad_fn
+    while not hasattr(node, "saved_tensors"):
+        node = node.next_functions[0][0]
+    saved = {tuple(tensor.shape) for tensor in node.saved_tensors}
+    # Of 65 rows rank 0 of 4 has 17, and keeps 33, half of them, until backward; of 31 it has 8 and keeps 16.
+    assert {(33, 32), (16, 65), (16, 32)} <= saved and not {(65, 32), (32, 65), (31, 32), (17, 32), (8, 65)} & saved
+    out.sum().backward()
+    assert {bucket.num_ranks for bucket in records["forward"].plan.gathers} == {4}
+    assert {bucket.num_ranks for bucket in records["backward"].plan.gathers} == {2}
+    assert {bucket.num_ranks for bucket in records["backward"].plan.reduces} == {4}
+    in_forward = {fqn for bucket in records["forward"].plan.gathers for fqn in bucket.fqns}
+    assert in_forward == set(model.state_dict())
+
+
 def order_of(code: str) -> str:
     """G gather, w wait, M matmul, R reduction, as they stand in generated code; runs of one letter shortened."""
     letters = {

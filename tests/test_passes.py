@@ -20,6 +20,7 @@ from fsdp_compile.passes.merge import merge
 from fsdp_compile.passes.overlap import overlap
 from fsdp_compile.passes.planner import plan_graph, plan_joint
 from fsdp_compile.passes.provenance import annotate, find_unshards
+from fsdp_compile.passes.slices import keep_slice, slices, use_first_gather
 
 BF16 = torch.bfloat16
 
@@ -354,6 +355,54 @@ def test_gathers_are_tagged_above_every_checkpoint() -> None:
     assert kept.meta["recompute"] is CheckpointPolicy.MUST_SAVE
     assert gone.meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE
     assert kept.meta["ac_graph_id"] == gone.meta["ac_graph_id"] == AC_GRAPH_ID
+
+
+def test_a_slice_stands_for_a_parameter_until_backward() -> None:
+    b = Builder()
+    x, shard = b.input("x", 5, 3), b.input("shard", 1, 3)
+    its_spec = spec(num_shards=4, local_length=1, inner_shards=2, inner_group="pair", inner_rank=1)
+    w = b.unshard(shard, its_spec, reader="")
+    graph = b.output(b.call(torch.ops.aten.mm.default, x, b.call(torch.ops.aten.t.default, w)))
+    assert slices(graph, Plan("joint")) == 1
+    graph.lint()
+    assert_expected_inline(
+        text(graph),
+        """\
+unshard_default = unshard(shard)
+keep_slice_default = keep_slice(unshard_default, 0, 2, 2)
+unshard_default_1 = unshard(keep_slice_default)
+t_default = t(unshard_default_1)
+mm_default = mm(x, t_default)
+return mm_default""",
+    )
+    again = graph.find_nodes(op="call_function", target=markers.unshard)[1]
+    assert (again.kwargs["group"], again.kwargs["num_shards"], again.kwargs["local_length"]) == ("pair", 2, 2)
+    plan = plan_joint(graph)
+    keep(graph, plan)
+    tags = [node.meta["recompute"] for node in graph.nodes if "recompute" in node.meta]
+    assert tags == [CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE]
+
+
+def test_where_a_slice_is_cut_the_whole_is_there() -> None:
+    b = Builder()
+    x, shard = b.input("x", 5, 3), b.input("shard", 1, 3)
+    its_spec = spec(num_shards=4, local_length=1, inner_shards=2, inner_group="pair", inner_rank=1)
+    graph = b.output(b.call(torch.ops.aten.mm.default, x, b.call(torch.ops.aten.t.default, b.unshard(shard, its_spec))))
+    slices(graph, Plan("joint"))
+    piece = graph.find_nodes(op="call_function", target=keep_slice)[0]
+    graph.output_node().args = ((*graph.output_node().args[0], piece),)
+    use_first_gather(graph)
+    assert_expected_inline(
+        lowered(graph),
+        """\
+all_gather_into_tensor_default = all_gather_into_tensor(shard, 4, g)
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)
+slice_tensor = slice.Tensor(wait_tensor_default, 0, 2, 4)
+clone_default = clone(slice_tensor)
+t_default = t(wait_tensor_default)
+mm_default = mm(x, t_default)
+return mm_default, clone_default""",
+    )
 
 
 def test_gathers_run_one_unit_ahead() -> None:

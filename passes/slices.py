@@ -1,0 +1,90 @@
+"""Between forward and backward, keep one of n slices of a parameter: backward gathers over n ranks, not over all.
+
+    joint graph                          after
+    w = unshard(shard)                   full  = unshard(shard)
+    y = mm(x, w)                         piece = keep_slice(full)                    # saved for backward
+    ...                                  w     = unshard(piece, group of n ranks)    # computed in backward
+    gx = mm(gy, w.t())                   y     = mm(x, w)
+                                         ...
+                                         gx    = mm(gy, w.t())
+
+    forward graph                        after
+    full, piece, w = ...                 full  = unshard(shard)
+    y = mm(x, w)                         piece = keep_slice(full)
+                                         y     = mm(x, full)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from . import _torch_compat as compat
+from . import markers
+from .markers import NAMESPACE, ParamSpec, library
+from .plan import Plan
+from .provenance import unshard_nodes
+
+library.define("keep_slice(Tensor full, int dim, int start, int length) -> Tensor")
+keep_slice = torch.ops.fsdpc.keep_slice.default
+
+
+@torch.library.register_fake(f"{NAMESPACE}::keep_slice")
+def _keep_slice(full: Tensor, dim: int, start: int, length: int) -> Tensor:
+    return full.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
+
+
+library.impl("keep_slice", _keep_slice, "CompositeExplicitAutograd")
+
+
+def slices(graph: fx.Graph, plan: Plan) -> int:
+    """Put a slice between each gather of a joint graph and its readers, where markers ask for one; return how many."""
+    del plan  # the markers decide
+    num_sliced = 0
+    for node in unshard_nodes(graph):
+        spec = ParamSpec.of(dict(node.kwargs))
+        if not spec.regather or spec.inner_shards == 1:
+            continue
+        readers = list(node.users)
+        inner = inner_spec(spec)
+        start, stop = inner.layout.span(spec.inner_rank)
+        with graph.inserting_after(node):
+            piece = _call(graph, keep_slice, (node, spec.dim, start, stop - start), {}, node)
+        with graph.inserting_after(piece):
+            again = _call(graph, markers.unshard, (piece,), inner.kwargs(), node)
+        again.meta = {key: value for key, value in node.meta.items() if key != "val"} | {"val": again.meta["val"]}
+        for reader in readers:
+            reader.replace_input_with(node, again)
+        num_sliced += 1
+    return num_sliced
+
+
+def use_first_gather(graph: fx.Graph) -> None:
+    """In a graph where the slice is cut, the full parameter is there: nothing is gathered from slices."""
+    for node in unshard_nodes(graph):
+        piece = node.args[0]
+        assert isinstance(piece, fx.Node)
+        if piece.target is keep_slice:
+            node.replace_all_uses_with(piece.args[0])  # type: ignore[arg-type]
+            graph.erase_node(node)
+            if not piece.users:
+                graph.erase_node(piece)
+
+
+def inner_spec(spec: ParamSpec) -> ParamSpec:
+    """The marker that gathers a parameter from slices that ``spec.inner_shards`` ranks hold."""
+    inner = dataclasses.replace(
+        spec, num_shards=spec.inner_shards, group=spec.inner_group, inner_shards=1, inner_group="", inner_rank=0
+    )
+    return dataclasses.replace(inner, local_length=inner.layout.local_size(spec.inner_rank)[spec.dim])
+
+
+def _call(graph: fx.Graph, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node) -> fx.Node:
+    node = graph.call_function(op, args, kwargs)
+    values = fx.map_arg(args, lambda used: used.meta["val"])
+    with compat.fake_mode_of(values):
+        node.meta["val"] = op(*values, **kwargs)
+    return node
