@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
 from . import _torch_compat as compat
@@ -19,7 +18,7 @@ from ._accumulate import ACCUMULATORS, accumulator_for
 from ._eager_path import READS
 from ._graph_path import getter
 from ._param import ReadSpec
-from ._state import UnitState, state_of, unit_forward_for
+from ._state import UnitState, eager_forward_for, state_of, unit_forward_for
 
 _BY_MODE = "_fsdp_compile_classes"  # classes that a module had, by the one before and what changed
 
@@ -135,11 +134,9 @@ def sharded_class(
         namespace["_flat_weights"] = property(_flat_weights, lambda self, value: None)
     if mixin is None:
         return type(f"Sharded{cls.__name__}", (ShardedModule, cls), namespace)
-    forward = unit_forward_for(f"FSDP{cls.__name__}")
-    if eager_only is not None:
-        forward = torch.compiler.disable(forward, reason=f"{cls.__name__}: {eager_only} works in eager mode only")
-    namespace["_call_impl"] = forward
-    return type(f"FSDP{cls.__name__}", (mixin, cls), namespace)
+    name = f"FSDP{cls.__name__}"
+    namespace["_call_impl"] = unit_forward_for(name) if eager_only is None else eager_forward_for(name, eager_only)
+    return type(name, (mixin, cls), namespace)
 
 
 def _flat_weights(self: nn.RNNBase) -> list[Any]:

@@ -77,9 +77,12 @@ class ParamGroup:
 
     @property
     def eager_only(self) -> str | None:
-        """Name of the setting that a graph cannot honour; None without one."""
+        """Name of what a graph cannot honour; None without such a thing."""
         if self.offload and self.mesh.device.type != "cpu":
             return "CPUOffloadPolicy"
+        for param in self.params:
+            if hasattr(getattr(param.shard, "_local_tensor", None), "fsdp_pre_all_gather"):
+                return f"the all-gather extension of {param.fqn}"
         return self.comms.custom
 
     def set_options(self, bucketing: str | None, reduction: str | None) -> None:

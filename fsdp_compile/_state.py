@@ -9,6 +9,7 @@ parameter it reads must be gathered. Run eagerly, it is the eager path.
 from __future__ import annotations
 
 import types
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,7 @@ class UnitState:
     forward_prefetch: list[UnitState] = field(default_factory=list)
     backward_prefetch: list[UnitState] = field(default_factory=list)
     warned_of_view: bool = False
+    warned_of_eager: bool = False
     _iteration: Iteration = field(default_factory=Iteration)
 
     @property
@@ -160,6 +162,35 @@ def eager_forward(state: UnitState, module: nn.Module, forward: Callable[..., An
             raise mistake from error
         raise
     return eager.end_forward(state, module, running, output)
+
+
+def eager_forward_for(name: str, setting: str) -> Callable[..., Any]:
+    """``unit_forward`` for modules that Dynamo must not trace; where it would have, they say once why it did not."""
+    skipped: list[bool] = []
+
+    @torch.compiler.assume_constant_result
+    def note() -> None:
+        skipped.append(True)  # while Dynamo traces the caller
+
+    def forward_eagerly(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state: UnitState = self.__dict__[STATE]
+        if skipped and not state.warned_of_eager:
+            state.warned_of_eager = True
+            warnings.warn(
+                f"{state.name} runs eagerly inside compiled code: {setting} works in eager mode only. The numbers are "
+                "right; its collectives are in no graph.",
+                stacklevel=2,
+            )
+        return unit_forward(self, *args, **kwargs)
+
+    run = torch.compiler.disable(forward_eagerly, reason=f"{name}: {setting} works in eager mode only")
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            note()
+        return run(self, *args, **kwargs)
+
+    return call
 
 
 def unit_forward_for(name: str) -> Callable[..., Any]:

@@ -1,0 +1,93 @@
+"""What a graph cannot honour runs eagerly inside a compiled model, and says so once, by name."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.ranks import Ranks
+from tests.test_extension import Halved
+from tests.toy import Stack, assert_same_grads, batches, loss_of, reference_backward, shard
+
+
+class PlainGather:
+    """FSDP2's default, by its protocol."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
+        return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
+
+
+class PlainReduce(PlainGather):
+    def __call__(  # type: ignore[override]
+        self, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        return dist.reduce_scatter_tensor(output, input, group=group, op=op, async_op=async_op)
+
+
+def _all_gather(model: Stack) -> None:
+    model.layers[1].set_custom_all_gather(PlainGather())
+
+
+def _reduce_scatter(model: Stack) -> None:
+    model.layers[1].set_custom_reduce_scatter(PlainReduce())
+
+
+def _hook(model: Stack) -> None:
+    model.layers[1].set_all_reduce_hook(lambda summed: None)
+
+
+def _extension(model: Stack) -> None:
+    model.layers[1].down.weight = nn.Parameter(Halved(model.layers[1].down.weight.detach()))
+
+
+def _train(change: Callable[[Stack], None], before: bool, reason: str) -> None:
+    torch.manual_seed(0)
+    reference = Stack()
+    model = copy.deepcopy(reference)
+    if before:
+        change(model)
+        with torch.no_grad():
+            down = reference.layers[1].down.weight
+            down.copy_(down.to(torch.bfloat16))
+    shard(model)
+    if not before:
+        change(model)
+    run = torch.compile(model, backend="aot_eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            reference_backward(reference, batches(step))
+            loss_of(run(batches(step)[dist.get_rank()])).backward()
+    assert_same_grads(model, reference)
+    said = [str(one.message) for one in caught if "eagerly inside compiled code" in str(one.message)]
+    assert len(said) == 1 and said[0].startswith(f"layers.1 (Block) runs eagerly inside compiled code: {reason}"), said
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2  # what stands around it is compiled
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=reason):
+        torch._dynamo.reset()
+        torch.compile(model, backend="aot_eager", fullgraph=True)(batches(0)[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "before", "reason"),
+    [
+        (_all_gather, False, "set_custom_all_gather"),
+        (_reduce_scatter, False, "set_custom_reduce_scatter"),
+        (_hook, False, "set_all_reduce_hook"),
+        (_extension, True, "the all-gather extension of down.weight"),
+    ],
+    ids=["gather", "reduce", "hook", "extension"],
+)
+def test_one_warning_names_the_module_and_the_reason(
+    two_ranks: Ranks, change: Callable[[Stack], None], before: bool, reason: str
+) -> None:
+    two_ranks.run(_train, change, before, reason)
