@@ -15,6 +15,7 @@ the reduced gradient instead. A unit whose forward was compiled reads through ma
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from ._state import UnitState
 
 READS = "_fsdp_compile_reads"
+
+# Called with the module and the parameter's name for every eager read of a gathered parameter.
+read_observers: list[Callable[[nn.Module, str], None]] = []
 
 
 def begin_forward(state: UnitState, module: nn.Module, args: Any, kwargs: Any) -> tuple[Call, Any, Any]:
@@ -166,6 +170,9 @@ def eager_read(module: nn.Module, name: str, param: Any) -> Any:
     sharded, owner, reader = read
     # Without a forward that runs, checkpointing inside the unit may be recomputing a part of one for backward.
     call = owner.calls[-1] if owner.calls else _call_in_backward(owner) or owner.held_call
+    if read_observers and (call is not None or owner.runs_forward or reader.runs_forward):
+        for observe in read_observers:
+            observe(module, name)
     if call is not None:
         gathered = call.read(sharded.fqn)
         return param if gathered is None else gathered

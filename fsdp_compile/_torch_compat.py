@@ -264,6 +264,31 @@ def forget_compiled(classes: set[type]) -> int:
 
 
 @contextlib.contextmanager
+def graph_breaks(observe: Callable[[Any, str], None]) -> Iterator[None]:
+    """Call ``observe(user's stack, Dynamo's text)`` for every graph break inside the block.
+
+    ``InstructionTranslatorBase.log_graph_break(code_options, reason, exc)`` and the exception's ``real_stack`` and
+    ``msg``: 2.11 to 2.15.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+    original = InstructionTranslatorBase.log_graph_break
+
+    def log_graph_break(self: Any, code_options: Any, reason: str, exc: Any) -> None:
+        stack = getattr(exc, "real_stack", None)
+        if stack is None:
+            stack = torch._guards.TracingContext.extract_stack()
+        observe(stack, getattr(exc, "msg", None) or str(exc))
+        original(self, code_options, reason, exc)
+
+    InstructionTranslatorBase.log_graph_break = log_graph_break  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        InstructionTranslatorBase.log_graph_break = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
 def no_compile_caches() -> Iterator[None]:
     """Compile graphs even where a cache holds them; compiled kernels are still found in theirs (2.11 to 2.15)."""
     with (
