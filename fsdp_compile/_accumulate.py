@@ -1,12 +1,14 @@
-"""Accumulating gradients without communication in compiled code: what stands beside a shard, by mode.
+"""What stands beside a shard in a marker of compiled code, and where the gradient goes by it.
 
-    reduce               nothing: backward reduces
+    mode                 beside the shard
+    reduce               nothing: autograd gives the shard its gradient
     hold                 a leaf of the full size: it gets the full gradient, which waits in ``group.pending``
     resume               a ticket: when backward runs, it adds what is pending
     resume_over_shards   a ticket, and a leaf of the shard's size: what it gets waits in ``group.partials``
 
-A leaf is one zero seen everywhere, so it costs no memory. Pending gradients are those of the eager path, and its end
-of a backward reduces what no compiled backward took.
+Under compiled autograd, which cannot make DTensors of gradients, the first and the third have a leaf of the shard's
+size as well, and its hook gives the shard its gradient. A leaf is one zero seen everywhere, so it costs no memory.
+Pending gradients are those of the eager path, and its end of a backward reduces what no compiled backward took.
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
-from ._eager_backward import clean_up_at_end
+from ._eager_backward import clean_up_at_end, reduce_now
 from ._param import ReadSpec, ShardedParam
+from ._reduction import accumulate
 from .passes.markers import ticket_holders
 
 if TYPE_CHECKING:
@@ -37,34 +41,75 @@ _numbers = itertools.count()
 class Accumulator:
     """What a marker gets beside the shard."""
 
+    then: str = "reduce"
     leaf: Tensor | None = None
     ticket: Tensor | None = None
+    only_under_compiled_autograd: bool = False  # the leaf
 
 
 def accumulator_for(state: UnitState, param: ShardedParam, spec: ReadSpec) -> Accumulator:
     """The parameter's accumulator for the mode of ``spec``; the same one as long as its shard looks the same."""
+    size = spec.size if spec.mode == "hold" else spec.local_size
+    delivers = spec.mode in ("reduce", "resume")
+    dtype = spec.grad_dtype if delivers else spec.reduce_dtype
+    device = state.group.mesh.device
     known = param.accumulators.get(spec.mode)
-    device, dtype = state.group.mesh.device, spec.reduce_dtype
-    size = {"hold": spec.size, "resume_over_shards": spec.local_size}.get(spec.mode)
-    if known is not None and (size is None or _looks_like(known.leaf, size, dtype, device)):
+    if known is not None and (known.leaf is None or _looks_so(known.leaf, size, dtype, device)):
         return known
     leaf = None
-    if size is not None and dtype.is_floating_point:
+    if dtype.is_floating_point:
         leaf = torch.zeros((), dtype=dtype, device=device).expand(size).requires_grad_()
-        leaf.register_post_accumulate_grad_hook(_holder(state, param.fqn, partial=spec.mode != "hold"))
-    ticket = None if spec.mode == "hold" else _ticket_of(state, param)
-    accumulator = Accumulator(leaf, ticket)
+        hook = _deliverer(param) if delivers else _holder(state, param.fqn, partial=spec.mode != "hold")
+        leaf.register_post_accumulate_grad_hook(hook)
+    accumulator = Accumulator(
+        then={"hold": "hold", "resume_over_shards": "over_shards"}.get(spec.mode, "reduce"),
+        leaf=leaf,
+        ticket=_ticket_of(state, param) if spec.mode.startswith("resume") else None,
+        only_under_compiled_autograd=delivers,
+    )
     param.accumulators[spec.mode] = accumulator
     return accumulator
 
 
-def _looks_like(leaf: Tensor | None, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    return leaf is not None and (tuple(leaf.shape), leaf.dtype, leaf.device) == (size, dtype, device)
+def _looks_so(leaf: Tensor, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    return (tuple(leaf.shape), leaf.dtype, leaf.device) == (size, dtype, device)
+
+
+def _deliverer(param: ShardedParam) -> Callable[[Tensor], None]:
+    owner = weakref.ref(param)  # the parameter holds the leaf that holds this
+
+    @torch.compiler.assume_constant_result
+    def is_watched() -> bool:
+        param = owner()
+        return param is not None and compat.has_post_accumulate_grad_hooks(param.shard)
+
+    @torch.compiler.disable(reason=f"the hooks of {param.fqn} run when it has its gradient")
+    def give(grad: Tensor) -> None:
+        param = owner()
+        if param is not None:
+            accumulate(cast(DTensor, param.shard), grad)
+
+    def deliver(leaf: Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        if grad is None:
+            return
+        if not torch.compiler.is_dynamo_compiling() or is_watched():
+            give(grad)
+            return
+        # What Dynamo can trace, out of place.
+        shard: Any = owner().shard  # type: ignore[union-attr]
+        wrapped = DTensor.from_local(
+            grad, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+        )
+        shard.grad = wrapped if shard.grad is None else shard.grad + wrapped
+
+    return deliver
 
 
 def _holder(state: UnitState, fqn: str, partial: bool) -> Callable[[Tensor], None]:
     unit = weakref.ref(state)
 
+    @torch.compiler.disable(reason=f"the gradient of {fqn} is held back")
     def hold(leaf: Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
         owner = unit()
@@ -76,7 +121,10 @@ def _holder(state: UnitState, fqn: str, partial: bool) -> Callable[[Tensor], Non
                 waiting[fqn].add_(grad)
             else:
                 waiting[fqn] = grad.contiguous()
-        clean_up_at_end(owner)
+        if compat.in_compiled_autograd():
+            reduce_now(owner)
+        else:
+            clean_up_at_end(owner)
 
     return hold
 
@@ -90,12 +138,11 @@ def _ticket_of(state: UnitState, param: ShardedParam) -> Tensor:
 
     def take(grad: Tensor) -> Tensor:
         owner = unit()
-        assert owner is not None, f"{fqn}: backward runs after its module is gone"
-        return _with_pending(owner, fqn, grad)
+        return grad.clone() if owner is None else _with_pending(owner, fqn, grad)
 
     ticket_holders[number] = take
     weakref.finalize(state, ticket_holders.pop, number, None)
-    return torch.tensor(number)
+    return torch.tensor(number, device="cpu")  # read in backward, where a copy from a GPU would wait
 
 
 def _with_pending(state: UnitState, fqn: str, grad: Tensor) -> Tensor:
@@ -106,8 +153,10 @@ def _with_pending(state: UnitState, fqn: str, grad: Tensor) -> Tensor:
         # who changes his mind in between does so again.
         if not group.decides_in_backward:
             group.decides_in_backward = True
-            compat.at_end_of_backward(lambda: follow_mode(state))
+            if not compat.in_compiled_autograd():
+                compat.at_end_of_backward(lambda: follow_mode(state))
         return grad.clone(memory_format=torch.contiguous_format)
+    state.reduced_in = compat.backward_task()
     held = group.pending.pop(fqn, None)
     if held is None:
         return grad.clone(memory_format=torch.contiguous_format)
@@ -157,4 +206,3 @@ def set_all_reduce(state: UnitState, all_reduce: bool) -> None:
     state.group.all_reduce = all_reduce
     state.group.has_accumulated_over_shards |= not all_reduce
     follow_mode(state)
-

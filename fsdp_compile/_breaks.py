@@ -60,8 +60,8 @@ class BreakReport:
 def explain_breaks(model: nn.Module, *args: Any, **kwargs: Any) -> BreakReport:
     """Run one forward of ``model(*args, **kwargs)`` under Dynamo, and say what kept it from being one graph.
 
-    Every rank calls it, since the forward communicates. What was compiled of the model before is forgotten, and
-    compiles again when it next runs.
+    Every rank calls it, since the forward communicates; like any forward, it moves running statistics. What was
+    compiled of the model before is forgotten, and compiles again when it next runs.
     """
     if isinstance(model, compat.OptimizedModule):
         model = model._orig_mod

@@ -19,6 +19,7 @@ from . import _eager_backward as backward
 from . import _torch_compat as compat
 from ._cast import map_tensors, tensors_in
 from ._gathered import Gathered
+from ._trace import span
 
 if TYPE_CHECKING:
     from ._state import UnitState
@@ -47,6 +48,7 @@ class Call:
         if index is None:
             return None
         recording = torch.is_grad_enabled() and any(shard.requires_grad for shard in self.gathered.shards)
+        recording &= not compat.in_functorch()  # parameters are constants to torch.func
         if recording not in self._tensors:
             tensors = self._recorded(fulls) if recording else fulls
             self._tensors[recording] = [
@@ -101,13 +103,14 @@ class _Gather(torch.autograd.Function):
         watched = any(
             backward.is_watched(call.gathered.shards[index], leaf) for index, leaf in zip(ctx.trainable, leaves)
         )
-        backward.clean_up_at_end(call.state)
-        # Free before the reduction takes memory of its own; but what is left of this unit's backward may still read a
-        # frozen parameter.
-        if not call.ends_at_inputs:
-            call.gathered.unalias(present)
-            backward.leave_backward(call)
-        reduced = backward.reduce(call.state, call.gathered, present, watched)
+        with span("post_backward", call.state):
+            backward.clean_up_at_end(call.state)
+            # Free before the reduction takes memory of its own; but what is left of this unit's backward may still read
+            # a frozen parameter.
+            if not call.ends_at_inputs:
+                call.gathered.unalias(present)
+                backward.leave_backward(call)
+            reduced = backward.reduce(call.state, call.gathered, present, watched)
         return (None, None, *[reduced.get(index) for index in ctx.trainable])
 
 

@@ -62,6 +62,9 @@ def refresh(state: UnitState) -> None:
     for module in _readers(state):
         module.__dict__.pop(_BY_MODE, None)
         _set_class(module)
+    if state.group.eager_only is not None:
+        for module in state.modules:
+            compat.recompile_call(module)  # module.compile() kept the method that it found
 
 
 def refresh_mode(state: UnitState) -> None:
@@ -89,8 +92,7 @@ def _set_class(module: nn.Module) -> None:
     for name, (param, owner, _) in sorted(module.__dict__.get(READS, {}).items()):
         spec = owner.group.spec_of(param)
         reads.append((name, spec))
-        if spec.mode != "reduce":
-            accumulators[name, spec.mode] = accumulator_for(owner, param, spec)
+        accumulators[name, spec.mode] = accumulator_for(owner, param, spec)
     _require_our_class(module, reads)
     unit = state_of(module)
     mixin = None if unit is None else unit.mixin

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from . import _torch_compat as compat
 from ._gathered import Gathered, gathered_of
 from ._reduction import Reduction, hold_back, with_pending
+from ._trace import span
 
 if TYPE_CHECKING:
     from ._call import Call
@@ -97,6 +98,8 @@ def _require_reduce_dtype(state: UnitState, gathered: Gathered) -> None:
 
 def clean_up_at_end(state: UnitState) -> None:
     """Have the end of the backward that runs clean up; once for each backward."""
+    if compat.in_compiled_autograd():
+        return  # it has no end, and its units hold nothing
     iteration, task = state.iteration, compat.backward_task()
     iteration.touched.setdefault(state)
     if task not in iteration.tasks:
@@ -123,7 +126,8 @@ def end_backward(root: UnitState, task: int | None = None) -> None:
         if unit.gathered is not None and not keeps:
             unit.gathered.free()
     if iteration.is_last_backward and not iteration.manual_finalization:
-        iteration.traffic.finish()
+        with span("end_backward", root):
+            iteration.traffic.finish()
         if not iteration.creates_graph:
             iteration.touched.clear()
     iteration.creates_graph = False
@@ -133,8 +137,12 @@ def reduce_left_over(root: UnitState) -> None:
     """Reduce what was held back and nothing in this backward took, and zeros where all ranks must reduce."""
     for unit in reversed(root.units()):
         group = unit.group
-        if not group.sync:
-            continue
-        is_left_over = group.pending or (group.partials and group.all_reduce)
-        if is_left_over or (group.reduce_unused and unit.reduced_in is None):
+        if group.has_left_over or (group.sync and group.reduce_unused and unit.reduced_in is None):
             reduce(unit, gathered_of(unit), {}, watched=False)
+
+
+def reduce_now(state: UnitState) -> None:
+    """The same for one unit, at once."""
+    if state.group.has_left_over:
+        gathered = gathered_of(state)
+        Reduction(gathered, with_pending(gathered, {})).complete()

@@ -29,6 +29,7 @@ from ._cast import tensors_in
 from ._eager_backward import clean_up_at_end, enter_backward
 from ._gathered import Gathered, gathered_of
 from ._graph_path import traced_read
+from ._trace import span
 from .passes.markers import require_data
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def begin_forward(state: UnitState, module: nn.Module, args: Any, kwargs: Any) -
     call = _call_of_pass(state, module)
     if not compat.reads_are_compiled(module):
         _gather_ahead(state, call.gathered)
-        if torch.is_grad_enabled() and any(not shard.requires_grad for shard in call.gathered.shards):
+        some_frozen = any(not shard.requires_grad for shard in call.gathered.shards)
+        if some_frozen and torch.is_grad_enabled() and not compat.in_functorch():
             args, kwargs = end_at_inputs(call, args, kwargs)
     iteration.depth += 1
     state.calls.append(call)
@@ -112,7 +114,8 @@ def end_forward(state: UnitState, module: nn.Module, call: Call, output: Any) ->
     iteration = state.iteration
     iteration.depth -= 1
     tensors = tensors_in(output)
-    outputs = [tensor for tensor in tensors if tensor.requires_grad] if torch.is_grad_enabled() else []
+    recorded = torch.is_grad_enabled() and not compat.in_functorch()
+    outputs = [tensor for tensor in tensors if tensor.requires_grad] if recorded else []
     if call.gathered.is_full:
         iteration.touched.setdefault(state)
         call.gathered.give_away(tensors)
@@ -136,8 +139,8 @@ def _end_pass(state: UnitState, call: Call, awaits_backward: bool) -> None:
     call.forget_reads()
     if awaits_backward and call.was_read:
         state.iteration.awaits_backward(call)
-    if state.calls or not call.gathered.is_full:
-        return
+    if state.calls or not call.gathered.is_full or compat.in_functorch():
+        return  # a transform may have a backward of its own, which tells nobody: the next forward frees
     state.held_call = None
     if awaits_backward and state.group.post_forward is not None:
         call.gathered.free_but_a_slice()
@@ -149,7 +152,8 @@ def _hook_outputs(call: Call, outputs: list[Tensor]) -> None:
     state = call.state
 
     def before_backward(grad: Tensor) -> None:
-        enter_backward(call)
+        with span("pre_backward", state):
+            enter_backward(call)
 
     for tensor in outputs:
         if tensor._is_view() and not state.warned_of_view:
@@ -180,8 +184,7 @@ def eager_read(module: nn.Module, name: str, param: Any) -> Any:
         # A compiled forward is running around this read, or only another unit's: gather just this one.
         require_data(sharded.fqn, param)
         spec = owner.group.spec_of(sharded)
-        accumulator = None if spec.mode == "reduce" else accumulator_for(owner, sharded, spec)
-        return sharded.as_read(traced_read(param, accumulator, **spec.kwargs()))
+        return sharded.as_read(traced_read(param, accumulator_for(owner, sharded, spec), **spec.kwargs()))
     return param
 
 

@@ -18,6 +18,8 @@ from ._param import ShardedParam
 from .passes import ParamSpec
 from .passes.collectives import all_gather_of, c10d
 
+_RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+
 
 def has_extension(param: ShardedParam, shard: DTensor) -> bool:
     """Whether the shard brings its own gather; raises when it brings half of one."""
@@ -29,7 +31,18 @@ def has_extension(param: ShardedParam, shard: DTensor) -> bool:
             f"{param.fqn} is a {type(local).__name__} with fsdp_{there}_all_gather and without "
             f"fsdp_{missing}_all_gather. Define both, or neither."
         )
-    return before
+    release = getattr(local, _RELEASE, None)
+    if release is None:
+        return before
+    if not before:
+        raise RuntimeError(
+            f"{param.fqn} is a {type(local).__name__} with {_RELEASE} and without fsdp_pre_all_gather and "
+            "fsdp_post_all_gather. Define these too, or leave it out."
+        )
+    answer = release()
+    if not isinstance(answer, bool):
+        raise TypeError(f"{param.fqn}: {_RELEASE} of {type(local).__name__} returned {answer!r}, which is not a bool.")
+    return before  # what was gathered is held no longer than fsdp_post_all_gather holds it, whatever the answer
 
 
 class Extension:

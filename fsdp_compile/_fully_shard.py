@@ -23,6 +23,7 @@ from ._mesh import ShardMesh, inner_mesh, shard_mesh
 from ._module import FSDPModule
 from ._param import STAMP, Cut, ShardedParam, Slot, cut_of, shard_param
 from ._state import STATE, UnitState, state_of, states_in
+from ._trace import logger
 
 ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module] | tuple[nn.Module, ...]")
 
@@ -113,6 +114,13 @@ def make_unit(
     refresh(state)
     for one in modules:
         compat.recompile_call(one)
+    logger.debug(
+        "%s: one unit of %d parameters, sharded over %d ranks and replicated %d times",
+        group.unit,
+        len(group.params),
+        target.num_shards,
+        target.num_replicas,
+    )
 
 
 def modules_in(module: Any, api: str) -> tuple[Any, ...]:

@@ -86,7 +86,8 @@ class Gathered:
         if self.is_full or self.launched:
             return
         in_flight = []
-        with torch.inference_mode(False), torch.no_grad():  # a later read may be recorded
+        # A later read may be recorded, and another one may not be inside a transform of torch.func.
+        with torch.inference_mode(False), torch.no_grad(), compat.without_functorch():
             sources, specs = self._sources()
             plain = [index for index in range(len(specs)) if index not in self._extensions]
             for places in gather_buckets([specs[index] for index in plain]):
@@ -104,7 +105,7 @@ class Gathered:
         """The full parameters."""
         self.launch()
         if self._in_flight is not None:
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), compat.without_functorch():
                 self._land(self._in_flight)
             self._in_flight, self._slices = None, None
             self.is_full = True

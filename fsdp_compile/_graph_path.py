@@ -14,6 +14,7 @@ from . import _torch_compat as compat
 from ._accumulate import ACCUMULATORS, Accumulator
 from ._param import ReadSpec
 from ._stored import wrapper
+from ._torch_compat import uses_compiled_autograd
 from .passes import PassManager, ScheduleInPlannedOrder, source_hash
 from .passes._torch_compat import CustomGraphPass
 
@@ -31,9 +32,12 @@ def traced_read(param: Any, accumulator: Accumulator | None, **spec: Any) -> Any
     shard = param.to_local()
     if accumulator is None or not param.requires_grad:
         return torch.ops.fsdpc.unshard(shard, **spec)
-    if accumulator.leaf is not None:
+    leaf = accumulator.leaf
+    if accumulator.only_under_compiled_autograd and not uses_compiled_autograd():
+        leaf = None
+    if leaf is not None:
         shard = shard.detach()  # its gradient does not come from autograd
-    return torch.ops.fsdpc.unshard(shard, accumulator.leaf, accumulator.ticket, **spec)
+    return torch.ops.fsdpc.unshard(shard, leaf, accumulator.ticket, accumulator.then, **spec)
 
 
 def traced_dtensor_read(
@@ -136,7 +140,9 @@ def getter(name: str, spec: ReadSpec) -> property:
     from ._eager_path import eager_read
 
     arguments = ", ".join(f"{key}={value!r}" for key, value in spec.kwargs().items())
-    accumulator = "None" if spec.mode == "reduce" else f"self.{ACCUMULATORS}[{name!r}, {spec.mode!r}]"
+    accumulator = f"self.{ACCUMULATORS}[{name!r}, {spec.mode!r}]"
+    if spec.mode == "reduce":
+        accumulator += " if uses_compiled_autograd() else None"
     namespace: dict[str, Any] = {}
     globals_of_this_module = globals() | {"eager_read": eager_read}
     read, wrap, mesh = "traced_read", None, None

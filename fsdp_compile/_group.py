@@ -76,6 +76,11 @@ class ParamGroup:
         return "resume" if self.has_accumulated else "reduce"
 
     @property
+    def has_left_over(self) -> bool:
+        """Whether gradients wait that are to be reduced by now."""
+        return self.sync and bool(self.pending or (self.partials and self.all_reduce))
+
+    @property
     def eager_only(self) -> str | None:
         """Name of what a graph cannot honour; None without such a thing."""
         if self.offload and self.mesh.device.type != "cpu":

@@ -262,7 +262,7 @@ class FSDPModule(ShardedModule, _FSDP2):
                 "backward finalizes itself."
             )
         for unit in state.units():
-            if unit.group.partials or not unit.group.all_reduce:
+            if not unit.group.all_reduce:
                 raise RuntimeError(
                     f"{unit.name} holds gradients that are summed over the shards alone. Call "
                     "set_requires_all_reduce(True) before the last backward."

@@ -34,7 +34,7 @@ def hold_back(gathered: Gathered, grads: Mapping[int, Tensor]) -> None:
                 pending[fqn].add_(grad)
             else:
                 # A copy where the dtype is right already: autograd may hand the same tensor to others.
-                pending[fqn] = grad.detach().to(dtype, copy=True)
+                pending[fqn] = grad.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def with_pending(gathered: Gathered, grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -58,7 +58,7 @@ class Reduction:
         self._in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] = []
         self._advanced = False
         group = gathered.group
-        self._replicated_later = group.partials or not group.all_reduce
+        self._replicated_later = bool(group.partials) or not group.all_reduce
         indices = sorted(grads)
         with torch.no_grad():
             for bucket in reduce_buckets([gathered.specs[index] for index in indices]):

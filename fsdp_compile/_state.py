@@ -23,6 +23,7 @@ from ._cast import cast_floating
 from ._group import ParamGroup
 from ._iteration import Iteration
 from ._mistakes import read_around
+from ._trace import span
 
 if TYPE_CHECKING:
     from ._call import Call
@@ -151,7 +152,8 @@ def eager_forward(state: UnitState, module: nn.Module, forward: Callable[..., An
     """Call ``forward(module, ...)`` between the two ends of the eager path."""
     running = None
     try:
-        running, args, kwargs = eager.begin_forward(state, module, args, kwargs)
+        with span("pre_forward", state):
+            running, args, kwargs = eager.begin_forward(state, module, args, kwargs)
         output = forward(module, *args, **kwargs)
     except BaseException as error:
         state.in_forward = False
@@ -161,7 +163,8 @@ def eager_forward(state: UnitState, module: nn.Module, forward: Callable[..., An
         if mistake is not None:
             raise mistake from error
         raise
-    return eager.end_forward(state, module, running, output)
+    with span("post_forward", state):
+        return eager.end_forward(state, module, running, output)
 
 
 def eager_forward_for(name: str, setting: str) -> Callable[..., Any]:

@@ -52,6 +52,21 @@ def recompile_call(module: nn.Module) -> None:
         module._compiled_call_impl = cells["self"].cell_contents(module._call_impl)
 
 
+def in_functorch() -> bool:
+    """Whether a transform of ``torch.func`` is running (``_C._functorch.peek_interpreter_stack``: 2.11 to 2.15)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def without_functorch() -> contextlib.AbstractContextManager[object]:
+    """What runs inside is not transformed (``_C._DisableFuncTorch``: 2.11 to 2.15)."""
+    return torch._C._DisableFuncTorch()
+
+
+def profiler_runs() -> bool:
+    """Whether somebody records ranges (``autograd.profiler._is_profiler_enabled``: 2.11 to 2.15)."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward that is running ends (``_execution_engine``: 2.11 to 2.15)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
@@ -177,6 +192,26 @@ def reads_are_compiled(module: nn.Module) -> bool:
     return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable") and not hasattr(
         module.__dict__["forward"], "_torchdynamo_disable"
     )
+
+
+def in_compiled_autograd() -> bool:
+    """Whether a backward that compiled autograd compiled is running; callbacks for its end would never run.
+
+    ``_dynamo.compiled_autograd.in_compiled_autograd_region``: 2.11 to 2.15.
+    """
+    from torch._dynamo import compiled_autograd
+
+    return compiled_autograd.in_compiled_autograd_region
+
+
+@torch.compiler.assume_constant_result
+def uses_compiled_autograd() -> bool:
+    """Whether backwards inside compiled functions are compiled too.
+
+    ``_dynamo.config.compiled_autograd``: 2.11 to 2.15. Asked while tracing, and not guarded: what is traced for it
+    trains without it as well.
+    """
+    return bool(torch._dynamo.config.compiled_autograd)
 
 
 def get_post_grad_pass() -> Any:

@@ -3,9 +3,10 @@
     reading a parameter          w  = unshard(shard, **spec)              local shard -> full parameter
     its autograd rule            gs = reduce_grad(gw, **spec)              full gradient -> gradient of the shard
 
-    with a leaf                  the leaf gets the full gradient           accumulating without communication
-    with a ticket                gs = reduce_grad(resume(gw, ticket))      and what accumulated joins
-    with both                    the leaf gets what is reduced over the shards alone, not over replicas
+    with a leaf                  the leaf gets gs in the place of the shard
+    with then="hold"             the leaf gets gw: accumulation without communication
+    with a ticket                gw is resume(gw, ticket): what accumulated joins, when backward runs
+    with then="over_shards"      gs is summed over the shards alone, not over replicas
 
 A marker says in its arguments everything that a pass needs. The arguments are equal for equal blocks (the FQN is
 relative to the module given to ``fully_shard``), so blocks that look alike share one compiled graph. Where no pass
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from .layout import ShardLayout
 
@@ -101,20 +102,23 @@ _SPEC = (
 )
 
 library = torch.library.Library(NAMESPACE, "DEF")
-library.define(f"unshard(Tensor shard, Tensor? leaf=None, Tensor? ticket=None, *, {_SPEC}) -> Tensor")
+_BACKWARD = 'Tensor? leaf=None, Tensor? ticket=None, str then="reduce"'
+library.define(f"unshard(Tensor shard, {_BACKWARD}, *, {_SPEC}) -> Tensor")
 library.define(f"reduce_grad(Tensor grad, *, {_SPEC}) -> Tensor")
 # What backward runs when it runs, so not in any graph: the ticket's holder adds what earlier backwards held back.
 library.define("resume(Tensor grad, Tensor ticket) -> Tensor")
 
 unshard = torch.ops.fsdpc.unshard.default
 reduce_grad = torch.ops.fsdpc.reduce_grad.default
+resume = torch.ops.fsdpc.resume.default
+fx.node.has_side_effect(resume)  # two of them are not one: the first takes what is pending
 
 # By the number on a ticket. A number and no pointer: saved tensors may be moved about until backward.
 ticket_holders: dict[int, Callable[[Tensor], Tensor]] = {}
 
 
 @torch.library.register_fake(f"{NAMESPACE}::unshard")
-def _unshard_fake(shard: Tensor, leaf: Tensor | None = None, ticket: Tensor | None = None, **kwargs: Any) -> Tensor:
+def _unshard_fake(shard: Tensor, *backward: Any, **kwargs: Any) -> Tensor:
     require_data(kwargs["fqn"], shard)
     return shard.new_empty(kwargs["size"], dtype=kwargs["dtype"])
 
@@ -124,7 +128,7 @@ def _reduce_grad_fake(grad: Tensor, **kwargs: Any) -> Tensor:
     return grad.new_empty(ParamSpec.of(kwargs).local_size, dtype=kwargs["grad_dtype"])
 
 
-def _unshard_kernel(shard: Tensor, leaf: Tensor | None = None, ticket: Tensor | None = None, **kwargs: Any) -> Tensor:
+def _unshard_kernel(shard: Tensor, *backward: Any, **kwargs: Any) -> Tensor:
     from . import lower  # lower imports this module for ParamSpec
 
     _warn_if_displaced("unshard", kwargs["fqn"])
@@ -160,24 +164,23 @@ library.impl("resume", _resume_kernel, "CompositeExplicitAutograd")
 
 
 def _save_spec(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
-    _, leaf, ticket = inputs
-    ctx.spec, ctx.has_leaf, ctx.has_ticket = keyword_only_inputs, leaf is not None, ticket is not None
+    _, leaf, ticket, then = inputs
+    ctx.spec, ctx.then, ctx.has_leaf, ctx.has_ticket = keyword_only_inputs, then, leaf is not None, ticket is not None
     if ticket is not None:
         ctx.save_for_backward(ticket)
 
 
-def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
     spec = ctx.spec
-    if ctx.has_leaf or ctx.has_ticket:
-        grad = grad.to(spec["reduce_dtype"])
     if ctx.has_ticket:
-        grad = torch.ops.fsdpc.resume(grad, *ctx.saved_tensors)
-    elif ctx.has_leaf:
-        return None, grad, None
-    if not ctx.has_leaf:
-        return torch.ops.fsdpc.reduce_grad(grad, **spec), None, None
-    over_shards = {"num_replicas": 1, "replicate_group": "", "postdivide": 1.0, "grad_dtype": spec["reduce_dtype"]}
-    return None, torch.ops.fsdpc.reduce_grad(grad, **spec | over_shards), None
+        grad = torch.ops.fsdpc.resume(grad.to(spec["reduce_dtype"]), *ctx.saved_tensors)
+    if ctx.then == "hold":
+        return None, grad.to(spec["reduce_dtype"]), None, None
+    if ctx.then == "over_shards":
+        over_shards = {"num_replicas": 1, "replicate_group": "", "postdivide": 1.0, "grad_dtype": spec["reduce_dtype"]}
+        spec = spec | over_shards
+    reduced = torch.ops.fsdpc.reduce_grad(grad, **spec)
+    return (None, reduced, None, None) if ctx.has_leaf else (reduced, None, None, None)
 
 
 torch.library.register_autograd(f"{NAMESPACE}::unshard", _unshard_backward, setup_context=_save_spec, lib=library)

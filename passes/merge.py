@@ -21,6 +21,7 @@ from .plan import Plan
 from .provenance import reduce_nodes, unshard_nodes
 
 _ADDS = (torch.ops.aten.add.Tensor,)
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 
 def merge(graph: fx.Graph, plan: Plan) -> int:
@@ -31,8 +32,10 @@ def merge(graph: fx.Graph, plan: Plan) -> int:
 
 
 def _drop_identity_views(graph: fx.Graph) -> None:
-    """DTensor's ``to_local`` is a view of the same size, on the way in and on the way back."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+    """DTensor's ``to_local`` is a view of the same size, on the way in and on the way back; so is ``detach``."""
+    for node in reversed(list(graph.nodes)):
+        if node.op != "call_function" or node.target not in _VIEWS:
+            continue
         source = node.args[0]
         at_marker = source.target is markers.reduce_grad or any(user.target is markers.unshard for user in node.users)
         if at_marker and source.meta["val"].shape == node.meta["val"].shape:
@@ -66,18 +69,33 @@ def _merge_reductions(graph: fx.Graph) -> int:
             continue
         if _only_user(right) is not total or right.kwargs != left.kwargs:
             continue
+        grads = [total.args[0].args[0], total.args[1].args[0]]  # type: ignore[union-attr]
         with graph.inserting_before(total):
-            summed = graph.call_function(torch.ops.aten.add.Tensor, (total.args[0].args[0], total.args[1].args[0]))  # type: ignore[union-attr]
-            summed.meta = dict(left.args[0].meta)  # type: ignore[union-attr]
+            summed = _sum(graph, *grads)  # type: ignore[arg-type]
             reduced = graph.call_function(left.target, (summed,), dict(left.kwargs))  # type: ignore[arg-type]
             reduced.meta = dict(left.meta)
         total.replace_all_uses_with(reduced)
         graph.erase_node(total)
         graph.erase_node(left)
         graph.erase_node(right)
+        for grad in grads:
+            if grad.target is markers.resume and not grad.users:  # type: ignore[union-attr]
+                graph.erase_node(grad)  # type: ignore[arg-type]
         pending = [node for node in pending if node is not right] + [reduced]
         num_merged += 1
     return num_merged
+
+
+def _sum(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node:
+    """Their sum; what accumulated joins it once."""
+    if left.target is right.target is markers.resume and left.args[1] is right.args[1]:
+        summed = _sum(graph, left.args[0], right.args[0])  # type: ignore[arg-type]
+        resumed = graph.call_function(markers.resume, (summed, left.args[1]))
+        resumed.meta = dict(left.meta)
+        return resumed
+    summed = graph.call_function(torch.ops.aten.add.Tensor, (left, right))
+    summed.meta = dict(left.meta)
+    return summed
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:

@@ -7,23 +7,25 @@ import sys
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import fsdp_compile
 from fsdp_compile._graph_path import manager
-from tests.toy import Stack, batches, loss_of, shard
 
 
 def main(rank: int, num_ranks: int, rendezvous: str, options: dict[str, str]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks)
     torch.manual_seed(0)
-    model = shard(Stack(num_blocks=1), reshard_after_forward=options.pop("reshard", None) == "yes")
+    # Little code to generate, and several parameters to bucket.
+    model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 5))
+    fsdp_compile.fully_shard(model, reshard_after_forward=options.pop("reshard", None) == "yes")
     fsdp_compile.configure(model, **options)
     graphs: list[str] = []
     manager.observers.append(lambda record: graphs.append(record.stage))
     run = torch.compile(model, fullgraph=True)
     for step in range(2):
-        loss = loss_of(run(batches(step)[rank]))
-        loss.backward()
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        run(torch.randn(4, 6, generator=generator)).pow(2).mean().backward()
     norms = [param.grad.full_tensor().norm().item() for param in model.parameters()]
     counters = torch._dynamo.utils.counters
     print(

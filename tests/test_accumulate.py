@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_compile
 from tests.conftest import SteadyRanks
 from tests.toy import (
+    Block,
     Stack,
     assert_same_grads,
     assert_same_params,
@@ -23,6 +26,10 @@ from tests.toy import (
     pair,
     reference_backward,
 )
+
+
+def small() -> Stack:
+    return Stack(1)
 
 
 class Wire:
@@ -66,7 +73,7 @@ def accumulate(model: Stack, run: Callable[[Tensor], Tensor], unsharded: Stack, 
 
 
 def check_accumulation(backend: str, reshard: bool) -> dict[str, Any]:
-    unsharded, model = pair(reshard_after_forward=reshard)
+    unsharded, model = pair(make=small, reshard_after_forward=reshard)
     run = compiled(model, backend)
     optims = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, unsharded)]
     graphs = []
@@ -93,8 +100,9 @@ def check_accumulation(backend: str, reshard: bool) -> dict[str, Any]:
     return {"graphs": graphs, "wires": wires, "alone": alone.reductions}
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(
+    ("backend", "reshard"), [("aot_eager", True), ("aot_eager", False), ("inductor", True)]
+)
 def test_micro_batches_without_sync_send_nothing(two_ranks: SteadyRanks, backend: str, reshard: bool) -> None:
     for seen in two_ranks.run(check_accumulation, backend, reshard):
         # The first micro-batches hold, the last resumes: two graphs, and nothing is compiled again.
@@ -106,7 +114,7 @@ def test_micro_batches_without_sync_send_nothing(two_ranks: SteadyRanks, backend
 
 
 def check_no_sync_context(backend: str) -> None:
-    unsharded, model = pair()
+    unsharded, model = pair(make=small)
     run = compiled(model, backend)
     for step in range(2):
         with fsdp_compile.no_sync(model):
@@ -132,7 +140,7 @@ def test_no_sync_needs_sharded_modules() -> None:
 
 def check_flag_around_backward(in_flight: int) -> list[int]:
     """As pipelines do it: forwards run ahead, and the flag is set around each backward."""
-    unsharded, model = pair()
+    unsharded, model = pair(make=small)
     run = compiled(model, "aot_eager")
     num = 4
     reductions = []
@@ -166,7 +174,7 @@ def test_the_flag_that_holds_is_that_of_backward(two_ranks: SteadyRanks, in_flig
 
 def check_replicas(backend: str) -> list[Counter[str]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    unsharded, model = pair(mesh=mesh)
+    unsharded, model = pair(make=small, mesh=mesh)
     run = compiled(model, backend)
     for step in range(3):
         wires = []
@@ -191,7 +199,7 @@ def test_replicas_are_summed_once(four_ranks: SteadyRanks, backend: str) -> None
 
 def check_all_three_modes() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    unsharded, model = pair(mesh=mesh)
+    unsharded, model = pair(make=small, mesh=mesh)
     run = compiled(model, "aot_eager")
     for step in range(3):
         for micro, (sync, all_reduce) in enumerate([(False, True), (True, False), (False, False), (True, True)]):
@@ -208,7 +216,7 @@ def test_the_modes_mix(four_ranks: SteadyRanks) -> None:
 
 
 def check_mixed_with_eager() -> None:
-    unsharded, model = pair()
+    unsharded, model = pair(make=small)
     run = compiled(model, "aot_eager")
     for step in range(2):
         for micro, forward in enumerate([run, model, run, model, run][step:]):
@@ -225,8 +233,8 @@ def test_compiled_and_eager_micro_batches_add_up(two_ranks: SteadyRanks) -> None
 
 def check_bf16() -> None:
     policy = fsdp_compile.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    _, model = pair(mp_policy=policy)
-    _, eager = pair(mp_policy=policy)
+    _, model = pair(make=small, mp_policy=policy)
+    _, eager = pair(make=small, mp_policy=policy)
     run = compiled(model, "aot_eager")
     for one, forward in ((model, run), (eager, eager)):
         for micro in range(3):
@@ -255,7 +263,7 @@ class HalfUsed(Stack):
 
 
 def check_unit_that_the_last_backward_skips() -> None:
-    unsharded, model = pair(make=HalfUsed)
+    unsharded, model = pair(make=lambda: HalfUsed(2))
     run = torch.compile(model, backend="aot_eager")
     for micro in range(3):
         unsharded.skip = model.skip = micro == 2
@@ -271,7 +279,7 @@ def test_what_the_last_backward_did_not_reach_is_reduced(two_ranks: SteadyRanks)
 
 
 def check_reset() -> None:
-    unsharded, model = pair()
+    unsharded, model = pair(make=small)
     run = compiled(model, "aot_eager")
     model.set_requires_gradient_sync(False)
     loss_of(run(batches(0)[dist.get_rank()])).backward()
@@ -285,3 +293,64 @@ def check_reset() -> None:
 
 def test_reset_drops_what_was_held(two_ranks: SteadyRanks) -> None:
     two_ranks.run(check_reset)
+
+
+class ReadTwice(Block):
+    """Both reads of the shift get the very same gradient."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__(dim)
+        self.shift = nn.Parameter(torch.randn(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.shift) + (self.down(torch.relu(self.up(self.norm(x)))) + self.shift)
+
+
+def check_read_twice(backend: str) -> None:
+    unsharded, model = pair(make=lambda: Stack(1, block=ReadTwice))
+    run = compiled(model, backend)
+    for step in range(2):
+        accumulate(model, run, unsharded, step, num=2)
+        assert_same_grads(model, unsharded)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_what_waits_joins_once_however_often_a_parameter_is_read(two_ranks: SteadyRanks, backend: str) -> None:
+    two_ranks.run(check_read_twice, backend)
+
+
+def check_tied() -> int:
+    unsharded, model = pair(make=lambda: Stack(1, tied=True))
+    run = compiled(model, "aot_eager")
+    gathers = []
+    for step in range(2):
+        accumulate(model, run, unsharded, step, num=2)
+        assert_same_grads(model, unsharded)
+    for sync in (False, True):
+        model.set_requires_gradient_sync(sync)
+        with Wire() as wire:
+            run(batches(0)[dist.get_rank()])
+        gathers.append(wire.calls["gather"])
+    assert gathers[0] == gathers[1]
+    return gathers[0]
+
+
+def test_a_tied_weight_is_gathered_once_in_every_mode(two_ranks: SteadyRanks) -> None:
+    assert two_ranks.run(check_tied) == [6 + 3] * 2  # a block, then the weight and two of the norm
+
+
+def check_freed() -> bool:
+    _, model = pair(make=small)
+    run = compiled(model, "aot_eager")
+    for sync in (False, True):
+        model.set_requires_gradient_sync(sync)
+        loss_of(run(batches(0)[dist.get_rank()])).backward()
+    alive = weakref.ref(model.layers[0])
+    del model, run
+    torch._dynamo.reset()
+    gc.collect()
+    return alive() is None
+
+
+def test_nothing_keeps_a_model_alive(two_ranks: SteadyRanks) -> None:
+    assert all(two_ranks.run(check_freed))

@@ -817,3 +817,39 @@ def _reset_before_forward() -> None:
 
 def test_reset_and_finalization_are_the_roots(two_ranks: Ranks) -> None:
     two_ranks.run(_reset_before_forward)
+
+
+def _ranges() -> list[str]:
+    _, model = pair()
+    tokens = batches(0)[dist.get_rank()]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss_of(model(tokens)).backward()
+    events = sorted(profile.events() or (), key=lambda event: event.time_range.start)
+    return [event.name for event in events if event.name.startswith("FSDP::")]
+
+
+def test_a_profile_shows_the_units(two_ranks: Ranks) -> None:
+    for ranges in two_ranks.run(_ranges):
+        for stage in ("pre_forward", "post_forward", "pre_backward", "post_backward"):
+            for unit in ("(root) (Stack)", "layers.0 (Block)", "layers.2 (Block)"):
+                assert ranges.count(f"FSDP::{stage} ({unit})") == 1
+        assert ranges.index("FSDP::pre_forward (layers.0 (Block))") < ranges.index("FSDP::pre_forward (layers.2 (Block))")
+        assert ranges[-1] == "FSDP::end_backward ((root) (Stack))"
+
+
+def _transforms() -> None:
+    unsharded, model = pair()
+    x = torch.randn(2, 5, 16)
+    tangent = torch.randn(2, 5, 16)
+    ours, theirs = model.layers[0], unsharded.layers[0]
+    for transform in (lambda block: torch.func.jvp(block, (x,), (tangent,)), lambda block: (torch.func.grad(lambda y: block(y).sum())(x),)):
+        for got, expected in zip(transform(ours), transform(theirs)):
+            torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+    tokens = batches(0)
+    loss_of(model(tokens[dist.get_rank()])).backward()
+    reference_backward(unsharded, tokens)
+    assert_same_grads(model, unsharded)
+
+
+def test_derivatives_by_inputs_through_torch_func(two_ranks: Ranks) -> None:
+    two_ranks.run(_transforms)

@@ -67,6 +67,77 @@ def _nested() -> Any:
     return fully_shard(model)
 
 
+class _Comm:
+    def allocate(self, size: Any, *, dtype: Any, device: Any) -> Any: ...
+
+    def __call__(self, *args: Any) -> Any: ...
+
+
+def _two_meshes() -> Any:
+    mesh = _mesh((2, 2), ("a", "b"))
+
+    def place(param: nn.Parameter) -> Any:
+        return fsdp_compile.ShardPlacementResult(Shard(0), mesh["b"]) if param.ndim == 1 else None
+
+    return fully_shard(nn.Linear(4, 4), mesh=mesh["a"], shard_placement_fn=place)
+
+
+def _custom() -> Any:
+    unit: Any = _unit()
+    unit.set_custom_all_gather(_Comm())
+    return unit
+
+
+def _by_hand(**kwargs: Any) -> Any:
+    unit: Any = fully_shard(nn.Linear(4, 4), **kwargs)
+    unit.set_manual_backward_finalization(True)
+    return unit
+
+
+def _wait_after_reset() -> None:
+    unit = _by_hand()
+    handle = unit.finalize_backward(async_op=True)
+    unit.reset_iter_state()
+    handle.wait()
+
+
+def _finalize_twice() -> None:
+    unit = _by_hand()
+    unit.finalize_backward(async_op=True)
+    unit.finalize_backward()
+
+
+def _finalize_without_replicas() -> None:
+    unit = _by_hand(mesh=_mesh((2, 2), ("replicate", "shard")))
+    unit.set_requires_all_reduce(False)
+    unit.finalize_backward()
+
+
+class Released(torch.Tensor):
+    pass
+
+
+def _with_local(**methods: Any) -> Any:
+    """A unit whose weight's shard is a subclass with these methods."""
+    unit: Any = fully_shard(nn.Linear(4, 4, bias=False))
+    kind = type("Released", (Released,), methods)
+    unit.weight._local_tensor = unit._parameters["weight"]._local_tensor.as_subclass(kind)
+    return unit
+
+
+def _release(answer: Any) -> None:
+    hook = {"fsdp_should_release_all_gather_outputs_after_post_all_gather": lambda self: answer}
+    extension = {} if answer is None else {
+        "fsdp_pre_all_gather": lambda self, mesh: None, "fsdp_post_all_gather": lambda self, *args, **kwargs: None,
+    }  # fmt: skip
+    _with_local(**hook, **extension)(torch.ones(2, 4))
+
+
+def _odd_extension() -> None:
+    both = {"fsdp_pre_all_gather": lambda self, a, b: None, "fsdp_post_all_gather": lambda self, *args, **kwargs: None}
+    _with_local(**both)(torch.ones(2, 4))
+
+
 Row = tuple[Callable[[], Any], type[Exception], tuple[str, ...]]
 ROWS: dict[str, Row] = {
     "a ModuleList has no forward": (lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])), ValueError, ("members",)),
@@ -135,6 +206,26 @@ ROWS: dict[str, Row] = {
         lambda: _nested()[0].set_manual_backward_finalization(True), RuntimeError, ("0 (Linear)", "outermost")),
     "resetting an inner unit": (
         lambda: _nested()[0].reset_iter_state(), RuntimeError, ("0 (Linear)", "reset_iter_state")),
+    "a stream for a hook where replicas have one": (
+        lambda: fully_shard(nn.Linear(4, 4), mesh=_mesh((2, 2), ("replicate", "shard"))).set_all_reduce_hook(  # type: ignore[operator]
+            lambda summed: None, stream=object()), ValueError, ("(root) (Linear)", "stream=")),
+    "a gather of one's own for several meshes": (
+        lambda: _two_meshes().set_custom_all_gather(_Comm()), ValueError, ("(root) (Linear)", "2 meshes", "set_custom_all_gather")),
+    "a reduction of one's own for several meshes": (
+        lambda: _two_meshes().set_custom_reduce_scatter(_Comm()), ValueError, ("2 meshes", "set_custom_reduce_scatter")),
+    "a hook for several meshes": (
+        lambda: _two_meshes().set_all_reduce_hook(lambda summed: None), ValueError, ("2 meshes", "set_all_reduce_hook")),
+    "the group's memory for a gather of one's own": (
+        lambda: _custom().set_allocate_memory_from_process_group_for_comm(True), RuntimeError, ("set_custom_all_gather",)),
+    "symmetric memory for a gather of one's own": (
+        lambda: _custom().set_symm_mem_for_comm(), RuntimeError, ("set_custom_all_gather",)),
+    "a handle after a reset": (_wait_after_reset, RuntimeError, ("reset_iter_state",)),
+    "finalization before the last one's handle": (_finalize_twice, RuntimeError, ("wait()",)),
+    "finalization without the sum over replicas": (
+        _finalize_without_replicas, RuntimeError, ("(root) (Linear)", "set_requires_all_reduce(True)")),
+    "a release hook without its extension": (lambda: _release(None), RuntimeError, ("weight", "Released", "fsdp_pre_all_gather")),
+    "a release hook that returns no bool": (lambda: _release("yes"), TypeError, ("weight", "'yes'")),
+    "a gather with two arguments": (_odd_extension, TypeError, ("weight", "takes 2 arguments")),
     "symmetric memory on the CPU": (lambda: _unit().set_symm_mem_for_comm(), RuntimeError, ("GPU", "cpu")),
     "an unknown bucketing": (
         lambda: fsdp_compile.configure(fully_shard(nn.Linear(4, 4)), bucketing="big"), ValueError, ("'big'", "size")),

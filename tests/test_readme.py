@@ -22,7 +22,7 @@ def _code(language: str) -> list[str]:
 
 
 def _run_examples(folder: str) -> None:
-    shard_and_compile, inspect, accumulate, compare = _code("python")
+    shard_and_compile, inspect, accumulate, explain, whole_step, compare = _code("python")
     batch = torch.zeros(2, 5, dtype=torch.long)
     names = {"torch": torch, "model": Stack(1), "batch": batch, "batches": [batch, batch]}
     exec(shard_and_compile, names)
@@ -31,6 +31,12 @@ def _run_examples(folder: str) -> None:
         os.chdir(folder)
     exec(inspect if dist.get_rank() == 0 else "import fsdp_compile; model(batch).sum().backward()", names)
     exec(accumulate, names)
+    exec(explain, names)
+    assert names["report"]
+    try:
+        exec(whole_step, names)
+    finally:
+        torch._dynamo.config.compiled_autograd = False
     exec(compare, names)
 
 
