@@ -26,7 +26,9 @@ def main(rank: int, num_ranks: int, rendezvous: str, options: dict[str, str]) ->
     for step in range(2):
         generator = torch.Generator().manual_seed(10 * step + rank)
         run(torch.randn(4, 6, generator=generator)).pow(2).mean().backward()
-    norms = [param.grad.full_tensor().norm().item() for param in model.parameters()]
+    squares = torch.stack([param.grad.to_local().pow(2).sum() for param in model.parameters()])
+    dist.all_reduce(squares)
+    norms = squares.sqrt().tolist()
     counters = torch._dynamo.utils.counters
     print(
         json.dumps(

@@ -72,8 +72,21 @@ class Ranks:
         return bool(self._workers)
 
 
+def _mend_gathers_on_gloo() -> torch.library.Library:
+    """Have torch's functional all-gather, which ``DTensor.full_tensor`` calls, do what ours does.
+
+    On gloo it corrupts the heap now and then (see passes/collectives.py), and tests gather to compare all the time.
+    """
+    from fsdp_compile.passes import collectives
+
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    library.impl("all_gather_into_tensor", collectives._all_gather_kernel, "CPU")
+    return library
+
+
 def _serve(rank: int, num_ranks: int, rendezvous: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    _mended = _mend_gathers_on_gloo()  # for as long as it is referred to
     dist.init_process_group(
         "gloo",
         init_method=f"file://{rendezvous}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -45,8 +46,9 @@ class Wire:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        # gloo's threads record for a moment after their work is done, and must not write where nothing is any more.
+        time.sleep(0.05)
         self._profile.__exit__(*error)
-        self.bytes: Counter[str] = Counter()
         for event in self._profile.events() or ():
             if not event.name.startswith("c10d::"):
                 continue
@@ -101,7 +103,8 @@ def check_accumulation(backend: str, reshard: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "reshard"), [("aot_eager", True), ("aot_eager", False), ("inductor", True)]
+    ("backend", "reshard"),
+    [("aot_eager", True), ("aot_eager", False), pytest.param("inductor", True, marks=pytest.mark.more)],
 )
 def test_micro_batches_without_sync_send_nothing(two_ranks: SteadyRanks, backend: str, reshard: bool) -> None:
     for seen in two_ranks.run(check_accumulation, backend, reshard):
@@ -190,7 +193,7 @@ def check_replicas(backend: str) -> list[Counter[str]]:
     return wires
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
 def test_replicas_are_summed_once(four_ranks: SteadyRanks, backend: str) -> None:
     for wires in four_ranks.run(check_replicas, backend):
         assert [wire["allreduce"] > 0 for wire in wires] == [False, False, True]
@@ -314,7 +317,7 @@ def check_read_twice(backend: str) -> None:
         assert_same_grads(model, unsharded)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
 def test_what_waits_joins_once_however_often_a_parameter_is_read(two_ranks: SteadyRanks, backend: str) -> None:
     two_ranks.run(check_read_twice, backend)
 

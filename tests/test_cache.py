@@ -76,6 +76,7 @@ def test_changed_options_never_reuse_a_graph(cold: Cold) -> None:
             torch.testing.assert_close(after["norms"], before["norms"])
 
 
+@pytest.mark.more
 def test_one_rank_hits_and_the_other_compiles(cold: Cold, tmp_path: Path) -> None:
     hit, compiled = start([cold[0], tmp_path / "cold"])
     assert compiled["passes_ran_on"] and compiled["graph_misses"] == 2

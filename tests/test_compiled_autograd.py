@@ -102,7 +102,7 @@ def _train(block: type[Block], backend: str) -> tuple[list[tuple[str, int, int]]
         return seen, torch._dynamo.utils.counters["compiled_autograd"]["captures"]
 
 
-@pytest.mark.parametrize("block", [Block, BreakBlock])
+@pytest.mark.parametrize("block", [pytest.param(Block, marks=pytest.mark.more), BreakBlock])
 def test_one_backward_graph_whatever_the_forward_is(two_ranks: Ranks, block: type[Block]) -> None:
     for seen, captures in two_ranks.run(_train, block, "inductor"):
         assert captures >= 1
@@ -160,6 +160,7 @@ def _accumulate(backend: str) -> None:
             assert_same_grads(model, unsharded)
 
 
+@pytest.mark.more
 def test_accumulation_without_communication(two_ranks: Ranks) -> None:
     two_ranks.run(_accumulate, "aot_eager")
 
@@ -203,6 +204,7 @@ def _replicas(backend: str) -> None:
             assert_same_grads(model, unsharded)
 
 
+@pytest.mark.more
 def test_replicas_accumulate(four_ranks: Ranks) -> None:
     four_ranks.run(_replicas, "aot_eager")
 
@@ -221,5 +223,6 @@ def _evaluate_between(backend: str) -> None:
         assert_same_grads(model, unsharded)
 
 
+@pytest.mark.more
 def test_what_is_held_survives_an_eager_evaluation(two_ranks: Ranks) -> None:
     two_ranks.run(_evaluate_between, "aot_eager")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -824,6 +825,7 @@ def _ranges() -> list[str]:
     tokens = batches(0)[dist.get_rank()]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         loss_of(model(tokens)).backward()
+        time.sleep(0.05)  # gloo's threads record for a moment after their work is done
     events = sorted(profile.events() or (), key=lambda event: event.time_range.start)
     return [event.name for event in events if event.name.startswith("FSDP::")]
 

@@ -101,7 +101,8 @@ FP32 = MixedPrecisionPolicy()
     ("make", "backend", "policy"),
     [
         *((make, "aot_eager", policy) for make in (Stack, Checkpointed) for policy in (FP32, BF16)),
-        (Stack, "inductor", BF16),  # Inductor's own joint passes ran between the tags and the partitioner
+        # Inductor's own joint passes ran between the tags and the partitioner
+        pytest.param(Stack, "inductor", BF16, marks=pytest.mark.more),
         (Checkpointed, "inductor", FP32),
     ],
 )

@@ -101,7 +101,7 @@ Stack: 3 graphs, 8 collectives, 12.0 KiB a rank
   (Stack)                4  embed.weight norm.weight norm.bias +1       keep               4   2.0 KiB
   layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  regather           6   2.2 KiB
   layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  regather           6   2.2 KiB
-  passes: merge 0 (- ms), keep 16 (- ms)
+  passes: merge 0 (- ms), slices 0 (- ms), keep 16 (- ms)
 
 01_forward: 16 unshards and 0 reduce_grads -> 3 collectives, 3.3 KiB a rank
   #  collective  unit              params  names                                       dtype  bytes/rank   bucket

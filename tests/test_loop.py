@@ -164,7 +164,7 @@ def _upcast_at_reading(model: Stack) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
 def test_only_adapters_are_reduced_and_the_base_is_gathered_as_it_is_stored(
     two_ranks: Ranks, backend: str, dtype: torch.dtype
 ) -> None:

@@ -76,7 +76,7 @@ def _hsdp(path: str, kwargs: dict[str, Any]) -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("path", [*PATHS, "inductor"])
+@pytest.mark.parametrize("path", [*PATHS, pytest.param("inductor", marks=pytest.mark.more)])
 def test_replicas_of_shards_train_like_the_unsharded_model(four_ranks: Ranks, path: str) -> None:
     four_ranks.run(_hsdp, path, {})
 
@@ -197,7 +197,7 @@ def _tensor_parallel(path: str, block: type[nn.Module], kwargs: dict[str, Any]) 
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("path", [*PATHS, "inductor"])
+@pytest.mark.parametrize("path", [*PATHS, pytest.param("inductor", marks=pytest.mark.more)])
 def test_tensor_parallel_parameters_train_like_the_unsharded_model(four_ranks: Ranks, path: str) -> None:
     four_ranks.run(_tensor_parallel, path, EvenBlock, {})
 
@@ -431,7 +431,7 @@ def _replicate(path: str, kwargs: dict[str, Any]) -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("path", [*PATHS, "inductor"])
+@pytest.mark.parametrize("path", [*PATHS, pytest.param("inductor", marks=pytest.mark.more)])
 def test_replicated_modules_train_like_the_unreplicated_one(two_ranks: Ranks, path: str) -> None:
     two_ranks.run(_replicate, path, {})
 

@@ -256,19 +256,21 @@ def reports(two_ranks: SteadyRanks, three_ranks: SteadyRanks) -> Callable[[Case]
 
 # Every Hugging Face model is on three ranks; those that take long are on two ranks once, under Inductor or not at all.
 SLOW = [Case("mixtral", 2, "inductor")]  # most of a minute: pytest -m slow
-INDUCTOR = [Case("conv", 3, "inductor"), Case("llama", 2, "inductor"), *SLOW]
+INDUCTOR = [Case("llama", 2, "inductor"), *SLOW]
+MORE = [Case("conv", 3, "inductor")] + [Case(model, 2) for model in HUGGING_FACE if model not in ("llama", "mixtral", "t5")]
 COMPAT = [Case("sequential", 2), Case("loop", 3)]
 CASES = [
     *(Case(model, num_ranks) for num_ranks in (2, 3) for model in PLAIN),
     *(Case(model, 3) for model in HUGGING_FACE),
-    *(Case(model, 2) for model in HUGGING_FACE if model not in ("llama", "mixtral", "t5")),
+    *MORE,
     *INDUCTOR,
 ]
 
 
 def every(cases: list[Case]) -> pytest.MarkDecorator:
     def marks(case: Case) -> list[pytest.MarkDecorator]:
-        return [pytest.mark.compat] * (case in COMPAT) + [pytest.mark.slow] * (case in SLOW)
+        chosen = {"compat": COMPAT, "more": MORE, "slow": SLOW}
+        return [getattr(pytest.mark, name) for name, cases in chosen.items() if case in cases]
 
     return pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in cases])
 
