@@ -160,7 +160,8 @@ def test_saved_graphs_run(saved: Saved) -> None:
         """\
 noisy/00_joint/0_captured.py
 noisy/00_joint/1_merge.py
-noisy/00_joint/2_keep.py
+noisy/00_joint/2_slices.py
+noisy/00_joint/3_keep.py
 noisy/01_forward/0_captured.py
 noisy/01_forward/1_insert.py
 noisy/01_forward/2_overlap.py
@@ -175,7 +176,8 @@ noisy/03_inference/2_overlap.py
 noisy/03_inference/3_check.py
 stack/00_joint/0_captured.py
 stack/00_joint/1_merge.py
-stack/00_joint/2_keep.py
+stack/00_joint/2_slices.py
+stack/00_joint/3_keep.py
 stack/01_forward/0_captured.py
 stack/01_forward/1_insert.py
 stack/01_forward/2_overlap.py
