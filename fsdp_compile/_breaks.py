@@ -68,15 +68,16 @@ def explain_breaks(model: nn.Module, *args: Any, **kwargs: Any) -> BreakReport:
     if not isinstance(model, nn.Module):
         raise TypeError(f"explain_breaks takes the model and its inputs, but got {type(model).__name__} as the model.")
     report = BreakReport()
-    compat.forget_compiled({type(module) for module in model.modules()})
+    classes = {type(module) for module in model.modules()}
+    compat.forget_compiled(classes)
     names = {module: _name(path, module) for path, module in model.named_modules()}
 
     def on_break(stack: Any, reason: str) -> None:
-        frame = next((one for one in reversed(stack) if _modules_at(names, one.filename, one.lineno)), None)
-        frame = frame or (stack[-1] if stack else None)
+        innermost_first = [(one, _modules_at(names, one.filename, one.lineno)) for one in reversed(stack)]
+        in_modules = [(frame, modules) for frame, modules in innermost_first if modules]
+        frame, modules = next(iter(in_modules or innermost_first), (None, ()))
         where = "" if frame is None else f"{frame.filename}:{frame.lineno} in {frame.name}"
-        at = () if frame is None else _modules_at(names, frame.filename, frame.lineno)
-        found = GraphBreak(at, where, *_reason_and_hint(reason))
+        found = GraphBreak(modules, where, *_reason_and_hint(reason))
         if found not in report.breaks:
             report.breaks.append(found)
 
@@ -92,7 +93,7 @@ def explain_breaks(model: nn.Module, *args: Any, **kwargs: Any) -> BreakReport:
 
     with compat.graph_breaks(on_break), _eager_reads(on_read):
         torch.compile(model, backend=count)(*args, **kwargs)
-    compat.forget_compiled({type(module) for module in model.modules()})
+    compat.forget_compiled(classes)
     return report
 
 

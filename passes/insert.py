@@ -25,6 +25,7 @@ from torch import fx
 
 from . import _torch_compat as compat
 from . import lower
+from .emit import emit
 from .plan import Bucket, Plan, num_launches
 from .provenance import Marker, find_reduces, find_unshards
 from .slices import keep_slice
@@ -81,11 +82,9 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
 def _cut(graph: fx.Graph, node: fx.Node) -> None:
     """``keep_slice`` as a copy that Inductor generates, so that the whole parameter need not live on."""
     full, dim, start, length = node.args
-    assert isinstance(full, fx.Node)
-    with graph.inserting_before(node), compat.fake_mode_of([full.meta["val"]]):
-        view = graph.call_function(aten.slice.Tensor, (full, dim, start, start + length))  # type: ignore[operator]
-        view.meta["val"] = aten.slice.Tensor(full.meta["val"], *view.args[1:])
-        copy = graph.call_function(aten.clone.default, (view,), {"memory_format": torch.contiguous_format})
+    with graph.inserting_before(node):
+        view = emit(graph, aten.slice.Tensor, full, dim, start, start + length)  # type: ignore[operator]
+        copy = emit(graph, aten.clone.default, view, memory_format=torch.contiguous_format)
     copy.meta = dict(node.meta)
     node.replace_all_uses_with(copy)
     graph.erase_node(node)
@@ -94,16 +93,13 @@ def _cut(graph: fx.Graph, node: fx.Node) -> None:
 def _emitter(graph: fx.Graph, anchor: fx.Node, role: Role) -> lower.Call:
     """A ``call`` for the lowering programs that writes nodes in front of ``anchor``."""
 
-    def emit(op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         with graph.inserting_before(anchor):
-            node = graph.call_function(op, args, kwargs)
-        values = fx.map_arg((args, kwargs), lambda used: used.meta["val"])
-        with compat.fake_mode_of(values[0]):
-            node.meta["val"] = op(*values[0], **values[1])
+            node = emit(graph, op, *args, **kwargs)
         node.meta[ROLE] = role
         return node
 
-    return emit
+    return call
 
 
 def _replace(graph: fx.Graph, members: Iterable[Marker], results: Iterable[fx.Node]) -> None:

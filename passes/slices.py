@@ -17,13 +17,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from . import _torch_compat as compat
 from . import markers
+from .emit import emit
 from .markers import NAMESPACE, ParamSpec, library
 from .plan import Plan
 from .provenance import unshard_nodes
@@ -52,10 +51,10 @@ def slices(graph: fx.Graph, plan: Plan) -> int:
         inner = inner_spec(spec)
         start, stop = inner.layout.span(spec.inner_rank)
         with graph.inserting_after(node):
-            piece = _call(graph, keep_slice, (node, spec.dim, start, stop - start), {}, node)
+            piece = emit(graph, keep_slice, node, spec.dim, start, stop - start)
         with graph.inserting_after(piece):
-            again = _call(graph, markers.unshard, (piece,), inner.kwargs(), node)
-        again.meta = {key: value for key, value in node.meta.items() if key != "val"} | {"val": again.meta["val"]}
+            again = emit(graph, markers.unshard, piece, **inner.kwargs())
+        again.meta = node.meta | {"val": again.meta["val"]}
         for reader in readers:
             reader.replace_input_with(node, again)
         num_sliced += 1
@@ -80,11 +79,3 @@ def inner_spec(spec: ParamSpec) -> ParamSpec:
         spec, num_shards=spec.inner_shards, group=spec.inner_group, inner_shards=1, inner_group="", inner_rank=0
     )
     return dataclasses.replace(inner, local_length=inner.layout.local_size(spec.inner_rank)[spec.dim])
-
-
-def _call(graph: fx.Graph, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node) -> fx.Node:
-    node = graph.call_function(op, args, kwargs)
-    values = fx.map_arg(args, lambda used: used.meta["val"])
-    with compat.fake_mode_of(values):
-        node.meta["val"] = op(*values, **kwargs)
-    return node

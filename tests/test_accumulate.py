@@ -40,9 +40,7 @@ class Wire:
         self.calls: Counter[str] = Counter()
 
     def __enter__(self) -> Wire:
-        self._profile = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
-        ).__enter__()
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]).__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -7,18 +7,11 @@ import torch
 from torch import Tensor
 
 from fsdp_compile import explain_breaks
-from tests.toy import Block, Stack, shard
+from tests.toy import Block, BreakBlock, Stack, shard
 
 pytestmark = [pytest.mark.usefixtures("fake_group_of_four"), pytest.mark.compat]
 
 TOKENS = torch.zeros(2, 5, dtype=torch.long)
-
-
-class Broken(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.up(self.norm(x))
-        torch._dynamo.graph_break()
-        return x + self.down(torch.relu(hidden))
 
 
 class Depends(Block):
@@ -52,7 +45,7 @@ def test_one_graph_has_nothing_to_explain() -> None:
 @pytest.mark.parametrize(
     ("block", "line", "reason"),
     [
-        (Broken, "torch._dynamo.graph_break()", "Call to `torch._dynamo.graph_break()`"),
+        (BreakBlock, "torch._dynamo.graph_break()", "Call to `torch._dynamo.graph_break()`"),
         (Depends, "if hidden.sum() > 1e9:", "Data-dependent branching"),
     ],
 )

@@ -17,6 +17,7 @@ from fsdp_compile._graph_path import manager
 from tests.ranks import Ranks
 from tests.toy import (
     Block,
+    BreakBlock,
     Stack,
     assert_same_grads,
     assert_same_params,
@@ -26,15 +27,6 @@ from tests.toy import (
     pair,
     reference_backward,
 )
-
-
-class BreakBlock(Block):
-    """A graph break in the middle."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.up(self.norm(x))
-        torch._dynamo.graph_break()
-        return x + self.down(torch.relu(hidden))
 
 
 class Unrolled(Stack):
@@ -147,17 +139,24 @@ def test_clipping_and_the_optimizer_inside_the_compiled_step(two_ranks: Ranks) -
     two_ranks.run(_whole_step, "aot_eager")
 
 
+def _two_steps(
+    unsharded: Stack, model: Stack, backend: str, set_flag: Callable[[bool], None], num_micro_batches: int
+) -> None:
+    """Gradients of several micro-batches, the last of which has the flag set."""
+    run = _step(model, backend)
+    for step in range(2):
+        for micro in range(num_micro_batches):
+            tokens = batches(10 * step + micro)
+            set_flag(micro == num_micro_batches - 1)
+            reference_backward(unsharded, tokens)
+            run(tokens[dist.get_rank()])
+        assert_same_grads(model, unsharded)
+
+
 def _accumulate(backend: str) -> None:
     with compiled_autograd():
         unsharded, model = pair(make=Single)
-        run = _step(model, backend)
-        for step in range(2):
-            for micro in range(3):
-                tokens = batches(10 * step + micro)
-                model.set_requires_gradient_sync(micro == 2)
-                reference_backward(unsharded, tokens)
-                run(tokens[dist.get_rank()])
-            assert_same_grads(model, unsharded)
+        _two_steps(unsharded, model, backend, model.set_requires_gradient_sync, num_micro_batches=3)
 
 
 @pytest.mark.more
@@ -194,14 +193,7 @@ def _replicas(backend: str) -> None:
     with compiled_autograd():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         unsharded, model = pair(make=Single, mesh=mesh)
-        run = _step(model, backend)
-        for step in range(2):
-            for micro in range(2):
-                tokens = batches(10 * step + micro)
-                model.set_requires_all_reduce(micro == 1)
-                reference_backward(unsharded, tokens)
-                run(tokens[dist.get_rank()])
-            assert_same_grads(model, unsharded)
+        _two_steps(unsharded, model, backend, model.set_requires_all_reduce, num_micro_batches=2)
 
 
 @pytest.mark.more

@@ -9,16 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard
 from tests.ranks import Ranks
-from tests.toy import Block, Stack, pair, train_and_compare
-
-
-class BreakBlock(Block):
-    """A graph break, and after it a read of weights."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.relu(self.up(self.norm(x)))
-        torch._dynamo.graph_break()
-        return x + self.down(hidden)
+from tests.toy import Block, BreakBlock, Stack, pair, train_and_compare
 
 
 class DisabledFunctionBlock(Block):

@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
-from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from fsdp_compile import _torch_compat as compat
 from fsdp_compile._graph_path import manager
 from fsdp_compile.passes import GraphRecord
-from tests.toy import Block, Stack, shard
+from tests.toy import Block, BreakBlock, Checkpointed, Stack, shard
 
 pytestmark = pytest.mark.usefixtures("fake_group_of_four", "no_caches")
 
@@ -42,15 +41,6 @@ def records() -> Iterator[dict[str, GraphRecord]]:
     manager.observers.remove(observe)
 
 
-class BreakBlock(Block):
-    """A graph break in the middle."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.up(self.norm(x))
-        torch._dynamo.graph_break()
-        return x + self.down(torch.relu(hidden))
-
-
 @pytest.mark.parametrize("order", ["compile, shard", "shard, compile", "wrapped"])
 @pytest.mark.parametrize(("block", "num_graphs"), [(Block, 1), (BreakBlock, 2)])
 @pytest.mark.compat
@@ -69,16 +59,6 @@ def test_32_equal_blocks_share_their_graphs(block: type[Block], num_graphs: int,
         model(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_graphs
     assert list(model.state_dict()) == list(Stack(32).state_dict())
-
-
-class Checkpointed(Stack):
-    """Every block is recomputed in backward."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return self.head(self.norm(x))
 
 
 def saved_weights(model: Stack, out: Tensor) -> list[tuple[int, ...]]:

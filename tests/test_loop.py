@@ -8,12 +8,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fsdp_compile
 from tests.ranks import Ranks
 from tests.test_accumulate import Wire
-from tests.toy import Block, Stack, assert_same_grads, assert_same_params, batches, full, loss_of, pair, shard
+from tests.toy import (
+    Block,
+    Checkpointed,
+    Stack,
+    assert_same_grads,
+    assert_same_params,
+    batches,
+    full,
+    loss_of,
+    pair,
+    shard,
+)
 
 
 def _num_graphs() -> int:
@@ -56,16 +66,6 @@ def test_nothing_is_compiled_again_once_everything_was_seen(two_ranks: Ranks, ba
         assert graphs[0] == 3 and graphs[1] == 6 and set(graphs[1:]) == {6}
 
 
-class Recomputed(Stack):
-    """Every block is recomputed in backward."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return self.head(self.norm(x))
-
-
 def _gathers(make: type[Stack], backend: str) -> tuple[int, int]:
     model = shard(make(2), reshard_after_forward=True)
     run = torch.compile(model, backend=backend, fullgraph=True)
@@ -80,7 +80,7 @@ def _gathers(make: type[Stack], backend: str) -> tuple[int, int]:
 
 def test_recomputation_and_its_backward_share_a_gather(two_ranks: Ranks) -> None:
     for (forward, backward), (plain_forward, plain_backward) in zip(
-        two_ranks.run(_gathers, Recomputed, "aot_eager"), two_ranks.run(_gathers, Stack, "aot_eager")
+        two_ranks.run(_gathers, Checkpointed, "aot_eager"), two_ranks.run(_gathers, Stack, "aot_eager")
     ):
         # One gather a parameter: 2 blocks of 6, embedding, norm, head. Recomputing a block reads all six once.
         assert (forward, plain_forward) == (16, 16)

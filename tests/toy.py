@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard
 
@@ -25,6 +26,15 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class BreakBlock(Block):
+    """A graph break in the middle."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(self.norm(x))
+        torch._dynamo.graph_break()
+        return x + self.down(torch.relu(hidden))
 
 
 class Stack(nn.Module):
@@ -45,6 +55,16 @@ class Stack(nn.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Checkpointed(Stack):
+    """Every block is recomputed in backward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
         return self.head(self.norm(x))
 
 

@@ -1,0 +1,19 @@
+"""Writing a node together with the value that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from . import _torch_compat as compat
+
+
+def emit(graph: fx.Graph, op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    """A call of ``op`` where the graph inserts now; what it gives on the arguments' fake tensors is its value."""
+    node = graph.call_function(op, args, kwargs)
+    fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda used: used.meta["val"])
+    with compat.fake_mode_of(fake_args):
+        node.meta["val"] = op(*fake_args, **fake_kwargs)
+    return node
