@@ -1,10 +1,11 @@
 """One forward call of one unit: what its reads see, and the autograd nodes that lead back to it.
 
     inputs -> [_Inputs] -> forward -> outputs          backward reaches the outputs: enter_backward
-    shards ---[_Gather]--^ reads                       _Gather's backward: reduce, and leave_backward
-                                                       _Inputs' backward: leave_backward, where _Gather comes too early
+    shard ----[_Read]----^ a read                      _Read's backward: the last one to run reduces, and leaves
+                                                       _Inputs' backward: leave_backward, where _Read comes too early
 
-Gathering is an autograd function, so repeated calls and unused parameters are autograd's own business.
+Reading is an autograd function, so repeated calls and unused parameters are autograd's own business. Each parameter has
+a node of its own, as it would without us: what splits a backward in two, as zero-bubble pipelines do, looks for them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Call:
         self.was_read = False
         # What reads see, by whether autograd was recording; autograd's nodes refer to the call, so not for longer than
         # a forward runs.
-        self._tensors: dict[bool, list[Any]] = {}
+        self._tensors: dict[tuple[int, bool], Any] = {}
+        self._recording = Recording(self)
 
     def read(self, fqn: str) -> Any:
         """The gathered parameter; None for one whose place the user gave to something else."""
@@ -47,28 +49,68 @@ class Call:
         index = self.gathered.index.get(fqn)
         if index is None:
             return None
-        recording = torch.is_grad_enabled() and any(shard.requires_grad for shard in self.gathered.shards)
-        recording &= not compat.in_functorch()  # parameters are constants to torch.func
-        if recording not in self._tensors:
-            tensors = self._recorded(fulls) if recording else fulls
-            self._tensors[recording] = [
-                param.as_read(tensor) for param, tensor in zip(self.gathered.params, tensors)
-            ]
-        return self._tensors[recording][index]
+        shard = self.gathered.shards[index]
+        # Parameters are constants to torch.func.
+        recorded = shard.requires_grad and torch.is_grad_enabled() and not compat.in_functorch()
+        if (index, recorded) not in self._tensors:
+            full = _Read.apply(self._recording, index, _leaf(shard)) if recorded else fulls[index]
+            self._tensors[index, recorded] = self.gathered.params[index].as_read(full)
+        return self._tensors[index, recorded]
 
     def forget_reads(self) -> None:
         """Let go of the tensors that reads saw; whoever needs one holds it."""
         self._tensors.clear()
+        self._recording = Recording(self)  # what is recomputed for backward may never get gradients
 
-    def _recorded(self, fulls: list[Tensor]) -> list[Tensor]:
-        """The gathered parameters with the reduction as their autograd rule; frozen ones take no part."""
-        trainable = [index for index, shard in enumerate(self.gathered.shards) if shard.requires_grad]
-        tensors = list(fulls)
-        leaves = [_leaf(self.gathered.shards[index]) for index in trainable]
-        outputs = _Gather.apply(self, trainable, *leaves)
-        for index, tensor in zip(trainable, outputs):
-            tensors[index] = tensor
-        return tensors
+
+class Recording:
+    """The parameters that a forward read while autograd recorded, and their gradients until all are there."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.read: set[int] = set()
+        self._arrived: set[int] = set()
+        self._grads: dict[int, Tensor] = {}
+        self._delivered: set[int] = set()  # by autograd itself
+
+    def arrive(self, index: int, grad: Tensor | None, leaf: Any) -> DTensor | None:
+        """A gradient is there, or will not come; it goes back to autograd where somebody watches the shard."""
+        call, gathered = self.call, self.call.gathered
+        state = call.state
+        if grad is not None and grad.requires_grad:
+            raise RuntimeError(
+                f"{gathered.params[index].fqn}: its gradient was asked for with create_graph=True, and the eager path "
+                "cannot differentiate its reduction. Ask for gradients of inputs alone, as a penalty does."
+            )
+        backward.clean_up_at_end(state)
+        if not compat.in_compiled_autograd():  # which has no end
+            state.iteration.incomplete.setdefault(self, compat.backward_task())
+        self._arrived.add(index)
+        result = None
+        if backward.is_watched(gathered.shards[index], leaf):
+            self._delivered.add(index)
+            if grad is not None:
+                result = backward.reduce_watched(state, gathered, index, grad)
+        elif grad is not None:
+            self._grads[index] = grad
+        if self._arrived == self.read:
+            with span("post_backward", state):
+                self.complete()
+        return result
+
+    def complete(self) -> None:
+        """No more gradients come: free, and reduce those that came."""
+        call, state = self.call, self.call.state
+        grads, self._grads = self._grads, {}
+        delivered, self._delivered = self._delivered, set()
+        self._arrived.clear()
+        state.iteration.incomplete.pop(self, None)
+        # Free before the reduction takes memory of its own; but what is left of this unit's backward may still read
+        # a frozen parameter.
+        if not call.ends_at_inputs:
+            call.gathered.unalias(grads)
+            backward.leave_backward(call)
+        backward.reduce(state, call.gathered, grads, delivered)
 
 
 def _leaf(shard: DTensor) -> Tensor:
@@ -80,38 +122,20 @@ def _leaf(shard: DTensor) -> Tensor:
     return shard.detach().requires_grad_() if compat.has_post_accumulate_grad_hooks(shard) else shard
 
 
-class _Gather(torch.autograd.Function):
-    """Shards to full parameters, which are gathered already; backward reduces."""
+class _Read(torch.autograd.Function):
+    """A shard to the full parameter, which is gathered already; backward hands the gradient in."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, trainable: list[int], *shards: DTensor) -> tuple[Tensor, ...]:
-        ctx.call, ctx.trainable = call, trainable
+    def forward(ctx: Any, recording: Recording, index: int, shard: DTensor) -> Tensor:
+        ctx.recording, ctx.index = recording, index
         ctx.set_materialize_grads(False)
-        fulls = call.gathered.wait()
-        return tuple(fulls[index].detach() for index in trainable)
+        recording.read.add(index)
+        return recording.call.gathered.wait()[index].detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        call: Call = ctx.call
-        if any(grad is not None and grad.requires_grad for grad in grads):
-            raise RuntimeError(
-                f"{call.state.name}: gradients of its parameters were asked for with create_graph=True, and the eager "
-                "path cannot differentiate their reduction. Ask for gradients of inputs alone, as a penalty does."
-            )
-        present = {index: grad for index, grad in zip(ctx.trainable, grads) if grad is not None}
-        leaves = [following for following, _ in ctx.next_functions[-len(ctx.trainable) :]]
-        watched = any(
-            backward.is_watched(call.gathered.shards[index], leaf) for index, leaf in zip(ctx.trainable, leaves)
-        )
-        with span("post_backward", call.state):
-            backward.clean_up_at_end(call.state)
-            # Free before the reduction takes memory of its own; but what is left of this unit's backward may still read
-            # a frozen parameter.
-            if not call.ends_at_inputs:
-                call.gathered.unalias(present)
-                backward.leave_backward(call)
-            reduced = backward.reduce(call.state, call.gathered, present, watched)
-        return (None, None, *[reduced.get(index) for index in ctx.trainable])
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        leaf, _ = ctx.next_functions[-1]
+        return None, None, ctx.recording.arrive(ctx.index, grad, leaf)
 
 
 class _Inputs(torch.autograd.Function):

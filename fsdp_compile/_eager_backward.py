@@ -2,12 +2,14 @@
 
     enter_backward     backward reached the outputs of a call: gather, launch the gather of the unit that comes next
     reduce             all gradients of a call are there: launch their reduction, or hold them back
+    reduce_watched     the same for one that somebody watches on its way to the shard: at once
     leave_backward     nothing of the call reads parameters any more: free
     end_backward       reduce what nothing reached, free what is left, wait for what is in flight
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,26 +67,29 @@ def is_watched(shard: DTensor, leaf: Any) -> bool:
     return not compat.accumulates(leaf)
 
 
-def reduce(state: UnitState, gathered: Gathered, grads: dict[int, Tensor], watched: bool) -> dict[int, Tensor]:
-    """Send gradients on their way to the shards; those that autograd must carry there come back."""
+def reduce(state: UnitState, gathered: Gathered, grads: dict[int, Tensor], delivered: Collection[int] = ()) -> None:
+    """Send gradients on their way to the shards; ``delivered`` ones have been sent already."""
     group = state.group
-    if not group.sync and not watched:
+    if not group.sync:
         hold_back(gathered, grads)
-        return {}
+        return
     grads = with_pending(gathered, grads)
     if group.reduce_unused:
         _require_reduce_dtype(state, gathered)
         for index, (shard, spec) in enumerate(zip(gathered.shards, gathered.specs)):
-            if shard.requires_grad and index not in grads:
+            if shard.requires_grad and index not in grads and index not in delivered:
                 grads[index] = torch.zeros(spec.size, dtype=spec.reduce_dtype, device=group.mesh.device)
     state.reduced_in = compat.backward_task()
-    if not grads and not (group.partials and group.all_reduce):
-        return {}
-    if watched:
-        local = Reduction(gathered, grads).finish()
-        return {index: compat.dtensor_like(gathered.shards[index], value) for index, value in local.items()}
-    state.iteration.traffic.reduce(gathered, grads, state.iteration.max_reductions)
-    return {}
+    if grads or (group.partials and group.all_reduce):
+        state.iteration.traffic.reduce(gathered, grads, state.iteration.max_reductions)
+
+
+def reduce_watched(state: UnitState, gathered: Gathered, index: int, grad: Tensor) -> DTensor | None:
+    """The gradient of one shard, for autograd to carry on; None while it is a partial sum."""
+    grads = with_pending(gathered, {index: grad}, only=gathered.params[index].fqn)
+    state.reduced_in = compat.backward_task()
+    local = Reduction(gathered, grads, alone=True).finish().get(index)
+    return None if local is None else compat.dtensor_like(gathered.shards[index], local)
 
 
 def _require_reduce_dtype(state: UnitState, gathered: Gathered) -> None:
@@ -114,6 +119,8 @@ def end_backward(root: UnitState, task: int | None = None) -> None:
     iteration = root.iteration
     if task in iteration.tasks:
         iteration.tasks.remove(task)
+    for recording in [one for one, since in iteration.incomplete.items() if since == task]:
+        recording.complete()  # a parameter that was read has no part in this backward
     if iteration.tasks:
         return  # inside another backward, which goes on
     if not iteration.manual_finalization:
@@ -138,7 +145,7 @@ def reduce_left_over(root: UnitState) -> None:
     for unit in reversed(root.units()):
         group = unit.group
         if group.has_left_over or (group.sync and group.reduce_unused and unit.reduced_in is None):
-            reduce(unit, gathered_of(unit), {}, watched=False)
+            reduce(unit, gathered_of(unit), {})
 
 
 def reduce_now(state: UnitState) -> None:

@@ -6,10 +6,11 @@
     all gradients are there         launch their reduction, free; the shards get theirs when the next unit's is launched
     end of backward                 wait for what is in flight, reduce what nothing reached, free what is left
 
-Gathering is an autograd function, so repeated calls and unused parameters are autograd's own business. Its backward
-launches the reduction and returns nothing: the gradient of a shard is set when the reduction ends, so that it overlaps
-with backward. Where somebody watches the shard itself (``autograd.grad``, a tensor hook, ``create_graph``), it returns
-the reduced gradient instead. A unit whose forward was compiled reads through markers and is not gathered here.
+Reading is an autograd function, so repeated calls and unused parameters are autograd's own business. The last backward
+of a unit's reads launches the reduction and returns nothing: the gradient of a shard is set when the reduction ends, so
+that it overlaps with backward. Where somebody watches the shard itself (``autograd.grad``, a tensor hook) the backward
+of the read returns the reduced gradient instead. A unit whose forward was compiled reads through markers and is not
+gathered here.
 """
 
 from __future__ import annotations

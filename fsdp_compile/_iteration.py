@@ -10,7 +10,7 @@ from . import _torch_compat as compat
 from ._reduction import Traffic
 
 if TYPE_CHECKING:
-    from ._call import Call
+    from ._call import Call, Recording
     from ._state import UnitState
 
 
@@ -32,6 +32,8 @@ class Iteration:
         # The backward that runs will be differentiated itself: what it read is read again.
         self.creates_graph = False
         self.touched: dict[UnitState, None] = {}
+        # Reads that have some of their gradients, and the backward in which the first one came.
+        self.incomplete: dict[Recording, int | None] = {}
         # An asynchronous finalization that nobody has waited for yet.
         self.pending_handle: object | None = None
 

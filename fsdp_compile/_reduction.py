@@ -37,12 +37,12 @@ def hold_back(gathered: Gathered, grads: Mapping[int, Tensor]) -> None:
                 pending[fqn] = grad.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def with_pending(gathered: Gathered, grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """``grads`` and what earlier backwards held back."""
+def with_pending(gathered: Gathered, grads: Mapping[int, Tensor], only: str | None = None) -> dict[int, Tensor]:
+    """``grads`` and what earlier backwards held back, of all parameters or of one."""
     pending = gathered.group.pending
     total = dict(grads)
     with torch.no_grad():
-        for fqn in list(pending):
+        for fqn in [fqn for fqn in pending if only in (None, fqn)]:
             index = gathered.index.get(fqn)
             if index is not None:
                 held = pending.pop(fqn)
@@ -51,10 +51,11 @@ def with_pending(gathered: Gathered, grads: Mapping[int, Tensor]) -> dict[int, T
 
 
 class Reduction:
-    """One unit's gradients in flight."""
+    """One unit's gradients in flight; unless they travel ``alone``, with what waits to be summed over replicas."""
 
-    def __init__(self, gathered: Gathered, grads: Mapping[int, Tensor]) -> None:
+    def __init__(self, gathered: Gathered, grads: Mapping[int, Tensor], alone: bool = False) -> None:
         self.gathered = gathered
+        self._fqns = {gathered.params[index].fqn for index in grads} if alone else None
         self._in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] = []
         self._advanced = False
         group = gathered.group
@@ -120,7 +121,7 @@ class Reduction:
         partial: dict[int, Tensor] = {}
         for index, local in reduced.items():
             (partial if self.gathered.specs[index].num_replicas > 1 else done)[index] = local
-        for fqn in list(group.partials):
+        for fqn in [fqn for fqn in group.partials if self._fqns is None or fqn in self._fqns]:
             index = self.gathered.index[fqn]
             held = group.partials.pop(fqn)
             partial[index] = held.add_(partial[index]) if index in partial else held

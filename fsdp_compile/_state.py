@@ -105,6 +105,7 @@ class UnitState:
         iteration.traffic.forget()
         iteration.abandon_forward()
         iteration.tasks.clear()
+        iteration.incomplete.clear()
         iteration.depth, iteration.creates_graph = 0, False
         iteration.pending_handle = None
         for unit in self.units():
