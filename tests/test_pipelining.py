@@ -97,8 +97,10 @@ def test_schedules_of_two_stages_a_rank(four_ranks: SteadyRanks, name: str) -> N
 
 
 # Their weight backward takes parameters one by one: on torch 2.11 it counts gradients twice where several share a node.
-@pytest.mark.compat
-@pytest.mark.parametrize("name", ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
+# ZBV on 2.11 fails over gloo without us: a rank sends to itself.
+@pytest.mark.parametrize(
+    "name", [pytest.param("ScheduleInterleavedZeroBubble", marks=pytest.mark.compat), "ScheduleZBVZeroBubble"]
+)
 def test_zero_bubble_schedules(four_ranks: SteadyRanks, name: str) -> None:
     four_ranks.run(_pipeline, name, 2, False, False)
 
