@@ -58,7 +58,7 @@ def refresh(state: UnitState) -> None:
         for slot in param.slots:
             if slot.param is not None:
                 param.shard = slot.param
-                compat.restore_grad_dtype(param.shard, param.grad_dtype)
+                param.restore_grad_dtype()
     for module in _readers(state):
         module.__dict__.pop(_BY_MODE, None)
         _set_class(module)
@@ -97,7 +97,9 @@ def _set_class(module: nn.Module) -> None:
     unit = state_of(module)
     mixin = None if unit is None else unit.mixin
     eager_only = None if unit is None else unit.group.eager_only
-    module.__class__ = sharded_class(original_class(module), mixin, eager_only, tuple(reads))  # type: ignore[arg-type]
+    unheeded = () if unit is None else unit.unheeded_in_graphs
+    original: Any = original_class(module)
+    module.__class__ = sharded_class(original, mixin, eager_only, unheeded, tuple(reads))
 
 
 def refresh_owners(module: Any) -> None:
@@ -123,11 +125,16 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 @functools.cache
 def sharded_class(
-    cls: type[nn.Module], mixin: type | None, eager_only: str | None, reads: tuple[tuple[str, ReadSpec], ...]
+    cls: type[nn.Module],
+    mixin: type | None,
+    eager_only: str | None,
+    unheeded: tuple[str, ...],
+    reads: tuple[tuple[str, ReadSpec], ...],
 ) -> type[nn.Module]:
     """A subclass of ``cls`` whose properties read the sharded parameters; equal modules share one.
 
-    ``mixin`` is a base for modules that are a unit. ``eager_only`` names what Dynamo must not trace them for.
+    ``mixin`` is a base for modules that are a unit. ``eager_only`` names what Dynamo must not trace them for, and
+    ``unheeded`` what has no effect where it does.
     """
     namespace: dict[str, Any] = {"_fsdp_compile_original": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
     for name, spec in reads:
@@ -137,7 +144,9 @@ def sharded_class(
     if mixin is None:
         return type(f"Sharded{cls.__name__}", (ShardedModule, cls), namespace)
     name = f"FSDP{cls.__name__}"
-    namespace["_call_impl"] = unit_forward_for(name) if eager_only is None else eager_forward_for(name, eager_only)
+    namespace["_call_impl"] = (
+        unit_forward_for(name, unheeded) if eager_only is None else eager_forward_for(name, eager_only)
+    )
     return type(name, (mixin, cls), namespace)
 
 

@@ -52,6 +52,7 @@ class Extension:
         self._param, self._shard, self._spec, self._mp_policy = param, shard, spec, mp_policy
         self._in_flight: list[tuple[Tensor, torch.Size, Caller]] = []
         self._metadata: Any = None
+        self._made: Tensor | None = None  # by the subclass
         self._full: Tensor | None = None
         self._freeable: list[Tensor] = []
         self._num_bytes: list[int] = []
@@ -71,7 +72,7 @@ class Extension:
             owner = self._param.slots[0].module
             arguments += [self._shard.size(), self._shard.stride(), owner, self._mp_policy]
         inputs, self._metadata = before(*arguments)
-        for tensor in inputs:
+        for tensor in map(self._padded, inputs):
             call = Caller(Comms())
             flat = tensor.contiguous().view(-1)
             if mesh.num_shards == 1:
@@ -79,6 +80,19 @@ class Extension:
                 continue
             launched = call(all_gather_of(mesh.backend), flat, mesh.num_shards, mesh.group)
             self._in_flight.append((launched, tensor.shape, call))
+
+    def _padded(self, tensor: Tensor) -> Tensor:
+        """What is gathered has the same rows on every rank; the subclass may leave the padding to us."""
+        length = self._spec.local_length
+        rows = self._spec.layout.chunk
+        if tensor.ndim == 0 or length == rows or tensor.shape[0] == rows:
+            return tensor
+        if tensor.shape[0] != length:
+            raise RuntimeError(
+                f"{self._param.fqn}: fsdp_pre_all_gather of {type(self._shard._local_tensor).__name__} returned "
+                f"{tensor.shape[0]} rows for a shard of {length}. Return {length}, or {rows} with padding."
+            )
+        return torch.cat([tensor, tensor.new_zeros(rows - length, *tensor.shape[1:])])
 
     def land(self) -> Tensor:
         """The full parameter that the subclass makes of what was gathered."""
@@ -92,11 +106,14 @@ class Extension:
             self._full, inner = after(tuple(outputs), self._metadata, self._spec.dtype)
             self._freeable = [*inner]
             self._num_bytes = [tensor.untyped_storage().nbytes() for tensor in self._freeable]
+            self._made = self._full
+            if self._full.shape != self._spec.size:  # without the padding
+                self._full = torch.as_strided(self._full, self._spec.size, self._full.stride())
         else:
             for tensor, num_bytes in zip(self._freeable, self._num_bytes):
                 if tensor.untyped_storage().nbytes() != num_bytes:
                     tensor.untyped_storage().resize_(num_bytes)
-            after(tuple(outputs), self._metadata, self._spec.dtype, out=self._full)
+            after(tuple(outputs), self._metadata, self._spec.dtype, out=self._made)
         assert self._full is not None
         return self._full
 

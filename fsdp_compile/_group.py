@@ -88,6 +88,8 @@ class ParamGroup:
         for param in self.params:
             if hasattr(getattr(param.shard, "_local_tensor", None), "fsdp_pre_all_gather"):
                 return f"the all-gather extension of {param.fqn}"
+        if self.reduce_unused:  # what a graph does not read it does not reduce either
+            return "set_reduce_scatter_unused_params"
         return self.comms.custom
 
     def set_options(self, bucketing: str | None, reduction: str | None) -> None:

@@ -136,14 +136,19 @@ class FSDPModule(ShardedModule, _FSDP2):
         """Keep the memory of gathered parameters when they are freed: their addresses stay, at the price of memory."""
         for state in _states(self, recurse):
             state.group.keep_storage = bool(keep)
+            refresh(state)
 
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
         """Launch the gathers of ``modules`` when this one's forward begins, instead of that of the next in order."""
-        _state(self).forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
+        state = _state(self)
+        state.forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
+        refresh(state)
 
     def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
         """Launch the gathers of ``modules`` when this one's backward begins, instead of that of the next in order."""
-        _state(self).backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
+        state = _state(self)
+        state.backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
+        refresh(state)
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather with ``comm``: it has ``allocate(size, dtype=, device=)``, and is called with ``(output, input, group,
@@ -210,6 +215,7 @@ class FSDPModule(ShardedModule, _FSDP2):
         """Give parameters that a backward did not use a gradient of zeros, so that all ranks reduce alike."""
         for state in _states(self, recurse):
             state.group.reduce_unused = bool(enable)
+            refresh(state)
 
     def set_reduce_scatter_max_input_buffers(self, num_buffers: int, recurse: bool = True) -> None:
         """How many units' reductions may be in flight: the largest number asked for under a root holds."""
@@ -219,6 +225,7 @@ class FSDPModule(ShardedModule, _FSDP2):
             raise ValueError(f"set_reduce_scatter_max_input_buffers takes at least 1, but got {num_buffers}.")
         for state in _states(self, recurse):
             state.group.max_reductions = num_buffers
+            refresh(state)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, recurse: bool = True) -> None:
         """Reduce in process groups of their own, so that a reduction does not queue behind a gather; all ranks call it.
@@ -229,11 +236,13 @@ class FSDPModule(ShardedModule, _FSDP2):
         if not enable:
             for state in states:
                 state.group.reduce_groups = {}
+                refresh(state)
             return
         names = {param.mesh.group for state in states for param in state.group.params}
         made = {name: compat.twin_group(name) for name in sorted(names, key=group_ranks)}
         for state in states:
             state.group.reduce_groups = made
+            refresh(state)
 
     def set_manual_backward_finalization(self, enable: bool) -> None:
         """Leave the end of a backward to ``finalize_backward`` (True): for schedules of many micro-batches."""
@@ -288,6 +297,7 @@ class FSDPModule(ShardedModule, _FSDP2):
             state.group.comms.allocator = None
         else:
             state.group.comms.allocator = compat.group_allocator(state.group.mesh.group, state.group.mesh.device)
+        refresh(state)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Take the buffers of gathers from symmetric memory (GPUs)."""
@@ -297,6 +307,7 @@ class FSDPModule(ShardedModule, _FSDP2):
         state.group.comms.allocator = compat.symmetric_allocator(
             state.group.mesh.group, state.group.mesh.device, backend
         )
+        refresh(state)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for FSDP2's callers: every gather here is asynchronous on the current stream already."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from . import _torch_compat as compat
 from ._comm import Caller
 from ._gathered import Gathered
+from ._group import ParamGroup
 from .passes import ParamSpec, lower
 from .passes.collectives import c10d
 from .passes.planner import reduce_buckets
@@ -186,13 +187,18 @@ class Traffic:
         if offloads and torch.accelerator.is_available():
             torch.accelerator.current_stream().synchronize()
 
-    def forget(self) -> None:
-        """After an error: wait for what was launched, and let the results go."""
-        if self._over_replicas is not None:
+    def forget(self, groups: Collection[ParamGroup]) -> None:
+        """After an error: wait for what was launched for ``groups``, and let the results go."""
+        if self._over_replicas is not None and self._over_replicas.gathered.group in groups:
             self._over_replicas.finish()
             self._over_replicas = None
-        while self._reductions:
-            self._reductions.popleft().finish()
+        kept: deque[Reduction] = deque()
+        for reduction in self._reductions:
+            if reduction.gathered.group in groups:
+                reduction.finish()
+            else:
+                kept.append(reduction)
+        self._reductions = kept
 
 
 def accumulate(shard: DTensor, local: Tensor) -> None:

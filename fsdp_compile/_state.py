@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,19 @@ class UnitState:
             unit = unit.outer
         return False
 
+    @property
+    def unheeded_in_graphs(self) -> tuple[str, ...]:
+        """Names of the methods that were called to say what only the eager path goes by."""
+        said = {
+            "set_modules_to_forward_prefetch": self.forward_prefetch,
+            "set_modules_to_backward_prefetch": self.backward_prefetch,
+            "set_reduce_scatter_max_input_buffers": self.group.max_reductions > 1,
+            "set_separate_reduce_scatter_group": self.group.reduce_groups,
+            "set_keep_unsharded_storage": self.group.keep_storage,
+            "set_allocate_memory_from_process_group_for_comm or set_symm_mem_for_comm": self.group.comms.allocator,
+        }
+        return tuple(name for name, value in said.items() if value)
+
     def units(self) -> list[UnitState]:
         """This unit and those inside it, outermost first."""
         return list(dict.fromkeys(unit for module in self.modules for unit in states_in(module)))
@@ -102,7 +116,7 @@ class UnitState:
     def recover(self) -> None:
         """Bring every unit back to where a step begins, after a forward or a backward that raised."""
         iteration = self._iteration
-        iteration.traffic.forget()
+        iteration.traffic.forget([unit.group for unit in self.units()])
         iteration.abandon_forward()
         iteration.tasks.clear()
         iteration.incomplete.clear()
@@ -153,7 +167,7 @@ def eager_forward(state: UnitState, module: nn.Module, forward: Callable[..., An
     """Call ``forward(module, ...)`` between the two ends of the eager path."""
     running = None
     try:
-        with span("pre_forward", state):
+        with span("pre_forward", state), _naming_circles(state, "inputs"):
             running, args, kwargs = eager.begin_forward(state, module, args, kwargs)
         output = forward(module, *args, **kwargs)
     except BaseException as error:
@@ -164,8 +178,19 @@ def eager_forward(state: UnitState, module: nn.Module, forward: Callable[..., An
         if mistake is not None:
             raise mistake from error
         raise
-    with span("post_forward", state):
+    with span("post_forward", state), _naming_circles(state, "outputs"):
         return eager.end_forward(state, module, running, output)
+
+
+@contextmanager
+def _naming_circles(state: UnitState, what: str) -> Iterator[None]:
+    try:
+        yield
+    except RecursionError as error:
+        raise RuntimeError(
+            f"{state.name}: the tensors in its {what} cannot be found, because the containers around them are nested "
+            "too deep, or in a circle."
+        ) from error
 
 
 def eager_forward_for(name: str, setting: str) -> Callable[..., Any]:
@@ -197,7 +222,29 @@ def eager_forward_for(name: str, setting: str) -> Callable[..., Any]:
     return call
 
 
-def unit_forward_for(name: str) -> Callable[..., Any]:
-    """``unit_forward`` with a code object of its own: Dynamo counts recompilations by code object."""
-    code = unit_forward.__code__.replace(co_name=f"{name}._call_impl")
-    return types.FunctionType(code, unit_forward.__globals__, "_call_impl")
+def unit_forward_for(name: str, unheeded: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """``unit_forward`` for a class called ``name``; traced, it says which settings are ``unheeded``."""
+    forward = _with_code_of_its_own(unit_forward, name)
+    if not unheeded:
+        return forward
+
+    @torch.compiler.assume_constant_result
+    def say() -> None:
+        warnings.warn(
+            f"{', '.join(unheeded)} has no effect where {name} is compiled: there compiler passes decide when to "
+            "gather, reduce and free. It holds where the module runs eagerly.",
+            stacklevel=2,
+        )
+
+    def say_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            say()
+        return forward(self, *args, **kwargs)
+
+    return _with_code_of_its_own(say_and_call, name)
+
+
+def _with_code_of_its_own(function: Any, name: str) -> Callable[..., Any]:
+    """The same function with a code object of its own: Dynamo counts recompilations by code object."""
+    code = function.__code__.replace(co_name=f"{name}._call_impl")
+    return types.FunctionType(code, function.__globals__, "_call_impl", closure=function.__closure__)

@@ -35,9 +35,9 @@ def backward_task() -> int | None:
     return None if task == -1 else task
 
 
-def restore_grad_dtype(param: torch.Tensor, grad_dtype: torch.dtype | None) -> None:
-    """Ask for gradients of ``grad_dtype`` again, after ``param`` was replaced (``Tensor.grad_dtype``: 2.15)."""
-    if grad_dtype is not None and getattr(param, "grad_dtype", grad_dtype) != grad_dtype:
+def set_grad_dtype(param: torch.Tensor, grad_dtype: torch.dtype | None) -> None:
+    """Ask for gradients of ``grad_dtype``; None: of any (``Tensor.grad_dtype``: 2.15)."""
+    if getattr(param, "grad_dtype", grad_dtype) != grad_dtype:
         param.grad_dtype = grad_dtype  # type: ignore[attr-defined]
 
 

@@ -816,6 +816,48 @@ def _reset_before_forward() -> None:
         model.finalize_backward()
 
 
+def _reset_beside_another() -> None:
+    unsharded, model = pair()
+    _, other = pair(seed=1)
+    share_comm_ctx([model, other])
+    model.set_is_last_backward(False)
+    local_loss(model, 0).backward()
+    other.reset_iter_state()  # the reductions of the first one go on
+    model.set_is_last_backward(True)
+    local_loss(model, 1).backward()
+    assert_same_accumulated(model, unsharded, range(2))
+
+
+def test_a_reset_leaves_the_neighbour_alone(two_ranks: Ranks) -> None:
+    two_ranks.run(_reset_beside_another)
+
+
+class Recorder(nn.Module):
+    """Any inputs; a tensor out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, inputs: list[Any]) -> Any:
+        out = inputs[0] * self.scale
+        return [out, inputs] if len(inputs) > 1 else out
+
+
+def _circles() -> None:
+    model = fully_shard(Recorder())
+    circle: list[Any] = [torch.ones(4)]
+    circle.append(circle)
+    with pytest.raises(RuntimeError, match=r"\(root\) \(Recorder\).*circle"):
+        model(circle)
+    model([torch.ones(4)]).sum().backward()
+    torch.testing.assert_close(full(model.scale.grad), torch.ones(4))
+
+
+def test_inputs_in_a_circle_are_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(_circles)
+
+
 def test_reset_and_finalization_are_the_roots(two_ranks: Ranks) -> None:
     two_ranks.run(_reset_before_forward)
 

@@ -50,6 +50,10 @@ def _extension(model: Stack) -> None:
     model.layers[1].down.weight = nn.Parameter(Halved(model.layers[1].down.weight.detach()))
 
 
+def _unused(model: Stack) -> None:
+    model.layers[1].set_reduce_scatter_unused_params(True)
+
+
 def _train(change: Callable[[Stack], None], before: bool, reason: str) -> None:
     torch.manual_seed(0)
     reference = Stack()
@@ -83,11 +87,38 @@ def _train(change: Callable[[Stack], None], before: bool, reason: str) -> None:
         (_all_gather, False, "set_custom_all_gather"),
         (_reduce_scatter, False, "set_custom_reduce_scatter"),
         (_hook, False, "set_all_reduce_hook"),
+        (_unused, False, "set_reduce_scatter_unused_params"),
         (_extension, True, "the all-gather extension of down.weight"),
     ],
-    ids=["gather", "reduce", "hook", "extension"],
+    ids=["gather", "reduce", "hook", "unused", "extension"],
 )
 def test_one_warning_names_the_module_and_the_reason(
     two_ranks: Ranks, change: Callable[[Stack], None], before: bool, reason: str
 ) -> None:
     two_ranks.run(_train, change, before, reason)
+
+
+def _unheeded() -> None:
+    torch.manual_seed(0)
+    reference = Stack()
+    model = shard(copy.deepcopy(reference))
+    model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])
+    model.layers[1].set_separate_reduce_scatter_group()
+    model.layers[2].set_reduce_scatter_max_input_buffers(2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss_of(model(batches(0)[dist.get_rank()])).backward()
+        assert not caught
+        model.zero_grad()
+        loss_of(torch.compile(model, backend="aot_eager", fullgraph=True)(batches(0)[dist.get_rank()])).backward()
+    reference_backward(reference, batches(0))
+    assert_same_grads(model, reference)
+    said = [str(one.message).split(" has no effect where ") for one in caught if "has no effect" in str(one.message)]
+    assert [setting for setting, _ in said] == [
+        "set_modules_to_forward_prefetch", "set_separate_reduce_scatter_group", "set_reduce_scatter_max_input_buffers"
+    ]  # fmt: skip
+    assert all(where.startswith("FSDPBlock is compiled") for _, where in said)
+
+
+def test_a_setting_for_the_eager_path_alone_says_so_when_it_is_compiled(two_ranks: Ranks) -> None:
+    two_ranks.run(_unheeded)

@@ -62,9 +62,9 @@ class Halved(Tensor):
         return value, (value,)
 
 
-def _extension() -> None:
+def _extension(dim: int) -> None:
     torch.manual_seed(0)
-    reference = Stack()
+    reference = Stack(dim=dim)
     model = copy.deepcopy(reference)
     for theirs, layer in zip(reference.layers, model.layers):
         layer.down.weight = nn.Parameter(Halved(layer.down.weight.detach()))
@@ -72,13 +72,34 @@ def _extension() -> None:
             theirs.down.weight.copy_(theirs.down.weight.to(torch.bfloat16))
     shard(model)
     for step in range(2):
-        loss_of(model(batches(step)[dist.get_rank()])).backward()
-        reference_backward(reference, batches(step))
+        inputs = batches(step)
+        loss_of(model(inputs[dist.get_rank()])).backward()
+        reference_backward(reference, inputs)
     assert_same_grads(model, reference)
 
 
 def test_a_subclass_decides_what_travels(two_ranks: Ranks) -> None:
-    two_ranks.run(_extension)
+    two_ranks.run(_extension, 16)
+
+
+def test_what_a_subclass_sends_is_padded_for_it(three_ranks: Ranks) -> None:
+    for dim in (16, 4):  # the last shard is short, or empty
+        three_ranks.run(_extension, dim)
+
+
+def _cut_short() -> None:
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(Halved(layer.weight.detach()))
+    fully_shard(layer)
+    rank = dist.get_rank()
+    layer.weight._local_tensor.fsdp_pre_all_gather = lambda mesh: ((torch.ones(1 if rank == 2 else 2, 4),), {})
+    if rank == 2:
+        with pytest.raises(RuntimeError, match="weight: .* returned 1 rows for a shard of 0"):
+            layer(torch.ones(2, 4))
+
+
+def test_a_gather_of_another_size_is_refused(three_ranks: Ranks) -> None:
+    three_ranks.run(_cut_short)
 
 
 def _half() -> None:
