@@ -10,6 +10,8 @@ a node of its own, as it would without us: what splits a backward in two, as zer
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +35,7 @@ class Call:
         self.state = state
         self.gathered = gathered
         self.place = 0  # among the calls that await backward
+        self.forward_number = state.iteration.forward_number
         self.task: int | None = None  # the backward that reached the outputs
         # An autograd node at the inputs tells when backward is through with the unit.
         self.ends_at_inputs = False
@@ -40,7 +43,8 @@ class Call:
         # What reads see, by whether autograd was recording; autograd's nodes refer to the call, so not for longer than
         # a forward runs.
         self._tensors: dict[tuple[int, bool], Any] = {}
-        self._recording = Recording(self)
+        # Weak: which calls await backward must not depend on when cycles are collected, or ranks differ.
+        self._recording: Callable[[], Recording | None] = lambda: None
 
     def read(self, fqn: str) -> Any:
         """The gathered parameter; None for one whose place the user gave to something else."""
@@ -53,14 +57,21 @@ class Call:
         # Parameters are constants to torch.func.
         recorded = shard.requires_grad and torch.is_grad_enabled() and not compat.in_functorch()
         if (index, recorded) not in self._tensors:
-            full = _Read.apply(self._recording, index, _leaf(shard)) if recorded else fulls[index]
+            full = self._recorded(index, shard) if recorded else fulls[index]
             self._tensors[index, recorded] = self.gathered.params[index].as_read(full)
         return self._tensors[index, recorded]
 
     def forget_reads(self) -> None:
         """Let go of the tensors that reads saw; whoever needs one holds it."""
         self._tensors.clear()
-        self._recording = Recording(self)  # what is recomputed for backward may never get gradients
+        self._recording = lambda: None  # what is recomputed for backward may never get gradients
+
+    def _recorded(self, index: int, shard: DTensor) -> Tensor:
+        recording = self._recording()
+        if recording is None:
+            recording = Recording(self)
+            self._recording = weakref.ref(recording)
+        return _Read.apply(recording, index, _leaf(shard))
 
 
 class Recording:

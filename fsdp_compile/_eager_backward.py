@@ -56,6 +56,7 @@ def leave_backward(call: Call) -> None:
     if call.task is not None and call.task != compat.backward_task():
         return  # a backward inside another one (reentrant checkpointing), which goes on reading
     state.in_backward.discard(call)
+    call.forget_reads()
     if not state.in_backward and state.group.reshard_after_backward and not state.iteration.creates_graph:
         call.gathered.free()
 

@@ -58,6 +58,7 @@ def begin_forward(state: UnitState, module: nn.Module, args: Any, kwargs: Any) -
         )
     if iteration.in_stale_backward():
         state.root.recover()
+    iteration.forward_number += state.outer is None and iteration.depth == 0
     call = _call_of_pass(state, module)
     if not compat.reads_are_compiled(module):
         _gather_ahead(state, call.gathered)

@@ -25,6 +25,7 @@ class Iteration:
         self.forward_order: list[UnitState] = []
         self._this_forward: list[UnitState] = []
         self.depth = 0  # unit forwards that run, outside of backward
+        self.forward_number = 0  # counts forwards of the root
         # Backward: calls in the order in which their forwards ended.
         self._calls: list[weakref.ref[Call]] = []
         self.tasks: list[int | None] = []  # backwards that run, a nested one behind the one around it
@@ -67,9 +68,14 @@ class Iteration:
         self._calls.append(weakref.ref(call))
 
     def before(self, call: Call) -> Iterator[Call]:
-        """Calls whose backward comes after that of ``call``, next first."""
+        """Calls whose backward comes after that of ``call``, next first; those of its own forward of the root.
+
+        What another forward left behind may be there on one rank and gone on the next.
+        """
         for reference in reversed(self._calls[: self._place(call)]):
             earlier = reference()
+            if earlier is not None and earlier.forward_number != call.forward_number:
+                return
             if earlier is not None:
                 yield earlier
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import time
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compile import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from fsdp_compile._state import state_of
 from tests.ranks import Ranks
 from tests.toy import (
     Block,
@@ -814,6 +816,25 @@ def _reset_before_forward() -> None:
         model.layers[1].set_manual_backward_finalization(True)
     with pytest.raises(RuntimeError, match="set_manual_backward_finalization"):
         model.finalize_backward()
+
+
+def _forward_kept_on_one_rank() -> None:
+    unsharded, model = pair(reshard_after_forward=True)
+    gc.disable()
+    try:
+        kept = local_loss(model, 0)
+        if dist.get_rank() == 1:
+            del kept
+        local_loss(model, 1).backward()
+        assert_same_accumulated(model, unsharded, range(1, 2))
+        kept = None
+        assert [call for call in state_of(model).iteration._calls if call() is not None] == []
+    finally:
+        gc.enable()
+
+
+def test_a_forward_without_backward_on_one_rank_does_not_matter(two_ranks: Ranks) -> None:
+    two_ranks.run(_forward_kept_on_one_rank)
 
 
 def _reset_beside_another() -> None:

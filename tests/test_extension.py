@@ -94,7 +94,7 @@ def _cut_short() -> None:
     rank = dist.get_rank()
     layer.weight._local_tensor.fsdp_pre_all_gather = lambda mesh: ((torch.ones(1 if rank == 2 else 2, 4),), {})
     if rank == 2:
-        with pytest.raises(RuntimeError, match="weight: .* returned 1 rows for a shard of 0"):
+        with pytest.raises(RuntimeError, match=r"weight: .* returned 1 rows for a shard of 0"):
             layer(torch.ones(2, 4))
 
 
