@@ -68,6 +68,7 @@ def test_a_second_start_compiles_from_the_cache(cold: Cold) -> None:
             assert second["graph_hits"] == 2 and second["graph_misses"] == 0
 
 
+@pytest.mark.more
 def test_changed_options_never_reuse_a_graph(cold: Cold) -> None:
     cache, first_start = cold
     for options in ({"bucketing": "none"}, {"reshard": "yes"}):

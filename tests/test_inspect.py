@@ -289,6 +289,7 @@ def _cached(cache_dir: str) -> tuple[list[str], list[str]]:
     return seen, [graph.stage for graph in report.graphs]
 
 
+@pytest.mark.more
 def test_a_cached_graph_is_compiled_afresh(two_ranks: Ranks, tmp_path: Path) -> None:
     for served, inspected in two_ranks.run(_cached, str(tmp_path)):
         assert "forward" not in served and "backward" not in served, "not served from the cache: nothing is shown here"
