@@ -1,4 +1,4 @@
-"""The tensors in a module's inputs or outputs, whatever containers they come in: list, map or cast them."""
+"""The tensors in a module's inputs or outputs, whatever containers they come in: list, map, cast or move them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
 
     return map_tensors(value, cast)
+
+
+def move(value: Any, device: torch.device) -> Any:
+    """``value`` with every tensor in it on ``device``."""
+    return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -98,6 +98,8 @@ def make_unit(
         offload=isinstance(offload_policy, CPUOffloadPolicy),
     )
     state = UnitState(modules=modules, group=group, mp_policy=mp_policy, mixin=FSDPModule)
+    if target.device.type != "cpu":
+        state.takes_inputs_to = target.device
     for one in modules:
         one.__dict__[STATE] = state
         compat.register_fsdp2_state(one, FSDP2View(state, end_backward))
@@ -141,6 +143,7 @@ def _demote_inner_roots(state: UnitState) -> None:
                 continue
             if inner.outer is None:
                 inner.outer = state
+                inner.takes_inputs_to = None
                 state.iteration.adopt(inner._iteration)
             if inner.group.is_root:
                 inner.group.is_root = False

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import _eager_path as eager
-from ._cast import cast_floating
+from ._cast import cast_floating, move
 from ._group import ParamGroup
 from ._iteration import Iteration
 from ._mistakes import read_around
@@ -44,6 +44,7 @@ class UnitState:
     in_forward: bool = False
     # The unit around this one.
     outer: UnitState | None = None
+    takes_inputs_to: torch.device | None = None  # of the outermost unit, on accelerators
     gathered: Gathered | None = None
     # Eager forwards of this unit that are running, innermost last.
     calls: list[Call] = field(default_factory=list)
@@ -149,6 +150,8 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a unit's module: cast, gather when something eager reads, call, free or keep, cast."""
     state: UnitState = self.__dict__[STATE]
     call = type(self)._fsdp_compile_original._call_impl
+    if state.takes_inputs_to is not None:
+        args, kwargs = move(args, state.takes_inputs_to), move(kwargs, state.takes_inputs_to)
     policy = state.mp_policy
     if policy.param_dtype is not None and policy.cast_forward_inputs:
         args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 
 class Ranks:
-    """``num_ranks`` processes with one gloo group."""
+    """``num_ranks`` processes with one group; with NCCL, each has a GPU."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, backend: str = "gloo") -> None:
         self.num_ranks = num_ranks
         self._rendezvous = tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115 (lives as long as the ranks)
         context = mp.get_context("forkserver")
@@ -30,7 +30,9 @@ class Ranks:
         self._workers: list[tuple[Any, Connection]] = []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, num_ranks, self._rendezvous.name, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(backend, rank, num_ranks, self._rendezvous.name, theirs), daemon=True
+            )
             process.start()
             self._workers.append((process, ours))
 
@@ -84,11 +86,13 @@ def _mend_gathers_on_gloo() -> torch.library.Library:
     return library
 
 
-def _serve(rank: int, num_ranks: int, rendezvous: str, pipe: Connection) -> None:
+def _serve(backend: str, rank: int, num_ranks: int, rendezvous: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     _mended = _mend_gathers_on_gloo()  # for as long as it is referred to
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=num_ranks,
