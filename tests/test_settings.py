@@ -1,0 +1,443 @@
+"""What the setters of FSDPModule do to communication: which unit gathers or reduces when, with whom, and how many at once.
+
+The model is a tower of blocks whose sizes differ, so that a collective's size says whose it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_compile import FSDPModule, fully_shard
+from fsdp_compile._state import states_in
+from tests.ranks import Ranks
+from tests.toy import assert_same_grads, full, loss_of, reference_backward
+
+GATHER, REDUCE, WAIT = "all_gather_into_tensor", "all_to_all_single", "wait_tensor"
+WIDTH = 8
+
+
+class Wide(nn.Module):
+    """Up and down again: 2 * WIDTH * hidden parameters, which two ranks share evenly."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, hidden, bias=False)
+        self.down = nn.Linear(hidden, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def tower(num_blocks: int = 4) -> tuple[nn.Sequential, nn.Sequential]:
+    """(unsharded, sharded): block i has i + 1 times the parameters of block 0, and the root has none of its own."""
+    torch.manual_seed(0)
+    unsharded = nn.Sequential(*(Wide(8 * (index + 1)) for index in range(num_blocks)))
+    model = copy.deepcopy(unsharded)
+    for block in model:
+        fully_shard(block)
+    return unsharded, fully_shard(model)
+
+
+def block_of(numel: int) -> int:
+    """The index of the block that has so many parameters; two neighbours that travel together are 2i + 1 of them."""
+    return numel // (2 * WIDTH * 8) - 1
+
+
+class Log(TorchDispatchMode):
+    """What this rank sent, in order: ("gather", 2) is block 2's; in which groups; and how much was in flight at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[str, int]] = []
+        self.groups: dict[str, set[str]] = {"gather": set(), "reduce": set()}
+        self.most_in_flight = 0
+        self._in_flight: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.__name__.partition(".")[0].removesuffix("_out")
+        if func.namespace not in ("fsdpc", "_c10d_functional"):
+            return result
+        if name == GATHER:
+            self._note("gather", args[0].numel() * dist.get_world_size(), args[2])
+        elif name == REDUCE:
+            self._note("reduce", args[0].numel(), args[3])
+            self._in_flight.append(result)
+            self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
+        elif name == WAIT:
+            self._in_flight = [one for one in self._in_flight if one is not args[0]]
+        return result
+
+    def _note(self, what: str, numel: int, group: str) -> None:
+        self.events.append((what, block_of(numel)))
+        self.groups[what].add(group)
+
+    def of(self, what: str) -> list[int]:
+        """The blocks of the gathers, or of the reductions, in order."""
+        return [block for one, block in self.events if one == what]
+
+
+def inputs(step: int) -> Tensor:
+    """Every rank's in one step: [ranks, 3, WIDTH]."""
+    return torch.randn(dist.get_world_size(), 3, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def loss(model: nn.Module, step: int) -> Tensor:
+    return loss_of(model(inputs(step)[dist.get_rank()]))
+
+
+def assert_grads_of(model: nn.Module, unsharded: nn.Module, steps: range) -> None:
+    """The gradients are those of all ranks' batches of these steps, and of nothing else."""
+    unsharded.zero_grad()
+    for step in steps:
+        reference_backward(unsharded, inputs(step))
+    assert_same_grads(model, unsharded)
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of gathered parameters that are there now."""
+    fulls = [full for state in states_in(model) if state.gathered is not None for full in state.gathered.fulls or ()]
+    return sum(full.untyped_storage().nbytes() for full in fulls)
+
+
+# --- units of several modules
+
+
+def _list_unit() -> None:
+    torch.manual_seed(0)
+    unsharded = nn.Sequential(Wide(8), Wide(16))
+    model = copy.deepcopy(unsharded)
+    fully_shard([model[0], model[1], model[1].up])
+    fully_shard(model)
+    assert isinstance(model[0], FSDPModule) and isinstance(model[1], FSDPModule)
+    assert not isinstance(model[1].up, FSDPModule), "a member inside another one is that one's, and stays plain"
+    unit, root = model[0].__dict__["_fsdp_compile_state"], model.__dict__["_fsdp_compile_state"]
+    assert states_in(model) == [root, unit] and model[1].__dict__["_fsdp_compile_state"] is unit
+    with Log() as log:
+        loss(model, 0).backward()
+    both = block_of(2 * WIDTH * (8 + 16))
+    assert log.events == [("gather", both), ("gather", both), ("reduce", both)]  # forward, backward, backward
+    assert_grads_of(model, unsharded, range(1))
+
+
+def test_members_of_a_list_share_one_gather_and_one_reduction(two_ranks: Ranks) -> None:
+    two_ranks.run(_list_unit)
+
+
+class Chunks(nn.Module):
+    """A body, then a list unit of norm and head; the head may run once a chunk, or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = Wide(8), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 10)
+        self.num_chunks = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.body(x))
+        return torch.cat([self.head(chunk) for chunk in x.chunk(self.num_chunks)]) if self.num_chunks else x
+
+
+def _chunks() -> tuple[Chunks, Chunks]:
+    torch.manual_seed(0)
+    unsharded = Chunks()
+    model = copy.deepcopy(unsharded)
+    fully_shard([model.norm, model.head], reshard_after_forward=True)
+    return unsharded, fully_shard(model)
+
+
+def _loss_in_chunks(num_chunks: int) -> int:
+    """Backward from each chunk's loss, so that no more than one chunk's outputs are there at once; reductions sent."""
+    unsharded, model = _chunks()
+    model.num_chunks = 0
+    with Log() as log:
+        hidden = model(inputs(0)[dist.get_rank()])
+        ends = hidden.detach().requires_grad_()
+        for chunk in ends.chunk(num_chunks):
+            (loss_of(model.head(chunk)) / num_chunks).backward()
+        sent_by_head = len(log.of("reduce"))
+        hidden.backward(ends.grad)
+    assert len(log.of("reduce")) == sent_by_head + 2  # the norm's part of the unit, and the root
+    assert_grads_of(model, unsharded, range(1))
+    assert held_bytes(model) == 0
+    return sent_by_head
+
+
+def test_each_call_of_a_member_by_itself_has_a_reduction_of_its_own(two_ranks: Ranks) -> None:
+    assert two_ranks.run(_loss_in_chunks, 1) == [1, 1]
+    assert two_ranks.run(_loss_in_chunks, 3) == [3, 3]
+
+
+def _head_in_chunks(num_chunks: int) -> int:
+    unsharded, model = _chunks()
+    unsharded.num_chunks = model.num_chunks = num_chunks
+    with Log() as log:
+        loss(model, 0).backward()
+    assert_grads_of(model, unsharded, range(1))
+    assert held_bytes(model) == 0
+    return len(log.of("reduce")) - 1  # the root's
+
+
+def test_calls_after_the_first_pass_share_a_reduction(two_ranks: Ranks) -> None:
+    # Norm and the first chunk are one pass through the unit; what the head does again until the root's end is another.
+    for num_chunks, num_reductions in ((1, 1), (2, 2), (3, 2)):
+        assert two_ranks.run(_head_in_chunks, num_chunks) == [num_reductions, num_reductions]
+
+
+def _head_is_skipped() -> None:
+    unsharded, model = _chunks()
+    for step, num_chunks in enumerate((1, 0, 1)):
+        unsharded.num_chunks = model.num_chunks = num_chunks
+        model.zero_grad()
+        out = loss(model, step)
+        assert model.head.__dict__["_fsdp_compile_state"].pass_call is None, "the root's forward ends it"
+        out.backward()
+        assert_grads_of(model, unsharded, range(step, step + 1))
+        assert (model.head.weight.grad is None) == (num_chunks == 0)
+        assert held_bytes(model) == 0
+
+
+def test_a_member_may_be_skipped(two_ranks: Ranks) -> None:
+    two_ranks.run(_head_is_skipped)
+
+
+# --- the order of gathers
+
+
+def _order(prefetch: Callable[[nn.Sequential], None] | None) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """What a forward and a backward send, in the second step: in the first one the order is not known yet."""
+    unsharded, model = tower()
+    if prefetch is not None:
+        prefetch(model)
+    loss(model, 0).backward()
+    with Log() as forward:
+        for index, block in enumerate(model):
+            block.register_forward_pre_hook(lambda *unused, at=index: forward.events.append(("compute", at)))
+        out = loss(model, 1)
+    with Log() as backward:
+        out.backward()
+    assert_grads_of(model, unsharded, range(2))
+    return forward.events, backward.events
+
+
+def test_gathers_run_one_unit_ahead_in_forward_and_in_backward(two_ranks: Ranks) -> None:
+    for forward, backward in two_ranks.run(_order, None):
+        assert forward == [
+            ("gather", 0),
+            ("gather", 1), ("compute", 0),
+            ("gather", 2), ("compute", 1),
+            ("gather", 3), ("compute", 2),
+            ("compute", 3),
+        ]  # fmt: skip
+        assert backward == [
+            ("gather", 3), ("gather", 2), ("reduce", 3),
+            ("gather", 1), ("reduce", 2),
+            ("gather", 0), ("reduce", 1),
+            ("reduce", 0),
+        ]  # fmt: skip
+
+
+def _forward_two_ahead(model: nn.Sequential) -> None:
+    model[0].set_modules_to_forward_prefetch([model[1], model[2]])
+    model[1].set_modules_to_forward_prefetch([model[3]])
+
+
+def test_a_unit_launches_the_gathers_that_its_forward_was_told_to(two_ranks: Ranks) -> None:
+    for forward, backward in two_ranks.run(_order, _forward_two_ahead):
+        assert forward == [
+            ("gather", 0),
+            ("gather", 1), ("gather", 2), ("compute", 0),
+            ("gather", 3), ("compute", 1),
+            ("compute", 2),
+            ("compute", 3),
+        ]  # fmt: skip
+        assert [block for what, block in backward if what == "gather"] == [3, 2, 1, 0]
+
+
+def _backward_two_ahead(model: nn.Sequential) -> None:
+    model[3].set_modules_to_backward_prefetch([model[2], model[1]])
+    model[2].set_modules_to_backward_prefetch([model[0]])
+
+
+def test_a_unit_launches_the_gathers_that_its_backward_was_told_to(two_ranks: Ranks) -> None:
+    for forward, backward in two_ranks.run(_order, _backward_two_ahead):
+        assert [block for what, block in forward if what == "gather"] == [0, 1, 2, 3]
+        assert backward == [
+            ("gather", 3), ("gather", 2), ("gather", 1), ("reduce", 3),
+            ("gather", 0), ("reduce", 2),
+            ("reduce", 1),
+            ("reduce", 0),
+        ]  # fmt: skip
+
+
+# --- reductions in flight
+
+
+def _most_in_flight(num_buffers: int | None) -> int:
+    unsharded, model = tower()
+    if num_buffers is not None:
+        model.set_reduce_scatter_max_input_buffers(num_buffers)
+    with Log() as log:
+        loss(model, 0).backward()
+    assert log.of("reduce") == [3, 2, 1, 0]
+    assert_grads_of(model, unsharded, range(1))
+    return log.most_in_flight
+
+
+def test_so_many_reductions_are_in_flight_as_there_may_be(two_ranks: Ranks) -> None:
+    assert two_ranks.run(_most_in_flight, None) == [1, 1]
+    assert two_ranks.run(_most_in_flight, 3) == [3, 3]
+
+
+def _cap_between_steps() -> None:
+    unsharded, model = tower()
+    seen = []
+    for step, num_buffers in enumerate((1, 2, 4)):
+        model[0].set_reduce_scatter_max_input_buffers(num_buffers)  # the largest number under a root holds
+        with Log() as log:
+            loss(model, step).backward()
+        seen.append(log.most_in_flight)
+    assert seen == [1, 2, 4]
+    assert_grads_of(model, unsharded, range(3))
+
+
+def test_the_number_of_reductions_in_flight_may_change_between_steps(two_ranks: Ranks) -> None:
+    two_ranks.run(_cap_between_steps)
+
+
+def without_grad(model: nn.Module) -> list[str]:
+    return [fqn for fqn, param in model.named_parameters() if param.grad is None]
+
+
+def _last_backward() -> None:
+    unsharded, model = tower()
+    model.set_is_last_backward(False)
+    loss(model, 0).backward()
+    assert without_grad(model) == ["0.up.weight", "0.down.weight"], "the unit that backward left last is in flight"
+    loss(model, 1).backward()
+    assert not without_grad(model)  # its reduction of the first backward was waited for in the second
+    model.set_is_last_backward(True)
+    loss(model, 2).backward()
+    assert_grads_of(model, unsharded, range(3))
+
+
+def test_reductions_stay_in_flight_until_the_last_backward(two_ranks: Ranks) -> None:
+    two_ranks.run(_last_backward)
+
+
+def _set_before_the_root() -> None:
+    torch.manual_seed(0)
+    unsharded = nn.Sequential(Wide(8), Wide(16))
+    model = copy.deepcopy(unsharded)
+    for block in model:
+        fully_shard(block)
+    model[1].set_is_last_backward(False)
+    fully_shard(model)
+    loss(model, 0).backward()
+    assert without_grad(model) == ["0.up.weight", "0.down.weight"]
+    model.set_is_last_backward(True)
+    loss(model, 1).backward()
+    assert_grads_of(model, unsharded, range(2))
+
+    other = copy.deepcopy(unsharded)
+    fully_shard(other[1]).set_manual_backward_finalization(True)
+    fully_shard(other)
+    loss(other, 0).backward()
+    assert without_grad(other), "nobody has finalized this backward yet"
+    other.finalize_backward()
+    assert_grads_of(other, unsharded, range(1))
+
+
+def test_what_was_set_on_a_block_holds_for_the_root_that_comes_later(two_ranks: Ranks) -> None:
+    two_ranks.run(_set_before_the_root)
+
+
+def _finalize_in_backward() -> None:
+    _, model = tower()
+    model.set_manual_backward_finalization(True)
+    refused = []
+
+    def finalize(grad: Tensor) -> None:
+        for call in (model.finalize_backward, lambda: model.set_manual_backward_finalization(False)):
+            with pytest.raises(RuntimeError, match="called inside a backward") as error:
+                call()
+            refused.append(str(error.value))
+
+    hidden = model(inputs(0)[dist.get_rank()])
+    hidden.register_hook(finalize)
+    loss_of(hidden).backward()
+    assert len(refused) == 2
+    with pytest.raises(RuntimeError, match=r"Call finalize_backward\(\) first"):
+        model.set_manual_backward_finalization(False)
+    model.finalize_backward()
+    model.set_manual_backward_finalization(False)
+
+
+def test_a_backward_is_finalized_outside_of_it(two_ranks: Ranks) -> None:
+    two_ranks.run(_finalize_in_backward)
+
+
+# --- with whom
+
+
+def _groups() -> None:
+    unsharded, model = tower()
+    own = {param.mesh.group for state in states_in(model) for param in state.group.params}
+    for step, separate in enumerate((False, True, False)):
+        if step:
+            model.set_separate_reduce_scatter_group(separate)
+        with Log() as log:
+            loss(model, step).backward()
+        assert log.groups["gather"] == own
+        if separate:
+            assert len(log.groups["reduce"]) == 1 and not log.groups["reduce"] & own
+        else:
+            assert log.groups["reduce"] == own
+    assert_grads_of(model, unsharded, range(3))
+
+
+def test_reductions_have_a_group_of_their_own_on_request(two_ranks: Ranks) -> None:
+    two_ranks.run(_groups)
+
+
+# --- what gradients are divided by
+
+
+def _divide_factor(path: str) -> None:
+    unsharded, model = tower(2)
+    model[1].set_gradient_divide_factor(5.0)
+    model.set_gradient_divide_factor(3.0)  # of the root, which has no parameters: it does not reach the blocks
+    run = model if path == "eager" else torch.compile(model, backend=path, fullgraph=True)
+    loss_of(run(inputs(0)[dist.get_rank()])).backward()
+    reference_backward(unsharded, inputs(0))
+    for param in unsharded[1].parameters():
+        param.grad.mul_(dist.get_world_size() / 5.0)
+    assert_same_grads(model, unsharded)
+
+
+@pytest.mark.parametrize("path", ["eager", "aot_eager"])
+def test_a_divide_factor_is_that_of_one_unit(two_ranks: Ranks, path: str) -> None:
+    two_ranks.run(_divide_factor, path)
+
+
+def _old_name() -> None:
+    unsharded, model = tower(1)
+    with pytest.warns(FutureWarning, match="set_gradient_divide_factor"):
+        model[0].set_reduce_scatter_divide_factor(1.0)
+    loss(model, 0).backward()
+    reference_backward(unsharded, inputs(0))
+    for param, summed in zip(model.parameters(), unsharded.parameters()):
+        assert isinstance(param.grad, DTensor)
+        torch.testing.assert_close(full(param.grad), dist.get_world_size() * summed.grad)
+
+
+def test_the_old_name_of_the_divide_factor_warns_and_works(two_ranks: Ranks) -> None:
+    two_ranks.run(_old_name)
