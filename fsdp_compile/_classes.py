@@ -58,7 +58,7 @@ def refresh(state: UnitState) -> None:
         for slot in param.slots:
             if slot.param is not None:
                 param.shard = slot.param
-                param.restore_grad_dtype()
+                param.keep_grad_dtype()
     for module in _readers(state):
         module.__dict__.pop(_BY_MODE, None)
         _set_class(module)

@@ -77,9 +77,8 @@ class ShardedParam:
     layout: ShardLayout
     mesh: ShardMesh
     shard: nn.Parameter = field(repr=False)
-    # What the user asked for (None: as autograd produces it), where it is not the parameter's own.
-    asks_for_grad_dtype: bool = False
-    grad_dtype: torch.dtype | None = None
+    # What the user asked for: a dtype, None for whatever autograd produces, or nothing but the parameter's own.
+    grad_dtype: torch.dtype | Literal["own"] | None = "own"
     dtensor: ReadAs | None = None  # the DTensor that it was before fully_shard
     accumulators: dict[Mode, Accumulator] = field(default_factory=dict)
 
@@ -88,10 +87,10 @@ class ShardedParam:
         """What is registered now: the shard, or what the user put there since."""
         return self.slots[0].param
 
-    def restore_grad_dtype(self) -> None:
-        """Have the shard that is registered now ask for the gradients that the parameter asked for."""
-        if self.asks_for_grad_dtype:
-            compat.set_grad_dtype(self.shard, self.grad_dtype)
+    def keep_grad_dtype(self) -> None:
+        """Have the shard, which may be another tensor by now, ask for the gradients that the user asked for."""
+        if self.grad_dtype != "own":
+            compat.restore_grad_dtype(self.shard, self.grad_dtype)
 
     def as_read(self, gathered: Tensor) -> Any:
         """What a read gives: the gathered tensor, as the DTensor that the parameter was before fully_shard."""
@@ -121,10 +120,10 @@ def shard_param(fqn: str, order: int, slots: list[Slot], cut: Cut) -> ShardedPar
             local, cut.stored_mesh, cut.placements, run_check=False, shape=full.shape, stride=full.stride()
         )
     shard = nn.Parameter(dtensor, requires_grad=full.requires_grad)
-    sharded = ShardedParam(fqn, order, slots, layout, cut.mesh, shard, dtensor=cut.read_as)
-    sharded.grad_dtype = compat.get_grad_dtype(full)
-    sharded.asks_for_grad_dtype = sharded.grad_dtype != full.dtype
-    sharded.restore_grad_dtype()
+    asked = compat.get_grad_dtype(full)
+    grad_dtype = "own" if asked == full.dtype else asked
+    sharded = ShardedParam(fqn, order, slots, layout, cut.mesh, shard, grad_dtype, cut.read_as)
+    sharded.keep_grad_dtype()
     setattr(full, STAMP, sharded)
     for slot in slots:
         slot.register(shard)

@@ -35,10 +35,14 @@ def backward_task() -> int | None:
     return None if task == -1 else task
 
 
-def set_grad_dtype(param: torch.Tensor, grad_dtype: torch.dtype | None) -> None:
-    """Ask for gradients of ``grad_dtype``; None: of any (``Tensor.grad_dtype``: 2.15)."""
-    if getattr(param, "grad_dtype", grad_dtype) != grad_dtype:
-        param.grad_dtype = grad_dtype  # type: ignore[attr-defined]
+def restore_grad_dtype(param: torch.Tensor, grad_dtype: torch.dtype | None) -> None:
+    """Ask for gradients of ``grad_dtype`` again, after ``param`` was replaced; None asks for them as they come."""
+    if getattr(param, "grad_dtype", grad_dtype) == grad_dtype:
+        return
+    grad, param.grad = param.grad, None  # module.to() has converted it, and torch refuses one of another dtype
+    param.grad_dtype = grad_dtype  # type: ignore[attr-defined]
+    if grad is not None:
+        param.grad = grad if grad_dtype is None else grad.to(grad_dtype)
 
 
 def recompile_call(module: nn.Module) -> None:
