@@ -16,7 +16,7 @@ from torch.func import functional_call
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from fsdp_compile._cast import cast_floating
 from tests.ranks import Ranks
-from tests.toy import Stack, batches, full, loss_of, mean_over_ranks, pair
+from tests.toy import Stack, assert_same_grads, batches, full, loss_of, mean_over_ranks, pair, reference_backward
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -82,7 +82,7 @@ def _reduce_scatter_matches_all_to_all(path: str, reduce: torch.dtype) -> None:
         loss_of(_run(sharded, path)(batches(0)[dist.get_rank()])).backward()
         grads.append({fqn: full(param.grad) for fqn, param in sharded.named_parameters()})
     for fqn, grad in grads[0].items():
-        torch.testing.assert_close(grad, grads[1][fqn], rtol=1e-6, atol=1e-7, msg=fqn)  # two ranks: one addition
+        torch.testing.assert_close(grad, grads[1][fqn], rtol=1e-6, atol=1e-7, msg=lambda m: f"{fqn}: {m}")  # noqa: B023  # two ranks: one addition
 
 
 @pytest.mark.parametrize("path", ["eager", "aot_eager"])
@@ -173,6 +173,105 @@ def _override() -> list[torch.dtype]:
 )
 def test_one_parameter_may_stay_in_high_precision(two_ranks: Ranks) -> None:
     assert two_ranks.run(_override)[0] == [BF16, FP32]
+
+
+class TwoDtypes(nn.Module):
+    """One linear is stored in bf16, the other in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.Linear(8, 9, dtype=BF16)
+        self.high = nn.Linear(9, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.high(self.low(x.to(BF16)).float())
+
+
+def _inputs(step: int) -> Tensor:
+    """Every rank's in one step: [ranks, 4, 8]."""
+    return torch.randn(dist.get_world_size(), 4, 8, generator=torch.Generator().manual_seed(step))
+
+
+def _two_stored_dtypes(path: str) -> None:
+    unsharded = TwoDtypes()
+    sharded = fully_shard(copy.deepcopy(unsharded))
+    run = _run(sharded, path)
+    optims = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (sharded, unsharded)]
+    for step in range(3):
+        loss_of(run(_inputs(step)[dist.get_rank()])).backward()
+        reference_backward(unsharded, _inputs(step))
+        assert {fqn: param.grad.dtype for fqn, param in sharded.named_parameters()} == {
+            "low.weight": BF16, "low.bias": BF16, "high.weight": FP32, "high.bias": FP32,
+        }  # fmt: skip
+        assert_same_grads(sharded, unsharded, atol=1e-3, rtol=2e-2)  # bf16 has two to three digits
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+
+
+@pytest.mark.parametrize("path", ["eager", "aot_eager"])
+def test_a_unit_may_store_parameters_in_two_dtypes(two_ranks: Ranks, path: str) -> None:
+    two_ranks.run(_two_stored_dtypes, path)
+
+
+def _asked_for(grad_dtype: torch.dtype | None) -> nn.Linear:
+    model = nn.Linear(8, 9, dtype=BF16)
+    for param in model.parameters():
+        param.grad_dtype = grad_dtype
+    return model
+
+
+def _dtype_of_gradients(path: str, rtol: float) -> None:
+    unsharded = nn.Linear(8, 9, dtype=BF16)
+    sharded = _asked_for(FP32)
+    sharded.load_state_dict(unsharded.state_dict())
+    fully_shard(sharded)
+    run = _run(sharded, path)
+
+    def check(dtype: torch.dtype, step: int) -> None:
+        """The gradients are each rank's in ``dtype``, averaged and kept in fp32."""
+        sharded.zero_grad()
+        reference, tokens = copy.deepcopy(unsharded).to(dtype), _inputs(step).to(dtype)
+        loss_of(run(tokens[dist.get_rank()])).backward()
+        expected = _reference(reference, tokens, dtype, FP32)
+        for fqn, param in sharded.named_parameters():
+            assert param.dtype is dtype and param.grad.dtype is FP32, fqn
+            torch.testing.assert_close(full(param.grad), expected[fqn], rtol=rtol, atol=1e-7, msg=lambda m: f"{fqn}: {m}")  # noqa: B023
+
+    check(BF16, 0)
+    state = {fqn: value.clone() for fqn, value in sharded.state_dict().items()}
+    sharded.load_state_dict(state, assign=True)
+    assert sharded.weight.grad_dtype is FP32
+    check(BF16, 1)
+    sharded.to(FP16)
+    assert sharded.weight.grad_dtype is FP32 and sharded.weight.grad.dtype is FP32
+    check(FP16, 2)
+
+
+needs_grad_dtype = pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="torch has no Tensor.grad_dtype")
+
+
+@needs_grad_dtype
+# AOTAutograd casts the gradients of a graph's inputs to the inputs' dtype: compiled, the fp32 sum is rounded to bf16.
+@pytest.mark.parametrize(("path", "rtol"), [("eager", 1e-6), ("aot_eager", 8e-3)])
+def test_gradients_have_the_dtype_that_was_asked_for(two_ranks: Ranks, path: str, rtol: float) -> None:
+    two_ranks.run(_dtype_of_gradients, path, rtol)
+
+
+def _dtype_as_produced(path: str) -> list[torch.dtype]:
+    model = nn.Linear(8, 9)
+    for param in model.parameters():
+        param.grad_dtype = None
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    assert model.weight.grad_dtype is None
+    loss_of(_run(model, path)(_inputs(0)[dist.get_rank()])).backward()
+    return [param.grad.dtype for param in model.parameters()]
+
+
+@needs_grad_dtype
+@pytest.mark.parametrize(("path", "dtype"), [("eager", BF16), ("aot_eager", FP32)])  # AOTAutograd's cast again
+def test_a_grad_dtype_of_none_means_as_autograd_produced_it(two_ranks: Ranks, path: str, dtype: torch.dtype) -> None:
+    assert two_ranks.run(_dtype_as_produced, path)[0] == [dtype, dtype]
 
 
 def _losses() -> tuple[Tensor, Tensor]:
