@@ -139,6 +139,25 @@ def test_no_sync_needs_sharded_modules() -> None:
         pass
 
 
+def check_zero_grad_in_between(path: str) -> None:
+    """As with FSDP2, zero_grad clears what is registered: gradients that are there, and not those held back."""
+    unsharded, model = pair(make=small)
+    run = model if path == "eager" else compiled(model, path)
+    for micro, sync in enumerate((True, False, True)):
+        model.set_requires_gradient_sync(sync)
+        loss_of(run(batches(micro)[dist.get_rank()])).backward()
+        if micro < 2:
+            model.zero_grad()
+    for micro in (1, 2):  # the first one's were there, and are gone
+        reference_backward(unsharded, batches(micro))
+    assert_same_grads(model, unsharded)
+
+
+@pytest.mark.parametrize("path", ["eager", "aot_eager"])
+def test_zero_grad_leaves_what_is_held_back(two_ranks: SteadyRanks, path: str) -> None:
+    two_ranks.run(check_zero_grad_in_between, path)
+
+
 def check_flag_around_backward(in_flight: int) -> list[int]:
     """As pipelines do it: forwards run ahead, and the flag is set around each backward."""
     unsharded, model = pair(make=small)

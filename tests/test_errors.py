@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fsdp_compile
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
+from tests.models import PLAIN
 from tests.toy import Block, Stack, shard
 
 pytestmark = pytest.mark.usefixtures("fake_group_of_four")
@@ -138,6 +140,16 @@ def _odd_extension() -> None:
     _with_local(**both)(torch.ones(2, 4))
 
 
+def _on_another_device() -> None:
+    theirs = DeviceMesh("cuda", [0, 1, 2, 3], mesh_dim_names=("tp",), _init_backend=False, _rank=0)
+    weight = DTensor.from_local(torch.ones(4, 4), theirs, [Replicate()], run_check=False)
+    fully_shard(Holder(weight), mesh=_mesh((4,), ("dp",)))
+
+
+def _change_a_policy() -> None:
+    MixedPrecisionPolicy(param_dtype=torch.bfloat16).param_dtype = torch.float16  # type: ignore[misc]
+
+
 Row = tuple[Callable[[], Any], type[Exception], tuple[str, ...]]
 ROWS: dict[str, Row] = {
     "a ModuleList has no forward": (lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])), ValueError, ("members",)),
@@ -165,6 +177,8 @@ ROWS: dict[str, Row] = {
     "a scalar": (lambda: fully_shard(Holder(torch.tensor(1.0))), ValueError, ("inner.bad", "(1,)")),
     "not contiguous": (lambda: fully_shard(Holder(torch.ones(4, 8).t())), NotImplementedError, ("inner.bad", "contiguous")),
     "a DTensor on the ranks to shard over": (_tensor_parallel, ValueError, ("inner.bad", "names")),
+    "a DTensor on another kind of device": (_on_another_device, ValueError, ("inner.bad", "cuda", "cpu")),
+    "a policy is changed": (_change_a_policy, dataclasses.FrozenInstanceError, ("param_dtype",)),
     "placement on a missing dim": (
         lambda: _linear(shard_placement_fn=lambda param: Shard(param.ndim % 2)), ValueError, ("0.bias", "(8,)", "only dim 0")),
     "placement far out of range": (
@@ -255,6 +269,21 @@ def test_a_refused_call_leaves_the_module_as_it_was() -> None:
     with pytest.raises(ValueError, match=r"0\.bias"):
         fully_shard(model[0:1], shard_placement_fn=lambda param: Shard(1) if param.ndim == 1 else None)
     assert type(model[0]) is nn.Linear and not isinstance(model[0].weight, DTensor)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_names_stay_as_they_were(name: str) -> None:
+    model = PLAIN[name].build()
+
+    def names() -> list[list[str]]:
+        tables = (model.named_parameters(), model.named_buffers(), model.named_modules())
+        return [*([fqn for fqn, _ in table] for table in tables), list(model.state_dict())]
+
+    before = names()
+    for block in PLAIN[name].blocks(model):
+        fully_shard(block)
+    fully_shard(model)
+    assert names() == before
 
 
 def test_the_placement_function_is_called_once_a_parameter() -> None:

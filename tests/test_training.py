@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
@@ -23,6 +24,7 @@ from tests.toy import (
     Block,
     Stack,
     assert_same_grads,
+    assert_same_params,
     batches,
     full,
     loss_of,
@@ -86,6 +88,39 @@ def _clip(path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_clip_grad_norm_gives_the_unsharded_norm(two_ranks: Ranks, path: str) -> None:
     two_ranks.run(_clip, path)
+
+
+def _clip_over_meshes() -> None:
+    from torch.distributed.tensor import Shard
+
+    from fsdp_compile import ShardPlacementResult
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    torch.manual_seed(0)
+    unsharded = Block()
+    sharded = copy.deepcopy(unsharded)
+    inner = {sharded.up.weight, sharded.down.weight}
+    fully_shard(sharded, shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), mesh["inner"]) if p in inner else None)
+    x = torch.ones(3, 16).cumsum(0)  # the same on all ranks: averages over few and over many are equal
+    for one in (sharded, unsharded):
+        loss_of(one(x)).backward()
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for param in sharded.parameters():
+        by_mesh.setdefault(param.device_mesh, []).append(param)
+    assert len(by_mesh) == 2
+    with pytest.raises((RuntimeError, NotImplementedError, ValueError)):
+        torch.nn.utils.clip_grad_norm_(sharded.parameters(), 0.01)  # torch stacks the norms, which are on two meshes
+    norms = [full(torch.nn.utils.get_total_norm([param.grad for param in params])) for params in by_mesh.values()]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    for params in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(params, 0.01, norm)
+    expected = torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 0.01)
+    torch.testing.assert_close(norm, expected)
+    assert_same_grads(sharded, unsharded)
+
+
+def test_norms_of_several_meshes_are_combined_by_hand(four_ranks: Ranks) -> None:
+    four_ranks.run(_clip_over_meshes)
 
 
 def _scale(path: str) -> list[float]:
@@ -192,6 +227,20 @@ def test_load_state_dict_assign_replaces_the_shards(two_ranks: Ranks, path: str)
     two_ranks.run(_load_assign, path)
 
 
+def _load_whole_tensors() -> None:
+    unsharded, sharded = pair()
+    before = {fqn: param.to_local().clone() for fqn, param in sharded.named_parameters()}
+    with pytest.raises(RuntimeError, match=r'"layers\.1\.up\.weight"') as error:
+        sharded.load_state_dict(unsharded.state_dict())
+    assert "DTensor" in str(error.value)
+    for fqn, param in sharded.named_parameters():
+        assert torch.equal(param.to_local(), before[fqn])
+
+
+def test_loading_whole_tensors_is_refused_and_names_them(two_ranks: Ranks) -> None:
+    two_ranks.run(_load_whole_tensors)
+
+
 def _meta(path: str) -> None:
     torch.manual_seed(0)
     unsharded = Stack()
@@ -266,6 +315,30 @@ def test_to_dtype_after_sharding_is_followed(two_ranks: Ranks, path: str) -> Non
     two_ranks.run(_to_bf16, path)
 
 
+def _freeze(path: str) -> None:
+    unsharded, sharded = pair()
+    run = compiled(sharded, path)
+    optims = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (sharded, unsharded)]
+    for step, trains in enumerate((True, False, False, True)):
+        for one in (sharded, unsharded):
+            one.layers[1].requires_grad_(trains)
+            one.head.requires_grad_(trains)
+        tokens = batches(step)
+        loss_of(run(tokens[dist.get_rank()])).backward()
+        reference_backward(unsharded, tokens)
+        assert (sharded.head.weight.grad is None) != trains
+        assert_same_grads(sharded, unsharded)
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+    assert_same_params(sharded, unsharded)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_parameters_may_be_frozen_and_thawed_between_steps(two_ranks: Ranks, path: str) -> None:
+    two_ranks.run(_freeze, path)
+
+
 def _list_of_modules(path: str) -> None:
     torch.manual_seed(0)
     unsharded = Stack()
@@ -325,8 +398,6 @@ def _one_rank(path: str) -> None:
         def forward(self, x: torch.Tensor) -> Any:
             return super().forward(x), self.up.weight, self.up.weight.t()
 
-    from torch.distributed.device_mesh import DeviceMesh
-
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     mesh = DeviceMesh.from_group(group, "cpu")
     torch.manual_seed(0)
@@ -349,3 +420,26 @@ def _one_rank(path: str) -> None:
 @pytest.mark.parametrize("path", ["aot_eager", "inductor"])
 def test_one_rank_never_hands_out_the_shard(two_ranks: Ranks, path: str) -> None:
     two_ranks.run(_one_rank, path)
+
+
+def _one_rank_eager() -> None:
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    torch.manual_seed(dist.get_rank())  # nothing travels: each rank has a model of its own
+    unsharded = Stack()
+    sharded = shard(copy.deepcopy(unsharded), mesh=mesh, reshard_after_forward=True)
+    optims = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (sharded, unsharded)]
+    for step in range(3):
+        for one in (sharded, unsharded):
+            loss_of(one(batches(step)[dist.get_rank()])).backward()
+        assert_same_grads(sharded, unsharded)
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+        # Freeing what was gathered must not free the shard.
+        assert all(param.to_local().untyped_storage().nbytes() > 0 for param in sharded.parameters())
+    assert_same_params(sharded, unsharded)
+
+
+def test_one_rank_trains_eagerly_and_keeps_its_shards(two_ranks: Ranks) -> None:
+    two_ranks.run(_one_rank_eager)
