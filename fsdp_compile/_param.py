@@ -121,7 +121,7 @@ def shard_param(fqn: str, order: int, slots: list[Slot], cut: Cut) -> ShardedPar
         )
     shard = nn.Parameter(dtensor, requires_grad=full.requires_grad)
     asked = compat.get_grad_dtype(full)
-    grad_dtype = "own" if asked == full.dtype else asked
+    grad_dtype: torch.dtype | Literal["own"] | None = "own" if asked == full.dtype else asked
     sharded = ShardedParam(fqn, order, slots, layout, cut.mesh, shard, grad_dtype, cut.read_as)
     sharded.keep_grad_dtype()
     setattr(full, STAMP, sharded)

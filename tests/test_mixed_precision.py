@@ -214,8 +214,8 @@ def test_a_unit_may_store_parameters_in_two_dtypes(two_ranks: Ranks, path: str) 
     two_ranks.run(_two_stored_dtypes, path)
 
 
-def _asked_for(grad_dtype: torch.dtype | None) -> nn.Linear:
-    model = nn.Linear(8, 9, dtype=BF16)
+def _asked_for(grad_dtype: torch.dtype | None, stored: torch.dtype) -> nn.Linear:
+    model = nn.Linear(8, 9, dtype=stored)
     for param in model.parameters():
         param.grad_dtype = grad_dtype
     return model
@@ -223,7 +223,7 @@ def _asked_for(grad_dtype: torch.dtype | None) -> nn.Linear:
 
 def _dtype_of_gradients(path: str, rtol: float) -> None:
     unsharded = nn.Linear(8, 9, dtype=BF16)
-    sharded = _asked_for(FP32)
+    sharded = _asked_for(FP32, stored=BF16)
     sharded.load_state_dict(unsharded.state_dict())
     fully_shard(sharded)
     run = _run(sharded, path)
@@ -259,9 +259,7 @@ def test_gradients_have_the_dtype_that_was_asked_for(two_ranks: Ranks, path: str
 
 
 def _dtype_as_produced(path: str) -> list[torch.dtype]:
-    model = nn.Linear(8, 9)
-    for param in model.parameters():
-        param.grad_dtype = None
+    model = _asked_for(None, stored=FP32)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
     assert model.weight.grad_dtype is None
     loss_of(_run(model, path)(_inputs(0)[dist.get_rank()])).backward()
@@ -272,6 +270,18 @@ def _dtype_as_produced(path: str) -> list[torch.dtype]:
 @pytest.mark.parametrize(("path", "dtype"), [("eager", BF16), ("aot_eager", FP32)])  # AOTAutograd's cast again
 def test_a_grad_dtype_of_none_means_as_autograd_produced_it(two_ranks: Ranks, path: str, dtype: torch.dtype) -> None:
     assert two_ranks.run(_dtype_as_produced, path)[0] == [dtype, dtype]
+
+
+def _zeros_of_no_dtype() -> None:
+    model = fully_shard(_asked_for(None, stored=FP32))
+    model.set_reduce_scatter_unused_params(True)
+    with pytest.raises(ValueError, match="weight has grad_dtype=None.*Give MixedPrecisionPolicy a reduce_dtype"):
+        loss_of(model(_inputs(0)[dist.get_rank()])).backward()
+
+
+@needs_grad_dtype
+def test_zeros_for_unused_parameters_need_a_dtype(two_ranks: Ranks) -> None:
+    two_ranks.run(_zeros_of_no_dtype)
 
 
 def _losses() -> tuple[Tensor, Tensor]:
