@@ -53,6 +53,12 @@ class Gathered:
             for index, (param, shard) in enumerate(zip(self.params, self.shards))
             if has_extension(param, shard)
         }
+        if self._extensions and group.post_forward is not None:
+            fqn = self.params[next(iter(self._extensions))].fqn
+            raise NotImplementedError(
+                f"{fqn} has an all-gather extension, which gathers over all ranks: an integer reshard_after_forward "
+                f"({group.post_forward.num_shards}) does not go with it. Use True or False for its module."
+            )
         self.index = {param.fqn: index for index, param in enumerate(self.params)}
         self.fulls: list[Tensor] | None = None
         self._num_bytes: list[int] = []

@@ -117,6 +117,12 @@ class FSDPModule(ShardedModule, _FSDP2):
         """Gather parameters again in backward (True), or keep them from forward to backward (False)."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward={reshard_after_forward!r} is not a bool.")
+        params = [param for state in _states(self, recurse) for param in state.group.params]
+        if params and not any(param.mesh.group for param in params):
+            raise ValueError(
+                f"{_state(self).name}: set_reshard_after_forward has nothing to do where all parameters are "
+                "replicated, as nothing is gathered. Call it on modules that fully_shard shards."
+            )
         for state in _states(self, recurse):
             state.group.reshard_after_forward = reshard_after_forward
             state.group.post_forward = None

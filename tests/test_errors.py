@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fsdp_compile
-from fsdp_compile import MixedPrecisionPolicy, fully_shard
+from fsdp_compile import MixedPrecisionPolicy, fully_shard, replicate
 from tests.models import PLAIN
 from tests.toy import Block, Stack, shard
 
@@ -141,8 +141,8 @@ def _odd_extension() -> None:
 
 
 def _on_another_device() -> None:
-    theirs = DeviceMesh("cuda", [0, 1, 2, 3], mesh_dim_names=("tp",), _init_backend=False, _rank=0)
-    weight = DTensor.from_local(torch.ones(4, 4), theirs, [Replicate()], run_check=False)
+    theirs = DeviceMesh("meta", [0, 1, 2, 3], mesh_dim_names=("tp",), _init_backend=False, _rank=0)
+    weight = DTensor.from_local(torch.ones(4, 4, device="meta"), theirs, [Replicate()], run_check=False)
     fully_shard(Holder(weight), mesh=_mesh((4,), ("dp",)))
 
 
@@ -177,7 +177,7 @@ ROWS: dict[str, Row] = {
     "a scalar": (lambda: fully_shard(Holder(torch.tensor(1.0))), ValueError, ("inner.bad", "(1,)")),
     "not contiguous": (lambda: fully_shard(Holder(torch.ones(4, 8).t())), NotImplementedError, ("inner.bad", "contiguous")),
     "a DTensor on the ranks to shard over": (_tensor_parallel, ValueError, ("inner.bad", "names")),
-    "a DTensor on another kind of device": (_on_another_device, ValueError, ("inner.bad", "cuda", "cpu")),
+    "a DTensor on another kind of device": (_on_another_device, ValueError, ("inner.bad", "meta", "cpu")),
     "a policy is changed": (_change_a_policy, dataclasses.FrozenInstanceError, ("param_dtype",)),
     "placement on a missing dim": (
         lambda: _linear(shard_placement_fn=lambda param: Shard(param.ndim % 2)), ValueError, ("0.bias", "(8,)", "only dim 0")),
@@ -193,6 +193,8 @@ ROWS: dict[str, Row] = {
     "deepcopy": (lambda: __import__("copy").deepcopy(fully_shard(nn.Linear(4, 4))), RuntimeError, ("fully_shard",)),
     "set_reshard_after_forward with an int": (
         lambda: fully_shard(nn.Linear(4, 4)).set_reshard_after_forward(2), ValueError, ("2", "bool")),  # type: ignore[operator]
+    "set_reshard_after_forward of what is replicated": (
+        lambda: replicate(nn.Linear(4, 4)).set_reshard_after_forward(True), ValueError, ("(root) (Linear)", "replicated")),
     "prefetching a list that is none": (
         lambda: _unit().set_modules_to_forward_prefetch(_unit()), TypeError, ("set_modules_to_forward_prefetch", "list")),
     "prefetching forward what is not sharded": (

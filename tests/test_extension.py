@@ -102,6 +102,18 @@ def test_a_gather_of_another_size_is_refused(three_ranks: Ranks) -> None:
     three_ranks.run(_cut_short)
 
 
+def _sliced() -> None:
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(Halved(layer.weight.detach()))
+    fully_shard(layer, reshard_after_forward=2)
+    with pytest.raises(NotImplementedError, match=r"weight has an all-gather extension.*\(2\)"):
+        layer(torch.ones(2, 4))
+
+
+def test_an_extension_and_an_int_are_refused(four_ranks: Ranks) -> None:
+    four_ranks.run(_sliced)
+
+
 def _half() -> None:
     del Halved.fsdp_post_all_gather
     layer = nn.Linear(4, 4)

@@ -275,7 +275,7 @@ def test_a_grad_dtype_of_none_means_as_autograd_produced_it(two_ranks: Ranks, pa
 def _zeros_of_no_dtype() -> None:
     model = fully_shard(_asked_for(None, stored=FP32))
     model.set_reduce_scatter_unused_params(True)
-    with pytest.raises(ValueError, match="weight has grad_dtype=None.*Give MixedPrecisionPolicy a reduce_dtype"):
+    with pytest.raises(ValueError, match=r"weight has grad_dtype=None.*Give MixedPrecisionPolicy a reduce_dtype"):
         loss_of(model(_inputs(0)[dist.get_rank()])).backward()
 
 
@@ -307,21 +307,3 @@ def _losses() -> tuple[Tensor, Tensor]:
 def test_eager_and_compiled_train_to_the_same_loss_in_bf16(two_ranks: Ranks) -> None:
     for eager, compiled in two_ranks.run(_losses):
         assert torch.equal(eager, compiled)
-
-
-def _gradients_as_they_come() -> None:
-    layer = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
-    layer.weight.grad_dtype = None  # whatever autograd produces
-    fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
-    for _ in range(2):
-        assert layer.weight.grad_dtype is None
-        layer(torch.ones(2, 4)).sum().backward()
-        assert layer.weight.grad.dtype is torch.float32 and layer.weight.dtype is torch.bfloat16
-        torch.testing.assert_close(layer.weight.grad.full_tensor(), torch.full((4, 4), 2.0))
-        layer.zero_grad()
-        layer.load_state_dict({"weight": nn.Parameter(layer.weight.detach().clone())}, assign=True)
-
-
-@pytest.mark.skipif(not hasattr(torch.ones(1), "grad_dtype"), reason="Tensor.grad_dtype came after torch 2.11")
-def test_a_gradient_may_have_the_dtype_that_autograd_gives_it(two_ranks: Ranks) -> None:
-    two_ranks.run(_gradients_as_they_come)

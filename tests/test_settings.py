@@ -441,3 +441,32 @@ def _old_name() -> None:
 
 def test_the_old_name_of_the_divide_factor_warns_and_works(two_ranks: Ranks) -> None:
     two_ranks.run(_old_name)
+
+
+class Pair(nn.Module):
+    """Two linears; the module itself is no unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+def _list_outermost() -> None:
+    torch.manual_seed(0)
+    unsharded = Pair()
+    sharded = copy.deepcopy(unsharded)
+    fully_shard([sharded.first, sharded.second])
+    inputs = torch.randn(2, dist.get_world_size(), 5, 6, generator=torch.Generator().manual_seed(3))
+    for batch in inputs:
+        loss_of(sharded(batch[dist.get_rank()])).backward()
+        reference_backward(unsharded, batch)
+    assert_same_grads(sharded, unsharded)
+    (state,) = states_in(sharded)
+    assert state.gathered is not None and not state.gathered.is_full
+
+
+def test_a_list_may_be_outermost(two_ranks: Ranks) -> None:
+    two_ranks.run(_list_outermost)
