@@ -275,7 +275,7 @@ def _set_in_all_threads(config: Any, name: str, value: Any) -> None:
 
 
 def get_grad_dtype(param: torch.Tensor) -> torch.dtype | None:
-    """The dtype that gradients of ``param`` are asked to have; its own where torch does not know the word (2.11)."""
+    """The dtype that ``param`` asks its gradients to have; None: as autograd produces them (``Tensor.grad_dtype``)."""
     return getattr(param, "grad_dtype", param.dtype)
 
 
