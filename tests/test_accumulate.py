@@ -185,7 +185,7 @@ def check_flag_around_backward(in_flight: int) -> list[int]:
     return reductions
 
 
-@pytest.mark.parametrize("in_flight", [1, 2, 3])
+@pytest.mark.parametrize("in_flight", [pytest.param(1, marks=pytest.mark.more), 2, pytest.param(3, marks=pytest.mark.more)])
 def test_the_flag_that_holds_is_that_of_backward(two_ranks: SteadyRanks, in_flight: int) -> None:
     for first, second, third in two_ranks.run(check_flag_around_backward, in_flight):
         # Until it is known that the flag changes between forward and backward, backward reduces more often.

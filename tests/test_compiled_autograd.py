@@ -105,6 +105,7 @@ def test_one_backward_graph_whatever_the_forward_is(two_ranks: Ranks, block: typ
         assert (len([stage for stage, *_ in seen if stage == "forward"]) > 1) == (block is BreakBlock)
 
 
+@pytest.mark.more
 def test_numbers_without_code_generation(two_ranks: Ranks) -> None:
     two_ranks.run(_train, BreakBlock, "aot_eager")
 

@@ -85,8 +85,8 @@ def _train(change: Callable[[Stack], None], before: bool, reason: str) -> None:
     ("change", "before", "reason"),
     [
         (_all_gather, False, "set_custom_all_gather"),
-        (_reduce_scatter, False, "set_custom_reduce_scatter"),
-        (_hook, False, "set_all_reduce_hook"),
+        pytest.param(_reduce_scatter, False, "set_custom_reduce_scatter", marks=pytest.mark.more),
+        pytest.param(_hook, False, "set_all_reduce_hook", marks=pytest.mark.more),
         (_unused, False, "set_reduce_scatter_unused_params"),
         (_extension, True, "the all-gather extension of down.weight"),
     ],

@@ -334,6 +334,7 @@ def _many_times() -> list[int]:
     return counts
 
 
+@pytest.mark.more
 def test_inspecting_often_does_not_reach_the_recompile_limit(two_ranks: Ranks) -> None:
     assert two_ranks.run(_many_times)[0] == [1, 1, 1]
 
@@ -373,6 +374,7 @@ def _nothing() -> list[str]:
     return [*said, str(report).rpartition("\n\n")[2]]
 
 
+@pytest.mark.more
 def test_says_why_nothing_was_recorded(two_ranks: Ranks) -> None:
     assert_expected_inline(
         "\n\n".join(two_ranks.run(_nothing)[0]),

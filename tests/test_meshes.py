@@ -50,6 +50,7 @@ from tests.toy import (
 )
 
 PATHS = ["eager", "aot_eager"]
+COMPILED_IS_MORE = ["eager", pytest.param("aot_eager", marks=pytest.mark.more)]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -81,7 +82,7 @@ def test_replicas_of_shards_train_like_the_unsharded_model(four_ranks: Ranks, pa
     four_ranks.run(_hsdp, path, {})
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", COMPILED_IS_MORE)
 def test_replicas_of_shards_kept_gathered(four_ranks: Ranks, path: str) -> None:
     four_ranks.run(_hsdp, path, {"reshard_after_forward": False})
 
@@ -92,7 +93,7 @@ def _hsdp_reduce_scatter(path: str) -> None:
     train_and_compare(compiled(sharded, path), sharded, unsharded)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", COMPILED_IS_MORE)
 def test_replicas_after_a_reduce_scatter(four_ranks: Ranks, path: str) -> None:
     four_ranks.run(_hsdp_reduce_scatter, path)
 
@@ -202,7 +203,7 @@ def test_tensor_parallel_parameters_train_like_the_unsharded_model(four_ranks: R
     four_ranks.run(_tensor_parallel, path, EvenBlock, {})
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", COMPILED_IS_MORE)
 def test_tensor_parallel_parameters_kept_gathered(four_ranks: Ranks, path: str) -> None:
     four_ranks.run(_tensor_parallel, path, EvenBlock, {"reshard_after_forward": False})
 

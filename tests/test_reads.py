@@ -443,6 +443,7 @@ def _stages() -> list[str]:
     return seen
 
 
+@pytest.mark.more
 def test_stages_on_disjoint_ranks_may_differ(two_ranks: Ranks) -> None:
     for seen in two_ranks.run(_stages):
         assert seen == ["joint", "forward", "backward"]
