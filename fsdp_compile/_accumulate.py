@@ -7,7 +7,8 @@
     resume_over_shards   a ticket, and a leaf of the shard's size: what it gets waits in ``group.partials``
 
 Under compiled autograd, which cannot make DTensors of gradients, the first and the third have a leaf of the shard's
-size as well, and its hook gives the shard its gradient. A leaf is one zero seen everywhere, so it costs no memory.
+size as well, and its hook gives the shard its gradient; so does a parameter whose ``grad_dtype`` is not its own dtype.
+A leaf is one zero seen everywhere, so it costs no memory.
 Pending gradients are those of the eager path, and its end of a backward reduces what no compiled backward took.
 """
 
@@ -65,7 +66,7 @@ def accumulator_for(state: UnitState, param: ShardedParam, spec: ReadSpec) -> Ac
         then={"hold": "hold", "resume_over_shards": "over_shards"}.get(spec.mode, "reduce"),
         leaf=leaf,
         ticket=_ticket_of(state, param) if spec.mode.startswith("resume") else None,
-        only_under_compiled_autograd=delivers,
+        only_under_compiled_autograd=delivers and not spec.by_leaf,
     )
     param.accumulators[spec.mode] = accumulator
     return accumulator

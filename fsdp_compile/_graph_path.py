@@ -141,7 +141,7 @@ def getter(name: str, spec: ReadSpec) -> property:
 
     arguments = ", ".join(f"{key}={value!r}" for key, value in spec.kwargs().items())
     accumulator = f"self.{ACCUMULATORS}[{name!r}, {spec.mode!r}]"
-    if spec.mode == "reduce":
+    if spec.mode == "reduce" and not spec.by_leaf:
         accumulator += " if uses_compiled_autograd() else None"
     namespace: dict[str, Any] = {}
     globals_of_this_module = globals() | {"eager_read": eager_read}

@@ -222,7 +222,7 @@ def _asked_for(grad_dtype: torch.dtype | None, stored: torch.dtype) -> nn.Linear
     return model
 
 
-def _dtype_of_gradients(path: str, rtol: float) -> None:
+def _dtype_of_gradients(path: str) -> None:
     unsharded = nn.Linear(8, 9, dtype=BF16)
     sharded = _asked_for(FP32, stored=BF16)
     sharded.load_state_dict(unsharded.state_dict())
@@ -237,7 +237,7 @@ def _dtype_of_gradients(path: str, rtol: float) -> None:
         expected = _reference(reference, tokens, dtype, FP32)
         for fqn, param in sharded.named_parameters():
             assert param.dtype is dtype and param.grad.dtype is FP32, fqn
-            torch.testing.assert_close(full(param.grad), expected[fqn], rtol=rtol, atol=1e-7, msg=lambda m: f"{fqn}: {m}")  # noqa: B023
+            torch.testing.assert_close(full(param.grad), expected[fqn], rtol=1e-6, atol=1e-7, msg=lambda m: f"{fqn}: {m}")  # noqa: B023
 
     check(BF16, 0)
     state = {fqn: value.clone() for fqn, value in sharded.state_dict().items()}
@@ -253,10 +253,9 @@ needs_grad_dtype = pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason=
 
 
 @needs_grad_dtype
-# AOTAutograd casts the gradients of a graph's inputs to the inputs' dtype: compiled, the fp32 sum is rounded to bf16.
-@pytest.mark.parametrize(("path", "rtol"), [("eager", 1e-6), ("aot_eager", 8e-3)])
-def test_gradients_have_the_dtype_that_was_asked_for(two_ranks: Ranks, path: str, rtol: float) -> None:
-    two_ranks.run(_dtype_of_gradients, path, rtol)
+@pytest.mark.parametrize("path", ["eager", "aot_eager"])
+def test_gradients_have_the_dtype_that_was_asked_for(two_ranks: Ranks, path: str) -> None:
+    two_ranks.run(_dtype_of_gradients, path)
 
 
 def _dtype_as_produced(path: str) -> list[torch.dtype]:
@@ -268,9 +267,9 @@ def _dtype_as_produced(path: str) -> list[torch.dtype]:
 
 
 @needs_grad_dtype
-@pytest.mark.parametrize(("path", "dtype"), [("eager", BF16), ("aot_eager", FP32)])  # AOTAutograd's cast again
-def test_a_grad_dtype_of_none_means_as_autograd_produced_it(two_ranks: Ranks, path: str, dtype: torch.dtype) -> None:
-    assert two_ranks.run(_dtype_as_produced, path)[0] == [dtype, dtype]
+@pytest.mark.parametrize("path", ["eager", "aot_eager"])
+def test_a_grad_dtype_of_none_means_as_autograd_produced_it(two_ranks: Ranks, path: str) -> None:
+    assert two_ranks.run(_dtype_as_produced, path)[0] == [BF16, BF16]
 
 
 def _zeros_of_no_dtype() -> None:
