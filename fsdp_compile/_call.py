@@ -11,7 +11,6 @@ a node of its own, as it would without us: what splits a backward in two, as zer
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +43,7 @@ class Call:
         # a forward runs.
         self._tensors: dict[tuple[int, bool], Any] = {}
         # Weak: which calls await backward must not depend on when cycles are collected, or ranks differ.
-        self._recording: Callable[[], Recording | None] = lambda: None
+        self._recording: weakref.ref[Recording] | None = None
 
     def read(self, fqn: str) -> Any:
         """The gathered parameter; None for one whose place the user gave to something else."""
@@ -64,10 +63,10 @@ class Call:
     def forget_reads(self) -> None:
         """Let go of the tensors that reads saw; whoever needs one holds it."""
         self._tensors.clear()
-        self._recording = lambda: None  # what is recomputed for backward may never get gradients
+        self._recording = None  # what is recomputed for backward may never get gradients
 
     def _recorded(self, index: int, shard: DTensor) -> Tensor:
-        recording = self._recording()
+        recording = None if self._recording is None else self._recording()
         if recording is None:
             recording = Recording(self)
             self._recording = weakref.ref(recording)

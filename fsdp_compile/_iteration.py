@@ -74,10 +74,11 @@ class Iteration:
         """
         for reference in reversed(self._calls[: self._place(call)]):
             earlier = reference()
-            if earlier is not None and earlier.forward_number != call.forward_number:
+            if earlier is None:
+                continue
+            if earlier.forward_number != call.forward_number:
                 return
-            if earlier is not None:
-                yield earlier
+            yield earlier
 
     def _place(self, call: Call) -> int:
         place = min(call.place, len(self._calls) - 1)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compile import FSDPModule, fully_shard
-from fsdp_compile._state import states_in
+from fsdp_compile._state import state_of, states_in
 from tests.ranks import Ranks
 from tests.toy import assert_same_grads, full, loss_of, reference_backward
 
@@ -37,11 +37,16 @@ class Wide(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def tower(num_blocks: int = 4) -> tuple[nn.Sequential, nn.Sequential]:
-    """(unsharded, sharded): block i has i + 1 times the parameters of block 0, and the root has none of its own."""
+def twins(num_blocks: int) -> tuple[nn.Sequential, nn.Sequential]:
+    """Two equal models, both unsharded: block i has i + 1 times the parameters of block 0."""
     torch.manual_seed(0)
     unsharded = nn.Sequential(*(Wide(8 * (index + 1)) for index in range(num_blocks)))
-    model = copy.deepcopy(unsharded)
+    return unsharded, copy.deepcopy(unsharded)
+
+
+def tower(num_blocks: int = 4) -> tuple[nn.Sequential, nn.Sequential]:
+    """(unsharded, sharded): each block is a unit, and the root has no parameters of its own."""
+    unsharded, model = twins(num_blocks)
     for block in model:
         fully_shard(block)
     return unsharded, fully_shard(model)
@@ -113,15 +118,13 @@ def held_bytes(model: nn.Module) -> int:
 
 
 def _list_unit() -> None:
-    torch.manual_seed(0)
-    unsharded = nn.Sequential(Wide(8), Wide(16))
-    model = copy.deepcopy(unsharded)
+    unsharded, model = twins(2)
     fully_shard([model[0], model[1], model[1].up])
     fully_shard(model)
     assert isinstance(model[0], FSDPModule) and isinstance(model[1], FSDPModule)
     assert not isinstance(model[1].up, FSDPModule), "a member inside another one is that one's, and stays plain"
-    unit, root = model[0].__dict__["_fsdp_compile_state"], model.__dict__["_fsdp_compile_state"]
-    assert states_in(model) == [root, unit] and model[1].__dict__["_fsdp_compile_state"] is unit
+    unit, root = state_of(model[0]), state_of(model)
+    assert states_in(model) == [root, unit] and state_of(model[1]) is unit
     with Log() as log:
         loss(model, 0).backward()
     both = block_of(2 * WIDTH * (8 + 16))
@@ -131,6 +134,20 @@ def _list_unit() -> None:
 
 def test_members_of_a_list_share_one_gather_and_one_reduction(two_ranks: Ranks) -> None:
     two_ranks.run(_list_unit)
+
+
+def _list_outermost() -> None:
+    unsharded, model = twins(2)
+    fully_shard([model[0], model[1]])  # and not the model around them
+    for step in range(2):
+        loss(model, step).backward()
+    assert_grads_of(model, unsharded, range(2))
+    (state,) = states_in(model)
+    assert state.gathered is not None and not state.gathered.is_full
+
+
+def test_a_list_may_be_outermost(two_ranks: Ranks) -> None:
+    two_ranks.run(_list_outermost)
 
 
 class Chunks(nn.Module):
@@ -198,7 +215,8 @@ def _head_is_skipped() -> None:
         unsharded.num_chunks = model.num_chunks = num_chunks
         model.zero_grad()
         out = loss(model, step)
-        assert model.head.__dict__["_fsdp_compile_state"].pass_call is None, "the root's forward ends it"
+        unit = state_of(model.head)
+        assert unit is not None and unit.pass_call is None, "the root's forward ends it"
         out.backward()
         assert_grads_of(model, unsharded, range(step, step + 1))
         assert (model.head.weight.grad is None) == (num_chunks == 0)
@@ -334,9 +352,7 @@ def test_reductions_stay_in_flight_until_the_last_backward(two_ranks: Ranks) -> 
 
 
 def _set_before_the_root() -> None:
-    torch.manual_seed(0)
-    unsharded = nn.Sequential(Wide(8), Wide(16))
-    model = copy.deepcopy(unsharded)
+    unsharded, model = twins(2)
     for block in model:
         fully_shard(block)
     model[1].set_is_last_backward(False)
@@ -441,32 +457,3 @@ def _old_name() -> None:
 
 def test_the_old_name_of_the_divide_factor_warns_and_works(two_ranks: Ranks) -> None:
     two_ranks.run(_old_name)
-
-
-class Pair(nn.Module):
-    """Two linears; the module itself is no unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.relu(self.first(x)))
-
-
-def _list_outermost() -> None:
-    torch.manual_seed(0)
-    unsharded = Pair()
-    sharded = copy.deepcopy(unsharded)
-    fully_shard([sharded.first, sharded.second])
-    inputs = torch.randn(2, dist.get_world_size(), 5, 6, generator=torch.Generator().manual_seed(3))
-    for batch in inputs:
-        loss_of(sharded(batch[dist.get_rank()])).backward()
-        reference_backward(unsharded, batch)
-    assert_same_grads(sharded, unsharded)
-    (state,) = states_in(sharded)
-    assert state.gathered is not None and not state.gathered.is_full
-
-
-def test_a_list_may_be_outermost(two_ranks: Ranks) -> None:
-    two_ranks.run(_list_outermost)
