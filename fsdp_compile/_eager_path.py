@@ -29,7 +29,7 @@ from ._call import Call, end_at_inputs
 from ._cast import tensors_in
 from ._eager_backward import clean_up_at_end, enter_backward
 from ._gathered import Gathered, gathered_of
-from ._graph_path import traced_read
+from ._graph_path import read_by_marker
 from ._trace import span
 from .passes.markers import require_data
 
@@ -186,7 +186,7 @@ def eager_read(module: nn.Module, name: str, param: Any) -> Any:
         # A compiled forward is running around this read, or only another unit's: gather just this one.
         require_data(sharded.fqn, param)
         spec = owner.group.spec_of(sharded)
-        return sharded.as_read(traced_read(param, accumulator_for(owner, sharded, spec), **spec.kwargs()))
+        return sharded.as_read(read_by_marker(param, accumulator_for(owner, sharded, spec), spec))
     return param
 
 

@@ -15,6 +15,7 @@ from ._accumulate import ACCUMULATORS, Accumulator
 from ._param import ReadSpec
 from ._stored import wrapper
 from ._torch_compat import uses_compiled_autograd
+from ._traced_extension import extended_gather
 from .passes import PassManager, ScheduleInPlannedOrder, source_hash
 from .passes._torch_compat import CustomGraphPass
 
@@ -29,25 +30,52 @@ def traced_read(param: Any, accumulator: Accumulator | None, **spec: Any) -> Any
     """
     if not isinstance(param, DTensor):
         return param
+    return torch.ops.fsdpc.unshard(*_shard_and_backward(param, accumulator), **spec)
+
+
+def traced_extended_read(param: Any, accumulator: Accumulator | None, gather: Callable[..., Any]) -> Any:
+    """The same for a parameter that says itself what travels."""
+    if not isinstance(param, DTensor):
+        return param
+    return gather(*_shard_and_backward(param, accumulator))
+
+
+def _shard_and_backward(param: DTensor, accumulator: Accumulator | None) -> tuple[Any, Any, Any, str]:
+    """A marker's first arguments."""
     shard = param.to_local()
     if accumulator is None or not param.requires_grad:
-        return torch.ops.fsdpc.unshard(shard, **spec)
+        return shard, None, None, "reduce"
     leaf = accumulator.leaf
     if accumulator.only_under_compiled_autograd and not uses_compiled_autograd():
         leaf = None
     if leaf is not None:
         shard = shard.detach()  # its gradient does not come from autograd
-    return torch.ops.fsdpc.unshard(shard, leaf, accumulator.ticket, accumulator.then, **spec)
+    return shard, leaf, accumulator.ticket, accumulator.then
 
 
 def traced_dtensor_read(
-    param: Any, accumulator: Accumulator | None, wrap: Callable[..., DTensor], mesh: DeviceMesh | None, **spec: Any
+    param: Any,
+    accumulator: Accumulator | None,
+    gather: Callable[..., Any] | None,
+    wrap: Callable[..., DTensor],
+    mesh: DeviceMesh | None,
+    **spec: Any,
 ) -> Any:
     """The same for a parameter that was a DTensor before fully_shard, and is one to its readers."""
     if not isinstance(param, DTensor):
         return param
-    full = traced_read(param, accumulator, **spec)
+    if gather is None:
+        full = traced_read(param, accumulator, **spec)
+    else:
+        full = traced_extended_read(param, accumulator, gather)
     return wrap(full) if mesh is None else wrap(full, mesh)
+
+
+def read_by_marker(param: Any, accumulator: Accumulator, spec: ReadSpec) -> Any:
+    """The gathered parameter, by a marker that runs now."""
+    if spec.extension is not None:
+        return traced_extended_read(param, accumulator, extended_gather(spec))
+    return traced_read(param, accumulator, **spec.kwargs())
 
 
 def install_passes() -> None:
@@ -111,7 +139,7 @@ def _as_tuple(configured: Any) -> tuple[Any, ...]:
 
 
 GETTER = """
-def make(wrap, mesh):
+def make(gather, wrap, mesh):
     def read(self):
         param = self._parameters.get({name!r}, MISSING)
         if param is MISSING:
@@ -145,10 +173,13 @@ def getter(name: str, spec: ReadSpec) -> property:
         accumulator += " if uses_compiled_autograd() else None"
     namespace: dict[str, Any] = {}
     globals_of_this_module = globals() | {"eager_read": eager_read}
-    read, wrap, mesh = "traced_read", None, None
+    # From a closure: Dynamo looks for globals in this module, by name.
+    read, gather, wrap, mesh = "traced_read", None, None, None
+    if spec.extension is not None:
+        read, gather, arguments = "traced_extended_read", extended_gather(spec), "gather"
     if spec.read_as is not None:
-        # From a closure: Dynamo looks for globals in this module, by name.
-        read, wrap, arguments = "traced_dtensor_read", wrapper(spec.read_as), f"wrap, mesh, {arguments}"
+        beside = "" if spec.extension is not None else f", {arguments}"
+        read, wrap, arguments = "traced_dtensor_read", wrapper(spec.read_as), f"gather, wrap, mesh{beside}"
         mesh = spec.read_as.mesh if compat.MESH_IS_GRAPH_INPUT else None
     code = GETTER.format(name=name, read=read, accumulator=accumulator, arguments=arguments)
     exec(code, globals_of_this_module, namespace)
@@ -160,4 +191,4 @@ def getter(name: str, spec: ReadSpec) -> property:
             "spectral_norm, pruning and the like before fully_shard."
         )
 
-    return property(namespace["make"](wrap, mesh), refuse)
+    return property(namespace["make"](gather, wrap, mesh), refuse)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import _torch_compat as compat
 from ._comm import Comms
+from ._extension import traced_protocol, why_not_traced
 from ._mesh import ShardMesh
 from ._param import Mode, ReadSpec, ShardedParam
 from .passes.layout import BUCKETINGS
@@ -86,8 +87,9 @@ class ParamGroup:
         if self.offload and self.mesh.device.type != "cpu":
             return "CPUOffloadPolicy"
         for param in self.params:
-            if hasattr(getattr(param.shard, "_local_tensor", None), "fsdp_pre_all_gather"):
-                return f"the all-gather extension of {param.fqn}"
+            reason = why_not_traced(param, param.shard, self.post_forward is not None)
+            if reason is not None:
+                return reason
         if self.reduce_unused:  # what a graph does not read it does not reduce either
             return "set_reduce_scatter_unused_params"
         return self.comms.custom
@@ -146,6 +148,7 @@ class ParamGroup:
             inner_rank=0 if self.post_forward is None else self.post_forward.rank,
             read_as=param.dtensor,
             mode=self.mode_of(param),
+            extension=traced_protocol(param, param.shard, self.mp_policy),
             by_leaf=grad_dtype != stored,
         )
 

@@ -58,6 +58,15 @@ class ShardMesh:
     spmd: SpmdMesh | None = None
 
     @property
+    def over_shards(self) -> DeviceMesh:
+        """The mesh of the ranks that share the parameter out."""
+        if self.spmd is not None and self.spmd.flat_shard is not None:
+            return self.spmd.flat_shard
+        if self.spmd is not None or self.mesh.ndim == 1 or self.mesh.mesh_dim_names is None:
+            return self.mesh
+        return self.mesh[self.mesh.mesh_dim_names[1]]  # the first one replicates
+
+    @property
     def default_reduction(self) -> str:
         return reduction_of(self.backend)
 

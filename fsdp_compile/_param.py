@@ -20,6 +20,7 @@ from .passes.markers import ParamSpec
 
 if TYPE_CHECKING:
     from ._accumulate import Accumulator
+    from ._extension import Protocol
 
 # What becomes of a gradient: it is reduced; held back; reduced with what was held back; or that, but not over replicas.
 Mode = Literal["reduce", "hold", "resume", "resume_over_shards"]
@@ -60,11 +61,13 @@ class ReadSpec(ParamSpec):
 
     read_as: ReadAs | None = None  # what the read makes of the marker's result
     mode: Mode = "reduce"
+    extension: Protocol | None = None  # the parameter says itself what travels
     by_leaf: bool = False  # AOTAutograd would cast the gradient to the shard's dtype, which is not the one asked for
 
     def kwargs(self) -> dict[str, Any]:
         fields = super().kwargs()
-        del fields["read_as"], fields["mode"], fields["by_leaf"]
+        for beside_the_marker in ("read_as", "mode", "extension", "by_leaf"):
+            del fields[beside_the_marker]
         return fields
 
 

@@ -21,6 +21,7 @@ from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .passes._torch_compat import CustomGraphPass
 from .passes._torch_compat import group_ranks as group_ranks
@@ -105,6 +106,20 @@ def has_storage(tensor: torch.Tensor) -> bool:
     except (RuntimeError, NotImplementedError):
         return False
     return True
+
+
+def is_traceable(tensor: torch.Tensor) -> bool:
+    """Whether a compiler sees through the subclass (``is_traceable_wrapper_subclass``: 2.11 to 2.15)."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def map_inner(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """``fn`` of a tensor, or the same subclass around ``fn`` of each tensor inside it."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return fn(tensor)
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: map_inner(fn, getattr(tensor, name)) for name in names}
+    return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
 
 
 def dtensor_like(param: DTensor, local: torch.Tensor) -> DTensor:

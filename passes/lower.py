@@ -31,7 +31,8 @@ def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def launch_gather(call: Call, shards: Sequence[Any], specs: Sequence[ParamSpec]) -> Any:
     """Pack one bucket of local shards and start its all-gather; specs agree on dtype and group."""
-    parts = [_on_the_wire(call, _cast(call, shard, spec.dtype), spec.layout) for shard, spec in zip(shards, specs)]
+    cast = [_as_bytes(call, _cast(call, shard, spec.dtype)) for shard, spec in zip(shards, specs)]
+    parts = [_on_the_wire(call, shard, spec.layout) for shard, spec in zip(cast, specs)]
     if specs[0].num_shards == 1:
         return parts  # nothing travels, so nothing is packed
     packed = parts[0] if len(parts) == 1 else call(aten.cat.default, [_flat(call, part) for part in parts])
@@ -42,20 +43,20 @@ def finish_gather(call: Call, gathered: Any, specs: Sequence[ParamSpec]) -> list
     """Wait for a bucket's all-gather and cut it into full parameters."""
     num_shards = specs[0].num_shards
     if num_shards == 1:
-        return [_full(call, part, spec.layout) for part, spec in zip(gathered, specs)]
+        return [_full(call, part, spec) for part, spec in zip(gathered, specs)]
     gathered = call(c10d.wait_tensor.default, gathered)
     if len(specs) == 1:
-        return [_full(call, gathered, specs[0].layout)]
+        return [_full(call, gathered, specs[0])]
     bucket = BucketLayout(tuple(spec.layout for spec in specs))
     rows = call(aten.view.default, gathered, [num_shards, bucket.numel])
     fulls = []
-    for member, offset in zip(bucket.members, bucket.offsets):
+    for spec, member, offset in zip(specs, bucket.members, bucket.offsets):
         piece = call(aten.slice.Tensor, rows, 1, offset, offset + member.padded_numel)
         ranks_first = [num_shards * member.padded_size[0], *member.padded_size[1:]]
         # Contiguous as any parameter is: one row a rank would be a view with the bucket's stride, and another kernel's
         # rounding.
         piece = _contiguous(call, call(aten.reshape.default, piece, ranks_first))
-        fulls.append(_full(call, piece, member))
+        fulls.append(_full(call, piece, spec))
     return fulls
 
 
@@ -151,6 +152,15 @@ def _cast(call: Call, tensor: Any, dtype: torch.dtype) -> Any:
     return call(torch.ops.prims.convert_element_type.default, tensor, dtype)
 
 
+def _travels_as_bytes(dtype: torch.dtype) -> bool:
+    """Eight-bit floats are not known to every backend, nor to every op that packs."""
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
+def _as_bytes(call: Call, tensor: Any) -> Any:
+    return call(aten.view.dtype, tensor, torch.uint8) if _travels_as_bytes(_value(tensor).dtype) else tensor
+
+
 def _value(tensor: Any) -> torch.Tensor:
     """The tensor itself, or the fake tensor that stands for a graph node."""
     return tensor if isinstance(tensor, torch.Tensor) else tensor.meta["val"]
@@ -173,8 +183,13 @@ def _on_the_wire(call: Call, shard: Any, layout: ShardLayout) -> Any:
     return _pad(call, shard, layout.dim, layout.chunk)
 
 
-def _full(call: Call, gathered: Any, layout: ShardLayout) -> Any:
+def _full(call: Call, gathered: Any, spec: ParamSpec) -> Any:
     """The full parameter from rank-major parts ``[num_shards * part[0], ...]``."""
+    full = _unpadded(call, gathered, spec.layout)
+    return call(aten.view.dtype, full, spec.dtype) if _travels_as_bytes(spec.dtype) else full
+
+
+def _unpadded(call: Call, gathered: Any, layout: ShardLayout) -> Any:
     if layout.num_shards == 1:
         return call(aten.reshape.default, gathered, list(layout.size))
     if layout.dim != 0:

@@ -22,6 +22,7 @@ from .insert import insert
 from .keep import keep
 from .merge import merge
 from .overlap import overlap
+from .parts import parts
 from .plan import Plan
 from .planner import plan_graph, plan_joint
 from .provenance import annotate, groups_of, has_markers, reduce_nodes, unshard_nodes
@@ -30,7 +31,7 @@ from .slices import slices, use_first_gather
 Pass = Callable[[fx.Graph, Plan], int]
 
 # The order of everything. A pass is (graph, plan) -> count, and only applies the plan.
-JOINT_PASSES: tuple[Pass, ...] = (merge, slices, keep)
+JOINT_PASSES: tuple[Pass, ...] = (merge, slices, keep, parts)
 POST_GRAD_PASSES: tuple[Pass, ...] = (insert, overlap, check)
 
 
@@ -74,7 +75,8 @@ class PassManager(CustomGraphPass):
             let_inductor_see_collectives()
             stage = _stage(graph)
             if stage == "inference":
-                merge(graph, Plan(stage))  # no joint graph was there to do it on
+                for one_pass in (merge, parts):  # no joint graph was there to do it on
+                    one_pass(graph, Plan(stage))
             use_first_gather(graph)
             plan = plan_graph(graph, stage)
             self._agreement.check(plan, groups_of(graph))

@@ -64,6 +64,7 @@ class ParamSpec:
     inner_shards: int = 1
     inner_group: str = ""
     inner_rank: int = 0
+    part: int = -1  # of an all-gather extension: which of the tensors that it sends; -1 is the parameter itself
 
     @property
     def layout(self) -> ShardLayout:
@@ -98,18 +99,21 @@ _SPEC = (
     "str fqn, str unit, int order, int[] size, int dim, int num_shards, int local_length, str group, str backend, "
     "ScalarType dtype, ScalarType reduce_dtype, ScalarType grad_dtype, bool regather, str reduce_op, float predivide, "
     "float postdivide, str reduction, str bucketing, str replicate_group, int num_replicas, int inner_shards, "
-    "str inner_group, int inner_rank"
+    "str inner_group, int inner_rank, int part"
 )
 
 library = torch.library.Library(NAMESPACE, "DEF")
 _BACKWARD = 'Tensor? leaf=None, Tensor? ticket=None, str then="reduce"'
 library.define(f"unshard(Tensor shard, {_BACKWARD}, *, {_SPEC}) -> Tensor")
 library.define(f"reduce_grad(Tensor grad, *, {_SPEC}) -> Tensor")
+# Around each tensor that an all-gather extension made of gathered parts; a pass takes it away.
+library.define("made_of_parts(Tensor full) -> Tensor")
 # What backward runs when it runs, so not in any graph: the ticket's holder adds what earlier backwards held back.
 library.define("resume(Tensor grad, Tensor ticket) -> Tensor")
 
 unshard = torch.ops.fsdpc.unshard.default
 reduce_grad = torch.ops.fsdpc.reduce_grad.default
+made_of_parts = torch.ops.fsdpc.made_of_parts.default
 resume = torch.ops.fsdpc.resume.default
 fx.node.has_side_effect(resume)  # two of them are not one: the first takes what is pending
 
@@ -149,6 +153,11 @@ def _reduce_grad_kernel(grad: Tensor, **kwargs: Any) -> Tensor:
     return reduced.clone() if same else reduced
 
 
+@torch.library.register_fake(f"{NAMESPACE}::made_of_parts")
+def _made_of_parts_fake(full: Tensor) -> Tensor:
+    return torch.empty_like(full)
+
+
 @torch.library.register_fake(f"{NAMESPACE}::resume")
 def _resume_fake(grad: Tensor, ticket: Tensor) -> Tensor:
     return torch.empty_like(grad, memory_format=torch.contiguous_format)
@@ -161,6 +170,7 @@ def _resume_kernel(grad: Tensor, ticket: Tensor) -> Tensor:
 library.impl("unshard", _unshard_kernel, "CompositeExplicitAutograd")
 library.impl("reduce_grad", _reduce_grad_kernel, "CompositeExplicitAutograd")
 library.impl("resume", _resume_kernel, "CompositeExplicitAutograd")
+library.impl("made_of_parts", torch.clone, "CompositeExplicitAutograd")  # a functional op may not return its input
 
 
 def _save_spec(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
@@ -171,19 +181,26 @@ def _save_spec(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str,
 
 
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-    spec = ctx.spec
-    if ctx.has_ticket:
-        grad = torch.ops.fsdpc.resume(grad.to(spec["reduce_dtype"]), *ctx.saved_tensors)
-    if ctx.then == "hold":
-        return None, grad.to(spec["reduce_dtype"]), None, None
-    if ctx.then == "over_shards":
-        over_shards = {"num_replicas": 1, "replicate_group": "", "postdivide": 1.0, "grad_dtype": spec["reduce_dtype"]}
-        spec = spec | over_shards
-    reduced = torch.ops.fsdpc.reduce_grad(grad, **spec)
-    return (None, reduced, None, None) if ctx.has_leaf else (reduced, None, None, None)
+    ticket = ctx.saved_tensors[0] if ctx.has_ticket else None
+    return (*gradients(grad, ctx.spec, ctx.then, ctx.has_leaf, ticket), None, None)
 
 
 torch.library.register_autograd(f"{NAMESPACE}::unshard", _unshard_backward, setup_context=_save_spec, lib=library)
+
+
+def gradients(
+    grad: Tensor, spec: dict[str, Any], then: str, has_leaf: bool, ticket: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of a marker's shard and of its leaf, given that of the full parameter."""
+    if ticket is not None:
+        grad = torch.ops.fsdpc.resume(grad.to(spec["reduce_dtype"]), ticket)
+    if then == "hold":
+        return None, grad.to(spec["reduce_dtype"])
+    if then == "over_shards":
+        over_shards = {"num_replicas": 1, "replicate_group": "", "postdivide": 1.0, "grad_dtype": spec["reduce_dtype"]}
+        spec = spec | over_shards
+    reduced = torch.ops.fsdpc.reduce_grad(grad, **spec)
+    return (None, reduced) if has_leaf else (reduced, None)
 
 
 def require_data(fqn: str, shard: Tensor) -> None:

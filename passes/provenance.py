@@ -100,9 +100,11 @@ def _named(nodes: list[fx.Node]) -> list[Marker]:
         if _FQN not in node.meta:
             _write(node, _best_prefix([node]))
         fqn, unit = node.meta.get(_FQN), node.meta.get(_UNIT)
+        part = "" if spec.part < 0 else f":{spec.part}"
         if fqn is None or unit is None:
             ordinal = next(ordinals.setdefault((spec.unit, spec.fqn), iter(range(1 << 30))))
             fqn, unit = f"#{ordinal}.{spec.fqn}", f"#{ordinal}"
+        fqn += part
         base, copy = fqn, 2
         while fqn in seen:  # the same parameter gathered twice in one graph
             fqn, copy = f"{base}@{copy}", copy + 1

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.ranks import Ranks
-from tests.test_extension import Halved
+from tests.test_extension import Opaque
 from tests.toy import Stack, assert_same_grads, batches, loss_of, reference_backward, shard
 
 
@@ -47,7 +47,7 @@ def _hook(model: Stack) -> None:
 
 
 def _extension(model: Stack) -> None:
-    model.layers[1].down.weight = nn.Parameter(Halved(model.layers[1].down.weight.detach()))
+    model.layers[1].down.weight = nn.Parameter(Opaque(model.layers[1].down.weight.detach()))
 
 
 def _unused(model: Stack) -> None:

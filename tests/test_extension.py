@@ -8,19 +8,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from tests.ranks import Ranks
 from tests.toy import Stack, assert_same_grads, batches, loss_of, pair, reference_backward, shard, train_and_compare
 
 
-class Halved(Tensor):
+class Opaque(Tensor):
     """An fp32 weight that travels as bf16 halves of its value: what is read is gathered and doubled."""
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> Halved:
+    def __new__(cls, inner: Tensor) -> Opaque:
         return Tensor._make_wrapper_subclass(
             cls, inner.size(), strides=inner.stride(), dtype=inner.dtype, device=inner.device
         )
@@ -28,24 +30,20 @@ class Halved(Tensor):
     def __init__(self, inner: Tensor) -> None:
         self.inner = inner
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
-
-    @staticmethod
-    def __tensor_unflatten__(tensors: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> Halved:
-        return Halved(tensors["inner"])
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keeps = func in (
             torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten.slice.Tensor,
             torch.ops.aten.view.default, torch.ops.aten.copy_.default, torch.ops.aten.add_.Tensor,
         )  # fmt: skip
-        args, kwargs = pytree.tree_map_only(Halved, lambda one: one.inner, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(Opaque, lambda one: one.inner, (args, kwargs or {}))
         out = func(*args, **kwargs)
         if func in (torch.ops.aten.copy_.default, torch.ops.aten.add_.Tensor):
-            return Halved(out)
-        return Halved(out) if keeps and isinstance(out, Tensor) else out
+            return cls(out)
+        return cls(out) if keeps and isinstance(out, Tensor) else out
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         return ((self.inner / 2).to(torch.bfloat16),), {"factor": 2.0}
@@ -62,29 +60,120 @@ class Halved(Tensor):
         return value, (value,)
 
 
-def _extension(dim: int) -> None:
+class Halved(Opaque):
+    """The same, and a compiler can look inside."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], type]:
+        return ["inner"], type(self)
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> Opaque:
+        return meta(tensors["inner"])
+
+
+class InEights(Halved):
+    """An fp32 weight that travels as eight-bit floats, scaled by what is largest on all ranks."""
+
+    def fsdp_pre_all_gather(  # type: ignore[override]
+        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        assert outer_size[0] >= self.shape[0] and outer_stride[-1] == 1
+        assert isinstance(module, nn.Linear) and mp_policy == MixedPrecisionPolicy()
+        largest = self.inner.abs().max() if self.inner.numel() else self.inner.new_zeros(())
+        scale = _scale(funcol.all_reduce(largest, "max", mesh))
+        return ((self.inner * scale).to(torch.float8_e4m3fn),), scale
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        value = outputs[0].to(param_dtype) / metadata
+        if out is not None:
+            with torch.no_grad():
+                out.data.copy_(value)
+            return None
+        return value, (value,)
+
+
+def _scale(largest: Tensor) -> Tensor:
+    return 400 / largest
+
+
+def _as_sent(subclass: type[Halved], weight: Tensor) -> Tensor:
+    """What is read where ``weight`` travels as the subclass says."""
+    if subclass is Halved:
+        return weight.to(torch.bfloat16)
+    scale = _scale(weight.abs().max())
+    return (weight * scale).to(torch.float8_e4m3fn).float() / scale
+
+
+def _pair(subclass: type[Halved], dim: int) -> tuple[Stack, Stack]:
     torch.manual_seed(0)
     reference = Stack(dim=dim)
     model = copy.deepcopy(reference)
     for theirs, layer in zip(reference.layers, model.layers):
-        layer.down.weight = nn.Parameter(Halved(layer.down.weight.detach()))
+        layer.down.weight = nn.Parameter(subclass(layer.down.weight.detach()))
         with torch.no_grad():
-            theirs.down.weight.copy_(theirs.down.weight.to(torch.bfloat16))
+            theirs.down.weight.copy_(_as_sent(subclass, theirs.down.weight))
     shard(model)
+    return reference, model
+
+
+def _extension(subclass: type[Halved], dim: int, backend: str | None) -> None:
+    reference, model = _pair(subclass, dim)
+    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
     for step in range(2):
         inputs = batches(step)
-        loss_of(model(inputs[dist.get_rank()])).backward()
+        loss_of(run(inputs[dist.get_rank()])).backward()
         reference_backward(reference, inputs)
+    assert_same_grads(model, reference)
+    with torch.no_grad():
+        torch.testing.assert_close(run(inputs[0]), reference(inputs[0]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("subclass", [Halved, InEights])
+def test_a_subclass_decides_what_travels(two_ranks: Ranks, subclass: type[Halved], backend: str | None) -> None:
+    two_ranks.run(_extension, subclass, 16, backend)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_what_a_subclass_sends_is_padded_for_it(three_ranks: Ranks, backend: str | None) -> None:
+    for dim in (16, 4):  # the last shard is short, or empty
+        three_ranks.run(_extension, Halved, dim, backend)
+
+
+def _modes() -> None:
+    reference, model = _pair(Halved, 16)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for step in range(3):  # two held back
+        model.set_requires_gradient_sync(step == 2)
+        inputs = batches(step)
+        loss_of(run(inputs[dist.get_rank()])).backward()
+        reference_backward(reference, inputs)
+        assert (model.layers[0].down.weight.grad is None) == (step < 2)
     assert_same_grads(model, reference)
 
 
-def test_a_subclass_decides_what_travels(two_ranks: Ranks) -> None:
-    two_ranks.run(_extension, 16)
+def test_gradients_of_a_subclass_accumulate_without_communication(two_ranks: Ranks) -> None:
+    two_ranks.run(_modes)
 
 
-def test_what_a_subclass_sends_is_padded_for_it(three_ranks: Ranks) -> None:
-    for dim in (16, 4):  # the last shard is short, or empty
-        three_ranks.run(_extension, dim)
+def _replicated() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    layer = nn.Linear(8, 8, bias=False)
+    layer.weight = nn.Parameter(InEights(layer.weight.detach()))
+    fully_shard(layer, mesh=mesh)
+    with torch.no_grad():
+        local = layer.weight._local_tensor
+        local.inner.fill_(1.0 + dist.get_rank() // 2)  # replicas that differ, so that a maximum over them would show
+        eager, compiled = layer(torch.eye(8)), torch.compile(layer, backend="aot_eager", fullgraph=True)(torch.eye(8))
+    largest = 1.0 + dist.get_rank() // 2
+    for found in (eager, compiled):
+        torch.testing.assert_close(found, _as_sent(InEights, torch.full((8, 8), largest)))
+
+
+def test_an_extension_gets_the_mesh_of_its_shards(four_ranks: Ranks) -> None:
+    four_ranks.run(_replicated)
 
 
 def _cut_short() -> None:
@@ -115,7 +204,7 @@ def test_an_extension_and_an_int_are_refused(four_ranks: Ranks) -> None:
 
 
 def _half() -> None:
-    del Halved.fsdp_post_all_gather
+    del Opaque.fsdp_post_all_gather
     layer = nn.Linear(4, 4)
     layer.weight = nn.Parameter(Halved(layer.weight.detach()))
     fully_shard(layer)

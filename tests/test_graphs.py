@@ -15,6 +15,7 @@ from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from fsdp_compile import _torch_compat as compat
 from fsdp_compile._graph_path import manager
 from fsdp_compile.passes import GraphRecord
+from tests.test_extension import Halved, InEights
 from tests.toy import Block, BreakBlock, Checkpointed, Stack, shard
 
 pytestmark = pytest.mark.usefixtures("fake_group_of_four", "no_caches")
@@ -138,6 +139,26 @@ def test_with_an_int_backward_gathers_what_few_ranks_kept(records: dict[str, Gra
     assert {bucket.num_ranks for bucket in records["backward"].plan.reduces} == {4}
     in_forward = {fqn for bucket in records["forward"].plan.gathers for fqn in bucket.fqns}
     assert in_forward == set(model.state_dict())
+
+
+@pytest.mark.parametrize(("subclass", "dtype"), [(Halved, "bfloat16"), (InEights, "float8_e4m3fn")])
+def test_backward_makes_a_weight_again_from_what_its_subclass_sends(
+    subclass: type[Halved], dtype: str, records: dict[str, GraphRecord]
+) -> None:
+    model = Stack(2)
+    for layer in model.layers:
+        layer.down.weight = nn.Parameter(subclass(layer.down.weight.detach()))
+    shard(model, reshard_after_forward=True)
+    out = torch.compile(model, fullgraph=True)(torch.zeros(2, 5, dtype=torch.long))
+    assert saved_weights(model, out) == []
+    out.sum().backward()
+    for stage, layers in (("forward", (0, 1)), ("backward", (1, 0))):
+        gathers = [one for one in records[stage].plan.gathers if any(":" in fqn for fqn in one.fqns)]
+        assert [one.fqns for one in gathers] == [(f"layers.{layer}.down.weight:0",) for layer in layers]
+        size = 4 * 33 * getattr(torch, dtype).itemsize  # rows of 33: a quarter of 16
+        assert [(one.dtype, one.num_bytes) for one in gathers] == [(dtype, size)] * 2
+    reduced = {fqn for bucket in records["backward"].plan.reduces for fqn in bucket.fqns}
+    assert reduced == set(model.state_dict())
 
 
 def order_of(code: str) -> str:

@@ -1,0 +1,50 @@
+"""What an all-gather extension makes of gathered tensors is made again in backward, where these are gathered again.
+
+    joint graph                          after
+    g = unshard(sent, part=0)            g = unshard(sent, part=0)    # recompute=MUST_RECOMPUTE, by ``keep``
+    v = mul(g, scale)                    v = mul(g, scale)            # recompute=MUST_RECOMPUTE
+    w = made_of_parts(v)                 y = mm(x, v)
+    y = mm(x, w)
+
+Else the partitioner would save ``v``, which is a full parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from . import markers
+from .keep import AC_GRAPH_ID
+from .plan import Plan
+from .provenance import find_unshards
+
+
+def parts(graph: fx.Graph, plan: Plan) -> int:
+    """Tag what stands between gathered parts and what was made of them; return how many nodes were tagged."""
+    made = graph.find_nodes(op="call_function", target=markers.made_of_parts)
+    if not made:
+        return 0
+    again = [one.node for one in find_unshards(graph) if one.spec.part >= 0 and one.fqn in plan.regather]
+    behind = _reached(again, lambda node: node.users)
+    before = _reached(made, lambda node: node.all_input_nodes)
+    between = [node for node in graph.nodes if node in behind and node in before and node not in again]
+    for node in between:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta["ac_graph_id"] = AC_GRAPH_ID
+    for node in made:
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        graph.erase_node(node)
+    return len(between)
+
+
+def _reached(starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    reached, work = set(starts), list(starts)
+    while work:
+        for node in step(work.pop()):
+            if node not in reached:
+                reached.add(node)
+                work.append(node)
+    return reached
