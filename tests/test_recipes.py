@@ -1,0 +1,390 @@
+"""Every block of RECIPES.md runs as it stands, and does what its section says."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+
+from fsdp_compile import fully_shard
+from tests.conftest import SteadyRanks
+from tests.test_accumulate import Wire
+from tests.test_graphs import saved_weights
+from tests.test_meshes import EvenBlock
+from tests.toy import (
+    Block,
+    Stack,
+    assert_same_grads,
+    assert_same_params,
+    batches,
+    full,
+    loss_of,
+    reference_backward,
+    shard,
+    train_and_compare,
+)
+
+RECIPES = (Path(__file__).resolve().parents[1] / "RECIPES.md").read_text()
+SECTIONS = {
+    section.splitlines()[0]: re.findall(r"^```python\n(.*?)^```$", section, flags=re.DOTALL | re.MULTILINE)
+    for section in re.split(r"^## ", RECIPES, flags=re.MULTILINE)[1:]
+}
+Check = Callable[[list[str]], Any]
+CHECKS: dict[str, tuple[int, Check]] = {}
+
+
+def section(title: str, ranks: int = 2) -> Callable[[Check], Check]:
+    """The decorated function runs the blocks of that section on so many ranks, and asserts what they are for."""
+
+    def register(check: Check) -> Check:
+        CHECKS[title] = (ranks, check)
+        return check
+
+    return register
+
+
+def play(block: str, **around: Any) -> dict[str, Any]:
+    """Run a block among these names; all names afterwards. What it compiles is not lowered to C++, which takes long."""
+    names = {"torch": torch, "device": "cpu", **around}
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        exec(block, names)
+    return names
+
+
+def twins(make: Callable[[], nn.Module] = Stack) -> tuple[Any, Any]:
+    """Two equal models, neither of them sharded."""
+    torch.manual_seed(0)
+    unsharded = make()
+    return unsharded, copy.deepcopy(unsharded)
+
+
+def mine(step: int = 0) -> Tensor:
+    return batches(step)[dist.get_rank()]
+
+
+def sum_backward(unsharded: nn.Module, *steps: Tensor) -> None:
+    """What ``model(batch).sum().backward()`` on every rank amounts to."""
+    for tokens in steps:
+        torch.stack([unsharded(batch).sum() for batch in tokens]).mean().backward()
+
+
+def same_grads(sharded: nn.Module, unsharded: nn.Module) -> None:
+    assert_same_grads(getattr(sharded, "_orig_mod", sharded), unsharded, atol=1e-4)  # sums over many tokens
+
+
+def trains(run: Any, unsharded: nn.Module, **places: int) -> None:
+    train_and_compare(run, run._orig_mod, unsharded, steps=2, **places)
+
+
+def num_graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@section("Replicas of shards", ranks=4)
+def _replicas_of_shards(blocks: list[str]) -> None:
+    unsharded, model = twins()
+    names = play(*blocks, model=model, batches=[mine(0), mine(1)])
+    assert model.head.weight.placements == (Replicate(), Shard(0))
+    sum_backward(unsharded, batches(0), batches(1))
+    same_grads(names["model"], unsharded)
+    names["model"].set_requires_all_reduce(False)
+    with Wire() as wire:
+        names["model"](mine()).sum().backward()
+    assert not wire.calls["allreduce"] and wire.reductions
+
+
+@section("Gather from few ranks in backward", ranks=4)
+def _reshard_to_few(blocks: list[str]) -> None:
+    unsharded, model = twins()
+    run = play(*blocks, model=model)["model"]
+    out = run(mine())
+    saved = [tuple(tensor.shape) for tensor in out.grad_fn.saved_tensors]
+    # Of the 33 rows of each block's first linear; a shard has 9 at most.
+    assert [saved.count((rows, 16)) for rows in (33, 17, 16)] == [[0, 3, 0], [0, 0, 3]][dist.get_rank() % 2]
+    trains(run, unsharded)
+
+
+@section("Replicas alone")
+def _replicas(blocks: list[str]) -> None:
+    unsharded, model = twins()
+    run = play(*blocks, model=model)["model"]
+    trains(run, unsharded)
+    with Wire() as wire:
+        run(mine()).sum().backward()
+    assert wire.calls["allreduce"] and not wire.calls["gather"]
+
+
+@section("Tensor parallelism", ranks=4)
+def _tensor_parallel(blocks: list[str]) -> None:
+    unsharded, model = twins(lambda: Stack(2, block=EvenBlock))
+    run = play(*blocks, model=model)["model"]
+    assert model.layers[0].down.weight.placements == (Shard(0), Shard(1))
+    trains(run, unsharded, place=dist.get_rank() // 2, num_places=2)
+
+
+@section("Parameters on the whole mesh", ranks=4)
+def _whole_mesh(blocks: list[str]) -> None:
+    unsharded, model = twins(lambda: Stack(2, block=EvenBlock))
+    play(*blocks, model=model, batch=batches(0)[dist.get_rank() // 2])
+    assert model.layers[0].down.weight.placements == (Shard(0), Shard(1))
+    assert model.layers[0].down.bias.placements == (Shard(0), Replicate())
+    sum_backward(unsharded, batches(0)[:2])
+    same_grads(model, unsharded)
+
+
+@section("Experts on a mesh of their own", ranks=4)
+def _experts(blocks: list[str]) -> None:
+    unsharded, model = twins()
+    run = play(*blocks, model=model)["model"]
+    assert model.layers[0].up.bias.device_mesh.size() == 2 and model.layers[0].down.bias.device_mesh.size() == 4
+    loss_of(run(mine())).backward()
+    first = dist.get_rank() // 2 * 2
+    reference_backward(unsharded, batches(0)[first : first + 2])
+    among_few = {fqn: param.grad for fqn, param in unsharded.named_parameters() if ".up." in fqn}
+    unsharded.zero_grad()
+    reference_backward(unsharded, batches(0))
+    for fqn, grad in among_few.items():
+        assert not torch.allclose(unsharded.get_parameter(fqn).grad, grad, rtol=1e-3)
+        unsharded.get_parameter(fqn).grad = grad
+    same_grads(model, unsharded)
+
+
+@section("Pipeline stages", ranks=4)
+def _pipeline(blocks: list[str]) -> None:
+    unsharded, model = twins()
+    stage, place = divmod(dist.get_rank(), 2)
+    batch, target = batches(0)[place], batches(1)[place]
+    names = play(*blocks, model=model, batch=batch, target=target)
+    graphs = []
+    for _ in range(2):
+        names["chunk"].zero_grad()
+        with Wire() as wire:
+            names["schedule"].step(*[batch][stage:], target=target)
+        graphs.append(num_graphs())
+    for tokens, targets in zip(batches(0)[:2], batches(1)[:2]):
+        (names["loss_fn"](unsharded(tokens), targets) / 2).backward()
+    theirs = dict(zip(model.parameters(), unsharded.parameters()))
+    for ours in names["chunk"].parameters():
+        torch.testing.assert_close(full(ours.grad), theirs[ours].grad, atol=1e-6, rtol=1e-4)
+    assert wire.reductions == len(names["chunk"]) == (2 if stage == 0 else 4)
+    assert 0 < graphs[0] == graphs[1]
+
+
+@section("Activation checkpointing")
+def _checkpointing(blocks: list[str]) -> None:
+    saved = []
+    for block in blocks:
+        torch._dynamo.reset()
+        unsharded, model = twins()
+        out = play(block, model=model)["model"](mine())
+        assert not {(16, 33), (33, 16)} & set(saved_weights(model, out))
+        saved.append(sum(tensor.shape == (28, 33) for tensor in out.grad_fn.saved_tensors))
+        with Wire() as wire:
+            loss_of(out).backward()
+        assert wire.calls["gather"] <= 3 * 6  # of the blocks' parameters each once at most; the root keeps its own
+        reference_backward(unsharded, batches(0))
+        for ours, theirs in zip(model.parameters(), unsharded.parameters()):
+            torch.testing.assert_close(full(ours.grad), theirs.grad, atol=1e-6, rtol=1e-4)
+    assert saved == [0, 3]  # the product of each block's first linear
+
+
+@section("Clipping and the optimizer in the compiled step")
+def _whole_step(blocks: list[str]) -> None:
+    unsharded, model = twins(lambda: Stack(1))
+    try:
+        names = play(*blocks, model=shard(model), batch=mine())
+    finally:
+        torch._dynamo.config.compiled_autograd = False
+    sum_backward(unsharded, batches(0))
+    norm = torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 1.0)
+    torch.optim.SGD(unsharded.parameters(), lr=0.1).step()
+    assert norm > 1
+    torch.testing.assert_close(full(names["norm"]), norm, atol=1e-4, rtol=1e-4)
+    assert_same_params(model, unsharded, atol=1e-5)
+    assert torch._dynamo.utils.counters["compiled_autograd"]["captures"] == 1
+
+
+@section("A compiled optimizer")
+def _compiled_optimizer(blocks: list[str]) -> None:
+    unsharded, model = twins()
+    names = play(*blocks, model=torch.compile(shard(model), backend="aot_eager"), batch=mine())
+    before = num_graphs()
+    assert before == 2  # the model's, and the update
+    optim = torch.optim.AdamW(unsharded.parameters(), lr=1e-3)
+    for step in range(2):
+        sum_backward(unsharded, batches(step))
+        optim.step()
+        optim.zero_grad()
+    names["model"](mine(1)).sum().backward()
+    with Wire() as wire:
+        names["update"]()
+    assert not wire.calls and num_graphs() == before
+    assert_same_params(model, unsharded, atol=1e-5)
+
+
+@section("An optimizer in backward")
+def _optimizer_in_backward(blocks: list[str]) -> None:
+    unsharded, model = twins()
+    play(*blocks, model=model, batch=mine())
+    assert all(param.grad is None for param in model.parameters())
+    assert num_graphs() == 1  # equal blocks share it
+    sum_backward(unsharded, batches(0))
+    torch.optim.AdamW(unsharded.parameters(), lr=1e-3).step()
+    assert_same_params(model, unsharded, atol=1e-5)
+
+
+@section("Shards on the CPU")
+def _offload(blocks: list[str]) -> None:
+    unsharded, model = twins()
+    run = play(*blocks, model=model)["model"]
+    trains(run, unsharded)
+    assert {param.device.type for param in model.parameters()} == {"cpu"}
+
+
+@section("A frozen base with adapters")
+def _adapters(blocks: list[str]) -> None:
+    model = Stack(2)
+    torch.manual_seed(1)
+    names = play(*blocks, model=model)
+    unsharded = Stack(2).requires_grad_(False)
+    for layer in unsharded.layers:
+        layer.up, layer.down = names["Adapted"](layer.up), names["Adapted"](layer.down)
+    unsharded.load_state_dict({fqn: full(tensor) for fqn, tensor in model.state_dict().items()})
+    loss = loss_of(names["model"](mine()))
+    with Wire() as wire:
+        loss.backward()
+    assert wire.reductions == 2 * 4  # two blocks of four adapters' weights, without Inductor each by itself
+    reference_backward(unsharded, batches(0))
+    assert sum(param.grad is not None for param in model.parameters()) == 2 * 4
+    same_grads(model, unsharded)
+
+
+@section("A tensor subclass says what travels")
+def _subclass(blocks: list[str]) -> None:
+    unsharded, model = twins()
+    run = play(*blocks, model=model)["model"]
+    optims = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, unsharded)]
+    for step in range(3):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* runs eagerly inside compiled code")
+            loss_of(run(mine(step))).backward()
+        stored = [layer.up.weight.data for layer in unsharded.layers]
+        reference_backward(unsharded, batches(step))
+        unrounded = unsharded.layers[0].down.weight.grad.clone()
+        unsharded.zero_grad()
+        for layer in unsharded.layers:
+            layer.up.weight.data = layer.up.weight.data.to(torch.bfloat16).float()
+        reference_backward(unsharded, batches(step))
+        for layer, weight in zip(unsharded.layers, stored):
+            layer.up.weight.data = weight
+        assert_same_grads(model, unsharded)
+        assert not torch.allclose(unsharded.layers[0].down.weight.grad, unrounded, atol=1e-6, rtol=1e-4)
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+    for ours, weight in zip(model.layers, stored):
+        assert type(ours.up.weight.to_local()).__name__ == "SentAsBf16"
+        torch.testing.assert_close(full(ours.up.weight), weight, atol=1e-4, rtol=1e-3)
+
+
+@section("Divide gradients by a number of your own")
+def _divide(blocks: list[str]) -> None:
+    unsharded, model = twins()
+    play(*blocks, model=shard(model), batch=mine())
+    torch.stack([unsharded(tokens).sum() for tokens in batches(0)]).sum().div(batches(0).numel()).backward()
+    same_grads(model, unsharded)
+
+
+@section("Do something to gradients on their way")
+def _own_reduction(blocks: list[str]) -> None:
+    for number, block in enumerate(blocks):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        unsharded, model = twins()
+        run = play(block, model=model)["model"]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run(mine()).sum().backward()
+        warned = [str(one.message).split(" runs eagerly")[0] for one in caught if " runs eagerly" in str(one.message)]
+        assert warned == [["layers.0 (Block)"], [f"layers.{index} (Block)" for index in range(3)]][number]
+        assert num_graphs() >= 2  # what stands around them
+        sum_backward(unsharded, batches(0))
+        if number == 0:
+            sums = [2 * param.grad for param in unsharded.layers[0].parameters()]
+            assert any(summed.abs().max() > 1 for summed in sums)
+            for param, summed in zip(unsharded.layers[0].parameters(), sums):
+                param.grad = summed.clamp(-1, 1) / 2
+            same_grads(model, unsharded)
+        else:
+            assert_same_grads(model, unsharded, atol=0.02, rtol=0.02)
+            with pytest.raises(AssertionError, match=r"layers\.0"):  # rounded on the way
+                same_grads(model, unsharded)
+
+
+@section("Evaluate")
+def _evaluate(blocks: list[str]) -> None:
+    unsharded, model = twins()
+    run = torch.compile(shard(model), backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        names = play(*blocks, model=run, batch=mine())
+        torch.testing.assert_close(names["output"], unsharded(mine()))
+        assert model.training and not names["output"].requires_grad
+    assert num_graphs() == 1
+
+
+@section("Lengths that change")
+def _lengths(blocks: list[str]) -> None:
+    unsharded, model = twins()
+    lengths = (7, 5, 6)
+    run = torch.compile(shard(model), backend="aot_eager", fullgraph=True)
+    play(*blocks, model=run, batches=[mine(length)[:, :length].clone() for length in lengths])
+    assert num_graphs() == 1
+    sum_backward(unsharded, *(batches(length)[:, :, :length] for length in lengths))
+    same_grads(model, unsharded)
+
+
+@section("Gradients of gradients")
+def _double_backward(blocks: list[str]) -> None:
+    unsharded, model = twins(Block)
+    run = torch.compile(fully_shard(model), backend="aot_eager", fullgraph=True)
+    inputs = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(1))
+    play(*blocks, model=run, batch=inputs[dist.get_rank()])
+    for one in inputs:
+        one = one.clone().requires_grad_()
+        loss = unsharded(one).sum()
+        (slope,) = torch.autograd.grad(loss, one, create_graph=True)
+        ((loss + slope.pow(2).sum()) / 2).backward()
+    same_grads(model, unsharded)
+    one = inputs[0].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(run(one).sum(), one, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        slope.pow(2).sum().backward()
+    with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match=r"up\.weight.*create_graph=True"):
+        torch.autograd.grad(run(one).sum(), [model.up.weight], create_graph=True)
+
+
+def _run(title: str) -> None:
+    _, check = CHECKS[title]
+    check(SECTIONS[title])
+
+
+@pytest.mark.parametrize("title", SECTIONS)
+def test_a_recipe_does_what_it_says(two_ranks: SteadyRanks, four_ranks: SteadyRanks, title: str) -> None:
+    assert title in CHECKS, f"no test runs the section {title!r} of RECIPES.md"
+    ranks, _ = CHECKS[title]
+    {2: two_ranks, 4: four_ranks}[ranks].run(_run, title)
+
+
+def test_every_section_has_a_block_and_every_check_a_section() -> None:
+    assert all(SECTIONS.values()) and set(CHECKS) <= set(SECTIONS)
