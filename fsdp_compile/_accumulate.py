@@ -1,14 +1,13 @@
 """What stands beside a shard in a marker of compiled code, and where the gradient goes by it.
 
     mode                 beside the shard
-    reduce               nothing: autograd gives the shard its gradient
+    reduce               its edge, which gives the shard its gradient
     hold                 a leaf of the full size: it gets the full gradient, which waits in ``group.pending``
-    resume               a ticket: when backward runs, it adds what is pending
+    resume               its edge, and a ticket: when backward runs, it adds what is pending
     resume_over_shards   a ticket, and a leaf of the shard's size: what it gets waits in ``group.partials``
 
-Under compiled autograd, which cannot make DTensors of gradients, the first and the third have a leaf of the shard's
-size as well, and its hook gives the shard its gradient; so does a parameter whose ``grad_dtype`` is not its own dtype.
-A leaf is one zero seen everywhere, so it costs no memory.
+Under compiled autograd, which cannot make DTensors of gradients, a leaf takes the edge's place, and its hook gives the
+shard its gradient. A leaf is one zero seen everywhere, so it costs no memory.
 Pending gradients are those of the eager path, and its end of a backward reduces what no compiled backward took.
 """
 
@@ -27,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
 from ._eager_backward import clean_up_at_end, reduce_now
+from ._edge import edge_of
 from ._param import ReadSpec, ShardedParam
 from ._reduction import accumulate
 from .passes.markers import ticket_holders
@@ -38,14 +38,21 @@ ACCUMULATORS = "_fsdp_compile_accumulators"
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Accumulator:
     """What a marker gets beside the shard."""
 
     then: str = "reduce"
     leaf: Tensor | None = None
     ticket: Tensor | None = None
-    only_under_compiled_autograd: bool = False  # the leaf
+    delivers: bool = True  # the gradient to the shard
+    # In the leaf's place then, where backwards are not compiled, as long as this very shard is the parameter.
+    edge: Tensor | None = None
+    shard: nn.Parameter | None = None
+
+    def forget_edge(self) -> None:
+        """Let the shard go: the next ``accumulator_for`` makes another one's edge."""
+        self.edge = self.shard = None
 
 
 def accumulator_for(state: UnitState, param: ShardedParam, spec: ReadSpec) -> Accumulator:
@@ -56,6 +63,8 @@ def accumulator_for(state: UnitState, param: ShardedParam, spec: ReadSpec) -> Ac
     device = state.group.mesh.device
     known = param.accumulators.get(spec.mode)
     if known is not None and (known.leaf is None or _looks_so(known.leaf, size, dtype, device)):
+        if delivers and known.leaf is not None and known.shard is not param.shard:
+            known.edge, known.shard = edge_of(param.shard, size, dtype, device), param.shard
         return known
     leaf = None
     if dtype.is_floating_point:
@@ -66,8 +75,10 @@ def accumulator_for(state: UnitState, param: ShardedParam, spec: ReadSpec) -> Ac
         then={"hold": "hold", "resume_over_shards": "over_shards"}.get(spec.mode, "reduce"),
         leaf=leaf,
         ticket=_ticket_of(state, param) if spec.mode.startswith("resume") else None,
-        only_under_compiled_autograd=delivers and not spec.by_leaf,
+        delivers=delivers,
     )
+    if delivers and leaf is not None:
+        accumulator.edge, accumulator.shard = edge_of(param.shard, size, dtype, device), param.shard
     param.accumulators[spec.mode] = accumulator
     return accumulator
 

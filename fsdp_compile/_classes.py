@@ -33,8 +33,12 @@ class ShardedModule:
         return cls._fsdp_compile_original(*args, **kwargs)  # type: ignore[attr-defined]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        if recurse:
+            for child in self.children():  # type: ignore[attr-defined]
+                child._apply(fn)
+        forget_edges(self)  # nn.Module swaps DTensors, which must have no AccumulateGrad
         # nn.Module's, found past torch's own FSDPModule, which looks for a state of its own.
-        applied = self._fsdp_compile_original._apply(self, fn, recurse)  # type: ignore[attr-defined]
+        applied = self._fsdp_compile_original._apply(self, fn, recurse=False)  # type: ignore[attr-defined]
         refresh_owners(self)  # .to(dtype) and .to_empty(device) change what markers say
         return applied
 
@@ -100,6 +104,13 @@ def _set_class(module: nn.Module) -> None:
     unheeded = () if unit is None else unit.unheeded_in_graphs
     original: Any = original_class(module)
     module.__class__ = sharded_class(original, mixin, eager_only, unheeded, tuple(reads))
+
+
+def forget_edges(module: Any) -> None:
+    """Let nothing of ours hold the parameters that ``module`` reads."""
+    for param, _, _ in module.__dict__.get(READS, {}).values():
+        for accumulator in param.accumulators.values():
+            accumulator.forget_edge()
 
 
 def refresh_owners(module: Any) -> None:

@@ -21,7 +21,7 @@ from .passes._torch_compat import CustomGraphPass
 manager = PassManager()
 
 
-def traced_read(param: Any, accumulator: Accumulator | None, **spec: Any) -> Any:
+def traced_read(param: Any, accumulator: Accumulator, **spec: Any) -> Any:
     """The parameter as a value: an unshard marker on the local shard.
 
     What is not a shard is handed back as it is: a full tensor that ``torch.func.functional_call`` or the user put in
@@ -29,19 +29,19 @@ def traced_read(param: Any, accumulator: Accumulator | None, **spec: Any) -> Any
     """
     if not isinstance(param, DTensor):
         return param
-    shard = param.to_local()
-    if accumulator is None or not param.requires_grad:
+    shard = compat.local_tensor(param)
+    if not param.requires_grad:
         return torch.ops.fsdpc.unshard(shard, **spec)
     leaf = accumulator.leaf
-    if accumulator.only_under_compiled_autograd and not uses_compiled_autograd():
-        leaf = None
-    if leaf is not None:
-        shard = shard.detach()  # its gradient does not come from autograd
+    if accumulator.delivers and not uses_compiled_autograd():
+        leaf = accumulator.edge if param is accumulator.shard else None
+        if leaf is None:  # another shard than fully_shard's, as torch.func.functional_call gets it: AOTAutograd's part
+            shard = param.to_local()
     return torch.ops.fsdpc.unshard(shard, leaf, accumulator.ticket, accumulator.then, **spec)
 
 
 def traced_dtensor_read(
-    param: Any, accumulator: Accumulator | None, wrap: Callable[..., DTensor], mesh: DeviceMesh | None, **spec: Any
+    param: Any, accumulator: Accumulator, wrap: Callable[..., DTensor], mesh: DeviceMesh | None, **spec: Any
 ) -> Any:
     """The same for a parameter that was a DTensor before fully_shard, and is one to its readers."""
     if not isinstance(param, DTensor):
@@ -141,8 +141,6 @@ def getter(name: str, spec: ReadSpec) -> property:
 
     arguments = ", ".join(f"{key}={value!r}" for key, value in spec.kwargs().items())
     accumulator = f"self.{ACCUMULATORS}[{name!r}, {spec.mode!r}]"
-    if spec.mode == "reduce" and not spec.by_leaf:
-        accumulator += " if uses_compiled_autograd() else None"
     namespace: dict[str, Any] = {}
     globals_of_this_module = globals() | {"eager_read": eager_read}
     read, wrap, mesh = "traced_read", None, None

@@ -146,7 +146,6 @@ class ParamGroup:
             inner_rank=0 if self.post_forward is None else self.post_forward.rank,
             read_as=param.dtensor,
             mode=self.mode_of(param),
-            by_leaf=grad_dtype != stored,
         )
 
     def _param_dtype(self, param: ShardedParam, stored: torch.dtype) -> torch.dtype:

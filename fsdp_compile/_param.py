@@ -60,11 +60,10 @@ class ReadSpec(ParamSpec):
 
     read_as: ReadAs | None = None  # what the read makes of the marker's result
     mode: Mode = "reduce"
-    by_leaf: bool = False  # AOTAutograd would cast the gradient to the shard's dtype, which is not the one asked for
 
     def kwargs(self) -> dict[str, Any]:
         fields = super().kwargs()
-        del fields["read_as"], fields["mode"], fields["by_leaf"]
+        del fields["read_as"], fields["mode"]
         return fields
 
 
