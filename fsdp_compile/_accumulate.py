@@ -27,14 +27,13 @@ from torch.distributed.tensor import DTensor
 from . import _torch_compat as compat
 from ._eager_backward import clean_up_at_end, reduce_now
 from ._edge import edge_of
-from ._param import ReadSpec, ShardedParam
+from ._param import Mode, ReadSpec, ShardedParam
 from ._reduction import accumulate
 from .passes.markers import ticket_holders
 
 if TYPE_CHECKING:
     from ._state import UnitState
 
-ACCUMULATORS = "_fsdp_compile_accumulators"
 _numbers = itertools.count()
 
 
@@ -42,43 +41,52 @@ _numbers = itertools.count()
 class Accumulator:
     """What a marker gets beside the shard."""
 
-    then: str = "reduce"
     leaf: Tensor | None = None
     ticket: Tensor | None = None
-    delivers: bool = True  # the gradient to the shard
-    # In the leaf's place then, where backwards are not compiled, as long as this very shard is the parameter.
+    # In the leaf's place, where backwards are not compiled, as long as this very shard is the parameter.
     edge: Tensor | None = None
     shard: nn.Parameter | None = None
 
+    def lead_to(self, shard: nn.Parameter) -> None:
+        """Have an edge of ``shard``."""
+        if self.leaf is not None and shard is not self.shard:
+            self.edge = edge_of(shard, self.leaf)
+            self.shard = None if self.edge is None else shard
+
     def forget_edge(self) -> None:
-        """Let the shard go: the next ``accumulator_for`` makes another one's edge."""
+        """Let the shard go."""
         self.edge = self.shard = None
+
+
+def delivers_in(mode: Mode) -> bool:
+    """Whether shards get gradients."""
+    return mode == "reduce" or mode == "resume"
+
+
+def attribute(name: str, mode: Mode) -> str:
+    """Where a module has the accumulator of a parameter: an attribute each, for each guard takes its time."""
+    return f"_fsdp_compile_{mode}_{name}"
 
 
 def accumulator_for(state: UnitState, param: ShardedParam, spec: ReadSpec) -> Accumulator:
     """The parameter's accumulator for the mode of ``spec``; the same one as long as its shard looks the same."""
     size = spec.size if spec.mode == "hold" else spec.local_size
-    delivers = spec.mode in ("reduce", "resume")
+    delivers = delivers_in(spec.mode)
     dtype = spec.grad_dtype if delivers else spec.reduce_dtype
     device = state.group.mesh.device
     known = param.accumulators.get(spec.mode)
     if known is not None and (known.leaf is None or _looks_so(known.leaf, size, dtype, device)):
-        if delivers and known.leaf is not None and known.shard is not param.shard:
-            known.edge, known.shard = edge_of(param.shard, size, dtype, device), param.shard
+        if delivers:
+            known.lead_to(param.shard)
         return known
     leaf = None
     if dtype.is_floating_point:
         leaf = torch.zeros((), dtype=dtype, device=device).expand(size).requires_grad_()
         hook = _deliverer(param) if delivers else _holder(state, param.fqn, partial=spec.mode != "hold")
         leaf.register_post_accumulate_grad_hook(hook)
-    accumulator = Accumulator(
-        then={"hold": "hold", "resume_over_shards": "over_shards"}.get(spec.mode, "reduce"),
-        leaf=leaf,
-        ticket=_ticket_of(state, param) if spec.mode.startswith("resume") else None,
-        delivers=delivers,
-    )
-    if delivers and leaf is not None:
-        accumulator.edge, accumulator.shard = edge_of(param.shard, size, dtype, device), param.shard
+    accumulator = Accumulator(leaf, _ticket_of(state, param) if spec.mode.startswith("resume") else None)
+    if delivers:
+        accumulator.lead_to(param.shard)
     param.accumulators[spec.mode] = accumulator
     return accumulator
 

@@ -186,7 +186,8 @@ def eager_read(module: nn.Module, name: str, param: Any) -> Any:
         # A compiled forward is running around this read, or only another unit's: gather just this one.
         require_data(sharded.fqn, param)
         spec = owner.group.spec_of(sharded)
-        return sharded.as_read(traced_read(param, accumulator_for(owner, sharded, spec), **spec.kwargs()))
+        accumulator = accumulator_for(owner, sharded, spec)
+        return sharded.as_read(traced_read(param, accumulator, spec.mode, **spec.kwargs()))
     return param
 
 

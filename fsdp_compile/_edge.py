@@ -21,8 +21,8 @@ from ._eager_backward import is_watched
 from ._reduction import accumulate
 
 
-def edge_of(shard: Any, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """A new edge for a parameter, frozen or not; None for what is no shard.
+def edge_of(shard: Any, like: Tensor) -> Tensor | None:
+    """A new edge of ``like``'s size, dtype and device for a parameter, frozen or not; None for what is no shard.
 
     Its node keeps the shard's ``AccumulateGrad`` alive, so ``swap_tensors`` refuses the shard as long as it lives.
     """
@@ -32,7 +32,7 @@ def edge_of(shard: Any, size: tuple[int, ...], dtype: torch.dtype, device: torch
     shard.requires_grad_(True)  # a frozen one may be thawed, and its AccumulateGrad goes by what it is then
     try:
         with torch.enable_grad(), torch.inference_mode(False):
-            edge = cast(Tensor, _Edge.apply(shard, size, dtype, device))
+            edge = cast(Tensor, _Edge.apply(shard, like.detach()))
     finally:
         shard.requires_grad_(trains)
     node: Any = edge.grad_fn
@@ -47,21 +47,21 @@ class _Edge(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, shard: DTensor, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        ctx.shard = shard
+    def forward(ctx: Any, shard: DTensor, like: Tensor) -> Tensor:
+        ctx.shard, ctx.is_beside = shard, shard.device == like.device
         ctx.set_materialize_grads(False)
-        return torch.zeros((), dtype=dtype, device=device).expand(size)
+        return like.new_zeros(()).expand_as(like)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[DTensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[DTensor | None, None]:
         shard = ctx.shard
         if grad is None or not shard.requires_grad:
-            return None, None, None, None
+            return None, None
         if compat.has_post_accumulate_grad_hooks(shard) or is_watched(shard, ctx.leaf):
-            return compat.dtensor_like(shard, grad), None, None, None
+            return compat.dtensor_like(shard, grad), None
         # What AccumulateGrad does, without the detour over operations on DTensors, which takes 9 microseconds.
-        if shard.grad is None and grad.device == shard.device:
+        if ctx.is_beside and shard.grad is None:
             shard.grad = compat.dtensor_like(shard, grad)
         else:
             accumulate(shard, grad)
-        return None, None, None, None
+        return None, None

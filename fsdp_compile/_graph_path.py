@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
-from ._accumulate import ACCUMULATORS, Accumulator
-from ._param import ReadSpec
+from ._accumulate import Accumulator, attribute, delivers_in
+from ._param import Mode, ReadSpec
 from ._stored import wrapper
 from ._torch_compat import uses_compiled_autograd
 from .passes import PassManager, ScheduleInPlannedOrder, source_hash
@@ -21,7 +21,7 @@ from .passes._torch_compat import CustomGraphPass
 manager = PassManager()
 
 
-def traced_read(param: Any, accumulator: Accumulator, **spec: Any) -> Any:
+def traced_read(param: Any, accumulator: Accumulator, mode: Mode, **spec: Any) -> Any:
     """The parameter as a value: an unshard marker on the local shard.
 
     What is not a shard is handed back as it is: a full tensor that ``torch.func.functional_call`` or the user put in
@@ -32,21 +32,29 @@ def traced_read(param: Any, accumulator: Accumulator, **spec: Any) -> Any:
     shard = compat.local_tensor(param)
     if not param.requires_grad:
         return torch.ops.fsdpc.unshard(shard, **spec)
-    leaf = accumulator.leaf
-    if accumulator.delivers and not uses_compiled_autograd():
-        leaf = accumulator.edge if param is accumulator.shard else None
-        if leaf is None:  # another shard than fully_shard's, as torch.func.functional_call gets it: AOTAutograd's part
-            shard = param.to_local()
-    return torch.ops.fsdpc.unshard(shard, leaf, accumulator.ticket, accumulator.then, **spec)
+    if not delivers_in(mode) or uses_compiled_autograd():
+        leaf = accumulator.leaf
+    elif param is accumulator.shard:
+        leaf = accumulator.edge
+    else:  # one that took its place since, as torch.func.functional_call does it: AOTAutograd handles the DTensor
+        shard, leaf = param.to_local(), None
+    ticket = accumulator.ticket if mode == "resume" or mode == "resume_over_shards" else None
+    then = "hold" if mode == "hold" else "over_shards" if mode == "resume_over_shards" else "reduce"
+    return torch.ops.fsdpc.unshard(shard, leaf, ticket, then, **spec)
 
 
 def traced_dtensor_read(
-    param: Any, accumulator: Accumulator, wrap: Callable[..., DTensor], mesh: DeviceMesh | None, **spec: Any
+    param: Any,
+    accumulator: Accumulator,
+    mode: Mode,
+    wrap: Callable[..., DTensor],
+    mesh: DeviceMesh | None,
+    **spec: Any,
 ) -> Any:
     """The same for a parameter that was a DTensor before fully_shard, and is one to its readers."""
     if not isinstance(param, DTensor):
         return param
-    full = traced_read(param, accumulator, **spec)
+    full = traced_read(param, accumulator, mode, **spec)
     return wrap(full) if mesh is None else wrap(full, mesh)
 
 
@@ -140,7 +148,7 @@ def getter(name: str, spec: ReadSpec) -> property:
     from ._eager_path import eager_read
 
     arguments = ", ".join(f"{key}={value!r}" for key, value in spec.kwargs().items())
-    accumulator = f"self.{ACCUMULATORS}[{name!r}, {spec.mode!r}]"
+    accumulator = f"self.{attribute(name, spec.mode)}, {spec.mode!r}"
     namespace: dict[str, Any] = {}
     globals_of_this_module = globals() | {"eager_read": eager_read}
     read, wrap, mesh = "traced_read", None, None
