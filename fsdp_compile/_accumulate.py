@@ -1,14 +1,13 @@
 """What stands beside a shard in a marker of compiled code, and where the gradient goes by it.
 
     mode                 beside the shard
-    reduce               nothing: autograd gives the shard its gradient
+    reduce               its edge, which gives the shard its gradient
     hold                 a leaf of the full size: it gets the full gradient, which waits in ``group.pending``
-    resume               a ticket: when backward runs, it adds what is pending
+    resume               its edge, and a ticket: when backward runs, it adds what is pending
     resume_over_shards   a ticket, and a leaf of the shard's size: what it gets waits in ``group.partials``
 
-Under compiled autograd, which cannot make DTensors of gradients, the first and the third have a leaf of the shard's
-size as well, and its hook gives the shard its gradient; so does a parameter whose ``grad_dtype`` is not its own dtype.
-A leaf is one zero seen everywhere, so it costs no memory.
+Under compiled autograd, which cannot make DTensors of gradients, a leaf takes the edge's place, and its hook gives the
+shard its gradient. A leaf is one zero seen everywhere, so it costs no memory.
 Pending gradients are those of the eager path, and its end of a backward reduces what no compiled backward took.
 """
 
@@ -27,47 +26,67 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
 from ._eager_backward import clean_up_at_end, reduce_now
-from ._param import ReadSpec, ShardedParam
+from ._edge import edge_of
+from ._param import Mode, ReadSpec, ShardedParam
 from ._reduction import accumulate
 from .passes.markers import ticket_holders
 
 if TYPE_CHECKING:
     from ._state import UnitState
 
-ACCUMULATORS = "_fsdp_compile_accumulators"
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Accumulator:
     """What a marker gets beside the shard."""
 
-    then: str = "reduce"
     leaf: Tensor | None = None
     ticket: Tensor | None = None
-    only_under_compiled_autograd: bool = False  # the leaf
+    # In the leaf's place, where backwards are not compiled, as long as this very shard is the parameter.
+    edge: Tensor | None = None
+    shard: nn.Parameter | None = None
+
+    def lead_to(self, shard: nn.Parameter) -> None:
+        """Have an edge of ``shard``."""
+        if self.leaf is not None and shard is not self.shard:
+            self.edge = edge_of(shard, self.leaf)
+            self.shard = None if self.edge is None else shard
+
+    def forget_edge(self) -> None:
+        """Let the shard go."""
+        self.edge = self.shard = None
+
+
+def delivers_in(mode: Mode) -> bool:
+    """Whether shards get gradients."""
+    return mode == "reduce" or mode == "resume"
+
+
+def attribute(name: str, mode: Mode) -> str:
+    """Where a module has the accumulator of a parameter: an attribute each, for each guard takes its time."""
+    return f"_fsdp_compile_{mode}_{name}"
 
 
 def accumulator_for(state: UnitState, param: ShardedParam, spec: ReadSpec) -> Accumulator:
     """The parameter's accumulator for the mode of ``spec``; the same one as long as its shard looks the same."""
     size = spec.size if spec.mode == "hold" else spec.local_size
-    delivers = spec.mode in ("reduce", "resume")
+    delivers = delivers_in(spec.mode)
     dtype = spec.grad_dtype if delivers else spec.reduce_dtype
     device = state.group.mesh.device
     known = param.accumulators.get(spec.mode)
     if known is not None and (known.leaf is None or _looks_so(known.leaf, size, dtype, device)):
+        if delivers:
+            known.lead_to(param.shard)
         return known
     leaf = None
     if dtype.is_floating_point:
         leaf = torch.zeros((), dtype=dtype, device=device).expand(size).requires_grad_()
         hook = _deliverer(param) if delivers else _holder(state, param.fqn, partial=spec.mode != "hold")
         leaf.register_post_accumulate_grad_hook(hook)
-    accumulator = Accumulator(
-        then={"hold": "hold", "resume_over_shards": "over_shards"}.get(spec.mode, "reduce"),
-        leaf=leaf,
-        ticket=_ticket_of(state, param) if spec.mode.startswith("resume") else None,
-        only_under_compiled_autograd=delivers and not spec.by_leaf,
-    )
+    accumulator = Accumulator(leaf, _ticket_of(state, param) if spec.mode.startswith("resume") else None)
+    if delivers:
+        accumulator.lead_to(param.shard)
     param.accumulators[spec.mode] = accumulator
     return accumulator
 

@@ -12,9 +12,10 @@ import functools
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
-from ._accumulate import ACCUMULATORS, accumulator_for
+from ._accumulate import accumulator_for, attribute, delivers_in
 from ._eager_path import READS
 from ._graph_path import getter
 from ._param import ReadSpec
@@ -33,10 +34,19 @@ class ShardedModule:
         return cls._fsdp_compile_original(*args, **kwargs)  # type: ignore[attr-defined]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        if recurse:
+            for child in self.children():  # type: ignore[attr-defined]
+                child._apply(fn)
+        forget_edges(self)  # nn.Module swaps DTensors, which must have no AccumulateGrad
         # nn.Module's, found past torch's own FSDPModule, which looks for a state of its own.
-        applied = self._fsdp_compile_original._apply(self, fn, recurse)  # type: ignore[attr-defined]
+        applied = self._fsdp_compile_original._apply(self, fn, recurse=False)  # type: ignore[attr-defined]
         refresh_owners(self)  # .to(dtype) and .to_empty(device) change what markers say
         return applied
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        forget_edges(self)  # as above, where the user has load_state_dict swap
+        self._fsdp_compile_original._load_from_state_dict(self, *args)  # type: ignore[attr-defined]
+        renew_edges(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(
@@ -88,11 +98,10 @@ def _readers(state: UnitState) -> dict[nn.Module, None]:
 
 def _set_class(module: nn.Module) -> None:
     reads: list[tuple[str, ReadSpec]] = []
-    accumulators = module.__dict__.setdefault(ACCUMULATORS, {})
     for name, (param, owner, _) in sorted(module.__dict__.get(READS, {}).items()):
         spec = owner.group.spec_of(param)
         reads.append((name, spec))
-        accumulators[name, spec.mode] = accumulator_for(owner, param, spec)
+        module.__dict__[attribute(name, spec.mode)] = accumulator_for(owner, param, spec)
     _require_our_class(module, reads)
     unit = state_of(module)
     mixin = None if unit is None else unit.mixin
@@ -100,6 +109,24 @@ def _set_class(module: nn.Module) -> None:
     unheeded = () if unit is None else unit.unheeded_in_graphs
     original: Any = original_class(module)
     module.__class__ = sharded_class(original, mixin, eager_only, unheeded, tuple(reads))
+
+
+def forget_edges(module: Any) -> None:
+    """Let nothing of ours hold the parameters that ``module`` reads."""
+    for param, _, _ in module.__dict__.get(READS, {}).values():
+        for accumulator in param.accumulators.values():
+            accumulator.forget_edge()
+
+
+def renew_edges(module: Any) -> None:
+    """Have edges of what is registered now; a shard of another dtype gets one when its unit is refreshed."""
+    for param, owner, _ in module.__dict__.get(READS, {}).values():
+        mode, now = owner.group.mode_of(param), param.param
+        if isinstance(now, DTensor) and now.dtype == param.shard.dtype:
+            param.shard = now
+            param.keep_grad_dtype()
+            if delivers_in(mode) and mode in param.accumulators:
+                param.accumulators[mode].lead_to(now)
 
 
 def refresh_owners(module: Any) -> None:

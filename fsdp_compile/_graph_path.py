@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
-from ._accumulate import ACCUMULATORS, Accumulator
-from ._param import ReadSpec
+from ._accumulate import Accumulator, attribute, delivers_in
+from ._param import Mode, ReadSpec
 from ._stored import wrapper
 from ._torch_compat import uses_compiled_autograd
 from ._traced_extension import extended_gather
@@ -22,7 +22,7 @@ from .passes._torch_compat import CustomGraphPass
 manager = PassManager()
 
 
-def traced_read(param: Any, accumulator: Accumulator | None, **spec: Any) -> Any:
+def traced_read(param: Any, accumulator: Accumulator, mode: Mode, **spec: Any) -> Any:
     """The parameter as a value: an unshard marker on the local shard.
 
     What is not a shard is handed back as it is: a full tensor that ``torch.func.functional_call`` or the user put in
@@ -30,32 +30,36 @@ def traced_read(param: Any, accumulator: Accumulator | None, **spec: Any) -> Any
     """
     if not isinstance(param, DTensor):
         return param
-    return torch.ops.fsdpc.unshard(*_shard_and_backward(param, accumulator), **spec)
+    return torch.ops.fsdpc.unshard(*_shard_and_backward(param, accumulator, mode), **spec)
 
 
-def traced_extended_read(param: Any, accumulator: Accumulator | None, gather: Callable[..., Any]) -> Any:
+def traced_extended_read(param: Any, accumulator: Accumulator, mode: Mode, gather: Callable[..., Any]) -> Any:
     """The same for a parameter that says itself what travels."""
     if not isinstance(param, DTensor):
         return param
-    return gather(*_shard_and_backward(param, accumulator))
+    return gather(*_shard_and_backward(param, accumulator, mode))
 
 
-def _shard_and_backward(param: DTensor, accumulator: Accumulator | None) -> tuple[Any, Any, Any, str]:
+def _shard_and_backward(param: DTensor, accumulator: Accumulator, mode: Mode) -> tuple[Any, Any, Any, str]:
     """A marker's first arguments."""
-    shard = param.to_local()
-    if accumulator is None or not param.requires_grad:
+    shard = compat.local_tensor(param)
+    if not param.requires_grad:
         return shard, None, None, "reduce"
-    leaf = accumulator.leaf
-    if accumulator.only_under_compiled_autograd and not uses_compiled_autograd():
-        leaf = None
-    if leaf is not None:
-        shard = shard.detach()  # its gradient does not come from autograd
-    return shard, leaf, accumulator.ticket, accumulator.then
+    if not delivers_in(mode) or uses_compiled_autograd():
+        leaf = accumulator.leaf
+    elif param is accumulator.shard:
+        leaf = accumulator.edge
+    else:  # one that took its place since, as torch.func.functional_call does it: AOTAutograd handles the DTensor
+        shard, leaf = param.to_local(), None
+    ticket = accumulator.ticket if mode == "resume" or mode == "resume_over_shards" else None
+    then = "hold" if mode == "hold" else "over_shards" if mode == "resume_over_shards" else "reduce"
+    return shard, leaf, ticket, then
 
 
 def traced_dtensor_read(
     param: Any,
-    accumulator: Accumulator | None,
+    accumulator: Accumulator,
+    mode: Mode,
     gather: Callable[..., Any] | None,
     wrap: Callable[..., DTensor],
     mesh: DeviceMesh | None,
@@ -65,17 +69,17 @@ def traced_dtensor_read(
     if not isinstance(param, DTensor):
         return param
     if gather is None:
-        full = traced_read(param, accumulator, **spec)
+        full = traced_read(param, accumulator, mode, **spec)
     else:
-        full = traced_extended_read(param, accumulator, gather)
+        full = traced_extended_read(param, accumulator, mode, gather)
     return wrap(full) if mesh is None else wrap(full, mesh)
 
 
 def read_by_marker(param: Any, accumulator: Accumulator, spec: ReadSpec) -> Any:
     """The gathered parameter, by a marker that runs now."""
     if spec.extension is not None:
-        return traced_extended_read(param, accumulator, extended_gather(spec))
-    return traced_read(param, accumulator, **spec.kwargs())
+        return traced_extended_read(param, accumulator, spec.mode, extended_gather(spec))
+    return traced_read(param, accumulator, spec.mode, **spec.kwargs())
 
 
 def install_passes() -> None:
@@ -168,9 +172,7 @@ def getter(name: str, spec: ReadSpec) -> property:
     from ._eager_path import eager_read
 
     arguments = ", ".join(f"{key}={value!r}" for key, value in spec.kwargs().items())
-    accumulator = f"self.{ACCUMULATORS}[{name!r}, {spec.mode!r}]"
-    if spec.mode == "reduce" and not spec.by_leaf:
-        accumulator += " if uses_compiled_autograd() else None"
+    accumulator = f"self.{attribute(name, spec.mode)}, {spec.mode!r}"
     namespace: dict[str, Any] = {}
     globals_of_this_module = globals() | {"eager_read": eager_read}
     # From a closure: Dynamo looks for globals in this module, by name.

@@ -149,7 +149,6 @@ class ParamGroup:
             read_as=param.dtensor,
             mode=self.mode_of(param),
             extension=traced_protocol(param, param.shard, self.mp_policy),
-            by_leaf=grad_dtype != stored,
         )
 
     def _param_dtype(self, param: ShardedParam, stored: torch.dtype) -> torch.dtype:

@@ -62,11 +62,10 @@ class ReadSpec(ParamSpec):
     read_as: ReadAs | None = None  # what the read makes of the marker's result
     mode: Mode = "reduce"
     extension: Protocol | None = None  # the parameter says itself what travels
-    by_leaf: bool = False  # AOTAutograd would cast the gradient to the shard's dtype, which is not the one asked for
 
     def kwargs(self) -> dict[str, Any]:
         fields = super().kwargs()
-        for beside_the_marker in ("read_as", "mode", "extension", "by_leaf"):
+        for beside_the_marker in ("read_as", "mode", "extension"):
             del fields[beside_the_marker]
         return fields
 

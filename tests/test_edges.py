@@ -1,0 +1,212 @@
+"""Compiled graphs take plain tensors in the place of sharded parameters: autograd sees none of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.ranks import Ranks
+from tests.toy import Stack, assert_same_grads, assert_same_params, batches, full, loss_of, pair, reference_backward
+
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)]
+
+
+class Spare(Stack):
+    """A parameter that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].spare = nn.Linear(3, 3)
+
+
+class Runs:
+    """A compiled sharded model, and the unsharded one with equal parameters."""
+
+    def __init__(self, backend: str, make: type[Stack] = Stack) -> None:
+        self.unsharded, self.model = pair(make=make)
+        self.compiled = torch.compile(self.model, backend=backend, fullgraph=True)
+
+    def loss(self, step: int) -> Tensor:
+        return loss_of(self.compiled(batches(step)[dist.get_rank()]))
+
+    def check(self, step: int = 0) -> None:
+        """A step from no gradients gives both the same."""
+        self.model.zero_grad()
+        self.unsharded.zero_grad()
+        self.loss(step).backward()
+        reference_backward(self.unsharded, batches(step))
+        assert_same_grads(self.model, self.unsharded)
+
+
+@contextmanager
+def no_compilation() -> Iterator[None]:
+    counters = torch._dynamo.utils.counters["stats"]
+    before = counters["unique_graphs"]
+    yield
+    assert counters["unique_graphs"] == before
+
+
+def _asked_for(backend: str) -> None:
+    runs = Runs(backend)
+    runs.check()
+    expected = {fqn: param.grad for fqn, param in runs.unsharded.named_parameters()}
+    runs.model.zero_grad()
+    with no_compilation():
+        grads = torch.autograd.grad(runs.loss(0), list(runs.model.parameters()))
+        assert all(param.grad is None for param in runs.model.parameters())
+        for (fqn, param), got in zip(runs.model.named_parameters(), grads):
+            assert isinstance(got, DTensor) and got.placements == param.placements
+            torch.testing.assert_close(full(got), expected[fqn], atol=1e-6, rtol=1e-4)
+        chosen = runs.model.layers[1].up.weight
+        runs.loss(0).backward(inputs=[chosen])
+        assert [fqn for fqn, one in runs.model.named_parameters() if one.grad is not None] == ["layers.1.up.weight"]
+        torch.testing.assert_close(full(chosen.grad), expected["layers.1.up.weight"], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_asked_for_by_autograd(two_ranks: Ranks, backend: str) -> None:
+    two_ranks.run(_asked_for, backend)
+
+
+def _tensor_hooks(backend: str) -> None:
+    runs = Runs(backend, Spare)
+    runs.check()
+    expected = runs.unsharded.layers[1].up.weight.grad.clone()  # type: ignore[union-attr]
+    chosen, spare = runs.model.layers[1].up.weight, runs.model.layers[0].spare.weight
+    seen: list[Any] = []
+    handles = [chosen.register_hook(lambda grad: seen.append(type(grad)) or grad * 2), spare.register_hook(seen.append)]
+    runs.model.zero_grad()
+    with no_compilation():
+        runs.loss(0).backward()
+    assert seen == [DTensor]
+    torch.testing.assert_close(full(chosen.grad), 2 * expected, atol=1e-6, rtol=1e-4)
+    for handle in handles:
+        handle.remove()
+    with no_compilation():
+        runs.check(1)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tensor_hooks_see_the_gradients_that_there_are(two_ranks: Ranks, backend: str) -> None:
+    two_ranks.run(_tensor_hooks, backend)
+
+
+def _optimizer_in_backward(backend: str) -> None:
+    runs = Runs(backend, Spare)
+    runs.check()
+    runs.model.zero_grad()
+    stepped: list[nn.Parameter] = []
+
+    def step(param: nn.Parameter) -> None:
+        assert isinstance(param.grad, DTensor)
+        with torch.no_grad():
+            param.sub_(param.grad, alpha=0.1)
+        param.grad = None
+        stepped.append(param)
+
+    for param in runs.model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    with no_compilation():
+        for index in range(3):
+            runs.loss(index).backward()
+            runs.unsharded.zero_grad()
+            reference_backward(runs.unsharded, batches(index))
+            torch.optim.SGD(runs.unsharded.parameters(), lr=0.1).step()
+    assert len(stepped) == 3 * (len(list(runs.model.parameters())) - 2)
+    assert_same_params(runs.model, runs.unsharded)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_optimizer_in_backward(two_ranks: Ranks, backend: str) -> None:
+    two_ranks.run(_optimizer_in_backward, backend)
+
+
+def _frozen_meanwhile(backend: str) -> None:
+    runs = Runs(backend)
+    loss = runs.loss(0)
+    frozen = runs.model.layers[1].up.weight.requires_grad_(False)
+    loss.backward()
+    assert frozen.grad is None and runs.model.head.weight.grad is not None
+    frozen.requires_grad_(True)
+    runs.check(1)
+
+
+def test_a_parameter_frozen_between_forward_and_backward(two_ranks: Ranks) -> None:
+    two_ranks.run(_frozen_meanwhile, "aot_eager")
+
+
+def _backward_again(backend: str) -> None:
+    runs = Runs(backend)
+    loss = runs.loss(0)
+    loss.backward(retain_graph=True)
+    first = runs.model.head.weight.grad
+    loss.backward()
+    assert runs.model.head.weight.grad is first
+    (runs.loss(1) + runs.loss(2)).backward()
+    reference_backward(runs.unsharded, batches(0))
+    for step in range(3):
+        reference_backward(runs.unsharded, batches(step))
+    assert_same_grads(runs.model, runs.unsharded)
+
+
+@pytest.mark.compat
+def test_gradients_add_up_over_backwards_and_over_graphs(two_ranks: Ranks) -> None:
+    two_ranks.run(_backward_again, "aot_eager")
+
+
+def _penalty(backend: str) -> None:
+    runs = Runs(backend)
+    penalty = sum(param.pow(2).sum() for param in runs.model.parameters())
+    assert isinstance(penalty, DTensor)
+    (runs.loss(0) + 0.1 * penalty.full_tensor()).backward()
+    reference_backward(runs.unsharded, batches(0))
+    (0.1 * sum(param.pow(2).sum() for param in runs.unsharded.parameters())).backward()  # type: ignore[union-attr]
+    assert_same_grads(runs.model, runs.unsharded)
+
+
+def test_a_penalty_on_the_shards_adds_to_their_gradients(two_ranks: Ranks) -> None:
+    two_ranks.run(_penalty, "aot_eager")
+
+
+def _replaced(how: str) -> None:
+    runs = Runs("aot_eager")
+    runs.check()
+    runs.model.zero_grad()
+    before = runs.model.head.weight
+    if how == "assign":
+        other = {fqn: value.detach().clone() * 2 for fqn, value in runs.model.state_dict().items()}
+        runs.model.load_state_dict(other, assign=True)
+        runs.unsharded.load_state_dict({fqn: value * 2 for fqn, value in runs.unsharded.state_dict().items()})
+        assert runs.model.head.weight is not before
+    elif how == "to":
+        for one in (runs.model, runs.unsharded):
+            one.to(torch.float64).to(torch.float32)
+    elif how == "swap":
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            runs.model.load_state_dict({fqn: value * 2 for fqn, value in runs.model.state_dict().items()})
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        runs.unsharded.load_state_dict({fqn: value * 2 for fqn, value in runs.unsharded.state_dict().items()})
+    seen = []
+    runs.model.head.weight.register_hook(lambda grad: seen.append(grad))
+    runs.check(1)
+    assert len(seen) == 1
+    with no_compilation():
+        runs.check(2)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("how", ["assign", "to", "swap"])
+def test_replaced_shards_are_followed(two_ranks: Ranks, how: str) -> None:
+    two_ranks.run(_replaced, how)
