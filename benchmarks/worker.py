@@ -147,11 +147,11 @@ def _count_collectives(step: Step) -> dict[str, int]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step()
     ops = (event.name for event in profile.events() or ())
-    names = (_plain_name(op.removeprefix("c10d::")) for op in ops if op.startswith("c10d::"))
+    names = (plain_name(op.removeprefix("c10d::")) for op in ops if op.startswith("c10d::"))
     return dict(sorted(Counter(names).items()))
 
 
-def _plain_name(op: str) -> str:
+def plain_name(op: str) -> str:
     """`_allgather_base_` and `allgather_into_tensor_coalesced_` become `all_gather`, and so on."""
     kinds = {
         "reduce_?scatter": "reduce_scatter",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -100,6 +101,26 @@ def test_with_resharding_no_full_weight_is_saved(
         assert {"layers.0.up.weight", "layers.1.down.weight", "head.weight"} <= gathered
         assert "embed.weight" not in gathered
         assert ("layers.0.up.bias" in gathered) == (make is Checkpointed)
+
+
+@pytest.mark.parametrize("frozen_in_bf16", [True, False])
+@pytest.mark.parametrize("make", [Stack, Checkpointed])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+def test_no_cast_of_a_full_weight_is_saved_either(backend: str, make: type[Stack], frozen_in_bf16: bool) -> None:
+    model = make(2)
+    if frozen_in_bf16:
+        for layer in model.layers:
+            layer.up.to(torch.bfloat16).requires_grad_(False)
+            layer.up.forward = types.MethodType(_in_the_dtype_of_its_input, layer.up)
+    run = torch.compile(shard(model, reshard_after_forward=True), backend=backend, fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not frozen_in_bf16):
+        out = run(torch.zeros(2, 5, dtype=torch.long))
+    assert saved_weights(model, out) == []
+    out.float().sum().backward()
+
+
+def _in_the_dtype_of_its_input(linear: nn.Linear, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, linear.weight.to(x.dtype), linear.bias.to(x.dtype))
 
 
 @pytest.mark.parametrize(

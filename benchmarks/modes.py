@@ -1,0 +1,218 @@
+"""`python -m benchmarks.modes`: what each way of training in a loop compiles to, sends, and how exact it is.
+
+Four local processes over gloo, started once for all rows; after a row that fails they are started again for the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.modes_meter import describe
+from benchmarks.modes_models import SIZES
+from benchmarks.modes_rows import ROWS
+from benchmarks.modes_train import Row
+from benchmarks.train_step import software_and_machine
+from fsdp_compile._launch import Message, WorkerError, Workers, interruptible
+
+_DEFAULT_JSON = Path(__file__).resolve().parent / "results" / "modes.json"
+_TOLERANCE = 1e-4
+_WIDTH = 190
+
+
+@dataclass
+class Outcome:
+    """One row, of all ranks: the difference is the largest, the rest is rank 0's."""
+
+    row: Row
+    ranks: list[Message] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def difference(self) -> float | None:
+        return max((one["difference"] for one in self.ranks), default=None)
+
+    def problems(self, tolerance: float) -> list[str]:
+        """Why the row failed; empty for one that holds what it promises."""
+        if self.error is not None:
+            return [self.error]
+        if self.difference is None:
+            return ["did not run"]
+        first = self.ranks[0]
+        found = list(dict.fromkeys(problem for one in self.ranks for problem in one["problems"]))
+        if not 0 <= self.difference <= tolerance:
+            worst = max(self.ranks, key=lambda one: one["difference"])
+            found.append(f"{worst['of']} are off by {self.difference:.1e} at {worst['where']}")
+        for what, count, limit in (
+            ("graphs", first["num_graphs"], self.row.num_graphs),
+            ("compiled regions in backward", first["num_backwards"], self.row.num_backwards),
+        ):
+            if limit is not None and count > limit:
+                found.append(f"{count} {what}, and not {limit}")
+        return found
+
+
+def main() -> int:
+    options = _parse(sys.argv[1:])
+    rows = [row for row in ROWS if not options.rows or any(word in row.name for word in options.rows)]
+    outcomes = {row.name: Outcome(row) for row in rows}
+    environment = software_and_machine()
+    begin = time.monotonic()
+    interrupted = False
+    try:
+        with interruptible():
+            while todo := [name for name, one in outcomes.items() if not one.ranks and one.error is None]:
+                _run(outcomes, todo, options.timeout)
+    except KeyboardInterrupt:
+        interrupted = True
+        print("interrupted: the table holds what was finished")
+    grid = _table(outcomes, options.tolerance, environment, time.monotonic() - begin)
+    Console(width=max(_WIDTH, Console().width)).print(grid)
+    _write(options.json, grid, outcomes, options.tolerance, environment)
+    failed = [name for name, one in outcomes.items() if one.problems(options.tolerance)]
+    if failed:
+        print(f"{len(failed)} of {len(rows)} rows failed: {'; '.join(failed)}")
+    return 130 if interrupted else int(bool(failed))
+
+
+def _run(outcomes: dict[str, Outcome], todo: list[str], timeout_s: float) -> None:
+    """Measure ``todo`` in one set of processes, until a row fails."""
+    arrived: defaultdict[str, dict[int, Message]] = defaultdict(dict)
+    with tempfile.TemporaryDirectory(prefix="fsdp-compile-modes-") as folder:
+        settings = {
+            "rows": todo,
+            "ranks": SIZES.ranks,
+            "rendezvous": f"{folder}/rendezvous",
+            "timeout_s": timeout_s,
+        }
+        workers = Workers(
+            "benchmarks.modes_worker:work",
+            settings,
+            num_ranks=SIZES.ranks,
+            log_dir=Path(folder),
+            env={"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+        )
+        try:
+            with workers:
+                for rank, message in workers.messages(silence_s=timeout_s):
+                    ranks = arrived[message["row"]]
+                    ranks[rank] = message
+                    if len(ranks) == SIZES.ranks:
+                        outcome = outcomes[message["row"]]
+                        outcome.ranks = [ranks[rank] for rank in range(SIZES.ranks)]
+                        _finish(outcome)
+        except WorkerError as error:
+            unfinished = next(name for name in todo if not outcomes[name].ranks)
+            outcome = outcomes[unfinished]
+            said = [one for one in arrived[unfinished].values() if "error" in one]
+            outcome.error = min(said, key=lambda one: one["at"])["error"] if said else str(error)[:300]
+            _finish(outcome)
+            print(f"{error}", file=sys.stderr)
+
+
+def _finish(outcome: Outcome) -> None:
+    """A row in which all ranks raised is no result."""
+    failures = [one for one in outcome.ranks if "error" in one]
+    if failures:
+        outcome.error = min(failures, key=lambda one: one["at"])["error"]
+        outcome.ranks = []
+    seconds = f"{outcome.ranks[0]['seconds']:6.1f} s" if outcome.ranks else "  failed"
+    print(f"{outcome.row.name:60}{seconds}", file=sys.stderr, flush=True)
+
+
+def _table(outcomes: dict[str, Outcome], tolerance: float, environment: dict[str, Any], seconds: float) -> Table:
+    grid = Table(
+        title=f"Ways of training: the demo's transformer, {SIZES.layers} blocks of width {SIZES.dim}, "
+        f"{SIZES.ranks} ranks over gloo",
+        caption=f"torch {environment['versions']['torch']}; {seconds:.0f} s; backend aot_eager (a collective for each "
+        "parameter) where a row does not say inductor (buckets).\n"
+        "graphs: captured by Dynamo; backward: compiled regions that backward entered in the counted step.\n"
+        "collectives: what rank 0 asked its process groups for in one step, from graphs or eagerly.\n"
+        "difference: of gradients (or of what the row says) to an unsharded copy trained on the mean over all ranks' "
+        f"batches, over the reference's largest of the same parameter; at most {tolerance:.0e}.",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    grid.add_column("mode", overflow="fold")
+    for heading in ("graphs", "backward"):
+        grid.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("collectives in forward", "collectives in backward"):
+        grid.add_column(heading, overflow="fold")
+    grid.add_column("difference", justify="right", no_wrap=True)
+    grid.add_column("eager regions, warnings, notes", overflow="fold")
+    for name, outcome in outcomes.items():
+        problems = [f"! {problem}" for problem in outcome.problems(tolerance)]
+        style = "red" if problems else None
+        if not outcome.ranks:
+            grid.add_row(name, *["-"] * 5, "\n".join(problems), style=style)
+            continue
+        first = outcome.ranks[0]
+        says = [*first["notes"], *(f"warning: {text}" for text in first["warnings"]), *problems]
+        grid.add_row(
+            name,
+            str(first["num_graphs"]),
+            str(first["num_backwards"]),
+            describe(first["forward"]),
+            describe(first["backward"]),
+            f"{outcome.difference:.1e}" + ("" if first["of"] == "gradients" else f" {first['of']}"),
+            "\n".join(says),
+            style=style,
+        )
+    return grid
+
+
+def _write(
+    path: Path, grid: Table, outcomes: dict[str, Outcome], tolerance: float, environment: dict[str, Any]
+) -> None:
+    """The table as text beside the JSON file that holds every rank's figures."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = path.with_suffix(".txt")
+    with text.open("w") as file:
+        Console(file=file, width=_WIDTH).print(grid)
+    rows = [
+        {
+            "mode": name,
+            "difference": outcome.difference,
+            "problems": outcome.problems(tolerance),
+            "num_graphs_allowed": outcome.row.num_graphs,
+            "num_backwards_allowed": outcome.row.num_backwards,
+            "ranks": outcome.ranks,
+        }
+        for name, outcome in outcomes.items()
+    ]
+    document = {"environment": environment, "tolerance": tolerance, "rows": rows}
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"wrote {path} and {text}")
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.modes",
+        description="Graphs, collectives and exactness of each way of training. Exit code 1 when a row fails.",
+        epilog="rows: " + "; ".join(row.name for row in ROWS),
+    )
+    add = parser.add_argument
+    add("--rows", nargs="+", metavar="WORD", help="only rows with one of these in their name")
+    add("--tolerance", type=float, default=_TOLERANCE, help="of the differences; default: %(default)s")
+    add("--timeout", type=float, default=300.0, help="seconds that one row may take; default: %(default)s")
+    add("--json", type=Path, default=_DEFAULT_JSON, help="all figures; the table goes beside it as .txt")
+    options = parser.parse_args(arguments)
+    if options.rows and not any(word in row.name for row in ROWS for word in options.rows):
+        parser.error(f"no row has {' or '.join(options.rows)} in its name")
+    return options
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

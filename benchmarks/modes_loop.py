@@ -1,0 +1,278 @@
+"""Rows of `benchmarks.modes`: what a training loop does with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import fsdp_compile
+from benchmarks import modes_models as models
+from benchmarks.modes_meter import Meter
+from benchmarks.modes_train import EAGER, LR, Run, compiled, reference_backward, shard, train
+from fsdp_compile.demo import Block, Transformer
+
+# Accumulation.
+
+
+def accumulate(meter: Meter, how: str, **kwargs: Any) -> None:
+    """Four micro-batches, the last of which reduces; then one backward by itself, to compare what was sent."""
+    reference, model = models.twins()
+    shard(model, **kwargs)
+    run = compiled(model)
+    setter = model.set_requires_all_reduce if how == "all_reduce" else model.set_requires_gradient_sync
+    optims = [torch.optim.SGD(one.parameters(), lr=LR) for one in (model, reference)]
+    rank = dist.get_rank()
+
+    def micro_batch(step: int, micro: int) -> None:
+        last = micro == models.NUM_MICRO - 1
+        if how != "no_sync":
+            setter(last)
+        with nullcontext() if last or how != "no_sync" else fsdp_compile.no_sync(model):
+            run(models.batches(10 * step + micro)[rank]).backward()
+
+    for step in range(3):
+        with meter.counting(models.NUM_MICRO) if step == 2 else nullcontext():
+            for micro in range(models.NUM_MICRO):
+                micro_batch(step, micro)
+        for micro in range(models.NUM_MICRO):
+            reference_backward(reference, models.batches(10 * step + micro))
+        meter.compare_gradients(model, reference)
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+    of_four = meter.wire
+    with meter.counting() as of_one:
+        run(models.batches(0)[rank]).backward()
+    meter.wire = of_four
+    if how == "all_reduce":
+        sums = [wire.backward["all_reduce"] for wire in (of_four, of_one)]
+        meter.notes.append(f"sums over replicas: {sums[0]} in {models.NUM_MICRO} micro-batches, {sums[1]} in one")
+        meter.require(sums[0] == sums[1] > 0, "replicas are not summed once")
+        return
+    four, one = (wire.reduced_bytes for wire in (of_four, of_one))
+    meter.notes.append(
+        f"reduced: {four / 1024:.1f} KiB in {models.NUM_MICRO} micro-batches, {one / 1024:.1f} KiB in one"
+    )
+    meter.require(four == one > 0, "micro-batches do not cost exactly one reduction")
+
+
+# Activation checkpointing.
+
+
+def checkpointed(meter: Meter, kind: type[Block]) -> None:
+    """torch.utils.checkpoint around each block."""
+    reference, model = models.twins()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = models.as_kind(kind, block)
+    shard(model, reshard_after_forward=True)
+    train(meter, model, reference, compiled(model))
+
+
+def wrapped_checkpoints(meter: Meter) -> None:
+    """torch's checkpoint_wrapper, as FSDP1 and trainers apply it."""
+    reference, model = models.twins()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(block)
+    shard(model, reshard_after_forward=True)
+    train(meter, model, reference, compiled(model))
+
+
+# Graph breaks, compiled autograd, optimizers.
+
+
+def breaks(meter: Meter, backend: str) -> None:
+    """Two graph breaks in forward. With backward inside the compiled step and compiled autograd, one backward graph."""
+    reference, model = models.twins(models.Broken)
+    shard(model)
+    run = _step(model, backend) if meter.backward_inside else compiled(model, backend, fullgraph=False)
+    train(meter, model, reference, run)
+
+
+def _step(model: nn.Module, backend: str) -> Run:
+    """Forward and backward in one compiled function."""
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = model(tokens)
+        loss.backward()
+        return loss
+
+    return torch.compile(step, backend=backend)
+
+
+def optimizer_in_backward(meter: Meter) -> None:
+    """A hook on each parameter steps as soon as its gradient is there."""
+    reference, model = _exact_twins()
+    for one in (model, reference):
+        for param in one.parameters():
+            param.register_post_accumulate_grad_hook(_descend)
+    run = _step(model, EAGER) if meter.backward_inside else compiled(model)
+    _train_by_updates(meter, model, reference, run, lambda: None)
+    if meter.wire.num_backwards > 1:
+        meter.notes.append("the hooks run eagerly, and each breaks the backward graph")
+
+
+def _descend(param: Tensor) -> None:
+    assert param.grad is not None
+    with torch.no_grad():
+        param.sub_(param.grad, alpha=LR)
+    param.grad = None
+
+
+def whole_step(meter: Meter) -> None:
+    """Backward, clipping and the optimizer inside the compiled step."""
+    reference, model = _exact_twins()
+    optim, theirs = (torch.optim.SGD(one.parameters(), lr=LR) for one in (model, reference))
+
+    @torch.compile(backend=EAGER)
+    def step(tokens: Tensor) -> Tensor:
+        loss = model(tokens)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optim.step()
+        optim.zero_grad()
+        return loss
+
+    def finish() -> None:
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+        theirs.step()
+        theirs.zero_grad()
+
+    _train_by_updates(meter, model, reference, step, finish)
+
+
+def compiled_optimizer(meter: Meter) -> None:
+    """The model compiled, and the optimizer's step compiled by itself."""
+    reference, model = _exact_twins()
+    optim, theirs = (torch.optim.SGD(one.parameters(), lr=LR, momentum=0.9) for one in (model, reference))
+    optimize = torch.compile(optim.step, backend=EAGER)
+    run = compiled(model)
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = run(tokens)
+        loss.backward()
+        optimize()
+        optim.zero_grad()
+        return loss
+
+    def finish() -> None:
+        theirs.step()
+        theirs.zero_grad()
+
+    meter.backward_inside = True
+    _train_by_updates(meter, model, reference, step, finish)
+
+
+def _exact_twins() -> tuple[Transformer, Transformer]:
+    """(reference, sharded) in float64: an update of a float32 weight is rounded to the weight's last bits."""
+    reference, model = (one.double() for one in models.twins(models.Unrolled))
+    return reference, shard(model)
+
+
+def _train_by_updates(
+    meter: Meter, model: nn.Module, reference: nn.Module, run: Run, finish: Callable[[], None]
+) -> None:
+    """Three whole steps, compared by what they changed; ``finish`` is the reference's step after its backward."""
+    for step in range(3):
+        tokens = models.batches(step)
+        before = [[param.detach().clone() for param in one.parameters()] for one in (model, reference)]
+        with meter.counting() if step == 2 else nullcontext():
+            loss = run(tokens[dist.get_rank()])
+            if not meter.backward_inside:
+                loss.backward()
+        torch.stack([reference(batch) for batch in tokens]).mean().backward()  # one backward: its hooks run once
+        finish()
+        meter.compare_updates(model, reference, *before)
+    meter.name_eager_modules(model)
+
+
+# Collectives and factors of the user's own.
+
+
+def custom(meter: Meter, change: Callable[[Any], None]) -> None:
+    """One block with a collective of the user's own."""
+    reference, model = models.twins()
+    change(shard(model).blocks[1])
+    train(meter, model, reference, compiled(model, fullgraph=False))
+
+
+def divide_factor(meter: Meter) -> None:
+    """Gradients divided by 2 and not by the 4 ranks: twice the mean, in the graph."""
+    reference, model = models.twins()
+    shard(model).set_gradient_divide_factor(2.0, recurse=True)
+    optims = [torch.optim.SGD(one.parameters(), lr=LR) for one in (model, reference)]
+    run = compiled(model)
+    for step in range(3):
+        tokens = models.batches(step)
+        with meter.counting() if step == 2 else nullcontext():
+            run(tokens[dist.get_rank()]).backward()
+        reference_backward(reference, tokens)
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad /= 2
+        meter.compare_gradients(model, reference)
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+
+
+# Evaluation and lengths.
+
+
+def evaluate(meter: Meter, mode: Callable[[], Any]) -> None:
+    """Losses without gradients, between training steps."""
+    reference, model = models.twins()
+    run = compiled(shard(model))
+    meter.of = "losses"
+    tokens = models.batches(0)[dist.get_rank()]
+    for _ in range(2):
+        with mode(), meter.counting():
+            meter.compare("loss", run(tokens), reference(tokens))
+
+
+def two_lengths(meter: Meter, mark: bool) -> None:
+    """Sequences of two lengths in turn: at most one graph more, with mark_dynamic none."""
+    reference, model = models.twins()
+    run = compiled(shard(model))
+
+    def batches(step: int) -> Tensor:
+        return models.batches(step, length=models.SIZES.seq if step % 2 else 11)
+
+    def marked(tokens: Tensor) -> Tensor:
+        tokens = tokens.clone()
+        torch._dynamo.mark_dynamic(tokens, 1)
+        return run(tokens)
+
+    train(meter, model, reference, marked if mark else run, batches=batches)
+
+
+def loop(meter: Meter) -> None:
+    """Accumulation, evaluation and two lengths for 20 steps: nothing is compiled after the first pass through each."""
+    reference, model = models.twins()
+    run = compiled(shard(model))
+    optims = [torch.optim.SGD(one.parameters(), lr=LR) for one in (model, reference)]
+    rank = dist.get_rank()
+    for step in range(20):
+        length = models.SIZES.seq if step % 2 else 11
+        micro_batches = [models.batches(10 * step + micro, length) for micro in range(2)]
+        with meter.counting(2) if step == 19 else nullcontext():
+            for micro, tokens in enumerate(micro_batches):
+                model.set_requires_gradient_sync(micro == 1)
+                run(tokens[rank]).backward()
+        for tokens in micro_batches:
+            reference_backward(reference, tokens)
+        meter.compare_gradients(model, reference)
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+        with torch.no_grad():
+            meter.compare("loss", run(micro_batches[0][0]), reference(micro_batches[0][0]))
+        if step == 1:
+            seen = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    meter.notes.append(f"{seen} graphs after step 2")
+    meter.require(torch._dynamo.utils.counters["stats"]["unique_graphs"] == seen, "compiled again after step 2")

@@ -1,0 +1,157 @@
+"""Rows of `benchmarks.modes`: how parameters lie on the ranks."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from benchmarks import modes_models as models
+from benchmarks.modes_meter import Meter
+from benchmarks.modes_train import EAGER, compiled, mesh_of, reference_backward, shard, train
+from fsdp_compile import DataParallelMeshDims, ShardPlacementResult, fully_shard, replicate
+
+
+def plain(meter: Meter, backend: str, **kwargs: Any) -> None:
+    """Every block and the root sharded, the whole model compiled."""
+    reference, model = models.twins()
+    shard(model, **kwargs)
+    train(meter, model, reference, compiled(model, backend))
+
+
+def block_by_block(meter: Meter) -> None:
+    """Equal blocks compiled one by one share a graph; what is around them runs eagerly."""
+    reference, model = models.twins()
+    for block in shard(model).blocks:
+        block.compile(backend=EAGER, fullgraph=True)
+    train(meter, model, reference, model)
+
+
+# Meshes.
+
+
+def replicated(meter: Meter) -> None:
+    """Nothing is sharded, gradients are averaged."""
+    reference, model = models.twins()
+    for block in model.blocks:
+        replicate(block)
+    replicate(model)
+    train(meter, model, reference, compiled(model))
+
+
+def whole_mesh(meter: Meter) -> None:
+    """Parameters that are DTensors on the whole mesh, and dp_mesh_dims to say which dimension is data parallel."""
+    mesh = mesh_of("dp", "tp")
+    torch.manual_seed(0)
+    reference = models.Spread()
+    model = copy.deepcopy(reference)
+    model.distribute(mesh)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    place = mesh.get_local_rank("dp")
+    train(meter, model, reference, compiled(model), place=place, num_places=2, batches=models.features)
+
+
+def expert_meshes(meter: Meter) -> None:
+    """Some weights on a mesh of their own: averaged over two ranks, the others over four."""
+    mesh = mesh_of("outer", "inner")
+    reference, model = models.twins()
+    experts = {fqn for fqn, _ in model.named_parameters() if ".up." in fqn or ".down." in fqn}
+    params = {param for fqn, param in model.named_parameters() if fqn in experts}
+    shard(model, shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), mesh["inner"]) if p in params else None)
+    run = compiled(model)
+    first = 2 * mesh.get_local_rank("outer")
+    own = copy.deepcopy(reference)  # trains on the batches of the inner ranks alone
+    for step in range(2):
+        tokens = models.batches(step)
+        with meter.counting():
+            run(tokens[dist.get_rank()]).backward()
+        reference_backward(reference, tokens)
+        reference_backward(own, tokens[first : first + 2])
+        for fqn in experts:
+            reference.get_parameter(fqn).grad = own.get_parameter(fqn).grad
+        meter.compare_gradients(model, reference)
+        for one in (model, reference, own):
+            one.zero_grad()
+    meter.name_eager_modules(model)
+
+
+def tensor_parallel(meter: Meter, sequence: bool) -> None:
+    """parallelize_module over one dimension of the mesh, then fully_shard over the other."""
+    mesh = mesh_of("dp", "tp")
+    reference, model = models.twins()
+    for block in model.blocks:
+        cut = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True)
+        if sequence:  # the norm sees half of the sequence, so its gradient is a partial sum
+            parallelize_module(block.mlp_norm, mesh["tp"], cut)
+            parallelize_module(block, mesh["tp"], {"mlp_norm": SequenceParallel()})
+        up = ColwiseParallel(input_layouts=Shard(1)) if sequence else ColwiseParallel()
+        parallelize_module(block, mesh["tp"], {"up": up, "down": RowwiseParallel()})
+    shard(model, mesh=mesh["dp"])
+    train(meter, model, reference, compiled(model), place=mesh.get_local_rank("dp"), num_places=2)
+
+
+def pipeline(meter: Meter) -> None:
+    """Two compiled stages over two ranks each, 1F1B: the flag is set around backward, with two in flight."""
+    mesh = mesh_of("pp", "dp")
+    stage_rank, dp_rank = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    torch.manual_seed(0)
+    reference = [models.Chunk() for _ in range(2)]
+    chunk = copy.deepcopy(reference[stage_rank])
+    for block in chunk.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(chunk, mesh=mesh["dp"]).compile(backend=EAGER, fullgraph=True)
+    stage = PipelineStage(chunk, stage_rank, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    schedule = Schedule1F1B(stage, models.NUM_MICRO, loss_fn=models.mean_square)
+    for step in range(3):
+        inputs, targets = models.hidden_states(step)  # [dp, micro-batches, ...]
+        with meter.counting(models.NUM_MICRO) if step == 2 else nullcontext():
+            if stage_rank == 0:
+                schedule.step(inputs[dp_rank])
+            else:
+                schedule.step(target=targets[dp_rank])
+        models.mean_square(reference[1](reference[0](inputs.flatten(0, 1))), targets.flatten(0, 1)).backward()
+        meter.compare_gradients(chunk, reference[stage_rank])
+        for one in (chunk, *reference):
+            one.zero_grad()
+    meter.name_eager_modules(chunk)
+    meter.notes.append("rank 0: the first stage, 4 micro-batches")
+
+
+# What is stored, and what is gathered.
+
+
+def lora(meter: Meter, dtype: torch.dtype) -> None:
+    """A frozen base, stored in ``dtype``, and trainable adapters: only they are reduced."""
+    reference = models.adapted(torch.float32)
+    model = models.adapted(dtype)
+    if dtype is not torch.float32:
+        for linear in models.frozen_linears(reference):
+            linear.to(dtype).to(torch.float32)
+    shard(model)
+    train(meter, model, reference, compiled(model))
+    num_adapters, seen = sum(param.requires_grad for param in model.parameters()), meter.wire.reductions
+    meter.require(seen == num_adapters, f"{seen} reductions for {num_adapters} adapters")
+
+
+def subclass(meter: Meter) -> None:
+    """A weight whose class says what is gathered: bf16 on the wire, fp32 in the shard."""
+    reference, model = models.twins()
+    block, theirs = model.blocks[1], reference.blocks[1]
+    block.down.weight = nn.Parameter(models.Bf16OnTheWire(block.down.weight.detach()))
+    with torch.no_grad():
+        theirs.down.weight.copy_(theirs.down.weight.to(torch.bfloat16))
+    shard(model)
+    train(meter, model, reference, compiled(model, fullgraph=False), lr=0.0)
