@@ -84,7 +84,7 @@ ROWS: tuple[Row, ...] = (
     Row("LoRA over a frozen base", partial(lora, dtype=torch.float32)),
     Row("LoRA over a frozen base stored in bf16", partial(lora, dtype=torch.bfloat16)),
     Row("CPUOffloadPolicy", lambda meter: plain(meter, EAGER, offload_policy=CPUOffloadPolicy())),
-    Row("subclass with an all-gather extension", subclass, None, None),
+    Row("subclass with an all-gather extension", subclass),
     Row("set_custom_all_gather", partial(custom, change=gather_by_hand), None, None),
     Row("set_all_reduce_hook", partial(custom, change=hook_of_nothing), None, None),
     Row("set_gradient_divide_factor", divide_factor),

@@ -154,4 +154,4 @@ def subclass(meter: Meter) -> None:
     with torch.no_grad():
         theirs.down.weight.copy_(theirs.down.weight.to(torch.bfloat16))
     shard(model)
-    train(meter, model, reference, compiled(model, fullgraph=False), lr=0.0)
+    train(meter, model, reference, compiled(model), lr=0.0)

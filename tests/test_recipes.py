@@ -377,6 +377,7 @@ def _run(title: str) -> None:
     check(SECTIONS[title])
 
 
+@pytest.mark.more  # what each shows is tested by itself as well
 @pytest.mark.parametrize("title", SECTIONS)
 def test_a_recipe_does_what_it_says(two_ranks: SteadyRanks, four_ranks: SteadyRanks, title: str) -> None:
     assert title in CHECKS, f"no test runs the section {title!r} of RECIPES.md"
