@@ -110,8 +110,8 @@ def has_storage(tensor: torch.Tensor) -> bool:
 def dtensor_like(param: DTensor, local: torch.Tensor) -> DTensor:
     """A DTensor with the mesh, placements and global shape of ``param``, without ``from_local``'s checks.
 
-    ``DTensor.__new__(DTensor, local, spec, requires_grad=)``, ``_spec``: 2.11 to 2.15. A tenth of ``from_local``'s time;
-    its ``__init__`` does nothing, and that behind wrappers that take longer than the rest.
+    ``DTensor.__new__(DTensor, local, spec, requires_grad=)``, ``_spec``: 2.11 to 2.15. A tenth of ``from_local``'s
+    time; ``__init__`` does nothing, and that behind wrappers that take longer than the rest.
     """
     return DTensor.__new__(DTensor, local, param._spec, requires_grad=False)
 
