@@ -30,7 +30,7 @@ def parts(graph: fx.Graph, plan: Plan) -> int:
     again = [one.node for one in find_unshards(graph) if one.spec.part >= 0 and one.fqn in plan.regather]
     behind = _reached(again, lambda node: node.users)
     before = _reached(made, lambda node: node.all_input_nodes)
-    between = [node for node in graph.nodes if node in behind and node in before and node not in again]
+    between = behind & before - {*again, *made}
     for node in between:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         node.meta["ac_graph_id"] = AC_GRAPH_ID

@@ -124,7 +124,12 @@ def _in_the_dtype_of_its_input(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("make", "backend"), [(Stack, "aot_eager"), (Checkpointed, "aot_eager"), (Checkpointed, "inductor")]
+    ("make", "backend"),
+    [
+        (Stack, "aot_eager"),
+        (Checkpointed, "aot_eager"),
+        pytest.param(Checkpointed, "inductor", marks=pytest.mark.more),
+    ],
 )
 def test_without_resharding_backward_gathers_nothing(
     make: type[Stack], backend: str, records: dict[str, GraphRecord]
@@ -162,7 +167,7 @@ def test_with_an_int_backward_gathers_what_few_ranks_kept(records: dict[str, Gra
     assert in_forward == set(model.state_dict())
 
 
-@pytest.mark.parametrize(("subclass", "dtype"), [(Halved, "bfloat16"), (InEights, "float8_e4m3fn")])
+@pytest.mark.parametrize(("subclass", "dtype"), [pytest.param(Halved, "bfloat16", marks=pytest.mark.more), (InEights, "float8_e4m3fn")])
 def test_backward_makes_a_weight_again_from_what_its_subclass_sends(
     subclass: type[Halved], dtype: str, records: dict[str, GraphRecord]
 ) -> None:

@@ -101,7 +101,7 @@ Stack: 3 graphs, 8 collectives, 12.0 KiB a rank
   (Stack)                4  embed.weight norm.weight norm.bias +1       keep               4   2.0 KiB
   layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  regather           6   2.2 KiB
   layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  regather           6   2.2 KiB
-  passes: merge 0 (- ms), slices 0 (- ms), keep 16 (- ms)
+  passes: merge 0 (- ms), slices 0 (- ms), keep 16 (- ms), parts 0 (- ms)
 
 01_forward: 16 unshards and 0 reduce_grads -> 3 collectives, 3.3 KiB a rank
   #  collective  unit              params  names                                       dtype  bytes/rank   bucket
@@ -162,6 +162,7 @@ noisy/00_joint/0_captured.py
 noisy/00_joint/1_merge.py
 noisy/00_joint/2_slices.py
 noisy/00_joint/3_keep.py
+noisy/00_joint/4_parts.py
 noisy/01_forward/0_captured.py
 noisy/01_forward/1_insert.py
 noisy/01_forward/2_overlap.py
@@ -178,6 +179,7 @@ stack/00_joint/0_captured.py
 stack/00_joint/1_merge.py
 stack/00_joint/2_slices.py
 stack/00_joint/3_keep.py
+stack/00_joint/4_parts.py
 stack/01_forward/0_captured.py
 stack/01_forward/1_insert.py
 stack/01_forward/2_overlap.py

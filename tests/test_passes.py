@@ -18,11 +18,13 @@ from fsdp_compile.passes.insert import ROLE, insert
 from fsdp_compile.passes.keep import AC_GRAPH_ID, keep
 from fsdp_compile.passes.merge import merge
 from fsdp_compile.passes.overlap import overlap
+from fsdp_compile.passes.parts import parts
 from fsdp_compile.passes.planner import plan_graph, plan_joint
 from fsdp_compile.passes.provenance import annotate, find_unshards
 from fsdp_compile.passes.slices import keep_slice, slices, use_first_gather
 
 BF16 = torch.bfloat16
+aten = torch.ops.aten
 
 
 def spec(fqn: str = "up.weight", size: tuple[int, ...] = (4, 3), **changes: Any) -> ParamSpec:
@@ -355,6 +357,62 @@ def test_gathers_are_tagged_above_every_checkpoint() -> None:
     assert kept.meta["recompute"] is CheckpointPolicy.MUST_SAVE
     assert gone.meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE
     assert kept.meta["ac_graph_id"] == gone.meta["ac_graph_id"] == AC_GRAPH_ID
+
+
+def tagged(graph: fx.Graph) -> list[str]:
+    return [node.name for node in graph.nodes if node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE]
+
+
+def test_a_cast_of_what_was_gathered_is_made_again_as_well() -> None:
+    build = Builder()
+    x = build.input("x", 5, 3, dtype=BF16)
+    weight = build.unshard(build.input("shard", 2, 3), spec(), reader="up")
+    cast = build.call(aten._to_copy.default, build.call(aten.t.default, weight), dtype=BF16)
+    product = build.call(aten.mm.default, x, cast)
+    graph = build.output(build.call(aten._to_copy.default, product, dtype=torch.float32))  # an activation, not a weight
+    keep(graph, plan_joint(graph))
+    assert tagged(graph) == [weight.name, cast.name]
+
+
+def test_what_an_extension_makes_of_parts_is_made_again() -> None:
+    build = Builder()
+    x, scale = build.input("x", 5, 3), build.input("scale")
+    sent = build.call(aten._to_copy.default, build.input("shard", 2, 3), dtype=BF16)
+    part = build.unshard(sent, spec(part=0, dtype=BF16), reader="up")
+    value = build.call(aten.mul.Tensor, part, build.call(aten.neg.default, scale))
+    made = build.call(markers.made_of_parts, value)
+    graph = build.output(build.call(aten.mm.default, x, build.call(aten.t.default, made)))
+    plan = plan_joint(graph)
+    assert plan.regather == ("up.weight:0",)
+    keep(graph, plan)
+    assert parts(graph, plan) == 1
+    assert tagged(graph) == [part.name, value.name]
+    assert_expected_inline(
+        text(graph),
+        """\
+_to_copy_default = _to_copy(shard)
+unshard_default = unshard(_to_copy_default)
+neg_default = neg(scale)
+mul_tensor = mul.Tensor(unshard_default, neg_default)
+t_default = t(mul_tensor)
+mm_default = mm(x, t_default)
+return mm_default""",
+    )
+
+
+def test_eight_bit_floats_travel_as_bytes() -> None:
+    build = Builder()
+    eight = spec(part=0, dtype=torch.float8_e4m3fn)
+    graph = build.output(build.unshard(build.input("sent", 2, 3, dtype=torch.float8_e4m3fn), eight, reader="up"))
+    assert_expected_inline(
+        lowered(graph),
+        """\
+view_dtype = view.dtype(sent, torch.uint8)
+all_gather_into_tensor_default = all_gather_into_tensor(view_dtype, 2, g)
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)
+view_dtype_1 = view.dtype(wait_tensor_default, torch.float8_e4m3fn)
+return view_dtype_1""",
+    )
 
 
 def test_a_slice_stands_for_a_parameter_until_backward() -> None:
