@@ -164,7 +164,8 @@ def _train(name: str, backend: str) -> tuple[int, float]:
         loss.backward()
         losses = [loss_of(unsharded(**batch)) for batch in batches]
         (sum(losses) / len(losses)).backward()
-        worst = max(worst, abs(loss.item() / losses[dist.get_rank()].item() - 1))
+        largest = max(abs(each.item()) for each in losses)  # one rank's may be next to zero
+        worst = max(worst, abs(loss.item() - losses[dist.get_rank()].item()) / largest)
         for (fqn, ours), theirs in zip(model.named_parameters(), unsharded.parameters()):
             assert (ours.grad is None) == (theirs.grad is None), fqn
             if step == 0 and theirs.grad is not None:
