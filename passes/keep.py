@@ -51,16 +51,17 @@ def keep(graph: fx.Graph, plan: Plan) -> int:
     unshards = find_unshards(graph)
     for marker in unshards:
         policy = CheckpointPolicy.MUST_RECOMPUTE if marker.fqn in regather else CheckpointPolicy.MUST_SAVE
-        _tag(marker.node, policy)
+        tag(marker.node, policy)
         if policy is CheckpointPolicy.MUST_RECOMPUTE:
             for cast in _casts_of(marker.node):
-                _tag(cast, policy)
+                tag(cast, policy)
     for node in graph.find_nodes(op="call_function", target=keep_slice):
-        _tag(node, CheckpointPolicy.MUST_SAVE)
+        tag(node, CheckpointPolicy.MUST_SAVE)
     return len(unshards)
 
 
-def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:
+def tag(node: fx.Node, policy: CheckpointPolicy) -> None:
+    """Tell the partitioner what becomes of a node's result, whatever activation checkpointing does around it."""
     node.meta["recompute"] = policy
     node.meta["ac_graph_id"] = AC_GRAPH_ID
 

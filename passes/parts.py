@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import markers
-from .keep import AC_GRAPH_ID
+from .keep import tag
 from .plan import Plan
 from .provenance import find_unshards
 
@@ -32,8 +32,7 @@ def parts(graph: fx.Graph, plan: Plan) -> int:
     before = _reached(made, lambda node: node.all_input_nodes)
     between = behind & before - {*again, *made}
     for node in between:
-        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        node.meta["ac_graph_id"] = AC_GRAPH_ID
+        tag(node, CheckpointPolicy.MUST_RECOMPUTE)
     for node in made:
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
         graph.erase_node(node)
