@@ -10,6 +10,7 @@ workers have. Leaving the block, for whatever reason, kills them and the compile
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import importlib
@@ -188,6 +189,19 @@ def work() -> None:
         send({_FAILURE: traceback.format_exc(), "at": time.time()})
         os._exit(1)  # a clean exit may wait for peers in a collective
     os.close(fd)
+    leave()
+
+
+def leave() -> NoReturn:
+    """End this process well, without tearing the interpreter down.
+
+    torch's caches of DTensor specs keep a mesh, and with it gloo's threads, alive beyond ``destroy_process_group``. A
+    thread that frees a tensor while Python finalizes aborts the process (pytorch issue 190489).
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _die_with_parent(parent: int) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import fsdp_compile
 from fsdp_compile._graph_path import manager
+from fsdp_compile._launch import leave
 
 
 def main(rank: int, num_ranks: int, rendezvous: str, options: dict[str, str]) -> None:
@@ -48,3 +49,4 @@ def main(rank: int, num_ranks: int, rendezvous: str, options: dict[str, str]) ->
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))
+    leave()
