@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import json
 import os
@@ -137,6 +138,29 @@ def test_a_killed_worker_is_named_with_the_end_of_its_output(tmp_path: Path) -> 
         Workers(f"{__name__}:_is_killed", {}, num_ranks=1, log_dir=tmp_path) as workers,
     ):
         list(workers.messages(silence_s=60))
+
+
+class _AbortsWhenFreed:
+    """Stands in for a thread of gloo that frees a tensor while Python finalizes."""
+
+    def __del__(self) -> None:
+        os.abort()
+
+
+def _is_not_finalized(settings: dict[str, Any], rank: int, send: Send) -> None:
+    _kept.append(_AbortsWhenFreed())
+    atexit.register(Path(settings["said_goodbye"]).touch)
+
+
+_kept: list[_AbortsWhenFreed] = []
+
+
+def test_a_worker_that_is_done_runs_exit_handlers_and_leaves_the_interpreter_as_it_is(tmp_path: Path) -> None:
+    said_goodbye = tmp_path / "goodbye"
+    settings = {"said_goodbye": str(said_goodbye)}
+    with Workers(f"{__name__}:_is_not_finalized", settings, num_ranks=1, log_dir=tmp_path) as workers:
+        assert list(workers.messages(silence_s=60)) == []
+    assert said_goodbye.exists()
 
 
 def _compiles_for_ever(settings: dict[str, Any], rank: int, send: Send) -> None:
