@@ -30,6 +30,7 @@ _DEFAULT_JSON = Path(__file__).resolve().parent / "results" / "boundary.json"
 _ABOUT = {
     "unsharded": "plain parameters under torch.compile",
     "ours": "fsdp_compile.fully_shard(model) under torch.compile",
+    "dtensors": "DTensor parameters, read as param.to_local()",
     "simple_fsdp": "SimpleFSDP under torch.compile",
 }
 

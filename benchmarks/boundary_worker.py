@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.settings import Job, RankResult
 from benchmarks.variants import import_ours, import_simple_fsdp
@@ -53,6 +55,23 @@ def _ours(model: nn.Module, mesh: DeviceMesh) -> None:
     import_ours().fully_shard(model, mesh=mesh)
 
 
+def _dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
+    """No more than DTensor parameters, each read as its local tensor: AOTAutograd's own boundary."""
+    for link in model.links:  # type: ignore[union-attr]
+        shard = distribute_tensor(link.weight.detach(), mesh, [Shard(0)])
+        link.weight = nn.Parameter(shard)
+        cls: type[nn.Module] = type(link)
+        link.__class__ = _READS_LOCAL.setdefault(cls, type(cls.__name__, (cls,), {"weight": property(_local_weight)}))
+
+
+_READS_LOCAL: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _local_weight(link: nn.Module) -> Tensor:
+    shard: Any = link._parameters["weight"]
+    return shard.to_local()
+
+
 def _simple_fsdp(model: nn.Module, mesh: DeviceMesh) -> None:
     import_simple_fsdp().data_parallel(model, mesh, mode="fully_shard")
 
@@ -60,6 +79,7 @@ def _simple_fsdp(model: nn.Module, mesh: DeviceMesh) -> None:
 SHARDERS: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
     "unsharded": _unsharded,
     "ours": _ours,
+    "dtensors": _dtensors,
     "simple_fsdp": _simple_fsdp,
 }
 
