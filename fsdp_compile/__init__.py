@@ -10,10 +10,10 @@ from ._breaks import explain_breaks as explain_breaks
 from ._configure import configure as configure
 from ._fully_shard import fully_shard as fully_shard
 from ._graph_path import install_passes as install_passes
+from ._handles import UnshardHandle as UnshardHandle
 from ._inspect import inspect as inspect
 from ._mesh import ShardPlacementResult as ShardPlacementResult
 from ._module import FSDPModule as FSDPModule
-from ._module import UnshardHandle as UnshardHandle
 from ._module import register_fsdp_forward_method as register_fsdp_forward_method
 from ._module import share_comm_ctx as share_comm_ctx
 from ._parity import Parity as Parity

@@ -21,7 +21,7 @@ from .passes.layout import BUCKETINGS
 REDUCTIONS = ("auto", "reduce_scatter", "all_to_all")
 
 
-@dataclass
+@dataclass(eq=False)
 class ParamGroup:
     """One fully_shard call's parameters with everything that decides how they travel."""
 

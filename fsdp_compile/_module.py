@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from . import _torch_compat as compat
 from ._accumulate import set_all_reduce, set_sync
 from ._call import Call
-from ._cast import cast_floating
+from ._cast import cast_floating, move
 from ._classes import ShardedModule, refresh
 from ._eager_backward import end_backward, reduce_left_over
 from ._fsdp2_view import FSDP2View
-from ._gathered import Gathered, gathered_of
+from ._gathered import gathered_of
+from ._handles import GradientReductionHandle, UnshardHandle
 from ._reduction import Traffic
 from ._state import UnitState, eager_forward, state_of, states_in
 from .passes._torch_compat import group_ranks
@@ -27,35 +28,6 @@ if TYPE_CHECKING:
 else:
     _FSDP2 = torch_fsdp.FSDPModule
 
-
-class UnshardHandle:
-    """What ``unshard(async_op=True)`` returns."""
-
-    def __init__(self, gathered: Gathered) -> None:
-        self._gathered = gathered
-
-    def wait(self) -> None:
-        """Have the parameters there; a forward does so by itself."""
-        if self._gathered.launched:
-            self._gathered.wait()
-
-
-class GradientReductionHandle:
-    """What ``finalize_backward(async_op=True)`` returns: wait before the next forward and the optimizer's step."""
-
-    def __init__(self, root: UnitState | None) -> None:
-        self._root = root
-
-    def wait(self) -> None:
-        """Have the gradients there."""
-        if self._root is None:
-            return
-        iteration = self._root.iteration
-        if iteration.pending_handle is not self:
-            raise RuntimeError("reset_iter_state() took back what this handle waits for.")
-        iteration.traffic.finish()
-        iteration.pending_handle = None
-        self._root = None
 
 
 class FSDPModule(ShardedModule, _FSDP2):
@@ -379,6 +351,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     # unit_forward once more, which must stay one frame of its own code: Dynamo counts recompilations by code object.
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = _state(self)
+        if state.takes_inputs_to is not None:
+            args, kwargs = move(args, state.takes_inputs_to), move(kwargs, state.takes_inputs_to)
         policy = state.mp_policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:
             args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)

@@ -718,6 +718,10 @@ def _forward_method() -> None:
     model.body(tokens[dist.get_rank()]).pow(2).mean().backward()
     torch.stack([unsharded.body(batch).pow(2).mean() for batch in tokens]).mean().backward()
     assert_same_grads(model, unsharded)
+    type(unsharded).device_of = lambda self, x: x.device  # type: ignore[attr-defined]
+    register_fsdp_forward_method(model, "device_of")
+    state_of(model).takes_inputs_to = torch.device("meta")  # type: ignore[union-attr]
+    assert model.device_of(torch.ones(2)).type == "meta"
 
 
 def test_another_method_as_forward(two_ranks: Ranks) -> None:

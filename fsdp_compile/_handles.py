@@ -1,0 +1,40 @@
+"""What asynchronous methods of FSDPModule return: something to wait for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ._gathered import Gathered
+
+if TYPE_CHECKING:
+    from ._state import UnitState
+
+
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` returns."""
+
+    def __init__(self, gathered: Gathered) -> None:
+        self._gathered = gathered
+
+    def wait(self) -> None:
+        """Have the parameters there; a forward does so by itself."""
+        if self._gathered.launched:
+            self._gathered.wait()
+
+
+class GradientReductionHandle:
+    """What ``finalize_backward(async_op=True)`` returns: wait before the next forward and the optimizer's step."""
+
+    def __init__(self, root: UnitState | None) -> None:
+        self._root = root
+
+    def wait(self) -> None:
+        """Have the gradients there."""
+        if self._root is None:
+            return
+        iteration = self._root.iteration
+        if iteration.pending_handle is not self:
+            raise RuntimeError("reset_iter_state() took back what this handle waits for.")
+        iteration.traffic.finish()
+        iteration.pending_handle = None
+        self._root = None
