@@ -152,7 +152,7 @@ class ParamGroup:
             read_as=param.dtensor,
             mode=self.mode_of(param),
             extension=traced_protocol(param, param.shard, self.mp_policy),
-            device=str(mesh.device) if self.computes_elsewhere else "",
+            device=str(self.mesh.device) if self.computes_elsewhere else "",
             pinned=self.computes_elsewhere and compat.is_pinned(param.shard),
         )
 

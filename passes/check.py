@@ -32,6 +32,6 @@ def check(graph: fx.Graph, plan: Plan) -> int:
         order, planned = list(dict.fromkeys(launched)), list(dict.fromkeys(expected))
         assert order == planned, f"{kind} buckets are launched in the order {order}, not the plan's {planned}"
     for copy in graph.find_nodes(op="call_function", target=to_host):
-        waits = copy.kwargs.get("wait", True) or any(user.target is wait_for_copies for user in copy.users)
-        assert waits, f"nothing waits for {copy}"
+        is_complete = copy.kwargs.get("wait", True) or any(user.target is wait_for_copies for user in copy.users)
+        assert is_complete, f"nothing waits for {copy}"
     return len(launches)

@@ -6,6 +6,7 @@ waiting arrives when it is waited for, and is NaN until then: that is what a cop
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,8 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_compile
 from fsdp_compile import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp_compile._classes import refresh
 from fsdp_compile._group import ParamGroup
 from fsdp_compile._report import GraphReport
+from fsdp_compile._state import states_in
 from fsdp_compile.passes import GraphRecord, markers
 from fsdp_compile.passes.insert import insert
 from fsdp_compile.passes.planner import plan_graph
@@ -375,6 +378,38 @@ def test_only_full_parameters_and_their_gradients_are_on_the_device() -> None:
     on_cpu = {stage: {name for name, value in graph.items() if value.device.type == "cpu"} for stage, graph in graphs.items()}
     assert on_cpu["forward"] == {"primals_2", "primals_3"}
     assert "reduce_grad" in on_cpu["backward"]
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+@pytest.mark.compat
+def test_edges_and_gradients_are_on_the_cpu_and_what_is_held_back_on_the_device() -> None:
+    """Training over two devices in earnest, numbers apart: ``meta`` takes the GPU's part once more."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for module in (*model, model):
+        fsdp_compile.fully_shard(module, offload_policy=OFFLOAD)
+    for unit in states_in(model):
+        unit.group.mesh = dataclasses.replace(unit.group.mesh, device=torch.device("meta"))
+        refresh(unit)
+    library = torch.library.Library("fsdpc", "IMPL")
+    library.impl("to_host", lambda reduced, pinned, wait=True: torch.ones_like(reduced, device="cpu"), "Meta", allow_override=True)
+    library.impl("wait_for_copies", lambda copies, device: None, "CPU")
+    run = torch.compile(model, fullgraph=True)
+    x = torch.ones(2, 8, device="meta")
+    try:
+        for sync in (True, True, False, True):
+            model.set_requires_gradient_sync(sync)
+            run(x).sum().backward()
+        asked = torch.autograd.grad(run(x).sum(), list(model.parameters()))
+        with torch.no_grad():
+            assert run(x).is_meta
+    finally:
+        library._destroy()
+    held_back = [grad for unit in states_in(model) for grad in unit.group.pending.values()]
+    assert len(held_back) == 4 and all(grad.is_meta for grad in held_back)
+    for param, grad in zip(model.parameters(), asked):
+        assert {param.device.type, param.grad.device.type, grad.device.type} == {"cpu"}
+        assert torch.equal(param.grad.to_local(), torch.full_like(param.to_local(), 3))
 
 
 @pytest.mark.usefixtures("fake_group_of_four")
