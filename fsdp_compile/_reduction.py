@@ -214,7 +214,8 @@ def beside(shard: DTensor, local: Tensor, read_at_once: bool) -> Tensor:
     if local.device == shard._local_tensor.device:
         return local
     pinned = compat.is_pinned(shard)
-    return torch.empty_like(local, device="cpu", pin_memory=pinned).copy_(local, non_blocking=not read_at_once)
+    on_cpu = torch.empty_like(local, device="cpu", pin_memory=pinned)
+    return on_cpu.copy_(local, non_blocking=pinned and not read_at_once)
 
 
 def accumulate(shard: DTensor, local: Tensor) -> None:
