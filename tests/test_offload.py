@@ -219,7 +219,7 @@ def _deciding_in_backward(model: Stack, run: Any, step: int) -> None:
 @pytest.mark.parametrize(
     ("drive", "backend", "options"),
     [
-        (_accumulating, "aot_eager", {}),
+        pytest.param(_accumulating, "aot_eager", {}, marks=pytest.mark.more),
         pytest.param(_plainly, "inductor", {"mp_policy": BF16}, marks=pytest.mark.more),
         pytest.param(_accumulating, "inductor", {"mp_policy": BF16}, marks=pytest.mark.more),
         pytest.param(_adding, "aot_eager", {}, marks=pytest.mark.more),
