@@ -333,6 +333,7 @@ def _extended() -> None:
         assert all(param.grad is not None for param in model.parameters())
 
 
+@pytest.mark.more
 def test_with_an_extension_the_unit_runs_eagerly_and_says_so(two_ranks: Ranks) -> None:
     two_ranks.run(_extended)
 
