@@ -73,7 +73,8 @@ def accumulator_for(state: UnitState, param: ShardedParam, spec: ReadSpec) -> Ac
     size = spec.size if spec.mode == "hold" else spec.local_size
     delivers = delivers_in(spec.mode)
     dtype = spec.grad_dtype if delivers else spec.reduce_dtype
-    device = state.group.mesh.device
+    # Where the gradient arrives: full ones, and partial sums, stay on the device.
+    device = torch.device("cpu") if delivers and spec.device else state.group.mesh.device
     known = param.accumulators.get(spec.mode)
     if known is not None and (known.leaf is None or _looks_so(known.leaf, size, dtype, device)):
         if delivers:
@@ -101,7 +102,11 @@ def _deliverer(param: ShardedParam) -> Callable[[Tensor], None]:
     @torch.compiler.assume_constant_result
     def is_watched() -> bool:
         param = owner()
-        return param is not None and compat.has_post_accumulate_grad_hooks(param.shard)
+        if param is None:
+            return False
+        # ``from_local`` would bring an offloaded gradient to the mesh's device.
+        offloaded = param.shard.device.type != param.mesh.device.type
+        return offloaded or compat.has_post_accumulate_grad_hooks(param.shard)
 
     @torch.compiler.disable(reason=f"the hooks of {param.fqn} run when it has its gradient")
     def give(grad: Tensor) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
 from ._gathered import Gathered, gathered_of
-from ._reduction import Reduction, hold_back, with_pending
+from ._reduction import Reduction, beside, hold_back, wait_for_offloaded, with_pending
 from ._trace import span
 
 if TYPE_CHECKING:
@@ -90,7 +90,10 @@ def reduce_watched(state: UnitState, gathered: Gathered, index: int, grad: Tenso
     grads = with_pending(gathered, {index: grad}, only=gathered.params[index].fqn)
     state.reduced_in = compat.backward_task()
     local = Reduction(gathered, grads, alone=True).finish().get(index)
-    return None if local is None else compat.dtensor_like(gathered.shards[index], local)
+    if local is None:
+        return None
+    shard = gathered.shards[index]
+    return compat.dtensor_like(shard, beside(shard, local, read_at_once=True))
 
 
 def _require_reduce_dtype(state: UnitState, gathered: Gathered) -> None:
@@ -154,3 +157,5 @@ def reduce_now(state: UnitState) -> None:
     if state.group.has_left_over:
         gathered = gathered_of(state)
         Reduction(gathered, with_pending(gathered, {})).complete()
+        if state.group.offload:
+            wait_for_offloaded()

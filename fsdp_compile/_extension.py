@@ -125,10 +125,16 @@ def traced_protocol(param: ShardedParam, shard: Any, mp_policy: Any) -> Protocol
     return protocol_of(param, shard, mp_policy)
 
 
-def why_not_traced(param: ShardedParam, shard: Any, slices: bool = False) -> str | None:
+def why_not_traced(
+    param: ShardedParam, shard: Any, slices: bool = False, computes_elsewhere: bool = False
+) -> str | None:
     """What of the shard's extension cannot be part of a graph; None where all can, and where there is none."""
     halves = _halves(shard)
-    if not any(halves) or (all(halves) and compat.is_traceable(shard._local_tensor) and not slices):
+    if not any(halves):
+        return None
+    if computes_elsewhere:  # the marker copies what the extension sends, and the extension would run on the CPU
+        return f"CPUOffloadPolicy with the all-gather extension of {param.fqn}"
+    if all(halves) and compat.is_traceable(shard._local_tensor) and not slices:
         return None
     return f"the all-gather extension of {param.fqn}"
 
@@ -141,8 +147,10 @@ def _halves(shard: Any) -> list[bool]:
 class Extension:
     """One such parameter on the eager path: its gathers, and what became of them."""
 
-    def __init__(self, param: ShardedParam, shard: DTensor, spec: ParamSpec, mp_policy: Any) -> None:
-        self._param, self._shard, self._spec = param, shard, spec
+    def __init__(
+        self, param: ShardedParam, shard: DTensor, spec: ParamSpec, mp_policy: Any, device: torch.device
+    ) -> None:
+        self._param, self._shard, self._spec, self._device = param, shard, spec, device
         self._protocol = protocol_of(param, shard, mp_policy)
         self._in_flight: list[tuple[Any, ParamSpec, Caller]] = []
         self._metadata: Any = None
@@ -153,7 +161,10 @@ class Extension:
 
     def launch(self) -> None:
         """Ask the subclass what to gather, and start gathering it."""
-        sent, specs, self._metadata = self._protocol.before(self._shard._local_tensor, self._spec)
+        local = self._shard._local_tensor
+        if local.device != self._device:  # an offloaded shard: what is sent must be where the process group is
+            local = local.to(self._device, non_blocking=True)
+        sent, specs, self._metadata = self._protocol.before(local, self._spec)
         for tensor, spec in zip(sent, specs):
             call = Caller(Comms())
             self._in_flight.append((lower.launch_gather(call, [tensor], [spec]), spec, call))

@@ -104,9 +104,7 @@ def make_unit(
         one.__dict__[STATE] = state
         compat.register_fsdp2_state(one, FSDP2View(state, end_backward))
     for fqn, slots in unclaimed.items():
-        param = shard_param(fqn, len(group.params), slots, cuts[fqn])
-        if isinstance(offload_policy, CPUOffloadPolicy):
-            compat.keep_on_cpu(param.shard, offload_policy.pin_memory)
+        param = shard_param(fqn, len(group.params), slots, cuts[fqn], offload_policy)
         group.params.append(param)
         for slot in slots:
             _register_read(slot, param, state, state)

@@ -24,7 +24,7 @@ from ._extension import Extension, has_extension
 from ._group import ParamGroup
 from ._param import ShardedParam
 from .passes import ParamSpec, lower
-from .passes.markers import require_data
+from .passes.markers import require_data, require_on_cpu
 from .passes.planner import gather_buckets
 
 if TYPE_CHECKING:
@@ -41,15 +41,12 @@ class Gathered:
         self.shards: list[DTensor] = [param.param for param in self.params]
         for param, shard in zip(self.params, self.shards):
             require_data(param.fqn, shard)
-            if group.offload and shard._local_tensor.device.type != "cpu":
-                raise RuntimeError(
-                    f"{param.fqn} was sharded with a CPUOffloadPolicy, but its shard is on "
-                    f"{shard._local_tensor.device}. Leave it on the CPU; a model built on meta gets its data there "
-                    "with to_empty(device='cpu')."
-                )
-        self.specs: list[ParamSpec] = [group.spec_of(param) for param in self.params]
+            if group.offload:
+                require_on_cpu(param.fqn, shard._local_tensor)
+        # Here shards are copied to the device before they are packed, and gradients from it when shards get them.
+        self.specs: list[ParamSpec] = [group.spec_of(param).on_device() for param in self.params]
         self._extensions = {
-            index: Extension(param, shard, self.specs[index], group.mp_policy)
+            index: Extension(param, shard, self.specs[index], group.mp_policy, group.mesh.device)
             for index, (param, shard) in enumerate(zip(self.params, self.shards))
             if has_extension(param, shard)
         }

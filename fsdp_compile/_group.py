@@ -82,12 +82,15 @@ class ParamGroup:
         return self.sync and bool(self.pending or (self.partials and self.all_reduce))
 
     @property
+    def computes_elsewhere(self) -> bool:
+        """Whether shards are not where they are gathered, and are copied there and back."""
+        return self.offload and self.mesh.device.type != "cpu"
+
+    @property
     def eager_only(self) -> str | None:
         """Name of what a graph cannot honour; None without such a thing."""
-        if self.offload and self.mesh.device.type != "cpu":
-            return "CPUOffloadPolicy"
         for param in self.params:
-            reason = why_not_traced(param, param.shard, self.post_forward is not None)
+            reason = why_not_traced(param, param.shard, self.post_forward is not None, self.computes_elsewhere)
             if reason is not None:
                 return reason
         if self.reduce_unused:  # what a graph does not read it does not reduce either
@@ -149,6 +152,8 @@ class ParamGroup:
             read_as=param.dtensor,
             mode=self.mode_of(param),
             extension=traced_protocol(param, param.shard, self.mp_policy),
+            device=str(self.mesh.device) if self.computes_elsewhere else "",
+            pinned=self.computes_elsewhere and compat.is_pinned(param.shard),
         )
 
     def _param_dtype(self, param: ShardedParam, stored: torch.dtype) -> torch.dtype:

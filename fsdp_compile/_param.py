@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -111,7 +112,7 @@ def cut_of(fqn: str, full: nn.Parameter, mesh: ShardMesh, placement_fn: Callable
     return Cut(layout, its_mesh, stored_mesh, placements, read_as(full, its_mesh))
 
 
-def shard_param(fqn: str, order: int, slots: list[Slot], cut: Cut) -> ShardedParam:
+def shard_param(fqn: str, order: int, slots: list[Slot], cut: Cut, offload_policy: OffloadPolicy) -> ShardedParam:
     """Replace the full parameter in its slots by this rank's shard of it."""
     full = slots[0].param
     layout = cut.layout
@@ -122,6 +123,8 @@ def shard_param(fqn: str, order: int, slots: list[Slot], cut: Cut) -> ShardedPar
         dtensor = DTensor.from_local(
             local, cut.stored_mesh, cut.placements, run_check=False, shape=full.shape, stride=full.stride()
         )
+        if isinstance(offload_policy, CPUOffloadPolicy):
+            dtensor = compat.on_cpu(dtensor, offload_policy.pin_memory)
     shard = nn.Parameter(dtensor, requires_grad=full.requires_grad)
     asked = compat.get_grad_dtype(full)
     grad_dtype: torch.dtype | Literal["own"] | None = "own" if asked == full.dtype else asked

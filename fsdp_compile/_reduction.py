@@ -160,9 +160,11 @@ class Traffic:
     def __init__(self) -> None:
         self._reductions: deque[Reduction] = deque()
         self._over_replicas: Reduction | None = None  # shards are done, replicas are not
+        self._offloads = False  # gradients are being copied to the CPU, or will be
 
     def reduce(self, gathered: Gathered, grads: Mapping[int, Tensor], cap: int) -> None:
         """Start a reduction, once fewer than ``cap`` are in flight."""
+        self._offloads |= gathered.group.offload
         while len(self._reductions) >= cap:
             oldest = self._reductions.popleft()
             oldest.advance()
@@ -180,12 +182,12 @@ class Traffic:
 
     def finish(self) -> None:
         """Wait for all of them; the gradients are there."""
-        offloads = any(reduction.gathered.group.offload for reduction in self._reductions)
         self._complete_over_replicas()
         while self._reductions:
             self._reductions.popleft().complete()
-        if offloads and torch.accelerator.is_available():
-            torch.accelerator.current_stream().synchronize()
+        if self._offloads:
+            wait_for_offloaded()
+            self._offloads = False
 
     def forget(self, groups: Collection[ParamGroup]) -> None:
         """After an error: wait for what was launched for ``groups``, and let the results go."""
@@ -201,15 +203,26 @@ class Traffic:
         self._reductions = kept
 
 
+def wait_for_offloaded() -> None:
+    """Have gradients on the CPU complete that ``accumulate`` let the device copy on."""
+    if torch.accelerator.is_available():
+        torch.accelerator.current_stream().synchronize()
+
+
+def beside(shard: DTensor, local: Tensor, read_at_once: bool) -> Tensor:
+    """A local gradient where the shard is; a copy to pinned memory may run on, unless somebody reads it at once."""
+    if local.device == shard._local_tensor.device:
+        return local
+    pinned = compat.is_pinned(shard)
+    on_cpu = torch.empty_like(local, device="cpu", pin_memory=pinned)
+    return on_cpu.copy_(local, non_blocking=pinned and not read_at_once)
+
+
 def accumulate(shard: DTensor, local: Tensor) -> None:
     """Add a local gradient to the shard's, as autograd does for a leaf, and run the shard's post-accumulate hooks."""
     with torch.no_grad():
         grad = shard.grad
-        if local.device != shard._local_tensor.device:
-            # To pinned memory the copy may run on, unless somebody reads it at once; finish() waits for it.
-            read_at_once = grad is not None or compat.has_post_accumulate_grad_hooks(shard)
-            offloaded = torch.empty_like(local, device="cpu", pin_memory=shard._local_tensor.is_pinned())
-            local = offloaded.copy_(local, non_blocking=not read_at_once)
+        local = beside(shard, local, read_at_once=grad is not None or compat.has_post_accumulate_grad_hooks(shard))
         if grad is None:
             shard.grad = compat.dtensor_like(shard, local)
         elif isinstance(grad, DTensor) and grad.placements == shard.placements:

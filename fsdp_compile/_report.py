@@ -13,6 +13,7 @@ from torch import fx
 from . import _torch_compat as compat
 from .passes import GraphRecord, Plan
 from .passes.collectives import is_launch
+from .passes.copies import to_device, to_host
 from .passes.insert import ROLE
 from .passes.provenance import Marker, find_reduces, find_unshards
 
@@ -36,10 +37,16 @@ class Collective:
     dtype: str
     num_bytes: int  # one rank's part
     bucket_bytes: int  # all ranks' parts, padding included; of an all_reduce over replicas, one of the equal parts
+    host_bytes: int = 0  # of offloaded shards: copied from the CPU for a gather, or to it after the last reduction
 
 
 def collectives_of(graph: fx.Graph, plan: Plan) -> list[Collective]:
     """Our collectives in the order of launch."""
+    copied: dict[tuple[str, int], int] = {}
+    for node in graph.nodes:
+        if node.target in (to_device, to_host):
+            bucket_of = node.meta[ROLE].kind, node.meta[ROLE].bucket
+            copied[bucket_of] = copied.get(bucket_of, 0) + num_bytes_of(node.meta["val"])
     found = []
     for node in graph.nodes:
         role = node.meta.get(ROLE)
@@ -49,6 +56,7 @@ def collectives_of(graph: fx.Graph, plan: Plan) -> list[Collective]:
         bucket = buckets[role.bucket]
         operator = str(node.target.__name__).partition(".")[0]
         whole = node if role.kind == "gather" else node.args[0]
+        is_last = role.kind == "gather" or bucket.num_replicas == 1 or operator == "all_reduce"
         found.append(
             Collective(
                 node=node,
@@ -58,6 +66,7 @@ def collectives_of(graph: fx.Graph, plan: Plan) -> list[Collective]:
                 dtype=bucket.dtype,
                 num_bytes=bucket.num_bytes,
                 bucket_bytes=num_bytes_of(whole.meta["val"]),
+                host_bytes=copied.get((role.kind, role.bucket), 0) if is_last else 0,
             )
         )
     return found
@@ -145,7 +154,11 @@ class GraphReport:
             ]
             for place, one in enumerate(self.launches)
         ]
-        return table([header, *rows], right=(0, 3, 6, 7))
+        if any(one.host_bytes for one in self.launches):
+            header.append("host")
+            for row, one in zip(rows, self.launches):
+                row.append(format_bytes(one.host_bytes))
+        return table([header, *rows], right=(0, 3, 6, 7, 8))
 
     def _joint_rows(self) -> list[str]:
         graph = self.record.snapshots[-1]

@@ -136,14 +136,23 @@ def local_tensor(param: DTensor) -> torch.Tensor:
     return param._local_tensor
 
 
-def keep_on_cpu(param: nn.Parameter, pin_memory: bool) -> None:
-    """Move the local tensor of a DTensor parameter to the CPU, whatever its mesh (``_local_tensor``: 2.11 to 2.15)."""
-    local = param._local_tensor  # type: ignore[attr-defined]
+def on_cpu(sharded: DTensor, pin_memory: bool) -> DTensor:
+    """The same DTensor with its local tensor on the CPU, whatever its mesh (``_local_tensor``: 2.11 to 2.15).
+
+    A new one, for a DTensor says that it is where its local tensor was when it was made, and ``grad`` must be there.
+    """
+    local = sharded._local_tensor
     if local.is_meta:
-        return
+        return sharded
     local = local.cpu()
     pinned = pin_memory and torch.accelerator.is_available()
-    param._local_tensor = local.pin_memory() if pinned else local  # type: ignore[attr-defined]
+    return dtensor_like(sharded, local.pin_memory() if pinned else local)
+
+
+def is_pinned(param: torch.Tensor) -> bool:
+    """Whether a shard is in pinned memory (``_local_tensor``: 2.11 to 2.15)."""
+    local = param._local_tensor if isinstance(param, DTensor) else param
+    return local.device.type == "cpu" and local.is_pinned()
 
 
 def process_group(name: str) -> torch.distributed.ProcessGroup:

@@ -5,6 +5,7 @@
                            keep     tag each gathered parameter: save it, or gather again in backward
     --- AOTAutograd's partitioner splits forward from backward ---
     forward, backward      insert   markers become collectives, bucketed
+                                    with offloaded shards, copies from the CPU before and back to it after
                            overlap  launch a unit ahead, wait at the use
                            check    the result is legal
     --- Inductor lowers, fuses, sorts ---

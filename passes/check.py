@@ -4,6 +4,7 @@ launch = all_gather_into_tensor(...)        a wait stands on the collective's ow
 wait   = wait_tensor(launch)                only then does Inductor keep the collective's input alive
 
 Buckets are launched in the plan's order, and one that replicas reduce as well is launched a second time for that.
+What is copied to the CPU is waited for too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from torch import fx
 
 from .collectives import c10d, is_launch
+from .copies import to_host, wait_for_copies
 from .insert import ROLE
 from .plan import Plan, num_launches
 from .provenance import has_markers
@@ -29,4 +31,7 @@ def check(graph: fx.Graph, plan: Plan) -> int:
         assert sorted(launched) == expected, f"{kind} buckets {launched} are launched, not the plan's {expected}"
         order, planned = list(dict.fromkeys(launched)), list(dict.fromkeys(expected))
         assert order == planned, f"{kind} buckets are launched in the order {order}, not the plan's {planned}"
+    for copy in graph.find_nodes(op="call_function", target=to_host):
+        is_complete = copy.kwargs.get("wait", True) or any(user.target is wait_for_copies for user in copy.users)
+        assert is_complete, f"nothing waits for {copy}"
     return len(launches)

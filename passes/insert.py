@@ -11,6 +11,11 @@ r1 = reduce_grad(g1)             launch = reduce_scatter_tensor(packed)
                                  r0, r1 = slices of wait / divisor
 
                                  with replicas, wait goes into all_reduce and another wait first
+
+of offloaded shards              h0, h1 = to_device(s0), to_device(s1)   are what is packed
+                                 r0, r1 = slices of to_host(wait / divisor)
+                                 ...
+                                 wait_for_copies(all to_host)            at the end of the graph that returns them
 """
 
 from __future__ import annotations
@@ -25,7 +30,9 @@ from torch import fx
 
 from . import _torch_compat as compat
 from . import lower
+from .copies import to_host, wait_for_copies
 from .emit import emit
+from .keep import VIEWS
 from .plan import Bucket, Plan, num_launches
 from .provenance import Marker, find_reduces, find_unshards
 from .slices import keep_slice
@@ -43,7 +50,7 @@ class Role:
     order of kernels depends on stands here.
     """
 
-    kind: str  # "gather" or "reduce"
+    kind: str  # "gather" or "reduce"; "end" of what waits at the end of a graph
     bucket: int
     unit: str
     lookahead: int
@@ -74,9 +81,25 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         num_launched += num_launches(bucket)
     for node in graph.find_nodes(op="call_function", target=keep_slice):
         _cut(graph, node)
+    _wait_at_the_end(graph, plan)
     assert not unshards and not reduces, f"markers that the plan leaves out: {[*unshards, *reduces]}"
     sort_topologically(graph)
     return num_launched
+
+
+def _wait_at_the_end(graph: fx.Graph, plan: Plan) -> None:
+    """Wait once for what is copied to the CPU; but at once where the graph goes on to read it, as an optimizer does."""
+    copies = [node for node in graph.find_nodes(op="call_function", target=to_host) if not _is_read(node)]
+    for copy in copies:
+        copy.kwargs = {"wait": False}
+    if copies:
+        call = _emitter(graph, graph.output_node(), Role("end", 0, plan.stage, plan.lookahead))
+        call(wait_for_copies, copies, str(copies[0].args[0].meta["val"].device))  # type: ignore[union-attr]
+
+
+def _is_read(node: fx.Node) -> bool:
+    """Whether anything but the graph's caller looks at a tensor."""
+    return any(user.op != "output" and (user.target not in VIEWS or _is_read(user)) for user in node.users)
 
 
 def _cut(graph: fx.Graph, node: fx.Node) -> None:

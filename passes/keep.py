@@ -29,7 +29,7 @@ AC_GRAPH_ID = 100_000
 
 aten = torch.ops.aten
 _CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
-_VIEWS = (
+VIEWS = (
     aten.t.default,
     aten.transpose.int,
     aten.permute.default,
@@ -71,5 +71,5 @@ def _casts_of(gathered: fx.Node) -> Iterator[fx.Node]:
     for user in gathered.users:
         if user.target in _CASTS and "recompute" not in user.meta:
             yield user
-        if user.target in _CASTS or user.target in _VIEWS:
+        if user.target in _CASTS or user.target in VIEWS:
             yield from _casts_of(user)

@@ -1,8 +1,9 @@
 """What a marker becomes: pack, collective, wait, unpack. Written once, run eagerly or written into a graph.
 
-    gather   shards -> cast -> pad -> [cat] -> all_gather_into_tensor -> wait -> [split] -> reorder, unpad -> full
+    gather   shards -> [to_device] -> cast -> pad -> [cat] -> all_gather_into_tensor -> wait
+                    -> [split] -> reorder, unpad -> full
     reduce   grads  -> cast -> pad, reorder -> [cat] -> reduce_scatter_tensor -> wait
-                    -> [all_reduce over the replicas -> wait] -> divide -> [split], unpad
+                    -> [all_reduce over the replicas -> wait] -> divide -> [to_host] -> [split], unpad
 
 The functions take ``call(op, *args)``: ``run`` executes the op, the insert pass's emitter adds a node instead. So
 both paths put the same bytes on the wire in the same order.
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from .collectives import all_gather_of, c10d
+from .copies import to_device, to_host
 from .layout import BucketLayout, ShardLayout
 from .markers import ParamSpec
 
@@ -31,7 +33,10 @@ def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def launch_gather(call: Call, shards: Sequence[Any], specs: Sequence[ParamSpec]) -> Any:
     """Pack one bucket of local shards and start its all-gather; specs agree on dtype and group."""
-    cast = [_as_bytes(call, _cast(call, shard, spec.dtype)) for shard, spec in zip(shards, specs)]
+    # An offloaded shard travels as it is stored, and each by itself: a cast or a cat in front of the copy would be work
+    # for the CPU, which has a tenth of the device's bandwidth and may be busy launching.
+    here = [call(to_device, shard, spec.device) if spec.device else shard for shard, spec in zip(shards, specs)]
+    cast = [_as_bytes(call, _cast(call, shard, spec.dtype)) for shard, spec in zip(here, specs)]
     parts = [_on_the_wire(call, shard, spec.layout) for shard, spec in zip(cast, specs)]
     if specs[0].num_shards == 1:
         return parts  # nothing travels, so nothing is packed
@@ -110,6 +115,9 @@ def finish_all_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> l
         pending = call(c10d.wait_tensor.default, pending)
     if first.postdivide != 1.0:
         pending = call(aten.div.Tensor, pending, first.postdivide)
+    if first.device:
+        # The bucket in one copy, as its members' gradients want it: all that is left to do on the CPU are views.
+        pending = call(to_host, _cast(call, pending, first.grad_dtype), first.pinned)
     if len(specs) == 1:
         pieces = [pending]
     else:

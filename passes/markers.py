@@ -7,6 +7,7 @@
     with then="hold"             the leaf gets gw: accumulation without communication
     with a ticket                gw is resume(gw, ticket): what accumulated joins, when backward runs
     with then="over_shards"      gs is summed over the shards alone, not over replicas
+    with a device                shard and gs are on the CPU, w and gw on the device
 
 A marker says in its arguments everything that a pass needs. The arguments are equal for equal blocks (the FQN is
 relative to the module given to ``fully_shard``), so blocks that look alike share one compiled graph. Where no pass
@@ -34,8 +35,8 @@ NAMESPACE = "fsdpc"
 class ParamSpec:
     """What a marker knows of its parameter.
 
-    Every field is equal on every rank, but for the groups' names, ``local_length`` and ``inner_rank``; with tensor
-    parallelism ``size`` is that of this rank's part.
+    Every field is equal on every rank, but for the groups' names, ``local_length``, ``inner_rank`` and the number of
+    the ``device``; with tensor parallelism ``size`` is that of this rank's part.
     """
 
     fqn: str  # relative to the module that fully_shard was given
@@ -65,6 +66,10 @@ class ParamSpec:
     inner_group: str = ""
     inner_rank: int = 0
     part: int = -1  # of an all-gather extension: which of the tensors that it sends; -1 is the parameter itself
+    # Of an offloaded shard, which is on the CPU and gets its gradient there: what is copied to, gathered and computed
+    # on; empty where the shard is there already. And whether the gradient is to be in pinned memory.
+    device: str = ""
+    pinned: bool = False
 
     @property
     def layout(self) -> ShardLayout:
@@ -85,6 +90,10 @@ class ParamSpec:
         """Bytes that one rank receives from the reduction."""
         return self.layout.padded_numel * self.reduce_dtype.itemsize
 
+    def on_device(self) -> ParamSpec:
+        """The same for what is on the device already, and stays there."""
+        return dataclasses.replace(self, device="", pinned=False)
+
     def kwargs(self) -> dict[str, Any]:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return fields | {"size": list(self.size)}
@@ -99,7 +108,7 @@ _SPEC = (
     "str fqn, str unit, int order, int[] size, int dim, int num_shards, int local_length, str group, str backend, "
     "ScalarType dtype, ScalarType reduce_dtype, ScalarType grad_dtype, bool regather, str reduce_op, float predivide, "
     "float postdivide, str reduction, str bucketing, str replicate_group, int num_replicas, int inner_shards, "
-    "str inner_group, int inner_rank, int part"
+    "str inner_group, int inner_rank, int part, str device, bool pinned"
 )
 
 library = torch.library.Library(NAMESPACE, "DEF")
@@ -124,12 +133,15 @@ ticket_holders: dict[int, Callable[[Tensor], Tensor]] = {}
 @torch.library.register_fake(f"{NAMESPACE}::unshard")
 def _unshard_fake(shard: Tensor, *backward: Any, **kwargs: Any) -> Tensor:
     require_data(kwargs["fqn"], shard)
-    return shard.new_empty(kwargs["size"], dtype=kwargs["dtype"])
+    if kwargs["device"]:
+        require_on_cpu(kwargs["fqn"], shard)
+    return shard.new_empty(kwargs["size"], dtype=kwargs["dtype"], device=kwargs["device"] or shard.device)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::reduce_grad")
 def _reduce_grad_fake(grad: Tensor, **kwargs: Any) -> Tensor:
-    return grad.new_empty(ParamSpec.of(kwargs).local_size, dtype=kwargs["grad_dtype"])
+    device = "cpu" if kwargs["device"] else grad.device
+    return grad.new_empty(ParamSpec.of(kwargs).local_size, dtype=kwargs["grad_dtype"], device=device)
 
 
 def _unshard_kernel(shard: Tensor, *backward: Any, **kwargs: Any) -> Tensor:
@@ -198,7 +210,7 @@ def gradients(
         return None, grad.to(spec["reduce_dtype"])
     if then == "over_shards":
         over_shards = {"num_replicas": 1, "replicate_group": "", "postdivide": 1.0, "grad_dtype": spec["reduce_dtype"]}
-        spec = spec | over_shards
+        spec = spec | over_shards | {"device": "", "pinned": False}  # what follows is summed on the device
     reduced = torch.ops.fsdpc.reduce_grad(grad, **spec)
     return (None, reduced) if has_leaf else (reduced, None)
 
@@ -209,6 +221,15 @@ def require_data(fqn: str, shard: Tensor) -> None:
         raise RuntimeError(
             f"{fqn} is still on the meta device. Call model.to_empty(device=...) and initialise the parameters, or "
             "load_state_dict(..., assign=True), before the first forward."
+        )
+
+
+def require_on_cpu(fqn: str, shard: Tensor) -> None:
+    """Refuse an offloaded shard that somebody moved."""
+    if shard.device.type != "cpu":
+        raise RuntimeError(
+            f"{fqn} was sharded with a CPUOffloadPolicy, but its shard is on {shard.device}. Leave it on the CPU; a "
+            "model built on meta gets its data there with to_empty(device='cpu')."
         )
 
 

@@ -63,7 +63,9 @@ def _gather_key(spec: ParamSpec) -> tuple[object, ...]:
 def _reduce_key(spec: ParamSpec) -> tuple[object, ...]:
     divisors = (spec.reduce_op, spec.predivide, spec.postdivide, spec.reduction)
     ranks = (spec.group, spec.num_shards, spec.replicate_group, spec.num_replicas)
-    return (*ranks, spec.reduce_dtype, *divisors, spec.bucketing)
+    # A bucket that goes to the CPU goes there as one tensor.
+    copied = (spec.device, spec.grad_dtype) if spec.device else ()
+    return (*ranks, spec.reduce_dtype, *divisors, spec.bucketing, *copied)
 
 
 def _split(

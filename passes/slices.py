@@ -75,7 +75,8 @@ def use_first_gather(graph: fx.Graph) -> None:
 
 def inner_spec(spec: ParamSpec) -> ParamSpec:
     """The marker that gathers a parameter from slices that ``spec.inner_shards`` ranks hold."""
+    here = spec.on_device()  # wherever shards are
     inner = dataclasses.replace(
-        spec, num_shards=spec.inner_shards, group=spec.inner_group, inner_shards=1, inner_group="", inner_rank=0
+        here, num_shards=spec.inner_shards, group=spec.inner_group, inner_shards=1, inner_group="", inner_rank=0
     )
     return dataclasses.replace(inner, local_length=inner.layout.local_size(spec.inner_rank)[spec.dim])

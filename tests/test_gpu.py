@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from fsdp_compile import CPUOffloadPolicy, fully_shard
 from fsdp_compile._state import states_in
 from tests.conftest import SteadyRanks
 from tests.ranks import Ranks
+from tests.test_compiled_autograd import compiled_autograd
 from tests.toy import Block, assert_same_grads, assert_same_params
 
 pytestmark = [
@@ -49,6 +51,14 @@ def _pair(**options: Any) -> tuple[nn.Module, nn.Module]:
     return unsharded.cuda(), fully_shard(model, **options)
 
 
+def _full(tensor: DTensor) -> torch.Tensor:
+    """All of it on the GPU, wherever its shards are: NCCL gathers nothing from the CPU."""
+    shard = tensor.to_local().cuda()
+    shape, stride = tensor.shape, tensor.stride()
+    on_gpu = DTensor.from_local(shard, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+    return on_gpu.full_tensor()
+
+
 def _train(model: nn.Module, unsharded: nn.Module, run: Any, event: bool = False) -> None:
     """Every rank has the same batch, so the mean over ranks is the gradient; inputs come from the CPU."""
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, unsharded)]
@@ -58,7 +68,7 @@ def _train(model: nn.Module, unsharded: nn.Module, run: Any, event: bool = False
         unsharded(batch.cuda()).square().mean().backward()
         for (name, ours), theirs in zip(model.named_parameters(), unsharded.parameters()):
             assert isinstance(ours.grad, DTensor), name
-            torch.testing.assert_close(ours.grad.full_tensor().cpu(), theirs.grad.cpu(), atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(_full(ours.grad), theirs.grad, atol=1e-5, rtol=1e-4)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -120,14 +130,85 @@ def test_offloaded_shards_and_gradients_are_pinned(gpus: Ranks) -> None:
     gpus.run(_offloaded)
 
 
-def _misplaced() -> None:
+def _offloaded_and_compiled(pin_memory: bool, mode: str | None) -> None:
+    unsharded, model = _pair(offload_policy=CPUOffloadPolicy(pin_memory=pin_memory))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*eagerly.*")
+        run = torch.compile(model, fullgraph=True, mode=mode)
+        _train(model, unsharded, run)
+        run(torch.ones(2, 16)).sum().backward()
+    for param in model.parameters():
+        for shard in (param, param.grad):
+            assert shard.device.type == "cpu" and shard.to_local().is_pinned() == pin_memory
+
+
+@pytest.mark.parametrize(("pin_memory", "mode"), [(True, None), (False, None), (True, "reduce-overhead")])
+def test_offloaded_shards_train_in_one_graph(gpus: Ranks, pin_memory: bool, mode: str | None) -> None:
+    gpus.run(_offloaded_and_compiled, pin_memory, mode)
+
+
+def _offloaded_and_accumulated() -> None:
+    """Held back on the GPU, added to what is there on the CPU, delivered to a hook, inside a compiled step."""
+    unsharded, model = _pair(offload_policy=CPUOffloadPolicy())
+    run = torch.compile(model, fullgraph=True)
+    for sync in (True, False, True):
+        model.set_requires_gradient_sync(sync)
+        run(torch.ones(4, 16)).square().mean().backward()
+        unsharded(torch.ones(4, 16, device="cuda")).square().mean().backward()
+    seen = {}
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda param, name=name: seen.update({name: _full(param.grad)}))
+    run(torch.ones(4, 16)).square().mean().backward()
+
+    @torch.compile
+    def step(batch: torch.Tensor) -> None:
+        model(batch).square().mean().backward()
+
+    with compiled_autograd():
+        step(torch.ones(4, 16))
+    for _ in range(2):
+        unsharded(torch.ones(4, 16, device="cuda")).square().mean().backward()
+    for (name, ours), theirs in zip(model.named_parameters(), unsharded.parameters()):
+        torch.testing.assert_close(_full(ours.grad), theirs.grad, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(seen[name], theirs.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_offloaded_gradients_add_up(gpus: Ranks) -> None:
+    gpus.run(_offloaded_and_accumulated)
+
+
+def _memory_beside_offloaded_shards() -> tuple[int, int]:
+    """Bytes of the model, and bytes on the GPU after a step whose gradients are there; these are read at once."""
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(16)))
+    num_bytes = sum(param.numel() * 4 for param in model.parameters())
+    for layer in model:
+        fully_shard(layer, offload_policy=CPUOffloadPolicy(), reshard_after_forward=True)
+    fully_shard(model, offload_policy=CPUOffloadPolicy())
+    run = torch.compile(model, fullgraph=True)
+    for _ in range(3):
+        model.zero_grad()
+        run(torch.ones(8, 2048)).square().mean().backward()
+        at_once = [param.grad.to_local().clone() for param in model.parameters()]
+        torch.cuda.synchronize()
+        for param, first in zip(model.parameters(), at_once):
+            assert torch.equal(param.grad.to_local(), first)
+    return num_bytes, torch.cuda.memory_allocated()
+
+
+def test_offloaded_shards_and_gradients_leave_the_gpu(gpus: Ranks) -> None:
+    for num_bytes, num_allocated in gpus.run(_memory_beside_offloaded_shards):
+        assert num_allocated < num_bytes / 3, num_allocated  # what cuBLAS takes for itself: 32 MiB on an H100
+
+
+def _misplaced(compiled: bool) -> None:
     model = fully_shard(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy()).cuda()
     with pytest.raises(RuntimeError, match=r"weight.*CPU"):
-        model(torch.ones(2, 4))
+        (torch.compile(model) if compiled else model)(torch.ones(2, 4))
 
 
-def test_an_offloaded_shard_on_the_gpu_is_refused(gpus: Ranks) -> None:
-    gpus.run(_misplaced)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_offloaded_shard_on_the_gpu_is_refused(gpus: Ranks, compiled: bool) -> None:
+    gpus.run(_misplaced, compiled)
 
 
 def _groups_memory() -> None:

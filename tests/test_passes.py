@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile.passes import Bucket, ParamSpec, Plan, markers
 from fsdp_compile.passes.check import check
+from fsdp_compile.passes.copies import to_host
 from fsdp_compile.passes.insert import ROLE, insert
 from fsdp_compile.passes.keep import AC_GRAPH_ID, keep
 from fsdp_compile.passes.merge import merge
@@ -415,6 +416,117 @@ return view_dtype_1""",
     )
 
 
+def offloaded(**changes: Any) -> ParamSpec:
+    """Kept on the CPU, computed on a GPU; BF16 there."""
+    return spec(**{"device": "cuda:0", "pinned": True, "dtype": BF16, "backend": "nccl", "reduce_op": "avg", **changes})
+
+
+def test_offloaded_shards_are_copied_as_they_are_stored_and_gradients_as_one() -> None:
+    b = Builder()
+    shards = b.input("weight", 2, 3), b.input("bias", 2)
+    specs = offloaded(postdivide=1.0), offloaded(fqn="up.bias", size=(4,), order=1, postdivide=1.0)
+    w, v = (b.unshard(shard, its_spec) for shard, its_spec in zip(shards, specs))
+    grads = b.call(aten.relu.default, w), b.call(aten.relu.default, v)
+    graph = b.output(*(b.reduce(grad, its_spec) for grad, its_spec in zip(grads, specs)))
+    assert_expected_inline(
+        lowered(graph, "backward"),
+        """\
+to_device_default = to_device(weight, cuda:0)
+to_device_default_1 = to_device(bias, cuda:0)
+convert_element_type_default = convert_element_type(to_device_default, torch.bfloat16)
+convert_element_type_default_1 = convert_element_type(to_device_default_1, torch.bfloat16)
+reshape_default = reshape(convert_element_type_default, [-1])
+reshape_default_1 = reshape(convert_element_type_default_1, [-1])
+cat_default = cat([reshape_default, reshape_default_1])
+all_gather_into_tensor_default = all_gather_into_tensor(cat_default, 2, g)
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)
+view_default = view(wait_tensor_default, [2, 8])
+slice_tensor = slice.Tensor(view_default, 1, 0, 6)
+reshape_default_2 = reshape(slice_tensor, [4, 3])
+slice_tensor_1 = slice.Tensor(view_default, 1, 6, 8)
+reshape_default_3 = reshape(slice_tensor_1, [4])
+relu_default = relu(reshape_default_2)
+relu_default_1 = relu(reshape_default_3)
+convert_element_type_default_2 = convert_element_type(relu_default, torch.float32)
+convert_element_type_default_3 = convert_element_type(relu_default_1, torch.float32)
+reshape_default_4 = reshape(convert_element_type_default_2, [2, -1])
+reshape_default_5 = reshape(convert_element_type_default_3, [2, -1])
+cat_default_1 = cat([reshape_default_4, reshape_default_5], 1)
+view_default_1 = view(cat_default_1, [-1])
+reduce_scatter_tensor_default = reduce_scatter_tensor(view_default_1, avg, 2, g)
+wait_tensor_default_1 = wait_tensor(reduce_scatter_tensor_default)
+to_host_default = to_host(wait_tensor_default_1, True)
+view_default_2 = view(to_host_default, [-1])
+slice_tensor_2 = slice.Tensor(view_default_2, 0, 0, 6)
+view_default_3 = view(slice_tensor_2, [2, 3])
+slice_tensor_3 = slice.Tensor(view_default_2, 0, 6, 8)
+view_default_4 = view(slice_tensor_3, [2])
+wait_for_copies_default = wait_for_copies([to_host_default], cuda:0)
+return view_default_3, view_default_4""",
+    )
+    values = {node: node.meta["val"] for node in graph.nodes if node.op != "output" and node.meta["val"] is not None}
+    on_cpu = [node for node, value in values.items() if value.device.type == "cpu"]
+    # The shards, and views of what has been copied: no work for the CPU.
+    assert {node.target for node in on_cpu if node.op != "placeholder"} == {to_host, aten.view.default, aten.slice.Tensor}
+    assert {value.device for node, value in values.items() if node not in on_cpu} == {torch.device("cuda:0")}
+
+
+def test_an_offloaded_gradient_that_the_graph_reads_is_waited_for_at_once() -> None:
+    b = Builder()
+    sharded = dict(num_shards=1, local_length=4, postdivide=1.0)
+    first = b.reduce(b.input("x", 4, 3), offloaded(fqn="a", bucketing="none", **sharded))
+    second = b.reduce(b.input("y", 4, 3), offloaded(fqn="b", bucketing="none", **sharded))
+    graph = b.output(b.call(aten.mul.Tensor, b.call(aten.view.default, first, [12]), 2), b.call(aten.detach.default, second))
+    assert_expected_inline(lowered(graph, "backward"), """\
+to_host_default = to_host(x, True)
+to_host_default_1 = to_host(y, True)
+view_default = view(to_host_default, [12])
+mul_tensor = mul.Tensor(view_default, 2)
+detach_default = detach(to_host_default_1)
+wait_for_copies_default = wait_for_copies([to_host_default_1], cpu)
+return mul_tensor, detach_default""")
+    assert [node.kwargs for node in graph.nodes if node.target is to_host] == [{}, {"wait": False}]
+
+
+def test_a_slice_of_an_offloaded_parameter_is_on_the_device() -> None:
+    b = Builder()
+    its_spec = offloaded(num_shards=4, local_length=1, inner_shards=2, inner_group="pair", inner_rank=1)
+    graph = b.output(b.call(aten.relu.default, b.unshard(b.input("shard", 1, 3), its_spec)))
+    slices(graph, Plan("joint"))
+    assert_expected_inline(
+        lowered(graph, "backward"),
+        """\
+to_device_default = to_device(shard, cuda:0)
+convert_element_type_default = convert_element_type(to_device_default, torch.bfloat16)
+all_gather_into_tensor_default = all_gather_into_tensor(convert_element_type_default, 4, g)
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)
+slice_tensor = slice.Tensor(wait_tensor_default, 0, 2, 4)
+clone_default = clone(slice_tensor)
+all_gather_into_tensor_default_1 = all_gather_into_tensor(clone_default, 2, pair)
+wait_tensor_default_1 = wait_tensor(all_gather_into_tensor_default_1)
+relu_default = relu(wait_tensor_default_1)
+return relu_default""",
+    )
+
+
+def test_offloaded_gradients_leave_when_they_arrive_and_are_waited_for_at_the_end() -> None:
+    b = Builder()
+    x = b.input("x", 4, 3)
+    reduced = []
+    for layer in reversed(range(3)):
+        w = b.unshard(b.input(f"shard{layer}", 2, 3), offloaded(device="cpu", dtype=torch.float32), f"layers.{layer}.up")
+        x = b.call(aten.add.Tensor, x, w)
+        reduced.append(b.reduce(x, offloaded(device="cpu"), w))
+        reduced[-1].meta["nn_module_stack"] = w.meta["nn_module_stack"]
+    graph = b.output(*reduced)
+    plan = plan_graph(graph, "backward")
+    insert(graph, plan)
+    overlap(graph, plan)
+    graph.lint()
+    assert check(graph, plan) == 6
+    assert_expected_inline(order(graph), "H0 G0 H1 G1 w0 C R0 H2 G2 w1 C R1 w'0 D0 w2 C R2 w'1 D1 w'2 D2 end")
+
+
 def test_a_slice_stands_for_a_parameter_until_backward() -> None:
     b = Builder()
     x, shard = b.input("x", 5, 3), b.input("shard", 1, 3)
@@ -514,7 +626,10 @@ def test_replicas_reduce_one_unit_later_and_are_waited_for_another_one_later() -
 
 
 def order(graph: fx.Graph) -> str:
-    """G gather, w its wait, C compute, R reduction, A all-reduce, w' their waits, each with its bucket."""
+    """G gather, w its wait, C compute, R reduction, A all-reduce, w' their waits, each with its bucket.
+
+    H copies from the host and D copies to it, of offloaded shards, and the end, which waits for the latter.
+    """
     letters = []
     for node in graph.nodes:
         if node.op != "call_function":
@@ -526,6 +641,10 @@ def order(graph: fx.Graph) -> str:
             letters.append(f"{'w' if role.kind == 'gather' else chr(119) + chr(39)}{role.bucket}")
         elif "all_reduce" in name:
             letters.append(f"A{role.bucket}")
+        elif "to_device" in name or "to_host" in name:
+            letters.append(f"{'H' if role.kind == 'gather' else 'D'}{role.bucket}")
+        elif "wait_for_copies" in name:
+            letters.append("end")
         elif "all_gather" in name or "reduce_scatter" in name:
             letters.append(f"{'G' if role.kind == 'gather' else 'R'}{role.bucket}")
     return " ".join(letters)

@@ -1,0 +1,64 @@
+"""Copies between the CPU, where offloaded shards live, and the device that computes.
+
+    to_device         a shard, in front of its gather; from pinned memory it does not block the CPU
+    to_host           a reduced bucket, as soon as it has arrived; the device's memory is free from then on
+    wait_for_copies   once, at the end of a graph, for what ``to_host`` was told not to wait for
+
+All of them are in the order of the current stream, so nothing else needs to wait, and no memory is handed on too early.
+Ops of our own, because Inductor's ``DeviceCopy`` pins whatever it copies to the CPU, asked or not, and 2.15 waits after
+every such copy. What they do cannot be part of a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .markers import NAMESPACE, library
+
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+library.define("to_device(Tensor shard, str device) -> Tensor", tags=_TAGS)
+library.define("to_host(Tensor reduced, bool pinned, bool wait=True) -> Tensor", tags=_TAGS)
+# As if it wrote what it waits for: that keeps it in the graph, and behind the copies.
+library.define("wait_for_copies(Tensor(a!)[] copies, str device) -> ()", tags=_TAGS)
+
+to_device = torch.ops.fsdpc.to_device.default
+to_host = torch.ops.fsdpc.to_host.default
+wait_for_copies = torch.ops.fsdpc.wait_for_copies.default
+
+
+@torch.library.register_fake(f"{NAMESPACE}::to_device")
+def _to_device_fake(shard: Tensor, device: str) -> Tensor:
+    return torch.empty_like(shard, device=device)
+
+
+def _to_device_kernel(shard: Tensor, device: str) -> Tensor:
+    return shard.to(device, non_blocking=True, copy=True)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::to_host")
+def _to_host_fake(reduced: Tensor, pinned: bool, wait: bool = True) -> Tensor:
+    return torch.empty_like(reduced, device="cpu")
+
+
+def _to_host_kernel(reduced: Tensor, pinned: bool, wait: bool = True) -> Tensor:
+    on_host = torch.empty_like(reduced, device="cpu", pin_memory=pinned)
+    return on_host.copy_(reduced, non_blocking=pinned and not wait)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::wait_for_copies")
+def _wait_for_copies_fake(copies: Sequence[Tensor], device: str) -> None:
+    return None
+
+
+def _wait_for_copies_kernel(copies: Sequence[Tensor], device: str) -> None:
+    where = torch.device(device)
+    if where.type != "cpu":
+        torch.accelerator.current_stream(where).synchronize()
+
+
+library.impl("to_device", _to_device_kernel, "CompositeExplicitAutograd")
+library.impl("to_host", _to_host_kernel, "CompositeExplicitAutograd")
+library.impl("wait_for_copies", _wait_for_copies_kernel, "CompositeExplicitAutograd")
