@@ -29,6 +29,7 @@ from ._eager_backward import clean_up_at_end, reduce_now
 from ._edge import edge_of
 from ._param import Mode, ReadSpec, ShardedParam
 from ._reduction import accumulate
+from ._watch import Watch
 from .passes.markers import ticket_holders
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ _numbers = itertools.count()
 class Accumulator:
     """What a marker gets beside the shard."""
 
+    param: ShardedParam
+    mode: Mode
+    watch: Watch  # of the parameter's unit
     leaf: Tensor | None = None
     ticket: Tensor | None = None
     # In the leaf's place, where backwards are not compiled, as long as this very shard is the parameter.
@@ -52,20 +56,17 @@ class Accumulator:
         if self.leaf is not None and shard is not self.shard:
             self.edge = edge_of(shard, self.leaf)
             self.shard = None if self.edge is None else shard
+        self.param.put_beside(f"{self.mode}_edge", self.edge)
 
     def forget_edge(self) -> None:
         """Let the shard go."""
         self.edge = self.shard = None
+        self.param.put_beside(f"{self.mode}_edge", None)
 
 
 def delivers_in(mode: Mode) -> bool:
     """Whether shards get gradients."""
     return mode == "reduce" or mode == "resume"
-
-
-def attribute(name: str, mode: Mode) -> str:
-    """Where a module has the accumulator of a parameter: an attribute each, for each guard takes its time."""
-    return f"_fsdp_compile_{mode}_{name}"
 
 
 def accumulator_for(state: UnitState, param: ShardedParam, spec: ReadSpec) -> Accumulator:
@@ -85,7 +86,8 @@ def accumulator_for(state: UnitState, param: ShardedParam, spec: ReadSpec) -> Ac
         leaf = torch.zeros((), dtype=dtype, device=device).expand(size).requires_grad_()
         hook = _deliverer(param) if delivers else _holder(state, param.fqn, partial=spec.mode != "hold")
         leaf.register_post_accumulate_grad_hook(hook)
-    accumulator = Accumulator(leaf, _ticket_of(state, param) if spec.mode.startswith("resume") else None)
+    ticket = _ticket_of(state, param) if spec.mode.startswith("resume") else None
+    accumulator = Accumulator(param, spec.mode, state.group.watch, leaf, ticket)
     if delivers:
         accumulator.lead_to(param.shard)
     param.accumulators[spec.mode] = accumulator

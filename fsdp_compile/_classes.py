@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
-from ._accumulate import accumulator_for, attribute, delivers_in
+from ._accumulate import accumulator_for, delivers_in
 from ._eager_path import READS
 from ._graph_path import getter
-from ._param import ReadSpec
+from ._param import ReadSpec, beside
 from ._state import UnitState, eager_forward_for, state_of, unit_forward_for
 
 _BY_MODE = "_fsdp_compile_classes"  # classes that a module had, by the one before and what changed
@@ -67,7 +67,7 @@ def refresh(state: UnitState) -> None:
     for param in state.group.params:
         for slot in param.slots:
             if slot.param is not None:
-                param.shard = slot.param
+                param.follow(slot.param)
                 param.keep_grad_dtype()
     for module in _readers(state):
         module.__dict__.pop(_BY_MODE, None)
@@ -101,7 +101,7 @@ def _set_class(module: nn.Module) -> None:
     for name, (param, owner, _) in sorted(module.__dict__.get(READS, {}).items()):
         spec = owner.group.spec_of(param)
         reads.append((name, spec))
-        module.__dict__[attribute(name, spec.mode)] = accumulator_for(owner, param, spec)
+        module.__dict__[beside(name, spec.mode)] = accumulator_for(owner, param, spec)
     _require_our_class(module, reads)
     unit = state_of(module)
     mixin = None if unit is None else unit.mixin
@@ -120,13 +120,14 @@ def forget_edges(module: Any) -> None:
 
 def renew_edges(module: Any) -> None:
     """Have edges of what is registered now; a shard of another dtype gets one when its unit is refreshed."""
-    for param, owner, _ in module.__dict__.get(READS, {}).values():
-        mode, now = owner.group.mode_of(param), param.param
+    for param, _, _ in module.__dict__.get(READS, {}).values():
+        now = param.param
         if isinstance(now, DTensor) and now.dtype == param.shard.dtype:
-            param.shard = now
+            param.follow(now)
             param.keep_grad_dtype()
-            if delivers_in(mode) and mode in param.accumulators:
-                param.accumulators[mode].lead_to(now)
+            for mode, accumulator in param.accumulators.items():
+                if delivers_in(mode):
+                    accumulator.lead_to(now)
 
 
 def refresh_owners(module: Any) -> None:

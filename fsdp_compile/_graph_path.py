@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
-from ._accumulate import Accumulator, attribute, delivers_in
-from ._param import Mode, ReadSpec
+from ._accumulate import Accumulator, delivers_in
+from ._param import Mode, ReadSpec, beside
 from ._stored import wrapper
 from ._torch_compat import uses_compiled_autograd
 from ._traced_extension import extended_gather
@@ -25,32 +25,38 @@ manager = PassManager()
 def traced_read(param: Any, accumulator: Accumulator, mode: Mode, **spec: Any) -> Any:
     """The parameter as a value: an unshard marker on the local shard.
 
-    What is not a shard is handed back as it is: a full tensor that ``torch.func.functional_call`` or the user put in
-    the parameter's place, or None.
+    ``param`` is what is registered, or, where that is the shard that the unit watches: whether it trains, its local
+    tensor, and its edge. What is no shard is handed back as it is: a full tensor that ``torch.func.functional_call`` or
+    the user put in the parameter's place, or None.
     """
-    if not isinstance(param, DTensor):
+    if not isinstance(param, (DTensor, tuple)):
         return param
     return torch.ops.fsdpc.unshard(*_shard_and_backward(param, accumulator, mode), **spec)
 
 
 def traced_extended_read(param: Any, accumulator: Accumulator, mode: Mode, gather: Callable[..., Any]) -> Any:
     """The same for a parameter that says itself what travels."""
-    if not isinstance(param, DTensor):
+    if not isinstance(param, (DTensor, tuple)):
         return param
     return gather(*_shard_and_backward(param, accumulator, mode))
 
 
-def _shard_and_backward(param: DTensor, accumulator: Accumulator, mode: Mode) -> tuple[Any, Any, Any, str]:
+def _shard_and_backward(param: Any, accumulator: Accumulator, mode: Mode) -> tuple[Any, Any, Any, str]:
     """A marker's first arguments."""
-    shard = compat.local_tensor(param)
-    if not param.requires_grad:
+    if isinstance(param, tuple):
+        trains, shard, edge = param
+    else:
+        trains, shard = param.requires_grad, compat.local_tensor(param)
+        edge = accumulator.edge if param is accumulator.shard else None
+    if not trains:
         return shard, None, None, "reduce"
     if not delivers_in(mode) or uses_compiled_autograd():
         leaf = accumulator.leaf
-    elif param is accumulator.shard:
-        leaf = accumulator.edge
-    else:  # one that took its place since, as torch.func.functional_call does it: AOTAutograd handles the DTensor
-        shard, leaf = param.to_local(), None
+    elif edge is not None:
+        leaf = edge
+    else:  # one in its place, as torch.func.functional_call has it, or without an edge: AOTAutograd handles the DTensor
+        registered: Any = accumulator.param.shard if isinstance(param, tuple) else param
+        shard, leaf = registered.to_local(), None
     ticket = accumulator.ticket if mode == "resume" or mode == "resume_over_shards" else None
     then = "hold" if mode == "hold" else "over_shards" if mode == "resume_over_shards" else "reduce"
     return shard, leaf, ticket, then
@@ -66,7 +72,7 @@ def traced_dtensor_read(
     **spec: Any,
 ) -> Any:
     """The same for a parameter that was a DTensor before fully_shard, and is one to its readers."""
-    if not isinstance(param, DTensor):
+    if not isinstance(param, (DTensor, tuple)):
         return param
     if gather is None:
         full = traced_read(param, accumulator, mode, **spec)
@@ -145,11 +151,16 @@ def _as_tuple(configured: Any) -> tuple[Any, ...]:
 GETTER = """
 def make(gather, wrap, mesh):
     def read(self):
-        param = self._parameters.get({name!r}, MISSING)
-        if param is MISSING:
-            raise AttributeError({name!r})
-        if torch.compiler.is_dynamo_compiling():
-            return {read}(param, {accumulator}, {arguments})
+        traced = torch.compiler.is_dynamo_compiling()
+        trains = {accumulator}.watch.trains({fqn!r}) if traced else None
+        if trains is not None:
+            param = trains, {local}, {edge}
+        else:
+            param = self._parameters.get({name!r}, MISSING)
+            if param is MISSING:
+                raise AttributeError({name!r})
+        if traced:
+            return {read}(param, {accumulator}, {mode!r}, {arguments})
         return eager_read(self, {name!r}, param)
     return read
 """
@@ -172,7 +183,8 @@ def getter(name: str, spec: ReadSpec) -> property:
     from ._eager_path import eager_read
 
     arguments = ", ".join(f"{key}={value!r}" for key, value in spec.kwargs().items())
-    accumulator = f"self.{attribute(name, spec.mode)}, {spec.mode!r}"
+    places = {"accumulator": f"self.{beside(name, spec.mode)}", "local": f"self.{beside(name, 'local')}"}
+    places["edge"] = f"self.{beside(name, spec.mode + '_edge')}" if delivers_in(spec.mode) else "None"
     namespace: dict[str, Any] = {}
     globals_of_this_module = globals() | {"eager_read": eager_read}
     # From a closure: Dynamo looks for globals in this module, by name.
@@ -180,10 +192,10 @@ def getter(name: str, spec: ReadSpec) -> property:
     if spec.extension is not None:
         read, gather, arguments = "traced_extended_read", extended_gather(spec), "gather"
     if spec.read_as is not None:
-        beside = "" if spec.extension is not None else f", {arguments}"
-        read, wrap, arguments = "traced_dtensor_read", wrapper(spec.read_as), f"gather, wrap, mesh{beside}"
+        marked = "" if spec.extension is not None else f", {arguments}"
+        read, wrap, arguments = "traced_dtensor_read", wrapper(spec.read_as), f"gather, wrap, mesh{marked}"
         mesh = spec.read_as.mesh if compat.MESH_IS_GRAPH_INPUT else None
-    code = GETTER.format(name=name, read=read, accumulator=accumulator, arguments=arguments)
+    code = GETTER.format(name=name, fqn=spec.fqn, mode=spec.mode, read=read, arguments=arguments, **places)
     exec(code, globals_of_this_module, namespace)
 
     def refuse(self: Any, value: Any) -> None:

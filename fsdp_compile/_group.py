@@ -16,6 +16,7 @@ from ._comm import Comms
 from ._extension import traced_protocol, why_not_traced
 from ._mesh import ShardMesh
 from ._param import Mode, ReadSpec, ShardedParam
+from ._watch import Watch
 from .passes.layout import BUCKETINGS
 
 REDUCTIONS = ("auto", "reduce_scatter", "all_to_all")
@@ -60,6 +61,10 @@ class ParamGroup:
     # By FQN: full gradients of backwards without sync, reduced shards of backwards without all-reduce.
     pending: dict[str, torch.Tensor] = field(default_factory=dict)
     partials: dict[str, torch.Tensor] = field(default_factory=dict)
+    watch: Watch = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.watch = Watch(self)
 
     @property
     def regather(self) -> bool:

@@ -30,6 +30,11 @@ Mode = Literal["reduce", "hold", "resume", "resume_over_shards"]
 STAMP = "_fsdp_compile_sharded"
 
 
+def beside(name: str, what: str) -> str:
+    """The attribute in which a module has ``what`` belongs to its parameter ``name``: one each, as guards take time."""
+    return f"_fsdp_compile_{what}_{name}"
+
+
 @dataclass(frozen=True)
 class Slot:
     """One place in a module tree where a parameter is registered; tied parameters have several."""
@@ -81,10 +86,27 @@ class ShardedParam:
     layout: ShardLayout
     mesh: ShardMesh
     shard: nn.Parameter = field(repr=False)
+    local: Tensor | None = field(init=False, repr=False)  # the shard's, which graphs take
     # What the user asked for: a dtype, None for whatever autograd produces, or nothing but the parameter's own.
     grad_dtype: torch.dtype | Literal["own"] | None = "own"
     dtensor: ReadAs | None = None  # the DTensor that it was before fully_shard
     accumulators: dict[Mode, Accumulator] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.follow(self.shard)
+
+    def follow(self, shard: nn.Parameter) -> None:
+        """Have ``shard`` as the shard, which it may have been before with another tensor in it."""
+        self.shard, self.local = shard, compat.local_tensor(shard) if isinstance(shard, DTensor) else None
+        self.put_beside("local", self.local)
+
+    def put_beside(self, what: str, tensor: Tensor | None) -> None:
+        """Have a tensor where compiled reads take it from: in the modules' own dicts.
+
+        While such a dict is as it was, Dynamo checks no guard on the tensors in it, as for a module's own parameters.
+        """
+        for slot in self.slots:
+            slot.module.__dict__[beside(slot.name, what)] = tensor
 
     @property
     def param(self) -> Any:

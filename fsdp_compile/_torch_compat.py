@@ -23,6 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+try:  # what a class that Dynamo does not look into must inherit from
+    from torch._custom_class_base import CustomClassBase as OpaqueBase  # 2.15
+except ImportError:
+    from torch._opaque_base import OpaqueBase as OpaqueBase  # 2.11
+
 from .passes._torch_compat import CustomGraphPass
 from .passes._torch_compat import group_ranks as group_ranks
 
@@ -129,6 +134,35 @@ def dtensor_like(param: DTensor, local: torch.Tensor) -> DTensor:
     ``from_local``'s time; its ``__init__`` does nothing, behind wrappers that take longer than the rest.
     """
     return DTensor.__new__(DTensor, local, param._spec, requires_grad=False)
+
+
+def register_opaque(cls: type, guard: Callable[[Any], list[Any]], constant_methods: tuple[str, ...]) -> None:
+    """Have Dynamo compare ``guard(instance)`` at each call, and take results of methods as constants while it traces.
+
+    ``_library.opaque_object``: ``register_opaque_type`` in 2.11, ``register_custom_class`` in 2.15.
+    """
+    from torch._library import opaque_object
+
+    members = dict.fromkeys(constant_methods, opaque_object.MemberType.USE_REAL)
+    if hasattr(opaque_object, "register_custom_class"):
+        opaque_object.register_custom_class(cls, typ="symbolic", guard_fn=guard, members=members)
+    else:
+        opaque_object.register_opaque_type(cls, typ="reference", guard_fn=guard, members=members)
+
+
+def changed_while_traced(value: object) -> bool:
+    """Whether code that Dynamo is tracing has written to a dict, list or the like: the object itself is as it was.
+
+    ``InstructionTranslator.current_tx``, ``SideEffects.id_to_variable`` and ``is_modified``: 2.11 to 2.15.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        side_effects = InstructionTranslator.current_tx().output.side_effects
+    except AttributeError:  # Dynamo runs the code to see what comes out, as it does with nn.LSTM
+        return False
+    variable = side_effects.id_to_variable.get(id(value))
+    return variable is not None and side_effects.is_modified(variable)
 
 
 def local_tensor(param: DTensor) -> torch.Tensor:

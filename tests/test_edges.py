@@ -46,11 +46,18 @@ class Runs:
 
 
 @contextmanager
-def no_compilation() -> Iterator[None]:
+def num_compilations() -> Iterator[list[int]]:
     counters = torch._dynamo.utils.counters["stats"]
-    before = counters["unique_graphs"]
-    yield
-    assert counters["unique_graphs"] == before
+    count = [-counters["unique_graphs"]]
+    yield count
+    count[0] += counters["unique_graphs"]
+
+
+@contextmanager
+def no_compilation() -> Iterator[None]:
+    with num_compilations() as count:
+        yield
+    assert count == [0]
 
 
 def _asked_for(backend: str) -> None:
@@ -176,6 +183,89 @@ def _penalty(backend: str) -> None:
 
 def test_a_penalty_on_the_shards_adds_to_their_gradients(two_ranks: Ranks) -> None:
     two_ranks.run(_penalty, "aot_eager")
+
+
+def _changed_behind_our_back(backend: str) -> None:
+    runs = Runs(backend)
+    runs.check()
+    chosen, unsharded = runs.model.layers[1].up.weight, runs.unsharded.layers[1].up.weight
+    for one in (chosen, unsharded):
+        one.requires_grad_(False)
+    runs.check(1)
+    assert chosen.grad is None
+    for one in (chosen, unsharded):
+        one.requires_grad_(True)
+    with no_compilation():
+        runs.check(2)
+    local: Any = chosen._local_tensor
+    chosen._local_tensor = local * 2
+    unsharded.data.mul_(2)
+    runs.check(3)
+    chosen._local_tensor = local
+    unsharded.data.div_(2)
+    with no_compilation():
+        runs.check(4)
+    chosen.grad = None
+    other = nn.Parameter(chosen.detach() * 3)
+    runs.model.layers[1].up.weight = other
+    unsharded.data.mul_(3)
+    runs.check(5)
+    assert other.grad is not None and chosen.grad is None
+    runs.model.layers[1].up.weight = chosen
+    unsharded.data.div_(3)
+    with no_compilation():
+        runs.check(6)
+    runs.model.requires_grad_(False)
+    assert not runs.loss(7).requires_grad
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_next_call_sees_what_was_frozen_and_replaced(two_ranks: Ranks, backend: str) -> None:
+    two_ranks.run(_changed_behind_our_back, backend)
+
+
+def _functional(backend: str) -> None:
+    runs = Runs(backend)
+    runs.check()
+    tokens = batches(0)[dist.get_rank()]
+    halves = {fqn: param.detach() / 2 for fqn, param in runs.model.named_parameters()}
+    got = torch.func.functional_call(runs.compiled, {f"_orig_mod.{fqn}": value for fqn, value in halves.items()}, tokens)
+    for param in runs.unsharded.parameters():
+        param.data.div_(2)
+    torch.testing.assert_close(got, runs.unsharded(tokens))
+    for param in runs.unsharded.parameters():
+        param.data.mul_(2)
+    with no_compilation():
+        runs.check(1)
+
+
+@pytest.mark.compat
+def test_shards_of_a_functional_call_are_those_that_are_read(two_ranks: Ranks) -> None:
+    two_ranks.run(_functional, "aot_eager")
+
+
+def _blocks_share(backend: str) -> None:
+    runs = Runs("eager")
+    for layer in runs.model.layers:
+        layer.compile(backend=backend, fullgraph=True)
+    runs.compiled = runs.model
+    with num_compilations() as count:
+        runs.check()
+    assert count[0] == 1
+    for layers in (runs.model.layers, runs.unsharded.layers):
+        layers[2].up.weight.requires_grad_(False)
+    with num_compilations() as count:
+        runs.check(1)
+    assert count[0] == 1
+    for layers in (runs.model.layers, runs.unsharded.layers):
+        layers[1].up.weight.requires_grad_(False)
+    with no_compilation():
+        runs.check(2)
+
+
+def test_equal_blocks_share_graphs_also_when_frozen(two_ranks: Ranks) -> None:
+    two_ranks.run(_blocks_share, "aot_eager")
 
 
 def _replaced(how: str) -> None:
