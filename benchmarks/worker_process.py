@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import dataclasses
 import json
@@ -55,12 +54,9 @@ def main() -> None:
         sys.stderr.flush()
         os._exit(1)
     (run_dir / f"rank{rank}.json").write_text(json.dumps(dataclasses.asdict(result)))
-    # Gloo's threads outlive the group, kept by torch's caches, and abort the process when they free a tensor while
-    # Python finalizes (pytorch issue 190489): do what is to be done at exit, and go.
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    from fsdp_compile._launch import leave  # after measuring: most variants are not ours
+
+    leave()
 
 
 def join_group(job: Job, rank: int, world: int) -> DeviceMesh:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
 from ._gathered import Gathered, gathered_of
-from ._reduction import Reduction, beside, hold_back, wait_for_offloaded, with_pending
+from ._reduction import Reduction, brought_to, hold_back, wait_for_offloaded, with_pending
 from ._trace import span
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def reduce_watched(state: UnitState, gathered: Gathered, index: int, grad: Tenso
     if local is None:
         return None
     shard = gathered.shards[index]
-    return compat.dtensor_like(shard, beside(shard, local, read_at_once=True))
+    return compat.dtensor_like(shard, brought_to(shard, local, read_at_once=True))
 
 
 def _require_reduce_dtype(state: UnitState, gathered: Gathered) -> None:

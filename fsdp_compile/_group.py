@@ -61,7 +61,7 @@ class ParamGroup:
     # By FQN: full gradients of backwards without sync, reduced shards of backwards without all-reduce.
     pending: dict[str, torch.Tensor] = field(default_factory=dict)
     partials: dict[str, torch.Tensor] = field(default_factory=dict)
-    watch: Watch = field(init=False, repr=False, compare=False)
+    watch: Watch = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.watch = Watch(self)

@@ -209,7 +209,7 @@ def wait_for_offloaded() -> None:
         torch.accelerator.current_stream().synchronize()
 
 
-def beside(shard: DTensor, local: Tensor, read_at_once: bool) -> Tensor:
+def brought_to(shard: DTensor, local: Tensor, read_at_once: bool) -> Tensor:
     """A local gradient where the shard is; a copy to pinned memory may run on, unless somebody reads it at once."""
     if local.device == shard._local_tensor.device:
         return local
@@ -222,7 +222,7 @@ def accumulate(shard: DTensor, local: Tensor) -> None:
     """Add a local gradient to the shard's, as autograd does for a leaf, and run the shard's post-accumulate hooks."""
     with torch.no_grad():
         grad = shard.grad
-        local = beside(shard, local, read_at_once=grad is not None or compat.has_post_accumulate_grad_hooks(shard))
+        local = brought_to(shard, local, read_at_once=grad is not None or compat.has_post_accumulate_grad_hooks(shard))
         if grad is None:
             shard.grad = compat.dtensor_like(shard, local)
         elif isinstance(grad, DTensor) and grad.placements == shard.placements:
