@@ -338,6 +338,22 @@ def _set_in_all_threads(config: Any, name: str, value: Any) -> None:
         entry.default = value
 
 
+@contextlib.contextmanager
+def _off_in_all_threads(config: Any, *names: str) -> Iterator[None]:
+    """The same for switches, off for the time of a block (``patch``, ``_config``: 2.11 to 2.15)."""
+    entries = [config._config[name] for name in names]
+    entries = [entry for entry in entries if hasattr(entry.user_override, "get")]
+    defaults = [entry.default for entry in entries]
+    with config.patch(dict.fromkeys(names, False)):
+        for entry in entries:
+            entry.default = False
+        try:
+            yield
+        finally:
+            for entry, default in zip(entries, defaults, strict=True):
+                entry.default = default
+
+
 def get_grad_dtype(param: torch.Tensor) -> torch.dtype | None:
     """The dtype that ``param`` asks its gradients to have; None: as autograd produces them (``Tensor.grad_dtype``)."""
     return getattr(param, "grad_dtype", param.dtype)
@@ -395,8 +411,8 @@ def graph_breaks(observe: Callable[[Any, str], None]) -> Iterator[None]:
 def no_compile_caches() -> Iterator[None]:
     """Compile graphs even where a cache holds them; compiled kernels are still found in theirs (2.11 to 2.15)."""
     with (
-        inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
-        functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False),
+        _off_in_all_threads(inductor_config, "fx_graph_cache", "fx_graph_remote_cache"),
+        _off_in_all_threads(functorch_config, "enable_autograd_cache", "enable_remote_autograd_cache"),
     ):
         yield
 

@@ -39,11 +39,13 @@ def fresh_config() -> Iterator[None]:
     """Settings as a process finds them before its first fully_shard."""
     torch._dynamo.reset()
     joint = compat.get_joint_pass()
-    with inductor_config.patch(
-        post_grad_custom_pre_pass=None,
-        reorder_for_compute_comm_overlap=False,
-        reorder_for_compute_comm_overlap_passes=[],
-        force_disable_caches=True,
+    with (
+        inductor_config.patch(
+            post_grad_custom_pre_pass=None,
+            reorder_for_compute_comm_overlap=False,
+            reorder_for_compute_comm_overlap_passes=[],
+        ),
+        compat.no_compile_caches(),
     ):
         compat.set_joint_pass(None)
         yield

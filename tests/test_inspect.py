@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -288,7 +289,30 @@ def _cached(cache_dir: str) -> tuple[list[str], list[str]]:
         torch._dynamo.reset()
         with inspect(model) as report:
             step(torch.compile(model))
+        assert inductor_config.fx_graph_cache and functorch_config.enable_autograd_cache
     return seen, [graph.stage for graph in report.graphs]
+
+
+def _cached_on_a_thread(cache_dir: str) -> list[str]:
+    """On CUDA backward compiles on autograd's own thread, where torch 2.15 sees the defaults of settings."""
+    model = sharded()
+    stages = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{cache_dir}/{dist.get_rank()}")
+        for _ in range(2):
+            torch._dynamo.reset()
+            with inspect(model) as report:
+                loss = loss_of(torch.compile(model)(batches(0)[dist.get_rank()]))
+                thread = threading.Thread(target=loss.backward)
+                thread.start()
+                thread.join()
+            stages += [graph.stage for graph in report.graphs]
+        found_by_threads: list[bool] = []
+        thread = threading.Thread(target=lambda: found_by_threads.append(inductor_config.fx_graph_cache))
+        thread.start()
+        thread.join()
+        assert found_by_threads == [True], "caches stay off on other threads"
+    return stages
 
 
 @pytest.mark.more
@@ -296,6 +320,11 @@ def test_a_cached_graph_is_compiled_afresh(two_ranks: Ranks, tmp_path: Path) -> 
     for served, inspected in two_ranks.run(_cached, str(tmp_path)):
         assert "forward" not in served and "backward" not in served, "not served from the cache: nothing is shown here"
         assert inspected == ["joint", "forward", "backward"]
+
+
+def test_a_backward_on_another_thread_is_compiled_afresh(two_ranks: Ranks, tmp_path: Path) -> None:
+    for stages in two_ranks.run(_cached_on_a_thread, str(tmp_path)):
+        assert stages == ["joint", "forward", "backward"] * 2
 
 
 def _train_step() -> list[str]:
