@@ -1,6 +1,6 @@
 """What stands beside a shard in a marker of compiled code, and where the gradient goes by it.
 
-    mode                 beside the shard
+    mode                 beside the shard, or, of an edge, in its place
     reduce               its edge, which gives the shard its gradient
     hold                 a leaf of the full size: it gets the full gradient, which waits in ``group.pending``
     resume               its edge, and a ticket: when backward runs, it adds what is pending
@@ -26,13 +26,14 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
 from ._eager_backward import clean_up_at_end, reduce_now
-from ._edge import edge_of
+from ._edge import make_edges, part_edges
 from ._param import Mode, ReadSpec, ShardedParam
 from ._reduction import accumulate
 from ._watch import Watch
 from .passes.markers import ticket_holders
 
 if TYPE_CHECKING:
+    from ._group import ParamGroup
     from ._state import UnitState
 
 _numbers = itertools.count()
@@ -47,21 +48,35 @@ class Accumulator:
     watch: Watch  # of the parameter's unit
     leaf: Tensor | None = None
     ticket: Tensor | None = None
-    # In the leaf's place, where backwards are not compiled, as long as this very shard is the parameter.
+    # In the leaf's place, where backwards are not compiled, as long as the parameter is this shard, with this in it.
     edge: Tensor | None = None
     shard: nn.Parameter | None = None
+    local: Tensor | None = None
+    address: int | None = None
 
-    def lead_to(self, shard: nn.Parameter) -> None:
-        """Have an edge of ``shard``."""
-        if self.leaf is not None and shard is not self.shard:
-            self.edge = edge_of(shard, self.leaf)
-            self.shard = None if self.edge is None else shard
-        self.param.put_beside(f"{self.mode}_edge", self.edge)
+    def lead_to(self, group: ParamGroup, shard: nn.Parameter) -> None:
+        """Have an edge of ``shard``; none where that is no shard."""
+        param = self.param
+        is_the_same = shard is self.shard and param.local is self.local and param.address == self.address
+        if self.leaf is None or is_the_same:
+            self.have_edge(self.edge)
+            return
+        part_edges(group)  # the one that was joined with others goes
+        if isinstance(shard, DTensor) and shard.is_leaf:
+            self.shard, self.local, self.address = shard, param.local, param.address
+            make_edges([self])
+        else:
+            self.forget_edge()
+
+    def have_edge(self, edge: Tensor | None) -> None:
+        """Have an edge where compiled reads take it from."""
+        self.edge = edge
+        self.param.put_beside(f"{self.mode}_edge", edge)
 
     def forget_edge(self) -> None:
         """Let the shard go."""
-        self.edge = self.shard = None
-        self.param.put_beside(f"{self.mode}_edge", None)
+        self.shard = self.local = None
+        self.have_edge(None)
 
 
 def delivers_in(mode: Mode) -> bool:
@@ -79,17 +94,18 @@ def accumulator_for(state: UnitState, param: ShardedParam, spec: ReadSpec) -> Ac
     known = param.accumulators.get(spec.mode)
     if known is not None and (known.leaf is None or _looks_so(known.leaf, size, dtype, device)):
         if delivers:
-            known.lead_to(param.shard)
+            known.lead_to(state.group, param.shard)
         return known
     leaf = None
     if dtype.is_floating_point:
-        leaf = torch.zeros((), dtype=dtype, device=device).expand(size).requires_grad_()
+        with torch.inference_mode(False):
+            leaf = torch.zeros((), dtype=dtype, device=device).expand(size).requires_grad_()
         hook = _deliverer(param) if delivers else _holder(state, param.fqn, partial=spec.mode != "hold")
         leaf.register_post_accumulate_grad_hook(hook)
     ticket = _ticket_of(state, param) if spec.mode.startswith("resume") else None
     accumulator = Accumulator(param, spec.mode, state.group.watch, leaf, ticket)
     if delivers:
-        accumulator.lead_to(param.shard)
+        accumulator.lead_to(state.group, param.shard)
     param.accumulators[spec.mode] = accumulator
     return accumulator
 

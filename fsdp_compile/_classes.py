@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from . import _torch_compat as compat
 from ._accumulate import accumulator_for, delivers_in
 from ._eager_path import READS
+from ._edge import part_edges
 from ._graph_path import getter
 from ._param import ReadSpec, beside
 from ._state import UnitState, eager_forward_for, state_of, unit_forward_for
@@ -113,21 +114,22 @@ def _set_class(module: nn.Module) -> None:
 
 def forget_edges(module: Any) -> None:
     """Let nothing of ours hold the parameters that ``module`` reads."""
-    for param, _, _ in module.__dict__.get(READS, {}).values():
+    for param, owner, _ in module.__dict__.get(READS, {}).values():
+        part_edges(owner.group)
         for accumulator in param.accumulators.values():
             accumulator.forget_edge()
 
 
 def renew_edges(module: Any) -> None:
     """Have edges of what is registered now; a shard of another dtype gets one when its unit is refreshed."""
-    for param, _, _ in module.__dict__.get(READS, {}).values():
+    for param, owner, _ in module.__dict__.get(READS, {}).values():
         now = param.param
         if isinstance(now, DTensor) and now.dtype == param.shard.dtype:
             param.follow(now)
             param.keep_grad_dtype()
             for mode, accumulator in param.accumulators.items():
                 if delivers_in(mode):
-                    accumulator.lead_to(now)
+                    accumulator.lead_to(owner.group, now)
 
 
 def refresh_owners(module: Any) -> None:

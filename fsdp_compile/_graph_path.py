@@ -25,7 +25,7 @@ manager = PassManager()
 def traced_read(param: Any, accumulator: Accumulator, mode: Mode, **spec: Any) -> Any:
     """The parameter as a value: an unshard marker on the local shard.
 
-    ``param`` is what is registered, or, where that is the shard that the unit watches: whether it trains, its local
+    ``param`` is what is registered, or, where that is the shard that the unit watches: what the graph takes, its local
     tensor, and its edge. What is no shard is handed back as it is: a full tensor that ``torch.func.functional_call`` or
     the user put in the parameter's place, or None.
     """
@@ -44,16 +44,16 @@ def traced_extended_read(param: Any, accumulator: Accumulator, mode: Mode, gathe
 def _shard_and_backward(param: Any, accumulator: Accumulator, mode: Mode) -> tuple[Any, Any, Any, str]:
     """A marker's first arguments."""
     if isinstance(param, tuple):
-        trains, shard, edge = param
+        takes, shard, edge = param
     else:
-        trains, shard = param.requires_grad, compat.local_tensor(param)
+        takes, shard = "both" if param.requires_grad else "local", compat.local_tensor(param)
         edge = accumulator.edge if param is accumulator.shard else None
-    if not trains:
+    if takes == "local":
         return shard, None, None, "reduce"
     if not delivers_in(mode) or uses_compiled_autograd():
         leaf = accumulator.leaf
     elif edge is not None:
-        leaf = edge
+        shard, leaf = (edge, None) if takes == "edge" else (shard, edge)
     else:  # one in its place, as torch.func.functional_call has it, or without an edge: AOTAutograd handles the DTensor
         registered: Any = accumulator.param.shard if isinstance(param, tuple) else param
         shard, leaf = registered.to_local(), None
@@ -152,9 +152,9 @@ GETTER = """
 def make(gather, wrap, mesh):
     def read(self):
         traced = torch.compiler.is_dynamo_compiling()
-        trains = {accumulator}.watch.trains({fqn!r}) if traced else None
-        if trains is not None:
-            param = trains, {local}, {edge}
+        takes = {accumulator}.watch.takes({fqn!r}) if traced else None
+        if takes is not None:
+            param = takes, {local}, {edge}
         else:
             param = self._parameters.get({name!r}, MISSING)
             if param is MISSING:

@@ -62,6 +62,7 @@ class ParamGroup:
     pending: dict[str, torch.Tensor] = field(default_factory=dict)
     partials: dict[str, torch.Tensor] = field(default_factory=dict)
     watch: Watch = field(init=False, repr=False)
+    has_joined_edges: bool = False  # one autograd node leads from compiled graphs to the parameters that nobody hooked
 
     def __post_init__(self) -> None:
         self.watch = Watch(self)

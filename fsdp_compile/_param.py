@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 # What becomes of a gradient: it is reduced; held back; reduced with what was held back; or that, but not over replicas.
 Mode = Literal["reduce", "hold", "resume", "resume_over_shards"]
 
+# What a graph takes of a parameter: the local tensor of a frozen one; its edge, which is the local tensor; or both.
+Taken = Literal["local", "edge", "both"] | None  # None: what is registered, for it is not the shard that we know
+
 # Stamped on the parameters that a model was built with, so that a weight tied across fully_shard calls is known again.
 STAMP = "_fsdp_compile_sharded"
 
@@ -87,10 +90,14 @@ class ShardedParam:
     mesh: ShardMesh
     shard: nn.Parameter = field(repr=False)
     local: Tensor | None = field(init=False, repr=False)  # the shard's, which graphs take
+    address: int | None = field(init=False, repr=False)  # of a plain one's data
     # What the user asked for: a dtype, None for whatever autograd produces, or nothing but the parameter's own.
     grad_dtype: torch.dtype | Literal["own"] | None = "own"
     dtensor: ReadAs | None = None  # the DTensor that it was before fully_shard
     accumulators: dict[Mode, Accumulator] = field(default_factory=dict)
+    takes: Taken = "both"  # while it trains
+    is_traced: bool = False  # a compiled graph takes its edge
+    is_hooked: bool = False  # by somebody, when edges were joined last
 
     def __post_init__(self) -> None:
         self.follow(self.shard)
@@ -98,6 +105,7 @@ class ShardedParam:
     def follow(self, shard: nn.Parameter) -> None:
         """Have ``shard`` as the shard, which it may have been before with another tensor in it."""
         self.shard, self.local = shard, compat.local_tensor(shard) if isinstance(shard, DTensor) else None
+        self.address = self.local.data_ptr() if type(self.local) is Tensor else None
         self.put_beside("local", self.local)
 
     def put_beside(self, what: str, tensor: Tensor | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -92,6 +93,19 @@ def accumulates(leaf: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(leaf))  # type: ignore[attr-defined]
     except RuntimeError:
         return False
+
+
+def quick_attributes() -> contextlib.AbstractContextManager[None]:
+    """Where attributes of a DTensor are read as fast as a plain tensor's.
+
+    Outside, torch looks at each read whether the class has a ``__torch_function__``, which DTensor's is none.
+    ``_C.DisableTorchFunctionSubclass``: 2.11 to 2.15.
+    """
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+# Those on a parameter itself: tensor hooks and post-accumulate ones, empty or None without any (2.11 to 2.15).
+hooks_of = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def has_post_accumulate_grad_hooks(param: torch.Tensor) -> bool:

@@ -1,10 +1,10 @@
 """One guard for all parameters of a unit: whether what a graph took for granted of them still holds.
 
-    traced read      unit's Watch --trains(fqn)--> True: trains    False: frozen    None: no longer the shard we know
+    traced read      unit's Watch --takes(fqn)--> what the graph takes of a parameter
     each call        Watch.seen() == what it was when the graph was traced, else Dynamo looks for another graph
 
 A DTensor that Dynamo sees costs 5 microseconds a call in guards, most of it its spec compared in Python. Behind a watch
-it sees none, and the graph takes the shard's local tensor from beside it.
+it sees none, and the graph takes the shard's edge from beside it, which is its local tensor as autograd sees it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from . import _torch_compat as compat
 
 if TYPE_CHECKING:
     from ._group import ParamGroup
-    from ._param import ShardedParam, Slot
+    from ._param import ShardedParam, Slot, Taken
 
 
 class Watch(compat.OpaqueBase):  # type: ignore[misc]
@@ -25,30 +25,48 @@ class Watch(compat.OpaqueBase):  # type: ignore[misc]
     def __init__(self, group: ParamGroup) -> None:
         self._group = weakref.ref(group)  # Dynamo keeps watches
 
-    def seen(self) -> list[bool | None]:
-        """What ``trains`` says of each place where a parameter is registered."""
+    def seen(self) -> list[Taken]:
+        """What ``takes`` says of each place where a parameter is registered. Each call asks, so edges join here."""
         group = self._group()
-        return [] if group is None else [_trains(param, slot) for param in group.params for slot in param.slots]
+        if group is None:
+            return []
+        with compat.quick_attributes():
+            hooked = [any(compat.hooks_of(param.shard)) for param in group.params]
+            if not group.has_joined_edges or hooked != [param.is_hooked for param in group.params]:
+                from ._edge import join_edges  # which uses what uses this
+
+                join_edges(group)
+            return [_taken(param, slot) for param in group.params for slot in param.slots]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
         return self  # Dynamo of torch 2.11 keeps a copy
 
-    def trains(self, fqn: str) -> bool | None:
-        """Whether a parameter gets gradients; None where the user put something else in its place, or into it."""
+    def takes(self, fqn: str) -> Taken:
+        """What graphs take of a parameter; None where the user put something else in its place, or into it."""
         group = self._group()
         assert group is not None
         places = [(param, slot) for param in group.params if param.fqn == fqn for slot in param.slots]
         if any(compat.changed_while_traced(slot.module._parameters) for _, slot in places):
             return None  # by torch.func.functional_call inside what is compiled
-        states = [_trains(param, slot) for param, slot in places]
-        return None if None in states else states[0]
+        states = [_taken(param, slot) for param, slot in places]
+        if None in states:
+            return None
+        for param, _ in places:
+            if states[0] != "local" and not param.is_traced:
+                param.is_traced, group.has_joined_edges = True, False
+        return states[0]
 
 
-def _trains(param: ShardedParam, slot: Slot) -> bool | None:
+def _taken(param: ShardedParam, slot: Slot) -> Taken:
     registered = slot.module._parameters.get(slot.name)
-    if registered is not param.shard or param.local is None:
+    local = param.local
+    if registered is not param.shard or local is None:
         return None
-    return registered.requires_grad if registered._local_tensor is param.local else None  # type: ignore[attr-defined]
+    if registered._local_tensor is not local:  # type: ignore[attr-defined]
+        return None
+    if param.address is not None and param.address != local.data_ptr():
+        return None
+    return param.takes if registered.requires_grad else "local"
 
 
-compat.register_opaque(Watch, guard=Watch.seen, constant_methods=("trains",))
+compat.register_opaque(Watch, guard=Watch.seen, constant_methods=("takes",))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_compile import inspect
 from tests.ranks import Ranks
 from tests.toy import Stack, assert_same_grads, assert_same_params, batches, full, loss_of, pair, reference_backward
 
@@ -35,6 +36,13 @@ class Runs:
 
     def loss(self, step: int) -> Tensor:
         return loss_of(self.compiled(batches(step)[dist.get_rank()]))
+
+    def warm_up(self) -> None:
+        """Compile, and call again: a unit's edges are joined by now."""
+        self.check()
+        with no_compilation():
+            self.check()
+        self.model.zero_grad()
 
     def check(self, step: int = 0) -> None:
         """A step from no gradients gives both the same."""
@@ -62,7 +70,7 @@ def no_compilation() -> Iterator[None]:
 
 def _asked_for(backend: str) -> None:
     runs = Runs(backend)
-    runs.check()
+    runs.warm_up()
     expected = {fqn: param.grad for fqn, param in runs.unsharded.named_parameters()}
     runs.model.zero_grad()
     with no_compilation():
@@ -85,7 +93,7 @@ def test_gradients_asked_for_by_autograd(two_ranks: Ranks, backend: str) -> None
 
 def _tensor_hooks(backend: str) -> None:
     runs = Runs(backend, Spare)
-    runs.check()
+    runs.warm_up()
     expected = runs.unsharded.layers[1].up.weight.grad.clone()  # type: ignore[union-attr]
     chosen, spare = runs.model.layers[1].up.weight, runs.model.layers[0].spare.weight
     seen: list[Any] = []
@@ -99,6 +107,11 @@ def _tensor_hooks(backend: str) -> None:
         handle.remove()
     with no_compilation():
         runs.check(1)
+        loss = runs.loss(1)
+        late = spare.register_hook(seen.append)
+        loss.backward()
+    late.remove()
+    assert seen == [DTensor]
 
 
 @pytest.mark.compat
@@ -109,8 +122,7 @@ def test_tensor_hooks_see_the_gradients_that_there_are(two_ranks: Ranks, backend
 
 def _optimizer_in_backward(backend: str) -> None:
     runs = Runs(backend, Spare)
-    runs.check()
-    runs.model.zero_grad()
+    runs.warm_up()
     stepped: list[nn.Parameter] = []
 
     def step(param: nn.Parameter) -> None:
@@ -138,8 +150,51 @@ def test_an_optimizer_in_backward(two_ranks: Ranks, backend: str) -> None:
     two_ranks.run(_optimizer_in_backward, backend)
 
 
+def _nodes(backend: str) -> None:
+    runs = Runs(backend, Spare)
+    runs.warm_up()
+
+    def num_nodes() -> int:
+        nodes: Any = {runs.loss(0).grad_fn}
+        for _ in range(4):  # loss, graph, edges, shards
+            nodes |= {following for node in nodes for following, _ in node.next_functions if following is not None}
+        return sum(node.name() == "_EdgesBackward" for node in nodes)
+
+    num_units = len(runs.model.layers) + 1
+    with no_compilation():
+        assert num_nodes() == num_units
+        handle = runs.model.layers[1].up.weight.register_hook(lambda grad: None)
+        assert num_nodes() == num_units + 1
+        runs.check()
+        handle.remove()
+        assert num_nodes() == num_units
+        runs.check()
+
+
+@pytest.mark.compat
+def test_a_unit_has_one_node_and_a_hooked_parameter_its_own(two_ranks: Ranks) -> None:
+    two_ranks.run(_nodes, "aot_eager")
+
+
+def _num_inputs() -> list[int]:
+    _, model = pair()
+    with inspect(model) as report:
+        loss_of(torch.compile(model, backend="aot_eager")(batches(0)[dist.get_rank()])).backward()
+    [record] = report.records
+    assert record.graph is not None
+    inputs = [node for node in record.graph.find_nodes(op="placeholder") if node.name.startswith("primals")]
+    return [len(inputs), len(list(model.parameters())) + len(["tokens"])]
+
+
+@pytest.mark.compat
+def test_a_graph_takes_a_parameter_once(two_ranks: Ranks) -> None:
+    for num_inputs, expected in two_ranks.run(_num_inputs):
+        assert num_inputs == expected
+
+
 def _frozen_meanwhile(backend: str) -> None:
     runs = Runs(backend)
+    runs.warm_up()
     loss = runs.loss(0)
     frozen = runs.model.layers[1].up.weight.requires_grad_(False)
     loss.backward()
@@ -159,7 +214,7 @@ def _backward_again(backend: str) -> None:
     first = runs.model.head.weight.grad
     loss.backward()
     assert runs.model.head.weight.grad is first
-    (runs.loss(1) + runs.loss(2)).backward()
+    (runs.loss(1) + runs.loss(2)).backward()  # by now edges are joined
     reference_backward(runs.unsharded, batches(0))
     for step in range(3):
         reference_backward(runs.unsharded, batches(step))
@@ -173,6 +228,8 @@ def test_gradients_add_up_over_backwards_and_over_graphs(two_ranks: Ranks) -> No
 
 def _penalty(backend: str) -> None:
     runs = Runs(backend)
+    runs.warm_up()
+    runs.unsharded.zero_grad()
     penalty = sum(param.pow(2).sum() for param in runs.model.parameters())
     assert isinstance(penalty, DTensor)
     (runs.loss(0) + 0.1 * penalty.full_tensor()).backward()
@@ -187,7 +244,7 @@ def test_a_penalty_on_the_shards_adds_to_their_gradients(two_ranks: Ranks) -> No
 
 def _changed_behind_our_back(backend: str) -> None:
     runs = Runs(backend)
-    runs.check()
+    runs.warm_up()
     chosen, unsharded = runs.model.layers[1].up.weight, runs.unsharded.layers[1].up.weight
     for one in (chosen, unsharded):
         one.requires_grad_(False)
@@ -201,7 +258,19 @@ def _changed_behind_our_back(backend: str) -> None:
     chosen._local_tensor = local * 2
     unsharded.data.mul_(2)
     runs.check(3)
+    handle = runs.model.layers[1].down.weight.register_hook(lambda grad: None)
+    runs.check(3)  # joins edges anew
+    handle.remove()
     chosen._local_tensor = local
+    unsharded.data.div_(2)
+    with no_compilation():
+        runs.check(4)
+    values = local.data
+    local.data = values * 2
+    unsharded.data.mul_(2)
+    with no_compilation():
+        runs.check(3)
+    local.data = values
     unsharded.data.div_(2)
     with no_compilation():
         runs.check(4)
@@ -227,7 +296,7 @@ def test_the_next_call_sees_what_was_frozen_and_replaced(two_ranks: Ranks, backe
 
 def _functional(backend: str) -> None:
     runs = Runs(backend)
-    runs.check()
+    runs.warm_up()
     tokens = batches(0)[dist.get_rank()]
     halves = {fqn: param.detach() / 2 for fqn, param in runs.model.named_parameters()}
     got = torch.func.functional_call(runs.compiled, {f"_orig_mod.{fqn}": value for fqn, value in halves.items()}, tokens)
@@ -270,8 +339,7 @@ def test_equal_blocks_share_graphs_also_when_frozen(two_ranks: Ranks) -> None:
 
 def _replaced(how: str) -> None:
     runs = Runs("aot_eager")
-    runs.check()
-    runs.model.zero_grad()
+    runs.warm_up()
     before = runs.model.head.weight
     if how == "assign":
         other = {fqn: value.detach().clone() * 2 for fqn, value in runs.model.state_dict().items()}
@@ -300,3 +368,22 @@ def _replaced(how: str) -> None:
 @pytest.mark.parametrize("how", ["assign", "to", "swap"])
 def test_replaced_shards_are_followed(two_ranks: Ranks, how: str) -> None:
     two_ranks.run(_replaced, how)
+
+
+def _converted_for_inference(backend: str) -> None:
+    runs = Runs(backend)
+    runs.warm_up()
+    frozen = runs.model.layers[0].up.weight.requires_grad_(False)
+    with torch.inference_mode():
+        runs.model.to(torch.float64).to(torch.float32)
+    assert runs.model.head.weight.is_inference()
+    tokens = batches(1)[dist.get_rank()]
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(runs.compiled(tokens), runs.unsharded(tokens))
+    assert [param for param in runs.model.parameters() if not param.requires_grad] == [frozen]
+
+
+@pytest.mark.compat
+def test_shards_made_in_inference_mode_are_read(two_ranks: Ranks) -> None:
+    two_ranks.run(_converted_for_inference, "aot_eager")
