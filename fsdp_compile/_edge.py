@@ -39,29 +39,27 @@ def join_edges(group: ParamGroup) -> None:
         param.is_hooked = any(compat.hooks_of(param.shard))
     accumulators = _with_edges(group)
     make_edges([one for one in accumulators if _joins(one.param)])
-    for one in accumulators:
-        if not _joins(one.param) and len(_shards_of(one)) > 1:
-            make_edges([one])
+    _part([one for one in accumulators if not _joins(one.param)])
     group.has_joined_edges = True
 
 
 def part_edges(group: ParamGroup) -> None:
     """Have a node for each edge of a unit, so that one can go without the others."""
     if group.has_joined_edges:
-        for one in _with_edges(group):
-            if len(_shards_of(one)) > 1:
-                make_edges([one])
+        _part(_with_edges(group))
         group.has_joined_edges = False
+
+
+def _part(accumulators: Sequence[Accumulator]) -> None:
+    for one in accumulators:
+        edge: Any = one.edge
+        if len(edge.grad_fn.shards) > 1:
+            make_edges([one])
 
 
 def _joins(param: ShardedParam) -> bool:
     shard = param.shard
     return param.is_traced and shard.requires_grad and not param.is_hooked and not shard.is_inference()
-
-
-def _shards_of(accumulator: Accumulator) -> Sequence[DTensor]:
-    edge: Any = accumulator.edge
-    return edge.grad_fn.shards
 
 
 def _with_edges(group: ParamGroup) -> list[Accumulator]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Watch(compat.OpaqueBase):  # type: ignore[misc]
-    """What a unit's compiled reads ask before they take a shard's local tensor; Dynamo asks it again at each call."""
+    """What a unit's compiled reads ask before they take anything of a shard; Dynamo asks it again at each call."""
 
     def __init__(self, group: ParamGroup) -> None:
         self._group = weakref.ref(group)  # Dynamo keeps watches

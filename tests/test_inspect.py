@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,12 @@ def _cached(cache_dir: str) -> tuple[list[str], list[str]]:
     return seen, [graph.stage for graph in report.graphs]
 
 
+def _on_a_thread(run: Callable[[], None]) -> None:
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
 def _cached_on_a_thread(cache_dir: str) -> list[str]:
     """On CUDA backward compiles on autograd's own thread, where torch 2.15 sees the defaults of settings."""
     model = sharded()
@@ -303,14 +310,10 @@ def _cached_on_a_thread(cache_dir: str) -> list[str]:
             torch._dynamo.reset()
             with inspect(model) as report:
                 loss = loss_of(torch.compile(model)(batches(0)[dist.get_rank()]))
-                thread = threading.Thread(target=loss.backward)
-                thread.start()
-                thread.join()
+                _on_a_thread(loss.backward)
             stages += [graph.stage for graph in report.graphs]
         found_by_threads: list[bool] = []
-        thread = threading.Thread(target=lambda: found_by_threads.append(inductor_config.fx_graph_cache))
-        thread.start()
-        thread.join()
+        _on_a_thread(lambda: found_by_threads.append(inductor_config.fx_graph_cache))
         assert found_by_threads == [True], "caches stay off on other threads"
     return stages
 
