@@ -29,6 +29,7 @@ try:  # what a class that Dynamo does not look into must inherit from
 except ImportError:
     from torch._opaque_base import OpaqueBase as OpaqueBase  # 2.11
 
+from .passes import ScheduleInPlannedOrder
 from .passes._torch_compat import CustomGraphPass
 from .passes._torch_compat import group_ranks as group_ranks
 
@@ -330,14 +331,15 @@ def set_joint_pass(value: Any) -> None:
 
 
 def get_scheduler_passes() -> list[Any]:
-    """The scheduler passes in force; none unless their switch is on (2.11 to 2.15)."""
+    """The scheduler passes in force; none unless the user turned their switch on, or they are ours (2.11 to 2.15)."""
     passes = list(inductor_config.reorder_for_compute_comm_overlap_passes)
-    return passes if inductor_config.reorder_for_compute_comm_overlap else []
+    in_force = inductor_config.reorder_for_compute_comm_overlap
+    return passes if in_force or any(isinstance(one, ScheduleInPlannedOrder) for one in passes) else []
 
 
 def set_scheduler_passes(passes: list[Any]) -> None:
+    """Have these when the switch is on. It changes how Inductor lowers any graph, so we turn it for ours alone."""
     _set_in_all_threads(inductor_config, "reorder_for_compute_comm_overlap_passes", passes)
-    _set_in_all_threads(inductor_config, "reorder_for_compute_comm_overlap", True)
 
 
 def _set_in_all_threads(config: Any, name: str, value: Any) -> None:
