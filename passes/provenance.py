@@ -12,6 +12,7 @@ with the FQN in most components decides, and a marker without any usable path is
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from .markers import ParamSpec
 
 _FQN = "fsdp_fqn"
 _UNIT = "fsdp_unit"
+# One step of a path: in brackets, quoted or not, or behind a dot.
+_STEP = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^'"\]]*)\]|\.?([^.\[]+)""")
 _WRAPPERS = ("_modules", "_orig_mod", "_checkpoint_wrapped_module")
 
 
@@ -125,9 +128,10 @@ def _best_prefix(readers: list[fx.Node]) -> str | None:
     best: tuple[int, str] | None = None
     for node in readers:
         path = _reader_path(node)
-        if path is None or "[" in str(node.kwargs["fqn"]):  # a member of a list of modules has no common prefix
+        fqn = str(node.kwargs["fqn"])
+        if path is None or fqn.startswith("["):  # a member of a list of modules has no common prefix
             continue
-        agreement, prefix = _strip(path, str(node.kwargs["fqn"]).split(".")[:-1])
+        agreement, prefix = _strip(path, fqn.split(".")[:-1])
         if best is None or agreement > best[0]:
             best = (agreement, prefix)
     return None if best is None else best[1]
@@ -145,7 +149,16 @@ def _reader_path(node: fx.Node) -> list[str] | None:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return [] if node.target is markers.unshard and "seq_nr" in node.meta else None
-    path = list(stack.values())[-1][0]
-    path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)  # L['self'].layers[3] -> L.self.layers.3
-    components = [part for part in path.split(".") if part not in _WRAPPERS]
+    # L['self'].layers[3]._modules['a[0]'] -> L, self, layers, 3, _modules, a[0]
+    steps = [quoted or plain for quoted, plain in _STEP.findall(list(stack.values())[-1][0])]
+    components = [_unquoted(step) for step in steps if step not in _WRAPPERS]
     return components[2:] if components[:1] == ["L"] else components[1:]
+
+
+def _unquoted(step: str) -> str:
+    """A module's name, of which Dynamo writes what is not plain as Python would."""
+    quote = step[0] if step[0] in "'\"" else '"'
+    try:
+        return str(ast.literal_eval(step if step[0] == quote else f"{quote}{step}{quote}"))
+    except (SyntaxError, ValueError):
+        return step
