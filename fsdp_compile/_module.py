@@ -356,12 +356,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         policy = state.mp_policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:
             args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
-        state.in_forward = True
-        if torch.compiler.is_dynamo_compiling():
-            output = method(self, *args, **kwargs)
-        else:
-            output = eager_forward(state, self, method, args, kwargs)
-        state.in_forward = False
+        try:
+            if torch.compiler.is_dynamo_compiling():
+                output = method(self, *args, **kwargs)
+            else:
+                output = eager_forward(state, self, method, args, kwargs)
+        except BaseException:
+            raise
         return output if policy.output_dtype is None else cast_floating(output, policy.output_dtype)
 
     setattr(module, method_name, forward.__get__(module, type(module)))

@@ -264,6 +264,11 @@ def symmetric_allocator(name: str, device: torch.device, backend: str) -> Alloca
     return allocate
 
 
+def leave_to_python(function: Any) -> None:
+    """Have Dynamo pass over frames of ``function``, but not what it calls (``eval_frame.skip_code``: 2.11 to 2.15)."""
+    torch._dynamo.eval_frame.skip_code(function.__code__)
+
+
 def reads_are_compiled(module: nn.Module) -> bool:
     """Whether what ``module``'s forward reads will, for all that is known, be read by compiled code.
 
@@ -276,6 +281,8 @@ def reads_are_compiled(module: nn.Module) -> bool:
         module.__dict__["forward"], "_torchdynamo_disable"
     )
 
+
+leave_to_python(reads_are_compiled)
 
 def in_compiled_autograd() -> bool:
     """Whether a backward that compiled autograd compiled is running; callbacks for its end would never run.
