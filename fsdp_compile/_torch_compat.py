@@ -122,10 +122,18 @@ def run_post_accumulate_grad_hooks(param: torch.Tensor) -> None:
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether a tensor has memory of its own; a wrapper subclass and a sparse tensor have none."""
     try:
-        tensor.untyped_storage()
+        tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
         return False
     return True
+
+
+@contextlib.contextmanager
+def no_new_versions(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Writes inside do not count for autograd (``autograd._unsafe_preserve_version_counter``: 2.11 to 2.15)."""
+    counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
+    with torch.autograd._unsafe_preserve_version_counter(counted):
+        yield
 
 
 def is_traceable(tensor: torch.Tensor) -> bool:
