@@ -6,8 +6,8 @@
         attach      slots and reads of the copies; their units get generated classes, the original's where all is equal
 
 The copy of a unit has the settings of the original and is idle: nothing gathered, no gradients held back. What is
-copied without the unit around it is outermost; where not even its own unit is copied with it, it becomes a unit. As with
-plain parameters, gradients and the hooks on parameters stay behind, and so does what ``module.compile()`` did.
+copied without the unit around it is outermost; where not even its own unit is copied with it, it becomes a unit. As
+with plain parameters, gradients and the hooks on parameters stay behind, and so does what ``module.compile()`` did.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from . import _torch_compat as compat
 from ._eager_backward import end_backward
 from ._eager_path import READS
+from ._edge import join_edges
 from ._fsdp2_view import FSDP2View
 from ._param import ShardedParam, Slot
 from ._reduction import Traffic
@@ -54,6 +55,8 @@ def deep_copy(
     copied = _copy_as(original_class(module), module, memo)
     for state in copies.attach(module, inside, memo):
         refresh(state)
+        if any(param.is_traced for param in state.group.params):  # by the original's graphs, which serve the copy too
+            join_edges(state.group)
     return copied
 
 

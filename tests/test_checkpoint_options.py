@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint import state_dict as helpers
 from torch.distributed.tensor import DTensor
 
