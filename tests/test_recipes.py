@@ -312,6 +312,22 @@ def _teacher(blocks: list[str]) -> None:
     assert not any(param.requires_grad for param in names["teacher"].parameters())
 
 
+@section("Which optimizers")
+def _which_optimizers(blocks: list[str]) -> None:
+    unsharded, model = twins()
+    names = play(*blocks, model=torch.compile(shard(model), backend="aot_eager"), batch=mine())
+    sum_backward(unsharded, batches(0))
+    groups = [
+        {"params": [param for param in unsharded.parameters() if param.ndim == 2], "weight_decay": 0.1},
+        {"params": [param for param in unsharded.parameters() if param.ndim < 2], "weight_decay": 0.0},
+    ]
+    torch.optim.AdamW(groups, lr=1e-3).step()
+    assert_same_params(model, unsharded, atol=1e-5)
+    with Wire() as wire:
+        names["optim"].step()
+    assert not wire.calls
+
+
 @section("An optimizer in backward")
 def _optimizer_in_backward(blocks: list[str]) -> None:
     unsharded, model = twins()
