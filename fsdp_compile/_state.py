@@ -108,6 +108,7 @@ class UnitState:
             "set_reduce_scatter_max_input_buffers": self.group.max_reductions > 1,
             "set_separate_reduce_scatter_group": self.group.reduce_groups,
             "set_keep_unsharded_storage": self.group.keep_storage,
+            "set_unshard_in_backward": not self.group.unshard_in_backward,
             "set_allocate_memory_from_process_group_for_comm or set_symm_mem_for_comm": self.group.comms.allocator,
         }
         return tuple(name for name, value in said.items() if value)
