@@ -342,10 +342,17 @@ def _units_of(modules: Any, method: str) -> list[UnitState]:
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make ``module.method_name`` a second forward: parameters are gathered before it and freed after it."""
+    if isinstance(module, compat.OptimizedModule):
+        module = module._orig_mod  # where the wrapper looks for its methods
+    if state_of(module) is None:
+        if isinstance(module, compat.TORCH_FSDP_MODULE):
+            raise TypeError(
+                f"register_fsdp_forward_method({method_name!r}): this {type(module).__name__} was sharded by "
+                "torch.distributed.fsdp.fully_shard before fsdp_compile.adopt(). Adopt first, then shard."
+            )
+        return
     if not hasattr(module, method_name):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r}.")
-    if state_of(module) is None:
-        return
     method = getattr(type(module), method_name)
 
     # unit_forward once more, which must stay one frame of its own code: Dynamo counts recompilations by code object.

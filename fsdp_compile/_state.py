@@ -166,6 +166,29 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return output
 
 
+def begin_unit(state: UnitState, module: nn.Module, args: Any, kwargs: Any) -> tuple[Call | None, Any, Any]:
+    """The first half of ``unit_forward``, for code that makes the call itself; its eager call, where it is one."""
+    if state.takes_inputs_to is not None:
+        args, kwargs = move(args, state.takes_inputs_to), move(kwargs, state.takes_inputs_to)
+    policy = state.mp_policy
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
+    state.in_forward = True
+    if torch.compiler.is_dynamo_compiling():
+        return None, args, kwargs
+    with span("pre_forward", state), _naming_circles(state, "inputs"):
+        return eager.begin_forward(state, module, args, kwargs)
+
+
+def end_unit(state: UnitState, module: nn.Module, call: Call | None, output: Any) -> Any:
+    """The second half."""
+    if call is not None:
+        with span("post_forward", state), _naming_circles(state, "outputs"):
+            output = eager.end_forward(state, module, call, output)
+    state.in_forward = False
+    return output if state.mp_policy.output_dtype is None else cast_floating(output, state.mp_policy.output_dtype)
+
+
 def eager_forward(state: UnitState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call ``forward(module, ...)`` between the two ends of the eager path."""
     running = None
