@@ -176,6 +176,25 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 _not_traced = functools.partial(torch.compiler.disable, reason="the eager path runs in Python")
 
 
+def begin_unit(state: UnitState, module: nn.Module, args: Any, kwargs: Any) -> tuple[Call | None, Any, Any]:
+    """The first half of ``unit_forward``, for code that makes the call itself; its eager call, where it is one."""
+    if state.takes_inputs_to is not None:
+        args, kwargs = move(args, state.takes_inputs_to), move(kwargs, state.takes_inputs_to)
+    policy = state.mp_policy
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
+    if torch.compiler.is_dynamo_compiling():
+        return None, args, kwargs
+    return _begin(state, module, args, kwargs, compat.reads_are_compiled(module))
+
+
+def end_unit(state: UnitState, module: nn.Module, call: Call | None, output: Any) -> Any:
+    """The second half."""
+    if call is not None:
+        output = _end(state, module, call, output)
+    return output if state.mp_policy.output_dtype is None else cast_floating(output, state.mp_policy.output_dtype)
+
+
 def eager_forward(state: UnitState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call ``forward(module, ...)`` between the two ends of the eager path."""
     are_compiled = compat.reads_are_compiled(module)

@@ -19,6 +19,8 @@ from torch import nn
 
 # torch._dynamo.eval_frame.OptimizedModule, what torch.compile(module) returns: 2.11 to 2.15
 from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -217,15 +219,45 @@ def process_group(name: str) -> torch.distributed.ProcessGroup:
     return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
+# As they were when this package was imported: by the time they are used, the name may be ours (adopt).
+TORCH_FULLY_SHARD: Any = torch_fsdp.fully_shard
+TORCH_REPLICATE: Any = torch_replicate  # of _composable.replicate_with_fsdp: 2.11 to 2.15
+TORCH_REGISTER_FORWARD_METHOD: Any = torch_fsdp.register_fsdp_forward_method
+TORCH_SHARE_COMM_CTX: Any = torch_fsdp.share_comm_ctx
+TORCH_FSDP_MODULE: type = torch_fsdp.FSDPModule
+UNSHARD_HANDLE: type = torch_fsdp.UnshardHandle
+# Seen in 2.15, not in 2.11.
+GRADIENT_REDUCTION_HANDLE: type = getattr(torch_fsdp, "GradientReductionHandle", object)
+
+
 def register_fsdp2_state(module: nn.Module, view: object) -> None:
-    """Put ``view`` where ``torch.distributed.fsdp.fully_shard.state(module)`` looks.
+    """Put ``view`` where ``torch.distributed.fsdp.fully_shard.state(module)`` looks, and have torch know it as sharded.
 
-    ``_composable.contract.STATE_KEY``, a dict in the module by undecorated function: 2.11 to 2.15.
+    ``_composable.contract``: ``STATE_KEY``, a dict in the module by undecorated function, and ``REGISTRY_KEY``, one by
+    the function's name, where composable DDP sees what it leaves alone: 2.11 to 2.15.
     """
-    from torch.distributed._composable.contract import STATE_KEY
-    from torch.distributed.fsdp import fully_shard
+    module.__dict__.setdefault(STATE_KEY, {})[TORCH_FULLY_SHARD.__wrapped__] = view
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
-    module.__dict__.setdefault(STATE_KEY, {})[fully_shard.__wrapped__] = view  # type: ignore[attr-defined]
+
+def fsdp2_state(module: nn.Module) -> Any:
+    """What ``torch.distributed.fsdp.fully_shard.state(module)`` returns; None for modules that are no unit."""
+    return module.__dict__.get(STATE_KEY, {}).get(TORCH_FULLY_SHARD.__wrapped__)
+
+
+def register_replicate_state(module: nn.Module) -> None:
+    """Put what ``register_fsdp2_state`` put there where FSDP2's ``replicate.state(module)`` looks, too."""
+    module.__dict__[STATE_KEY][TORCH_REPLICATE.__wrapped__] = fsdp2_state(module)
+
+
+def replicate_state(module: nn.Module) -> Any:
+    """What FSDP2's ``replicate.state(module)`` returns; None for modules that are not replicated."""
+    return module.__dict__.get(STATE_KEY, {}).get(TORCH_REPLICATE.__wrapped__)
+
+
+def composed_by(module: nn.Module) -> frozenset[str]:
+    """Names of torch's functions (``fully_shard``, ``replicate``) that were applied to the module itself."""
+    return frozenset(module.__dict__.get(REGISTRY_KEY, {}))
 
 
 def twin_group(name: str) -> str:

@@ -94,6 +94,16 @@ def num_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@section("Code that was written for torch's FSDP2")
+def _written_for_fsdp2(blocks: list[str]) -> None:
+    unsharded, model = twins()
+    names = play(*blocks, model=model)
+    assert isinstance(model, names["fsdp_compile"].FSDPModule)
+    assert torch.distributed.fsdp.fully_shard is not fully_shard
+    trains(names["model"], unsharded)
+    assert num_graphs() == 1
+
+
 @section("Replicas of shards", ranks=4)
 def _replicas_of_shards(blocks: list[str]) -> None:
     unsharded, model = twins()
