@@ -76,6 +76,7 @@ class PassManager(CustomGraphPass):
             let_inductor_see_collectives()
             stage = _stage(graph)
             if stage == "inference":
+                annotate(graph)
                 for one_pass in (merge, parts):  # no joint graph was there to do it on
                     one_pass(graph, Plan(stage))
             use_first_gather(graph)
