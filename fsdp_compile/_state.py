@@ -20,6 +20,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import _eager_path as eager
+from . import _torch_compat as compat
+from ._captures import refuse_run
 from ._cast import cast_floating, move
 from ._group import ParamGroup
 from ._iteration import Iteration
@@ -155,12 +157,15 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     policy = state.mp_policy
     if policy.param_dtype is not None and policy.cast_forward_inputs:
         args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
-    state.in_forward = True
-    if torch.compiler.is_dynamo_compiling():
-        output = call(self, *args, **kwargs)
+    if torch.compiler.is_dynamo_compiling() and compat.traces_body_apart():
+        output = call(self, *args, **kwargs)  # no graph break parts it, and it may write nothing
     else:
-        output = eager_forward(state, self, call, args, kwargs)
-    state.in_forward = False
+        state.in_forward = True
+        if torch.compiler.is_dynamo_compiling():
+            output = call(self, *args, **kwargs)
+        else:
+            output = eager_forward(state, self, call, args, kwargs)
+        state.in_forward = False
     if policy.output_dtype is not None:
         output = cast_floating(output, policy.output_dtype)
     return output
@@ -168,6 +173,8 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def eager_forward(state: UnitState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call ``forward(module, ...)`` between the two ends of the eager path."""
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        refuse_run(state.name)
     running = None
     try:
         with span("pre_forward", state), _naming_circles(state, "inputs"):
