@@ -147,7 +147,7 @@ def _deliverer(param: ShardedParam) -> Callable[[Tensor], None]:
         )
         shard.grad = wrapped if shard.grad is None else shard.grad + wrapped
 
-    compat.leave_to_python(deliver)
+    compat.leave_all_to_python(deliver)
     return deliver
 
 
@@ -215,7 +215,7 @@ def follow_mode(state: UnitState) -> None:
     refresh_mode(state)
 
 
-compat.leave_to_python(follow_mode)
+compat.leave_all_to_python(follow_mode)
 
 
 @contextmanager

@@ -163,7 +163,7 @@ class _Inputs(torch.autograd.Function):
         return (None, *grads)
 
 
-compat.leave_to_python(_Read.backward, _Inputs.backward)
+compat.leave_all_to_python(_Read.backward, _Inputs.backward)
 
 
 def end_at_inputs(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:

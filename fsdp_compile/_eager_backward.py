@@ -145,7 +145,7 @@ def end_backward(root: UnitState, task: int | None = None) -> None:
     iteration.creates_graph = False
 
 
-compat.leave_to_python(end_backward)
+compat.leave_all_to_python(end_backward)
 
 
 def reduce_left_over(root: UnitState) -> None:

@@ -136,4 +136,4 @@ class _Edges(torch.autograd.Function):
         return tuple(through_autograd)
 
 
-compat.leave_to_python(_Edges.backward)
+compat.leave_all_to_python(_Edges.backward)

@@ -199,4 +199,4 @@ class _Wrap(torch.autograd.Function):
         return grad.to_local(), None, None
 
 
-compat.leave_to_python(_Wrap.backward)
+compat.leave_all_to_python(_Wrap.backward)
