@@ -25,8 +25,11 @@ class Watch(compat.OpaqueBase):  # type: ignore[misc]
     def __init__(self, group: ParamGroup) -> None:
         self._group = weakref.ref(group)  # Dynamo keeps watches
 
-    def seen(self) -> list[Taken]:
-        """What ``takes`` says of each place where a parameter is registered. Each call asks, so edges join here."""
+    def seen(self) -> list[Any]:
+        """What ``takes`` says of each place where a parameter is registered, and what is inside which shards.
+
+        Each call asks, so edges join here.
+        """
         group = self._group()
         if group is None:
             return []
@@ -36,7 +39,10 @@ class Watch(compat.OpaqueBase):  # type: ignore[misc]
                 from ._edge import join_edges  # which uses what uses this
 
                 join_edges(group)
-            return [_taken(param, slot) for param in group.params for slot in param.slots]
+            for param in group.params:
+                param.look_inside()
+            inside = [param.apart.names for param in group.params if param.apart is not None]
+            return [_taken(param, slot) for param in group.params for slot in param.slots] + inside
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
         return self  # Dynamo of torch 2.11 keeps a copy
@@ -46,6 +52,8 @@ class Watch(compat.OpaqueBase):  # type: ignore[misc]
         group = self._group()
         assert group is not None
         places = [(param, slot) for param in group.params if param.fqn == fqn for slot in param.slots]
+        for param, _ in places:
+            param.look_inside()
         if any(compat.changed_while_traced(slot.module._parameters) for _, slot in places):
             return None  # by torch.func.functional_call inside what is compiled
         states = [_taken(param, slot) for param, slot in places]
@@ -63,6 +71,8 @@ def _taken(param: ShardedParam, slot: Slot) -> Taken:
     if registered is not param.shard or local is None:
         return None
     if registered._local_tensor is not local:  # type: ignore[attr-defined]
+        return None
+    if param.apart is not None and param.apart.has_changed:
         return None
     if param.address is not None and param.address != local.data_ptr():
         return None
