@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.frameworks_rows import ROWS, SAVED_AFTER, STEPS, Losses, Row
 from benchmarks.frameworks_worker import COLUMNS
-from benchmarks.train_step import software_and_machine
 from fsdp_compile._launch import Message, WorkerError, Workers, interruptible
 
 _RANKS = 2
@@ -136,7 +136,7 @@ def _run(lines: dict[str, Line], todo: list[tuple[str, str]], timeout_s: float) 
 def _table(lines: dict[str, Line], tolerance: float, seconds: float) -> Table:
     grid = Table(
         title=f"Frameworks on torch's FSDP2, and on fsdp_compile by adopt(): {_RANKS} ranks over gloo",
-        caption=f"torch {software_and_machine()['versions']['torch']}; {seconds:.0f} s. Losses: step 1, and step "
+        caption=f"torch {torch.__version__}; {seconds:.0f} s. Losses: step 1, and step "
         f"{STEPS} of the run and of one that resumed from the checkpoint behind step {SAVED_AFTER}.\n"
         f"difference: the largest of all {2 * STEPS - SAVED_AFTER} losses to those with torch's FSDP2, over these; at "
         f"most {tolerance:.0e}.",
