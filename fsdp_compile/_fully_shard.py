@@ -267,6 +267,8 @@ def _parameter_slots(
                     continue
                 fqn = f"{path}.{name}" if path else name
                 fqn = fqn.replace("_orig_mod.", "")
+                # Markers take no half of a surrogate pair.
+                fqn = fqn.encode(errors="backslashreplace").decode()
                 # Members of a list have no common path: their place in it tells them apart.
                 fqn = f"[{number}].{fqn}" if len(modules) > 1 else fqn
                 by_param.setdefault(param, (fqn, []))[1].append(Slot(module, name))

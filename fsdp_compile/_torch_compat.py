@@ -31,6 +31,7 @@ try:  # what a class that Dynamo does not look into must inherit from
 except ImportError:
     from torch._opaque_base import OpaqueBase as OpaqueBase  # 2.11
 
+from .passes import ScheduleInPlannedOrder
 from .passes._torch_compat import CustomGraphPass
 from .passes._torch_compat import group_ranks as group_ranks
 
@@ -123,10 +124,18 @@ def run_post_accumulate_grad_hooks(param: torch.Tensor) -> None:
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether a tensor has memory of its own; a wrapper subclass and a sparse tensor have none."""
     try:
-        tensor.untyped_storage()
+        tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
         return False
     return True
+
+
+@contextlib.contextmanager
+def no_new_versions(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Writes inside do not count for autograd (``autograd._unsafe_preserve_version_counter``: 2.11 to 2.15)."""
+    counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
+    with torch.autograd._unsafe_preserve_version_counter(counted):
+        yield
 
 
 def is_traceable(tensor: torch.Tensor) -> bool:
@@ -295,6 +304,11 @@ def symmetric_allocator(name: str, device: torch.device, backend: str) -> Alloca
     return allocate
 
 
+def leave_to_python(function: Any) -> None:
+    """Have Dynamo pass over frames of ``function``, but not what it calls (``eval_frame.skip_code``: 2.11 to 2.15)."""
+    torch._dynamo.eval_frame.skip_code(function.__code__)
+
+
 def reads_are_compiled(module: nn.Module) -> bool:
     """Whether what ``module``'s forward reads will, for all that is known, be read by compiled code.
 
@@ -307,6 +321,8 @@ def reads_are_compiled(module: nn.Module) -> bool:
         module.__dict__["forward"], "_torchdynamo_disable"
     )
 
+
+leave_to_python(reads_are_compiled)
 
 def in_compiled_autograd() -> bool:
     """Whether a backward that compiled autograd compiled is running; callbacks for its end would never run.
@@ -362,14 +378,15 @@ def set_joint_pass(value: Any) -> None:
 
 
 def get_scheduler_passes() -> list[Any]:
-    """The scheduler passes in force; none unless their switch is on (2.11 to 2.15)."""
+    """The scheduler passes in force; none unless the user turned their switch on, or they are ours (2.11 to 2.15)."""
     passes = list(inductor_config.reorder_for_compute_comm_overlap_passes)
-    return passes if inductor_config.reorder_for_compute_comm_overlap else []
+    in_force = inductor_config.reorder_for_compute_comm_overlap
+    return passes if in_force or any(isinstance(one, ScheduleInPlannedOrder) for one in passes) else []
 
 
 def set_scheduler_passes(passes: list[Any]) -> None:
+    """Have these when the switch is on. It changes how Inductor lowers any graph, so we turn it for ours alone."""
     _set_in_all_threads(inductor_config, "reorder_for_compute_comm_overlap_passes", passes)
-    _set_in_all_threads(inductor_config, "reorder_for_compute_comm_overlap", True)
 
 
 def _set_in_all_threads(config: Any, name: str, value: Any) -> None:
