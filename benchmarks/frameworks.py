@@ -27,7 +27,7 @@ from fsdp_compile._launch import Message, WorkerError, Workers, interruptible
 
 _RANKS = 2
 TOLERANCE = 1e-4
-_WIDTH = 150
+_WIDTH = 170
 
 
 @dataclass
@@ -128,7 +128,8 @@ def _run(lines: dict[str, Line], todo: list[tuple[str, str]], timeout_s: float) 
         except WorkerError as error:
             row, column = next(place for place in todo if not lines[place[0]].cells[place[1]].done)
             said = [one for one in arrived[row, column].values() if "error" in one]
-            text = min(said, key=lambda one: one["at"])["error"] if said else str(error)[:300]
+            last_line = str(error).strip().rpartition("\n")[2]
+            text = min(said, key=lambda one: one["at"])["error"] if said else last_line[:200]
             lines[row].cells[column] = Cell(error=text, done=True)
             print(f"{row:44}{column:16}  failed\n{error}", file=sys.stderr, flush=True)
 
@@ -147,7 +148,7 @@ def _table(lines: dict[str, Line], tolerance: float, seconds: float) -> Table:
     grid.add_column("framework", overflow="fold")
     for column in COLUMNS:
         grid.add_column(column.name, no_wrap=True)
-    grid.add_column("difference", justify="right", overflow="fold")
+    grid.add_column("difference, eager / compiled", overflow="fold", min_width=40)
     for name, line in lines.items():
         problems = line.problems(tolerance)
         differences = [line.difference(column.name) for column in COLUMNS[1:]]
