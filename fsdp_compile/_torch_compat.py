@@ -313,7 +313,10 @@ def register_fsdp2_state(module: nn.Module, view: object) -> None:
     ``_composable.contract``: ``STATE_KEY``, a dict in the module by undecorated function, and ``REGISTRY_KEY``, one by
     the function's name, where composable DDP sees what it leaves alone: 2.11 to 2.15.
     """
-    module.__dict__.setdefault(STATE_KEY, {})[TORCH_FULLY_SHARD.__wrapped__] = view
+    states = module.__dict__.setdefault(STATE_KEY, {})
+    states[TORCH_FULLY_SHARD.__wrapped__] = view
+    if TORCH_REPLICATE.__wrapped__ in states:  # the copy of a replicated one
+        states[TORCH_REPLICATE.__wrapped__] = view
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
