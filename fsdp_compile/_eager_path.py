@@ -43,7 +43,9 @@ READS = "_fsdp_compile_reads"
 read_observers: list[Callable[[nn.Module, str], None]] = []
 
 
-def begin_forward(state: UnitState, module: nn.Module, args: Any, kwargs: Any) -> tuple[Call, Any, Any]:
+def begin_forward(
+    state: UnitState, module: nn.Module, args: Any, kwargs: Any, reads_are_compiled: bool
+) -> tuple[Call, Any, Any]:
     """Gather for an eager forward; the call that its reads go to, and the inputs to call the module with."""
     if compat.backward_task() is not None:  # recomputed for backward
         call = _call_in_backward(state) or Call(state, gathered_of(state))
@@ -60,7 +62,7 @@ def begin_forward(state: UnitState, module: nn.Module, args: Any, kwargs: Any) -
         state.root.recover()
     iteration.forward_number += state.outer is None and iteration.depth == 0
     call = _call_of_pass(state, module)
-    if not compat.reads_are_compiled(module):
+    if not reads_are_compiled:
         _gather_ahead(state, call.gathered)
         some_frozen = any(not shard.requires_grad for shard in call.gathered.shards)
         if some_frozen and torch.is_grad_enabled() and not compat.in_functorch():

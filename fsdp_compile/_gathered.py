@@ -142,7 +142,7 @@ class Gathered:
 
     def unalias(self, grads: dict[int, Tensor]) -> None:
         """Copy those of ``grads`` that share memory with a parameter, as a user's autograd function may give them."""
-        addresses = {full.untyped_storage().data_ptr() for full in self.fulls or ()}
+        addresses = self._addresses()
         for index, grad in grads.items():
             if compat.has_storage(grad) and grad.untyped_storage().data_ptr() in addresses:
                 grads[index] = grad.clone()
@@ -164,12 +164,18 @@ class Gathered:
         if self.fulls is None:
             return
         locals_ = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        addresses = {tensor.untyped_storage().data_ptr() for tensor in locals_ if compat.has_storage(tensor)}
-        plain = [full for index, full in enumerate(self.fulls) if index not in self._extensions]
-        addresses &= {full.untyped_storage().data_ptr() for full in plain} - {0}
-        if addresses:
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in locals_ if compat.has_storage(tensor)} - {0}
+        if addresses & self._addresses():
             # Tensors that autograd saved keep the storages that they alias; only our names for them go.
             self.fulls, self.is_full = None, False
+            for extension in self._extensions.values():
+                extension.forget()
+
+    def _addresses(self) -> set[int]:
+        """Where the storages of the full parameters are."""
+        plain = [full for index, full in enumerate(self.fulls or ()) if index not in self._extensions]
+        addresses = {full.untyped_storage().data_ptr() for full in plain}
+        return addresses.union(*(extension.addresses() for extension in self._extensions.values()))
 
     def _sources(self) -> tuple[list[Tensor], list[ParamSpec]]:
         """What this rank contributes to the gather."""

@@ -55,11 +55,36 @@ def is_collective(snode: BaseSchedulerNode) -> bool:
     return any(isinstance(one, ir._CollectiveKernel) and not isinstance(one, ir._WaitKernel) for one in kernels)
 
 
-def scheduler_passes_run() -> bool:
-    """Whether Inductor will call the scheduler passes; in deterministic mode it skips them (2.11 to 2.15)."""
+def is_deterministic() -> bool:
+    """Whether Inductor leaves its scheduler passes out, whatever their switch says (2.11 to 2.15)."""
     from torch._inductor import config
 
-    return config.reorder_for_compute_comm_overlap and not config.deterministic
+    return bool(config.deterministic)
+
+
+# Turned on by us: as good as True, and not what a user writes.
+_FOR_OUR_GRAPH = 1.0
+
+
+def switch_scheduler_passes(on: bool) -> None:
+    """Have Inductor call the scheduler passes for the graph that this thread compiles; off, where we turned it on.
+
+    ``config.reorder_for_compute_comm_overlap``: 2.11 to 2.15, in 2.15 one of each thread.
+    """
+    from torch._inductor import config
+
+    switch: object = config.reorder_for_compute_comm_overlap
+    if on and not switch:
+        config.reorder_for_compute_comm_overlap = _FOR_OUR_GRAPH  # type: ignore[assignment]
+    elif not on and switch is not True and switch == _FOR_OUR_GRAPH:
+        config.reorder_for_compute_comm_overlap = False
+
+
+def scheduler_passes() -> list[object]:
+    """What Inductor would call while the switch is on (2.11 to 2.15)."""
+    from torch._inductor import config
+
+    return list(config.reorder_for_compute_comm_overlap_passes)
 
 
 def may_alias(target: object) -> bool:

@@ -14,6 +14,7 @@ the first graph that has the markers, and stay: graphs that are cut from it call
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,8 +26,10 @@ from .markers import ParamSpec
 
 _FQN = "fsdp_fqn"
 _UNIT = "fsdp_unit"
+# One step of a path: in brackets, quoted or not, or behind a dot.
+_STEP = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^'"\]]*)\]|\.?([^.\[]+)""")
 _WRAPPERS = ("_modules", "__dict__", "_orig_mod", "_checkpoint_wrapped_module")
-_MEMBER = re.compile(r"(\[\d+\])\.")  # what the FQN begins with in a unit of several modules
+_MEMBER = re.compile(r"^(\[\d+\])\.")  # what the FQN begins with in a unit of several modules
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,16 @@ def _reader_path(node: fx.Node) -> list[str] | None:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return [] if node.target is markers.unshard and "seq_nr" in node.meta else None
-    path = list(stack.values())[-1][0]
-    path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)  # L['self'].layers[3] -> L.self.layers.3
-    components = [part for part in path.split(".") if part not in _WRAPPERS]
+    # L['self'].layers[3]._modules['a[0]'] -> L, self, layers, 3, _modules, a[0]
+    steps = [quoted or plain for quoted, plain in _STEP.findall(list(stack.values())[-1][0])]
+    components = [_unquoted(step) for step in steps if step not in _WRAPPERS]
     return components[2:] if components[:1] == ["L"] else components[1:]
+
+
+def _unquoted(step: str) -> str:
+    """A module's name, of which Dynamo writes what is not plain as Python would."""
+    quote = step[0] if step[0] in "'\"" else '"'
+    try:
+        return str(ast.literal_eval(step if step[0] == quote else f"{quote}{step}{quote}"))
+    except (SyntaxError, ValueError):
+        return step
