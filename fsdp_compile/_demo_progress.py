@@ -2,7 +2,7 @@
 
     start 2 ranks ... 6 s
     fsdp_compile: C++ kernels of the forward graph ... 14 s
-    train: step 12 of 30 ... 00:07                              <- a terminal shows the last line's clock
+    train all four in turn: step 12 of 30 ... 0:00:07          <- a terminal shows the last line's clock
 
 Written to a file it is the same lines, without the clock.
 """
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-Stage = tuple[str, int, int]  # its name, how many of its parts are done, of how many (0: it has no parts)
+Stage = tuple[str, int, int]  # its name, which of its steps begins, of how many (0: it has none)
 
 
 class Stages:
@@ -30,7 +30,7 @@ class Stages:
 
     def at(self, stage: Stage) -> None:
         """The work is at this stage now; a new name ends the one before."""
-        name, done, total = stage
+        name, step, num_steps = stage
         if name != self._name:
             self.end()
             self._name, self._began = name, time.monotonic()
@@ -38,7 +38,7 @@ class Stages:
                 self._console.print(f"{name} ... ", end="", highlight=False)
             self._clock.add_task(name)
         for task in self._clock.task_ids:
-            self._clock.update(task, description=f"{name}: {done} of {total}" if total else name)
+            self._clock.update(task, description=f"{name}: step {step} of {num_steps}" if num_steps else name)
 
     def end(self) -> None:
         """Nothing runs any more; the last stage took until now."""

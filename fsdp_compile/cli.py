@@ -74,8 +74,6 @@ def _demo(arguments: argparse.Namespace) -> int:
     if arguments.dim % Settings.head_dim:
         print(f"--dim {arguments.dim} is not a multiple of {Settings.head_dim}, the size of a head.", file=sys.stderr)
         return 2
-    if arguments.save is not None:
-        Path(arguments.save).mkdir(parents=True, exist_ok=True)
     settings = Settings(
         ranks=arguments.ranks,
         steps=arguments.steps,
@@ -88,14 +86,15 @@ def _demo(arguments: argparse.Namespace) -> int:
     if missing is not None:
         print(missing, file=sys.stderr)
         return 2
+    if arguments.save is not None:
+        Path(arguments.save).mkdir(parents=True, exist_ok=True)
     return run_demo(settings, Console())
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def test_a_file_gets_a_line_for_each_stage(saved_run: Path) -> None:
         "FSDP2, compiled blocks: compile",
         "fsdp_compile: trace the model",
         "fsdp_compile: cut forward from backward",
-        "train all four in turn, step",
+        "train all four in turn",
         "weigh their memory",
     ]
     assert "\x1b" not in printed
@@ -182,6 +182,14 @@ def test_a_dim_that_heads_do_not_divide_is_refused(capsys: pytest.CaptureFixture
     assert "--dim 100 is not a multiple of 64" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", ["0", "-2", "two", "1.5"])
+def test_a_number_that_is_none_is_refused_by_name(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["demo", "--ranks", number])
+    assert left.value.code == 2
+    assert f"argument --ranks: {number} is not a whole number above 0\n" in capsys.readouterr().err
+
+
 def test_without_a_compiler_it_says_so_at_once_and_what_runs_without(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,6 +210,12 @@ def test_on_a_gpu_it_is_tritons_c_compiler(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setenv("CC", "no-such-cc")
     assert cli.main(["demo"]) == 2
     assert "needs a C compiler, and no-such-cc was not found (CC=... names another one)" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_processes_with_a_gpu_each_train_over_nccl(tmp_path: Path) -> None:
+    assert cli.main(["demo", "--ranks", "1", "--steps", "4", "--save", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "report.json").read_text())["ranks"][0]["group"] == "nccl"
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
