@@ -172,7 +172,7 @@ class FSDPModule(ShardedModule, _FSDP2):
         """Have the next forward's gathers wait for ``event`` instead of for all that is queued now."""
         state = _state(self)
         if state.group.mesh.device.type == "cpu":
-            raise RuntimeError(f"{state.name} gathers on the CPU, which has no streams: leave set_post_optim_event out.")
+            raise RuntimeError(f"{state.name} gathers on a CPU, which has no streams: leave set_post_optim_event out.")
         # Gathers are queued behind the stream that is current: making that one wait is what it takes.
         event.wait(torch.accelerator.current_stream())
 
