@@ -5,6 +5,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 
 from ._accumulate import no_sync as no_sync
+from ._adopt import Adoption as Adoption
+from ._adopt import adopt as adopt
 from ._breaks import BreakReport as BreakReport
 from ._breaks import explain_breaks as explain_breaks
 from ._configure import configure as configure

@@ -142,7 +142,7 @@ class Gathered:
 
     def unalias(self, grads: dict[int, Tensor]) -> None:
         """Copy those of ``grads`` that share memory with a parameter, as a user's autograd function may give them."""
-        addresses = {full.untyped_storage().data_ptr() for full in self.fulls or ()}
+        addresses = self._addresses()
         for index, grad in grads.items():
             if compat.has_storage(grad) and grad.untyped_storage().data_ptr() in addresses:
                 grads[index] = grad.clone()
@@ -164,12 +164,18 @@ class Gathered:
         if self.fulls is None:
             return
         locals_ = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        addresses = {tensor.untyped_storage().data_ptr() for tensor in locals_ if compat.has_storage(tensor)}
-        plain = [full for index, full in enumerate(self.fulls) if index not in self._extensions]
-        addresses &= {full.untyped_storage().data_ptr() for full in plain} - {0}
-        if addresses:
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in locals_ if compat.has_storage(tensor)} - {0}
+        if addresses & self._addresses():
             # Tensors that autograd saved keep the storages that they alias; only our names for them go.
             self.fulls, self.is_full = None, False
+            for extension in self._extensions.values():
+                extension.forget()
+
+    def _addresses(self) -> set[int]:
+        """Where the storages of the full parameters are."""
+        plain = [full for index, full in enumerate(self.fulls or ()) if index not in self._extensions]
+        addresses = {full.untyped_storage().data_ptr() for full in plain}
+        return addresses.union(*(extension.addresses() for extension in self._extensions.values()))
 
     def _sources(self) -> tuple[list[Tensor], list[ParamSpec]]:
         """What this rank contributes to the gather."""
@@ -199,7 +205,8 @@ class Gathered:
         if self.fulls is not None and len(bucket) == 1 and spec.dim == 0 and spec.layout.even and spec.num_shards > 1:
             full = self.fulls[bucket[0]]
             self._allocate(bucket[0])
-            out = full.data  # no new version for autograd: the values are those that were saved
+            # As data, no new version for autograd: the values are those that were saved.
+            out = lower.as_sent(lower.run, full.data)
         return Caller(self.group.comms, out)
 
     def _allocate(self, index: int) -> None:

@@ -170,9 +170,8 @@ class FSDPModule(ShardedModule, _FSDP2):
 
     def set_post_optim_event(self, event: Any) -> None:
         """Have the next forward's gathers wait for ``event`` instead of for all that is queued now."""
-        state = _state(self)
-        if state.group.mesh.device.type == "cpu":
-            raise RuntimeError(f"{state.name} gathers on a CPU, which has no streams: leave set_post_optim_event out.")
+        if _state(self).group.mesh.device.type == "cpu":
+            return  # where nothing is queued: a step that was called is done
         # Gathers are queued behind the stream that is current: making that one wait is what it takes.
         event.wait(torch.accelerator.current_stream())
 
@@ -355,10 +354,17 @@ def _units_of(modules: Any, method: str) -> list[UnitState]:
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make ``module.method_name`` a second forward: parameters are gathered before it and freed after it."""
+    if isinstance(module, compat.OptimizedModule):
+        module = module._orig_mod  # where the wrapper looks for its methods
+    if state_of(module) is None:
+        if isinstance(module, compat.TORCH_FSDP_MODULE):
+            raise TypeError(
+                f"register_fsdp_forward_method({method_name!r}): this {type(module).__name__} was sharded by "
+                "torch.distributed.fsdp.fully_shard before fsdp_compile.adopt(). Adopt first, then shard."
+            )
+        return
     if not hasattr(module, method_name):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r}.")
-    if state_of(module) is None:
-        return
     method = getattr(type(module), method_name)
 
     # unit_forward once more, which must stay one frame of its own code: Dynamo counts recompilations by code object.
@@ -369,12 +375,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         policy = state.mp_policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:
             args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
-        state.in_forward = True
-        if torch.compiler.is_dynamo_compiling():
-            output = method(self, *args, **kwargs)
-        else:
-            output = eager_forward(state, self, method, args, kwargs)
-        state.in_forward = False
+        try:
+            if torch.compiler.is_dynamo_compiling():
+                output = method(self, *args, **kwargs)
+            else:
+                output = eager_forward(state, self, method, args, kwargs)
+        except BaseException:
+            raise
         return output if policy.output_dtype is None else cast_floating(output, policy.output_dtype)
 
     setattr(module, method_name, forward.__get__(module, type(module)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,13 +30,21 @@ Mode = Literal["reduce", "hold", "resume", "resume_over_shards"]
 # What a graph takes of a parameter: the local tensor of a frozen one; its edge, which is the local tensor; or both.
 Taken = Literal["local", "edge", "both"] | None  # None: what is registered, for it is not the shard that we know
 
+# Beyond ASCII, Python takes some identifiers for the same one.
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_]+")
+
 # Stamped on the parameters that a model was built with, so that a weight tied across fully_shard calls is known again.
 STAMP = "_fsdp_compile_sharded"
 
 
 def beside(name: str, what: str) -> str:
-    """The attribute in which a module has ``what`` belongs to its parameter ``name``: one each, as guards take time."""
-    return f"_fsdp_compile_{what}_{name}"
+    """The attribute in which a module has ``what`` belongs to its parameter ``name``: one each, as guards take time.
+
+    An identifier, for it stands in generated code, whatever the parameter is called. No two parameters share one.
+    """
+    if _PLAIN_NAME.fullmatch(name):
+        return f"_fsdp_compile_{what}__{name}"
+    return f"_fsdp_compile_{what}_of_hex__{name.encode(errors='surrogatepass').hex()}"
 
 
 @dataclass(frozen=True)
