@@ -267,9 +267,10 @@ def freezes_parameters() -> bool:
 def traces_backward() -> bool:
     """Whether a ``backward()`` in compiled code is traced into its forward's graph, whose leaves get the gradients.
 
-    ``_dynamo.config.trace_autograd_ops``: 2.15, not 2.11. Asked while tracing, and not guarded.
+    ``_dynamo.config.trace_autograd_ops``: 2.11 to 2.15; 2.11 asserts that leaves are no DTensors. Asked while tracing,
+    and not guarded.
     """
-    return bool(getattr(torch._dynamo.config, "trace_autograd_ops", False))
+    return bool(torch._dynamo.config.trace_autograd_ops)
 
 
 def local_tensor(param: DTensor) -> torch.Tensor:
