@@ -39,6 +39,7 @@ except ImportError:
 from .passes import ScheduleInPlannedOrder
 from .passes._torch_compat import CustomGraphPass
 from .passes._torch_compat import group_ranks as group_ranks
+from .passes._torch_compat import leave_all_to_python as leave_all_to_python
 
 
 def backward_task() -> int | None:
@@ -195,6 +196,82 @@ def changed_while_traced(value: object) -> bool:
     return variable is not None and side_effects.is_modified(variable)
 
 
+# Ops of torch.ops.higher_order whose body may run any number of times on a rank, or is compiled as a graph of its own;
+# checkpointing is not among them. By name: "switch" is in 2.15 alone, the others in 2.11 to 2.15.
+_BODIES_APART = {
+    "cond", "switch", "while_loop", "while_loop_stack_output", "map_impl", "scan", "associative_scan", "flex_attention",
+    "invoke_subgraph",
+}  # fmt: skip
+
+
+def _dynamo_output() -> Any:
+    """The graphs that Dynamo is writing; None when it traces nothing (``current_tx``, ``output``: 2.11 to 2.15)."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return InstructionTranslator.current_tx().output
+    except AttributeError:
+        return None
+
+
+def _tracers_apart() -> list[Any]:
+    """What writes the graph around the outermost op whose body stands apart, then those inside; empty without one.
+
+    ``OutputGraph.tracers``, the innermost last, and ``SubgraphTracer.source_target``, the op: 2.11 to 2.15.
+    """
+    output = _dynamo_output()
+    for index, inner in enumerate([] if output is None else output.tracers[1:]):
+        op = inner.source_target
+        if isinstance(op, torch._ops.HigherOrderOperator) and op.name() in _BODIES_APART:
+            return output.tracers[index:]
+    return []
+
+
+def begin_in_front() -> bool:
+    """Have Dynamo write what it traces next in front of the op in whose body it stands; whether there is one.
+
+    Regions that are compiled once must each be traced, for another of them reads something else. Dynamo does so where
+    a source that it traced has been written to (``traced_sources``, ``mutated_sources``: 2.15, not 2.11).
+    """
+    tracers = _tracers_apart()
+    if not tracers:
+        return False
+    output = _dynamo_output()
+    if hasattr(output.side_effects, "mutated_sources"):
+        from torch._dynamo.source import LocalSource
+
+        written = LocalSource("fsdp_compile reads in front")
+        output.side_effects.mutated_sources.add(written)
+        for inner in tracers[1:]:
+            inner.traced_sources.add(written)
+    output.tracers.append(tracers[0])
+    return True
+
+
+def end_in_front() -> None:
+    _dynamo_output().tracers.pop()
+
+
+def traces_export() -> bool:
+    """Whether what Dynamo traces is for ``torch.export`` (``OutputGraph.export``: 2.11 to 2.15)."""
+    output = _dynamo_output()
+    return output is not None and bool(output.export)
+
+
+def freezes_parameters() -> bool:
+    """Whether Dynamo and Inductor make constants of parameters (``_inductor.config.freezing``: 2.11 to 2.15)."""
+    return bool(inductor_config.freezing) and not torch.is_grad_enabled()
+
+
+@torch.compiler.assume_constant_result
+def traces_backward() -> bool:
+    """Whether a ``backward()`` in compiled code is traced into its forward's graph, whose leaves get the gradients.
+
+    ``_dynamo.config.trace_autograd_ops``: 2.15, not 2.11. Asked while tracing, and not guarded.
+    """
+    return bool(getattr(torch._dynamo.config, "trace_autograd_ops", False))
+
+
 def local_tensor(param: DTensor) -> torch.Tensor:
     """This rank's part of a parameter, without a gradient (``_local_tensor``: 2.11 to 2.15, in graphs too)."""
     return param._local_tensor
@@ -241,7 +318,10 @@ def register_fsdp2_state(module: nn.Module, view: object) -> None:
     ``_composable.contract``: ``STATE_KEY``, a dict in the module by undecorated function, and ``REGISTRY_KEY``, one by
     the function's name, where composable DDP sees what it leaves alone: 2.11 to 2.15.
     """
-    module.__dict__.setdefault(STATE_KEY, {})[TORCH_FULLY_SHARD.__wrapped__] = view
+    states = module.__dict__.setdefault(STATE_KEY, {})
+    states[TORCH_FULLY_SHARD.__wrapped__] = view
+    if TORCH_REPLICATE.__wrapped__ in states:  # the copy of a replicated one
+        states[TORCH_REPLICATE.__wrapped__] = view
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 

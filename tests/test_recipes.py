@@ -477,6 +477,16 @@ def _double_backward(blocks: list[str]) -> None:
         torch.autograd.grad(run(one).sum(), [model.up.weight], create_graph=True)
 
 
+@section("Branches and loops")
+def _branches_part(blocks: list[str]) -> None:
+    torch.manual_seed(0)
+    scale = 100.0 if dist.get_rank() else 1.0
+    names = play(blocks[0], fully_shard=fully_shard, x=scale * torch.ones(2, 8))
+    gated = names["gated"]
+    for layer in (gated.near, gated.far):  # each was taken by one of two ranks
+        torch.testing.assert_close(full(layer.bias.grad), torch.ones(8))
+
+
 def _run(title: str, backend: str) -> None:
     _, check = CHECKS[title]
     with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):

@@ -268,7 +268,7 @@ def loop(meter: Meter) -> None:
     """Accumulation, evaluation and two lengths for 6 steps: nothing is compiled after the first pass through each."""
     reference, model = models.twins()
     run = compiled(meter, shard(model))
-    optims = [torch.optim.SGD(one.parameters(), lr=LR) for one in (model, reference)]
+    optims = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
     for step in range(6):
         length = models.LENGTH if step % 2 else 4
         micro_batches = [models.batches(10 * step + micro, length) for micro in range(2)]
