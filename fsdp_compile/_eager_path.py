@@ -8,9 +8,9 @@
 
 Reading is an autograd function, so repeated calls and unused parameters are autograd's own business. The last backward
 of a unit's reads launches the reduction and returns nothing: the gradient of a shard is set when the reduction ends, so
-that it overlaps with backward. Where somebody watches the shard itself (``autograd.grad``, a tensor hook) the backward
-of the read returns the reduced gradient instead. A unit whose forward was compiled reads through markers and is not
-gathered here.
+that it overlaps with backward; tensor hooks on the shard see it then. Where somebody asks autograd for it
+(``autograd.grad``) the backward of the read returns the reduced gradient instead. A unit whose forward was compiled
+reads through markers and is not gathered here.
 """
 
 from __future__ import annotations

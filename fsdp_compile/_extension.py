@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
 from ._comm import Caller, Comms
+from ._inner import Look
 from .passes import ParamSpec, lower
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Protocol:
     stride: tuple[int, ...]
     mp_policy: Any
     owner: weakref.ref[nn.Module] | None  # only where the extension asks for it: blocks that differ in it differ
+    look: Look | None  # of the shard, where a graph puts it together
 
     def before(self, local: Tensor, spec: ParamSpec) -> tuple[list[Tensor], list[ParamSpec], Any]:
         """What this rank sends, how each of it travels, and what the extension wants to remember."""
@@ -147,7 +149,8 @@ def protocol_of(param: ShardedParam, shard: Any, mp_policy: Any) -> Protocol:
             "or the mesh, outer size, outer stride, module and mixed-precision policy."
         )
     owner = weakref.ref(param.slots[0].module) if arity == _ALL_ARGUMENTS else None
-    return Protocol(type(local), param.mesh.over_shards, shard.size(), tuple(shard.stride()), mp_policy, owner)
+    look = None if param.apart is None else param.apart.look
+    return Protocol(type(local), param.mesh.over_shards, shard.size(), tuple(shard.stride()), mp_policy, owner, look)
 
 
 def traced_protocol(param: ShardedParam, shard: Any, mp_policy: Any) -> Protocol | None:

@@ -20,6 +20,7 @@ from . import _torch_compat as compat
 from ._comm import Caller
 from ._gathered import Gathered
 from ._group import ParamGroup
+from ._hooks import through_hooks
 from .passes import ParamSpec, lower
 from .passes.collectives import c10d
 from .passes.planner import reduce_buckets
@@ -104,7 +105,11 @@ class Reduction:
     def complete(self) -> None:
         """Wait, and give the shards their gradients."""
         for index, local in self.finish().items():
-            accumulate(self.gathered.shards[index], local)
+            shard = self.gathered.shards[index]
+            if shard._backward_hooks:
+                local = brought_to(shard, local, read_at_once=True)
+                local = through_hooks(self.gathered.params[index].fqn, shard, local)
+            accumulate(shard, local)
 
     def _spec(self, index: int) -> ParamSpec:
         spec = self.gathered.specs[index]

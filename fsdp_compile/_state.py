@@ -140,6 +140,7 @@ class UnitState:
             if unit.gathered is not None:
                 unit.gathered.free()
         iteration.touched.clear()
+        iteration.hooks.release()
 
 
 def state_of(module: nn.Module) -> UnitState | None:

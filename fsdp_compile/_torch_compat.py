@@ -5,8 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+import os
+import shlex
+import shutil
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -313,7 +318,10 @@ def register_fsdp2_state(module: nn.Module, view: object) -> None:
     ``_composable.contract``: ``STATE_KEY``, a dict in the module by undecorated function, and ``REGISTRY_KEY``, one by
     the function's name, where composable DDP sees what it leaves alone: 2.11 to 2.15.
     """
-    module.__dict__.setdefault(STATE_KEY, {})[TORCH_FULLY_SHARD.__wrapped__] = view
+    states = module.__dict__.setdefault(STATE_KEY, {})
+    states[TORCH_FULLY_SHARD.__wrapped__] = view
+    if TORCH_REPLICATE.__wrapped__ in states:  # the copy of a replicated one
+        states[TORCH_REPLICATE.__wrapped__] = view
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
@@ -626,6 +634,29 @@ def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 def flatten_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """The named dimensions as one, in a new process group, made once a mesh (``DeviceMesh._flatten``: 2.11 to 2.15)."""
     return mesh[names]._flatten("_".join(names))
+
+
+def missing_compiler(device_type: str) -> str | None:
+    """What Inductor would miss when it makes kernels for this device, in words; None if it has all.
+
+    For the CPU it looks for ``torch._inductor.config.cpp.cxx`` (CXX, or g++) and runs it, with Python's headers:
+    cpp_builder.get_cpp_compiler and exc.InvalidCxxCompiler, 2.11 to 2.15. For CUDA, Triton wants CC, gcc or clang.
+    """
+    if device_type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            tried = ", ".join(str(one) for one in inductor_config.cpp.cxx if one is not None)
+            return f"a C++ compiler, and {tried} does not run (CXX=... names another one)"
+    else:
+        named = os.environ.get("CC")
+        if not any(map(shutil.which, ("gcc", "clang") if named is None else shlex.split(named)[:1])):
+            return f"a C compiler, and {named or 'gcc'} was not found (CC=... names another one)"
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return None if headers.exists() else f"Python's headers, and there is no {headers}"
 
 
 # Source code for a script that runs a graph with collectives by itself: process groups under the names in GROUPS that

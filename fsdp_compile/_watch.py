@@ -26,8 +26,11 @@ class Watch(compat.OpaqueBase):  # type: ignore[misc]
     def __init__(self, group: ParamGroup) -> None:
         self._group = weakref.ref(group)  # Dynamo keeps watches
 
-    def seen(self) -> list[Taken]:
-        """What ``takes`` says of each place where a parameter is registered. Each call asks, so edges join here."""
+    def seen(self) -> list[Any]:
+        """What ``takes`` says of each place where a parameter is registered, and what is inside which shards.
+
+        Each call asks, so edges join here.
+        """
         group = self._group()
         if group is None:
             return []
@@ -37,7 +40,10 @@ class Watch(compat.OpaqueBase):  # type: ignore[misc]
                 from ._edge import join_edges  # which uses what uses this
 
                 join_edges(group)
-            return [_taken(param, slot) for param in group.params for slot in param.slots]
+            for param in group.params:
+                param.look_inside()
+            inside = [param.apart.names for param in group.params if param.apart is not None]
+            return [_taken(param, slot) for param in group.params for slot in param.slots] + inside
 
     def begin_in_front(self) -> bool:
         """Gather in front of a branch or a loop, as the eager path does; whether the read stands inside one.
@@ -61,6 +67,8 @@ class Watch(compat.OpaqueBase):  # type: ignore[misc]
         if compat.traces_backward():
             return None  # gradients must reach leaves of the graph: the DTensor itself, and not its edge
         places = [(param, slot) for param in group.params if param.fqn == fqn for slot in param.slots]
+        for param, _ in places:
+            param.look_inside()
         if any(compat.changed_while_traced(slot.module._parameters) for _, slot in places):
             return None  # by torch.func.functional_call inside what is compiled
         states = [_taken(param, slot) for param, slot in places]
@@ -78,6 +86,8 @@ def _taken(param: ShardedParam, slot: Slot) -> Taken:
     if registered is not param.shard or local is None:
         return None
     if registered._local_tensor is not local:  # type: ignore[attr-defined]
+        return None
+    if param.apart is not None and param.apart.has_changed:
         return None
     if param.address is not None and param.address != local.data_ptr():
         return None

@@ -72,7 +72,9 @@ class Trained:
         self.before = [tensor.detach().clone() for tensor in self.tensors()]
 
     def tensors(self) -> list[Tensor]:
-        state = [one for entries in self.optim.state.values() for one in entries.values() if isinstance(one, Tensor)]
+        """Those of the model and of the optimizer, which the helpers may put into another order."""
+        (group,) = self.optim.param_groups
+        state = [self.optim.state[param][name] for param in group["params"] for name in ("exp_avg", "exp_avg_sq", "step")]
         return [*self.model.parameters(), self.model.scale, *state]
 
     def disturb(self) -> None:
