@@ -9,11 +9,8 @@ it sees none, and the graph takes the shard's edge from beside it, which is its 
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from . import _torch_compat as compat
 from ._captures import refuse_traced
@@ -28,7 +25,6 @@ class Watch(compat.OpaqueBase):  # type: ignore[misc]
 
     def __init__(self, group: ParamGroup) -> None:
         self._group = weakref.ref(group)  # Dynamo keeps watches
-        self._warned = False
 
     def seen(self) -> list[Any]:
         """What ``takes`` says of each place where a parameter is registered, and what is inside which shards.
@@ -54,14 +50,6 @@ class Watch(compat.OpaqueBase):  # type: ignore[misc]
 
         A rank that does not take the branch would not gather, and the ranks that do would wait for it.
         """
-        if not self._warned and torch.is_grad_enabled() and compat.in_compiled_region():
-            self._warned = True
-            warnings.warn(
-                "torch.compiler.nested_compile_region: what a region reads stays gathered from forward to backward, "
-                "whatever reshard_after_forward says, because the region is partitioned before the passes see it. "
-                "Compile the blocks by themselves (block.compile()) to have them gathered again.",
-                stacklevel=2,
-            )
         return compat.begin_in_front()
 
     def end_in_front(self) -> None:

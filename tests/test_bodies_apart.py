@@ -106,21 +106,20 @@ class Region(toy.Block):
         return super().forward(x)
 
 
-def _regions() -> None:
-    """torch 2.15's own gradients are wrong here on Inductor, with sharding and without."""
+def _regions(backend: str) -> None:
     unsharded, sharded = toy.pair(make=lambda: toy.Stack(block=Region))
-    tokens = toy.batches(0)
-    with pytest.warns(UserWarning, match="nested_compile_region: what a region reads stays gathered") as said:
-        loss = toy.loss_of(torch.compile(sharded, backend="aot_eager")(tokens[dist.get_rank()]))
-    assert sum("nested_compile_region" in str(one.message) for one in said) == len(sharded.layers)
-    loss.backward()
-    torch._dynamo.reset()
-    compiled = torch.compile(unsharded, backend="aot_eager")
-    expected = torch.stack([toy.loss_of(compiled(batch)) for batch in tokens]).mean()
-    expected.backward()
-    torch.testing.assert_close(toy.mean_over_ranks(loss), expected.detach())
-    toy.assert_same_grads(sharded, unsharded)
+    compiled = torch.compile(sharded, backend=backend)
+    tokens = toy.batches(0)[dist.get_rank()]
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(tokens), unsharded(tokens))
+    with pytest.raises(RuntimeError, match=r"norm\.weight is read in a torch\.compiler\.nested_compile_region"):
+        compiled(tokens)
 
 
-def test_compiled_regions_say_that_they_keep_weights(two_ranks: Any) -> None:
-    two_ranks.run(_regions)
+def test_compiled_regions_are_evaluated_and_refuse_to_train(two_ranks: Any) -> None:
+    two_ranks.run(_regions, "aot_eager")
+
+
+@pytest.mark.more
+def test_compiled_regions_are_evaluated_on_inductor(two_ranks: Any) -> None:
+    two_ranks.run(_regions, "inductor")
