@@ -12,6 +12,7 @@ One object serves every forward call of the unit. What the calls read and what b
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,6 +85,17 @@ class Gathered:
         tensors = [tensor for shard in self.shards for tensor in (shard, shard._local_tensor)]
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
+    def spec_for(self, index: int, grad: Tensor) -> ParamSpec:
+        """What a parameter's gradient travels and arrives in: with ``grad_dtype=None``, what autograd produced."""
+        spec = self.specs[index]
+        if not self.asks_for_any_dtype(index):
+            return spec
+        travels = spec.reduce_dtype if self.group.mp_policy.reduce_dtype else grad.dtype
+        return dataclasses.replace(spec, reduce_dtype=travels, grad_dtype=grad.dtype)
+
+    def asks_for_any_dtype(self, index: int) -> bool:
+        return compat.get_grad_dtype(self.shards[index]) is None and self.specs[index].dtype.is_floating_point
+
     def launch(self) -> None:
         """Start the all-gathers, unless they have been started or are done."""
         if self.is_full or self.launched:
@@ -126,11 +138,7 @@ class Gathered:
         if self.group.keep_storage:
             return
         assert self.fulls is not None
-        shards = {
-            shard._local_tensor.untyped_storage().data_ptr()
-            for index, shard in enumerate(self.shards)
-            if index not in self._extensions
-        }
+        shards = _addresses(shard for index, shard in enumerate(self.shards) if index not in self._extensions)
         for extension in self._extensions.values():
             extension.free()
         for index, full in enumerate(self.fulls):
@@ -142,9 +150,9 @@ class Gathered:
 
     def unalias(self, grads: dict[int, Tensor]) -> None:
         """Copy those of ``grads`` that share memory with a parameter, as a user's autograd function may give them."""
-        addresses = {full.untyped_storage().data_ptr() for full in self.fulls or ()}
+        addresses = _addresses(self.fulls or ())
         for index, grad in grads.items():
-            if compat.has_storage(grad) and grad.untyped_storage().data_ptr() in addresses:
+            if addresses & compat.addresses_in(grad):
                 grads[index] = grad.clone()
 
     def free_but_a_slice(self) -> None:
@@ -163,11 +171,8 @@ class Gathered:
         """Leave storages that ``tensors``, outputs of a module, share to the user; the next gather gets new ones."""
         if self.fulls is None:
             return
-        locals_ = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        addresses = {tensor.untyped_storage().data_ptr() for tensor in locals_ if compat.has_storage(tensor)}
         plain = [full for index, full in enumerate(self.fulls) if index not in self._extensions]
-        addresses &= {full.untyped_storage().data_ptr() for full in plain} - {0}
-        if addresses:
+        if _addresses(tensors) & _addresses(plain):
             # Tensors that autograd saved keep the storages that they alias; only our names for them go.
             self.fulls, self.is_full = None, False
 
@@ -227,6 +232,10 @@ class Gathered:
             self._allocate(index)
             if again.untyped_storage().data_ptr() != full.untyped_storage().data_ptr():
                 full.data.copy_(again)
+
+
+def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+    return {address for tensor in tensors for address in compat.addresses_in(tensor)}
 
 
 def gathered_of(state: UnitState) -> Gathered:

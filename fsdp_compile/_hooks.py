@@ -40,8 +40,8 @@ class LateHooks:
 
         They are put into others in their places, so whoever registered them may take them away as ever.
         """
-        hooks = shard._backward_hooks
-        for key, hook in list((hooks or {}).items()):
+        hooks: dict[int, Any] = shard._backward_hooks or {}  # type: ignore[assignment]
+        for key, hook in list(hooks.items()):
             if not isinstance(hook, _Waiting):
                 hook = hooks[key] = _Waiting(hook)
             hook.waits = True
@@ -58,7 +58,7 @@ def through_hooks(fqn: str, shard: DTensor, local: Tensor) -> Tensor:
     """What the shard's hooks make of its local gradient."""
     grad = compat.dtensor_like(shard, local)
     with torch.no_grad():
-        for hook in list(shard._backward_hooks.values()):
+        for hook in list((shard._backward_hooks or {}).values()):
             replaced = hook(grad)
             if replaced is None:
                 continue
