@@ -165,6 +165,9 @@ class _Inputs(torch.autograd.Function):
         return (None, *grads)
 
 
+compat.leave_all_to_python(_Read.backward, _Inputs.backward)
+
+
 def end_at_inputs(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The inputs of a forward, passed through a node that ends the unit's backward."""
     inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]

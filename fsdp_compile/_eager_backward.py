@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,7 @@ def clean_up_at_end(state: UnitState) -> None:
         iteration.tasks.append(task)
         root = state.root
         iteration.max_reductions = root.max_reductions_in_flight()  # walks the model: once a backward
-        compat.at_end_of_backward(lambda: end_backward(root, task))
+        compat.at_end_of_backward(functools.partial(end_backward, root, task))
 
 
 def end_backward(root: UnitState, task: int | None = None) -> None:
@@ -146,6 +147,9 @@ def end_backward(root: UnitState, task: int | None = None) -> None:
             iteration.touched.clear()
     iteration.creates_graph = False
     iteration.hooks.release()
+
+
+compat.leave_all_to_python(end_backward)
 
 
 def reduce_left_over(root: UnitState) -> None:

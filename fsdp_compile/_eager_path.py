@@ -15,6 +15,7 @@ reads through markers and is not gathered here.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -153,12 +154,7 @@ def _end_pass(state: UnitState, call: Call, awaits_backward: bool) -> None:
 
 
 def _hook_outputs(call: Call, outputs: list[Tensor]) -> None:
-    state = call.state
-
-    def before_backward(grad: Tensor) -> None:
-        with span("pre_backward", state):
-            enter_backward(call)
-
+    state, before_backward = call.state, functools.partial(_before_backward, call)
     for tensor in outputs:
         if tensor._is_view() and not state.warned_of_view:
             state.warned_of_view = True
@@ -168,6 +164,14 @@ def _hook_outputs(call: Call, outputs: list[Tensor]) -> None:
                 stacklevel=2,
             )
         tensor.register_hook(before_backward)
+
+
+def _before_backward(call: Call, grad: Tensor) -> None:
+    with span("pre_backward", call.state):
+        enter_backward(call)
+
+
+compat.leave_all_to_python(_before_backward)
 
 
 def eager_read(module: nn.Module, name: str, param: Any) -> Any:

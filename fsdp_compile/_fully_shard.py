@@ -58,6 +58,9 @@ def fully_shard(
     return module
 
 
+fully_shard.state = compat.fsdp2_state  # type: ignore[attr-defined]  # as torch's has it
+
+
 def make_unit(
     given: tuple[Any, ...],
     target: ShardMesh,
@@ -66,7 +69,7 @@ def make_unit(
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
     ignored: set[nn.Parameter],
-) -> None:
+) -> UnitState:
     """Spread the parameters of the modules over the ranks of ``target``, as one unit."""
     modules = _roots_of_list(tuple(_behind_compile(one) for one in given))
     reshard, inner_size = _resolve_reshard(reshard_after_forward, target)
@@ -84,9 +87,6 @@ def make_unit(
         overrides.update(_dtype_override(fqn, slots[0].param, mp_policy))
 
     install_passes()
-    for one in given:
-        if isinstance(one, compat.OptimizedModule):
-            _hide_wrapper_in_state_dict(one)
     _move_to_device(managed, unclaimed, target.device)
     group = ParamGroup(
         unit="+".join(original_class(one).__name__ for one in modules),
@@ -121,6 +121,7 @@ def make_unit(
         target.num_shards,
         target.num_replicas,
     )
+    return state
 
 
 def modules_in(module: Any, api: str) -> tuple[Any, ...]:
@@ -153,22 +154,6 @@ def _behind_compile(module: nn.Module) -> nn.Module:
     return module._orig_mod if isinstance(module, compat.OptimizedModule) else module
 
 
-def _hide_wrapper_in_state_dict(module: nn.Module) -> None:
-    """Take ``_orig_mod.`` out of checkpoints, as FSDP2 users know them from ``module.compile()``."""
-
-    def strip(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for key in [key for key in state_dict if key.startswith(f"{prefix}_orig_mod.")]:
-            state_dict[prefix + key[len(prefix) + len("_orig_mod.") :]] = state_dict.pop(key)
-
-    def restore(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            if not key.startswith(f"{prefix}_orig_mod."):
-                state_dict[f"{prefix}_orig_mod.{key[len(prefix) :]}"] = state_dict.pop(key)
-
-    module.register_state_dict_post_hook(strip)
-    module.register_load_state_dict_pre_hook(restore)
-
-
 def _roots_of_list(modules: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
     """The members that no other member contains."""
     inner = {id(child) for module in modules for child in module.modules() if child is not module}
@@ -182,6 +167,11 @@ def _validate_module(module: Any, api: str) -> None:
         raise ValueError(
             f"{api} got a {type(module).__name__}, which has no forward to gather for. Apply it to its members, "
             "or pass list(module) to make them one unit."
+        )
+    if "replicate" in compat.composed_by(module):
+        raise ValueError(
+            f"{api}: torch.distributed._composable.replicate was applied to this {original_class(module).__name__}, "
+            "and takes care of its gradients. Apply one of the two."
         )
     if state_of(module) is not None:
         error = ValueError if api == "fully_shard" else RuntimeError
@@ -239,11 +229,19 @@ def _validate_slicing(fqn: str, cut: Cut, target: ShardMesh, size: int) -> None:
 
 
 def _managed_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules whose parameters this call takes: the subtrees, down to units of earlier calls."""
+    """The modules whose parameters this call takes: the subtrees, down to units of earlier calls and of DDP's."""
     managed: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
         if module in managed or state_of(module) is not None:
+            return
+        composed = compat.composed_by(module)
+        if "fully_shard" in composed:
+            raise ValueError(
+                f"A {original_class(module).__name__} was sharded by torch.distributed.fsdp.fully_shard. Use one of "
+                "the two for the whole model: fsdp_compile.adopt() has torch's name be this one's."
+            )
+        if "replicate" in composed:
             return
         managed[module] = None
         for child in module.children():
@@ -269,6 +267,8 @@ def _parameter_slots(
                     continue
                 fqn = f"{path}.{name}" if path else name
                 fqn = fqn.replace("_orig_mod.", "")
+                # Markers take no half of a surrogate pair.
+                fqn = fqn.encode(errors="backslashreplace").decode()
                 # Members of a list have no common path: their place in it tells them apart.
                 fqn = f"[{number}].{fqn}" if len(modules) > 1 else fqn
                 by_param.setdefault(param, (fqn, []))[1].append(Slot(module, name))

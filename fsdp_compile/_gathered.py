@@ -12,7 +12,6 @@ One object serves every forward call of the unit. What the calls read and what b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,7 +137,8 @@ class Gathered:
         if self.group.keep_storage:
             return
         assert self.fulls is not None
-        shards = _addresses(shard for index, shard in enumerate(self.shards) if index not in self._extensions)
+        plain = [shard for index, shard in enumerate(self.shards) if index not in self._extensions]
+        shards = compat.addresses_in(*plain)
         for extension in self._extensions.values():
             extension.free()
         for index, full in enumerate(self.fulls):
@@ -150,7 +150,7 @@ class Gathered:
 
     def unalias(self, grads: dict[int, Tensor]) -> None:
         """Copy those of ``grads`` that share memory with a parameter, as a user's autograd function may give them."""
-        addresses = _addresses(self.fulls or ())
+        addresses = self._addresses()
         for index, grad in grads.items():
             if addresses & compat.addresses_in(grad):
                 grads[index] = grad.clone()
@@ -171,10 +171,16 @@ class Gathered:
         """Leave storages that ``tensors``, outputs of a module, share to the user; the next gather gets new ones."""
         if self.fulls is None:
             return
-        plain = [full for index, full in enumerate(self.fulls) if index not in self._extensions]
-        if _addresses(tensors) & _addresses(plain):
+        if compat.addresses_in(*tensors) & self._addresses():
             # Tensors that autograd saved keep the storages that they alias; only our names for them go.
             self.fulls, self.is_full = None, False
+            for extension in self._extensions.values():
+                extension.forget()
+
+    def _addresses(self) -> set[int]:
+        """Where the storages of the full parameters are."""
+        plain = [full for index, full in enumerate(self.fulls or ()) if index not in self._extensions]
+        return compat.addresses_in(*plain).union(*(extension.addresses() for extension in self._extensions.values()))
 
     def _sources(self) -> tuple[list[Tensor], list[ParamSpec]]:
         """What this rank contributes to the gather."""
@@ -204,7 +210,8 @@ class Gathered:
         if self.fulls is not None and len(bucket) == 1 and spec.dim == 0 and spec.layout.even and spec.num_shards > 1:
             full = self.fulls[bucket[0]]
             self._allocate(bucket[0])
-            out = full.data  # no new version for autograd: the values are those that were saved
+            # As data, no new version for autograd: the values are those that were saved.
+            out = lower.as_sent(lower.run, full.data)
         return Caller(self.group.comms, out)
 
     def _allocate(self, index: int) -> None:
@@ -232,10 +239,6 @@ class Gathered:
             self._allocate(index)
             if again.untyped_storage().data_ptr() != full.untyped_storage().data_ptr():
                 full.data.copy_(again)
-
-
-def _addresses(tensors: Iterable[Tensor]) -> set[int]:
-    return {address for tensor in tensors for address in compat.addresses_in(tensor)}
 
 
 def gathered_of(state: UnitState) -> Gathered:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from . import _torch_compat as compat
-from ._report import collectives_of, format_bytes, format_dtype, format_unit, num_bytes_of
+from ._report import collectives_of, format_bytes, format_dtype, format_unit, num_bytes_of, on_one_line
 from .passes import GraphRecord
 from .passes.insert import ROLE
 from .passes.markers import NAMESPACE
@@ -124,9 +124,9 @@ def _comments(record: GraphRecord, step: int) -> dict[str, str]:
     comments = {}
     for node in graph.nodes:
         words = [*said.get(node.name, ()), *_describe(node.meta.get("val"))]
-        comments[node.name] = f"  # {' '.join(words)}" if words else ""
+        comments[node.name] = f"  # {on_one_line(' '.join(words))}" if words else ""
     for collective in collectives_of(graph, record.plan):
-        names = " ".join(collective.fqns)
+        names = on_one_line(" ".join(collective.fqns))
         comments[collective.node.name] = (
             f"  # {collective.kind} {names} {format_dtype(collective.dtype)} {format_bytes(collective.bucket_bytes)}"
             f" ({format_bytes(collective.num_bytes)} a rank)"

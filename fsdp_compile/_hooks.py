@@ -40,7 +40,7 @@ class LateHooks:
 
         They are put into others in their places, so whoever registered them may take them away as ever.
         """
-        hooks: dict[int, Any] = shard._backward_hooks or {}  # type: ignore[assignment]
+        hooks: dict[int, Any] = shard._backward_hooks or {}
         for key, hook in list(hooks.items()):
             if not isinstance(hook, _Waiting):
                 hook = hooks[key] = _Waiting(hook)

@@ -182,7 +182,7 @@ class Report:
                 files[folder / graph.name / f"{step}_{name}.py"] = graph.code(step)
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
         return list(files)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from . import _torch_compat as compat
+from ._inner import Apart, taken_apart
 from ._mesh import ShardMesh, placement_and_mesh
 from ._stored import ReadAs, read_as, stored_on
 from .passes.layout import ShardLayout
@@ -29,13 +31,21 @@ Mode = Literal["reduce", "hold", "resume", "resume_over_shards"]
 # What a graph takes of a parameter: the local tensor of a frozen one; its edge, which is the local tensor; or both.
 Taken = Literal["local", "edge", "both"] | None  # None: what is registered, for it is not the shard that we know
 
+# Beyond ASCII, Python takes some identifiers for the same one.
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_]+")
+
 # Stamped on the parameters that a model was built with, so that a weight tied across fully_shard calls is known again.
 STAMP = "_fsdp_compile_sharded"
 
 
 def beside(name: str, what: str) -> str:
-    """The attribute in which a module has ``what`` belongs to its parameter ``name``: one each, as guards take time."""
-    return f"_fsdp_compile_{what}_{name}"
+    """The attribute in which a module has ``what`` belongs to its parameter ``name``: one each, as guards take time.
+
+    An identifier, for it stands in generated code, whatever the parameter is called. No two parameters share one.
+    """
+    if _PLAIN_NAME.fullmatch(name):
+        return f"_fsdp_compile_{what}__{name}"
+    return f"_fsdp_compile_{what}_of_hex__{name.encode(errors='surrogatepass').hex()}"
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,7 @@ class ShardedParam:
     shard: nn.Parameter = field(repr=False)
     local: Tensor | None = field(init=False, repr=False)  # the shard's, which graphs take
     address: int | None = field(init=False, repr=False)  # of a plain one's data
+    apart: Apart | None = field(init=False, repr=False)  # one with an extension, of which graphs take what is inside
     # What the user asked for: a dtype, None for whatever autograd produces, or nothing but the parameter's own.
     grad_dtype: torch.dtype | Literal["own"] | None = "own"
     dtensor: ReadAs | None = None  # the DTensor that it was before fully_shard
@@ -106,10 +117,16 @@ class ShardedParam:
         """Have ``shard`` as the shard, which it may have been before with another tensor in it."""
         self.shard, self.local = shard, compat.local_tensor(shard) if isinstance(shard, DTensor) else None
         self.address = self.local.data_ptr() if type(self.local) is Tensor else None
-        self.put_beside("local", self.local)
+        self.apart = taken_apart(self.local)
+        self.put_beside("local", self.local if self.apart is None else self.apart.inside)
 
-    def put_beside(self, what: str, tensor: Tensor | None) -> None:
-        """Have a tensor where compiled reads take it from: in the modules' own dicts.
+    def look_inside(self) -> None:
+        """Have beside the shard what is inside it now."""
+        if self.apart is not None and self.apart.look_again():
+            self.put_beside("local", self.apart.inside)
+
+    def put_beside(self, what: str, tensor: Any) -> None:
+        """Have a tensor, or those inside it, where compiled reads take it from: in the modules' own dicts.
 
         While such a dict is as it was, Dynamo checks no guard on the tensors in it, as for a module's own parameters.
         """

@@ -158,12 +158,14 @@ class Reduction:
         done: dict[int, Tensor] = {}
         for members in by_key.values():
             spec = self.gathered.specs[members[0]]
-            packed = torch.cat([partial[index].reshape(-1) for index in members])
+            packed = torch.cat([lower.as_real(lower.run, partial[index]).reshape(-1) for index in members])
             call = Caller(self.gathered.group.comms, num_waits_before_hook=1)
             launched = call(c10d.all_reduce.default, packed, spec.reduce_op, spec.replicate_group)
             summed = call(c10d.wait_tensor.default, launched)
             if spec.postdivide != 1.0:
                 summed = summed / spec.postdivide
+            if spec.reduce_dtype.is_complex:
+                summed = torch.view_as_complex(summed.view(-1, 2))
             sizes = [partial[index].numel() for index in members]
             for index, flat in zip(members, summed.split(sizes)):
                 grad_dtype = self.gathered.spec_for(index, partial[index]).grad_dtype

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from . import _torch_compat as compat
 from ._fully_shard import ModuleT, make_unit, modules_in
 from ._mesh import replicate_mesh
 
@@ -34,5 +35,10 @@ def replicate(
     """
     given = modules_in(module, "replicate")
     target = replicate_mesh(mesh, dp_mesh_dims)
-    make_unit(given, target, False, None, mp_policy, offload_policy, set(ignored_params or ()))
+    unit = make_unit(given, target, False, None, mp_policy, offload_policy, set(ignored_params or ()))
+    for one in unit.modules:
+        compat.register_replicate_state(one)
     return module
+
+
+replicate.state = compat.replicate_state  # type: ignore[attr-defined]  # as torch's has it

@@ -185,6 +185,7 @@ def num_bytes_of(value: Any) -> int:
 
 def table(rows: Sequence[Sequence[str]], right: tuple[int, ...] = ()) -> list[str]:
     """Lines with aligned columns, those in ``right`` to the right."""
+    rows = [[on_one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return [
         "  ".join(
@@ -193,6 +194,11 @@ def table(rows: Sequence[Sequence[str]], right: tuple[int, ...] = ()) -> list[st
         ).rstrip()
         for row in rows
     ]
+
+
+def on_one_line(text: str) -> str:
+    """What names may hold that would end a line, or a file, is spelled out."""
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 def shorten(fqns: Sequence[str], unit: str) -> str:

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import _eager_path as eager
 from . import _torch_compat as compat
+from ._captures import refuse_run
 from ._cast import cast_floating, move
 from ._group import ParamGroup
 from ._iteration import Iteration
@@ -108,6 +109,7 @@ class UnitState:
             "set_reduce_scatter_max_input_buffers": self.group.max_reductions > 1,
             "set_separate_reduce_scatter_group": self.group.reduce_groups,
             "set_keep_unsharded_storage": self.group.keep_storage,
+            "set_unshard_in_backward": not self.group.unshard_in_backward,
             "set_allocate_memory_from_process_group_for_comm or set_symm_mem_for_comm": self.group.comms.allocator,
         }
         return tuple(name for name, value in said.items() if value)
@@ -176,6 +178,25 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 _not_traced = functools.partial(torch.compiler.disable, reason="the eager path runs in Python")
 
 
+def begin_unit(state: UnitState, module: nn.Module, args: Any, kwargs: Any) -> tuple[Call | None, Any, Any]:
+    """The first half of ``unit_forward``, for code that makes the call itself; its eager call, where it is one."""
+    if state.takes_inputs_to is not None:
+        args, kwargs = move(args, state.takes_inputs_to), move(kwargs, state.takes_inputs_to)
+    policy = state.mp_policy
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
+    if torch.compiler.is_dynamo_compiling():
+        return None, args, kwargs
+    return _begin(state, module, args, kwargs, compat.reads_are_compiled(module))
+
+
+def end_unit(state: UnitState, module: nn.Module, call: Call | None, output: Any) -> Any:
+    """The second half."""
+    if call is not None:
+        output = _end(state, module, call, output)
+    return output if state.mp_policy.output_dtype is None else cast_floating(output, state.mp_policy.output_dtype)
+
+
 def eager_forward(state: UnitState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call ``forward(module, ...)`` between the two ends of the eager path."""
     are_compiled = compat.reads_are_compiled(module)
@@ -194,6 +215,8 @@ compat.leave_to_python(eager_forward)
 
 @_not_traced
 def _begin(state: UnitState, module: nn.Module, args: Any, kwargs: Any, are_compiled: bool) -> tuple[Call, Any, Any]:
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        refuse_run(state.name)
     with span("pre_forward", state), _naming_circles(state, "inputs"):
         return eager.begin_forward(state, module, args, kwargs, are_compiled)
 

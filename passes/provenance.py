@@ -7,11 +7,14 @@ A marker's own FQN is relative to the module given to ``fully_shard``, so that e
     unit (what is left)                 layers.3                    ->  absolute FQN  layers.3.attn.wq.weight
 
 A reader need not be the owner (tied weights, ``self.head.weight`` read by the root), so the reader whose path agrees
-with the FQN in most components decides, and a marker without any usable path is told apart by its position.
+with the FQN in most components decides, and a marker without any usable path is told apart by its position. In a unit
+of several modules, each member has a path of its own, and the unit has all of them ("norm, head"). Names are written in
+the first graph that has the markers, and stay: graphs that are cut from it call a unit what it was called there.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +26,10 @@ from .markers import ParamSpec
 
 _FQN = "fsdp_fqn"
 _UNIT = "fsdp_unit"
-_WRAPPERS = ("_modules", "_orig_mod", "_checkpoint_wrapped_module")
+# One step of a path: in brackets, quoted or not, or behind a dot.
+_STEP = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^'"\]]*)\]|\.?([^.\[]+)""")
+_WRAPPERS = ("_modules", "__dict__", "_orig_mod", "_checkpoint_wrapped_module")
+_MEMBER = re.compile(r"^(\[\d+\])\.")  # what the FQN begins with in a unit of several modules
 
 
 @dataclass(frozen=True)
@@ -72,18 +78,16 @@ def find_reduces(graph: fx.Graph) -> list[Marker]:
 
 
 def annotate(graph: fx.Graph) -> None:
-    """Write absolute names on the markers of a joint graph, where a reduction still knows its gather.
+    """Write absolute names on the markers of a graph that was not cut: all readers are there, with their paths.
 
-    They share a sequence number: AOTAutograd gives a backward node that of its forward node.
+    In a joint graph a reduction still knows its gather: they share a sequence number, as AOTAutograd gives a backward
+    node that of its forward node.
     """
     gathers = unshard_nodes(graph)
     by_shard: dict[fx.Node, list[fx.Node]] = {}
     for node in gathers:
         by_shard.setdefault(node.args[0], []).append(node)  # type: ignore[arg-type]
-    for readers in by_shard.values():
-        prefix = _best_prefix(readers)
-        for node in readers:
-            _write(node, prefix)
+    _write_names(list(by_shard.values()))
     by_sequence = {node.meta["seq_nr"]: node for node in gathers if "seq_nr" in node.meta}
     for node in reduce_nodes(graph):
         gather = by_sequence.get(node.meta.get("seq_nr"))
@@ -95,10 +99,9 @@ def annotate(graph: fx.Graph) -> None:
 
 def _named(nodes: list[fx.Node]) -> list[Marker]:
     found, seen, ordinals = [], set(), dict[tuple[str, str], Iterator[int]]()
+    _write_names([[node] for node in nodes if _FQN not in node.meta])
     for node in nodes:
         spec = ParamSpec.of(dict(node.kwargs))
-        if _FQN not in node.meta:
-            _write(node, _best_prefix([node]))
         fqn, unit = node.meta.get(_FQN), node.meta.get(_UNIT)
         part = "" if spec.part < 0 else f":{spec.part}"
         if fqn is None or unit is None:
@@ -113,11 +116,26 @@ def _named(nodes: list[fx.Node]) -> list[Marker]:
     return found
 
 
-def _write(node: fx.Node, prefix: str | None) -> None:
-    if prefix is not None:
-        fqn = str(node.kwargs["fqn"])
-        node.meta[_FQN] = f"{prefix}.{fqn}" if prefix else fqn
-        node.meta[_UNIT] = prefix
+def _write_names(parameters: list[list[fx.Node]]) -> None:
+    """Write on all markers of each parameter what it and its unit are called, where a reader says so."""
+    members: dict[str, dict[str, list[str]]] = {}  # of a unit of several modules: paths of each member, as they come
+    named = []
+    for readers in parameters:
+        prefix = _best_prefix(readers)
+        if prefix is None:
+            continue
+        unit, fqn = str(readers[0].kwargs["unit"]), str(readers[0].kwargs["fqn"])
+        member = _MEMBER.match(fqn)
+        fqn = fqn[member.end() :] if member else fqn
+        paths = members.setdefault(unit, {}).setdefault(member[1], []) if member else [prefix]
+        if prefix not in paths:
+            paths.append(prefix)
+        named.append((readers, f"{prefix}.{fqn}" if prefix else fqn, unit, paths, paths.index(prefix)))
+    for readers, fqn, unit, paths, place in named:
+        siblings = sorted(members.get(unit, {"[0]": paths}).items(), key=lambda item: int(item[0][1:-1]))
+        for node in readers:
+            node.meta[_FQN] = fqn
+            node.meta[_UNIT] = ", ".join(paths[place] for _, paths in siblings if place < len(paths))
 
 
 def _best_prefix(readers: list[fx.Node]) -> str | None:
@@ -125,9 +143,10 @@ def _best_prefix(readers: list[fx.Node]) -> str | None:
     best: tuple[int, str] | None = None
     for node in readers:
         path = _reader_path(node)
-        if path is None or "[" in str(node.kwargs["fqn"]):  # a member of a list of modules has no common prefix
+        if path is None:
             continue
-        agreement, prefix = _strip(path, str(node.kwargs["fqn"]).split(".")[:-1])
+        owner = _MEMBER.sub("", str(node.kwargs["fqn"]), count=1).split(".")[:-1]
+        agreement, prefix = _strip(path, [part for part in owner if part not in _WRAPPERS])
         if best is None or agreement > best[0]:
             best = (agreement, prefix)
     return None if best is None else best[1]
@@ -145,7 +164,16 @@ def _reader_path(node: fx.Node) -> list[str] | None:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return [] if node.target is markers.unshard and "seq_nr" in node.meta else None
-    path = list(stack.values())[-1][0]
-    path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)  # L['self'].layers[3] -> L.self.layers.3
-    components = [part for part in path.split(".") if part not in _WRAPPERS]
+    # L['self'].layers[3]._modules['a[0]'] -> L, self, layers, 3, _modules, a[0]
+    steps = [quoted or plain for quoted, plain in _STEP.findall(list(stack.values())[-1][0])]
+    components = [_unquoted(step) for step in steps if step not in _WRAPPERS]
     return components[2:] if components[:1] == ["L"] else components[1:]
+
+
+def _unquoted(step: str) -> str:
+    """A module's name, of which Dynamo writes what is not plain as Python would."""
+    quote = step[0] if step[0] in "'\"" else '"'
+    try:
+        return str(ast.literal_eval(step if step[0] == quote else f"{quote}{step}{quote}"))
+    except (SyntaxError, ValueError):
+        return step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -190,7 +191,7 @@ ROWS: dict[str, Row] = {
         NotImplementedError, ("0.weight", "(8, 6)", "dim 1")),
     "override with no dtype": (lambda: _override("bf16"), ValueError, ("0.weight", "'bf16'")),
     "override with a foreign dtype": (lambda: _override(torch.float16), ValueError, ("0.weight", "float16")),
-    "deepcopy": (lambda: __import__("copy").deepcopy(fully_shard(nn.Linear(4, 4))), RuntimeError, ("fully_shard",)),
+    "a shallow copy": (lambda: copy.copy(fully_shard(nn.Linear(4, 4))), TypeError, ("FSDPLinear", "copy.deepcopy")),
     "set_reshard_after_forward with an int": (
         lambda: fully_shard(nn.Linear(4, 4)).set_reshard_after_forward(2), ValueError, ("2", "bool")),  # type: ignore[operator]
     "set_reshard_after_forward of what is replicated": (

@@ -1,0 +1,123 @@
+"""Parameters and modules may be called whatever nn.ParameterDict and nn.ModuleDict take: no code depends on a name."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_compile import fully_shard, inspect
+from tests.conftest import SteadyRanks
+from tests.toy import assert_same_grads
+
+# What Python takes for one identifier, and what looks like two things that belong to one parameter.
+LOOK_ALIKE = ("\N{LATIN SMALL LIGATURE FI}", "fi", "edge_x", "x")
+NAMES = (
+    "a b",
+    "a'b",
+    'a"b',
+    "my-adapter",
+    "line\nbreak = 1",
+    "{x}",
+    "\N{GRINNING FACE}",
+    "class",
+    "back\\slash",
+    '"""',
+    "%s",
+    "#",
+    "a[0]",
+    "9",
+    *LOOK_ALIKE,
+)
+SOME = ("a b", 'a"b', "my-adapter", "line\nbreak = 1", "{x}", *LOOK_ALIKE)
+
+
+class Adapters(nn.Module):
+    """Parameters and modules by name, each of which takes part."""
+
+    def __init__(self, names: tuple[str, ...], dim: int = 4) -> None:
+        super().__init__()
+        self.names = names
+        self.scales = nn.ParameterDict({name: torch.randn(dim) for name in names})
+        self.layers = nn.ModuleDict({name: nn.Linear(dim, dim) for name in names})
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.names:
+            x = torch.tanh(self.layers[name](x) * self.scales[name])
+        return self.norm(x)
+
+
+def _pair(names: tuple[str, ...]) -> tuple[Adapters, Adapters]:
+    torch.manual_seed(0)
+    unsharded = Adapters(names)
+    model = copy.deepcopy(unsharded)
+    for name in names[::2]:
+        fully_shard(model.layers[name])
+    return unsharded, fully_shard(model)
+
+
+def _trains(names: tuple[str, ...], backend: str | None) -> None:
+    unsharded, model = _pair(names)
+    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    optims = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, unsharded)]
+    for step in range(2):
+        batch = torch.randn(dist.get_world_size(), 3, 4, generator=torch.Generator().manual_seed(step))
+        run(batch[dist.get_rank()]).pow(2).sum().backward()
+        torch.stack([unsharded(one).pow(2).sum() for one in batch]).mean().backward()
+        assert_same_grads(model, unsharded, atol=1e-5, rtol=1e-3)
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+
+
+@pytest.mark.compat
+def test_any_name_trains_eagerly(two_ranks: SteadyRanks) -> None:
+    two_ranks.run(_trains, NAMES, None)
+
+
+@pytest.mark.compat
+def test_any_name_trains_in_one_graph(two_ranks: SteadyRanks) -> None:
+    two_ranks.run(_trains, SOME, "aot_eager")
+
+
+@pytest.mark.more
+def test_any_name_trains_on_inductor(two_ranks: SteadyRanks) -> None:
+    two_ranks.run(_trains, SOME, "inductor")
+
+
+def _save(names: tuple[str, ...], backend: str, folder: str) -> list[str]:
+    _, model = _pair(names)
+    with inspect(model) as report:
+        torch.compile(model, backend=backend)(torch.ones(2, 4)).sum().backward()
+    if dist.get_rank() == 0:
+        report.save(folder)
+    return [name for graph in report.graphs for name in (*graph.plan.regather, *graph.plan.keep)]
+
+
+def _run_all(folder: Path) -> None:
+    for file in sorted(folder.glob("*/*.py")):
+        ran = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120)
+        assert ran.returncode == 0, ran.stderr
+
+
+def test_saved_graphs_run_whatever_parameters_are_called(two_ranks: SteadyRanks, tmp_path: Path) -> None:
+    names = ("a b", 'a"b', "line\nbreak = 1", '"""', "\N{GRINNING FACE}", "a[0]", "\ud800")
+    planned = two_ranks.run(_save, names, "aot_eager", str(tmp_path))[0]
+    said = [name.encode(errors="backslashreplace").decode() for name in names]
+    # Those of a unit of their own as well: its path is found whatever it is called.
+    assert {f"{kind % name}" for name in said for kind in ("scales.%s", "layers.%s.weight")} <= set(planned)
+    _run_all(tmp_path)
+    assert "line\\nbreak = 1" in next(tmp_path.glob("*/0_captured.py")).read_text(encoding="utf-8")
+
+
+@pytest.mark.more
+def test_graphs_saved_on_inductor_run_whatever_parameters_are_called(two_ranks: SteadyRanks, tmp_path: Path) -> None:
+    two_ranks.run(_save, ("a'b", "line\nbreak = 1", "{x}"), "inductor", str(tmp_path))
+    _run_all(tmp_path)
