@@ -51,6 +51,10 @@ class Stages:
         self._console.print(f"{said}{took}", highlight=False)
         self._name = ""
 
+    def break_off(self) -> None:
+        """It went wrong in this stage: its line stays, without a time."""
+        self._console.print(f"{self._name} ..." if self._console.is_terminal else "", highlight=False)
+
 
 @contextlib.contextmanager
 def following(console: Console) -> Iterator[Stages]:
@@ -62,7 +66,6 @@ def following(console: Console) -> Iterator[Stages]:
         try:
             yield stages
         except BaseException:
-            if not console.is_terminal:
-                console.print()
+            stages.break_off()
             raise
         stages.end()
