@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -92,14 +91,12 @@ def test_fp32_gradients_with_replicas(four_ranks: Ranks, sync: str) -> None:
 
 
 def _over_ranks() -> None:
-    model = Fine(None)
-    plain = copy.deepcopy(model)
-    fully_shard(model)
+    model, plain = fully_shard(Fine(None)), Fine(None)
     factors = (256.0, 1.0)
     model(factors[dist.get_rank()]).backward()
     sum(plain(factor) for factor in factors).backward()
-    assert torch.equal(full(model.weight.grad), torch.full((5, 3), 128.5))
-    assert plain.weight.grad.dtype is torch.float32
+    assert torch.equal(plain.weight.grad, torch.full((5, 3), 257.0))  # in fp32
+    assert torch.equal(full(model.weight.grad), plain.weight.grad / 2)
 
 
 @needs_output_grad_dtype

@@ -31,7 +31,8 @@ def test_gradients_of_their_own_dtype_survive_a_move(fake_group_of_four: None, m
         assert param.dtype == {"cpu": torch.bfloat16, "double": torch.float64, "to": torch.float16}[move]
         assert param.grad_dtype == param.grad.dtype == torch.float32  # type: ignore[attr-defined]
         if move == "cpu":
-            assert torch.equal(param.grad.to_local(), grad)
+            # What a group gathers that moves no data may be anything.
+            torch.testing.assert_close(param.grad.to_local(), grad, rtol=0, atol=0, equal_nan=True)
     inputs = torch.ones(2, 4, dtype=next(model.parameters()).dtype)
     model(inputs).square().sum().backward()
     assert all(param.grad.dtype == torch.float32 for param in model.parameters())
