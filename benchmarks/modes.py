@@ -1,6 +1,7 @@
 """`python -m benchmarks.modes`: what each way of training in a loop compiles to, sends, and how exact it is.
 
 Four local processes over gloo, started once for all rows; after a row that fails they are started again for the rest.
+The rows are those that the tests run on fewer ranks (tests/matrix).
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.modes_meter import describe
-from benchmarks.modes_models import SIZES
-from benchmarks.modes_rows import ROWS
-from benchmarks.modes_train import Row
 from benchmarks.train_step import software_and_machine
 from fsdp_compile._launch import Message, WorkerError, Workers, interruptible
+from tests.matrix.meter import describe
+from tests.matrix.models import DIM
+from tests.matrix.rows import ROWS
+from tests.matrix.runner import problems
+from tests.matrix.train import Row
 
 _DEFAULT_JSON = Path(__file__).resolve().parent / "results" / "modes.json"
 _TOLERANCE = 1e-4
+_RANKS = 4
 _WIDTH = 190
 
 
@@ -49,18 +52,7 @@ class Outcome:
             return [self.error]
         if self.difference is None:
             return ["did not run"]
-        first = self.ranks[0]
-        found = list(dict.fromkeys(problem for one in self.ranks for problem in one["problems"]))
-        if not 0 <= self.difference <= tolerance:
-            worst = max(self.ranks, key=lambda one: one["difference"])
-            found.append(f"{worst['of']} are off by {self.difference:.1e} at {worst['where']}")
-        for what, count, limit in (
-            ("graphs", first["num_graphs"], self.row.num_graphs),
-            ("compiled regions in backward", first["num_backwards"], self.row.num_backwards),
-        ):
-            if limit is not None and count > limit:
-                found.append(f"{count} {what}, and not {limit}")
-        return found
+        return problems(self.row, self.ranks, tolerance)
 
 
 def main() -> int:
@@ -73,11 +65,11 @@ def main() -> int:
     try:
         with interruptible():
             while todo := [name for name, one in outcomes.items() if not one.ranks and one.error is None]:
-                _run(outcomes, todo, options.timeout)
+                _run(outcomes, todo, options.backend, options.timeout)
     except KeyboardInterrupt:
         interrupted = True
         print("interrupted: the table holds what was finished")
-    grid = _table(outcomes, options.tolerance, environment, time.monotonic() - begin)
+    grid = _table(outcomes, options, environment, time.monotonic() - begin)
     Console(width=max(_WIDTH, Console().width)).print(grid)
     _write(options.json, grid, outcomes, options.tolerance, environment)
     failed = [name for name, one in outcomes.items() if one.problems(options.tolerance)]
@@ -86,20 +78,21 @@ def main() -> int:
     return 130 if interrupted else int(bool(failed))
 
 
-def _run(outcomes: dict[str, Outcome], todo: list[str], timeout_s: float) -> None:
+def _run(outcomes: dict[str, Outcome], todo: list[str], backend: str, timeout_s: float) -> None:
     """Measure ``todo`` in one set of processes, until a row fails."""
     arrived: defaultdict[str, dict[int, Message]] = defaultdict(dict)
     with tempfile.TemporaryDirectory(prefix="fsdp-compile-modes-") as folder:
         settings = {
             "rows": todo,
-            "ranks": SIZES.ranks,
+            "backend": backend,
+            "ranks": _RANKS,
             "rendezvous": f"{folder}/rendezvous",
             "timeout_s": timeout_s,
         }
         workers = Workers(
             "benchmarks.modes_worker:work",
             settings,
-            num_ranks=SIZES.ranks,
+            num_ranks=_RANKS,
             log_dir=Path(folder),
             env={"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
         )
@@ -108,9 +101,9 @@ def _run(outcomes: dict[str, Outcome], todo: list[str], timeout_s: float) -> Non
                 for rank, message in workers.messages(silence_s=timeout_s):
                     ranks = arrived[message["row"]]
                     ranks[rank] = message
-                    if len(ranks) == SIZES.ranks:
+                    if len(ranks) == _RANKS:
                         outcome = outcomes[message["row"]]
-                        outcome.ranks = [ranks[rank] for rank in range(SIZES.ranks)]
+                        outcome.ranks = [ranks[rank] for rank in range(_RANKS)]
                         _finish(outcome)
         except WorkerError as error:
             unfinished = next(name for name in todo if not outcomes[name].ranks)
@@ -131,16 +124,17 @@ def _finish(outcome: Outcome) -> None:
     print(f"{outcome.row.name:60}{seconds}", file=sys.stderr, flush=True)
 
 
-def _table(outcomes: dict[str, Outcome], tolerance: float, environment: dict[str, Any], seconds: float) -> Table:
+def _table(
+    outcomes: dict[str, Outcome], options: argparse.Namespace, environment: dict[str, Any], seconds: float
+) -> Table:
     grid = Table(
-        title=f"Ways of training: the demo's transformer, {SIZES.layers} blocks of width {SIZES.dim}, "
-        f"{SIZES.ranks} ranks over gloo",
-        caption=f"torch {environment['versions']['torch']}; {seconds:.0f} s; backend aot_eager (a collective for each "
-        "parameter) where a row does not say inductor (buckets).\n"
+        title=f"Ways of training: two blocks of width {DIM} with dropout, tied embeddings, {_RANKS} ranks over gloo",
+        caption=f"torch {environment['versions']['torch']}; {seconds:.0f} s; backend {options.backend}.\n"
         "graphs: captured by Dynamo; backward: compiled regions that backward entered in the counted step.\n"
         "collectives: what rank 0 asked its process groups for in one step, from graphs or eagerly.\n"
         "difference: of gradients (or of what the row says) to an unsharded copy trained on the mean over all ranks' "
-        f"batches, over the reference's largest of the same parameter; at most {tolerance:.0e}.",
+        "batches, over the reference's largest of the same parameter; "
+        f"at most {options.tolerance:.0e}, or a row's own tolerance.",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -153,13 +147,13 @@ def _table(outcomes: dict[str, Outcome], tolerance: float, environment: dict[str
     grid.add_column("difference", justify="right", no_wrap=True)
     grid.add_column("eager regions, warnings, notes", overflow="fold")
     for name, outcome in outcomes.items():
-        problems = [f"! {problem}" for problem in outcome.problems(tolerance)]
-        style = "red" if problems else None
+        wrong = [f"! {problem}" for problem in outcome.problems(options.tolerance)]
+        style = "red" if wrong else None
         if not outcome.ranks:
-            grid.add_row(name, *["-"] * 5, "\n".join(problems), style=style)
+            grid.add_row(name, *["-"] * 5, "\n".join(wrong), style=style)
             continue
         first = outcome.ranks[0]
-        says = [*first["notes"], *(f"warning: {text}" for text in first["warnings"]), *problems]
+        says = [*first["notes"], *(f"warning: {text}" for text in first["warnings"]), *wrong]
         grid.add_row(
             name,
             str(first["num_graphs"]),
@@ -205,6 +199,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--rows", nargs="+", metavar="WORD", help="only rows with one of these in their name")
+    add("--backend", default="inductor", help="of torch.compile; default: %(default)s")
     add("--tolerance", type=float, default=_TOLERANCE, help="of the differences; default: %(default)s")
     add("--timeout", type=float, default=300.0, help="seconds that one row may take; default: %(default)s")
     add("--json", type=Path, default=_DEFAULT_JSON, help="all figures; the table goes beside it as .txt")

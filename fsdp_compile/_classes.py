@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
 from ._accumulate import accumulator_for, delivers_in
+from ._captures import refuse_script
+from ._copy import deep_copy
 from ._eager_path import READS
 from ._edge import part_edges
 from ._graph_path import getter
@@ -26,7 +28,7 @@ _BY_MODE = "_fsdp_compile_classes"  # classes that a module had, by the one befo
 
 
 class ShardedModule:
-    """What every module with sharded parameters has: it holds shards of one rank, so it neither copies nor pickles.
+    """What every module with sharded parameters has: it holds shards of one rank, so it does not pickle.
 
     A new object of a generated class, as slicing an ``nn.Sequential`` makes one, is of the original class.
     """
@@ -44,22 +46,50 @@ class ShardedModule:
         refresh_owners(self)  # .to(dtype) and .to_empty(device) change what markers say
         return applied
 
+    def __prepare_scriptable__(self) -> NoReturn:
+        reads = self.__dict__.get(READS, {})
+        name = next((param.fqn for param, _, _ in reads.values()), type(self).__name__)
+        refuse_script(name)
+
     def _load_from_state_dict(self, *args: Any) -> None:
         forget_edges(self)  # as above, where the user has load_state_dict swap
         self._fsdp_compile_original._load_from_state_dict(self, *args)  # type: ignore[attr-defined]
         renew_edges(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise RuntimeError(
-            f"{type(self).__name__} is sharded and cannot be deep-copied. Copy the model before fully_shard, or build "
-            "a second one, shard it alike, and load_state_dict(model.state_dict()) into it."
-        )
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Not __deepcopy__: what torch.compile(model) returns would find that one here, and lose itself when copied.
+        return _copied, (_Original(self),)
+
+
+class _Original:
+    """A sharded module on its way through ``copy`` or ``pickle``: it can be deep-copied, and that is all."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return deep_copy(self.module, memo, original_class, refresh)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError(
-            f"{type(self).__name__} is sharded and cannot be pickled. Save model.state_dict() with "
+            f"{type(self.module).__name__} is sharded and cannot be pickled. Save model.state_dict() with "
             "torch.distributed.checkpoint, and load it into a model built and sharded alike."
         )
+
+
+def _copied(module: Any) -> Any:
+    """What ``copy.deepcopy`` made of the original."""
+    if isinstance(module, _Original):
+        raise TypeError(
+            f"{type(module.module).__name__} is sharded and cannot be copied by copy.copy, whose copies share their "
+            "parameters with the original. Use copy.deepcopy."
+        )
+    return module
+
+
+def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+    """In place of the original class's own, which takes its turn within."""
+    return deep_copy(self, memo, original_class, refresh)
 
 
 def refresh(state: UnitState) -> None:
@@ -175,6 +205,8 @@ def sharded_class(
     namespace: dict[str, Any] = {"_fsdp_compile_original": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
     for name, spec in reads:
         namespace[name] = getter(name, spec)
+    if hasattr(cls, "__deepcopy__"):
+        namespace["__deepcopy__"] = _deepcopy
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = property(_flat_weights, lambda self, value: None)
     if mixin is None:

@@ -71,7 +71,7 @@ class Caller:
             self._work = custom(flat, packed.reshape(-1), compat.process_group(group), True)
             return flat.view(size)
         if self._out is not None:
-            out = self._out.view(size)
+            out = self._out.view(packed.dtype).view(size)  # eight-bit floats travel as bytes
         elif self._comms.allocator is not None:
             out = self._comms.allocator(size, packed.dtype, packed.device)
         else:

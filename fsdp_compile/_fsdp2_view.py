@@ -1,7 +1,9 @@
 """What code written for FSDP2 finds where it reaches behind the public methods.
 
 torch.distributed.pipelining does: on 2.11 it runs the end of a backward through the state's private methods, on 2.15
-it compares the identity of communication contexts. An object of this class stands where it looks for FSDP2's state.
+it compares the identity of communication contexts. torch's own ``register_fsdp_forward_method`` calls the state around
+the method, and its ``share_comm_ctx`` assigns the context of one state to the others. An object of this class stands
+where they look for FSDP2's state.
 """
 
 from __future__ import annotations
@@ -9,7 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
+from ._state import begin_unit, end_unit
+
 if TYPE_CHECKING:
+    from ._call import Call
+    from ._reduction import Traffic
     from ._state import UnitState
 
 
@@ -19,6 +27,15 @@ class FSDP2View:
     def __init__(self, state: UnitState, end_backward: Callable[[UnitState], None]) -> None:
         self._state = state
         self._end_backward = end_backward
+        self._call: Call | None = None  # between the two ends of a forward
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self._call, args, kwargs = begin_unit(self._state, module, args, kwargs)
+        return args, kwargs
+
+    def _post_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        call, self._call = self._call, None
+        return end_unit(self._state, module, call, output)
 
     @property
     def _state_ctx(self) -> FSDP2View:
@@ -30,12 +47,22 @@ class FSDP2View:
         return [self]
 
     @property
-    def _comm_ctx(self) -> object:
+    def _comm_ctx(self) -> Traffic:
         return self._state.iteration.traffic
+
+    @_comm_ctx.setter
+    def _comm_ctx(self, traffic: Traffic) -> None:
+        self._state.iteration.traffic = traffic
+
+    comm_ctx = _comm_ctx  # of a parameter group
 
     @property
     def _fsdp_param_group(self) -> FSDP2View:
         return self
+
+    @property
+    def _fsdp_param_groups(self) -> list[FSDP2View]:
+        return [self]
 
     def post_backward(self, *unused: Any) -> None:
         """Nothing: what backward did not reduce, its end does."""

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
+from ._arguments import ignored_in, require_kinds
 from ._classes import original_class, parts_of, refresh, refresh_owners
 from ._eager_backward import end_backward
 from ._eager_path import READS
@@ -48,6 +49,8 @@ def fully_shard(
     """
     given = modules_in(module, "fully_shard")
     _validate_reshard(reshard_after_forward)
+    require_kinds("fully_shard", mesh, mp_policy, offload_policy, shard_placement_fn)
+    ignored = ignored_in("fully_shard", ignored_params)
     target = shard_mesh(mesh, dp_mesh_dims)
     if not target.group and shard_placement_fn is not None:
         raise ValueError(
@@ -55,9 +58,12 @@ def fully_shard(
             "over, or leave out shard_placement_fn."
         )
     make_unit(
-        given, target, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, set(ignored_params or ())
+        given, target, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored
     )
     return module
+
+
+fully_shard.state = compat.fsdp2_state  # type: ignore[attr-defined]  # as torch's has it
 
 
 def make_unit(
@@ -68,7 +74,7 @@ def make_unit(
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
     ignored: set[nn.Parameter],
-) -> None:
+) -> UnitState:
     """Spread the parameters of the modules over the ranks of ``target``, as one unit."""
     modules = _roots_of_list(tuple(_behind_compile(one) for one in given))
     reshard, inner_size = _resolve_reshard(reshard_after_forward, target)
@@ -110,10 +116,7 @@ def make_unit(
     fulls = [slots[0].param for slots in unclaimed.values()]
     units = [*(unit for one in modules for unit in states_in(one)), *map(_owner_of, claimed.values())]
     parts = [part for unit in dict.fromkeys(units) for part in parts_of(unit)]
-    with AllOrNothing([*given, *(child for one in modules for child in one.modules()), *fulls, *parts]):
-        for one in given:
-            if isinstance(one, compat.OptimizedModule):
-                _hide_wrapper_in_state_dict(one)
+    with AllOrNothing([*(child for one in modules for child in one.modules()), *fulls, *parts]):
         for (module, name), buffer in moved.items():
             module._buffers[name] = buffer
         for one in modules:
@@ -136,6 +139,7 @@ def make_unit(
         target.num_shards,
         target.num_replicas,
     )
+    return state
 
 
 def modules_in(module: Any, api: str) -> tuple[Any, ...]:
@@ -168,22 +172,6 @@ def _behind_compile(module: nn.Module) -> nn.Module:
     return module._orig_mod if isinstance(module, compat.OptimizedModule) else module
 
 
-def _hide_wrapper_in_state_dict(module: nn.Module) -> None:
-    """Take ``_orig_mod.`` out of checkpoints, as FSDP2 users know them from ``module.compile()``."""
-
-    def strip(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for key in [key for key in state_dict if key.startswith(f"{prefix}_orig_mod.")]:
-            state_dict[prefix + key[len(prefix) + len("_orig_mod.") :]] = state_dict.pop(key)
-
-    def restore(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            if not key.startswith(f"{prefix}_orig_mod."):
-                state_dict[f"{prefix}_orig_mod.{key[len(prefix) :]}"] = state_dict.pop(key)
-
-    module.register_state_dict_post_hook(strip)
-    module.register_load_state_dict_pre_hook(restore)
-
-
 def _roots_of_list(modules: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
     """The members that no other member contains."""
     inner = {id(child) for module in modules for child in module.modules() if child is not module}
@@ -197,6 +185,11 @@ def _validate_module(module: Any, api: str) -> None:
         raise ValueError(
             f"{api} got a {type(module).__name__}, which has no forward to gather for. Apply it to its members, "
             "or pass list(module) to make them one unit."
+        )
+    if "replicate" in compat.composed_by(module):
+        raise ValueError(
+            f"{api}: torch.distributed._composable.replicate was applied to this {original_class(module).__name__}, "
+            "and takes care of its gradients. Apply one of the two."
         )
     if state_of(module) is not None:
         error = ValueError if api == "fully_shard" else RuntimeError
@@ -254,11 +247,19 @@ def _validate_slicing(fqn: str, cut: Cut, target: ShardMesh, size: int) -> None:
 
 
 def _managed_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules whose parameters this call takes: the subtrees, down to units of earlier calls."""
+    """The modules whose parameters this call takes: the subtrees, down to units of earlier calls and of DDP's."""
     managed: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
         if module in managed or state_of(module) is not None:
+            return
+        composed = compat.composed_by(module)
+        if "fully_shard" in composed:
+            raise ValueError(
+                f"A {original_class(module).__name__} was sharded by torch.distributed.fsdp.fully_shard. Use one of "
+                "the two for the whole model: fsdp_compile.adopt() has torch's name be this one's."
+            )
+        if "replicate" in composed:
             return
         managed[module] = None
         for child in module.children():

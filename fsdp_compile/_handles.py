@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from . import _torch_compat as compat
 from ._gathered import Gathered
 
 if TYPE_CHECKING:
     from ._state import UnitState
 
 
-class UnshardHandle:
+class UnshardHandle(compat.UNSHARD_HANDLE):  # type: ignore[misc, valid-type]  # by name alone, as FSDPModule is
     """What ``unshard(async_op=True)`` returns."""
 
     def __init__(self, gathered: Gathered) -> None:
@@ -22,7 +23,7 @@ class UnshardHandle:
             self._gathered.wait()
 
 
-class GradientReductionHandle:
+class GradientReductionHandle(compat.GRADIENT_REDUCTION_HANDLE):  # type: ignore[misc, valid-type]
     """What ``finalize_backward(async_op=True)`` returns: wait before the next forward and the optimizer's step."""
 
     def __init__(self, root: UnitState | None) -> None:

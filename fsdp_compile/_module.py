@@ -82,7 +82,10 @@ class FSDPModule(ShardedModule, _FSDP2):
             set_all_reduce(state, bool(requires_all_reduce))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Leave reductions in flight at the end of a backward that another one follows (False)."""
+        """Leave reductions in flight at the end of a backward that another one follows (False).
+
+        Eager only: a compiled backward waits for its own. Pipelines set it around backward, so no warning says so.
+        """
         _state(self).iteration.is_last_backward = bool(is_last_backward)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -101,7 +104,10 @@ class FSDPModule(ShardedModule, _FSDP2):
             refresh(state)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
-        """Keep gathered parameters from one backward to the next forward (False); call ``reshard`` before a step."""
+        """Keep gathered parameters from one backward to the next forward (False); call ``reshard`` before a step.
+
+        Eager only: a graph gathers for each forward. Pipelines set it around backward, so no warning says so.
+        """
         for state in _states(self, recurse):
             state.group.reshard_after_backward = bool(reshard_after_backward)
 
@@ -109,6 +115,7 @@ class FSDPModule(ShardedModule, _FSDP2):
         """Do not gather again in backward (False): for units whose backward reads no parameter, like an embedding."""
         for state in _states(self, recurse):
             state.group.unshard_in_backward = bool(unshard_in_backward)
+            refresh(state)
 
     def set_keep_unsharded_storage(self, keep: bool, recurse: bool = True) -> None:
         """Keep the memory of gathered parameters when they are freed: their addresses stay, at the price of memory."""
@@ -163,6 +170,8 @@ class FSDPModule(ShardedModule, _FSDP2):
 
     def set_post_optim_event(self, event: Any) -> None:
         """Have the next forward's gathers wait for ``event`` instead of for all that is queued now."""
+        if _state(self).group.mesh.device.type == "cpu":
+            return  # where nothing is queued: a step that was called is done
         # Gathers are queued behind the stream that is current: making that one wait is what it takes.
         event.wait(torch.accelerator.current_stream())
 
@@ -223,7 +232,10 @@ class FSDPModule(ShardedModule, _FSDP2):
             refresh(state)
 
     def set_manual_backward_finalization(self, enable: bool) -> None:
-        """Leave the end of a backward to ``finalize_backward`` (True): for schedules of many micro-batches."""
+        """Leave the end of a backward to ``finalize_backward`` (True): for schedules of many micro-batches.
+
+        A compiled backward ends by itself; what ``finalize_backward`` ends is that of units that run eagerly.
+        """
         state = _require_root(self, "set_manual_backward_finalization")
         iteration = state.iteration
         if compat.backward_task() is not None:
@@ -342,10 +354,17 @@ def _units_of(modules: Any, method: str) -> list[UnitState]:
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make ``module.method_name`` a second forward: parameters are gathered before it and freed after it."""
+    if isinstance(module, compat.OptimizedModule):
+        module = module._orig_mod  # where the wrapper looks for its methods
+    if state_of(module) is None:
+        if isinstance(module, compat.TORCH_FSDP_MODULE):
+            raise TypeError(
+                f"register_fsdp_forward_method({method_name!r}): this {type(module).__name__} was sharded by "
+                "torch.distributed.fsdp.fully_shard before fsdp_compile.adopt(). Adopt first, then shard."
+            )
+        return
     if not hasattr(module, method_name):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r}.")
-    if state_of(module) is None:
-        return
     method = getattr(type(module), method_name)
 
     # unit_forward once more, which must stay one frame of its own code: Dynamo counts recompilations by code object.
@@ -356,19 +375,23 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         policy = state.mp_policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:
             args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
-        state.in_forward = True
-        if torch.compiler.is_dynamo_compiling():
-            output = method(self, *args, **kwargs)
-        else:
-            output = eager_forward(state, self, method, args, kwargs)
-        state.in_forward = False
+        try:
+            if torch.compiler.is_dynamo_compiling():
+                output = method(self, *args, **kwargs)
+            else:
+                output = eager_forward(state, self, method, args, kwargs)
+        except BaseException:
+            raise
         return output if policy.output_dtype is None else cast_floating(output, policy.output_dtype)
 
     setattr(module, method_name, forward.__get__(module, type(module)))
 
 
 def share_comm_ctx(modules: list[nn.Module]) -> None:
-    """Let several roots, such as a pipeline's chunks on one rank, count their reductions in flight together."""
+    """Let several roots, such as a pipeline's chunks on one rank, count their reductions in flight together.
+
+    Eager only: the order of a graph's reductions is planned.
+    """
     roots = [state.root for state in _units_of(list(modules), "share_comm_ctx")]
     traffic = Traffic()
     for root in roots:

@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from . import _torch_compat as compat
+from ._arguments import ignored_in, require_kinds
 from ._fully_shard import ModuleT, make_unit, modules_in
 from ._mesh import replicate_mesh
 
@@ -33,6 +35,13 @@ def replicate(
     are taken to be equal on every rank already: nothing is broadcast.
     """
     given = modules_in(module, "replicate")
+    require_kinds("replicate", mesh, mp_policy, offload_policy)
+    ignored = ignored_in("replicate", ignored_params)
     target = replicate_mesh(mesh, dp_mesh_dims)
-    make_unit(given, target, False, None, mp_policy, offload_policy, set(ignored_params or ()))
+    unit = make_unit(given, target, False, None, mp_policy, offload_policy, ignored)
+    for one in unit.modules:
+        compat.register_replicate_state(one)
     return module
+
+
+replicate.state = compat.replicate_state  # type: ignore[attr-defined]  # as torch's has it

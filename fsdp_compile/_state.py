@@ -1,13 +1,18 @@
 """UnitState: what one fully_shard call left on its modules, and the forward that runs in their place.
 
 ``unit_forward`` becomes the modules' ``_call_impl``, so it stands around their own hooks and is one frame with them:
-traced, it casts inputs and outputs and leaves behind that a forward is running, as an attribute that Dynamo writes
-back at every graph break. So code that then runs eagerly (a disabled function, a frame that fell back) knows that a
-parameter it reads must be gathered. Run eagerly, it is the eager path.
+
+    compiled whole            casts inputs and outputs; what its module reads are markers in the graph
+    a graph breaks inside     Dynamo skips this frame and compiles those that it calls: it is the eager path
+    not compiled              the eager path
+
+So wherever Python runs inside a unit's forward, a ``Call`` says so, from ``eager_forward``'s beginning to its end,
+however that comes about: what reads a parameter there gathers it, and what reads one outside sees the shard.
 """
 
 from __future__ import annotations
 
+import functools
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,6 +25,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import _eager_path as eager
+from . import _torch_compat as compat
+from ._captures import refuse_run
 from ._cast import cast_floating, move
 from ._group import ParamGroup
 from ._iteration import Iteration
@@ -41,7 +48,6 @@ class UnitState:
     group: ParamGroup
     mp_policy: MixedPrecisionPolicy
     mixin: type  # what the modules' classes get as a base
-    in_forward: bool = False
     # The unit around this one.
     outer: UnitState | None = None
     takes_inputs_to: torch.device | None = None  # of the outermost unit, on accelerators
@@ -89,7 +95,7 @@ class UnitState:
         """Whether a forward of this unit, or of one around it, is running."""
         unit: UnitState | None = self
         while unit is not None:
-            if unit.in_forward or unit.calls:
+            if unit.calls:
                 return True
             unit = unit.outer
         return False
@@ -103,6 +109,7 @@ class UnitState:
             "set_reduce_scatter_max_input_buffers": self.group.max_reductions > 1,
             "set_separate_reduce_scatter_group": self.group.reduce_groups,
             "set_keep_unsharded_storage": self.group.keep_storage,
+            "set_unshard_in_backward": not self.group.unshard_in_backward,
             "set_allocate_memory_from_process_group_for_comm or set_symm_mem_for_comm": self.group.comms.allocator,
         }
         return tuple(name for name, value in said.items() if value)
@@ -128,12 +135,12 @@ class UnitState:
             unit.held_call = unit.pass_call = unit.backward_call = unit.backward_task = unit.reduced_in = None
             unit.in_backward.clear()
             unit.not_run_yet.clear()
-            unit.in_forward = False
             unit.group.pending.clear()
             unit.group.partials.clear()
             if unit.gathered is not None:
                 unit.gathered.free()
         iteration.touched.clear()
+        iteration.hooks.release()
 
 
 def state_of(module: nn.Module) -> UnitState | None:
@@ -143,6 +150,8 @@ def state_of(module: nn.Module) -> UnitState | None:
 
 def states_in(model: nn.Module) -> list[UnitState]:
     """The units inside ``model``, itself included, outermost first."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Pass the model that fully_shard was applied to, not a {type(model).__name__}.")
     return list(dict.fromkeys(state for module in model.modules() if (state := state_of(module)) is not None))
 
 
@@ -155,34 +164,78 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     policy = state.mp_policy
     if policy.param_dtype is not None and policy.cast_forward_inputs:
         args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
-    state.in_forward = True
-    if torch.compiler.is_dynamo_compiling():
-        output = call(self, *args, **kwargs)
-    else:
-        output = eager_forward(state, self, call, args, kwargs)
-    state.in_forward = False
+    try:  # Dynamo never resumes inside one: a frame that it cannot compile whole, it leaves to Python
+        if torch.compiler.is_dynamo_compiling():
+            output = call(self, *args, **kwargs)
+        else:
+            output = eager_forward(state, self, call, args, kwargs)
+    except BaseException:
+        raise
     if policy.output_dtype is not None:
         output = cast_floating(output, policy.output_dtype)
     return output
 
 
+# Dynamo compiles frames inside of a forward that it left to Python; what is ours around them is not for it.
+_not_traced = functools.partial(torch.compiler.disable, reason="the eager path runs in Python")
+
+
+def begin_unit(state: UnitState, module: nn.Module, args: Any, kwargs: Any) -> tuple[Call | None, Any, Any]:
+    """The first half of ``unit_forward``, for code that makes the call itself; its eager call, where it is one."""
+    if state.takes_inputs_to is not None:
+        args, kwargs = move(args, state.takes_inputs_to), move(kwargs, state.takes_inputs_to)
+    policy = state.mp_policy
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
+    if torch.compiler.is_dynamo_compiling():
+        return None, args, kwargs
+    return _begin(state, module, args, kwargs, compat.reads_are_compiled(module))
+
+
+def end_unit(state: UnitState, module: nn.Module, call: Call | None, output: Any) -> Any:
+    """The second half."""
+    if call is not None:
+        output = _end(state, module, call, output)
+    return output if state.mp_policy.output_dtype is None else cast_floating(output, state.mp_policy.output_dtype)
+
+
 def eager_forward(state: UnitState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call ``forward(module, ...)`` between the two ends of the eager path."""
+    are_compiled = compat.reads_are_compiled(module)
     running = None
     try:
-        with span("pre_forward", state), _naming_circles(state, "inputs"):
-            running, args, kwargs = eager.begin_forward(state, module, args, kwargs)
+        running, args, kwargs = _begin(state, module, args, kwargs, are_compiled)
         output = forward(module, *args, **kwargs)
     except BaseException as error:
-        state.in_forward = False
-        if running is not None:
-            eager.abandon_forward(state, running)
-        mistake = read_around(state.group, error)
-        if mistake is not None:
-            raise mistake from error
+        _fail(state, running, error)
         raise
+    return _end(state, module, running, output)
+
+
+compat.leave_to_python(eager_forward)
+
+
+@_not_traced
+def _begin(state: UnitState, module: nn.Module, args: Any, kwargs: Any, are_compiled: bool) -> tuple[Call, Any, Any]:
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        refuse_run(state.name)
+    with span("pre_forward", state), _naming_circles(state, "inputs"):
+        return eager.begin_forward(state, module, args, kwargs, are_compiled)
+
+
+@_not_traced
+def _end(state: UnitState, module: nn.Module, running: Call, output: Any) -> Any:
     with span("post_forward", state), _naming_circles(state, "outputs"):
         return eager.end_forward(state, module, running, output)
+
+
+@_not_traced
+def _fail(state: UnitState, running: Call | None, error: BaseException) -> None:
+    if running is not None:
+        eager.abandon_forward(state, running)
+    mistake = read_around(state.group, error)
+    if mistake is not None:
+        raise mistake from error
 
 
 @contextmanager

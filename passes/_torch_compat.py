@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass  # 2.11 to 2.15
@@ -55,11 +55,36 @@ def is_collective(snode: BaseSchedulerNode) -> bool:
     return any(isinstance(one, ir._CollectiveKernel) and not isinstance(one, ir._WaitKernel) for one in kernels)
 
 
-def scheduler_passes_run() -> bool:
-    """Whether Inductor will call the scheduler passes; in deterministic mode it skips them (2.11 to 2.15)."""
+def is_deterministic() -> bool:
+    """Whether Inductor leaves its scheduler passes out, whatever their switch says (2.11 to 2.15)."""
     from torch._inductor import config
 
-    return config.reorder_for_compute_comm_overlap and not config.deterministic
+    return bool(config.deterministic)
+
+
+# Turned on by us: as good as True, and not what a user writes.
+_FOR_OUR_GRAPH = 1.0
+
+
+def switch_scheduler_passes(on: bool) -> None:
+    """Have Inductor call the scheduler passes for the graph that this thread compiles; off, where we turned it on.
+
+    ``config.reorder_for_compute_comm_overlap``: 2.11 to 2.15, in 2.15 one of each thread.
+    """
+    from torch._inductor import config
+
+    switch: object = config.reorder_for_compute_comm_overlap
+    if on and not switch:
+        config.reorder_for_compute_comm_overlap = _FOR_OUR_GRAPH  # type: ignore[assignment]
+    elif not on and switch is not True and switch == _FOR_OUR_GRAPH:
+        config.reorder_for_compute_comm_overlap = False
+
+
+def scheduler_passes() -> list[object]:
+    """What Inductor would call while the switch is on (2.11 to 2.15)."""
+    from torch._inductor import config
+
+    return list(config.reorder_for_compute_comm_overlap_passes)
 
 
 def may_alias(target: object) -> bool:
@@ -78,6 +103,19 @@ def fake_mode_of(values: Iterable[object]) -> AbstractContextManager[object]:
         if isinstance(value, (list, tuple)):
             return fake_mode_of(value)
     raise AssertionError("a lowered op without a tensor argument")
+
+
+def leave_all_to_python(*functions: Callable[..., Any]) -> None:
+    """Have Dynamo neither compile these functions nor what they call, where it meets them as frames that run.
+
+    A backward inside compiled code runs what autograd calls under Dynamo's eyes. Unlike ``torch.compiler.disable`` this
+    costs nothing a call, and what is traced, as compiled autograd does with hooks, is traced as before.
+    ``_C._dynamo.eval_frame.set_code_exec_strategy``, ``_FrameExecStrategy``, ``_FrameAction``: 2.11 to 2.15.
+    """
+    eval_frame = torch._C._dynamo.eval_frame
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for function in functions:
+        eval_frame.set_code_exec_strategy(function.__code__, skip)
 
 
 def root_of(graph: torch.fx.Graph) -> torch.fx.Node:

@@ -28,7 +28,7 @@ from .slices import keep_slice
 AC_GRAPH_ID = 100_000
 
 aten = torch.ops.aten
-_CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 VIEWS = (
     aten.t.default,
     aten.transpose.int,
@@ -69,7 +69,7 @@ def tag(node: fx.Node, policy: CheckpointPolicy) -> None:
 def _casts_of(gathered: fx.Node) -> Iterator[fx.Node]:
     """Casts of a gathered parameter or of views of it, but for those that activation checkpointing has tagged."""
     for user in gathered.users:
-        if user.target in _CASTS and "recompute" not in user.meta:
+        if user.target in CASTS and "recompute" not in user.meta:
             yield user
-        if user.target in _CASTS or user.target in VIEWS:
+        if user.target in CASTS or user.target in VIEWS:
             yield from _casts_of(user)

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import fx
 
-from . import _torch_compat as compat
 from ._torch_compat import CustomGraphPass
 from .agree import Agreement
 from .check import check
@@ -26,6 +25,7 @@ from .parts import parts
 from .plan import Plan
 from .planner import plan_graph, plan_joint
 from .provenance import annotate, groups_of, has_markers, reduce_nodes, unshard_nodes
+from .schedule import leave_graph, schedule_this_graph
 from .slices import slices, use_first_gather
 
 Pass = Callable[[fx.Graph, Plan], int]
@@ -70,21 +70,23 @@ class PassManager(CustomGraphPass):
         return self  # Inductor copies the defaults of its settings, and who observes this one observes all
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Inductor's post-grad hook: markers become collectives."""
+        """Inductor's post-grad hook, called for every graph: markers become collectives."""
+        leave_graph()
         if has_markers(graph):
             let_inductor_see_collectives()
             stage = _stage(graph)
             if stage == "inference":
+                annotate(graph)
                 for one_pass in (merge, parts):  # no joint graph was there to do it on
                     one_pass(graph, Plan(stage))
             use_first_gather(graph)
             plan = plan_graph(graph, stage)
             self._agreement.check(plan, groups_of(graph))
-            if not compat.scheduler_passes_run():
+            if not schedule_this_graph():
                 warnings.warn(
-                    "Inductor skips scheduler passes (it is deterministic, or reorder_for_compute_comm_overlap is "
-                    f"off), so the order of collectives in this {stage} graph is Inductor's own, not the planned one. "
-                    "The numbers are right.",
+                    "Inductor skips our scheduler pass (it is deterministic, or "
+                    "reorder_for_compute_comm_overlap_passes was set after fully_shard), so the order of collectives "
+                    f"in this {stage} graph is Inductor's own, not the planned one. The numbers are right.",
                     stacklevel=2,
                 )
             self._run(graph, stage, plan, POST_GRAD_PASSES)

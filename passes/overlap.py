@@ -8,8 +8,9 @@
 A unit's gathers are launched when the unit before it begins to compute, not earlier: a gather that is early holds
 memory. A reduction is launched as soon as its gradients are there and waited for when the next unit has launched its
 own; where that wait starts the all-reduce over replicas, it is waited for one unit later still. Everything else keeps
-its order. Inductor fuses and sorts after the FX passes, so the same rule is applied once more to what it will
-generate, through its documented hook for scheduler passes (DESIGN.md, proof 8).
+its order. Gathers have the plan's order among themselves, and reductions theirs, wherever compute went: two ranks that
+launch in different orders hang. Inductor fuses and sorts after the FX passes, so the same rule is applied once more to
+what it will generate, through its documented hook for scheduler passes (DESIGN.md, proof 8).
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def planned_order(items: Items[T], lookahead: int) -> list[T]:
 
 
 def _gather_steps(items: Items[T]) -> list[tuple[T | None, list[T]]]:
-    """Gathers in the order of first use, neighbours of one unit together, each step with its first reader."""
+    """Gathers in the plan's order, neighbours of one unit together, each step with its first reader."""
     first_reader: dict[T, T] = {}
     feeding: dict[T, set[T]] = {}  # communication item -> gathers that it carries on
     for item in items.order:
@@ -109,20 +110,17 @@ def _gather_steps(items: Items[T]) -> list[tuple[T | None, list[T]]]:
             if item in items.gathers:
                 carried = {item}
             feeding[item] = carried
-    end = len(items.order)
-
-    def first_use(gather: T) -> tuple[int, int]:
-        read = items.position[first_reader[gather]] if gather in first_reader else end
-        return read, items.position[gather]
-
     steps: list[tuple[T | None, list[T]]] = []
     previous = None
-    for gather in sorted(items.gathers, key=first_use):
+    for gather in sorted(items.gathers, key=lambda gather: items.gathers[gather].bucket):
         unit = items.gathers[gather].unit
-        if unit != previous or steps[-1][0] is None:
-            steps.append((first_reader.get(gather), []))
+        if unit != previous:
+            steps.append((None, []))
             previous = unit
         steps[-1][1].append(gather)
+    for index, (_, launches) in enumerate(steps):
+        readers = [first_reader[launch] for launch in launches if launch in first_reader]
+        steps[index] = min(readers, key=items.position.__getitem__, default=None), launches
     return steps
 
 
@@ -135,7 +133,8 @@ class _Schedule(Generic[T]):
         self.emitted: set[T] = set()
         self._epilogues, self._seconds = self._follow_reductions()
         # Not launched yet; a bucket's second launch is part of what follows its first.
-        self._waiting = [launch for launch in items.reductions if launch not in self._seconds.values()]
+        first = [launch for launch in items.reductions if launch not in self._seconds.values()]
+        self._waiting = sorted(first, key=lambda launch: items.reductions[launch].bucket)
         # Launched and not waited for, each with the unit whose reductions were being launched then.
         self._in_flight: list[tuple[T, str]] = []
 

@@ -7,7 +7,9 @@ A marker's own FQN is relative to the module given to ``fully_shard``, so that e
     unit (what is left)                 layers.3                    ->  absolute FQN  layers.3.attn.wq.weight
 
 A reader need not be the owner (tied weights, ``self.head.weight`` read by the root), so the reader whose path agrees
-with the FQN in most components decides, and a marker without any usable path is told apart by its position.
+with the FQN in most components decides, and a marker without any usable path is told apart by its position. In a unit
+of several modules, each member has a path of its own, and the unit has all of them ("norm, head"). Names are written in
+the first graph that has the markers, and stay: graphs that are cut from it call a unit what it was called there.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _FQN = "fsdp_fqn"
 _UNIT = "fsdp_unit"
 # One step of a path: in brackets, quoted or not, or behind a dot.
 _STEP = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^'"\]]*)\]|\.?([^.\[]+)""")
-_WRAPPERS = ("_modules", "_orig_mod", "_checkpoint_wrapped_module")
+_WRAPPERS = ("_modules", "__dict__", "_orig_mod", "_checkpoint_wrapped_module")
+_MEMBER = re.compile(r"^(\[\d+\])\.")  # what the FQN begins with in a unit of several modules
 
 
 @dataclass(frozen=True)
@@ -75,18 +78,16 @@ def find_reduces(graph: fx.Graph) -> list[Marker]:
 
 
 def annotate(graph: fx.Graph) -> None:
-    """Write absolute names on the markers of a joint graph, where a reduction still knows its gather.
+    """Write absolute names on the markers of a graph that was not cut: all readers are there, with their paths.
 
-    They share a sequence number: AOTAutograd gives a backward node that of its forward node.
+    In a joint graph a reduction still knows its gather: they share a sequence number, as AOTAutograd gives a backward
+    node that of its forward node.
     """
     gathers = unshard_nodes(graph)
     by_shard: dict[fx.Node, list[fx.Node]] = {}
     for node in gathers:
         by_shard.setdefault(node.args[0], []).append(node)  # type: ignore[arg-type]
-    for readers in by_shard.values():
-        prefix = _best_prefix(readers)
-        for node in readers:
-            _write(node, prefix)
+    _write_names(list(by_shard.values()))
     by_sequence = {node.meta["seq_nr"]: node for node in gathers if "seq_nr" in node.meta}
     for node in reduce_nodes(graph):
         gather = by_sequence.get(node.meta.get("seq_nr"))
@@ -98,10 +99,9 @@ def annotate(graph: fx.Graph) -> None:
 
 def _named(nodes: list[fx.Node]) -> list[Marker]:
     found, seen, ordinals = [], set(), dict[tuple[str, str], Iterator[int]]()
+    _write_names([[node] for node in nodes if _FQN not in node.meta])
     for node in nodes:
         spec = ParamSpec.of(dict(node.kwargs))
-        if _FQN not in node.meta:
-            _write(node, _best_prefix([node]))
         fqn, unit = node.meta.get(_FQN), node.meta.get(_UNIT)
         part = "" if spec.part < 0 else f":{spec.part}"
         if fqn is None or unit is None:
@@ -116,11 +116,26 @@ def _named(nodes: list[fx.Node]) -> list[Marker]:
     return found
 
 
-def _write(node: fx.Node, prefix: str | None) -> None:
-    if prefix is not None:
-        fqn = str(node.kwargs["fqn"])
-        node.meta[_FQN] = f"{prefix}.{fqn}" if prefix else fqn
-        node.meta[_UNIT] = prefix
+def _write_names(parameters: list[list[fx.Node]]) -> None:
+    """Write on all markers of each parameter what it and its unit are called, where a reader says so."""
+    members: dict[str, dict[str, list[str]]] = {}  # of a unit of several modules: paths of each member, as they come
+    named = []
+    for readers in parameters:
+        prefix = _best_prefix(readers)
+        if prefix is None:
+            continue
+        unit, fqn = str(readers[0].kwargs["unit"]), str(readers[0].kwargs["fqn"])
+        member = _MEMBER.match(fqn)
+        fqn = fqn[member.end() :] if member else fqn
+        paths = members.setdefault(unit, {}).setdefault(member[1], []) if member else [prefix]
+        if prefix not in paths:
+            paths.append(prefix)
+        named.append((readers, f"{prefix}.{fqn}" if prefix else fqn, unit, paths, paths.index(prefix)))
+    for readers, fqn, unit, paths, place in named:
+        siblings = sorted(members.get(unit, {"[0]": paths}).items(), key=lambda item: int(item[0][1:-1]))
+        for node in readers:
+            node.meta[_FQN] = fqn
+            node.meta[_UNIT] = ", ".join(paths[place] for _, paths in siblings if place < len(paths))
 
 
 def _best_prefix(readers: list[fx.Node]) -> str | None:
@@ -128,10 +143,10 @@ def _best_prefix(readers: list[fx.Node]) -> str | None:
     best: tuple[int, str] | None = None
     for node in readers:
         path = _reader_path(node)
-        fqn = str(node.kwargs["fqn"])
-        if path is None or fqn.startswith("["):  # a member of a list of modules has no common prefix
+        if path is None:
             continue
-        agreement, prefix = _strip(path, fqn.split(".")[:-1])
+        owner = _MEMBER.sub("", str(node.kwargs["fqn"]), count=1).split(".")[:-1]
+        agreement, prefix = _strip(path, [part for part in owner if part not in _WRAPPERS])
         if best is None or agreement > best[0]:
             best = (agreement, prefix)
     return None if best is None else best[1]

@@ -2,7 +2,14 @@
 
 Inductor's fusion and its own sorting undo the order of the FX graph. This callable sits in
 ``reorder_for_compute_comm_overlap_passes``, gets the scheduler's nodes after both, and gives them back in the order
-of overlap.py. Graphs without our collectives come back untouched.
+of overlap.py.
+
+    post-grad hook     leave_graph()  schedule_this_graph()      for our graphs: the switch of these passes is on
+    lowering, fusion
+    scheduler pass     planned order, leave_graph()              and off again
+
+The switch changes how Inductor lowers any graph (torch 2.15 keeps no-op slices, and does not fuse what an all-reduce
+takes), so it is on for our graphs alone. A graph that fails on the way leaves it on, until the next one begins.
 """
 
 from __future__ import annotations
@@ -20,6 +27,23 @@ if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
 
 
+def schedule_this_graph() -> bool:
+    """Have Inductor call the scheduler passes for the graph that this thread compiles; False where it will not."""
+    if compat.is_deterministic() or not any(map(_is_ours, compat.scheduler_passes())):
+        return False
+    compat.switch_scheduler_passes(on=True)
+    return True
+
+
+def leave_graph() -> None:
+    """Turn the switch back where we turned it on."""
+    compat.switch_scheduler_passes(on=False)
+
+
+def _is_ours(one_pass: object) -> bool:
+    return isinstance(one_pass, ScheduleInPlannedOrder)
+
+
 class ScheduleInPlannedOrder:
     """Picklable and without state but for the hash of the passes' source: Inductor keys its cache by it."""
 
@@ -27,6 +51,7 @@ class ScheduleInPlannedOrder:
         self.source_hash = source_hash
 
     def __call__(self, snodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        leave_graph()
         origins = {snode: _origins(snode) for snode in snodes}
         roles = {snode: _role(nodes) for snode, nodes in origins.items()}
         if not any(roles.values()):

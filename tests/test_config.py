@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+import torch.distributed as dist
 from torch import fx, nn
+from torch._inductor.graph import GraphLowering
+from torch._inductor.utils import run_and_get_code
 
 from fsdp_compile import _torch_compat as compat
 from fsdp_compile import fully_shard, install_passes
@@ -119,19 +124,50 @@ def test_installing_twice_installs_once() -> None:
     assert isinstance(before[1], JointPass) and len(before[2]) == 1
 
 
-def test_nothing_of_ours_runs_on_a_foreign_graph(records: list[GraphRecord], monkeypatch: pytest.MonkeyPatch) -> None:
+def foreign(x: torch.Tensor) -> torch.Tensor:
+    """An all-reduce of what would be fused with something else, and slices that change nothing."""
+    doubled = x * 2
+    summed = torch.ops._c10d_functional.all_reduce(doubled + 1, "sum", dist.group.WORLD.group_name)
+    return torch.ops._c10d_functional.wait_tensor(summed)[0:] + doubled.sin()[:, 0:8] + x[0 : x.shape[0]]
+
+
+def code_of_foreign_graphs() -> list[str]:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    _, trained = run_and_get_code(lambda: torch.compile(model)(torch.ones(2, 8)).sum().backward())
+    _, reduced = run_and_get_code(torch.compile(foreign), torch.ones(2, 8))
+    assert len(trained) == 2 and len(reduced) == 1
+    # AOTAutograd numbers its graphs.
+    return [re.sub(r"# AOT ID: .*", "", code) for code in [*trained, *reduced]]
+
+
+def test_code_of_foreign_graphs_is_what_it_is_without_us(
+    records: list[GraphRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_us = code_of_foreign_graphs()
     install_passes()
-    seen: list[bool] = []
-    schedule = ScheduleInPlannedOrder.__call__
+    called: list[bool] = []
+    monkeypatch.setattr(ScheduleInPlannedOrder, "__call__", lambda self, snodes: called.append(True) or snodes)
+    assert code_of_foreign_graphs() == without_us
+    assert records == [] and called == []
 
-    def watch(self: ScheduleInPlannedOrder, snodes: list) -> list:  # type: ignore[type-arg]
-        ordered = schedule(self, snodes)
-        seen.append(ordered is snodes)
-        return ordered
 
-    monkeypatch.setattr(ScheduleInPlannedOrder, "__call__", watch)
-    step(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
-    assert records == [] and seen == [True, True]
+def test_a_foreign_graph_behind_one_of_ours_is_as_it_was(records: list[GraphRecord]) -> None:
+    without_us = code_of_foreign_graphs()
+    step(fully_shard(nn.Linear(8, 8)))
+    assert not inductor_config.reorder_for_compute_comm_overlap
+    assert code_of_foreign_graphs() == without_us
+    assert stages(records) == ["joint", "forward", "backward"]
+
+
+def test_a_graph_of_ours_that_fails_leaves_foreign_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_us = code_of_foreign_graphs()
+    model = fully_shard(nn.Linear(8, 8))
+    with monkeypatch.context() as patch:
+        patch.setattr(GraphLowering, "run", mock.Mock(side_effect=KeyError("lowering")))
+        with pytest.raises(Exception, match="lowering"):
+            step(model)
+    assert code_of_foreign_graphs() == without_us
 
 
 def test_a_user_scheduler_pass_is_kept_only_when_it_was_on() -> None:
@@ -141,6 +177,7 @@ def test_a_user_scheduler_pass_is_kept_only_when_it_was_on() -> None:
     inductor_config.reorder_for_compute_comm_overlap_passes = [theirs]
     install_passes()
     assert [type(one) for one in compat.get_scheduler_passes()] == [ScheduleInPlannedOrder]
+    assert not inductor_config.reorder_for_compute_comm_overlap
 
     inductor_config.reorder_for_compute_comm_overlap_passes = [theirs]
     inductor_config.reorder_for_compute_comm_overlap = True
@@ -154,6 +191,13 @@ def test_a_deterministic_run_says_that_the_order_is_not_held() -> None:
         pytest.warns(UserWarning, match="deterministic.*order of collectives"),
     ):
         step(fully_shard(nn.Linear(8, 8)))
+
+
+def test_a_displaced_scheduler_pass_is_said_to_be() -> None:
+    model = fully_shard(nn.Linear(8, 8))
+    inductor_config.reorder_for_compute_comm_overlap_passes = []
+    with pytest.warns(UserWarning, match="reorder_for_compute_comm_overlap_passes was set after.*order of collectives"):
+        step(model)
 
 
 def test_backward_on_another_thread_finds_our_passes(records: list[GraphRecord]) -> None:

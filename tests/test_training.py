@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 import tempfile
 from typing import Any
 
@@ -18,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
-from fsdp_compile import FSDPModule, fully_shard
+from fsdp_compile import fully_shard
 from tests.ranks import Ranks
 from tests.toy import (
     Block,
@@ -281,21 +279,6 @@ def _functional_call(path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_functional_call_takes_shards_or_full_tensors(two_ranks: Ranks, path: str) -> None:
     two_ranks.run(_functional_call, path)
-
-
-def _copies() -> None:
-    _, sharded = pair()
-    assert isinstance(sharded, FSDPModule) and isinstance(sharded, Stack)
-    with pytest.raises(RuntimeError, match="before fully_shard"):
-        copy.deepcopy(sharded)
-    with pytest.raises(RuntimeError, match="state_dict"):
-        pickle.dumps(sharded)
-    with pytest.raises(RuntimeError, match="state_dict"):
-        torch.save(sharded.layers[0].up, io.BytesIO())
-
-
-def test_copying_a_sharded_model_says_what_to_do_instead(two_ranks: Ranks) -> None:
-    two_ranks.run(_copies)
 
 
 def _to_bf16(path: str) -> None:

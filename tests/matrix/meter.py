@@ -1,4 +1,4 @@
-"""What is measured of a way of training: what the process group was asked for, the graphs, the largest difference."""
+"""What is measured of a row: what the process group was asked for, the graphs, the largest difference."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Wire:
 class Meter:
     """Collects one row."""
 
-    def __init__(self, backward_inside: bool = False) -> None:
+    def __init__(self, backend: str, backward_inside: bool = False) -> None:
+        self.backend = backend
         self.backward_inside = backward_inside  # the compiled step runs backward itself
         self.wire = Wire()
         self.difference = -1.0  # nothing was compared yet
@@ -76,6 +77,11 @@ class Meter:
         params = zip(model.named_parameters(), before, reference.parameters(), reference_before)
         for (fqn, ours), was, theirs, theirs_was in params:
             self.compare(fqn, ours.detach() - was, theirs.detach() - theirs_was)
+
+    def compare_params(self, model: nn.Module, reference: nn.Module) -> None:
+        """What the optimizers made of the parameters themselves."""
+        for (fqn, ours), theirs in zip(model.named_parameters(), reference.parameters()):
+            self.compare(fqn, ours.detach(), theirs.detach())
 
     def compare(self, name: str, ours: Tensor, expected: Tensor) -> None:
         """Each rank compares its own part, so that comparing communicates nothing."""

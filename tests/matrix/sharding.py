@@ -1,4 +1,4 @@
-"""Rows of `benchmarks.modes`: how parameters lie on the ranks."""
+"""Rows: how parameters lie on the ranks."""
 
 from __future__ import annotations
 
@@ -19,24 +19,35 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from benchmarks import modes_models as models
-from benchmarks.modes_meter import Meter
-from benchmarks.modes_train import EAGER, compiled, mesh_of, reference_backward, shard, train
-from fsdp_compile import DataParallelMeshDims, ShardPlacementResult, fully_shard, replicate
+from fsdp_compile import DataParallelMeshDims, OffloadPolicy, ShardPlacementResult, fully_shard, replicate
+from tests.matrix import models
+from tests.matrix.meter import Meter
+from tests.matrix.train import backward, compiled, mesh_of, reference_backward, seed, shard, train
 
 
-def plain(meter: Meter, backend: str, **kwargs: Any) -> None:
+def plain(meter: Meter, num_steps: int = 3, **kwargs: Any) -> None:
     """Every block and the root sharded, the whole model compiled."""
     reference, model = models.twins()
     shard(model, **kwargs)
-    train(meter, model, reference, compiled(model, backend))
+    train(meter, model, reference, compiled(meter, model), num_steps=num_steps)
 
 
-def block_by_block(meter: Meter) -> None:
+def own_random_numbers(meter: Meter) -> None:
+    """The reference compiled too: both draw what the backend draws by default."""
+    reference, model = models.twins()
+    shard(model)
+    reference.compile(backend=meter.backend, fullgraph=True)
+    train(meter, model, reference, compiled(meter, model))
+
+
+def block_by_block(meter: Meter, before: bool) -> None:
     """Equal blocks compiled one by one share a graph; what is around them runs eagerly."""
     reference, model = models.twins()
-    for block in shard(model).blocks:
-        block.compile(backend=EAGER, fullgraph=True)
+    for layer in model.layers if before else ():
+        layer.compile(backend=meter.backend, fullgraph=True)
+    shard(model)
+    for layer in () if before else model.layers:
+        layer.compile(backend=meter.backend, fullgraph=True)
     train(meter, model, reference, model)
 
 
@@ -46,10 +57,10 @@ def block_by_block(meter: Meter) -> None:
 def replicated(meter: Meter) -> None:
     """Nothing is sharded, gradients are averaged."""
     reference, model = models.twins()
-    for block in model.blocks:
-        replicate(block)
+    for layer in model.layers:
+        replicate(layer, offload_policy=OffloadPolicy())
     replicate(model)
-    train(meter, model, reference, compiled(model))
+    train(meter, model, reference, compiled(meter, model))
 
 
 def whole_mesh(meter: Meter) -> None:
@@ -61,7 +72,7 @@ def whole_mesh(meter: Meter) -> None:
     model.distribute(mesh)
     fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
     place = mesh.get_local_rank("dp")
-    train(meter, model, reference, compiled(model), place=place, num_places=2, batches=models.features)
+    train(meter, model, reference, compiled(meter, model), place=place, num_places=2, batches=models.features)
 
 
 def expert_meshes(meter: Meter) -> None:
@@ -71,15 +82,17 @@ def expert_meshes(meter: Meter) -> None:
     experts = {fqn for fqn, _ in model.named_parameters() if ".up." in fqn or ".down." in fqn}
     params = {param for fqn, param in model.named_parameters() if fqn in experts}
     shard(model, shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), mesh["inner"]) if p in params else None)
-    run = compiled(model)
+    run = compiled(meter, model)
     first = 2 * mesh.get_local_rank("outer")
     own = copy.deepcopy(reference)  # trains on the batches of the inner ranks alone
     for step in range(2):
         tokens = models.batches(step)
         with meter.counting():
-            run(tokens[dist.get_rank()]).backward()
-        reference_backward(reference, tokens)
-        reference_backward(own, tokens[first : first + 2])
+            backward(run, step, tokens)
+        reference_backward(reference, tokens, step)
+        for place in range(first, first + 2):
+            seed(step, place)
+            (own(tokens[place]) / 2).backward()
         for fqn in experts:
             reference.get_parameter(fqn).grad = own.get_parameter(fqn).grad
         meter.compare_gradients(model, reference)
@@ -91,16 +104,16 @@ def expert_meshes(meter: Meter) -> None:
 def tensor_parallel(meter: Meter, sequence: bool) -> None:
     """parallelize_module over one dimension of the mesh, then fully_shard over the other."""
     mesh = mesh_of("dp", "tp")
-    reference, model = models.twins()
-    for block in model.blocks:
+    reference, model = models.twins(block=models.Even)
+    for layer in model.layers:
         cut = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True)
         if sequence:  # the norm sees half of the sequence, so its gradient is a partial sum
-            parallelize_module(block.mlp_norm, mesh["tp"], cut)
-            parallelize_module(block, mesh["tp"], {"mlp_norm": SequenceParallel()})
+            parallelize_module(layer.norm, mesh["tp"], cut)
+            parallelize_module(layer, mesh["tp"], {"norm": SequenceParallel()})
         up = ColwiseParallel(input_layouts=Shard(1)) if sequence else ColwiseParallel()
-        parallelize_module(block, mesh["tp"], {"up": up, "down": RowwiseParallel()})
+        parallelize_module(layer, mesh["tp"], {"up": up, "down": RowwiseParallel()})
     shard(model, mesh=mesh["dp"])
-    train(meter, model, reference, compiled(model), place=mesh.get_local_rank("dp"), num_places=2)
+    train(meter, model, reference, compiled(meter, model), place=mesh.get_local_rank("dp"), num_places=2)
 
 
 def pipeline(meter: Meter) -> None:
@@ -110,20 +123,27 @@ def pipeline(meter: Meter) -> None:
     torch.manual_seed(0)
     reference = [models.Chunk() for _ in range(2)]
     chunk = copy.deepcopy(reference[stage_rank])
-    for block in chunk.blocks:
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(chunk, mesh=mesh["dp"]).compile(backend=EAGER, fullgraph=True)
+    for layer in chunk.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(chunk, mesh=mesh["dp"]).compile(backend=meter.backend, fullgraph=True)
     stage = PipelineStage(chunk, stage_rank, 2, torch.device("cpu"), group=mesh["pp"].get_group())
     schedule = Schedule1F1B(stage, models.NUM_MICRO, loss_fn=models.mean_square)
     for step in range(3):
         inputs, targets = models.hidden_states(step)  # [dp, micro-batches, ...]
         with meter.counting(models.NUM_MICRO) if step == 2 else nullcontext():
+            seed(step, dist.get_rank())
             if stage_rank == 0:
                 schedule.step(inputs[dp_rank])
             else:
                 schedule.step(target=targets[dp_rank])
-        models.mean_square(reference[1](reference[0](inputs.flatten(0, 1))), targets.flatten(0, 1)).backward()
-        meter.compare_gradients(chunk, reference[stage_rank])
+        for place in range(2):
+            hidden = inputs[place]
+            for number, part in enumerate(reference):  # a stage's forwards run in the order of the micro-batches
+                seed(step, 2 * number + place)
+                hidden = torch.cat([part(one) for one in hidden.split(1)])
+            (models.mean_square(hidden, targets[place]) / 2).backward()
+        if step > 0:  # in the first step the schedule runs each stage once more, to see what it sends
+            meter.compare_gradients(chunk, reference[stage_rank])
         for one in (chunk, *reference):
             one.zero_grad()
     meter.name_eager_modules(chunk)
@@ -141,17 +161,18 @@ def lora(meter: Meter, dtype: torch.dtype) -> None:
         for linear in models.frozen_linears(reference):
             linear.to(dtype).to(torch.float32)
     shard(model)
-    train(meter, model, reference, compiled(model))
+    train(meter, model, reference, compiled(meter, model))
     num_adapters, seen = sum(param.requires_grad for param in model.parameters()), meter.wire.reductions
-    meter.require(seen == num_adapters, f"{seen} reductions for {num_adapters} adapters")
+    expected = len(model.layers) if meter.backend == "inductor" else num_adapters
+    meter.require(seen == expected, f"{seen} reductions for {num_adapters} adapters, not {expected}")
 
 
 def subclass(meter: Meter) -> None:
     """A weight whose class says what is gathered: bf16 on the wire, fp32 in the shard."""
     reference, model = models.twins()
-    block, theirs = model.blocks[1], reference.blocks[1]
-    block.down.weight = nn.Parameter(models.Bf16OnTheWire(block.down.weight.detach()))
+    layer, theirs = model.layers[1], reference.layers[1]
+    layer.down.weight = nn.Parameter(models.Bf16OnTheWire(layer.down.weight.detach()))
     with torch.no_grad():
         theirs.down.weight.copy_(theirs.down.weight.to(torch.bfloat16))
     shard(model)
-    train(meter, model, reference, compiled(model), lr=0.0)
+    train(meter, model, reference, compiled(meter, model), lr=0.0)

@@ -1,7 +1,8 @@
-"""Rows of `benchmarks.modes`: what a training loop does with the model."""
+"""Rows: what a training loop does with the model."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,10 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fsdp_compile
-from benchmarks import modes_models as models
-from benchmarks.modes_meter import Meter
-from benchmarks.modes_train import EAGER, LR, Run, compiled, reference_backward, shard, train
-from fsdp_compile.demo import Block, Transformer
+from tests.matrix import models
+from tests.matrix.meter import Meter
+from tests.matrix.train import LR, Run, backward, compiled, mode, reference_backward, seed, shard, train
 
 # Accumulation.
 
@@ -24,31 +24,30 @@ def accumulate(meter: Meter, how: str, **kwargs: Any) -> None:
     """Four micro-batches, the last of which reduces; then one backward by itself, to compare what was sent."""
     reference, model = models.twins()
     shard(model, **kwargs)
-    run = compiled(model)
+    run = compiled(meter, model)
     setter = model.set_requires_all_reduce if how == "all_reduce" else model.set_requires_gradient_sync
     optims = [torch.optim.SGD(one.parameters(), lr=LR) for one in (model, reference)]
-    rank = dist.get_rank()
 
     def micro_batch(step: int, micro: int) -> None:
         last = micro == models.NUM_MICRO - 1
         if how != "no_sync":
             setter(last)
         with nullcontext() if last or how != "no_sync" else fsdp_compile.no_sync(model):
-            run(models.batches(10 * step + micro)[rank]).backward()
+            backward(run, 10 * step + micro, models.batches(10 * step + micro))
 
     for step in range(3):
         with meter.counting(models.NUM_MICRO) if step == 2 else nullcontext():
             for micro in range(models.NUM_MICRO):
                 micro_batch(step, micro)
         for micro in range(models.NUM_MICRO):
-            reference_backward(reference, models.batches(10 * step + micro))
+            reference_backward(reference, models.batches(10 * step + micro), 10 * step + micro)
         meter.compare_gradients(model, reference)
         for optim in optims:
             optim.step()
             optim.zero_grad()
     of_four = meter.wire
     with meter.counting() as of_one:
-        run(models.batches(0)[rank]).backward()
+        backward(run, 0, models.batches(0))
     meter.wire = of_four
     if how == "all_reduce":
         sums = [wire.backward["all_reduce"] for wire in (of_four, of_one)]
@@ -65,32 +64,30 @@ def accumulate(meter: Meter, how: str, **kwargs: Any) -> None:
 # Activation checkpointing.
 
 
-def checkpointed(meter: Meter, kind: type[Block]) -> None:
+def checkpointed(meter: Meter, kind: type[Any]) -> None:
     """torch.utils.checkpoint around each block."""
-    reference, model = models.twins()
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = models.as_kind(kind, block)
+    reference, model = models.twins(block=kind)
     shard(model, reshard_after_forward=True)
-    train(meter, model, reference, compiled(model))
+    train(meter, model, reference, compiled(meter, model))
 
 
 def wrapped_checkpoints(meter: Meter) -> None:
     """torch's checkpoint_wrapper, as FSDP1 and trainers apply it."""
     reference, model = models.twins()
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = checkpoint_wrapper(block)
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = checkpoint_wrapper(layer)
     shard(model, reshard_after_forward=True)
-    train(meter, model, reference, compiled(model))
+    train(meter, model, reference, compiled(meter, model))
 
 
 # Graph breaks, compiled autograd, optimizers.
 
 
-def breaks(meter: Meter, backend: str) -> None:
+def breaks(meter: Meter) -> None:
     """Two graph breaks in forward. With backward inside the compiled step and compiled autograd, one backward graph."""
     reference, model = models.twins(models.Broken)
     shard(model)
-    run = _step(model, backend) if meter.backward_inside else compiled(model, backend, fullgraph=False)
+    run = _step(model, meter.backend) if meter.backward_inside else compiled(meter, model, fullgraph=False)
     train(meter, model, reference, run)
 
 
@@ -111,7 +108,7 @@ def optimizer_in_backward(meter: Meter) -> None:
     for one in (model, reference):
         for param in one.parameters():
             param.register_post_accumulate_grad_hook(_descend)
-    run = _step(model, EAGER) if meter.backward_inside else compiled(model)
+    run = _step(model, meter.backend) if meter.backward_inside else compiled(meter, model)
     _train_by_updates(meter, model, reference, run, lambda: None)
     if meter.wire.num_backwards > 1:
         meter.notes.append("the hooks run eagerly, and each breaks the backward graph")
@@ -129,7 +126,7 @@ def whole_step(meter: Meter) -> None:
     reference, model = _exact_twins()
     optim, theirs = (torch.optim.SGD(one.parameters(), lr=LR) for one in (model, reference))
 
-    @torch.compile(backend=EAGER)
+    @torch.compile(backend=meter.backend)
     def step(tokens: Tensor) -> Tensor:
         loss = model(tokens)
         loss.backward()
@@ -150,8 +147,8 @@ def compiled_optimizer(meter: Meter) -> None:
     """The model compiled, and the optimizer's step compiled by itself."""
     reference, model = _exact_twins()
     optim, theirs = (torch.optim.SGD(one.parameters(), lr=LR, momentum=0.9) for one in (model, reference))
-    optimize = torch.compile(optim.step, backend=EAGER)
-    run = compiled(model)
+    optimize = torch.compile(optim.step, backend=meter.backend)
+    run = compiled(meter, model)
 
     def step(tokens: Tensor) -> Tensor:
         loss = run(tokens)
@@ -168,7 +165,7 @@ def compiled_optimizer(meter: Meter) -> None:
     _train_by_updates(meter, model, reference, step, finish)
 
 
-def _exact_twins() -> tuple[Transformer, Transformer]:
+def _exact_twins() -> tuple[Any, Any]:
     """(reference, sharded) in float64: an update of a float32 weight is rounded to the weight's last bits."""
     reference, model = (one.double() for one in models.twins(models.Unrolled))
     return reference, shard(model)
@@ -182,10 +179,15 @@ def _train_by_updates(
         tokens = models.batches(step)
         before = [[param.detach().clone() for param in one.parameters()] for one in (model, reference)]
         with meter.counting() if step == 2 else nullcontext():
+            seed(step, dist.get_rank())
             loss = run(tokens[dist.get_rank()])
             if not meter.backward_inside:
                 loss.backward()
-        torch.stack([reference(batch) for batch in tokens]).mean().backward()  # one backward: its hooks run once
+        losses = []
+        for place, batch in enumerate(tokens):
+            seed(step, place)
+            losses.append(reference(batch))
+        torch.stack(losses).mean().backward()  # one backward: its hooks run once
         finish()
         meter.compare_updates(model, reference, *before)
     meter.name_eager_modules(model)
@@ -197,21 +199,21 @@ def _train_by_updates(
 def custom(meter: Meter, change: Callable[[Any], None]) -> None:
     """One block with a collective of the user's own."""
     reference, model = models.twins()
-    change(shard(model).blocks[1])
-    train(meter, model, reference, compiled(model, fullgraph=False))
+    change(shard(model).layers[1])
+    train(meter, model, reference, compiled(meter, model, fullgraph=False))
 
 
 def divide_factor(meter: Meter) -> None:
-    """Gradients divided by 2 and not by the 4 ranks: twice the mean, in the graph."""
+    """Gradients divided by half the number of ranks: twice the mean, in the graph."""
     reference, model = models.twins()
-    shard(model).set_gradient_divide_factor(2.0, recurse=True)
+    shard(model).set_gradient_divide_factor(dist.get_world_size() / 2, recurse=True)
     optims = [torch.optim.SGD(one.parameters(), lr=LR) for one in (model, reference)]
-    run = compiled(model)
+    run = compiled(meter, model)
     for step in range(3):
         tokens = models.batches(step)
         with meter.counting() if step == 2 else nullcontext():
-            run(tokens[dist.get_rank()]).backward()
-        reference_backward(reference, tokens)
+            backward(run, step, tokens)
+        reference_backward(reference, tokens, step)
         for param in model.parameters():
             assert param.grad is not None
             param.grad /= 2
@@ -224,24 +226,30 @@ def divide_factor(meter: Meter) -> None:
 # Evaluation and lengths.
 
 
-def evaluate(meter: Meter, mode: Callable[[], Any]) -> None:
-    """Losses without gradients, between training steps."""
+def evaluate(meter: Meter, without_grad: Callable[[], Any], reshard: bool | None = None) -> None:
+    """Training, evaluation without gradients, training: the second round compiles nothing."""
     reference, model = models.twins()
-    run = compiled(shard(model))
-    meter.of = "losses"
-    tokens = models.batches(0)[dist.get_rank()]
-    for _ in range(2):
-        with mode(), meter.counting():
+    shard(model, reshard_after_forward=reshard)
+    run = compiled(meter, model)
+    train(meter, model, reference, run, num_steps=1)
+    for start in (1, 2):
+        mode(False, model, reference)
+        with without_grad(), meter.counting():
+            tokens = models.batches(start)[dist.get_rank()]
             meter.compare("loss", run(tokens), reference(tokens))
+        mode(True, model, reference)
+        train(meter, model, reference, run, first=start, num_steps=1)
+    mode(False, model, reference)  # with gradients, as adversarial training and tuning of frozen layers do
+    train(meter, model, reference, run, first=3, num_steps=1)
 
 
 def two_lengths(meter: Meter, mark: bool) -> None:
     """Sequences of two lengths in turn: at most one graph more, with mark_dynamic none."""
     reference, model = models.twins()
-    run = compiled(shard(model))
+    run = compiled(meter, shard(model))
 
     def batches(step: int) -> Tensor:
-        return models.batches(step, length=models.SIZES.seq if step % 2 else 11)
+        return models.batches(step, length=models.LENGTH if step % 2 else 4)
 
     def marked(tokens: Tensor) -> Tensor:
         tokens = tokens.clone()
@@ -252,27 +260,56 @@ def two_lengths(meter: Meter, mark: bool) -> None:
 
 
 def loop(meter: Meter) -> None:
-    """Accumulation, evaluation and two lengths for 20 steps: nothing is compiled after the first pass through each."""
+    """Accumulation, evaluation and two lengths for 6 steps: nothing is compiled after the first pass through each."""
     reference, model = models.twins()
-    run = compiled(shard(model))
-    optims = [torch.optim.SGD(one.parameters(), lr=LR) for one in (model, reference)]
-    rank = dist.get_rank()
-    for step in range(20):
-        length = models.SIZES.seq if step % 2 else 11
+    run = compiled(meter, shard(model))
+    optims = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
+    for step in range(6):
+        length = models.LENGTH if step % 2 else 4
         micro_batches = [models.batches(10 * step + micro, length) for micro in range(2)]
-        with meter.counting(2) if step == 19 else nullcontext():
+        with meter.counting(2) if step == 5 else nullcontext():
             for micro, tokens in enumerate(micro_batches):
                 model.set_requires_gradient_sync(micro == 1)
-                run(tokens[rank]).backward()
-        for tokens in micro_batches:
-            reference_backward(reference, tokens)
+                backward(run, micro, tokens)
+        for micro, tokens in enumerate(micro_batches):
+            reference_backward(reference, tokens, micro)
         meter.compare_gradients(model, reference)
         for optim in optims:
             optim.step()
             optim.zero_grad()
+        mode(False, model, reference)
         with torch.no_grad():
             meter.compare("loss", run(micro_batches[0][0]), reference(micro_batches[0][0]))
+        mode(True, model, reference)
         if step == 1:
             seen = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     meter.notes.append(f"{seen} graphs after step 2")
     meter.require(torch._dynamo.utils.counters["stats"]["unique_graphs"] == seen, "compiled again after step 2")
+
+
+def double_backward(meter: Meter) -> None:
+    """A penalty on the gradients of a block's inputs: eagerly, between steps of the same compiled block."""
+    torch.manual_seed(0)
+    reference = models.Dropping(models.DIM)
+    model = fsdp_compile.fully_shard(copy.deepcopy(reference))
+    run = compiled(meter, model)
+    for step, eager in enumerate((False, True, False)):
+        inputs = models.features(step)
+        with torch.compiler.set_stance("force_eager" if eager else "default"), meter.counting():
+            seed(step, dist.get_rank())
+            _penalized(run, inputs[dist.get_rank()], eager).backward()
+        for place, one in enumerate(inputs):
+            seed(step, place)
+            (_penalized(reference, one, eager) / len(inputs)).backward()
+        meter.compare_gradients(model, reference)
+        for one in (model, reference):
+            one.zero_grad()
+
+
+def _penalized(run: Run, inputs: Tensor, penalty: bool) -> Tensor:
+    inputs = inputs.clone().requires_grad_()
+    loss = run(inputs).pow(2).mean()
+    if not penalty:
+        return loss
+    (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
+    return loss + slope.pow(2).sum()

@@ -1,4 +1,4 @@
-"""The models and data of `benchmarks.modes`: the demo's transformer, and what single rows put in its place."""
+"""The model and the data of the matrix: a tiny tied transformer's MLPs, and what single rows put in its place."""
 
 from __future__ import annotations
 
@@ -15,34 +15,59 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fsdp_compile.demo import Block, Settings, Transformer
+from tests.toy import Block, Stack, loss_of
 
-SIZES = Settings(ranks=4, layers=2, dim=32, head_dim=16, vocab=64, seq=16, batch=2)
+DIM, VOCAB, LENGTH = 8, 19, 6
 NUM_MICRO = 4
 
 
-def twins(kind: type[Transformer] = Transformer) -> tuple[Transformer, Transformer]:
+class Dropping(Block):
+    """Dropout behind the norm and the two linears, all with biases; 2 * dim + 1 hidden features shard unevenly."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.25, self.training)
+
+
+class Even(Dropping):
+    """Hidden features that tensor parallelism divides."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+
+class Tiny(Stack):
+    """Two blocks, and an embedding tied to the head; calling it gives the loss."""
+
+    def __init__(self, block: type[Block] = Dropping) -> None:
+        super().__init__(2, DIM, VOCAB, tied=True, block=block)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return loss_of(super().forward(tokens))
+
+
+def twins(kind: type[Tiny] = Tiny, block: type[Block] = Dropping) -> tuple[Any, Any]:
     """(reference, model to shard) with equal parameters."""
     torch.manual_seed(0)
-    reference = kind(SIZES)
+    reference = kind(block)
     return reference, copy.deepcopy(reference)
 
 
-def batches(step: int, length: int = SIZES.seq) -> Tensor:
+def batches(step: int, length: int = LENGTH) -> Tensor:
     """Tokens of every rank: [ranks, batch, length]."""
     generator = torch.Generator().manual_seed(1000 + step)
-    return torch.randint(SIZES.vocab, (SIZES.ranks, SIZES.batch, length), generator=generator)
+    return torch.randint(VOCAB, (dist.get_world_size(), 2, length), generator=generator)
 
 
 def features(step: int) -> Tensor:
     """Inputs of ``Spread``: [ranks, batch, features]."""
-    return torch.randn(SIZES.ranks, SIZES.batch, SIZES.dim, generator=torch.Generator().manual_seed(step))
+    return torch.randn(dist.get_world_size(), 2, DIM, generator=torch.Generator().manual_seed(step))
 
 
 def hidden_states(step: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets of a pipeline over two data-parallel ranks: [2, micro-batches, length, features]."""
     generator = torch.Generator().manual_seed(step)
-    inputs, targets = torch.randn(2, 2, NUM_MICRO, SIZES.seq, SIZES.dim, generator=generator)
+    inputs, targets = torch.randn(2, 2, NUM_MICRO, LENGTH, DIM, generator=generator)
     return inputs, targets
 
 
@@ -53,20 +78,19 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
 # Graph breaks.
 
 
-class Unrolled(Transformer):
+class Unrolled(Tiny):
     """No loop around the blocks: Dynamo gives up on frames that break inside one."""
 
     def between(self) -> None:
         """What runs before each block."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        x = self.embed(tokens)
         self.between()
-        x = self.blocks[0](x)
+        x = self.layers[0](x)
         self.between()
-        x = self.blocks[1](x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        x = self.layers[1](x)
+        return loss_of(self.head(self.norm(x)))
 
 
 class Broken(Unrolled):
@@ -84,26 +108,19 @@ def _save_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if op in matmuls else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class Checkpointed(Block):
+class Checkpointed(Dropping):
     """Recomputed in backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-class SelectivelyCheckpointed(Block):
+class SelectivelyCheckpointed(Dropping):
     """Recomputed, but for its matrix multiplications."""
 
     def forward(self, x: Tensor) -> Tensor:
         contexts = functools.partial(create_selective_checkpoint_contexts, _save_matmuls)
         return checkpoint(super().forward, x, use_reentrant=False, context_fn=contexts)
-
-
-def as_kind(kind: type[Block], block: nn.Module) -> Block:
-    """The same parameters in another kind of block."""
-    other = kind(SIZES.dim, SIZES.head_dim)
-    other.load_state_dict(block.state_dict())
-    return other
 
 
 # A stage of a pipeline.
@@ -114,11 +131,11 @@ class Chunk(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(SIZES.dim, SIZES.head_dim) for _ in range(2))
+        self.layers = nn.ModuleList(Dropping(DIM) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
+        for layer in self.layers:
+            x = layer(x)
         return x
 
 
@@ -126,12 +143,15 @@ class Chunk(nn.Module):
 
 
 class Spread(nn.Module):
-    """Two linears on the whole mesh, column-wise and row-wise over "tp"; calling it gives the loss."""
+    """Two linears on the whole mesh, column-wise and row-wise over "tp"; calling it gives the loss.
+
+    No dropout: DTensors draw random numbers of their own, a part on each rank.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(SIZES.dim, 2 * SIZES.dim)
-        self.down = nn.Linear(2 * SIZES.dim, SIZES.dim)
+        self.up = nn.Linear(DIM, 2 * DIM)
+        self.down = nn.Linear(2 * DIM, DIM)
         self.mesh: DeviceMesh | None = None
 
     def distribute(self, mesh: DeviceMesh) -> None:
@@ -174,12 +194,12 @@ class Adapted(nn.Module):
         return F.linear(x, self.base.weight.to(x.dtype), self.base.bias.to(x.dtype)) + self.b(self.a(x))
 
 
-def adapted(dtype: torch.dtype) -> Transformer:
-    """Everything frozen but adapters on the linears of the MLPs, whose weights are stored in ``dtype``."""
+def adapted(dtype: torch.dtype) -> Tiny:
+    """Everything frozen but adapters on the linears of the blocks, whose weights are stored in ``dtype``."""
     torch.manual_seed(0)
-    model = Transformer(SIZES).requires_grad_(False)
-    for block in model.blocks:
-        block.up, block.down = Adapted(block.up), Adapted(block.down)
+    model = Tiny().requires_grad_(False)
+    for layer in model.layers:
+        layer.up, layer.down = Adapted(layer.up), Adapted(layer.down)
     for linear in frozen_linears(model):
         linear.to(dtype)
     return model
@@ -246,9 +266,8 @@ class GatherByHand:
         return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
 
 
-def gather_by_hand(block: Any) -> None:
-    block.set_custom_all_gather(GatherByHand())
+class ReduceByHand(GatherByHand):
+    """The same of a reduction."""
 
-
-def hook_of_nothing(block: Any) -> None:
-    block.set_all_reduce_hook(lambda summed: None)
+    def __call__(self, output: Tensor, input: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)

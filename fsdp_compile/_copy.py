@@ -1,0 +1,229 @@
+"""``copy.deepcopy`` of sharded modules: the copy is sharded alike, and knows nothing of the original.
+
+    deepcopy(module) --> the first sharded module that it comes to, with what is inside
+        prepare     a copy of each unit and of each parameter, its shard cloned, into deepcopy's memo
+        copy        the modules, as their original classes: by nn.Module's rules, or by their own __deepcopy__
+        attach      slots and reads of the copies; their units get generated classes, the original's where all is equal
+
+The copy of a unit has the settings of the original and is idle: nothing gathered, no gradients held back. What is
+copied without the unit around it is outermost; where not even its own unit is copied with it, it becomes a unit. As
+with plain parameters, gradients and the hooks on parameters stay behind, and so does what ``module.compile()`` did.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from . import _torch_compat as compat
+from ._eager_backward import end_backward
+from ._eager_path import READS
+from ._edge import join_edges
+from ._fsdp2_view import FSDP2View
+from ._param import ShardedParam, Slot
+from ._reduction import Traffic
+from ._state import STATE, UnitState, state_of
+
+OURS = "_fsdp_compile_"  # what our attributes of modules begin with
+
+
+def deep_copy(
+    module: nn.Module,
+    memo: dict[int, Any],
+    original_class: Callable[[nn.Module], type[nn.Module]],
+    refresh: Callable[[UnitState], None],
+) -> nn.Module:
+    """A copy of ``module``, sharded alike; ``memo`` is that of ``copy.deepcopy``."""
+    if compat.backward_task() is not None:
+        state = state_of(module)
+        raise RuntimeError(
+            f"{original_class(module).__name__ if state is None else state.name}: a sharded module cannot be "
+            "deep-copied while a backward runs. Copy it when backward has returned."
+        )
+    copies: _Copies = memo.setdefault(id(_Copies), _Copies())
+    if module in copies.prepared:
+        return _copy_as(original_class(module), module, memo)
+    inside = [one for one in module.modules() if READS in one.__dict__ or STATE in one.__dict__]
+    copies.prepare(module, inside, memo)
+    copied = _copy_as(original_class(module), module, memo)
+    for state in copies.attach(module, inside, memo):
+        refresh(state)
+        if any(param.is_traced for param in state.group.params):  # by the original's graphs, which serve the copy too
+            join_edges(state.group)
+    return copied
+
+
+def _copy_as(cls: type[nn.Module], module: Any, memo: dict[int, Any]) -> Any:
+    """What ``copy.deepcopy`` makes of ``module`` where that is no more than an instance of ``cls``."""
+    generated = type(module)
+    module.__class__ = cls
+    try:
+        return copy.deepcopy(module, memo)
+    finally:
+        module.__class__ = generated
+
+
+@dataclass(eq=False)
+class _Copies:
+    """What one call of ``copy.deepcopy`` has copied, by the original."""
+
+    prepared: set[nn.Module] = field(default_factory=set)
+    modules: dict[nn.Module, nn.Module] = field(default_factory=dict)
+    states: dict[UnitState, UnitState] = field(default_factory=dict)
+    # Units of modules whose own are not copied with them, by the outermost of these modules.
+    adopters: dict[nn.Module, UnitState] = field(default_factory=dict)
+    params: dict[ShardedParam, ShardedParam] = field(default_factory=dict)
+    owners: dict[ShardedParam, UnitState] = field(default_factory=dict)
+    traffics: dict[Traffic, Traffic] = field(default_factory=dict)
+
+    def prepare(self, top: nn.Module, inside: list[nn.Module], memo: dict[int, Any]) -> None:
+        """Have copies of the units and parameters inside ``top`` stand in ``memo``."""
+        self.prepared.update(inside)
+        for module in inside:
+            state = state_of(module)
+            if state is None:
+                continue
+            if state not in self.states:
+                self.states[state] = self._unit_like(state)
+            memo[id(compat.fsdp2_state(module))] = FSDP2View(self.states[state], end_backward)
+        for module in inside:
+            for param, owner, reader in module.__dict__.get(READS, {}).values():
+                if param not in self.params:
+                    self._copy_param(param, owner, reader, top, memo)
+            for key, value in module.__dict__.items():
+                if key.startswith(OURS) and not isinstance(value, _ATOMS):
+                    memo.setdefault(id(value), key)  # in place of what ``attach`` makes anew
+
+    def attach(self, top: nn.Module, inside: list[nn.Module], memo: dict[int, Any]) -> list[UnitState]:
+        """Have the copied modules be sharded ones; the units that are to be refreshed."""
+        touched: dict[UnitState, None] = {}
+        for module in inside:
+            copied = memo.get(id(module))
+            if not isinstance(copied, nn.Module):
+                continue  # what is around it leaves it out when copied
+            self.modules[module] = copied
+            for key in [key for key in copied.__dict__ if key.startswith(OURS)]:
+                del copied.__dict__[key]
+            state = state_of(module)
+            if module in self.adopters:
+                compat.register_fsdp2_state(copied, FSDP2View(self.adopters[module], end_backward))
+            unit = self.adopters.get(module) if state is None else self.states[state]
+            if unit is not None:
+                copied.__dict__[STATE] = unit
+                touched.setdefault(unit)
+            for name, (param, _, reader) in module.__dict__.get(READS, {}).items():
+                copied_param = self.params[param]
+                owner = self.owners[param]
+                copied_param.slots.append(Slot(copied, name))
+                reads = copied.__dict__.setdefault(READS, {})
+                reads[name] = (copied_param, owner, self._reader(reader, top))
+                touched.setdefault(owner)
+        for module, unit in self.adopters.items():
+            unit.modules = tuple(self.modules[one] for one in (module,) if one in self.modules)
+        touched.update(dict.fromkeys(self._relate()))
+        return list(touched)
+
+    def _relate(self) -> list[UnitState]:
+        """Say to the copies of units which of them are inside which, and which follow which; those that hear news."""
+        changed = []
+        for state, unit in self.states.items():
+            unit.modules = tuple(self.modules[one] for one in state.modules if one in self.modules)
+            unit.forward_prefetch = [self.states[one] for one in state.forward_prefetch if one in self.states]
+            unit.backward_prefetch = [self.states[one] for one in state.backward_prefetch if one in self.states]
+            around = state.outer
+            while around is not None and around not in self.states:
+                around = around.outer
+            outer = None if around is None else self.states[around]
+            if outer is not unit.outer:
+                unit.outer = outer
+                changed.append(unit)
+            unit.group.is_root = outer is None or state.group.is_root
+            unit.takes_inputs_to = _elsewhere(unit) if outer is None else None
+        return changed
+
+    def _unit_like(self, state: UnitState) -> UnitState:
+        """A unit with the settings of ``state``: outermost, idle, of no modules and no parameters."""
+        group = dataclasses.replace(
+            state.group,
+            params=[],
+            overrides={},
+            is_root=True,
+            version=0,
+            comms=dataclasses.replace(state.group.comms),
+            reduce_groups=dict(state.group.reduce_groups),
+            pending={},
+            partials={},
+            has_joined_edges=False,
+        )
+        unit = UnitState(modules=(), group=group, mp_policy=state.mp_policy, mixin=state.mixin)
+        unit.takes_inputs_to = _elsewhere(unit)
+        around = state.iteration
+        unit.iteration.is_last_backward = around.is_last_backward
+        unit.iteration.manual_finalization = around.manual_finalization
+        if state.outer is None:  # several roots may share theirs, and their copies do as well
+            unit.iteration.traffic = self.traffics.setdefault(around.traffic, unit.iteration.traffic)
+        return unit
+
+    def _copy_param(
+        self, param: ShardedParam, owner: UnitState, reader: UnitState, top: nn.Module, memo: dict[int, Any]
+    ) -> None:
+        unit = self.states.get(owner)
+        fqn, order = param.fqn, param.order
+        if unit is None:  # tied to another unit's parameter, which is not copied with it: it is this unit's in the copy
+            unit = self._reader(reader, top)
+            of_unit = reader.modules if reader in self.states else (top,)
+            fqn, order = _path_in(of_unit, param), 1 + max((one.order for one in unit.group.params), default=-1)
+        registered: Any = param.param if isinstance(param.param, DTensor) else param.shard
+        copied = dataclasses.replace(
+            param, fqn=fqn, order=order, slots=[], shard=_clone(registered), accumulators={}, is_hooked=False
+        )
+        copied.keep_grad_dtype()
+        memo[id(registered)] = copied.shard
+        self.params[param], self.owners[param] = copied, unit
+        unit.group.params.append(copied)
+        unit.group.params.sort(key=lambda one: one.order)
+        if param.fqn in owner.group.overrides:
+            unit.group.overrides[fqn] = owner.group.overrides[param.fqn]
+
+    def _reader(self, reader: UnitState, top: nn.Module) -> UnitState:
+        """The copy of a unit, or the unit that ``top`` becomes where it is copied alone."""
+        if reader in self.states:
+            return self.states[reader]
+        if top not in self.adopters:
+            self.adopters[top] = self._unit_like(reader)
+        return self.adopters[top]
+
+
+_ATOMS = (bool, int, float, str, type(None))
+
+
+def _elsewhere(unit: UnitState) -> torch.device | None:
+    device = unit.group.mesh.device
+    return None if device.type == "cpu" else device
+
+
+def _clone(shard: DTensor) -> nn.Parameter:
+    """As ``nn.Parameter`` copies itself: the data, and whether it trains. Pinned memory stays pinned."""
+    with torch.no_grad():
+        local = compat.local_tensor(shard).detach().clone()
+        if compat.is_pinned(shard):
+            local = local.pin_memory()
+        return nn.Parameter(compat.dtensor_like(shard, local), requires_grad=shard.requires_grad)
+
+
+def _path_in(modules: tuple[nn.Module, ...], param: ShardedParam) -> str:
+    """Where the first of ``modules`` that has the parameter has it."""
+    places = {slot.module: slot.name for slot in param.slots}
+    for number, root in enumerate(modules):
+        for path, module in root.named_modules():
+            if module in places:
+                fqn = f"{path}.{places[module]}" if path else places[module]
+                return f"[{number}].{fqn}" if len(modules) > 1 else fqn
+    return param.fqn

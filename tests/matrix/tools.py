@@ -1,0 +1,237 @@
+"""Rows: functions and methods that look at a compiled model, or change how it communicates."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+import fsdp_compile
+from fsdp_compile.passes._torch_compat import CustomGraphPass
+from tests.matrix import models
+from tests.matrix.meter import Meter
+from tests.matrix.train import LR, backward, compiled, reference_backward, seed, shard, train
+
+
+def _mine(step: int = 0) -> Tensor:
+    return models.batches(step)[dist.get_rank()]
+
+
+# Looking.
+
+
+def inspected(meter: Meter) -> None:
+    """A report of what is compiled in the block, which trains on as before."""
+    reference, model = models.twins()
+    run = compiled(meter, shard(model))
+    with fsdp_compile.inspect(model) as report:
+        train(meter, model, reference, run, num_steps=1)
+    stages = [graph.stage for graph in report.graphs]
+    meter.require(stages == (["joint", "forward", "backward"] if _lowers(meter) else ["joint"]), f"saw {stages}")
+    meter.require("layers.1.down.weight" in str(report.plans[-1]), "no plan has layers.1.down.weight")
+    with tempfile.TemporaryDirectory() as folder:
+        report.save(folder)
+        meter.require(any(Path(folder).iterdir()), "nothing was saved")
+    train(meter, model, reference, run, first=1, num_steps=2)
+
+
+def explained(meter: Meter) -> None:
+    """Three graphs for two breaks, one where there is one; training goes on."""
+    _, model = models.twins(models.Broken)
+    report = fsdp_compile.explain_breaks(shard(model), _mine())
+    meter.require(isinstance(report, fsdp_compile.BreakReport) and not report, "two breaks were not seen")
+    meter.require((len(report.breaks), report.num_graphs) == (1, 3), str(report))  # one line of code breaks it twice
+    reference, model = models.twins()
+    run = compiled(meter, shard(model))
+    train(meter, model, reference, run, num_steps=1)
+    report = fsdp_compile.explain_breaks(run, _mine())
+    meter.require(bool(report), str(report))
+    train(meter, model, reference, run, first=1, num_steps=2)
+
+
+def parity(meter: Meter) -> None:
+    """Eager and compiled agree, dropout included; training goes on."""
+    reference, model = models.twins()
+    shard(model)
+    rounding = {"atol": 1e-6, "rtol": 1e-4}
+    report = fsdp_compile.check_parity(model, _mine(), backend=meter.backend, **rounding)
+    meter.require(isinstance(report, fsdp_compile.Parity) and bool(report), str(report))
+    train(meter, model, reference, compiled(meter, model))
+
+
+# Changing.
+
+
+def configured(meter: Meter) -> None:
+    """One bucket a unit, reduced by reduce-scatter."""
+    reference, model = models.twins()
+    fsdp_compile.configure(shard(model), bucketing="group", reduction="reduce_scatter")
+    train(meter, model, reference, compiled(meter, model))
+    sent = meter.wire.backward
+    meter.require(sent["reduce_scatter"] > 0 == sent["all_to_all"], f"reduced by {dict(sent)}")
+    if _lowers(meter):
+        meter.require(sent["reduce_scatter"] == 3, f"{sent['reduce_scatter']} reductions of 3 units")
+
+
+def bounced(meter: Meter) -> None:
+    """The user's own post-grad pass takes ours' place, and install_passes puts them beside one another."""
+    theirs = _Counting()
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=None):
+        reference, model = models.twins()
+        shard(model)
+        torch._inductor.config.post_grad_custom_pre_pass = theirs
+        fsdp_compile.install_passes()
+        train(meter, model, reference, compiled(meter, model))
+    meter.require(theirs.num_graphs == (2 if _lowers(meter) else 0), f"their pass saw {theirs.num_graphs} graphs")
+
+
+class _Counting(CustomGraphPass):
+    """A user's pass; without a uuid nothing is cached."""
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.num_graphs += 1
+
+    def uuid(self) -> Any:
+        return None
+
+
+class Scoring(models.Tiny):
+    """A forward of another name."""
+
+    def score(self, tokens: Tensor) -> Tensor:
+        return models.Tiny.forward(self, tokens).sqrt()
+
+
+def forward_method(meter: Meter) -> None:
+    """Training by ``forward`` and by a second method in turn."""
+    reference, model = models.twins(Scoring)
+    shard(model)
+    fsdp_compile.register_fsdp_forward_method(model, "score")
+    train(meter, model, reference, compiled(meter, model), num_steps=1)
+    score = torch.compile(model.score, backend=meter.backend, fullgraph=True)
+    for step in (1, 2):
+        tokens = models.batches(step)
+        with meter.counting():
+            backward(score, step, tokens)
+        for place, batch in enumerate(tokens):
+            seed(step, place)
+            (reference.score(batch) / len(tokens)).backward()
+        meter.compare_gradients(model, reference)
+        for one in (model, reference):
+            one.zero_grad()
+
+
+class Two(nn.Module):
+    """Two roots in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = models.Chunk(), models.Chunk()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)).pow(2).mean()
+
+
+def shared_context(meter: Meter) -> None:
+    """Two roots that count their reductions together run in one graph."""
+    torch.manual_seed(0)
+    reference = Two()
+    torch.manual_seed(0)
+    model = Two()
+    fsdp_compile.share_comm_ctx([shard(model.first), shard(model.second)])
+    train(meter, model, reference, compiled(meter, model), batches=models.features)
+
+
+def gathered_by_hand(meter: Meter) -> None:
+    """unshard and reshard between compiled steps, and a step anew after one that raised."""
+    reference, model = models.twins()
+    run = compiled(meter, shard(model))
+    train(meter, model, reference, run, num_steps=1)
+    handle = model.unshard(async_op=True)
+    assert isinstance(handle, fsdp_compile.UnshardHandle)
+    handle.wait()
+    meter.compare("norm.weight", model.norm.weight.detach().clone(), reference.norm.weight.detach())
+    model.reshard()
+    meter.require(isinstance(model, fsdp_compile.FSDPModule), "a sharded model is no FSDPModule")
+    train(meter, model, reference, run, first=1, num_steps=1)
+    backward(run, 5, models.batches(5))  # what it leaves is dropped
+    model.reset_iter_state()
+    meter.require(all(param.grad is None for param in model.parameters()), "reset_iter_state left gradients")
+    train(meter, model, reference, run, first=2, num_steps=1)
+
+
+def settings_of_graphs(meter: Meter) -> None:
+    """What a graph heeds: keeping weights, sums alone, the old name of a factor."""
+    reference, model = models.twins()
+    shard(model, reshard_after_forward=False)
+    run = compiled(meter, model)
+    train(meter, model, reference, run, num_steps=2)
+    kept = meter.wire.backward["all_gather"]
+    model.set_reshard_after_forward(True)
+    model.set_force_sum_reduction_for_comms(True, recurse=True)
+    for unit in (*model.layers, model):
+        unit.set_reduce_scatter_divide_factor(dist.get_world_size())
+    train(meter, model, reference, run, first=2, num_steps=2)
+    meter.require(kept == 0 < meter.wire.backward["all_gather"], f"{kept} gathers in backward before")
+
+
+def settings_of_eager_units(meter: Meter) -> None:
+    """What a graph does not heed it says, each by name; the numbers are right."""
+    reference, model = models.twins()
+    first, second = shard(model).layers
+    first.set_modules_to_forward_prefetch([second])
+    second.set_modules_to_backward_prefetch([first])
+    first.set_reduce_scatter_max_input_buffers(2)
+    first.set_separate_reduce_scatter_group(True)
+    second.set_keep_unsharded_storage(True)
+    second.set_reshard_after_backward(False)
+    second.set_unshard_in_backward(False)
+    train(meter, model, reference, compiled(meter, model))
+
+
+def finished_by_hand(meter: Meter) -> None:
+    """Micro-batches whose end is said: a graph reduces by itself, and what ends them has nothing to do."""
+    reference, model = models.twins()
+    run = compiled(meter, shard(model))
+    model.set_manual_backward_finalization(True)
+    optims = [torch.optim.SGD(one.parameters(), lr=LR) for one in (model, reference)]
+    for step in range(2):
+        for micro in range(2):
+            model.set_is_last_backward(micro == 1)
+            with meter.counting():
+                backward(run, 2 * step + micro, models.batches(2 * step + micro))
+            reference_backward(reference, models.batches(2 * step + micro), 2 * step + micro)
+        model.finalize_backward()
+        meter.compare_gradients(model, reference)
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+
+
+def without_a_gpu(meter: Meter) -> None:
+    """Settings for GPUs say on a CPU that it has no such memory, or have nothing to do; the model trains on."""
+    reference, model = models.twins()
+    shard(model)
+    for setting, words in (
+        (lambda: model.set_symm_mem_for_comm(), "Symmetric memory needs GPUs"),
+        (lambda: model.set_allocate_memory_from_process_group_for_comm(True), "no allocator"),
+    ):
+        try:
+            setting()
+        except RuntimeError as error:
+            meter.require(words in str(error), f"it said: {error}")
+        else:
+            meter.require(False, f"nothing said {words!r}")
+    model.set_post_optim_event(object())  # nothing is queued on a CPU, so nothing waits
+    train(meter, model, reference, compiled(meter, model), num_steps=1)
+
+
+def _lowers(meter: Meter) -> bool:
+    return meter.backend == "inductor"

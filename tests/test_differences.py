@@ -1,0 +1,87 @@
+"""Rows of README's table of differences from FSDP2, beside what FSDP2 does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import fsdp_compile
+from tests.conftest import SteadyRanks
+from tests.toy import Block, full
+
+
+def _between_unshard_and_reshard() -> None:
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
+    outputs = []
+    for package in (fsdp_compile, torch_fsdp):
+        torch.manual_seed(0)
+        model: Any = package.fully_shard(Block())
+        model(x).sum().backward()
+        model.unshard()
+        registered = dict(model.named_parameters())["up.weight"]
+        assert isinstance(registered, DTensor) == (package is fsdp_compile)
+        assert isinstance(model.up.weight, nn.Parameter) == (package is torch_fsdp)
+        with torch.no_grad():
+            before = model.up.weight.clone()
+            assert type(before) is torch.Tensor and before.shape == (33, 16)
+            model.up.weight.mul_(2)
+            torch.testing.assert_close(model.up.weight, before * 2)
+            outputs.append(model(x))
+        model.reshard()
+        torch.testing.assert_close(full(model.up.weight), before, atol=0, rtol=0)
+        assert model.up.weight.grad is not None  # the shard's
+        model.unshard()
+        torch.testing.assert_close(model.up.weight, before, atol=0, rtol=0)
+        model.reshard()
+    torch.testing.assert_close(*outputs)
+
+
+def test_between_unshard_and_reshard_reads_are_full_and_what_is_registered_are_shards(two_ranks: SteadyRanks) -> None:
+    two_ranks.run(_between_unshard_and_reshard)
+
+
+def _after_evaluation() -> None:
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
+    gathered = []
+    for package in (fsdp_compile, torch_fsdp):
+        model: Any = package.fully_shard(Block())
+        with torch.no_grad():
+            model(x)
+            gathered.append(not isinstance(model.up.weight, DTensor))
+    assert gathered == [False, True]
+
+
+def test_the_root_is_freed_after_a_forward_without_backward(two_ranks: SteadyRanks) -> None:
+    two_ranks.run(_after_evaluation)
+
+
+def _calls_of_the_placement_function() -> None:
+    for package, times in ((fsdp_compile, 1), (torch_fsdp, 2)):
+        seen: list[nn.Parameter] = []
+        package.fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda param: seen.append(param))  # noqa: B023
+        assert len(seen) == 2 * times
+
+
+def test_the_placement_function_is_called_once_and_fsdp2s_twice(two_ranks: SteadyRanks) -> None:
+    two_ranks.run(_calls_of_the_placement_function)
+
+
+def _flags() -> None:
+    for package, expected in ((fsdp_compile, False), (torch_fsdp, True)):
+        model: Any = package.fully_shard(nn.Linear(4, 4))
+        model.set_requires_all_reduce(False)
+        model.set_requires_gradient_sync(True)
+        group = (
+            fsdp_compile._state.state_of(model).group
+            if package is fsdp_compile
+            else model._get_fsdp_state()._fsdp_param_group
+        )
+        assert (group.all_reduce if package is fsdp_compile else group.all_reduce_grads) is expected
+
+
+def test_gradient_sync_leaves_the_all_reduce_alone(two_ranks: SteadyRanks) -> None:
+    two_ranks.run(_flags)

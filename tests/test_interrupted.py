@@ -1,0 +1,147 @@
+"""Forwards that do not come to their end: after them parameters are shards again, and the next step is right."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.ranks import Ranks
+from tests.toy import Block, BreakBlock, Stack, pair, shard, train_and_compare
+
+
+class CheckpointedStack(Stack):
+    """Whole units are recomputed, and stopped as soon as backward has what it needs."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+class FailingBlock(Block):
+    """Raises behind a graph break when it is told to."""
+
+    error: type[BaseException] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(self.norm(x))
+        torch._dynamo.graph_break()
+        if self.error is not None:
+            raise self.error("behind the break")
+        return x + self.down(torch.relu(hidden))
+
+
+class Around(nn.Module):
+    """A unit around a unit."""
+
+    def __init__(self, inner: nn.Module, dim: int = 16) -> None:
+        super().__init__()
+        self.inner = inner
+        self.scale = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale
+
+
+@contextlib.contextmanager
+def _counted_collectives() -> Iterator[list[str]]:
+    """Names of the collectives that are launched inside the block."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    launched: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace in ("fsdpc", "c10d", "_c10d_functional"):
+                launched.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        yield launched
+
+
+def _assert_at_rest(model: nn.Module) -> None:
+    """What a read gives is the registered shard, and a read by this rank alone sends nothing."""
+    for module in model.modules():
+        for name, param in filter(lambda one: one[1] is not None, module._parameters.items()):
+            with _counted_collectives() as launched:
+                read = getattr(module, name)
+            assert read is param and isinstance(read, DTensor), f"{name} reads as a {type(read).__name__}"
+            assert launched == []
+
+
+def _train_checkpointed(backend: str) -> None:
+    unsharded, sharded = pair(make=lambda: CheckpointedStack(block=BreakBlock))
+    for layer in sharded.layers:
+        layer.compile(backend=backend)
+    train_and_compare(sharded, sharded, unsharded)
+    _assert_at_rest(sharded)
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    sharded(tokens).sum().backward()
+    unsharded(tokens).sum().backward()
+    for layer, plain in zip(sharded.layers, unsharded.layers):
+        torch.testing.assert_close(layer.up.weight.grad.full_tensor(), plain.up.weight.grad)
+    with torch.no_grad():
+        sharded.layers[0].up.weight.mul_(0.5)
+        unsharded.layers[0].up.weight.mul_(0.5)
+        torch.testing.assert_close(sharded(tokens), unsharded(tokens))
+
+
+def test_early_stop_in_a_compiled_block_with_a_break(two_ranks: Ranks) -> None:
+    two_ranks.run(_train_checkpointed, "aot_eager")
+
+
+@pytest.mark.more
+def test_early_stop_under_inductor(two_ranks: Ranks) -> None:
+    two_ranks.run(_train_checkpointed, "inductor")
+
+
+def _failing(how: str, error: type[BaseException], backend: str, shard: Callable[..., Any] = shard) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    unsharded = Stack(block=FailingBlock)
+    torch.manual_seed(0)
+    model = Stack(block=FailingBlock)
+    sharded = shard(model)
+    if how == "blocks":
+        for layer in sharded.layers:
+            layer.compile(backend=backend)
+    run = torch.compile(sharded, backend=backend) if how == "whole" else sharded
+    return unsharded, (sharded, run)
+
+
+def _fail_on_all(how: str, error: type[BaseException], backend: str, warm: bool) -> None:
+    unsharded, (sharded, run) = _failing(how, error, backend)
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    if warm:
+        run(tokens).sum().backward()
+        sharded.zero_grad()
+    sharded.layers[1].error = error
+    with pytest.raises(error, match="behind the break"):
+        run(tokens)
+    _assert_at_rest(sharded)
+    sharded.layers[1].error = None
+    train_and_compare(run, sharded, unsharded, steps=2)
+    _assert_at_rest(sharded)
+
+
+@pytest.mark.parametrize("how", ["eager", "blocks", "whole"])
+def test_an_error_behind_a_break_that_the_user_catches(two_ranks: Ranks, how: str) -> None:
+    two_ranks.run(_fail_on_all, how, ValueError, "aot_eager", how != "whole")
+
+
+def test_an_interrupt_behind_a_break(two_ranks: Ranks) -> None:
+    two_ranks.run(_fail_on_all, "blocks", KeyboardInterrupt, "aot_eager", False)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("how", ["blocks", "whole"])
+def test_an_error_behind_a_break_under_inductor(two_ranks: Ranks, how: str) -> None:
+    two_ranks.run(_fail_on_all, how, ValueError, "inductor", True)

@@ -1,0 +1,78 @@
+"""Every way of training, every public function and every recipe on Inductor, which users have by default.
+
+The table is tests/matrix/rows.py; ``python -m benchmarks.modes`` prints what its rows compile to and send.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import fsdp_compile
+from tests.conftest import SteadyRanks
+from tests.matrix.rows import ROWS
+from tests.matrix.runner import measure, problems
+from tests.matrix.train import Row
+from tests.test_recipes import SECTIONS
+
+QUICK = ("fully_shard", "evaluation, inference_mode")
+
+
+@pytest.fixture(scope="module")
+def holds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Row, str], None]]:
+    """Runs a row on the workers that it needs; equal kernels of all rows are compiled once."""
+    cache_dir = str(tmp_path_factory.mktemp("inductor"))
+    ranks = SteadyRanks(2)
+
+    def check(row: Row, backend: str) -> None:
+        nonlocal ranks
+        if ranks.num_ranks != row.ranks:
+            ranks.stop()
+            ranks = SteadyRanks(row.ranks)
+        assert problems(row, ranks.run(measure, row.name, backend, cache_dir), row.tolerance) == []
+
+    yield check
+    ranks.stop()
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("row", sorted(ROWS, key=lambda row: row.ranks), ids=lambda row: row.name)
+def test_a_row_holds_on_inductor(holds: Callable[[Row, str], None], row: Row) -> None:
+    holds(row, "inductor")
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.name in QUICK], ids=lambda row: row.name)
+def test_training_and_evaluation_hold_on_inductor(holds: Callable[[Row, str], None], row: Row) -> None:
+    holds(row, "inductor")
+
+
+def test_every_public_name_has_a_row() -> None:
+    exported = {
+        name
+        for name, value in vars(fsdp_compile).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    methods = {name for name, value in vars(fsdp_compile.FSDPModule).items() if callable(value) and name[0] != "_"}
+    shown = {name for row in ROWS for name in row.shows.split()}
+    assert len(methods) > 20 and shown == exported | methods
+
+
+def test_the_rows_use_the_names_that_they_show() -> None:
+    trees = [ast.parse(path.read_text()) for path in (Path(__file__).parent / "matrix").glob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    assert {name for row in ROWS for name in row.shows.split()} <= used
+
+
+def test_every_recipe_has_a_row() -> None:
+    assert {row.recipe for row in ROWS if row.recipe} == set(SECTIONS)
+
+
+def test_names_of_rows_are_unique_and_the_quick_ones_are_among_them() -> None:
+    names = [row.name for row in ROWS]
+    assert len(set(names)) == len(names) and set(QUICK) <= set(names)

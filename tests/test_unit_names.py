@@ -1,0 +1,94 @@
+"""One unit has one name: in each graph that is cut from a model, and in every table that tells of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from fsdp_compile import fully_shard, inspect
+from fsdp_compile._inspect import Report
+from fsdp_compile._report import format_unit
+from fsdp_compile.passes.provenance import find_unshards
+from tests.toy import Stack, shard
+
+
+class Pairs(nn.Module):
+    """Units of two modules that stand apart, and an embedding that the root reads as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 16)
+        self.ups = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for up, norm in zip(self.ups, self.norms):
+            x = norm(torch.relu(up(x)))
+        return F.linear(x, self.embed.weight)
+
+
+def sharded_pairs() -> Pairs:
+    model = Pairs()
+    fully_shard(model.embed)
+    for up, norm in zip(model.ups, model.norms):
+        fully_shard([up, norm])
+    return fully_shard(model)
+
+
+def sharded_checkpoints() -> Stack:
+    model = Stack(2)
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = checkpoint_wrapper(layer)
+    return shard(model)
+
+
+MODELS = [
+    (
+        sharded_pairs,
+        {"embed (Embedding)": 1, "ups.0, norms.0 (Linear+LayerNorm)": 4, "ups.1, norms.1 (Linear+LayerNorm)": 4},
+    ),
+    (sharded_checkpoints, {"(Stack)": 4, "layers.0 (CheckpointWrapper)": 6, "layers.1 (CheckpointWrapper)": 6}),
+]
+
+
+def inspected(model: nn.Module, backend: str) -> Report:
+    torch._dynamo.reset()
+    with inspect(model) as report:
+        torch.compile(model, backend=backend)(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+    return report
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(("make", "units"), MODELS)
+def test_a_unit_is_called_by_its_path(
+    fake_group_of_four: None, make: Callable[[], nn.Module], units: dict[str, int]
+) -> None:
+    joint = inspected(make(), "aot_eager").joint
+    markers = find_unshards(joint.record.snapshots[-1])
+    found = [format_unit(marker.unit) for marker in markers]
+    assert {unit: found.count(unit) for unit in found} == units
+    assert {marker.fqn.replace("_checkpoint_wrapped_module.", "") for marker in markers} == {
+        name.replace("_checkpoint_wrapped_module.", "") for name, _ in make().named_parameters()
+    }
+    for unit in units:
+        assert f"\n  {unit} " in str(joint)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("make", "units"), MODELS)
+def test_forward_and_backward_call_it_the_same(
+    fake_group_of_four: None, make: Callable[[], nn.Module], units: dict[str, int]
+) -> None:
+    report = inspected(make(), "inductor")
+    last, first = list(units)[-1], list(units)[-2]
+    assert {launch.unit for launch in report.forward.launches} == set(units)
+    reductions = [launch.unit for launch in report.backward.launches if launch.kind == "reduce_scatter"]
+    assert set(reductions) == set(units)
+    assert reductions.index(last) < reductions.index(first), "backward begins with the last unit"
+    assert {launch.unit for launch in report.backward.launches} == set(units)

@@ -1,0 +1,88 @@
+"""torch.compile(model) first, then fully_shard on its layers and on the wrapper: names as torch gives them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as torch_fsdp
+from torch.distributed.checkpoint import state_dict as helpers
+from torch.distributed.tensor import distribute_tensor
+
+import fsdp_compile
+from tests.ranks import Ranks
+from tests.toy import Stack, assert_same_params, batches, loss_of, train_and_compare
+
+
+def wrapped(fully_shard, model: Stack, backend: str) -> torch.nn.Module:
+    whole = torch.compile(model, backend=backend)
+    for layer in whole.layers:
+        fully_shard(layer)
+    return fully_shard(whole)
+
+
+def _names(backend: str, folder: str) -> None:
+    torch.manual_seed(0)
+    unsharded = Stack(2)
+    theirs = wrapped(torch_fsdp.fully_shard, copy.deepcopy(unsharded), backend)
+    model = wrapped(fsdp_compile.fully_shard, copy.deepcopy(unsharded), backend)
+    names = [f"_orig_mod.{fqn}" for fqn, _ in unsharded.named_parameters()]
+    for one in (theirs, model):
+        assert [fqn for fqn, _ in one.named_parameters()] == names
+        assert list(one.state_dict()) == names
+    train_and_compare(model, model._orig_mod, unsharded)
+    # Saved and loaded by name, as RAM-efficient loading does.
+    whole = {fqn: param.full_tensor() for fqn, param in model.state_dict().items()}
+    fresh = wrapped(fsdp_compile.fully_shard, Stack(2), backend)
+    shards = fresh.state_dict()
+    assert list(whole) == list(shards)
+    placed = {
+        fqn: distribute_tensor(value, shards[fqn].device_mesh, shards[fqn].placements) for fqn, value in whole.items()
+    }
+    fresh.load_state_dict(placed, assign=True)
+    assert_same_params(fresh._orig_mod, unsharded, atol=1e-4)
+    # torch's helpers take the wrapper's name away, theirs and ours.
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loss_of(model(batches(0)[dist.get_rank()])).backward()
+    optim.step()
+    state, optim_state = helpers.get_state_dict(model, optim)
+    assert list(state) == [fqn for fqn, _ in unsharded.named_parameters()]
+    assert list(helpers.get_model_state_dict(theirs)) == list(state)
+    dcp.save({"model": state, "optim": optim_state}, checkpoint_id=folder)
+    resumed = wrapped(fsdp_compile.fully_shard, Stack(2), backend)
+    other = torch.optim.AdamW(resumed.parameters(), lr=1e-2)
+    state, optim_state = helpers.get_state_dict(resumed, other)
+    loaded = {"model": state, "optim": optim_state}
+    dcp.load(loaded, checkpoint_id=folder)
+    helpers.set_state_dict(resumed, other, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
+    for one, optimizer in ((model, optim), (resumed, other)):
+        optimizer.zero_grad()
+        loss_of(one(batches(1)[dist.get_rank()])).backward()
+        optimizer.step()
+    for (fqn, ours), (_, expected) in zip(resumed.named_parameters(), model.named_parameters()):
+        torch.testing.assert_close(ours.full_tensor(), expected.full_tensor(), msg=fqn)
+
+
+@pytest.mark.compat
+def test_a_wrapped_models_names_agree(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(_names, "aot_eager", str(tmp_path))
+
+
+@pytest.mark.more
+def test_a_wrapped_models_names_agree_on_inductor(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(_names, "inductor", str(tmp_path))
+
+
+def _method_of_the_wrapper() -> None:
+    model = wrapped(fsdp_compile.fully_shard, Stack(2), "aot_eager")
+    fsdp_compile.register_fsdp_forward_method(model, "forward")
+    output = model._orig_mod.forward(batches(0)[dist.get_rank()])  # not through __call__
+    assert output.shape == (4, 7, 31)
+
+
+def test_a_method_of_the_wrapped_model_gathers(two_ranks: Ranks) -> None:
+    two_ranks.run(_method_of_the_wrapper)
