@@ -95,7 +95,7 @@ KINDS: dict[str, Kind] = {
     "subclass of list": (lambda x: Listed([x, 2]), lambda box: box[0], len),
     "subclass of dict": (lambda x: Bag("b", {"x": x}), lambda box: box["x"], lambda box: box.kind),
     "PackedSequence": (
-        lambda x: pack_sequence(list(x)), lambda box: box.data, lambda box: (box.batch_sizes.dtype, box.sorted_indices)),
+        lambda x: pack_sequence([x, x[:1]]), lambda box: box.data, lambda box: (box.batch_sizes.dtype, box.sorted_indices)),
     "nested": (lambda x: Once({"a": [(x,)]}), lambda box: box.x["a"][0][0], lambda box: box.times),  # type: ignore[arg-type]
 }  # fmt: skip
 # Those that Dynamo of some version does not let into a graph, whoever makes them.
