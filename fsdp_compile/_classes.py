@@ -149,6 +149,12 @@ def _readers(state: UnitState) -> dict[nn.Module, None]:
     return dict.fromkeys([*state.modules, *owners])
 
 
+def parts_of(state: UnitState) -> list[Any]:
+    """Everything in which something of a unit is noted: what is to be kept to know how it was."""
+    accumulators = [one for param in state.group.params for one in param.accumulators.values()]
+    return [state, state._iteration, state.group, *state.group.params, *accumulators, *_readers(state)]
+
+
 def _set_class(module: nn.Module) -> None:
     reads: list[tuple[str, ReadSpec]] = []
     for name, (param, owner, _) in sorted(module.__dict__.get(READS, {}).items()):

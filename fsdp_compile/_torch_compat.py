@@ -131,6 +131,20 @@ def has_post_accumulate_grad_hooks(param: torch.Tensor) -> bool:
     return bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
+@contextlib.contextmanager
+def without_post_accumulate_grad_hooks(params: Sequence[torch.Tensor]) -> Iterator[None]:
+    """A block in which what stands behind a gradient's arrival, an optimizer perhaps, does not run."""
+    hooks = [getattr(param, "_post_accumulate_grad_hooks", None) or {} for param in params]
+    kept = [dict(one) for one in hooks]
+    for one in hooks:
+        one.clear()
+    try:
+        yield
+    finally:
+        for one, before in zip(hooks, kept, strict=True):
+            one.update(before)
+
+
 def run_post_accumulate_grad_hooks(param: torch.Tensor) -> None:
     """Run what ``register_post_accumulate_grad_hook`` put there (``_post_accumulate_grad_hooks``: 2.11 to 2.15)."""
     for hook in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
@@ -373,12 +387,18 @@ def composed_by(module: nn.Module) -> frozenset[str]:
 
 
 def twin_group(name: str) -> str:
-    """A new process group of the same ranks as the one called ``name``; its members call it together."""
+    """A second process group of the ranks of the one called ``name``, made once; its members call this together.
+
+    c10d finds it again by its description, so that a world that was set up anew has its own, and none is held that
+    was destroyed. ``_world.pg_map``, ``group_desc``: 2.11 to 2.15.
+    """
     group = process_group(name)
-    ranks = torch.distributed.get_process_group_ranks(group)
-    twin = torch.distributed.new_group(
-        ranks, backend=torch.distributed.get_backend(group), use_local_synchronization=True
-    )
+    ranks, backend = torch.distributed.get_process_group_ranks(group), torch.distributed.get_backend(group)
+    purpose = f"fsdp_compile: reductions of the ranks {ranks} on {backend}"
+    for known in torch.distributed.distributed_c10d._world.pg_map:
+        if known.group_desc == purpose:
+            return str(known.group_name)
+    twin = torch.distributed.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc=purpose)
     return str(twin.group_name)  # type: ignore[union-attr]
 
 
