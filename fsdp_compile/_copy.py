@@ -88,8 +88,11 @@ class _Copies:
         self.prepared.update(inside)
         for module in inside:
             state = state_of(module)
-            if state is not None and state not in self.states:
+            if state is None:
+                continue
+            if state not in self.states:
                 self.states[state] = self._unit_like(state)
+            memo[id(compat.fsdp2_state(module))] = FSDP2View(self.states[state], end_backward)
         for module in inside:
             for param, owner, reader in module.__dict__.get(READS, {}).values():
                 if param not in self.params:
@@ -109,10 +112,11 @@ class _Copies:
             for key in [key for key in copied.__dict__ if key.startswith(OURS)]:
                 del copied.__dict__[key]
             state = state_of(module)
+            if module in self.adopters:
+                compat.register_fsdp2_state(copied, FSDP2View(self.adopters[module], end_backward))
             unit = self.adopters.get(module) if state is None else self.states[state]
             if unit is not None:
                 copied.__dict__[STATE] = unit
-                compat.register_fsdp2_state(copied, FSDP2View(unit, end_backward))
                 touched.setdefault(unit)
             for name, (param, _, reader) in module.__dict__.get(READS, {}).items():
                 copied_param = self.params[param]

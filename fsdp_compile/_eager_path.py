@@ -8,13 +8,14 @@
 
 Reading is an autograd function, so repeated calls and unused parameters are autograd's own business. The last backward
 of a unit's reads launches the reduction and returns nothing: the gradient of a shard is set when the reduction ends, so
-that it overlaps with backward. Where somebody watches the shard itself (``autograd.grad``, a tensor hook) the backward
-of the read returns the reduced gradient instead. A unit whose forward was compiled reads through markers and is not
-gathered here.
+that it overlaps with backward; tensor hooks on the shard see it then. Where somebody asks autograd for it
+(``autograd.grad``) the backward of the read returns the reduced gradient instead. A unit whose forward was compiled
+reads through markers and is not gathered here.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -158,12 +159,7 @@ def _end_pass(state: UnitState, call: Call, awaits_backward: bool) -> None:
 
 
 def _hook_outputs(call: Call, outputs: list[Tensor]) -> None:
-    state = call.state
-
-    def before_backward(grad: Tensor) -> None:
-        with span("pre_backward", state):
-            enter_backward(call)
-
+    state, before_backward = call.state, functools.partial(_before_backward, call)
     for tensor in outputs:
         if tensor._is_view() and not state.warned_of_view:
             state.warned_of_view = True
@@ -173,6 +169,14 @@ def _hook_outputs(call: Call, outputs: list[Tensor]) -> None:
                 stacklevel=2,
             )
         tensor.register_hook(before_backward)
+
+
+def _before_backward(call: Call, grad: Tensor) -> None:
+    with span("pre_backward", call.state):
+        enter_backward(call)
+
+
+compat.leave_all_to_python(_before_backward)
 
 
 def eager_read(module: nn.Module, name: str, param: Any) -> Any:

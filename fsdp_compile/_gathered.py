@@ -227,7 +227,8 @@ class Gathered:
         if self.fulls is not None and len(bucket) == 1 and spec.dim == 0 and spec.layout.even and spec.num_shards > 1:
             full = self.fulls[bucket[0]]
             self._allocate(bucket[0])
-            out = full.data  # no new version for autograd: the values are those that were saved
+            # As data, no new version for autograd: the values are those that were saved.
+            out = lower.as_sent(lower.run, full.data)
         return Caller(self.group.comms, out)
 
     def _allocate(self, index: int) -> None:

@@ -13,6 +13,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from . import _torch_compat as compat
+from ._captures import refuse_traced
 
 if TYPE_CHECKING:
     from ._group import ParamGroup
@@ -44,6 +45,16 @@ class Watch(compat.OpaqueBase):  # type: ignore[misc]
             inside = [param.apart.names for param in group.params if param.apart is not None]
             return [_taken(param, slot) for param in group.params for slot in param.slots] + inside
 
+    def begin_in_front(self) -> bool:
+        """Gather in front of a branch or a loop, as the eager path does; whether the read stands inside one.
+
+        A rank that does not take the branch would not gather, and the ranks that do would wait for it.
+        """
+        return compat.begin_in_front()
+
+    def end_in_front(self) -> None:
+        compat.end_in_front()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
         return self  # Dynamo of torch 2.11 keeps a copy
 
@@ -51,6 +62,10 @@ class Watch(compat.OpaqueBase):  # type: ignore[misc]
         """What graphs take of a parameter; None where the user put something else in its place, or into it."""
         group = self._group()
         assert group is not None
+        param = next(param for param in group.params if param.fqn == fqn)
+        refuse_traced(fqn, group.mode_of(param))
+        if compat.traces_backward():
+            return None  # gradients must reach leaves of the graph: the DTensor itself, and not its edge
         places = [(param, slot) for param in group.params if param.fqn == fqn for slot in param.slots]
         for param, _ in places:
             param.look_inside()
@@ -79,4 +94,4 @@ def _taken(param: ShardedParam, slot: Slot) -> Taken:
     return param.takes if registered.requires_grad else "local"
 
 
-compat.register_opaque(Watch, guard=Watch.seen, constant_methods=("takes",))
+compat.register_opaque(Watch, guard=Watch.seen, constant_methods=("takes", "begin_in_front", "end_in_front"))

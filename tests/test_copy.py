@@ -131,6 +131,8 @@ def _settings() -> None:
         assert [unit.group.spec_of(param) for param in unit.group.params] == [
             ours.group.spec_of(param) for param in ours.group.params
         ]
+        for view in (torch.distributed.fsdp.fully_shard.state(module) for module in unit.modules):
+            assert view._comm_ctx is unit.iteration.traffic is not ours.iteration.traffic
     assert [type(one) for one in twin.modules()] == [type(one) for one in model.modules()]
     twin.layers[1].set_requires_gradient_sync(True)
     assert not state_of(second).group.sync

@@ -143,8 +143,8 @@ def test_on_replicas_and_even_shards_more_of_them_step(two_ranks: SteadyRanks, n
 def test_the_table_of_recipes_has_every_optimizer_of_torch() -> None:
     section = RECIPES.split("## Which optimizers", 1)[1].split("\n## ", 1)[0]
     rows = [row.split("|")[1:] for row in section.splitlines() if row.startswith("| `")]
-    named = {name for row in rows for name in re.findall(r"`(\w+)", row[0])}
+    named = {name for row in rows for name in re.findall(r"`([A-Z]\w+)", row[0])}
     classes = {name for name, one in vars(optim).items() if isinstance(one, type) and name != "Optimizer"}
     assert named == classes | {"ZeroRedundancyOptimizer"}
     refused = {name.split(",")[0] for name in REFUSED}
-    assert refused <= {name for row in rows if "raises" in row[1] for name in re.findall(r"`(\w+)", row[0])}
+    assert refused <= {name for row in rows if "raises" in row[1] for name in re.findall(r"`([A-Z]\w+)", row[0])}
