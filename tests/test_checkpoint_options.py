@@ -135,7 +135,9 @@ def _round(trained: Trained, asked: dict[str, bool]) -> dict[str, Any]:
         "get_model_state_dict": helpers.get_model_state_dict(model, options=options),
         "get_optimizer_state_dict": helpers.get_optimizer_state_dict(model, optim, options=options),
         "get_state_dict": helpers.get_state_dict(model, optim, options=options),
-        "part": helpers.get_model_state_dict(model, submodules={_inner(model).layers[0]}, options=options),
+        "a submodule": _outcome(  # without frozen parameters torch raises, for it misses those of other modules
+            lambda: helpers.get_model_state_dict(model, submodules={_inner(model).layers[0]}, options=options)
+        ),
     }
     of_model, of_optim = told["get_state_dict"]
     if asked.get("cpu_offload") and asked.get("full_state_dict") and not asked.get("broadcast_from_rank0"):
