@@ -16,18 +16,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.frameworks_rows import ROWS, SAVED_AFTER, STEPS, Losses, Row
 from benchmarks.frameworks_worker import COLUMNS
-from benchmarks.train_step import software_and_machine
 from fsdp_compile._launch import Message, WorkerError, Workers, interruptible
 
 _RANKS = 2
 TOLERANCE = 1e-4
-_WIDTH = 150
+_WIDTH = 170
 
 
 @dataclass
@@ -128,7 +128,8 @@ def _run(lines: dict[str, Line], todo: list[tuple[str, str]], timeout_s: float) 
         except WorkerError as error:
             row, column = next(place for place in todo if not lines[place[0]].cells[place[1]].done)
             said = [one for one in arrived[row, column].values() if "error" in one]
-            text = min(said, key=lambda one: one["at"])["error"] if said else str(error)[:300]
+            last_line = str(error).strip().rpartition("\n")[2]
+            text = min(said, key=lambda one: one["at"])["error"] if said else last_line[:200]
             lines[row].cells[column] = Cell(error=text, done=True)
             print(f"{row:44}{column:16}  failed\n{error}", file=sys.stderr, flush=True)
 
@@ -136,7 +137,7 @@ def _run(lines: dict[str, Line], todo: list[tuple[str, str]], timeout_s: float) 
 def _table(lines: dict[str, Line], tolerance: float, seconds: float) -> Table:
     grid = Table(
         title=f"Frameworks on torch's FSDP2, and on fsdp_compile by adopt(): {_RANKS} ranks over gloo",
-        caption=f"torch {software_and_machine()['versions']['torch']}; {seconds:.0f} s. Losses: step 1, and step "
+        caption=f"torch {torch.__version__}; {seconds:.0f} s. Losses: step 1, and step "
         f"{STEPS} of the run and of one that resumed from the checkpoint behind step {SAVED_AFTER}.\n"
         f"difference: the largest of all {2 * STEPS - SAVED_AFTER} losses to those with torch's FSDP2, over these; at "
         f"most {tolerance:.0e}.",
@@ -147,7 +148,7 @@ def _table(lines: dict[str, Line], tolerance: float, seconds: float) -> Table:
     grid.add_column("framework", overflow="fold")
     for column in COLUMNS:
         grid.add_column(column.name, no_wrap=True)
-    grid.add_column("difference", justify="right", overflow="fold")
+    grid.add_column("difference, eager / compiled", overflow="fold", min_width=40)
     for name, line in lines.items():
         problems = line.problems(tolerance)
         differences = [line.difference(column.name) for column in COLUMNS[1:]]

@@ -119,6 +119,7 @@ def _accelerate_on_cpu() -> Iterator[None]:
         init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None:
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
     before = dict(os.environ)
     rank = str(dist.get_rank())
@@ -254,7 +255,12 @@ def _fabric(compiled: bool, folder: Path) -> Losses:
 
     def setup() -> tuple[Any, Any, Any]:
         strategy = ModelParallelStrategy(parallelize, data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
-        fabric = Fabric("cpu", strategy, devices=dist.get_world_size(), plugins=[TorchElasticEnvironment()])
+        fabric = Fabric(
+            accelerator="cpu",
+            strategy=strategy,
+            devices=dist.get_world_size(),
+            plugins=[TorchElasticEnvironment()],
+        )
         fabric.launch()
         model: Any = _decoder()
         model = fabric.setup_module(torch.compile(model) if compiled else model)
@@ -328,19 +334,21 @@ def _peft(compiled: bool, folder: Path) -> Losses:
     from torch.distributed.fsdp import fully_shard
 
     def make() -> nn.Module:
-        model = get_peft_model(_llama(), LoraConfig(r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"]))
-        for layer in model.base_model.model.model.layers:
+        model = get_peft_model(_decoder(), LoraConfig(r=4, lora_dropout=0.0, target_modules=["up", "down"]))
+        for layer in model.base_model.model.layers:
             fully_shard(layer)
         fully_shard(model)
         return torch.compile(model) if compiled else model
 
     def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-        return _loss(model(input_ids=tokens).logits, tokens)
+        return _loss(model(tokens), tokens)
 
     return _train_and_resume(make, loss_of, folder)
 
 
 def _torchtitan(compiled: bool, folder: Path) -> Losses:
+    from torch.distributed.fsdp import FSDPModule
+
     titan = import_module("torchtitan.distributed.fsdp")
 
     def make() -> nn.Module:
@@ -348,6 +356,9 @@ def _torchtitan(compiled: bool, folder: Path) -> Losses:
         model = Decoder(nn.ModuleDict({str(number): Block() for number in range(2)}))
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
         titan.apply_fsdp_to_decoder(model, mesh, torch.float32, torch.float32, pp_enabled=False)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # with a factor of its own, FSDP2 asks for a reduction that gloo lacks
+                module.set_force_sum_reduction_for_comms(True)
         if compiled:
             model.compile()
         return model

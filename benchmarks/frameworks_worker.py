@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import fsdp_compile
 from benchmarks.frameworks_rows import ROWS, Losses, Row
+from fsdp_compile import _fully_shard
 from fsdp_compile._launch import Send
 
 
@@ -64,9 +66,17 @@ def train(row: Row, column: Column, folder: Path) -> Losses | None:
     if importlib.util.find_spec(row.package) is None:
         return None
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     folder.mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings(), column.adopt():
+    with (
+        warnings.catch_warnings(),
+        mock.patch.object(_fully_shard, "make_unit", wraps=_fully_shard.make_unit) as units,
+        column.adopt() as adoption,
+    ):
         warnings.simplefilter("ignore")
         losses = row.run(column.compiled, folder)
+    num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    if (units.call_count > 0) != (adoption is not None) or (num_graphs > 0) != column.compiled:
+        raise RuntimeError(f"{row.name} made {units.call_count} units of fsdp_compile's and {num_graphs} graphs.")
     dist.barrier()
     return losses

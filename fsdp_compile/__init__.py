@@ -1,5 +1,7 @@
 """Fully sharded data parallelism that ``torch.compile`` sees: shard, compile, train."""
 
+from importlib.metadata import version as _version
+
 from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
@@ -22,3 +24,5 @@ from ._parity import Parity as Parity
 from ._parity import check_parity as check_parity
 from ._replicate import replicate as replicate
 from ._torch_compat import DataParallelMeshDims as DataParallelMeshDims
+
+__version__ = _version("fsdp-compile")

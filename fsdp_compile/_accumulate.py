@@ -13,6 +13,7 @@ Pending gradients are those of the eager path, and its end of a backward reduces
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -97,7 +98,7 @@ def accumulator_for(state: UnitState, param: ShardedParam, spec: ReadSpec) -> Ac
             known.lead_to(state.group, param.shard)
         return known
     leaf = None
-    if dtype.is_floating_point:
+    if dtype.is_floating_point or dtype.is_complex:
         with torch.inference_mode(False):
             leaf = torch.zeros((), dtype=dtype, device=device).expand(size).requires_grad_()
         hook = _deliverer(param) if delivers else _holder(state, param.fqn, partial=spec.mode != "hold")
@@ -146,6 +147,7 @@ def _deliverer(param: ShardedParam) -> Callable[[Tensor], None]:
         )
         shard.grad = wrapped if shard.grad is None else shard.grad + wrapped
 
+    compat.leave_all_to_python(deliver)
     return deliver
 
 
@@ -197,7 +199,7 @@ def _with_pending(state: UnitState, fqn: str, grad: Tensor) -> Tensor:
         if not group.decides_in_backward:
             group.decides_in_backward = True
             if not compat.in_compiled_autograd():
-                compat.at_end_of_backward(lambda: follow_mode(state))
+                compat.at_end_of_backward(functools.partial(follow_mode, state))
         return grad.clone(memory_format=torch.contiguous_format)
     state.reduced_in = compat.backward_task()
     held = group.pending.pop(fqn, None)
@@ -211,6 +213,9 @@ def follow_mode(state: UnitState) -> None:
     from ._classes import refresh_mode  # which generates code that uses this module
 
     refresh_mode(state)
+
+
+compat.leave_all_to_python(follow_mode)
 
 
 @contextmanager

@@ -84,7 +84,7 @@ class Recording:
         self._delivered: set[int] = set()  # by autograd itself
 
     def arrive(self, index: int, grad: Tensor | None, leaf: Any) -> DTensor | None:
-        """A gradient is there, or will not come; it goes back to autograd where somebody watches the shard."""
+        """A gradient is there, or will not come; it goes back to autograd where somebody asked for it."""
         call, gathered = self.call, self.call.gathered
         state = call.state
         if grad is not None and grad.requires_grad:
@@ -97,11 +97,12 @@ class Recording:
             state.iteration.incomplete.setdefault(self, compat.backward_task())
         self._arrived.add(index)
         result = None
-        if backward.is_watched(gathered.shards[index], leaf):
+        if backward.is_asked_for(gathered.shards[index], leaf):
             self._delivered.add(index)
             if grad is not None:
-                result = backward.reduce_watched(state, gathered, index, grad)
+                result = backward.reduce_asked_for(state, gathered, index, grad)
         elif grad is not None:
+            state.iteration.hooks.hold_back(gathered.shards[index])
             self._grads[index] = grad
         if self._arrived == self.read:
             with span("post_backward", state):
@@ -161,6 +162,9 @@ class _Inputs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         backward.leave_backward(ctx.call)
         return (None, *grads)
+
+
+compat.leave_all_to_python(_Read.backward, _Inputs.backward)
 
 
 def end_at_inputs(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
 from ._accumulate import accumulator_for, delivers_in
+from ._captures import refuse_script
 from ._copy import deep_copy
 from ._eager_path import READS
 from ._edge import part_edges
@@ -44,6 +45,11 @@ class ShardedModule:
         applied = self._fsdp_compile_original._apply(self, fn, recurse=False)  # type: ignore[attr-defined]
         refresh_owners(self)  # .to(dtype) and .to_empty(device) change what markers say
         return applied
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        reads = self.__dict__.get(READS, {})
+        name = next((param.fqn for param, _, _ in reads.values()), type(self).__name__)
+        refuse_script(name)
 
     def _load_from_state_dict(self, *args: Any) -> None:
         forget_edges(self)  # as above, where the user has load_state_dict swap

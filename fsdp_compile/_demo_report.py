@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from . import _torch_compat as compat
+from ._demo_progress import following
 from ._launch import Workers
-from .demo import FSDP2, FSDP2_BLOCKS, OURS, UNSHARDED, Settings
+from .demo import FSDP2, FSDP2_BLOCKS, OURS, UNSHARDED, Settings, has_gpus_for
 
 TOLERANCE = 5e-4  # largest difference of a step's mean loss from the unsharded model's; about 2e-5 is rounding
 WORK = "fsdp_compile.demo:work"
@@ -29,6 +30,8 @@ _NONE = "-"
 def run_demo(settings: Settings, console: Console) -> int:
     """Train, print, and say whether the numbers agree: 0 if they do, 1 if not."""
     start = time.monotonic()
+    where = "GPUs, over NCCL" if has_gpus_for(settings) else "the CPU, over gloo"
+    console.print(f"{settings.ranks} processes on {where}.", _how_long(settings.backend), highlight=False)
     with tempfile.TemporaryDirectory(prefix="fsdp-compile-demo-") as scratch:
         results = _train(settings, Path(scratch), console)
     for table in (losses_table(results), graphs_table(results, settings), cost_table(results)):
@@ -42,8 +45,31 @@ def run_demo(settings: Settings, console: Console) -> int:
     )
     if settings.save is not None:
         _save(settings, results, difference)
-        console.print(f"Saved results, plans and the graphs after the last pass in {settings.save}.")
+        console.print(f"Saved results, plans, and every graph as a file that runs by itself, in {settings.save}.")
     return 0 if agree else 1
+
+
+def missing_tools(settings: Settings) -> str | None:
+    """What this machine lacks for the demo, what to install and what runs without it; None if it lacks nothing."""
+    if settings.backend != "inductor":
+        return None
+    missing = compat.missing_compiler("cuda" if has_gpus_for(settings) else "cpu")
+    if missing is None:
+        return None
+    return (
+        f"torch.compile's default backend, Inductor, needs {missing}. To install it:\n"
+        "    apt install g++ python3-dev            Debian, Ubuntu\n"
+        "    dnf install gcc-c++ python3-devel      Fedora\n"
+        "    xcode-select --install                 macOS\n"
+        "Without it, the same training with graphs that are not compiled to kernels:\n"
+        "    fsdp-compile demo --backend aot_eager"
+    )
+
+
+def _how_long(backend: str) -> str:
+    if backend == "inductor":
+        return "On two cores this takes one to three minutes, most of it to compile."
+    return "Without kernels to compile, this takes less than a minute."
 
 
 def _train(settings: Settings, scratch: Path, console: Console) -> list[dict[str, Any]]:
@@ -61,15 +87,14 @@ def _train(settings: Settings, scratch: Path, console: Console) -> list[dict[str
         # All ranks are here: no need to find out under which address others would see this machine.
         env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     results: list[dict[str, Any]] = [{}] * settings.ranks
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("starting", total=settings.steps * len(_VARIANTS))
+    with following(console) as stages:
+        stages.at((f"start {settings.ranks} processes", 0, 0))
         with Workers(WORK, job, num_ranks=settings.ranks, log_dir=scratch, env=env) as workers:
             for rank, message in workers.messages(SILENCE_S):
                 if "result" in message:
                     results[rank] = message["result"]
                 else:
-                    progress.update(bar, description=message["doing"], completed=message["done"])
+                    stages.at(message["stage"])
     return results
 
 
@@ -107,22 +132,34 @@ def _some_steps(num_steps: int, num_shown: int = 6) -> list[int]:
 
 
 def graphs_table(results: list[dict[str, Any]], settings: Settings) -> Table:
+    """What became of our variant's markers; with aot_eager each one runs as it is."""
     captured = results[0]["captured"]
     table = Table(title=f"torch.compile(model, fullgraph=True, backend={settings.backend!r})")
-    for name in ("fsdp_compile", "before bucketing", "after"):
-        table.add_column(name, justify="left" if name == "fsdp_compile" else "right")
-    for stage in ("forward", "backward"):
-        for what, label in (("gathers", "all-gathers"), ("reduces", "gradient reductions")):
-            if (stage, what) == ("forward", "reduces"):
-                continue
-            counts = captured["stages"].get(stage, {}).get(what, (_NONE, _NONE))
-            table.add_row(f"{label} in {stage}", *map(str, counts))
+    if settings.backend == "inductor":
+        header = ["fsdp_compile", "before bucketing", "after"]
+        rows = _bucketed_rows(captured["stages"])
+    else:
+        header = ["fsdp_compile", ""]
+        rows = [["parameters, each gathered and reduced by itself", str(captured["stages"]["joint"]["params"])]]
+        table.caption = "Buckets, and communication beside compute: with --backend inductor."
+    for number, name in enumerate(header):
+        table.add_column(name, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
     table.add_section()
-    table.add_row("graphs captured by Dynamo", "", str(captured["num_graphs"]))
-    table.add_row("graph breaks", "", str(captured["num_graph_breaks"]))
-    if settings.backend != "inductor":
-        table.caption = f"{settings.backend} runs one collective a parameter; inductor buckets them"
+    empty = [""] * (len(header) - 2)
+    table.add_row("graphs captured by Dynamo", *empty, str(captured["num_graphs"]))
+    table.add_row("graph breaks", *empty, str(captured["num_graph_breaks"]))
     return table
+
+
+def _bucketed_rows(stages: dict[str, Any]) -> list[list[str]]:
+    counted = (
+        ("all-gathers", "forward", "gathers"),
+        ("all-gathers", "backward", "gathers"),
+        ("gradient reductions", "backward", "reduces"),
+    )
+    return [[f"{label} in {stage}", *map(str, stages[stage][what])] for label, stage, what in counted]
 
 
 def cost_table(results: list[dict[str, Any]]) -> Table:

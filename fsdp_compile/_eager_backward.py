@@ -2,13 +2,14 @@
 
     enter_backward     backward reached the outputs of a call: gather, launch the gather of the unit that comes next
     reduce             all gradients of a call are there: launch their reduction, or hold them back
-    reduce_watched     the same for one that somebody watches on its way to the shard: at once
+    reduce_asked_for   the same for one that autograd gives to somebody: at once, and by itself
     leave_backward     nothing of the call reads parameters any more: free
     end_backward       reduce what nothing reached, free what is left, wait for what is in flight
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -61,11 +62,14 @@ def leave_backward(call: Call) -> None:
         call.gathered.free()
 
 
+def is_asked_for(shard: DTensor, leaf: Any) -> bool:
+    """Whether somebody asked autograd for the gradient of a shard, who gets it in the place of ``shard.grad``."""
+    return torch.is_grad_enabled() or not shard.is_leaf or not compat.accumulates(leaf)
+
+
 def is_watched(shard: DTensor, leaf: Any) -> bool:
-    """Whether the gradient of a shard must come through autograd: somebody sees it on its way, or asked for it."""
-    if torch.is_grad_enabled() or not shard.is_leaf or shard._backward_hooks:
-        return True
-    return not compat.accumulates(leaf)
+    """Whether a gradient that is reduced already must come through autograd: asked for, or hooks see it on its way."""
+    return bool(shard._backward_hooks) or is_asked_for(shard, leaf)
 
 
 def reduce(state: UnitState, gathered: Gathered, grads: dict[int, Tensor], delivered: Collection[int] = ()) -> None:
@@ -85,7 +89,7 @@ def reduce(state: UnitState, gathered: Gathered, grads: dict[int, Tensor], deliv
         state.iteration.traffic.reduce(gathered, grads, state.iteration.max_reductions)
 
 
-def reduce_watched(state: UnitState, gathered: Gathered, index: int, grad: Tensor) -> DTensor | None:
+def reduce_asked_for(state: UnitState, gathered: Gathered, index: int, grad: Tensor) -> DTensor | None:
     """The gradient of one shard, for autograd to carry on; None while it is a partial sum."""
     grads = with_pending(gathered, {index: grad}, only=gathered.params[index].fqn)
     state.reduced_in = compat.backward_task()
@@ -115,7 +119,7 @@ def clean_up_at_end(state: UnitState) -> None:
         iteration.tasks.append(task)
         root = state.root
         iteration.max_reductions = root.max_reductions_in_flight()  # walks the model: once a backward
-        compat.at_end_of_backward(lambda: end_backward(root, task))
+        compat.at_end_of_backward(functools.partial(end_backward, root, task))
 
 
 def end_backward(root: UnitState, task: int | None = None) -> None:
@@ -142,6 +146,10 @@ def end_backward(root: UnitState, task: int | None = None) -> None:
         if not iteration.creates_graph:
             iteration.touched.clear()
     iteration.creates_graph = False
+    iteration.hooks.release()
+
+
+compat.leave_all_to_python(end_backward)
 
 
 def reduce_left_over(root: UnitState) -> None:

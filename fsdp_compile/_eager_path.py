@@ -8,13 +8,14 @@
 
 Reading is an autograd function, so repeated calls and unused parameters are autograd's own business. The last backward
 of a unit's reads launches the reduction and returns nothing: the gradient of a shard is set when the reduction ends, so
-that it overlaps with backward. Where somebody watches the shard itself (``autograd.grad``, a tensor hook) the backward
-of the read returns the reduced gradient instead. A unit whose forward was compiled reads through markers and is not
-gathered here.
+that it overlaps with backward; tensor hooks on the shard see it then. Where somebody asks autograd for it
+(``autograd.grad``) the backward of the read returns the reduced gradient instead. A unit whose forward was compiled
+reads through markers and is not gathered here.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -63,7 +64,11 @@ def begin_forward(
     iteration.forward_number += state.outer is None and iteration.depth == 0
     call = _call_of_pass(state, module)
     if not reads_are_compiled:
-        _gather_ahead(state, call.gathered)
+        try:
+            _gather_ahead(state, call.gathered)
+        except BaseException:
+            abandon_forward(state, call)
+            raise
         some_frozen = any(not shard.requires_grad for shard in call.gathered.shards)
         if some_frozen and torch.is_grad_enabled() and not compat.in_functorch():
             args, kwargs = end_at_inputs(call, args, kwargs)
@@ -95,9 +100,10 @@ def _call_of_pass(state: UnitState, module: nn.Module) -> Call:
 
 def abandon_forward(state: UnitState, call: Call) -> None:
     """The forward raised: an error, or checkpointing that has recomputed enough."""
-    state.calls.remove(call)
+    if call in state.calls:
+        state.calls.remove(call)
+        state.iteration.depth -= compat.backward_task() is None
     if compat.backward_task() is None:
-        state.iteration.depth -= 1
         call.forget_reads()
         state.pass_call = None
         if not state.calls:
@@ -153,12 +159,7 @@ def _end_pass(state: UnitState, call: Call, awaits_backward: bool) -> None:
 
 
 def _hook_outputs(call: Call, outputs: list[Tensor]) -> None:
-    state = call.state
-
-    def before_backward(grad: Tensor) -> None:
-        with span("pre_backward", state):
-            enter_backward(call)
-
+    state, before_backward = call.state, functools.partial(_before_backward, call)
     for tensor in outputs:
         if tensor._is_view() and not state.warned_of_view:
             state.warned_of_view = True
@@ -168,6 +169,14 @@ def _hook_outputs(call: Call, outputs: list[Tensor]) -> None:
                 stacklevel=2,
             )
         tensor.register_hook(before_backward)
+
+
+def _before_backward(call: Call, grad: Tensor) -> None:
+    with span("pre_backward", call.state):
+        enter_backward(call)
+
+
+compat.leave_all_to_python(_before_backward)
 
 
 def eager_read(module: nn.Module, name: str, param: Any) -> Any:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
 from ._comm import Caller, Comms
+from ._inner import Look
 from .passes import ParamSpec, lower
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Protocol:
     stride: tuple[int, ...]
     mp_policy: Any
     owner: weakref.ref[nn.Module] | None  # only where the extension asks for it: blocks that differ in it differ
+    look: Look | None  # of the shard, where a graph puts it together
 
     def before(self, local: Tensor, spec: ParamSpec) -> tuple[list[Tensor], list[ParamSpec], Any]:
         """What this rank sends, how each of it travels, and what the extension wants to remember."""
@@ -147,7 +149,8 @@ def protocol_of(param: ShardedParam, shard: Any, mp_policy: Any) -> Protocol:
             "or the mesh, outer size, outer stride, module and mixed-precision policy."
         )
     owner = weakref.ref(param.slots[0].module) if arity == _ALL_ARGUMENTS else None
-    return Protocol(type(local), param.mesh.over_shards, shard.size(), tuple(shard.stride()), mp_policy, owner)
+    look = None if param.apart is None else param.apart.look
+    return Protocol(type(local), param.mesh.over_shards, shard.size(), tuple(shard.stride()), mp_policy, owner, look)
 
 
 def traced_protocol(param: ShardedParam, shard: Any, mp_policy: Any) -> Protocol | None:
@@ -220,6 +223,7 @@ class Extension:
         if is_first:
             # With one rank what arrives is what was sent, which may be the shard itself.
             self._kept = [one.clone() for one in arrived] if self._spec.num_shards == 1 else arrived
+            self._num_bytes = _num_bytes_of(self._kept)
         for kept, tensor in zip(self._kept, arrived):
             if tensor.untyped_storage().data_ptr() != kept.untyped_storage().data_ptr():
                 kept.data.copy_(tensor)
@@ -228,7 +232,7 @@ class Extension:
             self._inner, self._full = [*inner], without_padding(made, self._spec)
         else:
             self._protocol.again(local, self._kept, self._metadata, self._spec, self._full, self._inner)
-        self._num_bytes = [(one, one.untyped_storage().nbytes()) for one in (*self._kept, *self._inner)]
+        self._num_bytes = _num_bytes_of([*self._kept, *self._inner])
         if self._releases:
             _shrink(self._kept)
         return self._full
@@ -256,6 +260,10 @@ class Extension:
         for tensor, num_bytes in self._num_bytes:
             if tensor.untyped_storage().nbytes() != num_bytes:
                 tensor.untyped_storage().resize_(num_bytes)
+
+
+def _num_bytes_of(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+    return [(one, one.untyped_storage().nbytes()) for one in tensors]
 
 
 def _shrink(tensors: Sequence[Tensor]) -> None:

@@ -47,7 +47,7 @@ def _shard_and_backward(param: Any, accumulator: Accumulator, mode: Mode) -> tup
         takes, shard, edge = param
     else:
         takes, shard = "both" if param.requires_grad else "local", compat.local_tensor(param)
-        edge = accumulator.edge if param is accumulator.shard else None
+        edge = accumulator.edge if param is accumulator.shard and not compat.traces_backward() else None
     if takes == "local":
         return shard, None, None, "reduce"
     if not delivers_in(mode) or uses_compiled_autograd():
@@ -160,7 +160,11 @@ def make(gather, wrap, mesh):
             if param is MISSING:
                 raise AttributeError({name!r})
         if traced:
-            return {read}(param, {accumulator}, {mode!r}, {arguments})
+            in_front = {accumulator}.watch.begin_in_front()
+            full = {read}(param, {accumulator}, {mode!r}, {arguments})
+            if in_front:
+                {accumulator}.watch.end_in_front()
+            return full
         return eager_read(self, {name!r}, param)
     return read
 """

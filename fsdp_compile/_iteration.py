@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from . import _torch_compat as compat
+from ._hooks import LateHooks
 from ._reduction import Traffic
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Iteration:
         self.touched: dict[UnitState, None] = {}
         # Reads that have some of their gradients, and the backward in which the first one came.
         self.incomplete: dict[Recording, int | None] = {}
+        self.hooks = LateHooks()
         # An asynchronous finalization that nobody has waited for yet.
         self.pending_handle: object | None = None
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from . import _torch_compat as compat
+from ._inner import Apart, taken_apart
 from ._mesh import ShardMesh, placement_and_mesh
 from ._stored import ReadAs, read_as, stored_on
 from .passes.layout import ShardLayout
@@ -100,6 +101,7 @@ class ShardedParam:
     shard: nn.Parameter = field(repr=False)
     local: Tensor | None = field(init=False, repr=False)  # the shard's, which graphs take
     address: int | None = field(init=False, repr=False)  # of a plain one's data
+    apart: Apart | None = field(init=False, repr=False)  # one with an extension, of which graphs take what is inside
     # What the user asked for: a dtype, None for whatever autograd produces, or nothing but the parameter's own.
     grad_dtype: torch.dtype | Literal["own"] | None = "own"
     dtensor: ReadAs | None = None  # the DTensor that it was before fully_shard
@@ -115,10 +117,16 @@ class ShardedParam:
         """Have ``shard`` as the shard, which it may have been before with another tensor in it."""
         self.shard, self.local = shard, compat.local_tensor(shard) if isinstance(shard, DTensor) else None
         self.address = self.local.data_ptr() if type(self.local) is Tensor else None
-        self.put_beside("local", self.local)
+        self.apart = taken_apart(self.local)
+        self.put_beside("local", self.local if self.apart is None else self.apart.inside)
 
-    def put_beside(self, what: str, tensor: Tensor | None) -> None:
-        """Have a tensor where compiled reads take it from: in the modules' own dicts.
+    def look_inside(self) -> None:
+        """Have beside the shard what is inside it now."""
+        if self.apart is not None and self.apart.look_again():
+            self.put_beside("local", self.apart.inside)
+
+    def put_beside(self, what: str, tensor: Any) -> None:
+        """Have a tensor, or those inside it, where compiled reads take it from: in the modules' own dicts.
 
         While such a dict is as it was, Dynamo checks no guard on the tensors in it, as for a module's own parameters.
         """

@@ -20,6 +20,7 @@ from . import _torch_compat as compat
 from ._comm import Caller
 from ._gathered import Gathered
 from ._group import ParamGroup
+from ._hooks import through_hooks
 from .passes import ParamSpec, lower
 from .passes.collectives import c10d
 from .passes.planner import reduce_buckets
@@ -104,7 +105,11 @@ class Reduction:
     def complete(self) -> None:
         """Wait, and give the shards their gradients."""
         for index, local in self.finish().items():
-            accumulate(self.gathered.shards[index], local)
+            shard = self.gathered.shards[index]
+            if shard._backward_hooks:
+                local = brought_to(shard, local, read_at_once=True)
+                local = through_hooks(self.gathered.params[index].fqn, shard, local)
+            accumulate(shard, local)
 
     def _spec(self, index: int) -> ParamSpec:
         spec = self.gathered.specs[index]
@@ -142,12 +147,14 @@ class Reduction:
         done: dict[int, Tensor] = {}
         for members in by_key.values():
             spec = self.gathered.specs[members[0]]
-            packed = torch.cat([partial[index].reshape(-1) for index in members])
+            packed = torch.cat([lower.as_real(lower.run, partial[index]).reshape(-1) for index in members])
             call = Caller(self.gathered.group.comms, num_waits_before_hook=1)
             launched = call(c10d.all_reduce.default, packed, spec.reduce_op, spec.replicate_group)
             summed = call(c10d.wait_tensor.default, launched)
             if spec.postdivide != 1.0:
                 summed = summed / spec.postdivide
+            if spec.reduce_dtype.is_complex:
+                summed = torch.view_as_complex(summed.view(-1, 2))
             sizes = [partial[index].numel() for index in members]
             for index, flat in zip(members, summed.split(sizes)):
                 done[index] = flat.view(partial[index].shape).to(self.gathered.specs[index].grad_dtype)

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import _eager_path as eager
 from . import _torch_compat as compat
+from ._captures import refuse_run
 from ._cast import cast_floating, move
 from ._group import ParamGroup
 from ._iteration import Iteration
@@ -139,6 +140,7 @@ class UnitState:
             if unit.gathered is not None:
                 unit.gathered.free()
         iteration.touched.clear()
+        iteration.hooks.release()
 
 
 def state_of(module: nn.Module) -> UnitState | None:
@@ -213,6 +215,8 @@ compat.leave_to_python(eager_forward)
 
 @_not_traced
 def _begin(state: UnitState, module: nn.Module, args: Any, kwargs: Any, are_compiled: bool) -> tuple[Call, Any, Any]:
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        refuse_run(state.name)
     with span("pre_forward", state), _naming_circles(state, "inputs"):
         return eager.begin_forward(state, module, args, kwargs, are_compiled)
 

@@ -5,8 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+import os
+import shlex
+import shutil
+import sysconfig
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +40,7 @@ except ImportError:
 from .passes import ScheduleInPlannedOrder
 from .passes._torch_compat import CustomGraphPass
 from .passes._torch_compat import group_ranks as group_ranks
+from .passes._torch_compat import leave_all_to_python as leave_all_to_python
 
 
 def backward_task() -> int | None:
@@ -190,6 +197,83 @@ def changed_while_traced(value: object) -> bool:
     return variable is not None and side_effects.is_modified(variable)
 
 
+# Ops of torch.ops.higher_order whose body may run any number of times on a rank, or is compiled as a graph of its own;
+# checkpointing is not among them. By name: "switch" is in 2.15 alone, the others in 2.11 to 2.15.
+_BODIES_APART = {
+    "cond", "switch", "while_loop", "while_loop_stack_output", "map_impl", "scan", "associative_scan", "flex_attention",
+    "invoke_subgraph",
+}  # fmt: skip
+
+
+def _dynamo_output() -> Any:
+    """The graphs that Dynamo is writing; None when it traces nothing (``current_tx``, ``output``: 2.11 to 2.15)."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return InstructionTranslator.current_tx().output
+    except AttributeError:
+        return None
+
+
+def _tracers_apart() -> list[Any]:
+    """What writes the graph around the outermost op whose body stands apart, then those inside; empty without one.
+
+    ``OutputGraph.tracers``, the innermost last, and ``SubgraphTracer.source_target``, the op: 2.11 to 2.15.
+    """
+    output = _dynamo_output()
+    for index, inner in enumerate([] if output is None else output.tracers[1:]):
+        op = inner.source_target
+        if isinstance(op, torch._ops.HigherOrderOperator) and op.name() in _BODIES_APART:
+            return output.tracers[index:]
+    return []
+
+
+def begin_in_front() -> bool:
+    """Have Dynamo write what it traces next in front of the op in whose body it stands; whether there is one.
+
+    Regions that are compiled once must each be traced, for another of them reads something else. Dynamo does so where
+    a source that it traced has been written to (``traced_sources``, ``mutated_sources``: 2.15, not 2.11).
+    """
+    tracers = _tracers_apart()
+    if not tracers:
+        return False
+    output = _dynamo_output()
+    if hasattr(output.side_effects, "mutated_sources"):
+        from torch._dynamo.source import LocalSource
+
+        written = LocalSource("fsdp_compile reads in front")
+        output.side_effects.mutated_sources.add(written)
+        for inner in tracers[1:]:
+            inner.traced_sources.add(written)
+    output.tracers.append(tracers[0])
+    return True
+
+
+def end_in_front() -> None:
+    _dynamo_output().tracers.pop()
+
+
+def traces_export() -> bool:
+    """Whether what Dynamo traces is for ``torch.export`` (``OutputGraph.export``: 2.11 to 2.15)."""
+    output = _dynamo_output()
+    return output is not None and bool(output.export)
+
+
+def freezes_parameters() -> bool:
+    """Whether Dynamo and Inductor make constants of parameters (``_inductor.config.freezing``: 2.11 to 2.15)."""
+    return bool(inductor_config.freezing) and not torch.is_grad_enabled()
+
+
+@torch.compiler.assume_constant_result
+def traces_backward() -> bool:
+    """Whether a ``backward()`` in compiled code is traced into its forward's graph, whose leaves get the gradients.
+
+    ``_dynamo.config.trace_autograd_ops``: 2.11 to 2.15; 2.11 asserts that leaves are no DTensors. Asked while tracing,
+    and not guarded.
+    """
+    return bool(torch._dynamo.config.trace_autograd_ops)
+
+
 def local_tensor(param: DTensor) -> torch.Tensor:
     """This rank's part of a parameter, without a gradient (``_local_tensor``: 2.11 to 2.15, in graphs too)."""
     return param._local_tensor
@@ -236,7 +320,10 @@ def register_fsdp2_state(module: nn.Module, view: object) -> None:
     ``_composable.contract``: ``STATE_KEY``, a dict in the module by undecorated function, and ``REGISTRY_KEY``, one by
     the function's name, where composable DDP sees what it leaves alone: 2.11 to 2.15.
     """
-    module.__dict__.setdefault(STATE_KEY, {})[TORCH_FULLY_SHARD.__wrapped__] = view
+    states = module.__dict__.setdefault(STATE_KEY, {})
+    states[TORCH_FULLY_SHARD.__wrapped__] = view
+    if TORCH_REPLICATE.__wrapped__ in states:  # the copy of a replicated one
+        states[TORCH_REPLICATE.__wrapped__] = view
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
@@ -401,20 +488,50 @@ def _set_in_all_threads(config: Any, name: str, value: Any) -> None:
         entry.default = value
 
 
-@contextlib.contextmanager
-def _off_in_all_threads(config: Any, *names: str) -> Iterator[None]:
-    """The same for switches, off for the time of a block (``patch``, ``_config``: 2.11 to 2.15)."""
-    entries = [config._config[name] for name in names]
-    entries = [entry for entry in entries if hasattr(entry.user_override, "get")]
-    defaults = [entry.default for entry in entries]
-    with config.patch(dict.fromkeys(names, False)):
-        for entry in entries:
-            entry.default = False
+class _SwitchesOff:
+    """Some switches of one of torch's settings modules; uses may overlap, on one thread or several, in any order.
+
+    In 2.15 a setting is a ContextVar: what a thread sets, it finds alone, and who set nothing finds the default. So the
+    default goes off with the first use and comes back with the last, and so it is with what each thread set. In 2.11
+    all threads find the same. ``_config``, ``_make_closure_patcher``: 2.11 to 2.15.
+    """
+
+    def __init__(self, config: Any, *names: str) -> None:
+        self._config, self._names = config, names
+        self._lock = threading.Lock()
+        self._num_uses: dict[int, int] = {}  # by thread
+        self._undo: dict[int, Callable[[], None]] = {}
+        self._defaults: list[Any] = []
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Off inside."""
+        entries = [self._config._config[name] for name in self._names]
+        by_thread = [entry for entry in entries if hasattr(entry.user_override, "get")]
+        thread = threading.get_ident() if by_thread else 0
+        with self._lock:
+            if not self._num_uses:
+                self._defaults = [entry.default for entry in by_thread]
+            if thread not in self._num_uses:
+                self._undo[thread] = self._config._make_closure_patcher(**dict.fromkeys(self._names, False))()
+            self._num_uses[thread] = self._num_uses.get(thread, 0) + 1
+            for entry in by_thread:
+                entry.default = False
         try:
             yield
         finally:
-            for entry, default in zip(entries, defaults, strict=True):
-                entry.default = default
+            with self._lock:
+                self._num_uses[thread] -= 1
+                if not self._num_uses[thread]:
+                    del self._num_uses[thread]
+                    self._undo.pop(thread)()
+                if not self._num_uses:
+                    for entry, default in zip(by_thread, self._defaults, strict=True):
+                        entry.default = default
+
+
+_graph_caches = _SwitchesOff(inductor_config, "fx_graph_cache", "fx_graph_remote_cache")
+_autograd_caches = _SwitchesOff(functorch_config, "enable_autograd_cache", "enable_remote_autograd_cache")
 
 
 def get_grad_dtype(param: torch.Tensor) -> torch.dtype | None:
@@ -473,10 +590,7 @@ def graph_breaks(observe: Callable[[Any, str], None]) -> Iterator[None]:
 @contextlib.contextmanager
 def no_compile_caches() -> Iterator[None]:
     """Compile graphs even where a cache holds them; compiled kernels are still found in theirs (2.11 to 2.15)."""
-    with (
-        _off_in_all_threads(inductor_config, "fx_graph_cache", "fx_graph_remote_cache"),
-        _off_in_all_threads(functorch_config, "enable_autograd_cache", "enable_remote_autograd_cache"),
-    ):
+    with _graph_caches.off(), _autograd_caches.off():
         yield
 
 
@@ -549,6 +663,29 @@ def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 def flatten_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """The named dimensions as one, in a new process group, made once a mesh (``DeviceMesh._flatten``: 2.11 to 2.15)."""
     return mesh[names]._flatten("_".join(names))
+
+
+def missing_compiler(device_type: str) -> str | None:
+    """What Inductor would miss when it makes kernels for this device, in words; None if it has all.
+
+    For the CPU it looks for ``torch._inductor.config.cpp.cxx`` (CXX, or g++) and runs it, with Python's headers:
+    cpp_builder.get_cpp_compiler and exc.InvalidCxxCompiler, 2.11 to 2.15. For CUDA, Triton wants CC, gcc or clang.
+    """
+    if device_type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            tried = ", ".join(str(one) for one in inductor_config.cpp.cxx if one is not None)
+            return f"a C++ compiler, and {tried} does not run (CXX=... names another one)"
+    else:
+        named = os.environ.get("CC")
+        if not any(map(shutil.which, ("gcc", "clang") if named is None else shlex.split(named)[:1])):
+            return f"a C compiler, and {named or 'gcc'} was not found (CC=... names another one)"
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return None if headers.exists() else f"Python's headers, and there is no {headers}"
 
 
 # Source code for a script that runs a graph with collectives by itself: process groups under the names in GROUPS that

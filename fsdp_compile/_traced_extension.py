@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 def extended_gather(spec: ReadSpec) -> Callable[..., Any]:
     """``unshard`` for a parameter that says itself what travels; Dynamo leaves it to AOTAutograd to look inside."""
 
-    def gather(shard: Tensor, leaf: Tensor | None, ticket: Tensor | None, then: str) -> Any:
-        return _Gather.apply(shard, leaf, ticket, then, spec)
+    def gather(shard: Any, leaf: Tensor | None, ticket: Tensor | None, then: str) -> Any:
+        names, tensors = (shard[0], shard[1:]) if isinstance(shard, tuple) else (None, (shard,))
+        return _Gather.apply(leaf, ticket, then, spec, names, *tensors)
 
     return torch.compiler.allow_in_graph(gather)
 
@@ -39,13 +40,21 @@ class _Gather(torch.autograd.Function):
     """A shard to the full parameter that its subclass makes; backward as that of the ``unshard`` marker."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, leaf: Any, ticket: Any, then: str, spec: ReadSpec) -> Any:
+    def forward(
+        ctx: Any, leaf: Any, ticket: Any, then: str, spec: ReadSpec, names: tuple[str, ...] | None, *tensors: Any
+    ) -> Any:
         ctx.then, ctx.spec, ctx.has_leaf = then, spec, leaf is not None
+        ctx.num_tensors = len(tensors)
         ctx.set_materialize_grads(False)
         if ticket is not None:
             ctx.save_for_backward(ticket)
         protocol = spec.extension
         assert protocol is not None
+        if names is None:
+            (shard,) = tensors
+        else:
+            assert protocol.look is not None
+            shard = protocol.look.around(names, tensors)
         sent, parts, metadata = protocol.before(shard, spec)
         gathered = [markers.unshard(tensor, **part.kwargs()) for tensor, part in zip(sent, parts)]
         made, _ = protocol.after(shard, gathered, metadata, spec)
@@ -53,8 +62,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
+        nothing = [None] * (5 + ctx.num_tensors)
         if grad is None:
-            return None, None, None, None, None
+            return tuple(nothing)
         ticket = ctx.saved_tensors[0] if ctx.saved_tensors else None
         for_shard, for_leaf = markers.gradients(grad, ctx.spec.kwargs(), ctx.then, ctx.has_leaf, ticket)
-        return for_shard, for_leaf, None, None, None
+        return for_leaf, *nothing[2:], for_shard  # where the shard is in pieces, there is a leaf, or it is frozen

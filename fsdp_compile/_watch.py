@@ -13,6 +13,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from . import _torch_compat as compat
+from ._captures import refuse_traced
 
 if TYPE_CHECKING:
     from ._group import ParamGroup
@@ -25,8 +26,11 @@ class Watch(compat.OpaqueBase):  # type: ignore[misc]
     def __init__(self, group: ParamGroup) -> None:
         self._group = weakref.ref(group)  # Dynamo keeps watches
 
-    def seen(self) -> list[Taken]:
-        """What ``takes`` says of each place where a parameter is registered. Each call asks, so edges join here."""
+    def seen(self) -> list[Any]:
+        """What ``takes`` says of each place where a parameter is registered, and what is inside which shards.
+
+        Each call asks, so edges join here.
+        """
         group = self._group()
         if group is None:
             return []
@@ -36,7 +40,20 @@ class Watch(compat.OpaqueBase):  # type: ignore[misc]
                 from ._edge import join_edges  # which uses what uses this
 
                 join_edges(group)
-            return [_taken(param, slot) for param in group.params for slot in param.slots]
+            for param in group.params:
+                param.look_inside()
+            inside = [param.apart.names for param in group.params if param.apart is not None]
+            return [_taken(param, slot) for param in group.params for slot in param.slots] + inside
+
+    def begin_in_front(self) -> bool:
+        """Gather in front of a branch or a loop, as the eager path does; whether the read stands inside one.
+
+        A rank that does not take the branch would not gather, and the ranks that do would wait for it.
+        """
+        return compat.begin_in_front()
+
+    def end_in_front(self) -> None:
+        compat.end_in_front()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
         return self  # Dynamo of torch 2.11 keeps a copy
@@ -45,7 +62,13 @@ class Watch(compat.OpaqueBase):  # type: ignore[misc]
         """What graphs take of a parameter; None where the user put something else in its place, or into it."""
         group = self._group()
         assert group is not None
+        param = next(param for param in group.params if param.fqn == fqn)
+        refuse_traced(fqn, group.mode_of(param))
+        if compat.traces_backward():
+            return None  # gradients must reach leaves of the graph: the DTensor itself, and not its edge
         places = [(param, slot) for param in group.params if param.fqn == fqn for slot in param.slots]
+        for param, _ in places:
+            param.look_inside()
         if any(compat.changed_while_traced(slot.module._parameters) for _, slot in places):
             return None  # by torch.func.functional_call inside what is compiled
         states = [_taken(param, slot) for param, slot in places]
@@ -64,9 +87,11 @@ def _taken(param: ShardedParam, slot: Slot) -> Taken:
         return None
     if registered._local_tensor is not local:  # type: ignore[attr-defined]
         return None
+    if param.apart is not None and param.apart.has_changed:
+        return None
     if param.address is not None and param.address != local.data_ptr():
         return None
     return param.takes if registered.requires_grad else "local"
 
 
-compat.register_opaque(Watch, guard=Watch.seen, constant_methods=("takes",))
+compat.register_opaque(Watch, guard=Watch.seen, constant_methods=("takes", "begin_in_front", "end_in_front"))

@@ -7,9 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
-from ._demo_report import run_demo
+from . import __version__
+from ._demo_report import missing_tools, run_demo
 from ._launch import WorkerError, interruptible
 from .demo import Settings
 
@@ -18,7 +20,11 @@ INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 well, 1 the numbers disagree, 2 it did not run to its end, 130 interrupted."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.run is None:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         with interruptible():
             return arguments.run(arguments)
@@ -32,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fsdp-compile", description="Fully sharded data parallelism, compiled.")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    version = f"fsdp-compile {__version__} (torch {torch.__version__})"
+    parser.add_argument("--version", action="version", version=version)
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="train a small transformer sharded and unsharded, and compare"))
     return parser
 
@@ -41,8 +50,10 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     default = Settings()
     parser.description = (
         "Train a small transformer in local processes: unsharded, with torch's FSDP2, with FSDP2 over compiled blocks, "
-        "and with fsdp_compile under torch.compile. Prints losses, graphs, memory and time. Compiles into an empty "
-        "cache: one to two minutes on two cores. Exit code 1 when the losses disagree, 2 when a worker fails."
+        "and with fsdp_compile under torch.compile. On GPUs, over NCCL, where each process gets one; else on the CPU, "
+        "over gloo. Prints losses, graphs, memory and time. Compiles into an empty cache: one to three minutes on two "
+        "cores. "
+        "Exit code 1 when the losses disagree, 2 when it cannot run or a worker fails."
     )
     parser.add_argument("--ranks", type=_positive, default=default.ranks, help="processes (default %(default)s)")
     parser.add_argument("--steps", type=_positive, default=default.steps, help="AdamW steps (default %(default)s)")
@@ -51,8 +62,11 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
         "--dim", type=_positive, default=default.dim,
         help=f"width, a multiple of {default.head_dim} (default %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--backend", choices=("inductor", "aot_eager", "eager"), default=default.backend)
-    parser.add_argument("--save", metavar="DIR", help="keep the results, the plans and the graphs after the last pass")
+    parser.add_argument(
+        "--backend", choices=("inductor", "aot_eager"), default=default.backend,
+        help="torch.compile's (default %(default)s); aot_eager needs no C++ compiler, and buckets nothing",
+    )  # fmt: skip
+    parser.add_argument("--save", metavar="DIR", help="keep results, plans, and the graphs before and after each pass")
     parser.set_defaults(run=_demo)
 
 
@@ -60,8 +74,6 @@ def _demo(arguments: argparse.Namespace) -> int:
     if arguments.dim % Settings.head_dim:
         print(f"--dim {arguments.dim} is not a multiple of {Settings.head_dim}, the size of a head.", file=sys.stderr)
         return 2
-    if arguments.save is not None:
-        Path(arguments.save).mkdir(parents=True, exist_ok=True)
     settings = Settings(
         ranks=arguments.ranks,
         steps=arguments.steps,
@@ -70,14 +82,19 @@ def _demo(arguments: argparse.Namespace) -> int:
         backend=arguments.backend,
         save=None if arguments.save is None else str(Path(arguments.save).resolve()),
     )
+    missing = missing_tools(settings)
+    if missing is not None:
+        print(missing, file=sys.stderr)
+        return 2
+    if arguments.save is not None:
+        Path(arguments.save).mkdir(parents=True, exist_ok=True)
     return run_demo(settings, Console())
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ._inspect import Report
 from ._launch import Send
 from ._memory import PeakMeter
 from .passes import GraphRecord
@@ -49,7 +50,7 @@ class Settings:
     layers: int = 4
     dim: int = 256
     backend: str = "inductor"
-    save: str | None = None
+    save: str | None = None  # a folder
     head_dim: int = 64
     vocab: int = 2048
     seq: int = 128
@@ -217,25 +218,38 @@ class Captured:
             stages[record.stage] = {
                 "gathers": [record.num_unshards, len(plan.gathers)],
                 "reduces": [record.num_reduces, len(plan.reduces)],
+                "params": len(plan.regather) + len(plan.keep),
             }
         return {"num_graphs": self.num_graphs, "num_graph_breaks": self.num_graph_breaks, "stages": stages}
 
-    def save(self, folder: Path, rank: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for index, record in enumerate(self.records):
-            stem = f"rank{rank}-{index}-{record.stage}"
-            (folder / f"{stem}.plan.json").write_text(record.plan.to_json())
-            (folder / f"{stem}.py").write_text(record.passes[-1].after)
+    def save(self, folder: Path) -> None:
+        """The files of ``inspect``."""
+        report = Report(Transformer.__name__)
+        report.records = self.records
+        report.save(folder)
 
 
-def train_ours(run: Run, num_steps: int) -> Captured:
+# What begins when the passes are done with a graph of this stage.
+_AFTER_PASSES = {
+    "joint": "cut forward from backward",
+    "forward": "kernels of the forward graph",
+    "backward": "kernels of the backward graph",
+}
+
+
+def train_ours(run: Run, num_steps: int, report: Callable[[str], None]) -> Captured:
     """The first steps of our variant, in which it compiles."""
     from . import _graph_path
 
     counters = torch._dynamo.utils.counters
     counters.clear()
     records: list[GraphRecord] = []
-    observe = records.append
+
+    def observe(record: GraphRecord) -> None:
+        records.append(record)
+        report(f"{run.name}: {_AFTER_PASSES[record.stage]}")
+
+    report(f"{run.name}: trace the model")
     _graph_path.manager.observers.append(observe)
     try:
         run.train(num_steps, timed=False)
@@ -254,13 +268,14 @@ def work(job: dict[str, Any], rank: int, send: Send) -> None:
     runs: list[Run] = []
     captured: Captured | None = None
 
-    def report(doing: str) -> None:
+    def report(name: str, done: int = 0, total: int = 0) -> None:
         if rank == 0:
-            send({"doing": doing, "done": sum(len(run.losses) for run in runs)})
+            send({"stage": (name, done, total)})
 
     # Ours last: its passes are in Inductor's settings from then on, and torch's variants shall not have met them.
     for name in (UNSHARDED, FSDP2, FSDP2_BLOCKS, OURS):
-        report(f"{name}: first steps" if name in (UNSHARDED, FSDP2) else f"{name}: compiling")
+        if name != OURS:  # which says more
+            report(f"{name}: compile" if name == FSDP2_BLOCKS else f"{name}: first steps")
         model = build_model(settings).to(device)
         compiled: Callable[[Tensor], Tensor] = model
         if name == FSDP2:
@@ -273,22 +288,22 @@ def work(job: dict[str, Any], rank: int, send: Send) -> None:
         run = Run(name, compiled, list(model.parameters()), own, settings.learning_rate)
         runs.append(run)
         if name == OURS:
-            captured = train_ours(run, num_warmup)
+            captured = train_ours(run, num_warmup, report)
         else:
             run.train(num_warmup, timed=False)
     for step in range(num_warmup, settings.steps):
-        report(f"step {step + 1} of {settings.steps}")
+        report("train all four in turn", step + 1, settings.steps)
         for run in runs:
             dist.barrier()
             run.train(1, timed=True)
-    report("weighing")
+    report("weigh their memory")
     meter = PeakMeter(device)
     for run in runs:
         dist.barrier()
         run.weigh(meter, batches[rank])
     assert captured is not None
     if settings.save is not None:
-        captured.save(Path(settings.save), rank)
+        captured.save(Path(settings.save) / f"rank{rank}")
     send(
         {
             "result": {
@@ -304,10 +319,15 @@ def work(job: dict[str, Any], rank: int, send: Send) -> None:
     dist.destroy_process_group()
 
 
+def has_gpus_for(settings: Settings) -> bool:
+    """Whether each rank gets a GPU of its own; if not, all are on the CPU."""
+    return torch.cuda.is_available() and torch.cuda.device_count() >= settings.ranks
+
+
 def join_group(settings: Settings, rank: int, rendezvous: str) -> tuple[torch.device, str]:
     """A GPU a rank and NCCL where there are enough of them, else the CPU and gloo."""
     torch.set_num_threads(1)
-    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= settings.ranks
+    on_gpus = has_gpus_for(settings)
     device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
     backend = "nccl" if on_gpus else "gloo"
     if on_gpus:

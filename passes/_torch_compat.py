@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass  # 2.11 to 2.15
@@ -103,6 +103,19 @@ def fake_mode_of(values: Iterable[object]) -> AbstractContextManager[object]:
         if isinstance(value, (list, tuple)):
             return fake_mode_of(value)
     raise AssertionError("a lowered op without a tensor argument")
+
+
+def leave_all_to_python(*functions: Callable[..., Any]) -> None:
+    """Have Dynamo neither compile these functions nor what they call, where it meets them as frames that run.
+
+    A backward inside compiled code runs what autograd calls under Dynamo's eyes. Unlike ``torch.compiler.disable`` this
+    costs nothing a call, and what is traced, as compiled autograd does with hooks, is traced as before.
+    ``_C._dynamo.eval_frame.set_code_exec_strategy``, ``_FrameExecStrategy``, ``_FrameAction``: 2.11 to 2.15.
+    """
+    eval_frame = torch._C._dynamo.eval_frame
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for function in functions:
+        eval_frame.set_code_exec_strategy(function.__code__, skip)
 
 
 def root_of(graph: torch.fx.Graph) -> torch.fx.Node:

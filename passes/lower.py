@@ -11,6 +11,7 @@ both paths put the same bytes on the wire in the same order.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,7 +37,8 @@ def launch_gather(call: Call, shards: Sequence[Any], specs: Sequence[ParamSpec])
     # An offloaded shard travels as it is stored, and each by itself: a cast or a cat in front of the copy would be work
     # for the CPU, which has a tenth of the device's bandwidth and may be busy launching.
     here = [call(to_device, shard, spec.device) if spec.device else shard for shard, spec in zip(shards, specs)]
-    cast = [_as_bytes(call, _cast(call, shard, spec.dtype)) for shard, spec in zip(here, specs)]
+    cast = [as_sent(call, _cast(call, shard, spec.dtype)) for shard, spec in zip(here, specs)]
+    specs = [_gathered_as(spec) for spec in specs]
     parts = [_on_the_wire(call, shard, spec.layout) for shard, spec in zip(cast, specs)]
     if specs[0].num_shards == 1:
         return parts  # nothing travels, so nothing is packed
@@ -46,12 +48,18 @@ def launch_gather(call: Call, shards: Sequence[Any], specs: Sequence[ParamSpec])
 
 def finish_gather(call: Call, gathered: Any, specs: Sequence[ParamSpec]) -> list[Any]:
     """Wait for a bucket's all-gather and cut it into full parameters."""
+    sent = [_gathered_as(spec) for spec in specs]
+    fulls = _finish_gather(call, gathered, sent)
+    return [_as_read(call, full, spec.dtype) for full, spec in zip(fulls, specs)]
+
+
+def _finish_gather(call: Call, gathered: Any, specs: Sequence[ParamSpec]) -> list[Any]:
     num_shards = specs[0].num_shards
     if num_shards == 1:
-        return [_full(call, part, spec) for part, spec in zip(gathered, specs)]
+        return [_unpadded(call, part, spec.layout) for part, spec in zip(gathered, specs)]
     gathered = call(c10d.wait_tensor.default, gathered)
     if len(specs) == 1:
-        return [_full(call, gathered, specs[0])]
+        return [_unpadded(call, gathered, specs[0].layout)]
     bucket = BucketLayout(tuple(spec.layout for spec in specs))
     rows = call(aten.view.default, gathered, [num_shards, bucket.numel])
     fulls = []
@@ -61,16 +69,17 @@ def finish_gather(call: Call, gathered: Any, specs: Sequence[ParamSpec]) -> list
         # Contiguous as any parameter is: one row a rank would be a view with the bucket's stride, and another kernel's
         # rounding.
         piece = _contiguous(call, call(aten.reshape.default, piece, ranks_first))
-        fulls.append(_full(call, piece, spec))
+        fulls.append(_unpadded(call, piece, spec.layout))
     return fulls
 
 
 def launch_reduce(call: Call, grads: Sequence[Any], specs: Sequence[ParamSpec]) -> Any:
     """Pack one bucket of full gradients and start its reduction; specs agree on reduce dtype, divisors and group."""
+    grads = [as_real(call, _cast(call, grad, spec.reduce_dtype)) for grad, spec in zip(grads, specs)]
+    specs = [_reduced_as(spec) for spec in specs]
     first = specs[0]
     parts = []
-    for grad, spec in zip(grads, specs):
-        part = _cast(call, grad, first.reduce_dtype)
+    for part, spec in zip(grads, specs):
         if first.predivide != 1.0:
             part = call(aten.div.Tensor, part, first.predivide)
         parts.append(_ranks_first(call, part, spec.layout))
@@ -102,12 +111,22 @@ def launch_all_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> A
     first = specs[0]
     if first.num_replicas == 1:
         return pending
+    specs = [_reduced_as(spec) for spec in specs]
     over_shards = _finish_over_shards(call, pending, specs)
     return call(c10d.all_reduce.default, over_shards, first.reduce_op, first.replicate_group)
 
 
 def finish_all_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> list[Any]:
     """Wait for what ``launch_all_reduce`` left in flight; gradients of the local shards."""
+    sent = [_reduced_as(spec) for spec in specs]
+    reduced = _finish_all_reduce(call, pending, sent)
+    return [
+        call(aten.view_as_complex.default, grad) if spec.reduce_dtype.is_complex else grad
+        for grad, spec in zip(reduced, specs)
+    ]
+
+
+def _finish_all_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> list[Any]:
     first = specs[0]
     if first.num_replicas == 1:
         pending = _finish_over_shards(call, pending, specs)
@@ -165,8 +184,42 @@ def _travels_as_bytes(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
-def _as_bytes(call: Call, tensor: Any) -> Any:
-    return call(aten.view.dtype, tensor, torch.uint8) if _travels_as_bytes(_value(tensor).dtype) else tensor
+def as_sent(call: Call, tensor: Any) -> Any:
+    """The same memory in a dtype that every backend sends."""
+    if _travels_as_bytes(_value(tensor).dtype):
+        return call(aten.view.dtype, tensor, torch.uint8)
+    return as_real(call, tensor)
+
+
+def _as_read(call: Call, tensor: Any, dtype: torch.dtype) -> Any:
+    """``as_sent`` undone."""
+    if _travels_as_bytes(dtype):
+        return call(aten.view.dtype, tensor, dtype)
+    return call(aten.view_as_complex.default, tensor) if dtype.is_complex else tensor
+
+
+def as_real(call: Call, tensor: Any) -> Any:
+    """A complex tensor's real and imaginary parts, side by side: not every backend sends or reduces complex numbers."""
+    if not _value(tensor).dtype.is_complex:
+        return tensor
+    if _value(tensor).is_conj():  # by a bit, and not in memory
+        tensor = call(aten.clone.default, tensor, memory_format=torch.contiguous_format)
+    return call(aten.view_as_real.default, tensor)
+
+
+def _gathered_as(spec: ParamSpec) -> ParamSpec:
+    """The spec of what is packed and gathered."""
+    if not spec.dtype.is_complex:
+        return spec
+    return dataclasses.replace(spec, size=(*spec.size, 2), dtype=spec.dtype.to_real())
+
+
+def _reduced_as(spec: ParamSpec) -> ParamSpec:
+    """The same of what is packed and reduced."""
+    if not spec.reduce_dtype.is_complex:
+        return spec
+    real = spec.reduce_dtype.to_real()
+    return dataclasses.replace(spec, size=(*spec.size, 2), reduce_dtype=real, grad_dtype=spec.grad_dtype.to_real())
 
 
 def _value(tensor: Any) -> torch.Tensor:
@@ -191,13 +244,8 @@ def _on_the_wire(call: Call, shard: Any, layout: ShardLayout) -> Any:
     return _pad(call, shard, layout.dim, layout.chunk)
 
 
-def _full(call: Call, gathered: Any, spec: ParamSpec) -> Any:
-    """The full parameter from rank-major parts ``[num_shards * part[0], ...]``."""
-    full = _unpadded(call, gathered, spec.layout)
-    return call(aten.view.dtype, full, spec.dtype) if _travels_as_bytes(spec.dtype) else full
-
-
 def _unpadded(call: Call, gathered: Any, layout: ShardLayout) -> Any:
+    """The full parameter from rank-major parts ``[num_shards * part[0], ...]``."""
     if layout.num_shards == 1:
         return call(aten.reshape.default, gathered, list(layout.size))
     if layout.dim != 0:
@@ -216,7 +264,7 @@ def _unpadded(call: Call, gathered: Any, layout: ShardLayout) -> Any:
 
 
 def _ranks_first(call: Call, grad: Any, layout: ShardLayout) -> Any:
-    """A full gradient as rank-major parts ``[num_shards * part[0], ...]``, contiguous: _full undone."""
+    """A full gradient as rank-major parts ``[num_shards * part[0], ...]``, contiguous: _unpadded undone."""
     grad = _pad(call, grad, layout.dim, layout.chunk * layout.num_shards)
     if layout.dim != 0:
         split = [*layout.size[: layout.dim], layout.num_shards, layout.chunk, *layout.size[layout.dim + 1 :]]

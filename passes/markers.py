@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from . import _torch_compat as compat
 from .layout import ShardLayout
 
 NAMESPACE = "fsdpc"
@@ -182,6 +183,7 @@ def _resume_kernel(grad: Tensor, ticket: Tensor) -> Tensor:
 library.impl("unshard", _unshard_kernel, "CompositeExplicitAutograd")
 library.impl("reduce_grad", _reduce_grad_kernel, "CompositeExplicitAutograd")
 library.impl("resume", _resume_kernel, "CompositeExplicitAutograd")
+compat.leave_all_to_python(_unshard_kernel, _reduce_grad_kernel, _resume_kernel)
 library.impl("made_of_parts", torch.clone, "CompositeExplicitAutograd")  # a functional op may not return its input
 
 

@@ -7,10 +7,9 @@ A marker's own FQN is relative to the module given to ``fully_shard``, so that e
     unit (what is left)                 layers.3                    ->  absolute FQN  layers.3.attn.wq.weight
 
 A reader need not be the owner (tied weights, ``self.head.weight`` read by the root), so the reader whose path agrees
-with the FQN in most components decides, and a marker without any usable path is told apart by its position. Of a unit
-of several modules, each member has a path of its own, and the unit has all of them ("norm, head"). Names are written
-in the first graph that has the markers, and stay: the graphs that are cut from it call a unit what it was called
-there.
+with the FQN in most components decides, and a marker without any usable path is told apart by its position. In a unit
+of several modules, each member has a path of its own, and the unit has all of them ("norm, head"). Names are written in
+the first graph that has the markers, and stay: graphs that are cut from it call a unit what it was called there.
 """
 
 from __future__ import annotations
@@ -81,8 +80,8 @@ def find_reduces(graph: fx.Graph) -> list[Marker]:
 def annotate(graph: fx.Graph) -> None:
     """Write absolute names on the markers of a graph that was not cut: all readers are there, with their paths.
 
-    In a joint graph a reduction still knows its gather. They share a sequence number: AOTAutograd gives a backward node
-    that of its forward node.
+    In a joint graph a reduction still knows its gather: they share a sequence number, as AOTAutograd gives a backward
+    node that of its forward node.
     """
     gathers = unshard_nodes(graph)
     by_shard: dict[fx.Node, list[fx.Node]] = {}

@@ -94,7 +94,8 @@ def _train(block: type[Block], backend: str) -> tuple[list[tuple[str, int, int]]
         return seen, torch._dynamo.utils.counters["compiled_autograd"]["captures"]
 
 
-@pytest.mark.parametrize("block", [pytest.param(Block, marks=pytest.mark.more), BreakBlock])
+@pytest.mark.more
+@pytest.mark.parametrize("block", [Block, BreakBlock])
 def test_one_backward_graph_whatever_the_forward_is(two_ranks: Ranks, block: type[Block]) -> None:
     for seen, captures in two_ranks.run(_train, block, "inductor"):
         assert captures >= 1

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,8 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch._inductor.config as inductor_config
+from rich.console import Console
 
+import fsdp_compile
 from fsdp_compile import _demo_report, cli
+from fsdp_compile._demo_progress import following
 from fsdp_compile._launch import Send, WorkerError, Workers
 from fsdp_compile.demo import OURS, UNSHARDED
 
@@ -25,9 +33,11 @@ SMALL = ["demo", "--backend", "aot_eager", "--layers", "1", "--dim", "64", "--st
 
 @pytest.fixture(scope="module")
 def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One small run's results on disk."""
+    """One small run's results on disk, and what it printed."""
     folder = tmp_path_factory.mktemp("demo")
-    assert cli.main([*SMALL, "--save", str(folder)]) == 0
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert cli.main([*SMALL, "--save", str(folder)]) == 0
+    (folder / "printed.txt").write_text(printed.getvalue())
     return folder
 
 
@@ -44,8 +54,53 @@ def test_a_small_run_trains_one_graph_to_the_unsharded_losses(saved_run: Path) -
         held = {name: run["held_bytes"] for name, run in rank["runs"].items()}
         assert held[OURS] < 0.51 * held[UNSHARDED]
     assert report["ranks"][0]["runs"][OURS]["losses"] != report["ranks"][1]["runs"][OURS]["losses"], "same batch"
-    plan = json.loads((saved_run / "rank0-0-joint.plan.json").read_text())
+    plan = json.loads((saved_run / "rank0" / "00_joint" / "plan.json").read_text())
     assert "blocks.0.attn.qkv.weight" in plan["regather"]
+
+
+def test_a_saved_graph_runs_by_itself(saved_run: Path, tmp_path: Path) -> None:
+    last = sorted((saved_run / "rank1" / "00_joint").glob("*.py"))[-1]
+    run = subprocess.run([sys.executable, str(last)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[0] == "() torch.float32", "the loss"
+    assert "(64, 64) torch.float32" in run.stdout, "a gradient's shard"
+    assert "blocks.0 (Block)" in (saved_run / "rank1" / "report.txt").read_text()
+
+
+def test_a_file_gets_a_line_for_each_stage(saved_run: Path) -> None:
+    printed = (saved_run / "printed.txt").read_text()
+    stages = re.findall(r"^(.+) \.\.\. \d+ s$", printed, flags=re.MULTILINE)
+    assert stages == [
+        "start 2 processes",
+        "unsharded: first steps",
+        "FSDP2, eager: first steps",
+        "FSDP2, compiled blocks: compile",
+        "fsdp_compile: trace the model",
+        "fsdp_compile: cut forward from backward",
+        "train all four in turn",
+        "weigh their memory",
+    ]
+    assert "\x1b" not in printed
+
+
+def test_a_terminal_keeps_the_same_lines_and_shows_the_present_one() -> None:
+    written = io.StringIO()
+    with following(Console(file=written, force_terminal=True, width=80)) as stages:
+        stages.at(("compile", 0, 0))
+        stages.at(("train", 1, 30))
+        stages.at(("train", 2, 30))
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.getvalue())
+    assert re.findall(r"^(.+) \.\.\. 0 s$", plain.replace("\r", "\n"), flags=re.MULTILINE) == ["compile", "train"]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_stage_that_failed_is_not_said_to_have_ended(terminal: bool) -> None:
+    written = io.StringIO()
+    with pytest.raises(ZeroDivisionError), following(Console(file=written, force_terminal=terminal)) as stages:
+        stages.at(("compile", 0, 0))
+        raise ZeroDivisionError
+    assert "compile ..." in written.getvalue().splitlines()[-1 if terminal else 0]
+    assert " s\n" not in written.getvalue()
 
 
 @pytest.fixture
@@ -53,11 +108,11 @@ def rerun(saved_run: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
     """The command over the saved results, after ``change(results)``; returns its exit code."""
     results = json.loads((saved_run / "report.json").read_text())["ranks"]
 
-    def run(change: Callable[[list[dict[str, Any]]], None] = lambda results: None) -> int:
+    def run(change: Callable[[list[dict[str, Any]]], None] = lambda results: None, *arguments: str) -> int:
         changed = copy.deepcopy(results)
         change(changed)
         monkeypatch.setattr(_demo_report, "_train", lambda *args: changed)
-        return cli.main(SMALL)
+        return cli.main([*SMALL, *arguments])
 
     return run
 
@@ -65,9 +120,10 @@ def rerun(saved_run: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
 def test_says_that_the_numbers_agree(rerun: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert rerun() == 0
     rows = _rows(capsys.readouterr().out)
-    assert rows["graphs captured by Dynamo"] == ["", "1"]
-    assert rows["graph breaks"] == ["", "0"]
-    assert rows["all-gathers in forward"] == ["-", "-"]  # aot_eager: the passes that bucket do not run
+    assert rows["graphs captured by Dynamo"] == ["1"]
+    assert rows["graph breaks"] == ["0"]
+    assert rows["parameters, each gathered and reduced by itself"] == ["11"]  # aot_eager: nothing buckets them
+    assert not any("bucketing" in cell for row in rows.values() for cell in row)
     assert rows["1"][0] == rows["1"][1], "the first loss, unsharded and ours"
     assert rows["FSDP2, compiled blocks"][0].endswith("ms")
     assert rows[OURS][1].endswith("MiB")
@@ -85,7 +141,7 @@ def test_numbers_that_disagree_exit_with_1(
 
 
 def test_prints_collectives_before_and_after_bucketing(
-    rerun: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    rerun: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def change(results: list[dict[str, Any]]) -> None:
         results[0]["captured"]["stages"] = {
@@ -93,7 +149,8 @@ def test_prints_collectives_before_and_after_bucketing(
             "backward": {"gathers": [5, 4], "reduces": [12, 8]},
         }
 
-    assert rerun(change) == 0
+    monkeypatch.setattr(cli, "missing_tools", lambda settings: None)
+    assert rerun(change, "--backend", "inductor") == 0
     rows = _rows(capsys.readouterr().out)
     assert rows["all-gathers in forward"] == ["11", "7"]
     assert rows["all-gathers in backward"] == ["5", "4"]
@@ -125,6 +182,56 @@ def test_a_crashed_worker_ends_the_run_with_its_traceback(
 def test_a_dim_that_heads_do_not_divide_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo", "--dim", "100"]) == 2
     assert "--dim 100 is not a multiple of 64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["0", "-2", "two", "1.5"])
+def test_a_number_that_is_none_is_refused_by_name(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["demo", "--ranks", number])
+    assert left.value.code == 2
+    assert f"argument --ranks: {number} is not a whole number above 0\n" in capsys.readouterr().err
+
+
+def test_without_a_compiler_it_says_so_at_once_and_what_runs_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_demo_report, "Workers", None)  # nothing is started
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with inductor_config.patch({"cpp.cxx": (None, "no-such-c++")}):
+        assert cli.main(["demo"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "needs a C++ compiler, and no-such-c++ does not run (CXX=... names another one)" in said.err
+    assert "apt install g++" in said.err
+    assert "fsdp-compile demo --backend aot_eager" in said.err
+
+
+def test_on_a_gpu_it_is_tritons_c_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CC", "no-such-cc")
+    assert cli.main(["demo"]) == 2
+    assert "needs a C compiler, and no-such-cc was not found (CC=... names another one)" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_processes_with_a_gpu_each_train_over_nccl(tmp_path: Path) -> None:
+    assert cli.main(["demo", "--ranks", "1", "--steps", "4", "--save", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "report.json").read_text())["ranks"][0]["group"] == "nccl"
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    pyproject = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert f'\nversion = "{fsdp_compile.__version__}"\n' in pyproject
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"fsdp-compile {fsdp_compile.__version__} (torch {torch.__version__})\n"
+
+
+def test_without_a_command_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "demo" in capsys.readouterr().err
 
 
 def _is_killed(settings: dict[str, Any], rank: int, send: Send) -> None:

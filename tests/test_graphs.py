@@ -88,7 +88,7 @@ FP32 = MixedPrecisionPolicy()
         *((make, "aot_eager", policy) for make in (Stack, Checkpointed) for policy in (FP32, BF16)),
         # Inductor's own joint passes ran between the tags and the partitioner
         pytest.param(Stack, "inductor", BF16, marks=pytest.mark.more),
-        (Checkpointed, "inductor", FP32),
+        pytest.param(Checkpointed, "inductor", FP32, marks=pytest.mark.more),
     ],
 )
 def test_with_resharding_no_full_weight_is_saved(
@@ -153,6 +153,7 @@ def test_only_the_root_is_kept_by_default(records: dict[str, GraphRecord]) -> No
     assert set(records["joint"].plan.keep) == {"embed.weight", "norm.weight", "norm.bias", "head.weight"}
 
 
+@pytest.mark.more
 def test_with_an_int_backward_gathers_what_few_ranks_kept(records: dict[str, GraphRecord]) -> None:
     model = shard(Checkpointed(2, dim=32), reshard_after_forward=2)
     out = torch.compile(model, fullgraph=True)(torch.zeros(2, 5, dtype=torch.long))
@@ -170,7 +171,8 @@ def test_with_an_int_backward_gathers_what_few_ranks_kept(records: dict[str, Gra
     assert in_forward == set(model.state_dict())
 
 
-@pytest.mark.parametrize(("subclass", "dtype"), [pytest.param(Halved, "bfloat16", marks=pytest.mark.more), (InEights, "float8_e4m3fn")])
+@pytest.mark.more
+@pytest.mark.parametrize(("subclass", "dtype"), [(Halved, "bfloat16"), (InEights, "float8_e4m3fn")])
 def test_backward_makes_a_weight_again_from_what_its_subclass_sends(
     subclass: type[Halved], dtype: str, records: dict[str, GraphRecord]
 ) -> None:

@@ -153,6 +153,7 @@ def python(*arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.more
 @pytest.mark.compat
 def test_saved_graphs_run(saved: Saved) -> None:
     folder, _ = saved
@@ -259,6 +260,7 @@ def _one_rank() -> tuple[list[float], list[str], list[str]]:
     return losses, notes, stages
 
 
+@pytest.mark.more
 @pytest.mark.compat
 def test_one_rank_alone_inspects_a_compiled_model(two_ranks: Ranks) -> None:
     (losses, notes, stages), _ = two_ranks.run(_one_rank)
@@ -325,6 +327,7 @@ def test_a_cached_graph_is_compiled_afresh(two_ranks: Ranks, tmp_path: Path) -> 
         assert inspected == ["joint", "forward", "backward"]
 
 
+@pytest.mark.more
 def test_a_backward_on_another_thread_is_compiled_afresh(two_ranks: Ranks, tmp_path: Path) -> None:
     for stages in two_ranks.run(_cached_on_a_thread, str(tmp_path)):
         assert stages == ["joint", "forward", "backward"] * 2

@@ -59,6 +59,7 @@ def _alternate(backend: str) -> list[int]:
     return graphs
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("backend", ["aot_eager"])
 def test_nothing_is_compiled_again_once_everything_was_seen(two_ranks: Ranks, backend: str) -> None:
     for graphs in two_ranks.run(_alternate, backend):

@@ -50,6 +50,13 @@ def _state() -> None:
         assert torch_fsdp.fully_shard.state(module) is None
     assert fsdp_compile.fully_shard.state(model)._comm_ctx is model._get_fsdp_state()._comm_ctx
     assert isinstance(model.unshard(async_op=True), torch_fsdp.UnshardHandle)
+    model.reshard()
+    replicated = fsdp_compile.replicate(nn.Linear(2, 2))
+    for one in (replicated, copy.deepcopy(replicated)):
+        state = fsdp_compile.replicate.state(one)
+        assert state is fsdp2_replicate.state(one) is not None
+        assert state._comm_ctx is one._get_fsdp_state()._comm_ctx
+    assert fsdp2_replicate.state(model) is None
 
 
 @pytest.mark.compat
@@ -239,6 +246,12 @@ def _mistakes() -> None:
     with pytest.raises(ValueError, match=r"A FSDPLinear was sharded by torch.distributed.fsdp.fully_shard"):
         fsdp_compile.fully_shard(model)
     assert not any(isinstance(param, DTensor) for param in model[0].parameters())
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fsdp_compile.fully_shard(model[1])
+    with pytest.raises(Exception) as raised:
+        torch_fsdp.fully_shard(model)
+        model(torch.ones(2, 8))
+    print("torch around ours:", repr(raised.value)[:300], flush=True)
 
 
 @pytest.mark.compat

@@ -1,0 +1,84 @@
+"""What graphs take of a shard with an all-gather extension: the tensors inside it, and how to put them together again.
+
+    graph input                    in the graph
+    (names, *tensors inside)       shard = Look.around(names, tensors) ... fsdp_pre_all_gather(shard)
+
+A compiler that gets the subclass itself takes it apart by ``__tensor_flatten__`` and ``__tensor_unflatten__``, and
+relies on more than subclasses keep: that of torchao's float8 looks at the data of a scale while nothing has data, and
+forgets the scale. And who keeps the same tensors inside is asked no more than for their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _torch_compat as compat
+
+
+@dataclass(frozen=True)
+class Look:
+    """A subclass without the tensors inside it."""
+
+    subclass: type
+    context: Any = field(hash=False)  # of ``__tensor_flatten__``
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def around(self, names: Sequence[str], tensors: Sequence[Tensor]) -> Any:
+        """The subclass around ``tensors``."""
+        subclass: Any = self.subclass
+        made = subclass.__tensor_unflatten__(dict(zip(names, tensors)), self.context, self.size, self.stride)
+        for name, tensor in zip(names, tensors):
+            if getattr(made, name, None) is not tensor:  # which it forgot
+                setattr(made, name, tensor)
+        return made
+
+
+class Apart:
+    """A shard taken apart; asked again at each call, for its user may give it other tensors."""
+
+    def __init__(self, local: Any) -> None:
+        self._local = local
+        self._attributes = _attributes_of(local)
+        self.names, self.look = _flattened(local)
+        self.inside = self._get()
+        self.has_changed = False  # in more than its tensors
+
+    def look_again(self) -> bool:
+        """Whether other tensors are inside than before."""
+        attributes = _attributes_of(self._local)
+        if attributes != self._attributes:  # only now: to flatten a shard may wait for the device
+            self._attributes = attributes
+            self.names, look = _flattened(self._local)
+            self.has_changed = look != self.look
+        inside = self._get()
+        if all(new is old for new, old in zip(inside, self.inside)) and len(inside) == len(self.inside):
+            return False
+        self.inside = inside
+        return True
+
+    def _get(self) -> tuple[Any, ...]:
+        """What stands beside the shard's parameter for graphs to take."""
+        return (self.names, *(getattr(self._local, name) for name in self.names))
+
+
+def taken_apart(local: Any) -> Apart | None:
+    """For a local tensor with an extension, where a compiler can look inside it."""
+    if not hasattr(local, "fsdp_pre_all_gather") or not compat.is_traceable(local):
+        return None
+    return Apart(local)
+
+
+def _flattened(local: Any) -> tuple[tuple[str, ...], Look]:
+    names, context = local.__tensor_flatten__()
+    return tuple(names), Look(type(local), context, local.size(), local.stride())
+
+
+def _attributes_of(local: Any) -> dict[str, int]:
+    """Which attributes are tensors, and what the others are."""
+    return {name: 0 if isinstance(value, Tensor) else id(value) for name, value in vars(local).items()}

@@ -1,0 +1,148 @@
+"""Branches and loops in a graph, whose bodies run on one rank and not on the next: what they read is gathered before."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch._higher_order_ops import scan, while_loop
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compile import fully_shard
+from fsdp_compile._graph_path import manager
+from fsdp_compile.passes import GraphRecord
+from tests import toy
+
+
+class Three(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 8)
+        self.c = nn.Linear(8, 8)
+
+
+class Branches(Three):
+    """The branch is another one for each rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        small = x.abs().mean() < 10
+        return self.c(torch.cond(small, lambda y: torch.tanh(self.a(y)), lambda y: torch.tanh(self.b(y)), (x,)))
+
+
+class CheckpointedBranches(Branches):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Loops(Three):
+    """One rank goes round more often than the next."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        (y,) = while_loop(lambda y: y.abs().mean() > 0.1, lambda y: (torch.tanh(0.5 * self.a(y)),), (x,))
+        return self.c(y)
+
+
+class Scans(Three):
+    def forward(self, x: Tensor) -> Tensor:
+        last, each = scan(lambda carry, y: (torch.tanh(self.a(carry + y)), torch.tanh(self.b(y))), x[0], x)
+        return self.c(each) + last
+
+
+def _inputs() -> list[Tensor]:
+    """Of every rank; the last one's are 100 times as large."""
+    size = dist.get_world_size()
+    scale = [100.0 if rank == size - 1 else 1.0 for rank in range(size)]
+    return [scale[rank] * torch.randn(4, 8, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
+
+
+def _compare(make: type[Three], units: bool, backend: str, trains: bool) -> None:
+    torch.manual_seed(0)
+    unsharded = make()
+    sharded = copy.deepcopy(unsharded)
+    if units:
+        fully_shard(sharded.a)
+        fully_shard(sharded.b)
+    fully_shard(sharded)
+    compiled = torch.compile(sharded, backend=backend, fullgraph=True)
+    inputs = _inputs()
+    with torch.set_grad_enabled(trains):
+        ours = compiled(inputs[dist.get_rank()])
+        torch.testing.assert_close(ours, unsharded(inputs[dist.get_rank()]))
+    if trains:
+        ours.sum().backward()
+        torch.stack([unsharded(x).sum() for x in inputs]).mean().backward()
+        toy.assert_same_grads(sharded, unsharded, atol=1e-4)
+
+
+@pytest.mark.parametrize("units", [False, True])
+def test_branches_part_by_rank(two_ranks: Any, units: bool) -> None:
+    two_ranks.run(_compare, Branches, units, "aot_eager", True)
+
+
+@pytest.mark.more
+@pytest.mark.compat
+@pytest.mark.parametrize("make", [Branches, CheckpointedBranches])
+def test_branches_train_on_inductor(two_ranks: Any, make: type[Three]) -> None:
+    two_ranks.run(_compare, make, True, "inductor", True)
+
+
+@pytest.mark.more
+def test_a_scan_trains(two_ranks: Any) -> None:
+    two_ranks.run(_compare, Scans, False, "aot_eager", True)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_loop_runs_as_often_as_each_rank_likes(two_ranks: Any, backend: str) -> None:
+    two_ranks.run(_compare, Loops, True, backend, False)
+
+
+class Region(toy.Block):
+    @torch.compiler.nested_compile_region
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def _saved_for_backward(graph: fx.Graph) -> set[tuple[int, ...]]:
+    return {tuple(node.meta["val"].shape) for node in graph.output_node().all_input_nodes}
+
+
+def _regions(backend: str) -> None:
+    """torch 2.15's own gradients are wrong here, so what counts is that ours are those of the model without sharding."""
+    unsharded, sharded = toy.pair(make=lambda: toy.Stack(block=Region))
+    graphs: list[GraphRecord] = []
+    manager.observers.append(graphs.append)
+    tokens = toy.batches(0)
+    try:
+        loss = toy.loss_of(torch.compile(sharded, backend=backend)(tokens[dist.get_rank()]))
+        loss.backward()
+    finally:
+        manager.observers.clear()
+    torch._dynamo.reset()
+    compiled = torch.compile(unsharded, backend=backend)
+    expected = torch.stack([toy.loss_of(compiled(batch)) for batch in tokens]).mean()
+    expected.backward()
+    torch.testing.assert_close(toy.mean_over_ranks(loss), expected.detach())
+    toy.assert_same_grads(sharded, unsharded)
+    joint = next(one for one in graphs if one.stage == "joint")
+    assert joint.num_unshards == len(list(sharded.parameters()))
+    forward = [one for one in graphs if one.stage == "forward"]
+    for one in forward:
+        assert one.graph is not None
+        assert not _saved_for_backward(one.graph) & {(33, 16), (16, 33)}, "a full weight is saved"
+    assert bool(forward) == (backend == "inductor")
+
+
+def test_compiled_regions_are_sharded_as_other_code_is(two_ranks: Any) -> None:
+    two_ranks.run(_regions, "aot_eager")
+
+
+@pytest.mark.more
+@pytest.mark.compat
+def test_compiled_regions_save_no_weights(two_ranks: Any) -> None:
+    two_ranks.run(_regions, "inductor")

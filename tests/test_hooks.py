@@ -1,0 +1,190 @@
+"""Tensor hooks on shards, on one rank alone where a test says nothing else: they change nothing that is sent."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import _reduction
+from tests.ranks import Ranks
+from tests.toy import assert_same_grads, batches, full, loss_of, pair, reference_backward, train_and_compare
+
+
+@contextlib.contextmanager
+def _reductions() -> Iterator[list[list[str]]]:
+    """FQNs of what each eager reduction carries, in the order of their launch."""
+    launched: list[list[str]] = []
+    begin = _reduction.Reduction.__init__
+
+    def watch(self: Any, gathered: Any, grads: Any, alone: bool = False) -> None:
+        launched.append([gathered.params[index].fqn for index in sorted(grads)])
+        begin(self, gathered, grads, alone)
+
+    _reduction.Reduction.__init__ = watch  # type: ignore[method-assign]
+    try:
+        yield launched
+    finally:
+        _reduction.Reduction.__init__ = begin  # type: ignore[method-assign]
+
+
+def _local_loss(model: nn.Module, step: int) -> Tensor:
+    return loss_of(model(batches(step)[dist.get_rank()]))
+
+
+def _a_hook_on_one_rank(compiled: str | None) -> list[Any]:
+    unsharded, model = pair()
+    run: Any = model if compiled is None else torch.compile(model, backend=compiled)
+    seen: dict[str, Tensor] = {}
+    train_and_compare(run, model, unsharded, steps=1)  # the hooks come in the middle of training
+    handles = []
+    if dist.get_rank() == 0:
+        for name, param in model.named_parameters():
+            handles.append(param.register_hook(lambda grad, name=name: seen.update({name: grad})))
+    with _reductions() as launched:
+        loss_of(run(batches(0)[dist.get_rank()])).backward()
+    reference_backward(unsharded, batches(0))
+    assert_same_grads(model, unsharded)
+    for name, grad in seen.items():
+        assert isinstance(grad, DTensor)
+        torch.testing.assert_close(grad.to_local(), model.get_parameter(name).grad.to_local())
+    for handle in handles:
+        handle.remove()
+    assert all(not param._backward_hooks for param in model.parameters())
+    model.zero_grad()
+    unsharded.zero_grad()
+    train_and_compare(run, model, unsharded, steps=1)
+    return [sorted(seen), launched, [name for name, _ in model.named_parameters()]]
+
+
+def test_every_rank_sends_the_same_with_hooks_on_one(two_ranks: Ranks) -> None:
+    (seen, launched, names), (nothing, also_launched, _) = two_ranks.run(_a_hook_on_one_rank, None)
+    assert seen == sorted(names) and nothing == []
+    assert launched == also_launched and len(launched) == 4  # units
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+def test_hooks_on_one_rank_of_a_compiled_model(two_ranks: Ranks, backend: str) -> None:
+    (seen, _, names), (nothing, _, _) = two_ranks.run(_a_hook_on_one_rank, backend)
+    assert seen == sorted(names) and nothing == []
+
+
+def _replacing() -> None:
+    unsharded, model = pair()
+    chosen, other = model.layers[1].up.weight, model.layers[1].up.bias
+    order: list[str] = []
+    chosen.register_hook(lambda grad: order.append("first") or grad * 2)
+    chosen.register_hook(lambda grad: order.append("second") or grad + 1)
+    chosen.register_post_accumulate_grad_hook(lambda param: order.append("accumulated"))
+    _local_loss(model, 0).backward()
+    reference_backward(unsharded, batches(0))
+    plain = unsharded.layers[1].up.weight
+    plain.grad.mul_(2).add_(1)
+    assert order == ["first", "second", "accumulated"]
+    assert_same_grads(model, unsharded)
+    _local_loss(model, 0).backward()  # adds to what is there
+    torch.testing.assert_close(full(chosen.grad), 2 * plain.grad, atol=1e-5, rtol=1e-4)
+
+    model.zero_grad()
+    other.register_hook(lambda grad: torch.zeros(3))
+    with pytest.raises(TypeError, match=r"up\.bias: a tensor hook made a Tensor"):
+        _local_loss(model, 0).backward()
+
+
+def test_a_hook_replaces_the_gradient_and_hooks_run_in_order(two_ranks: Ranks) -> None:
+    two_ranks.run(_replacing)
+
+
+def _set_between_forward_and_backward() -> None:
+    unsharded, model = pair()
+    seen: list[Any] = []
+    loss = _local_loss(model, 0)
+    if dist.get_rank() == 1:
+        model.head.weight.register_hook(seen.append)
+        model.layers[0].norm.bias.register_hook(seen.append)
+    loss.backward()
+    reference_backward(unsharded, batches(0))
+    assert_same_grads(model, unsharded)
+    assert len(seen) == (2 if dist.get_rank() == 1 else 0)
+    assert all(isinstance(grad, DTensor) for grad in seen)
+
+
+def test_a_hook_that_comes_after_the_forward(two_ranks: Ranks) -> None:
+    two_ranks.run(_set_between_forward_and_backward)
+
+
+def _micro_batches(replicas: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if replicas else None
+    unsharded, model = pair(**({} if mesh is None else {"mesh": mesh}))
+    seen: list[Tensor] = []
+    if dist.get_rank() == 0:
+        model.layers[2].down.weight.register_hook(seen.append)
+    for step in range(3):
+        model.set_requires_gradient_sync(step != 0)
+        if replicas:
+            model.set_requires_all_reduce(step == 2)
+        _local_loss(model, step).backward()
+        reference_backward(unsharded, batches(step))
+        if replicas and step == 1:
+            assert seen == []
+    assert_same_grads(model, unsharded)
+    if dist.get_rank() == 0:
+        assert len(seen) == (1 if replicas else 2)
+        if replicas:  # the first one's waited for it
+            torch.testing.assert_close(seen[0].to_local(), model.layers[2].down.weight.grad.to_local())
+
+
+def test_a_hook_sees_what_micro_batches_held_back(two_ranks: Ranks) -> None:
+    two_ranks.run(_micro_batches, False)
+
+
+def test_a_hook_sees_sums_over_replicas(four_ranks: Ranks) -> None:
+    four_ranks.run(_micro_batches, True)
+
+
+def _multi_grad() -> None:
+    unsharded, model = pair()
+    both = [model.layers[0].up.weight, model.head.weight]
+    every: list[Any] = []
+    first: list[Any] = []
+    if dist.get_rank() == 0:
+        torch.autograd.graph.register_multi_grad_hook(both, every.append)
+        torch.autograd.graph.register_multi_grad_hook(both, first.append, mode="any")
+    for _ in range(2):
+        _local_loss(model, 0).backward()
+        reference_backward(unsharded, batches(0))
+    assert_same_grads(model, unsharded)
+    if dist.get_rank() == 0:
+        assert len(every) == 2 and all(isinstance(grad, DTensor) for grads in every for grad in grads)
+        assert len(first) == 2
+
+
+def test_hooks_on_several_gradients(two_ranks: Ranks) -> None:
+    two_ranks.run(_multi_grad)
+
+
+def _asked_for_with_a_hook() -> None:
+    unsharded, model = pair()
+    reference_backward(unsharded, batches(0))
+    seen: list[Tensor] = []
+    chosen, other = model.layers[1].up.weight, model.head.weight
+    for param in (chosen, other):
+        if dist.get_rank() == 0:
+            param.register_hook(seen.append)
+    (grad,) = torch.autograd.grad(_local_loss(model, 0), [chosen])
+    torch.testing.assert_close(full(grad), unsharded.layers[1].up.weight.grad, atol=1e-6, rtol=1e-4)
+    assert chosen.grad is None and len(seen) == (1 if dist.get_rank() == 0 else 0)
+    _local_loss(model, 0).backward(inputs=[other])
+    torch.testing.assert_close(full(other.grad), unsharded.head.weight.grad, atol=1e-6, rtol=1e-4)
+    assert chosen.grad is None and len(seen) == (2 if dist.get_rank() == 0 else 0)
+
+
+def test_autograd_grad_and_inputs_with_a_hook_on_one_rank(two_ranks: Ranks) -> None:
+    two_ranks.run(_asked_for_with_a_hook)
