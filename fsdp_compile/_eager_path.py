@@ -64,7 +64,11 @@ def begin_forward(
     iteration.forward_number += state.outer is None and iteration.depth == 0
     call = _call_of_pass(state, module)
     if not reads_are_compiled:
-        _gather_ahead(state, call.gathered)
+        try:
+            _gather_ahead(state, call.gathered)
+        except BaseException:
+            abandon_forward(state, call)
+            raise
         some_frozen = any(not shard.requires_grad for shard in call.gathered.shards)
         if some_frozen and torch.is_grad_enabled() and not compat.in_functorch():
             args, kwargs = end_at_inputs(call, args, kwargs)
@@ -96,9 +100,10 @@ def _call_of_pass(state: UnitState, module: nn.Module) -> Call:
 
 def abandon_forward(state: UnitState, call: Call) -> None:
     """The forward raised: an error, or checkpointing that has recomputed enough."""
-    state.calls.remove(call)
+    if call in state.calls:
+        state.calls.remove(call)
+        state.iteration.depth -= compat.backward_task() is None
     if compat.backward_task() is None:
-        state.iteration.depth -= 1
         call.forget_reads()
         state.pass_call = None
         if not state.calls:

@@ -223,6 +223,7 @@ class Extension:
         if is_first:
             # With one rank what arrives is what was sent, which may be the shard itself.
             self._kept = [one.clone() for one in arrived] if self._spec.num_shards == 1 else arrived
+            self._num_bytes = _num_bytes_of(self._kept)
         for kept, tensor in zip(self._kept, arrived):
             if tensor.untyped_storage().data_ptr() != kept.untyped_storage().data_ptr():
                 kept.data.copy_(tensor)
@@ -231,7 +232,7 @@ class Extension:
             self._inner, self._full = [*inner], without_padding(made, self._spec)
         else:
             self._protocol.again(local, self._kept, self._metadata, self._spec, self._full, self._inner)
-        self._num_bytes = [(one, one.untyped_storage().nbytes()) for one in (*self._kept, *self._inner)]
+        self._num_bytes = _num_bytes_of([*self._kept, *self._inner])
         if self._releases:
             _shrink(self._kept)
         return self._full
@@ -259,6 +260,10 @@ class Extension:
         for tensor, num_bytes in self._num_bytes:
             if tensor.untyped_storage().nbytes() != num_bytes:
                 tensor.untyped_storage().resize_(num_bytes)
+
+
+def _num_bytes_of(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+    return [(one, one.untyped_storage().nbytes()) for one in tensors]
 
 
 def _shrink(tensors: Sequence[Tensor]) -> None:

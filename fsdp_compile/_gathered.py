@@ -88,7 +88,16 @@ class Gathered:
         """Start the all-gathers, unless they have been started or are done."""
         if self.is_full or self.launched:
             return
-        in_flight = []
+        in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] = []
+        self._in_flight = in_flight
+        try:
+            self._launch(in_flight)
+        except BaseException:
+            self._drop()
+            raise
+        self._versions = self._current_versions()
+
+    def _launch(self, in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]]) -> None:
         # A later read may be recorded, and another one may not be inside a transform of torch.func.
         with torch.inference_mode(False), torch.no_grad(), compat.without_functorch():
             sources, specs = self._sources()
@@ -101,15 +110,17 @@ class Gathered:
                 in_flight.append((bucket, members, launched, call))
             for extension in self._extensions.values():
                 extension.launch()
-        self._versions = self._current_versions()
-        self._in_flight = in_flight
 
     def wait(self) -> list[Tensor]:
         """The full parameters."""
         self.launch()
         if self._in_flight is not None:
-            with torch.inference_mode(False), torch.no_grad(), compat.without_functorch():
-                self._land(self._in_flight)
+            try:
+                with torch.inference_mode(False), torch.no_grad(), compat.without_functorch():
+                    self._land(self._in_flight)
+            except BaseException:
+                self._drop()
+                raise
             self._in_flight, self._slices = None, None
             self.is_full = True
         assert self.fulls is not None
@@ -118,14 +129,25 @@ class Gathered:
     def free(self) -> None:
         """Give the storages back; a gather that nobody waited for is waited for first."""
         if self.launched:
-            self.wait()
+            self._drop()
         self._slices = None
-        if not self.is_full:
-            return
-        self.is_full = False
+        if self.is_full:
+            self.is_full = False
+            self._give_back()
+
+    def _drop(self) -> None:
+        """Wait for what is in flight, and have nothing of it: as if it had not been launched."""
+        in_flight, self._in_flight = self._in_flight or [], None
+        with torch.inference_mode(False), torch.no_grad(), compat.without_functorch():
+            for _, specs, launched, call in in_flight:
+                lower.finish_gather(call, launched, specs)
+            for extension in self._extensions.values():
+                extension.drop()
+        self._give_back()
+
+    def _give_back(self) -> None:
         if self.group.keep_storage:
             return
-        assert self.fulls is not None
         shards = {
             shard._local_tensor.untyped_storage().data_ptr()
             for index, shard in enumerate(self.shards)
@@ -133,7 +155,7 @@ class Gathered:
         }
         for extension in self._extensions.values():
             extension.free()
-        for index, full in enumerate(self.fulls):
+        for index, full in enumerate(self.fulls or ()):
             if index in self._extensions:
                 continue
             storage = full.untyped_storage()

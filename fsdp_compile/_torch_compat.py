@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -267,9 +268,10 @@ def freezes_parameters() -> bool:
 def traces_backward() -> bool:
     """Whether a ``backward()`` in compiled code is traced into its forward's graph, whose leaves get the gradients.
 
-    ``_dynamo.config.trace_autograd_ops``: 2.15, not 2.11. Asked while tracing, and not guarded.
+    ``_dynamo.config.trace_autograd_ops``: 2.11 to 2.15; 2.11 asserts that leaves are no DTensors. Asked while tracing,
+    and not guarded.
     """
-    return bool(getattr(torch._dynamo.config, "trace_autograd_ops", False))
+    return bool(torch._dynamo.config.trace_autograd_ops)
 
 
 def local_tensor(param: DTensor) -> torch.Tensor:
@@ -486,20 +488,50 @@ def _set_in_all_threads(config: Any, name: str, value: Any) -> None:
         entry.default = value
 
 
-@contextlib.contextmanager
-def _off_in_all_threads(config: Any, *names: str) -> Iterator[None]:
-    """The same for switches, off for the time of a block (``patch``, ``_config``: 2.11 to 2.15)."""
-    entries = [config._config[name] for name in names]
-    entries = [entry for entry in entries if hasattr(entry.user_override, "get")]
-    defaults = [entry.default for entry in entries]
-    with config.patch(dict.fromkeys(names, False)):
-        for entry in entries:
-            entry.default = False
+class _SwitchesOff:
+    """Some switches of one of torch's settings modules; uses may overlap, on one thread or several, in any order.
+
+    In 2.15 a setting is a ContextVar: what a thread sets, it finds alone, and who set nothing finds the default. So the
+    default goes off with the first use and comes back with the last, and so it is with what each thread set. In 2.11
+    all threads find the same. ``_config``, ``_make_closure_patcher``: 2.11 to 2.15.
+    """
+
+    def __init__(self, config: Any, *names: str) -> None:
+        self._config, self._names = config, names
+        self._lock = threading.Lock()
+        self._num_uses: dict[int, int] = {}  # by thread
+        self._undo: dict[int, Callable[[], None]] = {}
+        self._defaults: list[Any] = []
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Off inside."""
+        entries = [self._config._config[name] for name in self._names]
+        by_thread = [entry for entry in entries if hasattr(entry.user_override, "get")]
+        thread = threading.get_ident() if by_thread else 0
+        with self._lock:
+            if not self._num_uses:
+                self._defaults = [entry.default for entry in by_thread]
+            if thread not in self._num_uses:
+                self._undo[thread] = self._config._make_closure_patcher(**dict.fromkeys(self._names, False))()
+            self._num_uses[thread] = self._num_uses.get(thread, 0) + 1
+            for entry in by_thread:
+                entry.default = False
         try:
             yield
         finally:
-            for entry, default in zip(entries, defaults, strict=True):
-                entry.default = default
+            with self._lock:
+                self._num_uses[thread] -= 1
+                if not self._num_uses[thread]:
+                    del self._num_uses[thread]
+                    self._undo.pop(thread)()
+                if not self._num_uses:
+                    for entry, default in zip(by_thread, self._defaults, strict=True):
+                        entry.default = default
+
+
+_graph_caches = _SwitchesOff(inductor_config, "fx_graph_cache", "fx_graph_remote_cache")
+_autograd_caches = _SwitchesOff(functorch_config, "enable_autograd_cache", "enable_remote_autograd_cache")
 
 
 def get_grad_dtype(param: torch.Tensor) -> torch.dtype | None:
@@ -558,10 +590,7 @@ def graph_breaks(observe: Callable[[Any, str], None]) -> Iterator[None]:
 @contextlib.contextmanager
 def no_compile_caches() -> Iterator[None]:
     """Compile graphs even where a cache holds them; compiled kernels are still found in theirs (2.11 to 2.15)."""
-    with (
-        _off_in_all_threads(inductor_config, "fx_graph_cache", "fx_graph_remote_cache"),
-        _off_in_all_threads(functorch_config, "enable_autograd_cache", "enable_remote_autograd_cache"),
-    ):
+    with _graph_caches.off(), _autograd_caches.off():
         yield
 
 

@@ -72,7 +72,7 @@ def _traces_backward() -> AbstractContextManager[Any]:
 
 
 def _backward_in_the_graph(backend: str) -> None:
-    unsharded, sharded = toy.pair()
+    unsharded, sharded = toy.pair(make=lambda: toy.Stack(num_blocks=1))
 
     @torch.compile(backend=backend, fullgraph=True)
     def step(tokens: Tensor) -> Tensor:
@@ -106,19 +106,25 @@ def _without_synchronization() -> str:
     return str(raised.value)
 
 
-# torch 2.11 does not trace backwards.
-if hasattr(torch._dynamo.config, "trace_autograd_ops"):
+def test_a_backward_in_the_graph_of_its_forward(two_ranks: Any) -> None:
+    if torch.torch_version.TorchVersion(torch.__version__) < (2, 12):
+        # torch 2.11 asserts that leaves are no DTensors. Gradients are not lost without a word.
+        with pytest.raises(AssertionError, match="in method_backward"):
+            two_ranks.run(_backward_in_the_graph, "aot_eager")
+        return
+    two_ranks.run(_backward_in_the_graph, "aot_eager")
 
-    def test_a_backward_in_the_graph_of_its_forward(two_ranks: Any) -> None:
-        two_ranks.run(_backward_in_the_graph, "aot_eager")
 
-    @pytest.mark.more
-    def test_a_backward_in_the_graph_of_its_forward_on_inductor(two_ranks: Any) -> None:
+@pytest.mark.more
+def test_a_backward_in_the_graph_of_its_forward_on_inductor(two_ranks: Any) -> None:
+    if torch.torch_version.TorchVersion(torch.__version__) >= (2, 12):
         two_ranks.run(_backward_in_the_graph, "inductor")
 
-    def test_the_setting_changes_nothing_for_a_backward_outside(two_ranks: Any) -> None:
-        two_ranks.run(_backward_behind_the_graph)
 
-    def test_gradients_cannot_be_held_back_in_the_graph(two_ranks: Any) -> None:
-        for said in two_ranks.run(_without_synchronization):
-            assert "embed.weight: torch._dynamo.config.trace_autograd_ops traces backward into the graph" in said
+def test_the_setting_changes_nothing_for_a_backward_outside(two_ranks: Any) -> None:
+    two_ranks.run(_backward_behind_the_graph)
+
+
+def test_gradients_cannot_be_held_back_in_the_graph(two_ranks: Any) -> None:
+    for said in two_ranks.run(_without_synchronization):
+        assert "embed.weight: torch._dynamo.config.trace_autograd_ops traces backward into the graph" in said

@@ -141,16 +141,18 @@ def _round(trained: Trained, asked: dict[str, bool]) -> dict[str, Any]:
     if asked.get("cpu_offload") and asked.get("full_state_dict") and not asked.get("broadcast_from_rank0"):
         assert bool(of_model) == (dist.get_rank() == 0)
         return told  # other ranks have nothing to give back
-    takes = {
-        "set_model_state_dict": lambda: helpers.set_model_state_dict(model, of_model, options=options),
-        "set_optimizer_state_dict": lambda: helpers.set_optimizer_state_dict(model, optim, of_optim, options=options),
-        "set_state_dict": lambda: helpers.set_state_dict(
-            model, optim, model_state_dict=of_model, optim_state_dict=of_optim, options=options
-        ),
-    }
-    # Getters give the tensors themselves, which are about to change.
+    # Getters give tensors of the model and the optimizer, and some become the optimizer's that takes them.
     of_model, of_optim = _clone(of_model), _clone(of_optim)
     told = {name: _clone(one) for name, one in told.items()}
+    takes = {
+        "set_model_state_dict": lambda: helpers.set_model_state_dict(model, _clone(of_model), options=options),
+        "set_optimizer_state_dict": lambda: helpers.set_optimizer_state_dict(
+            model, optim, _clone(of_optim), options=options
+        ),
+        "set_state_dict": lambda: helpers.set_state_dict(
+            model, optim, model_state_dict=_clone(of_model), optim_state_dict=_clone(of_optim), options=options
+        ),
+    }
     for name, take in takes.items():
         trained.disturb()
         told[name] = str(_outcome(take))

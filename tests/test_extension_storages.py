@@ -314,3 +314,52 @@ def _output_is_the_weight() -> None:
 
 def test_a_weight_that_a_module_returns_stays(two_ranks: Ranks) -> None:
     two_ranks.run(_output_is_the_weight)
+
+
+class _Moody(Plain):
+    """Raises where and when it is told to."""
+
+    raises_in: str | None = None
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        if _Moody.raises_in == "pre":
+            raise LookupError("not now")
+        return super().fsdp_pre_all_gather(mesh)
+
+    def fsdp_post_all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        if _Moody.raises_in == "post":
+            raise LookupError("not now")
+        return super().fsdp_post_all_gather(*args, **kwargs)
+
+
+def _raises(step: int) -> None:
+    """In the first step, or the second, in the second extension of a block; the steps after it are right."""
+    torch.manual_seed(0)
+    reference = Stack()
+    model = copy.deepcopy(reference)
+    for index, layer in enumerate(model.layers):
+        layer.up.weight = nn.Parameter(Plain(layer.up.weight.detach()))
+        layer.down.weight = nn.Parameter((_Moody if index == 1 else Plain)(layer.down.weight.detach()))
+    _shard(model)
+    optims = [torch.optim.SGD(one.parameters(), lr=1e-2) for one in (model, reference)]
+    moments = [None] * step + ["pre", "post", None, None]
+    for number, _Moody.raises_in in enumerate(moments):
+        inputs = batches(number)
+        if _Moody.raises_in is not None:
+            for _ in range(2):
+                with pytest.raises(LookupError, match="not now"):
+                    model(inputs[dist.get_rank()])
+            with torch.no_grad(), pytest.raises(LookupError, match="not now"):
+                model.layers[1](torch.ones(2, 16))
+            continue
+        loss_of(model(inputs[dist.get_rank()])).backward()
+        reference_backward(reference, inputs)
+        assert_same_grads(model, reference)
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_after_an_extension_that_raised_the_next_step_is_right(two_ranks: Ranks, step: int) -> None:
+    two_ranks.run(_raises, step)

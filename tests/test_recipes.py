@@ -251,7 +251,7 @@ def _save_and_load(blocks: list[str]) -> None:
     unsharded, model = twins()
     folder = shared_folder()
     try:
-        names = play(blocks[0], model=torch.compile(shard(model), backend="aot_eager"), batch=mine(), folder=folder)
+        names = play(blocks[0], model=torch.compile(shard(model)), batch=mine(), folder=folder)
         saved = names["optim"].state
         sum_backward(unsharded, batches(0))
         torch.optim.AdamW(unsharded.parameters(), lr=1e-3).step()
@@ -264,8 +264,8 @@ def _save_and_load(blocks: list[str]) -> None:
             for name, value in names["optim"].state[loaded].items():
                 torch.testing.assert_close(full(value), full(saved[param][name]), atol=0, rtol=0)
         model = shard(Stack())
-        play(blocks[2], model=torch.compile(again, backend="aot_eager"), folder=folder)
-        play(blocks[3], model=torch.compile(model, backend="aot_eager"), folder=folder)
+        play(blocks[2], model=torch.compile(again), folder=folder)
+        play(blocks[3], model=torch.compile(model), folder=folder)
         assert_same_params(model, unsharded, atol=1e-5)
         unsharded.load_state_dict(torch.load(folder / "model.pt"))  # names and shapes are its own
     finally:
@@ -284,7 +284,7 @@ def shared_folder() -> Path:
 @section("A moving average of the model")
 def _moving_average(blocks: list[str]) -> None:
     unsharded, model = twins()
-    run = torch.compile(shard(model), backend="aot_eager", fullgraph=True)
+    run = torch.compile(shard(model), fullgraph=True)
     names = play(*blocks, model=run, batches=[mine(0), mine(1)])
     expected = AveragedModel(unsharded, multi_avg_fn=get_ema_multi_avg_fn(0.99))
     optim = torch.optim.AdamW(unsharded.parameters(), lr=1e-3)
@@ -325,7 +325,7 @@ def _teacher(blocks: list[str]) -> None:
 @section("Which optimizers")
 def _which_optimizers(blocks: list[str]) -> None:
     unsharded, model = twins()
-    names = play(*blocks, model=torch.compile(shard(model), backend="aot_eager"), batch=mine())
+    names = play(*blocks, model=torch.compile(shard(model)), batch=mine())
     sum_backward(unsharded, batches(0))
     groups = [
         {"params": [param for param in unsharded.parameters() if param.ndim == 2], "weight_decay": 0.1},

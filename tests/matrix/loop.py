@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import fsdp_compile
 from tests.matrix import models
 from tests.matrix.meter import Meter
-from tests.matrix.train import LR, Run, backward, compiled, reference_backward, seed, shard, train
+from tests.matrix.train import LR, Run, backward, compiled, mode, reference_backward, seed, shard, train
 
 # Accumulation.
 
@@ -226,26 +226,21 @@ def divide_factor(meter: Meter) -> None:
 # Evaluation and lengths.
 
 
-def evaluate(meter: Meter, mode: Callable[[], Any], reshard: bool | None = None) -> None:
+def evaluate(meter: Meter, without_grad: Callable[[], Any], reshard: bool | None = None) -> None:
     """Training, evaluation without gradients, training: the second round compiles nothing."""
     reference, model = models.twins()
     shard(model, reshard_after_forward=reshard)
     run = compiled(meter, model)
     train(meter, model, reference, run, num_steps=1)
     for start in (1, 2):
-        _mode(False, model, reference)
-        with mode(), meter.counting():
+        mode(False, model, reference)
+        with without_grad(), meter.counting():
             tokens = models.batches(start)[dist.get_rank()]
             meter.compare("loss", run(tokens), reference(tokens))
-        _mode(True, model, reference)
+        mode(True, model, reference)
         train(meter, model, reference, run, first=start, num_steps=1)
-    _mode(False, model, reference)  # with gradients, as adversarial training and tuning of frozen layers do
+    mode(False, model, reference)  # with gradients, as adversarial training and tuning of frozen layers do
     train(meter, model, reference, run, first=3, num_steps=1)
-
-
-def _mode(training: bool, *models: nn.Module) -> None:
-    for model in models:
-        model.train(training)
 
 
 def two_lengths(meter: Meter, mark: bool) -> None:
@@ -282,10 +277,10 @@ def loop(meter: Meter) -> None:
         for optim in optims:
             optim.step()
             optim.zero_grad()
-        _mode(False, model, reference)
+        mode(False, model, reference)
         with torch.no_grad():
             meter.compare("loss", run(micro_batches[0][0]), reference(micro_batches[0][0]))
-        _mode(True, model, reference)
+        mode(True, model, reference)
         if step == 1:
             seen = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     meter.notes.append(f"{seen} graphs after step 2")

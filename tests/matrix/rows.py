@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fsdp_compile import CPUOffloadPolicy
-from tests.matrix import numbers, tools
+from tests.matrix import around, numbers, tools
 from tests.matrix.loop import (
     accumulate,
     breaks,
@@ -180,12 +180,18 @@ ROWS: tuple[Row, ...] = (
         shows="set_gradient_divide_factor",
         recipe="Divide gradients by a number of your own",
     ),
-    Row("evaluation, no_grad", partial(evaluate, mode=torch.no_grad, reshard=True), 3, recipe="Evaluate"),
-    Row("evaluation, inference_mode", partial(evaluate, mode=torch.inference_mode), 3),
+    Row("evaluation, no_grad", partial(evaluate, without_grad=torch.no_grad, reshard=True), 3, recipe="Evaluate"),
+    Row("evaluation, inference_mode", partial(evaluate, without_grad=torch.inference_mode), 3),
     Row("two sequence lengths", partial(two_lengths, mark=False), 2),
     Row("two sequence lengths, mark_dynamic", partial(two_lengths, mark=True), recipe="Lengths that change"),
     Row("6 steps: accumulation, evaluation, two lengths", loop, 6, 2),
     Row("a penalty on gradients, eagerly", double_backward, None, None, recipe="Gradients of gradients"),
+    Row("adopt", around.adopted, shows="adopt Adoption", recipe="Code that was written for torch's FSDP2"),
+    Row("a checkpoint, resumed", around.resumed, 2, recipe="Save, load, resume"),
+    Row("a moving average", around.averaged, 2, recipe="A moving average of the model"),
+    Row("a frozen teacher", around.taught, 2, recipe="A frozen teacher"),
+    Row("AdamW with groups", around.grouped, recipe="Which optimizers"),
+    Row("torch.cond, another branch on each rank", around.branched, recipe="Branches and loops"),
     Row("inspect", tools.inspected, 2, shows="inspect"),
     Row("explain_breaks", tools.explained, None, shows="explain_breaks BreakReport"),
     Row("check_parity", tools.parity, None, shows="check_parity Parity"),

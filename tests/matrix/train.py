@@ -67,7 +67,13 @@ def seed(step: int, place: int) -> None:
     torch.manual_seed(100 * step + place)
 
 
-def reference_backward(reference: nn.Module, batches: Tensor, step: int = 0) -> list[Tensor]:
+def mode(training: bool, *models: nn.Module) -> None:
+    """train() or eval() of each."""
+    for model in models:
+        model.train(training)
+
+
+def reference_backward(reference: Run, batches: Tensor, step: int = 0) -> list[Tensor]:
     """Backward of the mean loss over the batches of a step; the losses."""
     losses = []
     for place, batch in enumerate(batches):

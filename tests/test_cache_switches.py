@@ -1,0 +1,82 @@
+"""Caches are off as long as somebody needs them off, and on again afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+
+from fsdp_compile import _torch_compat as compat
+
+pytestmark = pytest.mark.compat
+
+
+def _are_on() -> bool:
+    on = {inductor_config.fx_graph_cache, functorch_config.enable_autograd_cache}
+    assert len(on) == 1
+    return on.pop()
+
+
+@pytest.fixture(autouse=True)
+def caches_on() -> Iterator[None]:
+    with inductor_config.patch(fx_graph_cache=True), functorch_config.patch(enable_autograd_cache=True):
+        yield
+
+
+class _Use:
+    """One use, on a thread of its own or on this one."""
+
+    def __init__(self, elsewhere: bool) -> None:
+        self._pool = ThreadPoolExecutor(1) if elsewhere else None
+        self._use = compat.no_compile_caches()
+
+    def _run(self, fn: Callable[[], bool]) -> bool:
+        return fn() if self._pool is None else self._pool.submit(fn).result()
+
+    def enter(self) -> bool:
+        return self._run(lambda: (self._use.__enter__(), _are_on())[1])
+
+    def leave(self) -> bool:
+        return self._run(lambda: (self._use.__exit__(None, None, None), _are_on())[1])
+
+    def look(self) -> bool:
+        return self._run(_are_on)
+
+
+def _found_elsewhere() -> bool:
+    """What a thread finds that never set anything."""
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(_are_on()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("threads", [(False, False), (True, True), (False, True), (True, False)])
+def test_uses_that_overlap_leave_caches_as_they_were(threads: tuple[bool, bool]) -> None:
+    before = _found_elsewhere()
+    first, second = (_Use(elsewhere) for elsewhere in threads)
+    seen = [first.look(), second.look()]
+    assert first.enter() is False
+    assert second.enter() is False
+    assert _found_elsewhere() is False
+    first.leave()
+    assert second.look() is False
+    assert _found_elsewhere() is False
+    second.leave()
+    assert [first.look(), second.look()] == seen
+    assert _are_on() is True
+    assert _found_elsewhere() == before
+
+
+def test_a_use_inside_another_and_one_that_raises() -> None:
+    with compat.no_compile_caches():
+        with contextlib.suppress(KeyError), compat.no_compile_caches():
+            raise KeyError
+        assert not _are_on()
+    assert _are_on()
