@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
@@ -24,21 +27,33 @@ def move(value: Any, device: torch.device) -> Any:
 
 
 def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with ``fn`` of every tensor in its place; containers keep their types.
+    """``value`` with ``fn`` of every tensor in its place; containers keep their types, and are not made anew.
 
-    Traced by Dynamo, so written with plain type tests.
+    That is: no ``__init__`` and no ``__post_init__`` of theirs runs again, and one in which nothing changes comes back
+    as it is. Mappings that cannot be written to stay as they are. torch's pytrees know neither dataclasses nor
+    UserDict nor subclasses of tuples. Traced by Dynamo, so written with plain type tests.
     """
     if isinstance(value, torch.Tensor):
         return fn(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*[map_tensors(item, fn) for item in value])
-    if isinstance(value, (list, tuple, set)):
-        return type(value)([map_tensors(item, fn) for item in value])
+    if isinstance(value, PackedSequence):
+        return value._replace(data=fn(value.data))  # the other tensors say where its rows are
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [map_tensors(item, fn) for item in value]
+        changes = any(after is not before for after, before in zip(items, value, strict=True))
+        return _like(value, items) if changes else value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_dataclass(value, fn)
-    if isinstance(value, dict):
-        mapped = {key: map_tensors(item, fn) for key, item in value.items()}
-        return mapped if type(value) is dict else type(value)(mapped)
+        fields = _fields_of(value)
+        changed = _changed(fields, fn)
+        if not changed:
+            return value
+        # One that is a dict as well, as outputs of transformers are, fills itself when it is made.
+        return dataclasses.replace(value, **changed) if isinstance(value, dict) else _with(value, changed)
+    if isinstance(value, UserDict):
+        changed = _changed(value.data, fn)
+        return _with(value, {"data": {**value.data, **changed}}) if changed else value
+    if isinstance(value, (dict, MutableMapping)):
+        changed = _changed(value, fn)
+        return _mapping_like(value, changed) if changed else value
     return value
 
 
@@ -46,22 +61,58 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     """Every tensor in ``value``, in order, through the same containers that ``map_tensors`` goes through."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, dict):
-        inner: list[Any] = list(value.values())
-    elif isinstance(value, (list, tuple, set)):
-        inner = list(value)
+    if isinstance(value, PackedSequence):
+        return [value.data]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        inner: list[Any] = list(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        inner = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        inner = list(_fields_of(value).values())
+    elif isinstance(value, (dict, MutableMapping)):
+        inner = list(value.values())
     else:
         return []
     return [tensor for item in inner for tensor in tensors_in(item)]
 
 
-def _map_dataclass(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    changed = {}
-    for field in dataclasses.fields(value):
-        before = getattr(value, field.name)
-        after = map_tensors(before, fn)
-        if after is not before and field.init:
-            changed[field.name] = after
-    return dataclasses.replace(value, **changed) if changed else value
+def _fields_of(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}
+
+
+def _changed(values: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> dict[Any, Any]:
+    """What ``map_tensors`` makes something else of."""
+    mapped = [(key, item, map_tensors(item, fn)) for key, item in values.items()]
+    return {key: after for key, before, after in mapped if after is not before}
+
+
+def _like(value: Any, items: list[Any]) -> Any:
+    """A sequence or a set of the type of ``value``."""
+    if hasattr(value, "_fields"):
+        return type(value)._make(items)
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(items)
+    if isinstance(value, tuple):
+        return tuple.__new__(type(value), items)
+    copied = copy.copy(value)
+    copied.clear()
+    (copied.extend if isinstance(value, list) else copied.update)(items)
+    return copied
+
+
+def _mapping_like(value: Any, changed: dict[Any, Any]) -> Any:
+    if type(value) in (dict, OrderedDict):
+        return type(value)({**value, **changed})
+    if type(value) is defaultdict:
+        return defaultdict(value.default_factory, {**value, **changed})
+    copied = copy.copy(value)
+    for key, item in changed.items():
+        copied[key] = item
+    return copied
+
+
+def _with(value: Any, attributes: dict[str, Any]) -> Any:
+    """A copy of an object that has other ``attributes``; frozen ones too."""
+    copied = object.__new__(type(value))
+    slots = _fields_of(value) if dataclasses.is_dataclass(value) else {}
+    for name, attribute in {**slots, **getattr(value, "__dict__", {}), **attributes}.items():
+        object.__setattr__(copied, name, attribute)
+    return copied

@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from . import _torch_compat as compat
-from ._classes import original_class, refresh, refresh_owners
+from ._arguments import ignored_in, require_kinds
+from ._classes import original_class, parts_of, refresh, refresh_owners
 from ._eager_backward import end_backward
 from ._eager_path import READS
+from ._extension import has_extension
 from ._fsdp2_view import FSDP2View
 from ._graph_path import install_passes
 from ._group import ParamGroup
@@ -24,6 +26,7 @@ from ._module import FSDPModule
 from ._param import STAMP, Cut, ShardedParam, Slot, cut_of, shard_param
 from ._state import STATE, UnitState, state_of, states_in
 from ._trace import logger
+from ._undo import AllOrNothing
 
 ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module] | tuple[nn.Module, ...]")
 
@@ -46,6 +49,8 @@ def fully_shard(
     """
     given = modules_in(module, "fully_shard")
     _validate_reshard(reshard_after_forward)
+    require_kinds("fully_shard", mesh, mp_policy, offload_policy, shard_placement_fn)
+    ignored = ignored_in("fully_shard", ignored_params)
     target = shard_mesh(mesh, dp_mesh_dims)
     if not target.group and shard_placement_fn is not None:
         raise ValueError(
@@ -53,7 +58,7 @@ def fully_shard(
             "over, or leave out shard_placement_fn."
         )
     make_unit(
-        given, target, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, set(ignored_params or ())
+        given, target, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored
     )
     return module
 
@@ -74,7 +79,7 @@ def make_unit(
     modules = _roots_of_list(tuple(_behind_compile(one) for one in given))
     reshard, inner_size = _resolve_reshard(reshard_after_forward, target)
 
-    # Nothing is changed before everything is validated: a refused call leaves the module as it was.
+    # What can be refused comes first, and changes nothing.
     managed = _managed_modules(modules)
     claimed, unclaimed = _parameter_slots(modules, managed, ignored)
     cuts: dict[str, Cut] = {}
@@ -85,35 +90,48 @@ def make_unit(
         if inner_size is not None:
             _validate_slicing(fqn, cuts[fqn], target, inner_size)
         overrides.update(_dtype_override(fqn, slots[0].param, mp_policy))
-
-    install_passes()
-    _move_to_device(managed, unclaimed, target.device)
     group = ParamGroup(
         unit="+".join(original_class(one).__name__ for one in modules),
         mesh=target,
         mp_policy=mp_policy,
+        params=[
+            shard_param(fqn, order, slots, cuts[fqn], target.device, offload_policy)
+            for order, (fqn, slots) in enumerate(unclaimed.items())
+        ],
         overrides=overrides,
         reshard_after_forward=reshard,
-        post_forward=None if inner_size is None else inner_mesh(target, inner_size),
         offload=isinstance(offload_policy, CPUOffloadPolicy),
     )
+    for param in group.params:
+        has_extension(param, param.shard)  # type: ignore[arg-type]
+        group.spec_of(param)
     state = UnitState(modules=modules, group=group, mp_policy=mp_policy, mixin=FSDPModule)
     if target.device.type != "cpu":
         state.takes_inputs_to = target.device
-    for one in modules:
-        one.__dict__[STATE] = state
-        compat.register_fsdp2_state(one, FSDP2View(state, end_backward))
-    for fqn, slots in unclaimed.items():
-        param = shard_param(fqn, len(group.params), slots, cuts[fqn], offload_policy)
-        group.params.append(param)
-        for slot in slots:
-            _register_read(slot, param, state, state)
-    for slots in claimed.values():
-        _adopt(slots, state)
-    _demote_inner_roots(state)
-    refresh(state)
-    for one in modules:
-        compat.recompile_call(one)
+    moved = _moved_buffers(managed, target.device)
+    install_passes()
+    if inner_size is not None:
+        group.post_forward = inner_mesh(target, inner_size)
+
+    fulls = [slots[0].param for slots in unclaimed.values()]
+    units = [*(unit for one in modules for unit in states_in(one)), *map(_owner_of, claimed.values())]
+    parts = [part for unit in dict.fromkeys(units) for part in parts_of(unit)]
+    with AllOrNothing([*(child for one in modules for child in one.modules()), *fulls, *parts]):
+        for (module, name), buffer in moved.items():
+            module._buffers[name] = buffer
+        for one in modules:
+            one.__dict__[STATE] = state
+            compat.register_fsdp2_state(one, FSDP2View(state, end_backward))
+        for param in group.params:
+            param.install()
+            for slot in param.slots:
+                _register_read(slot, param, state, state)
+        for slots in claimed.values():
+            _adopt(slots, state)
+        _demote_inner_roots(state)
+        refresh(state)
+        for one in modules:
+            compat.recompile_call(one)
     logger.debug(
         "%s: one unit of %d parameters, sharded over %d ranks and replicated %d times",
         group.unit,
@@ -289,16 +307,14 @@ def _validate_param(fqn: str, param: nn.Parameter, target: ShardMesh) -> None:
         )
 
 
-def _move_to_device(managed: Iterable[nn.Module], slots: dict[str, list[Slot]], device: torch.device) -> None:
-    for places in slots.values():
-        param = places[0].param
-        if not param.is_meta and param.device != device:
-            with torch.no_grad():
-                param.data = param.data.to(device)
-    for module in managed:
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
+def _moved_buffers(managed: Iterable[nn.Module], device: torch.device) -> dict[tuple[nn.Module, str], Tensor]:
+    """Copies on ``device`` of the buffers that are elsewhere."""
+    return {
+        (module, name): buffer.to(device)
+        for module in managed
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_meta and buffer.device != device
+    }
 
 
 def _dtype_override(fqn: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -> dict[str, torch.dtype]:
@@ -318,13 +334,19 @@ def _dtype_override(fqn: str, param: nn.Parameter, policy: MixedPrecisionPolicy)
 def _adopt(slots: list[Slot], reader: UnitState) -> None:
     """Tie the slots to a parameter that an earlier call sharded: one shard, one gather, one gradient."""
     param: ShardedParam = getattr(slots[0].param, STAMP)
-    first = param.slots[0]
-    _, owner, _ = first.module.__dict__[READS][first.name]
+    owner = _owner_of(slots)
     for slot in slots:
         slot.register(param.shard)
         param.slots.append(slot)
         _register_read(slot, param, owner, reader)
     refresh(owner)
+
+
+def _owner_of(slots: list[Slot]) -> UnitState:
+    """The unit of the earlier call that sharded the parameter in the slots."""
+    first = getattr(slots[0].param, STAMP).slots[0]
+    owner: UnitState = first.module.__dict__[READS][first.name][1]
+    return owner
 
 
 def _register_read(slot: Slot, param: ShardedParam, owner: UnitState, reader: UnitState) -> None:

@@ -104,14 +104,12 @@ class ParamGroup:
         return self.comms.custom
 
     def set_options(self, bucketing: str | None, reduction: str | None) -> None:
-        if bucketing is not None:
-            if bucketing not in BUCKETINGS:
-                raise ValueError(f"bucketing={bucketing!r} is none of {', '.join(BUCKETINGS)}.")
-            self.bucketing = bucketing
-        if reduction is not None:
-            if reduction not in REDUCTIONS:
-                raise ValueError(f"reduction={reduction!r} is none of {', '.join(REDUCTIONS)}.")
-            self.reduction = reduction
+        if bucketing is not None and bucketing not in BUCKETINGS:
+            raise ValueError(f"bucketing={bucketing!r} is none of {', '.join(BUCKETINGS)}.")
+        if reduction is not None and reduction not in REDUCTIONS:
+            raise ValueError(f"reduction={reduction!r} is none of {', '.join(REDUCTIONS)}.")
+        self.bucketing = self.bucketing if bucketing is None else bucketing
+        self.reduction = self.reduction if reduction is None else reduction
 
     def spec_of(self, param: ShardedParam) -> ReadSpec:
         """What a marker of the parameter says, by the dtype that its shard has now."""

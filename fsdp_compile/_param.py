@@ -111,14 +111,23 @@ class ShardedParam:
     is_hooked: bool = False  # by somebody, when edges were joined last
 
     def __post_init__(self) -> None:
-        self.follow(self.shard)
+        self._look_at(self.shard)
+
+    def install(self) -> None:
+        """Put the shard where the full parameter is, which says from now on that it was sharded."""
+        setattr(self.param, STAMP, self)
+        for slot in self.slots:
+            slot.register(self.shard)
 
     def follow(self, shard: nn.Parameter) -> None:
         """Have ``shard`` as the shard, which it may have been before with another tensor in it."""
+        self._look_at(shard)
+        self.put_beside("local", self.local if self.apart is None else self.apart.inside)
+
+    def _look_at(self, shard: nn.Parameter) -> None:
         self.shard, self.local = shard, compat.local_tensor(shard) if isinstance(shard, DTensor) else None
         self.address = self.local.data_ptr() if type(self.local) is Tensor else None
         self.apart = taken_apart(self.local)
-        self.put_beside("local", self.local if self.apart is None else self.apart.inside)
 
     def look_inside(self) -> None:
         """Have beside the shard what is inside it now."""
@@ -174,14 +183,18 @@ def _part_of(whole: Tensor, layout: ShardLayout, start: int, stop: int) -> Tenso
     return whole.narrow(layout.dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
-def shard_param(fqn: str, order: int, slots: list[Slot], cut: Cut, offload_policy: OffloadPolicy) -> ShardedParam:
-    """Replace the full parameter in its slots by this rank's shard of it."""
+def shard_param(
+    fqn: str, order: int, slots: list[Slot], cut: Cut, device: torch.device, offload_policy: OffloadPolicy
+) -> ShardedParam:
+    """This rank's shard, on ``device``, of the full parameter in the slots; ``install`` puts it there."""
     full = slots[0].param
     layout = cut.layout
     start, stop = layout.span(cut.mesh.rank)
     with torch.no_grad():
         whole = full.to_local() if isinstance(full, DTensor) else full.detach()
         local = _part_of(whole, layout, start, stop)
+        if not local.is_meta and local.device != device:
+            local = local.to(device)
         dtensor = DTensor.from_local(
             local, cut.stored_mesh, cut.placements, run_check=False, shape=full.shape, stride=full.stride()
         )
@@ -192,9 +205,6 @@ def shard_param(fqn: str, order: int, slots: list[Slot], cut: Cut, offload_polic
     grad_dtype: torch.dtype | Literal["own"] | None = "own" if asked == full.dtype else asked
     sharded = ShardedParam(fqn, order, slots, layout, cut.mesh, shard, grad_dtype, cut.read_as)
     sharded.keep_grad_dtype()
-    setattr(full, STAMP, sharded)
-    for slot in slots:
-        slot.register(shard)
     return sharded
 
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from . import _torch_compat as compat
+from ._arguments import ignored_in, require_kinds
 from ._fully_shard import ModuleT, make_unit, modules_in
 from ._mesh import replicate_mesh
 
@@ -34,8 +35,10 @@ def replicate(
     are taken to be equal on every rank already: nothing is broadcast.
     """
     given = modules_in(module, "replicate")
+    require_kinds("replicate", mesh, mp_policy, offload_policy)
+    ignored = ignored_in("replicate", ignored_params)
     target = replicate_mesh(mesh, dp_mesh_dims)
-    unit = make_unit(given, target, False, None, mp_policy, offload_policy, set(ignored_params or ()))
+    unit = make_unit(given, target, False, None, mp_policy, offload_policy, ignored)
     for one in unit.modules:
         compat.register_replicate_state(one)
     return module

@@ -150,6 +150,8 @@ def state_of(module: nn.Module) -> UnitState | None:
 
 def states_in(model: nn.Module) -> list[UnitState]:
     """The units inside ``model``, itself included, outermost first."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Pass the model that fully_shard was applied to, not a {type(model).__name__}.")
     return list(dict.fromkeys(state for module in model.modules() if (state := state_of(module)) is not None))
 
 

@@ -105,6 +105,15 @@ def accumulates(leaf: Any) -> bool:
         return False
 
 
+def take_gradients_as_produced(ctx: Any) -> None:
+    """Have the backward of an autograd function with one output get its gradient in the dtype that it was made in.
+
+    ``set_output_grad_dtype``: 2.15. In 2.11 autograd casts it to the dtype of the output first.
+    """
+    if hasattr(ctx, "set_output_grad_dtype"):
+        ctx.set_output_grad_dtype(None)
+
+
 def quick_attributes() -> contextlib.AbstractContextManager[None]:
     """Where attributes of a DTensor are read as fast as a plain tensor's.
 
@@ -122,19 +131,49 @@ def has_post_accumulate_grad_hooks(param: torch.Tensor) -> bool:
     return bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
+@contextlib.contextmanager
+def without_post_accumulate_grad_hooks(params: Sequence[torch.Tensor]) -> Iterator[None]:
+    """A block in which what stands behind a gradient's arrival, an optimizer perhaps, does not run."""
+    hooks = [getattr(param, "_post_accumulate_grad_hooks", None) or {} for param in params]
+    kept = [dict(one) for one in hooks]
+    for one in hooks:
+        one.clear()
+    try:
+        yield
+    finally:
+        for one, before in zip(hooks, kept, strict=True):
+            one.update(before)
+
+
 def run_post_accumulate_grad_hooks(param: torch.Tensor) -> None:
     """Run what ``register_post_accumulate_grad_hook`` put there (``_post_accumulate_grad_hooks``: 2.11 to 2.15)."""
     for hook in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
         hook(param)
 
 
-def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory of its own; a wrapper subclass and a sparse tensor have none."""
-    try:
-        tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
+def addresses_in(*tensors: torch.Tensor) -> set[int]:
+    """Where the memory of tensors begins, and of tensors inside them; nowhere for fake, meta and freed ones."""
+    return {address for tensor in tensors for address in _addresses_in(tensor)}
+
+
+def _addresses_in(tensor: torch.Tensor) -> set[int]:
+    """A wrapper subclass has a storage whose ``data_ptr()`` raises, a sparse tensor has none (2.11 to 2.15)."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        inner = [value for name in names if isinstance(value := getattr(tensor, name), torch.Tensor)]
+    elif type(tensor) is torch.Tensor and tensor.layout is torch.sparse_coo:
+        inner = [tensor._values()]
+    elif type(tensor) is torch.Tensor and tensor.layout in _COMPRESSED:
+        inner = [tensor.values()]
+    else:
+        try:
+            return {tensor.untyped_storage().data_ptr()} - {0}
+        except (RuntimeError, NotImplementedError):  # an opaque tensor, or a subclass that does not say what it wraps
+            inner = [value for value in getattr(tensor, "__dict__", {}).values() if isinstance(value, torch.Tensor)]
+    return addresses_in(*inner)
+
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 @contextlib.contextmanager
@@ -249,6 +288,11 @@ def begin_in_front() -> bool:
     return True
 
 
+def in_compiled_region() -> bool:
+    """Whether Dynamo stands in a ``nested_compile_region`` (``higher_order.invoke_subgraph``: 2.11 to 2.15)."""
+    return any(inner.source_target is torch.ops.higher_order.invoke_subgraph for inner in _tracers_apart()[1:])
+
+
 def end_in_front() -> None:
     _dynamo_output().tracers.pop()
 
@@ -348,12 +392,18 @@ def composed_by(module: nn.Module) -> frozenset[str]:
 
 
 def twin_group(name: str) -> str:
-    """A new process group of the same ranks as the one called ``name``; its members call it together."""
+    """A second process group of the ranks of the one called ``name``, made once; its members call this together.
+
+    c10d finds it again by its description, so that a world that was set up anew has its own, and none is held that
+    was destroyed. ``_world.pg_map``, ``group_desc``: 2.11 to 2.15.
+    """
     group = process_group(name)
-    ranks = torch.distributed.get_process_group_ranks(group)
-    twin = torch.distributed.new_group(
-        ranks, backend=torch.distributed.get_backend(group), use_local_synchronization=True
-    )
+    ranks, backend = torch.distributed.get_process_group_ranks(group), torch.distributed.get_backend(group)
+    purpose = f"fsdp_compile: reductions of the ranks {ranks} on {backend}"
+    for known in torch.distributed.distributed_c10d._world.pg_map:
+        if known.group_desc == purpose:
+            return str(known.group_name)
+    twin = torch.distributed.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc=purpose)
     return str(twin.group_name)  # type: ignore[union-attr]
 
 

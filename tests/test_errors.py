@@ -248,6 +248,19 @@ ROWS: dict[str, Row] = {
         lambda: fsdp_compile.configure(fully_shard(nn.Linear(4, 4)), bucketing="big"), ValueError, ("'big'", "size")),
     "an unknown reduction": (
         lambda: fsdp_compile.configure(fully_shard(nn.Linear(4, 4)), reduction="sum"), ValueError, ("'sum'",)),
+    "a mesh that is none": (lambda: _linear(mesh=4), TypeError, ("fully_shard", "int", "init_device_mesh")),
+    "a dtype as the policy": (lambda: _linear(mp_policy=torch.bfloat16), TypeError, ("bfloat16", "MixedPrecisionPolicy")),
+    "no policy at all": (lambda: replicate(nn.Linear(2, 2), mp_policy=None), TypeError, ("replicate", "None")),  # type: ignore[arg-type]
+    "offloading said with a bool": (lambda: _linear(offload_policy=True), TypeError, ("True", "CPUOffloadPolicy()")),
+    "the class of an offload policy": (
+        lambda: _linear(offload_policy=fsdp_compile.CPUOffloadPolicy), TypeError, ("CPUOffloadPolicy()",)),
+    "a placement in the place of a function": (lambda: _linear(shard_placement_fn=Shard(0)), TypeError, ("function",)),
+    "ignored parameters by name": (lambda: _linear(ignored_params={"0.weight"}), TypeError, ("0.weight", "names")),
+    "an ignored module": (lambda: _linear(ignored_params={nn.Linear(2, 2)}), TypeError, ("'Linear'", "parameters")),
+    "one ignored parameter": (
+        lambda: _linear(ignored_params=nn.Parameter(torch.ones(2))), TypeError, ("Parameter", "set of parameters")),
+    "options for a list": (lambda: fsdp_compile.configure([_unit()]), TypeError, ("list",)),  # type: ignore[arg-type]
+    "no_sync of nothing": (lambda: fsdp_compile.no_sync(None).__enter__(), TypeError, ("NoneType",)),  # type: ignore[arg-type]
     "options for an unsharded model": (
         lambda: fsdp_compile.configure(nn.Linear(4, 4), bucketing="size"), ValueError, ("Shard it first",)),
 }  # fmt: skip
@@ -260,6 +273,13 @@ def test_a_mistake_is_named(mistake: str) -> None:
         provoke()
     for word in words:
         assert word in str(failure.value)
+
+
+def test_refused_options_leave_the_others_as_they_were() -> None:
+    unit = _unit()
+    with pytest.raises(ValueError, match="'sum'"):
+        fsdp_compile.configure(unit, bucketing="none", reduction="sum")
+    assert unit.__dict__["_fsdp_compile_state"].group.bucketing == "size"
 
 
 def test_a_refused_call_leaves_the_module_as_it_was() -> None:

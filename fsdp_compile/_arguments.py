@@ -1,0 +1,46 @@
+"""What fully_shard and replicate are given besides modules: the wrong kind of thing is named, and not ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import OffloadPolicy
+
+
+def require_kinds(api: str, mesh: Any, mp_policy: Any, offload_policy: Any, placement_fn: Any = None) -> None:
+    """Raise for an argument that is no such thing."""
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"{api}: mesh is a {type(mesh).__name__}. Pass a DeviceMesh, as init_device_mesh makes one.")
+    if not hasattr(mp_policy, "param_dtype"):
+        raise TypeError(
+            f"{api}: mp_policy is {mp_policy!r}. Pass a MixedPrecisionPolicy(param_dtype=...), or leave it out."
+        )
+    if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):
+        raise TypeError(f"{api}: offload_policy is {offload_policy!r}. Pass a CPUOffloadPolicy(), or leave it out.")
+    if placement_fn is not None and not callable(placement_fn):
+        raise TypeError(
+            f"{api}: shard_placement_fn is {placement_fn!r}. Pass a function that returns a Shard, or None, for a "
+            "parameter."
+        )
+
+
+def ignored_in(api: str, ignored_params: Any) -> set[nn.Parameter]:
+    """The parameters that are to stay as they are."""
+    if ignored_params is None:
+        return set()
+    if isinstance(ignored_params, (Tensor, str, nn.Module)) or not isinstance(ignored_params, Iterable):
+        raise TypeError(
+            f"{api}: ignored_params is a {type(ignored_params).__name__}. Pass a set of parameters, such as "
+            "set(module.parameters())."
+        )
+    ignored = set(ignored_params)
+    for one in ignored:
+        if not isinstance(one, Tensor):
+            raise TypeError(
+                f"{api}: ignored_params holds {one if isinstance(one, str) else type(one).__name__!r}, which is no "
+                "parameter. Pass the parameters themselves, not names or modules."
+            )
+    return ignored

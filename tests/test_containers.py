@@ -1,0 +1,202 @@
+"""Inputs in containers of every kind are cast, and keep their types; nothing of theirs is made anew."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import types
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from fsdp_compile import MixedPrecisionPolicy, fully_shard
+from tests.conftest import SteadyRanks
+
+BF16 = torch.bfloat16
+POLICY = MixedPrecisionPolicy(param_dtype=BF16)
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: int
+
+
+class Words(collections.UserDict):  # type: ignore[type-arg]
+    def __init__(self, data: Any, language: str) -> None:
+        super().__init__(data)
+        self.language = language
+
+
+class Triple(tuple):  # type: ignore[type-arg]
+    pass
+
+
+class Bag(dict):  # type: ignore[type-arg]
+    def __init__(self, kind: str, values: Any) -> None:
+        super().__init__(values)
+        self.kind = kind
+
+
+class Listed(list):  # type: ignore[type-arg]
+    pass
+
+
+@dataclasses.dataclass
+class Once:
+    x: Tensor
+    times: int = 0
+
+    def __post_init__(self) -> None:
+        self.times += 1
+        self.beside = "kept"
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    double: Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "double", 2 * self.x)
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    x: Tensor
+    name: str = "s"
+
+
+def _default(x: Tensor) -> Any:
+    box: Any = collections.defaultdict(int)
+    box["x"] = x
+    return box
+
+
+# How to make one of a tensor, how to get the tensor out again, and what else must be as it was.
+Kind = tuple[Any, Any, Any]
+KINDS: dict[str, Kind] = {
+    "list": (lambda x: [x, 1], lambda box: box[0], lambda box: box[1]),
+    "tuple": (lambda x: (x, 1), lambda box: box[0], lambda box: box[1]),
+    "dict": (lambda x: {"x": x}, lambda box: box["x"], len),
+    "namedtuple": (lambda x: Pair(x, 3), lambda box: box.first, lambda box: box.second),
+    "set": (lambda x: {x}, lambda box: next(iter(box)), len),
+    "frozenset": (lambda x: frozenset([x]), lambda box: next(iter(box)), len),
+    "OrderedDict": (lambda x: collections.OrderedDict(y=1, x=x), lambda box: box["x"], lambda box: list(box)),
+    "defaultdict": (_default, lambda box: box["x"], lambda box: box.default_factory),
+    "UserDict": (lambda x: Words({"x": x}, "en"), lambda box: box["x"], lambda box: box.language),
+    "dataclass": (lambda x: Once(x), lambda box: box.x, lambda box: (box.times, box.beside)),
+    "frozen dataclass": (lambda x: Frozen(x), lambda box: box.double / 2, lambda box: box.double.dtype == box.x.dtype),
+    "dataclass with slots": (lambda x: Slotted(x), lambda box: box.x, lambda box: box.name),
+    "subclass of tuple": (lambda x: Triple([x, 2, 3]), lambda box: box[0], len),
+    "subclass of list": (lambda x: Listed([x, 2]), lambda box: box[0], len),
+    "subclass of dict": (lambda x: Bag("b", {"x": x}), lambda box: box["x"], lambda box: box.kind),
+    "PackedSequence": (
+        lambda x: pack_sequence([x, x[:1]]), lambda box: box.data, lambda box: (box.batch_sizes.dtype, box.sorted_indices)),
+    "nested": (lambda x: Once({"a": [(x,)]}), lambda box: box.x["a"][0][0], lambda box: box.times),  # type: ignore[arg-type]
+}  # fmt: skip
+# Those that Dynamo of some version does not let into a graph, whoever makes them.
+NOT_TRACED = {"set", "frozenset", "subclass of tuple", "subclass of list", "subclass of dict", "PackedSequence"}
+# What torch's own FSDP2 leaves as it is, or fails with.
+NOT_BY_FSDP2 = {"UserDict", "PackedSequence", "subclass of dict", "frozen dataclass"}
+
+
+class Reader(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, box: Any, also: Any = None) -> Any:
+        x = KINDS[self.kind][1](box)
+        y = KINDS[self.kind][1](also)
+        return self.linear(x) + y, box
+
+
+def _casts(kind: str, backend: str | None) -> None:
+    make, get, rest = KINDS[kind]
+    model = fully_shard(Reader(kind), mp_policy=POLICY)
+    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    given = make(torch.ones(2, 4))
+    # Both by position and by keyword.
+    output, box = run(given, also=make(torch.ones(2, 4)))
+    assert output.dtype == BF16 and get(box).dtype == BF16
+    assert type(box) is type(given)
+    assert rest(box) == rest(given)
+    assert get(given).dtype == torch.float32, "the caller's own was written to"
+    output.sum().backward()
+    assert model.linear.weight.grad is not None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_in_a_container_is_cast(two_ranks: SteadyRanks, kind: str) -> None:
+    two_ranks.run(_casts, kind, None)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in NOT_TRACED])
+def test_what_is_in_a_container_is_cast_in_one_graph(two_ranks: SteadyRanks, kind: str) -> None:
+    two_ranks.run(_casts, kind, "aot_eager")
+
+
+def _cast_by_fsdp2(kind: str) -> bool:
+    make, get, _ = KINDS[kind]
+    model = fsdp2(Reader(kind), mp_policy=POLICY)
+    try:
+        _, box = model(make(torch.ones(2, 4)), also=make(torch.ones(2, 4)))
+    except (TypeError, RuntimeError, ValueError):
+        return False
+    return bool(get(box).dtype == BF16)
+
+
+def test_what_fsdp2_casts_is_cast(two_ranks: SteadyRanks) -> None:
+    for kind in KINDS:
+        if two_ranks.run(_cast_by_fsdp2, kind)[0]:
+            assert kind not in NOT_BY_FSDP2, f"FSDP2 casts in {kind} by now"
+
+
+def _read_only() -> None:
+    model = fully_shard(Reader("dict"), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    box = types.MappingProxyType({"x": torch.ones(2, 4)})
+    assert model(box, also=box)[1] is box
+
+
+def test_a_mapping_that_cannot_be_written_to_comes_as_it_is(two_ranks: SteadyRanks) -> None:
+    two_ranks.run(_read_only)
+
+
+def _transformers(backend: str | None) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, encoding: Any, output: Any) -> Any:
+            return self.linear(encoding["x"] + output.last_hidden_state), output
+
+    model = fully_shard(Reads(), mp_policy=POLICY)
+    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    output = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=torch.ones(2, 4))
+    encoding = transformers.BatchEncoding({"x": torch.ones(2, 4), "ids": torch.ones(2, dtype=torch.long)})
+    y, back = run(encoding, output)
+    assert y.dtype == BF16 and back.last_hidden_state.dtype == BF16 and back["last_hidden_state"].dtype == BF16
+    assert type(back) is type(output) and encoding["x"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_what_transformers_hands_around_is_cast(two_ranks: SteadyRanks, backend: str | None) -> None:
+    pytest.importorskip("transformers")
+    two_ranks.run(_transformers, backend)
+
+
+def test_packed_rows_keep_their_places() -> None:
+    from fsdp_compile._cast import cast_floating, tensors_in
+
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(5, 2)], enforce_sorted=False)
+    cast: PackedSequence = cast_floating(packed, BF16)
+    assert cast.data.dtype == BF16 and cast.sorted_indices is packed.sorted_indices
+    assert tensors_in(packed) == [packed.data]

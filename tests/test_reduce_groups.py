@@ -1,0 +1,68 @@
+"""Process groups for reductions: one for each set of ranks, however often they are switched on."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_compile import fully_shard
+from tests.conftest import SteadyRanks
+
+
+def _counts() -> tuple[int, int]:
+    """Process groups and open files of this process."""
+    return len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/fd"))
+
+
+def _sharded() -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def _toggle() -> None:
+    model = _sharded()
+    model.set_separate_reduce_scatter_group(True)
+    model(torch.ones(2, 4)).sum().backward()
+    first = _counts()
+    for turn in range(50):
+        model.set_separate_reduce_scatter_group(turn % 2 == 1)
+    another = _sharded()
+    another.set_separate_reduce_scatter_group(True)
+    for one in (model, another):
+        one(torch.ones(2, 4)).sum().backward()
+    assert _counts() == first
+
+
+def test_switching_often_makes_one_group(two_ranks: SteadyRanks) -> None:
+    two_ranks.run(_toggle)
+
+
+def _another_world(path: str) -> None:
+    def world(number: int) -> None:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{path}.{number}", rank=rank, world_size=2
+        )
+
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    counts = []
+    for number in range(3):
+        world(number)
+        model = _sharded()
+        model.set_separate_reduce_scatter_group(True)
+        model(torch.ones(2, 4)).sum().backward()
+        assert model[0].weight.grad is not None
+        counts.append(_counts())
+        dist.destroy_process_group()
+    world(3)
+    assert counts[0][0] == counts[1][0] == counts[2][0]
+
+
+def test_a_new_world_has_its_own(two_ranks: SteadyRanks, tmp_path: Any) -> None:
+    two_ranks.run(_another_world, str(tmp_path / "rendezvous"))
