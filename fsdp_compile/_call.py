@@ -140,6 +140,7 @@ class _Read(torch.autograd.Function):
     def forward(ctx: Any, recording: Recording, index: int, shard: DTensor) -> Tensor:
         ctx.recording, ctx.index = recording, index
         ctx.set_materialize_grads(False)
+        compat.take_gradients_as_produced(ctx)
         recording.read.add(index)
         return recording.call.gathered.wait()[index].detach()
 

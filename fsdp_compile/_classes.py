@@ -9,8 +9,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -41,9 +44,10 @@ class ShardedModule:
             for child in self.children():  # type: ignore[attr-defined]
                 child._apply(fn)
         forget_edges(self)  # nn.Module swaps DTensors, which must have no AccumulateGrad
-        # nn.Module's, found past torch's own FSDPModule, which looks for a state of its own.
-        applied = self._fsdp_compile_original._apply(self, fn, recurse=False)  # type: ignore[attr-defined]
-        refresh_owners(self)  # .to(dtype) and .to_empty(device) change what markers say
+        with _grads_of_other_dtypes_aside(self, fn):
+            # nn.Module's, found past torch's own FSDPModule, which looks for a state of its own.
+            applied = self._fsdp_compile_original._apply(self, fn, recurse=False)  # type: ignore[attr-defined]
+            refresh_owners(self)  # .to(dtype) and .to_empty(device) change what markers say
         return applied
 
     def __prepare_scriptable__(self) -> NoReturn:
@@ -75,6 +79,24 @@ class _Original:
             f"{type(self.module).__name__} is sharded and cannot be pickled. Save model.state_dict() with "
             "torch.distributed.checkpoint, and load it into a model built and sharded alike."
         )
+
+
+@contextmanager
+def _grads_of_other_dtypes_aside(module: Any, fn: Any) -> Iterator[None]:
+    """Keep gradients that a tensor without the parameter's ``grad_dtype`` refuses, until it has that again."""
+    aside = {}
+    for name in module.__dict__.get(READS, {}):
+        param = module._parameters.get(name)
+        if param is not None and param.grad is not None and param.grad.dtype != param.dtype:
+            aside[name], param.grad = param.grad, None
+    try:
+        yield
+    finally:
+        for name, grad in aside.items():
+            param = module._parameters[name]
+            dtype = compat.get_grad_dtype(param)
+            with torch.no_grad():
+                param.grad = fn(grad) if dtype is None else fn(grad).to(dtype)
 
 
 def _copied(module: Any) -> Any:

@@ -254,7 +254,7 @@ class Extension:
     def addresses(self) -> set[int]:
         """Where the storages of the full parameter are; a subclass has none but those of its inner tensors."""
         tensors = [one for one in (self._full, *self._kept, *self._inner) if one is not None]
-        return {one.untyped_storage().data_ptr() for one in tensors if compat.has_storage(one)}
+        return compat.addresses_in(*tensors)
 
     def _grow(self) -> None:
         for tensor, num_bytes in self._num_bytes:

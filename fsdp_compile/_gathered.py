@@ -84,6 +84,17 @@ class Gathered:
         tensors = [tensor for shard in self.shards for tensor in (shard, shard._local_tensor)]
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
+    def spec_for(self, index: int, grad: Tensor) -> ParamSpec:
+        """What a parameter's gradient travels and arrives in: with ``grad_dtype=None``, what autograd produced."""
+        spec = self.specs[index]
+        if not self.asks_for_any_dtype(index):
+            return spec
+        travels = spec.reduce_dtype if self.group.mp_policy.reduce_dtype else grad.dtype
+        return dataclasses.replace(spec, reduce_dtype=travels, grad_dtype=grad.dtype)
+
+    def asks_for_any_dtype(self, index: int) -> bool:
+        return compat.get_grad_dtype(self.shards[index]) is None and self.specs[index].dtype.is_floating_point
+
     def launch(self) -> None:
         """Start the all-gathers, unless they have been started or are done."""
         if self.is_full or self.launched:
@@ -148,11 +159,8 @@ class Gathered:
     def _give_back(self) -> None:
         if self.group.keep_storage:
             return
-        shards = {
-            shard._local_tensor.untyped_storage().data_ptr()
-            for index, shard in enumerate(self.shards)
-            if index not in self._extensions
-        }
+        plain = [shard for index, shard in enumerate(self.shards) if index not in self._extensions]
+        shards = compat.addresses_in(*plain)
         for extension in self._extensions.values():
             extension.free()
         for index, full in enumerate(self.fulls or ()):
@@ -166,7 +174,7 @@ class Gathered:
         """Copy those of ``grads`` that share memory with a parameter, as a user's autograd function may give them."""
         addresses = self._addresses()
         for index, grad in grads.items():
-            if compat.has_storage(grad) and grad.untyped_storage().data_ptr() in addresses:
+            if addresses & compat.addresses_in(grad):
                 grads[index] = grad.clone()
 
     def free_but_a_slice(self) -> None:
@@ -185,9 +193,7 @@ class Gathered:
         """Leave storages that ``tensors``, outputs of a module, share to the user; the next gather gets new ones."""
         if self.fulls is None:
             return
-        locals_ = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        addresses = {tensor.untyped_storage().data_ptr() for tensor in locals_ if compat.has_storage(tensor)} - {0}
-        if addresses & self._addresses():
+        if compat.addresses_in(*tensors) & self._addresses():
             # Tensors that autograd saved keep the storages that they alias; only our names for them go.
             self.fulls, self.is_full = None, False
             for extension in self._extensions.values():
@@ -196,8 +202,7 @@ class Gathered:
     def _addresses(self) -> set[int]:
         """Where the storages of the full parameters are."""
         plain = [full for index, full in enumerate(self.fulls or ()) if index not in self._extensions]
-        addresses = {full.untyped_storage().data_ptr() for full in plain}
-        return addresses.union(*(extension.addresses() for extension in self._extensions.values()))
+        return compat.addresses_in(*plain).union(*(extension.addresses() for extension in self._extensions.values()))
 
     def _sources(self) -> tuple[list[Tensor], list[ParamSpec]]:
         """What this rank contributes to the gather."""

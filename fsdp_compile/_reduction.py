@@ -31,9 +31,9 @@ def hold_back(gathered: Gathered, grads: Mapping[int, Tensor]) -> None:
     pending = gathered.group.pending
     with torch.no_grad():
         for index, grad in grads.items():
-            fqn, dtype = gathered.params[index].fqn, gathered.specs[index].reduce_dtype
+            fqn, dtype = gathered.params[index].fqn, gathered.spec_for(index, grad).reduce_dtype
             if fqn in pending:
-                pending[fqn].add_(grad)
+                pending[fqn] = _sum(pending[fqn], grad, gathered.asks_for_any_dtype(index))
             else:
                 # A copy where the dtype is right already: autograd may hand the same tensor to others.
                 pending[fqn] = grad.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -48,8 +48,17 @@ def with_pending(gathered: Gathered, grads: Mapping[int, Tensor], only: str | No
             index = gathered.index.get(fqn)
             if index is not None:
                 held = pending.pop(fqn)
-                total[index] = held.add_(grads[index]) if index in grads else held
+                total[index] = held
+                if index in grads:
+                    total[index] = _sum(held, grads[index], gathered.asks_for_any_dtype(index))
     return total
+
+
+def _sum(held: Tensor, more: Tensor, in_any_dtype: bool) -> Tensor:
+    """``held`` with ``more`` added to it, in place unless the sum is to have the wider dtype of the two."""
+    if in_any_dtype and torch.promote_types(held.dtype, more.dtype) != held.dtype:
+        return held + more
+    return held.add_(more)
 
 
 class Reduction:
@@ -64,9 +73,10 @@ class Reduction:
         self._replicated_later = bool(group.partials) or not group.all_reduce
         indices = sorted(grads)
         with torch.no_grad():
-            for bucket in reduce_buckets([gathered.specs[index] for index in indices]):
+            each = {index: self._spec(gathered.spec_for(index, grads[index])) for index in indices}
+            for bucket in reduce_buckets([each[index] for index in indices]):
                 members = [indices[place] for place in bucket]
-                specs = [self._spec(index) for index in members]
+                specs = [each[index] for index in members]
                 num_waits = (specs[0].num_shards > 1) + (specs[0].num_replicas > 1)
                 call = Caller(group.comms, num_waits_before_hook=num_waits)
                 launched = lower.launch_reduce(call, [grads[index] for index in members], specs)
@@ -111,8 +121,7 @@ class Reduction:
                 local = through_hooks(self.gathered.params[index].fqn, shard, local)
             accumulate(shard, local)
 
-    def _spec(self, index: int) -> ParamSpec:
-        spec = self.gathered.specs[index]
+    def _spec(self, spec: ParamSpec) -> ParamSpec:
         twin = self.gathered.group.reduce_groups.get(spec.group)
         if twin is not None:
             spec = dataclasses.replace(spec, group=twin)
@@ -130,7 +139,9 @@ class Reduction:
         for fqn in [fqn for fqn in group.partials if self._fqns is None or fqn in self._fqns]:
             index = self.gathered.index[fqn]
             held = group.partials.pop(fqn)
-            partial[index] = held.add_(partial[index]) if index in partial else held
+            if index in partial:
+                held = _sum(held, partial[index], self.gathered.asks_for_any_dtype(index))
+            partial[index] = held
         if not group.all_reduce:
             group.partials.update({self.gathered.params[index].fqn: local for index, local in partial.items()})
             return done
@@ -142,7 +153,7 @@ class Reduction:
         by_key: dict[tuple[object, ...], list[int]] = {}
         for index in sorted(partial):
             spec = self.gathered.specs[index]
-            key = (spec.replicate_group, spec.reduce_dtype, spec.reduce_op, spec.postdivide)
+            key = (spec.replicate_group, partial[index].dtype, spec.reduce_op, spec.postdivide)
             by_key.setdefault(key, []).append(index)
         done: dict[int, Tensor] = {}
         for members in by_key.values():
@@ -157,7 +168,8 @@ class Reduction:
                 summed = torch.view_as_complex(summed.view(-1, 2))
             sizes = [partial[index].numel() for index in members]
             for index, flat in zip(members, summed.split(sizes)):
-                done[index] = flat.view(partial[index].shape).to(self.gathered.specs[index].grad_dtype)
+                grad_dtype = self.gathered.spec_for(index, partial[index]).grad_dtype
+                done[index] = flat.view(partial[index].shape).to(grad_dtype)
         return done
 
 
@@ -225,6 +237,14 @@ def brought_to(shard: DTensor, local: Tensor, read_at_once: bool) -> Tensor:
     return on_cpu.copy_(local, non_blocking=pinned and not read_at_once)
 
 
+def _fits(shard: DTensor, local: Tensor) -> bool:
+    """Whether the shard's gradient keeps its dtype when ``local`` is added to it."""
+    dtype = shard.grad.dtype  # type: ignore[union-attr]
+    if local.dtype == dtype or compat.get_grad_dtype(shard) is not None:
+        return True
+    return torch.promote_types(local.dtype, dtype) == dtype
+
+
 def accumulate(shard: DTensor, local: Tensor) -> None:
     """Add a local gradient to the shard's, as autograd does for a leaf, and run the shard's post-accumulate hooks."""
     with torch.no_grad():
@@ -232,7 +252,7 @@ def accumulate(shard: DTensor, local: Tensor) -> None:
         local = brought_to(shard, local, read_at_once=grad is not None or compat.has_post_accumulate_grad_hooks(shard))
         if grad is None:
             shard.grad = compat.dtensor_like(shard, local)
-        elif isinstance(grad, DTensor) and grad.placements == shard.placements:
+        elif isinstance(grad, DTensor) and grad.placements == shard.placements and _fits(shard, local):
             grad._local_tensor.add_(local)
         else:
             shard.grad = grad + compat.dtensor_like(shard, local)

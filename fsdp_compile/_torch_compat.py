@@ -105,6 +105,15 @@ def accumulates(leaf: Any) -> bool:
         return False
 
 
+def take_gradients_as_produced(ctx: Any) -> None:
+    """Have the backward of an autograd function with one output get its gradient in the dtype that it was made in.
+
+    ``set_output_grad_dtype``: 2.15. In 2.11 autograd casts it to the dtype of the output first.
+    """
+    if hasattr(ctx, "set_output_grad_dtype"):
+        ctx.set_output_grad_dtype(None)
+
+
 def quick_attributes() -> contextlib.AbstractContextManager[None]:
     """Where attributes of a DTensor are read as fast as a plain tensor's.
 
@@ -142,13 +151,29 @@ def run_post_accumulate_grad_hooks(param: torch.Tensor) -> None:
         hook(param)
 
 
-def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory of its own; a wrapper subclass and a sparse tensor have none."""
-    try:
-        tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
+def addresses_in(*tensors: torch.Tensor) -> set[int]:
+    """Where the memory of tensors begins, and of tensors inside them; nowhere for fake, meta and freed ones."""
+    return {address for tensor in tensors for address in _addresses_in(tensor)}
+
+
+def _addresses_in(tensor: torch.Tensor) -> set[int]:
+    """A wrapper subclass has a storage whose ``data_ptr()`` raises, a sparse tensor has none (2.11 to 2.15)."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        inner = [value for name in names if isinstance(value := getattr(tensor, name), torch.Tensor)]
+    elif type(tensor) is torch.Tensor and tensor.layout is torch.sparse_coo:
+        inner = [tensor._values()]
+    elif type(tensor) is torch.Tensor and tensor.layout in _COMPRESSED:
+        inner = [tensor.values()]
+    else:
+        try:
+            return {tensor.untyped_storage().data_ptr()} - {0}
+        except (RuntimeError, NotImplementedError):  # an opaque tensor, or a subclass that does not say what it wraps
+            inner = [value for value in getattr(tensor, "__dict__", {}).values() if isinstance(value, torch.Tensor)]
+    return addresses_in(*inner)
+
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 @contextlib.contextmanager
@@ -261,6 +286,11 @@ def begin_in_front() -> bool:
             inner.traced_sources.add(written)
     output.tracers.append(tracers[0])
     return True
+
+
+def in_compiled_region() -> bool:
+    """Whether Dynamo stands in a ``nested_compile_region`` (``higher_order.invoke_subgraph``: 2.11 to 2.15)."""
+    return any(inner.source_target is torch.ops.higher_order.invoke_subgraph for inner in _tracers_apart()[1:])
 
 
 def end_in_front() -> None:

@@ -1,0 +1,104 @@
+"""Gradients that an autograd function makes in another dtype than the parameter's: nothing rounds them on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2
+
+from fsdp_compile import fully_shard
+from tests.ranks import Ranks
+from tests.toy import full
+
+# The autograd engine of torch 2.11 casts what a function of ours gets.
+needs_output_grad_dtype = pytest.mark.skipif(
+    not hasattr(torch.autograd.function.FunctionCtx, "set_output_grad_dtype"), reason="torch casts gradients on the way"
+)
+
+
+class _Times(torch.autograd.Function):
+    """A weight's sum times a factor; its gradient is made in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, factor: float) -> Tensor:
+        ctx.factor, ctx.size = factor, weight.shape
+        return weight.float().sum() * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return torch.full(ctx.size, ctx.factor) * grad, None
+
+
+class Fine(nn.Module):
+    """bf16 parameters, one of whose gradients is fp32 and the other bf16."""
+
+    def __init__(self, grad_dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, 3, dtype=torch.bfloat16))
+        self.bias = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        for param in self.parameters():
+            param.grad_dtype = grad_dtype  # type: ignore[attr-defined]
+
+    def forward(self, factor: float) -> Tensor:
+        return _Times.apply(self.weight, factor) + self.bias.sum()
+
+
+def _gradients(api: Callable[..., Any], grad_dtype: torch.dtype | None, sync: str, **kwargs: Any) -> list[Tensor]:
+    """Of three micro-batches, whose gradients leave 1 of 256 and more."""
+    model = Fine(grad_dtype)
+    api(model, **kwargs)
+    for step, factor in enumerate((256.0, 1.0, -256.0)):
+        last = step == 2
+        if sync == "held back":
+            model.set_requires_gradient_sync(last)
+        elif sync == "over shards":
+            model.set_requires_all_reduce(last)
+        model(factor).backward()
+    return [full(param.grad) for param in model.parameters()]
+
+
+def _as_fsdp2(sync: str, replicas: bool, reduce_dtype: torch.dtype | None) -> None:
+    kwargs: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype)}
+    if replicas:
+        kwargs["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for grad_dtype in (None, torch.float32):
+        ours = _gradients(fully_shard, grad_dtype, sync, **kwargs)
+        theirs = _gradients(fsdp2, grad_dtype, sync, **kwargs)
+        assert ours[0].dtype is torch.float32
+        assert torch.equal(ours[0], torch.ones(5, 3)), ours[0]
+        assert torch.equal(ours[0], theirs[0])
+        assert torch.equal(ours[1].float(), theirs[1].float())
+
+
+@needs_output_grad_dtype
+@pytest.mark.parametrize("sync", ["each", "held back"])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+def test_fp32_gradients_of_bf16_parameters(two_ranks: Ranks, sync: str, reduce_dtype: torch.dtype | None) -> None:
+    two_ranks.run(_as_fsdp2, sync, False, reduce_dtype)
+
+
+@needs_output_grad_dtype
+@pytest.mark.parametrize("sync", ["each", "held back", "over shards"])
+def test_fp32_gradients_with_replicas(four_ranks: Ranks, sync: str) -> None:
+    four_ranks.run(_as_fsdp2, sync, True, None)
+
+
+def _over_ranks() -> None:
+    model, plain = fully_shard(Fine(None)), Fine(None)
+    factors = (256.0, 1.0)
+    model(factors[dist.get_rank()]).backward()
+    sum(plain(factor) for factor in factors).backward()
+    assert torch.equal(plain.weight.grad, torch.full((5, 3), 257.0))  # in fp32
+    assert torch.equal(full(model.weight.grad), plain.weight.grad / 2)
+
+
+@needs_output_grad_dtype
+def test_fp32_gradients_summed_over_ranks(two_ranks: Ranks) -> None:
+    two_ranks.run(_over_ranks)
