@@ -30,6 +30,13 @@ def refuse_traced(fqn: str, mode: Mode) -> None:
             f"{fqn} is sharded: torch._inductor.config.freezing would make this rank's shard a constant. Set it to "
             f"False, or freeze {_UNSHARDED}."
         )
+    if torch.is_grad_enabled() and compat.in_compiled_region():
+        # Seen on Inductor: of a sharded model in 2.11 and 2.15, of an unsharded one in 2.15.
+        raise RuntimeError(
+            f"{fqn} is read in a torch.compiler.nested_compile_region, where gradients of what is gathered are wrong "
+            "(in torch 2.15 those of unsharded models too). Compile each block by itself, with block.compile(): "
+            "equal blocks share their graphs. Under torch.no_grad a region may stay."
+        )
     if compat.traces_backward() and mode not in ("reduce", "resume"):
         raise RuntimeError(
             f"{fqn}: torch._dynamo.config.trace_autograd_ops traces backward into the graph of forward, where a "

@@ -98,7 +98,7 @@ class _Copies:
                 if param not in self.params:
                     self._copy_param(param, owner, reader, top, memo)
             for key, value in module.__dict__.items():
-                if key.startswith(OURS) and not isinstance(value, _ATOMS):
+                if key.startswith(OURS) and not _is_everywhere(value):
                     memo.setdefault(id(value), key)  # in place of what ``attach`` makes anew
 
     def attach(self, top: nn.Module, inside: list[nn.Module], memo: dict[int, Any]) -> list[UnitState]:
@@ -201,7 +201,9 @@ class _Copies:
         return self.adopters[top]
 
 
-_ATOMS = (bool, int, float, str, type(None))
+def _is_everywhere(value: Any) -> bool:
+    """Whether Python has one object for all places with this value, so that its identity says nothing."""
+    return isinstance(value, (bool, int, float, str, type(None))) or (isinstance(value, tuple) and not value)
 
 
 def _elsewhere(unit: UnitState) -> torch.device | None:

@@ -157,12 +157,18 @@ class Workers:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGINT and SIGTERM raise KeyboardInterrupt in here, also where a shell started us with SIGINT ignored."""
+    """SIGINT and SIGTERM raise KeyboardInterrupt in here, also where a shell started us with SIGINT ignored.
+
+    So does SIGHUP, which comes when the terminal is closed, unless ``nohup`` keeps it away.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:

@@ -168,6 +168,21 @@ def cut_of(fqn: str, full: nn.Parameter, mesh: ShardMesh, placement_fn: Callable
     return Cut(layout, its_mesh, stored_mesh, placements, read_as(full, its_mesh))
 
 
+def _part_of(whole: Tensor, layout: ShardLayout, start: int, stop: int) -> Tensor:
+    """A copy of a part of ``whole``.
+
+    One of a subclass with an extension is made as FSDP2 makes it: torchao's NF4 cannot be narrowed, and quantizes anew
+    what is cloned.
+    """
+    if hasattr(whole, "fsdp_pre_all_gather") and stop > start:
+        part = whole.split(layout.chunk, layout.dim)[start // layout.chunk]
+        copied = whole.new_zeros(part.size())
+        if type(copied) is type(part) is type(whole):
+            copied.copy_(part)
+            return copied
+    return whole.narrow(layout.dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+
+
 def shard_param(
     fqn: str, order: int, slots: list[Slot], cut: Cut, device: torch.device, offload_policy: OffloadPolicy
 ) -> ShardedParam:
@@ -177,9 +192,9 @@ def shard_param(
     start, stop = layout.span(cut.mesh.rank)
     with torch.no_grad():
         whole = full.to_local() if isinstance(full, DTensor) else full.detach()
-        part = whole.narrow(layout.dim, start, stop - start)
-        part = part if part.is_meta else part.to(device)
-        local = part.clone(memory_format=torch.contiguous_format)
+        local = _part_of(whole, layout, start, stop)
+        if not local.is_meta and local.device != device:
+            local = local.to(device)
         dtensor = DTensor.from_local(
             local, cut.stored_mesh, cut.placements, run_check=False, shape=full.shape, stride=full.stride()
         )

@@ -288,6 +288,11 @@ def begin_in_front() -> bool:
     return True
 
 
+def in_compiled_region() -> bool:
+    """Whether Dynamo stands in a ``nested_compile_region`` (``higher_order.invoke_subgraph``: 2.11 to 2.15)."""
+    return any(inner.source_target is torch.ops.higher_order.invoke_subgraph for inner in _tracers_apart()[1:])
+
+
 def end_in_front() -> None:
     _dynamo_output().tracers.pop()
 

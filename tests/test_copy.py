@@ -317,6 +317,28 @@ def test_a_copy_is_on_the_meshes_of_the_original(four_ranks: SteadyRanks, kind: 
     four_ranks.run(_meshes, kind)
 
 
+def _with_extension(path: str) -> None:
+    from tests.test_extension import Halved
+
+    torch.manual_seed(0)
+    unsharded = Stack(1)
+    model = copy.deepcopy(unsharded)
+    model.layers[0].down.weight = nn.Parameter(Halved(model.layers[0].down.weight.detach()))
+    with torch.no_grad():
+        sent = unsharded.layers[0].down.weight / 2
+        unsharded.layers[0].down.weight.copy_(sent.to(torch.bfloat16).float() * 2)
+    twin = copy.deepcopy(shard(model))
+    assert type(twin.layers[0].down.weight.to_local()) is Halved
+    loss_of(compiled(twin, path)(mine())).backward()
+    reference_backward(unsharded, batches(0))
+    assert_same_grads(twin, unsharded)
+
+
+@pytest.mark.parametrize("path", ["eager", "aot_eager"])
+def test_a_copy_of_a_subclass_says_what_travels_too(two_ranks: SteadyRanks, path: str) -> None:
+    two_ranks.run(_with_extension, path)
+
+
 def _wrappers() -> None:
     unsharded, model = pair(make=lambda: Stack(2))
     wrapper = torch.compile(model, backend="aot_eager", fullgraph=True)

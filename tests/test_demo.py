@@ -291,10 +291,17 @@ def test_silent_workers_end_the_run_and_their_children_end_with_them(tmp_path: P
     _wait_until(lambda: not any(_alive(pid) for pid in pids), "workers and their children are gone")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_leaves_no_process_behind_and_says_one_sentence(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "fsdp_compile.cli", *SMALL, "--steps", "100000"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         _wait_until(lambda: len(_children(process.pid)) == 2, "two workers run")
         workers = _children(process.pid)
@@ -306,6 +313,7 @@ def test_an_interrupt_leaves_no_process_behind_and_says_one_sentence(tmp_path: P
     assert process.returncode == cli.INTERRUPTED
     assert error == "Interrupted; no worker process is left.\n"
     assert not [pid for pid in workers if _alive(pid) or _in_session(pid)]
+    assert not list(tmp_path.glob("fsdp-compile-demo-*")), "its folder is gone as well"
 
 
 def _wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
