@@ -105,8 +105,8 @@ def accumulates(leaf: Any) -> bool:
         return False
 
 
-# Whether an autograd function can get gradients in the dtype that they were made in: ``set_output_grad_dtype``, 2.15. In
-# 2.11 autograd casts them to the dtype of the output first.
+# Whether an autograd function can get gradients in the dtype that they were made in: ``set_output_grad_dtype``, 2.15.
+# In 2.11 autograd casts them to the dtype of the output first.
 GRADIENTS_COME_AS_PRODUCED = hasattr(torch.autograd.function.FunctionCtx, "set_output_grad_dtype")
 
 
