@@ -30,7 +30,6 @@ OPTIONS: dict[str, dict[str, bool]] = {
     "without frozen parameters": {"ignore_frozen_params": True, "strict": False},
     "strict without frozen parameters": {"ignore_frozen_params": True},
     "optimizer flattened": {"flatten_optimizer_state_dict": True},
-    "optimizer flattened, full": {"flatten_optimizer_state_dict": True, "full_state_dict": True},
 }
 CALLS = ["not compiled", "torch.compile(model)", "model.compile()"]
 
