@@ -17,7 +17,7 @@ from ._arguments import ignored_in, require_kinds
 from ._classes import original_class, parts_of, refresh, refresh_owners
 from ._eager_backward import end_backward
 from ._eager_path import READS
-from ._extension import has_extension
+from ._extension import has_extension, protocol_of
 from ._fsdp2_view import FSDP2View
 from ._graph_path import install_passes
 from ._group import ParamGroup
@@ -103,7 +103,8 @@ def make_unit(
         offload=isinstance(offload_policy, CPUOffloadPolicy),
     )
     for param in group.params:
-        has_extension(param, param.shard)  # type: ignore[arg-type]
+        if has_extension(param, param.shard):  # type: ignore[arg-type]
+            protocol_of(param, param.shard, mp_policy)
         group.spec_of(param)
     state = UnitState(modules=modules, group=group, mp_policy=mp_policy, mixin=FSDPModule)
     if target.device.type != "cpu":
