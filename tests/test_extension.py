@@ -207,9 +207,8 @@ def _half() -> None:
     del Opaque.fsdp_post_all_gather
     layer = nn.Linear(4, 4)
     layer.weight = nn.Parameter(Halved(layer.weight.detach()))
-    fully_shard(layer)
     with pytest.raises(RuntimeError, match="weight is a Halved with fsdp_pre_all_gather and without"):
-        layer(torch.ones(2, 4))
+        fully_shard(layer)
 
 
 def test_half_an_extension_is_refused(two_ranks: Ranks) -> None:
