@@ -182,7 +182,8 @@ def _halves(shard: Any) -> list[bool]:
 class Extension:
     """One such parameter on the eager path: its gathers, and what became of them.
 
-        launch    ask the subclass what to send; what is gathered lands in the storages of the first gather
+        ask       the subclass says what to send
+        launch    it is sent; what is gathered lands in the storages of the first gather
         land      first:  full, inner = post(gathered)
                   later:  post(gathered, out=full), which may rely on where ``gathered`` lies
         free      the storages of what was gathered, and of the inner tensors, shrink to nothing
@@ -194,6 +195,7 @@ class Extension:
         self._param, self._shard, self._spec, self._device = param, shard, spec, device
         self._protocol = protocol_of(param, shard, mp_policy)
         self._releases = releases_what_arrived(shard)
+        self._sent: list[tuple[Tensor, ParamSpec]] = []
         self._in_flight: list[tuple[Any, ParamSpec, Caller]] = []
         self._metadata: Any = None
         self._kept: list[Tensor] = []  # what was gathered, as it travels
@@ -201,16 +203,22 @@ class Extension:
         self._full: Tensor | None = None
         self._num_bytes: list[tuple[Tensor, int]] = []
 
-    def launch(self) -> None:
-        """Ask the subclass what to gather, and start gathering it."""
+    def ask(self) -> None:
+        """Have the subclass say what to send."""
         local = self._shard._local_tensor
         if local.device != self._device:  # an offloaded shard: what is sent must be where the process group is
             local = local.to(self._device, non_blocking=True)
         sent, specs, self._metadata = self._protocol.before(local, self._spec)
+        self._sent = list(zip(sent, specs))
+
+    def launch(self) -> None:
+        """Start gathering it."""
+        sent, self._sent = self._sent, []
+        specs = [spec for _, spec in sent]
         if [(one.shape, one.dtype) for one in self._kept] != [(torch.Size(one.size), one.dtype) for one in specs]:
             self.forget()
         self._grow()
-        for index, (tensor, spec) in enumerate(zip(sent, specs)):
+        for index, (tensor, spec) in enumerate(sent):
             lands_there = self._kept and spec.dim == 0 and spec.num_shards > 1
             call = Caller(Comms(), self._kept[index].data if lands_there else None)
             self._in_flight.append((lower.launch_gather(call, [tensor], [spec]), spec, call))

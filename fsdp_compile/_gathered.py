@@ -111,6 +111,8 @@ class Gathered:
     def _launch(self, in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]]) -> None:
         # A later read may be recorded, and another one may not be inside a transform of torch.func.
         with torch.inference_mode(False), torch.no_grad(), compat.without_functorch():
+            for extension in self._extensions.values():
+                extension.ask()  # first: one that raises, on this rank alone, leaves nothing that others do not join
             sources, specs = self._sources()
             plain = [index for index in range(len(specs)) if index not in self._extensions]
             for places in gather_buckets([specs[index] for index in plain]):

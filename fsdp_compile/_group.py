@@ -99,6 +99,8 @@ class ParamGroup:
             reason = why_not_traced(param, param.shard, self.post_forward is not None, self.computes_elsewhere)
             if reason is not None:
                 return reason
+            if param.grad_dtype is None and compat.GRADIENTS_COME_AS_PRODUCED:
+                return f"grad_dtype=None of {param.fqn}"  # a graph casts gradients to the dtype of what they are of
         if self.reduce_unused:  # what a graph does not read it does not reduce either
             return "set_reduce_scatter_unused_params"
         return self.comms.custom

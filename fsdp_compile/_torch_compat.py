@@ -105,12 +105,14 @@ def accumulates(leaf: Any) -> bool:
         return False
 
 
-def take_gradients_as_produced(ctx: Any) -> None:
-    """Have the backward of an autograd function with one output get its gradient in the dtype that it was made in.
+# Whether an autograd function can get gradients in the dtype that they were made in: ``set_output_grad_dtype``, 2.15.
+# In 2.11 autograd casts them to the dtype of the output first.
+GRADIENTS_COME_AS_PRODUCED = hasattr(torch.autograd.function.FunctionCtx, "set_output_grad_dtype")
 
-    ``set_output_grad_dtype``: 2.15. In 2.11 autograd casts it to the dtype of the output first.
-    """
-    if hasattr(ctx, "set_output_grad_dtype"):
+
+def take_gradients_as_produced(ctx: Any) -> None:
+    """Have the backward of an autograd function with one output get its gradient so, where it can be."""
+    if GRADIENTS_COME_AS_PRODUCED:
         ctx.set_output_grad_dtype(None)
 
 

@@ -202,9 +202,8 @@ def as_real(call: Call, tensor: Any) -> Any:
     """A complex tensor's real and imaginary parts, side by side: not every backend sends or reduces complex numbers."""
     if not _value(tensor).dtype.is_complex:
         return tensor
-    if _value(tensor).is_conj():  # by a bit, and not in memory
-        tensor = call(aten.clone.default, tensor, memory_format=torch.contiguous_format)
-    return call(aten.view_as_real.default, tensor)
+    # A conjugate may be one by a bit, and not in memory; what Inductor generates has the bit where its graph has none.
+    return call(aten.view_as_real.default, call(aten.resolve_conj.default, tensor))
 
 
 def _gathered_as(spec: ParamSpec) -> ParamSpec:

@@ -165,8 +165,8 @@ def _reader_path(node: fx.Node) -> list[str] | None:
     if not stack:
         return [] if node.target is markers.unshard and "seq_nr" in node.meta else None
     # L['self'].layers[3]._modules['a[0]'] -> L, self, layers, 3, _modules, a[0]
-    steps = [quoted or plain for quoted, plain in _STEP.findall(list(stack.values())[-1][0])]
-    components = [_unquoted(step) for step in steps if step not in _WRAPPERS]
+    steps = [_unquoted(quoted or plain) for quoted, plain in _STEP.findall(list(stack.values())[-1][0])]
+    components = [step for step in steps if step not in _WRAPPERS]
     return components[2:] if components[:1] == ["L"] else components[1:]
 
 

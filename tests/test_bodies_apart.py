@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._higher_order_ops import scan, while_loop
-from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard
 from tests import toy
@@ -30,11 +29,6 @@ class Branches(Three):
     def forward(self, x: Tensor) -> Tensor:
         small = x.abs().mean() < 10
         return self.c(torch.cond(small, lambda y: torch.tanh(self.a(y)), lambda y: torch.tanh(self.b(y)), (x,)))
-
-
-class CheckpointedBranches(Branches):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 class Loops(Three):
@@ -84,9 +78,8 @@ def test_branches_part_by_rank(two_ranks: Any, units: bool) -> None:
 
 @pytest.mark.more
 @pytest.mark.compat
-@pytest.mark.parametrize("make", [Branches, CheckpointedBranches])
-def test_branches_train_on_inductor(two_ranks: Any, make: type[Three]) -> None:
-    two_ranks.run(_compare, make, True, "inductor", True)
+def test_branches_train_on_inductor(two_ranks: Any) -> None:
+    two_ranks.run(_compare, Branches, True, "inductor", True)
 
 
 @pytest.mark.more

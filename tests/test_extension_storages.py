@@ -256,7 +256,6 @@ def _held(fn: Callable[..., Any], subclass: type[_Watched]) -> list[int]:
     layer.forward = lambda x: (note(), forward(x))[1]
     out = root(torch.ones(2, 8, requires_grad=True))
     note()
-    root[0].weight.register_hook(note) if fn is not fsdp2 else None
     out.sum().backward()
     note()
     return [held[0], held[1], held[-1]]
@@ -264,7 +263,9 @@ def _held(fn: Callable[..., Any], subclass: type[_Watched]) -> list[int]:
 
 def _releases() -> None:
     for subclass, while_used in ((_Watched, 8 * 8 * 4), (_WatchedAndReleased, 0)):
-        assert _held(fully_shard, subclass) == _held(fsdp2, subclass) == [while_used, 0, 0]
+        assert _held(fully_shard, subclass) == [while_used, 0, 0]
+        if while_used or torch.__version__ >= (2, 15):  # FSDP2 did not ask before
+            assert _held(fsdp2, subclass) == [while_used, 0, 0]
 
 
 def test_what_arrived_is_held_as_long_as_the_extension_says(two_ranks: Ranks) -> None:

@@ -13,13 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 
+from fsdp_compile import _torch_compat as compat
 from fsdp_compile import fully_shard
 from tests.ranks import Ranks
 from tests.toy import full
 
 # The autograd engine of torch 2.11 casts what a function of ours gets.
 needs_output_grad_dtype = pytest.mark.skipif(
-    not hasattr(torch.autograd.function.FunctionCtx, "set_output_grad_dtype"), reason="torch casts gradients on the way"
+    not compat.GRADIENTS_COME_AS_PRODUCED, reason="torch casts gradients on the way"
 )
 
 
@@ -88,6 +89,28 @@ def test_fp32_gradients_of_bf16_parameters(two_ranks: Ranks, sync: str, reduce_d
 @pytest.mark.parametrize("sync", ["each", "held back", "over shards"])
 def test_fp32_gradients_with_replicas(four_ranks: Ranks, sync: str) -> None:
     four_ranks.run(_as_fsdp2, sync, True, None)
+
+
+def _in_compiled_code(backend: str, sync: str) -> None:
+    """One warning, and the numbers of the same script without compiling."""
+    torch.manual_seed(0)
+
+    def compiled(model: nn.Module, **kwargs: Any) -> Any:
+        fully_shard(model)
+        model.compile(backend=backend)
+        return model
+
+    with pytest.warns(UserWarning, match=r"Fine\) runs eagerly inside compiled code: grad_dtype=None of weight") as said:
+        ours = _gradients(compiled, None, sync)
+    assert len([one for one in said if "runs eagerly" in str(one.message)]) == 1
+    assert torch.equal(ours[0], torch.ones(5, 3)), ours[0]
+
+
+@needs_output_grad_dtype
+@pytest.mark.parametrize("sync", ["each", "held back"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+def test_fp32_gradients_in_compiled_code(two_ranks: Ranks, backend: str, sync: str) -> None:
+    two_ranks.run(_in_compiled_code, backend, sync)
 
 
 def _over_ranks() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
+from fsdp_compile import _torch_compat as compat
 from fsdp_compile._cast import cast_floating
 from tests.ranks import Ranks
 from tests.toy import Stack, assert_same_grads, batches, full, loss_of, mean_over_ranks, pair, reference_backward
@@ -258,6 +259,10 @@ def test_gradients_have_the_dtype_that_was_asked_for(two_ranks: Ranks, path: str
     two_ranks.run(_dtype_of_gradients, path)
 
 
+# Where autograd can leave them as they are, a unit that asks for it runs eagerly (test_grad_dtype.py).
+in_graphs = pytest.mark.skipif(compat.GRADIENTS_COME_AS_PRODUCED, reason="such units are not compiled")
+
+
 def _dtype_as_produced(path: str) -> list[torch.dtype]:
     model = _asked_for(None, stored=FP32)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
@@ -267,7 +272,7 @@ def _dtype_as_produced(path: str) -> list[torch.dtype]:
 
 
 @needs_grad_dtype
-@pytest.mark.parametrize("path", ["eager", "aot_eager"])
+@pytest.mark.parametrize("path", ["eager", pytest.param("aot_eager", marks=in_graphs)])
 def test_a_grad_dtype_of_none_means_as_autograd_produced_it(two_ranks: Ranks, path: str) -> None:
     assert two_ranks.run(_dtype_as_produced, path)[0] == [BF16, BF16]
 

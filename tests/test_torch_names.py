@@ -247,6 +247,7 @@ def _mistakes() -> None:
         fsdp_compile.fully_shard(model)
     assert not any(isinstance(param, DTensor) for param in model[0].parameters())
 
+
 @pytest.mark.compat
 def test_two_engines_on_the_same_parameters_are_refused(two_ranks: Ranks) -> None:
     two_ranks.run(_mistakes)

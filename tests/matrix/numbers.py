@@ -32,7 +32,6 @@ def mixed_precision(meter: Meter) -> None:
     for layer in model.layers:
         fully_shard(layer, mp_policy=block)
     run = compiled(meter, fully_shard(model, mp_policy=root))
-    # Small steps: what compiled kernels round otherwise in the first grows in those that follow.
     optims = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (model, reference)]
     shift = torch.linspace(0, 1, models.DIM)
     for step in range(3):
