@@ -29,8 +29,8 @@ def move(value: Any, device: torch.device) -> Any:
 def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """``value`` with ``fn`` of every tensor in its place; containers keep their types, and are not made anew.
 
-    That is: no ``__init__`` and no ``__post_init__`` of theirs runs again, and one in which nothing changes comes back
-    as it is. Mappings that cannot be written to stay as they are. torch's pytrees know neither dataclasses nor
+    That is: no ``__init__`` and no ``__post_init__`` of theirs runs again, and one without tensors comes back as it
+    is. Mappings that cannot be written to stay as they are. torch's pytrees know neither dataclasses nor
     UserDict nor subclasses of tuples. Traced by Dynamo, so written with plain type tests.
     """
     if isinstance(value, torch.Tensor):
@@ -38,9 +38,7 @@ def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, PackedSequence):
         return value._replace(data=fn(value.data))  # the other tensors say where its rows are
     if isinstance(value, (list, tuple, set, frozenset)):
-        items = [map_tensors(item, fn) for item in value]
-        changes = any(after is not before for after, before in zip(items, value, strict=True))
-        return _like(value, items) if changes else value
+        return _like(value, [map_tensors(item, fn) for item in value]) if tensors_in(value) else value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = _fields_of(value)
         changed = _changed(fields, fn)
@@ -79,9 +77,8 @@ def _fields_of(value: Any) -> dict[str, Any]:
 
 
 def _changed(values: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> dict[Any, Any]:
-    """What ``map_tensors`` makes something else of."""
-    mapped = [(key, item, map_tensors(item, fn)) for key, item in values.items()]
-    return {key: after for key, before, after in mapped if after is not before}
+    """What has tensors in it, mapped. Dynamo does not compare the identities of tuples."""
+    return {key: map_tensors(item, fn) for key, item in values.items() if tensors_in(item)}
 
 
 def _like(value: Any, items: list[Any]) -> Any:
