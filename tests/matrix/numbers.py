@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
@@ -25,8 +27,17 @@ class Projector(models.Tiny):
 
 
 def mixed_precision(meter: Meter) -> None:
-    """Compute in bf16, reduce in fp32, return fp32; inputs are cast."""
+    """Compute in bf16, reduce in fp32, return fp32; inputs are cast.
+
+    A compiler rounds to bf16 in other places than eager code does, so it compiles the reference as well.
+    """
     reference, model = models.twins(Projector)
+
+    @functools.partial(torch.compile, backend=meter.backend, fullgraph=True)
+    def in_bf16(tokens: Tensor, shift: Tensor) -> Tensor:
+        halves = {fqn: param.to(torch.bfloat16) for fqn, param in reference.named_parameters()}
+        return functional_call(reference, halves, (tokens, shift.to(torch.bfloat16)))
+
     block = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     root = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     for layer in model.layers:
@@ -41,22 +52,15 @@ def mixed_precision(meter: Meter) -> None:
             loss = run(tokens[dist.get_rank()], shift)
             loss.backward()
         meter.require(loss.dtype is torch.float32, f"the output is {loss.dtype}")
-        _reference_in_bf16(reference, tokens, shift, step)
+        for place, batch in enumerate(tokens):  # as FSDP2 defines it; the mean over the ranks in fp32
+            seed(step, place)
+            (in_bf16(batch, shift).float() / len(tokens)).backward()
         dtypes = {param.grad.dtype for param in model.parameters()}
         meter.require(dtypes == {torch.float32}, f"gradients are {dtypes}")
         meter.compare_gradients(model, reference)
         for optim in optims:
             optim.step()
             optim.zero_grad()
-
-
-def _reference_in_bf16(reference: nn.Module, batches: Tensor, shift: Tensor, step: int) -> None:
-    """Each rank's forward and backward in bf16, as FSDP2 defines them; the mean over the ranks in fp32."""
-    for place, batch in enumerate(batches):
-        seed(step, place)
-        halves = {fqn: param.to(torch.bfloat16) for fqn, param in reference.named_parameters()}
-        loss = functional_call(reference, halves, (batch, shift.to(torch.bfloat16)))
-        (loss.float() / len(batches)).backward()
 
 
 def scaled(meter: Meter) -> None:
