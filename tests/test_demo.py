@@ -83,14 +83,19 @@ def test_a_file_gets_a_line_for_each_stage(saved_run: Path) -> None:
     assert "\x1b" not in printed
 
 
+def without_escapes(written: str) -> str:
+    """What a terminal was sent, a line for each time that the cursor went to the beginning of one."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written).replace("\r", "\n")
+
+
 def test_a_terminal_keeps_the_same_lines_and_shows_the_present_one() -> None:
     written = io.StringIO()
     with following(Console(file=written, force_terminal=True, width=80)) as stages:
         stages.at(("compile", 0, 0))
         stages.at(("train", 1, 30))
         stages.at(("train", 2, 30))
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.getvalue())
-    assert re.findall(r"^(.+) \.\.\. 0 s$", plain.replace("\r", "\n"), flags=re.MULTILINE) == ["compile", "train"]
+    plain = without_escapes(written.getvalue())
+    assert re.findall(r"^(.+) \.\.\. 0 s$", plain, flags=re.MULTILINE) == ["compile", "train"]
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -99,8 +104,9 @@ def test_a_stage_that_failed_is_not_said_to_have_ended(terminal: bool) -> None:
     with pytest.raises(ZeroDivisionError), following(Console(file=written, force_terminal=terminal)) as stages:
         stages.at(("compile", 0, 0))
         raise ZeroDivisionError
-    assert "compile ..." in written.getvalue().splitlines()[-1 if terminal else 0]
-    assert " s\n" not in written.getvalue()
+    plain = without_escapes(written.getvalue())
+    assert re.search(r"^compile \.\.\. ?$", plain, flags=re.MULTILINE)
+    assert " s\n" not in plain
 
 
 @pytest.fixture
