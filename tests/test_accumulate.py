@@ -102,7 +102,7 @@ def check_accumulation(backend: str, reshard: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("backend", "reshard"),
-    [("aot_eager", True), ("aot_eager", False), pytest.param("inductor", True, marks=pytest.mark.more)],
+    [("aot_eager", True), *(pytest.param(*case, marks=pytest.mark.more) for case in (("aot_eager", False), ("inductor", True)))],
 )
 def test_micro_batches_without_sync_send_nothing(two_ranks: SteadyRanks, backend: str, reshard: bool) -> None:
     for seen in two_ranks.run(check_accumulation, backend, reshard):
@@ -130,6 +130,7 @@ def check_no_sync_context(backend: str) -> None:
         assert_same_grads(model, unsharded)
 
 
+@pytest.mark.more
 def test_no_sync_is_a_context(two_ranks: SteadyRanks) -> None:
     two_ranks.run(check_no_sync_context, "aot_eager")
 

@@ -189,7 +189,9 @@ def _as_fsdp2s(call: str, steps: int, options: str, backend: str = "aot_eager") 
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("steps", [0, 2], ids=["new", "trained"])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "call", [one if one == "torch.compile(model)" else pytest.param(one, marks=pytest.mark.more) for one in CALLS]
+)
 def test_the_helpers_do_what_they_do_for_fsdp2(two_ranks: SteadyRanks, call: str, steps: int, options: str) -> None:
     two_ranks.run(_as_fsdp2s, call, steps, options)
 

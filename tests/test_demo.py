@@ -297,7 +297,9 @@ def test_silent_workers_end_the_run_and_their_children_end_with_them(tmp_path: P
     _wait_until(lambda: not any(_alive(pid) for pid in pids), "workers and their children are gone")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(one, marks=pytest.mark.more) for one in (signal.SIGTERM, signal.SIGHUP))]
+)
 def test_an_interrupt_leaves_no_process_behind_and_says_one_sentence(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "fsdp_compile.cli", *SMALL, "--steps", "100000"]
     process = subprocess.Popen(

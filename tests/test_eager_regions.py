@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -170,6 +171,7 @@ def _train_stack(make: type[Stack], whole: bool, reshard: bool | None) -> None:
     train_and_compare(torch.compile(sharded, backend="aot_eager") if whole else sharded, sharded, unsharded)
 
 
+@pytest.mark.more
 def test_checkpointing_inside_and_outside_of_units(two_ranks: Ranks) -> None:
     for whole in (False, True):
         two_ranks.run(_train, CheckpointedBlock, whole)

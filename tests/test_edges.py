@@ -288,6 +288,7 @@ def _changed_behind_our_back(backend: str) -> None:
     assert not runs.loss(7).requires_grad
 
 
+@pytest.mark.more
 @pytest.mark.compat
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_next_call_sees_what_was_frozen_and_replaced(two_ranks: Ranks, backend: str) -> None:

@@ -19,7 +19,7 @@ from tests.matrix.runner import measure, problems
 from tests.matrix.train import Row
 from tests.test_recipes import SECTIONS
 
-QUICK = ("fully_shard", "evaluation, inference_mode")
+QUICK = ("fully_shard",)
 
 
 @pytest.fixture(scope="module")

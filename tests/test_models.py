@@ -255,7 +255,7 @@ def reports(two_ranks: SteadyRanks, three_ranks: SteadyRanks) -> Callable[[Case]
 
 
 # Every Hugging Face model is on three ranks, and on two unless it takes long; most of them with ``pytest -m more``.
-QUICK = ("llama", "gpt2", "mixtral")
+QUICK = ("llama",)
 SLOW = [Case("mixtral", 2, "inductor")]  # most of a minute: pytest -m slow
 MORE = [
     Case("llama", 2, "inductor"),
@@ -365,6 +365,7 @@ def train_two_models_with_equal_names() -> list[float]:
     return errors
 
 
+@pytest.mark.more
 def test_a_second_model_with_the_same_names_and_other_sizes_trains_in_the_same_process(two_ranks: SteadyRanks) -> None:
     for errors in two_ranks.run(train_two_models_with_equal_names):
         assert max(errors) < 1e-5

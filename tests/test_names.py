@@ -107,6 +107,7 @@ def _run_all(folder: Path) -> None:
         assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.more
 def test_saved_graphs_run_whatever_parameters_are_called(two_ranks: SteadyRanks, tmp_path: Path) -> None:
     names = ("a b", 'a"b', "line\nbreak = 1", '"""', "\N{GRINNING FACE}", "a[0]", "\ud800")
     planned = two_ranks.run(_save, names, "aot_eager", str(tmp_path))[0]

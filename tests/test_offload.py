@@ -136,7 +136,7 @@ def _uneven() -> Stack:
     ("backend", "make", "options"),
     [
         pytest.param("aot_eager", _small, {}, marks=pytest.mark.more),
-        pytest.param("inductor", _small, {"reshard_after_forward": True}, marks=pytest.mark.compat),
+        pytest.param("inductor", _small, {"reshard_after_forward": True}, marks=[pytest.mark.compat, pytest.mark.more]),
         pytest.param("inductor", Stack, {"reshard_after_forward": False}, marks=pytest.mark.more),
         pytest.param("inductor", Stack, {"hsdp": True}, marks=pytest.mark.more),
         pytest.param("inductor", _tied, {}, marks=pytest.mark.more),

@@ -113,6 +113,7 @@ CALLS: dict[str, Callable[[nn.Module], Any]] = {
     "replicas": replicate,
     "a compiled module": fully_shard,
 }
+QUICK = ("one module", "slices of two")
 
 
 def _raise_everywhere(kind: str, step: int, lines: bool) -> list[str]:
@@ -139,7 +140,9 @@ def _raise_everywhere(kind: str, step: int, lines: bool) -> list[str]:
         place += step
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "call", [one if one in QUICK else pytest.param(one, marks=pytest.mark.more) for one in CALLS]
+)
 def test_every_step_may_raise_and_nothing_has_changed(call: str) -> None:
     raised = _raise_everywhere(call, 7, lines=False)
     assert len(raised) > 50

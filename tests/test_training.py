@@ -46,7 +46,8 @@ def _train(path: str, tied: bool) -> None:
 
 @pytest.mark.compat
 @pytest.mark.parametrize(
-    ("path", "tied"), [*((path, tied) for path in PATHS for tied in (False, True)), ("inductor", True)]
+    ("path", "tied"), [*((path, tied) for path in PATHS for tied in (False, True)),
+     pytest.param("inductor", True, marks=pytest.mark.more)]
 )
 def test_trains_like_the_unsharded_model(two_ranks: Ranks, path: str, tied: bool) -> None:
     two_ranks.run(_train, path, tied)
