@@ -44,11 +44,11 @@ class Row:
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 2 * _DIM + 1) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(_DIM)
-        self.up = nn.Linear(_DIM, 2 * _DIM + 1)
-        self.down = nn.Linear(2 * _DIM + 1, _DIM)
+        self.up = nn.Linear(_DIM, hidden)
+        self.down = nn.Linear(hidden, _DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -346,6 +346,26 @@ def _peft(compiled: bool, folder: Path) -> Losses:
     return _train_and_resume(make, loss_of, folder)
 
 
+def _torchao(compiled: bool, folder: Path) -> Losses:
+    from torch.distributed.fsdp import fully_shard
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(Block(2 * _DIM) for _ in range(2))  # eight-bit products take multiples of 16
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+        model = convert_to_float8_training(Decoder(blocks), config=config)
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        return torch.compile(model) if compiled else model
+
+    def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+        return _loss(model(tokens), tokens)
+
+    return _train_and_resume(make, loss_of, folder)
+
+
 def _torchtitan(compiled: bool, folder: Path) -> Losses:
     from torch.distributed.fsdp import FSDPModule
 
@@ -375,5 +395,6 @@ ROWS = (
     Row("transformers.Trainer", "transformers", _trainer),
     Row("Lightning Fabric, ModelParallelStrategy", "lightning_fabric", _fabric),
     Row("PEFT LoRA", "peft", _peft),
+    Row("torchao float8, float8 all-gather", "torchao", _torchao),
     Row("torchtitan, apply_fsdp_to_decoder", "torchtitan", _torchtitan),
 )
