@@ -87,8 +87,13 @@ def _like(value: Any, items: list[Any]) -> Any:
         return type(value)._make(items)
     if type(value) in (list, tuple, set, frozenset):
         return type(value)(items)
+    if hasattr(value, "n_sequence_fields"):  # of torch.return_types
+        return type(value)(items)
     if isinstance(value, tuple):
-        return tuple.__new__(type(value), items)
+        made = tuple.__new__(type(value), items)
+        for name, attribute in getattr(value, "__dict__", {}).items():
+            setattr(made, name, attribute)
+        return made
     copied = copy.copy(value)
     copied.clear()
     (copied.extend if isinstance(value, list) else copied.update)(items)
@@ -100,7 +105,9 @@ def _mapping_like(value: Any, changed: dict[Any, Any]) -> Any:
         return type(value)({**value, **changed})
     if type(value) is defaultdict:
         return defaultdict(value.default_factory, {**value, **changed})
-    copied = copy.copy(value)
+    # A shallow copy of what is no dict may keep its items where the original does.
+    kept = {id(item): item for item in value.values()}
+    copied = copy.copy(value) if isinstance(value, dict) else copy.deepcopy(value, kept)
     for key, item in changed.items():
         copied[key] = item
     return copied

@@ -42,6 +42,7 @@ def enter_backward(call: Call) -> None:
     call.gathered.wait()
     if state.backward_prefetch:
         for target in state.backward_prefetch:
+            iteration.touched.setdefault(target)
             gathered_of(target).launch()
         return
     for earlier in iteration.before(call):
@@ -123,13 +124,16 @@ def clean_up_at_end(state: UnitState) -> None:
 
 
 def end_backward(root: UnitState, task: int | None = None) -> None:
-    """The last of a backward: gradients that nothing asked for, what is in flight, and the storages."""
+    """The last of a backward: gradients that nothing asked for, what is in flight, and the storages.
+
+    Where it raises, as a hook may, the backward is noted as one that did not end, and the next forward recovers.
+    """
     iteration = root.iteration
-    if task in iteration.tasks:
-        iteration.tasks.remove(task)
+    others = [one for one in iteration.tasks if one != task]
     for recording in [one for one, since in iteration.incomplete.items() if since == task]:
         recording.complete()  # a parameter that was read has no part in this backward
-    if iteration.tasks:
+    if others:
+        iteration.tasks = others
         return  # inside another backward, which goes on
     if not iteration.manual_finalization:
         reduce_left_over(root)
@@ -147,6 +151,7 @@ def end_backward(root: UnitState, task: int | None = None) -> None:
             iteration.touched.clear()
     iteration.creates_graph = False
     iteration.hooks.release()
+    iteration.tasks.clear()
 
 
 compat.leave_all_to_python(end_backward)

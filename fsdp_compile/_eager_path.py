@@ -83,14 +83,14 @@ def _gather_ahead(state: UnitState, gathered: Gathered) -> None:
     gathered.wait()
     for target in state.forward_prefetch or ([] if following is None else [following]):
         if target is not state and target.group.params:
+            state.iteration.touched.setdefault(target)  # which may not run this time
             gathered_of(target).launch()
 
 
 def _call_of_pass(state: UnitState, module: nn.Module) -> Call:
     """A call of its own for a module that is a unit alone; one for all members of a unit of several modules."""
     gathered = gathered_of(state)
-    if not state.calls:
-        gathered.free_if_stale()
+    gathered.free_if_stale()
     if len(state.modules) == 1:
         return Call(state, gathered)
     if state.pass_call is None or state.pass_call.gathered is not gathered:

@@ -247,7 +247,7 @@ class Extension:
 
     def drop(self) -> None:
         """Wait for what is in flight, and have nothing of it."""
-        in_flight, self._in_flight = self._in_flight, []
+        in_flight, self._in_flight, self._sent = self._in_flight, [], []
         for launched, spec, call in in_flight:
             lower.finish_gather(call, launched, [spec])
 

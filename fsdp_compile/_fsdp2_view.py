@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from . import _torch_compat as compat
 from ._state import begin_unit, end_unit
 
 if TYPE_CHECKING:
@@ -71,3 +72,8 @@ class FSDP2View:
         root = self._state.root
         root.iteration.is_last_backward = True
         self._end_backward(root)
+
+
+# Where torch's method around a user's one runs as a frame, these do; where Dynamo inlines it, it inlines them.
+compat.leave_to_python(FSDP2View._pre_forward)
+compat.leave_to_python(FSDP2View._post_forward)

@@ -76,7 +76,7 @@ class Gathered:
 
     def free_if_stale(self) -> None:
         """Free when a shard was written to since it was gathered."""
-        if self.is_full and self._versions != self._current_versions():
+        if (self.is_full or self.launched) and self._versions != self._current_versions():
             self.free()
 
     def _current_versions(self) -> list[int]:
@@ -161,7 +161,7 @@ class Gathered:
     def _give_back(self) -> None:
         if self.group.keep_storage:
             return
-        plain = [shard for index, shard in enumerate(self.shards) if index not in self._extensions]
+        plain = [shard._local_tensor for index, shard in enumerate(self.shards) if index not in self._extensions]
         shards = compat.addresses_in(*plain)
         for extension in self._extensions.values():
             extension.free()

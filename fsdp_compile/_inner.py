@@ -52,7 +52,7 @@ class Apart:
     def look_again(self) -> bool:
         """Whether other tensors are inside than before."""
         attributes = _attributes_of(self._local)
-        if attributes != self._attributes:  # only now: to flatten a shard may wait for the device
+        if not _are_the_same(attributes, self._attributes):  # only now: to flatten a shard may wait for the device
             self._attributes = attributes
             self.names, look = _flattened(self._local)
             self.has_changed = look != self.look
@@ -79,6 +79,10 @@ def _flattened(local: Any) -> tuple[tuple[str, ...], Look]:
     return tuple(names), Look(type(local), context, local.size(), local.stride())
 
 
-def _attributes_of(local: Any) -> dict[str, int]:
+def _attributes_of(local: Any) -> dict[str, Any]:
     """Which attributes are tensors, and what the others are."""
-    return {name: 0 if isinstance(value, Tensor) else id(value) for name, value in vars(local).items()}
+    return {name: Tensor if isinstance(value, Tensor) else value for name, value in vars(local).items()}
+
+
+def _are_the_same(some: dict[str, Any], others: dict[str, Any]) -> bool:
+    return some.keys() == others.keys() and all(value is others[name] for name, value in some.items())

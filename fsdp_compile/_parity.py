@@ -155,17 +155,22 @@ def _trial(model: nn.Module) -> Iterator[None]:
         with compat.without_post_accumulate_grad_hooks(params), torch.enable_grad():
             yield
     finally:
-        for unit in units:
-            if unit.gathered is not None:
-                unit.gathered.free()
-        before.put_back()
-        put_generators_back()
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-        with torch.no_grad():
-            for buffer, value in buffers:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
+        try:
+            for root in roots:  # after an error reductions may be in flight
+                root.iteration.traffic.forget([unit.group for unit in units])
+                root.iteration.hooks.release()
+            for unit in units:
+                if unit.gathered is not None:
+                    unit.gathered.free()
+        finally:
+            before.put_back()
+            put_generators_back()
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    if not torch.equal(buffer, value):
+                        buffer.copy_(value)
 
 
 def _remember_generators() -> Callable[[], None]:

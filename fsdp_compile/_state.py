@@ -212,7 +212,9 @@ def eager_forward(state: UnitState, module: nn.Module, forward: Callable[..., An
     return _end(state, module, running, output)
 
 
-compat.leave_to_python(eager_forward)
+for _skipped in (begin_unit, end_unit, eager_forward):
+    compat.leave_to_python(_skipped)
+compat.leave_all_to_python(cast_floating, move)
 
 
 @_not_traced

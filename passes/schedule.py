@@ -51,11 +51,11 @@ class ScheduleInPlannedOrder:
         self.source_hash = source_hash
 
     def __call__(self, snodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-        leave_graph()
         origins = {snode: _origins(snode) for snode in snodes}
         roles = {snode: _role(nodes) for snode, nodes in origins.items()}
         if not any(roles.values()):
-            return snodes
+            return snodes  # one that Inductor compiles for itself on the way, as its autotuning does
+        leave_graph()
         producer = {name: snode for snode in snodes for name in snode.get_buffer_names()}
         items = Items(
             order=snodes,
