@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import collections.abc
 import dataclasses
 import types
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
+from fsdp_compile._cast import cast_floating
 from tests.conftest import SteadyRanks
 
 BF16 = torch.bfloat16
@@ -199,3 +201,44 @@ def test_packed_rows_keep_their_places() -> None:
     cast: PackedSequence = cast_floating(packed, BF16)
     assert cast.data.dtype == BF16 and cast.sorted_indices is packed.sorted_indices
     assert tensors_in(packed) == [packed.data]
+
+
+class Behind(collections.abc.MutableMapping):  # type: ignore[type-arg]
+    """Keeps its items in a dict, which a shallow copy shares."""
+
+    def __init__(self, items: Any) -> None:
+        self.items_ = dict(items)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.items_[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items_[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self.items_[key]
+
+    def __iter__(self) -> Any:
+        return iter(self.items_)
+
+    def __len__(self) -> int:
+        return len(self.items_)
+
+
+def test_a_callers_mapping_is_left_alone() -> None:
+    mine = Behind({"x": torch.ones(2), "note": [1]})
+    cast = cast_floating(mine, BF16)
+    assert type(cast) is Behind and cast["x"].dtype is BF16 and cast["note"] is mine["note"]
+    assert mine["x"].dtype is torch.float32
+
+
+def test_what_torch_returns_by_name_is_cast() -> None:
+    cast = cast_floating(torch.ones(2, 3).max(dim=1), BF16)
+    assert type(cast) is torch.return_types.max
+    assert cast.values.dtype is BF16 and cast.indices.dtype is torch.long
+
+
+def test_a_tuple_keeps_what_is_noted_on_it() -> None:
+    triple = Triple((torch.ones(2), 1))
+    triple.note = "kept"  # type: ignore[attr-defined]
+    assert cast_floating(triple, BF16).note == "kept"

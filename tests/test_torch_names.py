@@ -120,6 +120,25 @@ def _failing_method() -> None:
     assert_same_grads(model, unsharded)
 
 
+def _weights_change_behind_a_method_that_raised() -> None:
+    """torch's function tells nobody that the method raised: without a reset the numbers are right all the same."""
+    unsharded, model = pair(make=Chunked)
+    torch_fsdp.register_fsdp_forward_method(model, "scores")
+    with pytest.raises(TypeError):
+        model.scores(batches(0)[dist.get_rank()], object())
+    for step in range(2):
+        with torch.no_grad():
+            for param in (*unsharded.parameters(), *model.parameters()):
+                param.mul_(0.5)
+        loss_of(model(batches(step)[dist.get_rank()])).backward()
+        reference_backward(unsharded, batches(step))
+        assert_same_grads(model, unsharded)
+
+
+def test_new_weights_are_gathered_after_such_a_method_raised(two_ranks: Ranks) -> None:
+    two_ranks.run(_weights_change_behind_a_method_that_raised)
+
+
 def test_a_reset_helps_after_such_a_method_raised(two_ranks: Ranks) -> None:
     two_ranks.run(_failing_method)
 
