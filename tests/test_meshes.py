@@ -50,6 +50,8 @@ from tests.toy import (
 )
 
 PATHS = ["eager", "aot_eager"]
+# Of the oldest torch all but Inductor, which takes minutes there.
+ALL_PATHS = [*(pytest.param(path, marks=pytest.mark.compat) for path in PATHS), pytest.param("inductor", marks=pytest.mark.more)]
 COMPILED_IS_MORE = ["eager", pytest.param("aot_eager", marks=pytest.mark.more)]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -76,8 +78,7 @@ def _hsdp(path: str, kwargs: dict[str, Any]) -> None:
     train_and_compare(compiled(sharded, path), sharded, unsharded)
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize("path", [*PATHS, pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("path", ALL_PATHS)
 def test_replicas_of_shards_train_like_the_unsharded_model(four_ranks: Ranks, path: str) -> None:
     four_ranks.run(_hsdp, path, {})
 
@@ -197,8 +198,7 @@ def _tensor_parallel(path: str, block: type[nn.Module], kwargs: dict[str, Any]) 
     train_and_compare(compiled(sharded, path), sharded, unsharded, place=place, num_places=2)
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize("path", [*PATHS, pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("path", ALL_PATHS)
 def test_tensor_parallel_parameters_train_like_the_unsharded_model(four_ranks: Ranks, path: str) -> None:
     four_ranks.run(_tensor_parallel, path, EvenBlock, {})
 
@@ -431,8 +431,7 @@ def _replicate(path: str, kwargs: dict[str, Any]) -> None:
         torch.testing.assert_close(run(batches(0)[0]), unsharded(batches(0)[0]), atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize("path", [*PATHS, pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("path", ALL_PATHS)
 def test_replicated_modules_train_like_the_unreplicated_one(two_ranks: Ranks, path: str) -> None:
     two_ranks.run(_replicate, path, {})
 

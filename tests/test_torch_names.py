@@ -102,8 +102,9 @@ def _forward_method(backend: str | None) -> None:
     assert_same_grads(model, unsharded)
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    "backend", [None, pytest.param("aot_eager", marks=pytest.mark.compat), pytest.param("inductor", marks=pytest.mark.more)]
+)
 def test_torchs_forward_methods_gather_ours(two_ranks: Ranks, backend: str | None) -> None:
     two_ranks.run(_forward_method, backend)
 
