@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from . import _torch_compat as compat
 from ._accumulate import set_all_reduce, set_sync
 from ._call import Call
-from ._cast import cast_floating, move
 from ._classes import ShardedModule, refresh
 from ._eager_backward import end_backward, reduce_left_over
 from ._fsdp2_view import FSDP2View
 from ._gathered import gathered_of
 from ._handles import GradientReductionHandle, UnshardHandle
 from ._reduction import Traffic
-from ._state import UnitState, eager_forward, state_of, states_in
+from ._state import UnitState, as_given, as_taken, eager_forward, state_of, states_in
 from .passes._torch_compat import group_ranks
 
 if TYPE_CHECKING:
@@ -370,11 +369,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     # unit_forward once more, which must stay one frame of its own code: Dynamo counts recompilations by code object.
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = _state(self)
-        if state.takes_inputs_to is not None:
-            args, kwargs = move(args, state.takes_inputs_to), move(kwargs, state.takes_inputs_to)
-        policy = state.mp_policy
-        if policy.param_dtype is not None and policy.cast_forward_inputs:
-            args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
+        args, kwargs = as_taken(state, args, kwargs)
         try:
             if torch.compiler.is_dynamo_compiling():
                 output = method(self, *args, **kwargs)
@@ -382,7 +377,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
                 output = eager_forward(state, self, method, args, kwargs)
         except BaseException:
             raise
-        return output if policy.output_dtype is None else cast_floating(output, policy.output_dtype)
+        return as_given(state, output)
 
     setattr(module, method_name, forward.__get__(module, type(module)))
 

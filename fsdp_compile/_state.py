@@ -159,11 +159,7 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a unit's module: cast, gather when something eager reads, call, free or keep, cast."""
     state: UnitState = self.__dict__[STATE]
     call = type(self)._fsdp_compile_original._call_impl
-    if state.takes_inputs_to is not None:
-        args, kwargs = move(args, state.takes_inputs_to), move(kwargs, state.takes_inputs_to)
-    policy = state.mp_policy
-    if policy.param_dtype is not None and policy.cast_forward_inputs:
-        args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
+    args, kwargs = as_taken(state, args, kwargs)
     try:  # Dynamo never resumes inside one: a frame that it cannot compile whole, it leaves to Python
         if torch.compiler.is_dynamo_compiling():
             output = call(self, *args, **kwargs)
@@ -171,9 +167,23 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             output = eager_forward(state, self, call, args, kwargs)
     except BaseException:
         raise
-    if policy.output_dtype is not None:
-        output = cast_floating(output, policy.output_dtype)
-    return output
+    return as_given(state, output)
+
+
+def as_taken(state: UnitState, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The inputs of a unit's forward, where and in the dtype in which it takes them."""
+    if state.takes_inputs_to is not None:
+        args, kwargs = move(args, state.takes_inputs_to), move(kwargs, state.takes_inputs_to)
+    policy = state.mp_policy
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
+    return args, kwargs
+
+
+def as_given(state: UnitState, output: Any) -> Any:
+    """The output of a unit's forward, in the dtype in which it gives it."""
+    dtype = state.mp_policy.output_dtype
+    return output if dtype is None else cast_floating(output, dtype)
 
 
 # Dynamo compiles frames inside of a forward that it left to Python; what is ours around them is not for it.
@@ -182,11 +192,7 @@ _not_traced = functools.partial(torch.compiler.disable, reason="the eager path r
 
 def begin_unit(state: UnitState, module: nn.Module, args: Any, kwargs: Any) -> tuple[Call | None, Any, Any]:
     """The first half of ``unit_forward``, for code that makes the call itself; its eager call, where it is one."""
-    if state.takes_inputs_to is not None:
-        args, kwargs = move(args, state.takes_inputs_to), move(kwargs, state.takes_inputs_to)
-    policy = state.mp_policy
-    if policy.param_dtype is not None and policy.cast_forward_inputs:
-        args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
+    args, kwargs = as_taken(state, args, kwargs)
     if torch.compiler.is_dynamo_compiling():
         return None, args, kwargs
     return _begin(state, module, args, kwargs, compat.reads_are_compiled(module))
@@ -196,7 +202,7 @@ def end_unit(state: UnitState, module: nn.Module, call: Call | None, output: Any
     """The second half."""
     if call is not None:
         output = _end(state, module, call, output)
-    return output if state.mp_policy.output_dtype is None else cast_floating(output, state.mp_policy.output_dtype)
+    return as_given(state, output)
 
 
 def eager_forward(state: UnitState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -214,7 +220,7 @@ def eager_forward(state: UnitState, module: nn.Module, forward: Callable[..., An
 
 for _skipped in (begin_unit, end_unit, eager_forward):
     compat.leave_to_python(_skipped)
-compat.leave_all_to_python(cast_floating, move)
+compat.leave_all_to_python(as_taken, as_given)
 
 
 @_not_traced
