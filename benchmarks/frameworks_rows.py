@@ -329,25 +329,30 @@ def _train_and_resume(
     return losses + steps(model, optim, range(SAVED_AFTER, STEPS))
 
 
+def _sharded(model: nn.Module, layers: nn.ModuleList, compiled: bool) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return torch.compile(model) if compiled else model
+
+
+def _loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return _loss(model(tokens), tokens)
+
+
 def _peft(compiled: bool, folder: Path) -> Losses:
     from peft import LoraConfig, get_peft_model
-    from torch.distributed.fsdp import fully_shard
 
     def make() -> nn.Module:
         model = get_peft_model(_decoder(), LoraConfig(r=4, lora_dropout=0.0, target_modules=["up", "down"]))
-        for layer in model.base_model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-        return torch.compile(model) if compiled else model
+        return _sharded(model, model.base_model.model.layers, compiled)
 
-    def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-        return _loss(model(tokens), tokens)
-
-    return _train_and_resume(make, loss_of, folder)
+    return _train_and_resume(make, _loss_of, folder)
 
 
 def _torchao(compiled: bool, folder: Path) -> Losses:
-    from torch.distributed.fsdp import fully_shard
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def make() -> nn.Module:
@@ -355,15 +360,9 @@ def _torchao(compiled: bool, folder: Path) -> Losses:
         blocks = nn.ModuleList(Block(2 * _DIM) for _ in range(2))  # eight-bit products take multiples of 16
         config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
         model = convert_to_float8_training(Decoder(blocks), config=config)
-        for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-        return torch.compile(model) if compiled else model
+        return _sharded(model, model.layers, compiled)
 
-    def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-        return _loss(model(tokens), tokens)
-
-    return _train_and_resume(make, loss_of, folder)
+    return _train_and_resume(make, _loss_of, folder)
 
 
 def _torchtitan(compiled: bool, folder: Path) -> Losses:

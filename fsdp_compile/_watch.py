@@ -40,9 +40,11 @@ class Watch(compat.OpaqueBase):  # type: ignore[misc]
                 from ._edge import join_edges  # which uses what uses this
 
                 join_edges(group)
+            inside = []
             for param in group.params:
-                param.look_inside()
-            inside = [param.apart.names for param in group.params if param.apart is not None]
+                if param.apart is not None:
+                    param.look_inside()
+                    inside.append(param.apart.names)
             return [_taken(param, slot) for param in group.params for slot in param.slots] + inside
 
     def begin_in_front(self) -> bool:
