@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 import fsdp_compile
 from benchmarks.frameworks_rows import ROWS, Losses, Row
-from fsdp_compile import _fully_shard
 from fsdp_compile._launch import Send
+from fsdp_compile.api import fully_shard as sharding
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def train(row: Row, column: Column, folder: Path) -> Losses | None:
     folder.mkdir(parents=True, exist_ok=True)
     with (
         warnings.catch_warnings(),
-        mock.patch.object(_fully_shard, "make_unit", wraps=_fully_shard.make_unit) as units,
+        mock.patch.object(sharding, "make_unit", wraps=sharding.make_unit) as units,
         column.adopt() as adoption,
     ):
         warnings.simplefilter("ignore")

@@ -6,23 +6,23 @@ from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 
-from ._accumulate import no_sync as no_sync
-from ._adopt import Adoption as Adoption
-from ._adopt import adopt as adopt
-from ._breaks import BreakReport as BreakReport
-from ._breaks import explain_breaks as explain_breaks
-from ._configure import configure as configure
-from ._fully_shard import fully_shard as fully_shard
-from ._graph_path import install_passes as install_passes
-from ._handles import UnshardHandle as UnshardHandle
-from ._inspect import inspect as inspect
-from ._mesh import ShardPlacementResult as ShardPlacementResult
-from ._module import FSDPModule as FSDPModule
-from ._module import register_fsdp_forward_method as register_fsdp_forward_method
-from ._module import share_comm_ctx as share_comm_ctx
-from ._parity import Parity as Parity
-from ._parity import check_parity as check_parity
-from ._replicate import replicate as replicate
 from ._torch_compat import DataParallelMeshDims as DataParallelMeshDims
+from .api.accumulate import no_sync as no_sync
+from .api.adopt import Adoption as Adoption
+from .api.adopt import adopt as adopt
+from .api.configure import configure as configure
+from .api.fully_shard import fully_shard as fully_shard
+from .api.handles import UnshardHandle as UnshardHandle
+from .api.module import FSDPModule as FSDPModule
+from .api.module import register_fsdp_forward_method as register_fsdp_forward_method
+from .api.module import share_comm_ctx as share_comm_ctx
+from .api.replicate import replicate as replicate
+from .core.mesh import ShardPlacementResult as ShardPlacementResult
+from .graph.install import install_passes as install_passes
+from .tools.breaks import BreakReport as BreakReport
+from .tools.breaks import explain_breaks as explain_breaks
+from .tools.inspect import inspect as inspect
+from .tools.parity import Parity as Parity
+from .tools.parity import check_parity as check_parity
 
 __version__ = _version("fsdp-compile")

@@ -129,6 +129,11 @@ def quick_attributes() -> contextlib.AbstractContextManager[None]:
 hooks_of = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
+def tensor_hooks(param: torch.Tensor) -> Any:
+    """Those that see a gradient on its way, by key; empty or None without any (``_backward_hooks``: 2.11 to 2.15)."""
+    return param._backward_hooks
+
+
 def has_post_accumulate_grad_hooks(param: torch.Tensor) -> bool:
     return bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
@@ -394,19 +399,27 @@ def composed_by(module: nn.Module) -> frozenset[str]:
 
 
 def twin_group(name: str) -> str:
-    """A second process group of the ranks of the one called ``name``, made once; its members call this together.
+    """A second process group of the ranks of the one called ``name``, made once; its members call this together."""
+    group = process_group(name)
+    ranks, backend = torch.distributed.get_process_group_ranks(group), torch.distributed.get_backend(group)
+    return str(group_for("reductions", ranks, backend).group_name)
+
+
+def group_for(purpose: str, ranks: Sequence[int], backend: str | None = None) -> torch.distributed.ProcessGroup:
+    """A process group of our own for one purpose, made once; its ranks call this together, others need not.
 
     c10d finds it again by its description, so that a world that was set up anew has its own, and none is held that
     was destroyed. ``_world.pg_map``, ``group_desc``: 2.11 to 2.15.
     """
-    group = process_group(name)
-    ranks, backend = torch.distributed.get_process_group_ranks(group), torch.distributed.get_backend(group)
-    purpose = f"fsdp_compile: reductions of the ranks {ranks} on {backend}"
+    described = f"fsdp_compile: {purpose} of the ranks {list(ranks)} on {backend or 'the default'}"
     for known in torch.distributed.distributed_c10d._world.pg_map:
-        if known.group_desc == purpose:
-            return str(known.group_name)
-    twin = torch.distributed.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc=purpose)
-    return str(twin.group_name)  # type: ignore[union-attr]
+        if known.group_desc == described:
+            return known
+    made = torch.distributed.new_group(
+        list(ranks), backend=backend, use_local_synchronization=True, group_desc=described
+    )
+    assert isinstance(made, torch.distributed.ProcessGroup)
+    return made
 
 
 Allocator = Callable[[list[int], torch.dtype, torch.device], torch.Tensor]

@@ -26,10 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ._inspect import Report
 from ._launch import Send
-from ._memory import PeakMeter
 from .passes import GraphRecord
+from .tools.inspect import Report
+from .tools.memory import PeakMeter
 
 UNSHARDED = "unsharded"
 FSDP2 = "FSDP2, eager"
@@ -239,7 +239,7 @@ _AFTER_PASSES = {
 
 def train_ours(run: Run, num_steps: int, report: Callable[[str], None]) -> Captured:
     """The first steps of our variant, in which it compiles."""
-    from . import _graph_path
+    from .graph import install
 
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -250,11 +250,11 @@ def train_ours(run: Run, num_steps: int, report: Callable[[str], None]) -> Captu
         report(f"{run.name}: {_AFTER_PASSES[record.stage]}")
 
     report(f"{run.name}: trace the model")
-    _graph_path.manager.observers.append(observe)
+    install.manager.observers.append(observe)
     try:
         run.train(num_steps, timed=False)
     finally:
-        _graph_path.manager.observers.remove(observe)
+        install.manager.observers.remove(observe)
     return Captured(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), records)
 
 

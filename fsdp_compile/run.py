@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from typing import Any
 
-from ._adopt import adopt
+from .api.adopt import adopt
 
 
 def main(argv: Sequence[str] | None = None) -> None:

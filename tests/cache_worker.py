@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_compile
-from fsdp_compile._graph_path import manager
 from fsdp_compile._launch import leave
+from fsdp_compile.graph.install import manager
 
 
 def main(rank: int, num_ranks: int, rendezvous: str, options: dict[str, str]) -> None:

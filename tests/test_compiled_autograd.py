@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import _torch_compat as compat
-from fsdp_compile._graph_path import manager
+from fsdp_compile.graph.install import manager
 from tests.ranks import Ranks
 from tests.toy import (
     Block,

@@ -18,7 +18,7 @@ from torch._inductor.utils import run_and_get_code
 
 from fsdp_compile import _torch_compat as compat
 from fsdp_compile import fully_shard, install_passes
-from fsdp_compile._graph_path import ComposedPass, JointPass, manager
+from fsdp_compile.graph.install import ComposedPass, JointPass, manager
 from fsdp_compile.passes import GraphRecord, ScheduleInPlannedOrder, source_hash
 from fsdp_compile.passes._torch_compat import CustomGraphPass
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
-from fsdp_compile._cast import cast_floating
+from fsdp_compile.core.containers import cast_floating
 from tests.conftest import SteadyRanks
 
 BF16 = torch.bfloat16
@@ -195,7 +195,7 @@ def test_what_transformers_hands_around_is_cast(two_ranks: SteadyRanks, backend:
 
 
 def test_packed_rows_keep_their_places() -> None:
-    from fsdp_compile._cast import cast_floating, tensors_in
+    from fsdp_compile.core.containers import cast_floating, tensors_in
 
     packed = pack_sequence([torch.ones(3, 2), torch.ones(5, 2)], enforce_sorted=False)
     cast: PackedSequence = cast_floating(packed, BF16)

@@ -17,7 +17,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsdp_compile
 from fsdp_compile import FSDPModule, fully_shard
-from fsdp_compile._state import state_of
+from fsdp_compile.core.spec import spec_of
+from fsdp_compile.core.unit import unit_of
+from fsdp_compile.eager.running import running
 from tests.conftest import SteadyRanks
 from tests.toy import (
     Block,
@@ -111,36 +113,38 @@ def _settings() -> None:
     model.layers[0].norm.weight.requires_grad_(False)
     twin = copy.deepcopy(model)
 
-    theirs = [state_of(layer) for layer in twin.layers]
-    assert theirs[0].forward_prefetch == theirs[1:] and theirs[2].backward_prefetch == theirs[:1]
-    assert [unit.group.divide_factor for unit in theirs] == [None, 3.0, None]
-    assert [unit.group.sync for unit in theirs] == [True, False, True]
-    assert theirs[0].group.comms.all_reduce_hook is print
-    assert theirs[0].group.comms is not state_of(first).group.comms
-    assert {unit.outer for unit in theirs} == {state_of(twin)} and state_of(twin).outer is None
-    assert state_of(twin.norm) is state_of(twin.head) and state_of(twin.head).modules == (twin.norm, twin.head)
-    assert not state_of(twin).iteration.is_last_backward
+    theirs = [unit_of(layer) for layer in twin.layers]
+    assert theirs[0].settings.forward_prefetch == theirs[1:] and theirs[2].settings.backward_prefetch == theirs[:1]
+    assert [unit.settings.divide_factor for unit in theirs] == [None, 3.0, None]
+    assert [unit.accumulation.sync for unit in theirs] == [True, False, True]
+    assert theirs[0].settings.comms.all_reduce_hook is print
+    assert theirs[0].settings.comms is not unit_of(first).settings.comms
+    assert {unit.outer for unit in theirs} == {unit_of(twin)} and unit_of(twin).outer is None
+    assert unit_of(twin.norm) is unit_of(twin.head) and unit_of(twin.head).modules == (twin.norm, twin.head)
+    assert not running(unit_of(twin)).iteration.is_last_backward
     assert not isinstance(twin.norm.bias, torch.distributed.tensor.DTensor)
     assert not twin.layers[0].norm.weight.requires_grad and twin.layers[0].weightless is twin.layers[0].up
     for ours, unit in zip(_units(model), _units(twin), strict=True):
-        assert unit is not ours and unit.group is not ours.group
-        assert unit.mp_policy == ours.mp_policy and unit.group.mesh == ours.group.mesh
-        names = ["bucketing", "reduction", "reshard_after_forward", "is_root", "regather", "unit"]
-        for name in names:
-            assert getattr(unit.group, name) == getattr(ours.group, name), name
-        assert [param.fqn for param in unit.group.params] == [param.fqn for param in ours.group.params]
-        assert [unit.group.spec_of(param) for param in unit.group.params] == [
-            ours.group.spec_of(param) for param in ours.group.params
+        assert unit is not ours and unit.settings is not ours.settings
+        assert unit.accumulation is not ours.accumulation
+        assert unit.mp_policy == ours.mp_policy and unit.mesh == ours.mesh
+        for name in ("bucketing", "reduction", "reshard_after_forward"):
+            assert getattr(unit.settings, name) == getattr(ours.settings, name), name
+        for name in ("is_root", "regather", "label"):
+            assert getattr(unit, name) == getattr(ours, name), name
+        assert [param.fqn for param in unit.params] == [param.fqn for param in ours.params]
+        assert [spec_of(unit, param) for param in unit.params] == [
+            spec_of(ours, param) for param in ours.params
         ]
         for view in (torch.distributed.fsdp.fully_shard.state(module) for module in unit.modules):
-            assert view._comm_ctx is unit.iteration.traffic is not ours.iteration.traffic
+            assert view._comm_ctx is running(unit).iteration.traffic is not running(ours).iteration.traffic
     assert [type(one) for one in twin.modules()] == [type(one) for one in model.modules()]
     twin.layers[1].set_requires_gradient_sync(True)
-    assert not state_of(second).group.sync
+    assert not unit_of(second).accumulation.sync
 
 
 def _units(model: nn.Module) -> list[Any]:
-    return fsdp_compile._state.states_in(model)
+    return fsdp_compile.core.unit.units_in(model)
 
 
 def test_a_copy_has_the_settings_of_the_original(two_ranks: SteadyRanks) -> None:
@@ -159,7 +163,7 @@ def _parts(path: str) -> None:
     for name, (part, reference) in parts.items():
         twin, reference = copy.deepcopy(part), copy.deepcopy(reference)
         units = _units(twin)
-        assert units and all(unit.outer is None and unit.group.is_root for unit in units), name
+        assert units and all(unit.outer is None and unit.is_root for unit in units), name
         run = compiled(twin, path)
         for _ in range(2):
             run(x[dist.get_rank()]).pow(2).mean().backward()
@@ -184,7 +188,7 @@ def _tied_over_units() -> None:
     fully_shard(model.head)
     fully_shard(model)
     head = copy.deepcopy(model.head)
-    assert [param.fqn for param in state_of(head).group.params] == ["weight"]
+    assert [param.fqn for param in unit_of(head).params] == ["weight"]
     both = copy.deepcopy(nn.ModuleDict({"head": model.head, "embed": model.embed}))
     assert both["head"].weight is both["embed"].weight and both["head"].weight is not model.head.weight
     x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(1))

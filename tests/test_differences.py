@@ -76,12 +76,11 @@ def _flags() -> None:
         model: Any = package.fully_shard(nn.Linear(4, 4))
         model.set_requires_all_reduce(False)
         model.set_requires_gradient_sync(True)
-        group = (
-            fsdp_compile._state.state_of(model).group
-            if package is fsdp_compile
-            else model._get_fsdp_state()._fsdp_param_group
-        )
-        assert (group.all_reduce if package is fsdp_compile else group.all_reduce_grads) is expected
+        if package is fsdp_compile:
+            said = fsdp_compile.core.unit.unit_of(model).accumulation.all_reduce
+        else:
+            said = model._get_fsdp_state()._fsdp_param_group.all_reduce_grads
+        assert said is expected
 
 
 def test_gradient_sync_leaves_the_all_reduce_alone(two_ranks: SteadyRanks) -> None:

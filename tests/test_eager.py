@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compile import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
-from fsdp_compile._state import state_of
+from fsdp_compile.core.unit import unit_of, units_in
+from fsdp_compile.eager.running import running
 from tests.ranks import Ranks
 from tests.toy import (
     Block,
@@ -180,12 +181,10 @@ def test_parameters_may_stay_gathered_between_micro_batches(two_ranks: Ranks) ->
 
 def _storages(model: nn.Module) -> dict[str, int]:
     """Bytes that each unit holds gathered."""
-    from fsdp_compile._state import states_in
-
     held = {}
-    for state in states_in(model):
-        fulls = [] if state.gathered is None or state.gathered.fulls is None else state.gathered.fulls
-        held[state.name] = sum(tensor.untyped_storage().nbytes() for tensor in fulls)
+    for run in map(running, units_in(model)):
+        fulls = [] if run.gathered is None or run.gathered.fulls is None else run.gathered.fulls
+        held[run.unit.name] = sum(tensor.untyped_storage().nbytes() for tensor in fulls)
     return held
 
 
@@ -232,11 +231,9 @@ def _keep_storage() -> None:
 
 
 def _fulls(layer: Any) -> list[Tensor]:
-    from fsdp_compile._state import state_of
-
-    state = state_of(layer)
-    assert state is not None and state.gathered is not None and state.gathered.fulls is not None
-    return state.gathered.fulls
+    gathered = running(unit_of(layer)).gathered
+    assert gathered is not None and gathered.fulls is not None
+    return gathered.fulls
 
 
 def test_kept_storage_has_stable_addresses(two_ranks: Ranks) -> None:
@@ -598,9 +595,7 @@ def test_replicas_are_summed_once_for_several_micro_batches(four_ranks: Ranks) -
 def _few_ranks() -> None:
     unsharded, model = pair(reshard_after_forward=2)
     train_and_compare(model, model, unsharded)
-    from fsdp_compile._state import states_in
-
-    inner = {state.group.post_forward.group for state in states_in(model) if state.group.post_forward is not None}
+    inner = {unit.post_forward.group for unit in units_in(model) if unit.post_forward is not None}
     groups: list[str] = []
 
     class Groups(TorchDispatchMode):
@@ -720,7 +715,7 @@ def _forward_method() -> None:
     assert_same_grads(model, unsharded)
     type(unsharded).device_of = lambda self, x: x.device  # type: ignore[attr-defined]
     register_fsdp_forward_method(model, "device_of")
-    state_of(model).takes_inputs_to = torch.device("meta")  # type: ignore[union-attr]
+    unit_of(model).takes_inputs_to = torch.device("meta")  # type: ignore[union-attr]
     assert model.device_of(torch.ones(2)).type == "meta"
 
 
@@ -832,7 +827,7 @@ def _forward_kept_on_one_rank() -> None:
         local_loss(model, 1).backward()
         assert_same_accumulated(model, unsharded, range(1, 2))
         kept = None
-        assert [call for call in state_of(model).iteration._calls if call() is not None] == []
+        assert [call for call in running(unit_of(model)).iteration._calls if call() is not None] == []
     finally:
         gc.enable()
 

@@ -279,7 +279,7 @@ def test_refused_options_leave_the_others_as_they_were() -> None:
     unit = _unit()
     with pytest.raises(ValueError, match="'sum'"):
         fsdp_compile.configure(unit, bucketing="none", reduction="sum")
-    assert unit.__dict__["_fsdp_compile_state"].group.bucketing == "size"
+    assert unit.__dict__["_fsdp_compile_state"].settings.bucketing == "size"
 
 
 def test_a_refused_call_leaves_the_module_as_it_was() -> None:
@@ -337,8 +337,7 @@ def test_shards_lie_as_torch_chunk_says() -> None:
 
 def test_root_keeps_and_the_others_regather_unless_told_otherwise() -> None:
     def regather(model: Stack) -> list[bool]:
-        states = [module.__dict__["_fsdp_compile_state"] for module in (model, *model.layers)]
-        return [state.group.regather for state in states]
+        return [module.__dict__["_fsdp_compile_state"].regather for module in (model, *model.layers)]
 
     assert regather(shard(Stack(2))) == [False, True, True]
     assert regather(shard(Stack(2), reshard_after_forward=True)) == [True, True, True]

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 import fsdp_compile
 from fsdp_compile import _torch_compat as compat
-from fsdp_compile._graph_path import manager
+from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import GraphRecord
 from tests.ranks import Ranks
 from tests.toy import mean_over_ranks

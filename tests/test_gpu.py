@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import CPUOffloadPolicy, fully_shard
-from fsdp_compile._state import states_in
+from fsdp_compile.core.unit import units_in
+from fsdp_compile.eager.running import running
 from tests.conftest import SteadyRanks
 from tests.ranks import Ranks
 from tests.test_compiled_autograd import compiled_autograd
@@ -82,8 +83,8 @@ def _eager() -> None:
     unsharded, model = _pair()
     _train(model, unsharded, model, event=True)
     assert_same_params(model, unsharded, atol=1e-4, rtol=1e-3)
-    for unit in states_in(model):
-        assert unit.gathered is None or not unit.gathered.is_full
+    for run in map(running, units_in(model)):
+        assert run.gathered is None or not run.gathered.is_full
 
 
 def test_eager_training_frees_what_it_gathered(gpus: Ranks) -> None:

@@ -14,7 +14,7 @@ from torch._inductor.utils import run_and_get_code
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from fsdp_compile import _torch_compat as compat
-from fsdp_compile._graph_path import manager
+from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import GraphRecord
 from tests.test_extension import Halved, InEights
 from tests.toy import Block, BreakBlock, Checkpointed, Stack, shard

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import _reduction
+from fsdp_compile.eager import reduction
 from tests.ranks import Ranks
 from tests.toy import assert_same_grads, batches, full, loss_of, pair, reference_backward, train_and_compare
 
@@ -22,17 +22,17 @@ from tests.toy import assert_same_grads, batches, full, loss_of, pair, reference
 def _reductions() -> Iterator[list[list[str]]]:
     """FQNs of what each eager reduction carries, in the order of their launch."""
     launched: list[list[str]] = []
-    begin = _reduction.Reduction.__init__
+    begin = reduction.Reduction.__init__
 
     def watch(self: Any, gathered: Any, grads: Any, alone: bool = False) -> None:
         launched.append([gathered.params[index].fqn for index in sorted(grads)])
         begin(self, gathered, grads, alone)
 
-    _reduction.Reduction.__init__ = watch  # type: ignore[method-assign]
+    reduction.Reduction.__init__ = watch  # type: ignore[method-assign]
     try:
         yield launched
     finally:
-        _reduction.Reduction.__init__ = begin  # type: ignore[method-assign]
+        reduction.Reduction.__init__ = begin  # type: ignore[method-assign]
 
 
 def _local_loss(model: nn.Module, step: int) -> Tensor:

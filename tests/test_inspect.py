@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compile import fully_shard, inspect
-from fsdp_compile._graph_path import manager
-from fsdp_compile._inspect import Report
+from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import Plan
+from fsdp_compile.tools.inspect import Report
 from tests.ranks import Ranks
 from tests.toy import Block, Stack, batches, loss_of, shard
 
@@ -479,8 +479,8 @@ def _no_copies() -> None:
 def test_importing_costs_nothing(tmp_path: Path) -> None:
     unwanted = python(
         "-c",
-        "import sys, fsdp_compile._inspect; print([name for name in sys.modules if name in "
-        "('fsdp_compile._report', 'fsdp_compile._graph_code', 'rich')])",
+        "import sys, fsdp_compile.tools.inspect; print([name for name in sys.modules if name in "
+        "('fsdp_compile.tools.report', 'fsdp_compile.tools.graph_code', 'rich')])",
         cwd=tmp_path,
     )
     assert unwanted == "[]\n"

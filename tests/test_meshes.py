@@ -31,8 +31,8 @@ from fsdp_compile import (
     fully_shard,
     replicate,
 )
-from fsdp_compile._group import division
-from fsdp_compile._mesh import inner_mesh, shard_mesh
+from fsdp_compile.core.mesh import inner_mesh, shard_mesh
+from fsdp_compile.core.spec import division
 from fsdp_compile.passes import Bucket, Plan
 from fsdp_compile.passes.agree import Agreement
 from tests.ranks import Ranks
@@ -65,7 +65,7 @@ def mesh_of(*dims: str) -> DeviceMesh:
     return init_device_mesh("cpu", (2,) * len(dims), mesh_dim_names=dims)
 
 
-def state_of(module: nn.Module) -> Any:
+def unit_of(module: nn.Module) -> Any:
     return module.__dict__["_fsdp_compile_state"]
 
 
@@ -479,7 +479,7 @@ def test_a_bucket_is_all_reduced_after_the_next_one_was_reduced(fake_group_of_fo
     assert collectives(report.backward) == (
         f"reduce_scatter {block}\nreduce_scatter {root}\nall_reduce {block}\nall_reduce {root}"
     )
-    group, code = state_of(model).group.mesh, report.backward.code()
+    group, code = unit_of(model).mesh, report.backward.code()
     assert f"{group.group!r}: 2" in code and f"{group.replicate_group!r}: 2" in code
     assert "all_reduce" in str(report)
 
@@ -520,7 +520,7 @@ def test_replicas_that_plan_differently_are_told_so(four_ranks: Ranks) -> None:
 
 def test_an_int_chooses_the_ranks_to_gather_from_in_backward(fake_group_of_four: None) -> None:
     def group(value: Any, **kwargs: Any) -> Any:
-        return state_of(fully_shard(nn.Linear(4, 4), reshard_after_forward=value, **kwargs)).group
+        return unit_of(fully_shard(nn.Linear(4, 4), reshard_after_forward=value, **kwargs))
 
     assert group(4).regather and group(4).post_forward is None
     with pytest.warns(UserWarning, match="reshard_after_forward=1"):

@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from fsdp_compile import _torch_compat as compat
-from fsdp_compile._cast import cast_floating
+from fsdp_compile.core.containers import cast_floating
 from tests.ranks import Ranks
 from tests.toy import Stack, assert_same_grads, batches, full, loss_of, mean_over_ranks, pair, reference_backward
 

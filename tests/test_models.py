@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard, passes
-from fsdp_compile._graph_path import manager
+from fsdp_compile.graph.install import manager
 from tests.conftest import SteadyRanks
 from tests.models import HUGGING_FACE, PLAIN, ZOO, Batch, Entry
 

@@ -25,13 +25,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_compile
 from fsdp_compile import CPUOffloadPolicy, MixedPrecisionPolicy
-from fsdp_compile._classes import refresh
-from fsdp_compile._group import ParamGroup
-from fsdp_compile._report import GraphReport
-from fsdp_compile._state import states_in
+from fsdp_compile.api.classes import refresh
+from fsdp_compile.core.spec import ParamGroup
+from fsdp_compile.core.unit import units_in
 from fsdp_compile.passes import GraphRecord, markers
 from fsdp_compile.passes.insert import insert
 from fsdp_compile.passes.planner import plan_graph
+from fsdp_compile.tools.report import GraphReport
 from tests.conftest import SteadyRanks
 from tests.ranks import Ranks
 from tests.test_compiled_autograd import Single, compiled_autograd
@@ -389,8 +389,8 @@ def test_edges_and_gradients_are_on_the_cpu_and_what_is_held_back_on_the_device(
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for module in (*model, model):
         fsdp_compile.fully_shard(module, offload_policy=OFFLOAD)
-    for unit in states_in(model):
-        unit.group.mesh = dataclasses.replace(unit.group.mesh, device=torch.device("meta"))
+    for unit in units_in(model):
+        unit.mesh = dataclasses.replace(unit.mesh, device=torch.device("meta"))
         refresh(unit)
     library = torch.library.Library("fsdpc", "IMPL")
     library.impl("to_host", lambda reduced, pinned, wait=True: torch.ones_like(reduced, device="cpu"), "Meta", allow_override=True)
@@ -406,7 +406,7 @@ def test_edges_and_gradients_are_on_the_cpu_and_what_is_held_back_on_the_device(
             assert run(x).is_meta
     finally:
         library._destroy()
-    held_back = [grad for unit in states_in(model) for grad in unit.group.pending.values()]
+    held_back = [grad for unit in units_in(model) for grad in unit.accumulation.pending.values()]
     assert len(held_back) == 4 and all(grad.is_meta for grad in held_back)
     for param, grad in zip(model.parameters(), asked):
         assert {param.device.type, param.grad.device.type, grad.device.type} == {"cpu"}

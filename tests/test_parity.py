@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
 from fsdp_compile import check_parity, configure
-from fsdp_compile._graph_path import manager
+from fsdp_compile.graph.install import manager
 from tests.conftest import SteadyRanks
 from tests.toy import Block, Stack, batches, loss_of, pair, shard
 

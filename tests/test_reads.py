@@ -20,8 +20,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
-from fsdp_compile import _eager_path as eager
-from fsdp_compile._graph_path import manager
+from fsdp_compile.eager import forward as eager
+from fsdp_compile.graph.install import manager
 from tests.ranks import Ranks
 from tests.toy import assert_same_grads
 

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 import fsdp_compile
 from fsdp_compile import MixedPrecisionPolicy, fully_shard, replicate
-from fsdp_compile._classes import sharded_class
-from fsdp_compile._fully_shard import make_unit
-from fsdp_compile._graph_path import getter
+from fsdp_compile.api.classes import sharded_class
+from fsdp_compile.api.fully_shard import make_unit
 from tests.test_extension import Opaque
 from tests.toy import Block, Stack
 
@@ -123,8 +122,7 @@ def _raise_everywhere(kind: str, step: int, lines: bool) -> list[str]:
     dist.new_group([0, 1], use_local_synchronization=True)
     place, raised = 1, []
     while True:
-        for cached in (sharded_class, getter):
-            cached.cache_clear()
+        sharded_class.forget()  # type: ignore[attr-defined]
         before, kept = everything(model)
         try:
             with FaultAt(place, lines):

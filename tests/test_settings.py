@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compile import FSDPModule, fully_shard
-from fsdp_compile._state import state_of, states_in
+from fsdp_compile.core.unit import unit_of, units_in
+from fsdp_compile.eager.running import running
 from tests.ranks import Ranks
 from tests.toy import assert_same_grads, full, loss_of, reference_backward
 
@@ -110,7 +111,7 @@ def assert_grads_of(model: nn.Module, unsharded: nn.Module, steps: range) -> Non
 
 def held_bytes(model: nn.Module) -> int:
     """Bytes of gathered parameters that are there now."""
-    fulls = [full for state in states_in(model) if state.gathered is not None for full in state.gathered.fulls or ()]
+    fulls = [full for run in map(running, units_in(model)) if run.gathered is not None for full in run.gathered.fulls or ()]
     return sum(full.untyped_storage().nbytes() for full in fulls)
 
 
@@ -123,8 +124,8 @@ def _list_unit() -> None:
     fully_shard(model)
     assert isinstance(model[0], FSDPModule) and isinstance(model[1], FSDPModule)
     assert not isinstance(model[1].up, FSDPModule), "a member inside another one is that one's, and stays plain"
-    unit, root = state_of(model[0]), state_of(model)
-    assert states_in(model) == [root, unit] and state_of(model[1]) is unit
+    unit, root = unit_of(model[0]), unit_of(model)
+    assert units_in(model) == [root, unit] and unit_of(model[1]) is unit
     with Log() as log:
         loss(model, 0).backward()
     both = block_of(2 * WIDTH * (8 + 16))
@@ -142,8 +143,9 @@ def _list_outermost() -> None:
     for step in range(2):
         loss(model, step).backward()
     assert_grads_of(model, unsharded, range(2))
-    (state,) = states_in(model)
-    assert state.gathered is not None and not state.gathered.is_full
+    (unit,) = units_in(model)
+    gathered = running(unit).gathered
+    assert gathered is not None and not gathered.is_full
 
 
 def test_a_list_may_be_outermost(two_ranks: Ranks) -> None:
@@ -215,8 +217,8 @@ def _head_is_skipped() -> None:
         unsharded.num_chunks = model.num_chunks = num_chunks
         model.zero_grad()
         out = loss(model, step)
-        unit = state_of(model.head)
-        assert unit is not None and unit.pass_call is None, "the root's forward ends it"
+        unit = unit_of(model.head)
+        assert unit is not None and running(unit).pass_call is None, "the root's forward ends it"
         out.backward()
         assert_grads_of(model, unsharded, range(step, step + 1))
         assert (model.head.weight.grad is None) == (num_chunks == 0)
@@ -406,7 +408,7 @@ def test_a_backward_is_finalized_outside_of_it(two_ranks: Ranks) -> None:
 
 def _groups() -> None:
     unsharded, model = tower()
-    own = {param.mesh.group for state in states_in(model) for param in state.group.params}
+    own = {param.mesh.group for unit in units_in(model) for param in unit.params}
     for step, separate in enumerate((False, True, False)):
         if step:
             model.set_separate_reduce_scatter_group(separate)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fsdp_compile import fully_shard, inspect
-from fsdp_compile._inspect import Report
-from fsdp_compile._report import format_unit
 from fsdp_compile.passes.provenance import find_unshards
+from fsdp_compile.tools.inspect import Report
+from fsdp_compile.tools.report import format_unit
 from tests.toy import Stack, shard
 
 

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.worker import plain_name
-from fsdp_compile import _eager_path as eager
 from fsdp_compile import _torch_compat as compat
+from fsdp_compile.eager import forward as eager
 
 _BACKWARD = "autograd::engine::evaluate_function"
 _REGION = "Torch-Compiled Region: "

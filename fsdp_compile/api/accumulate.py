@@ -1,0 +1,45 @@
+"""Accumulation of gradients without communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from ..core.unit import Unit, units_in
+from ..graph.sink import follow_mode
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards in this context add gradients up and send nothing; the first one after it reduces the sum.
+
+    with no_sync(model):
+        for batch in batches[:-1]:
+            model(batch).sum().backward()
+    model(batches[-1]).sum().backward()
+    """
+    units = units_in(model)
+    if not units:
+        raise ValueError(f"no_sync got a {type(model).__name__} without sharded modules. Call fully_shard first.")
+    before = [(unit, unit.accumulation.sync) for unit in units]
+    try:
+        for unit, _ in before:
+            set_sync(unit, False)
+        yield
+    finally:
+        for unit, sync in before:
+            set_sync(unit, sync)
+
+
+def set_sync(unit: Unit, sync: bool) -> None:
+    """Reduce gradients in backward, or hold them back."""
+    unit.accumulation.set_sync(sync)
+    follow_mode(unit)
+
+
+def set_all_reduce(unit: Unit, all_reduce: bool) -> None:
+    """Sum gradients over the replicas in backward, or hold back what is summed over the shards alone."""
+    unit.accumulation.set_all_reduce(all_reduce)
+    follow_mode(unit)

@@ -1,0 +1,226 @@
+"""The generated classes whose properties read parameters.
+
+    Block given to fully_shard      class FSDPBlock(FSDPModule, Block)
+    Linear inside it                class ShardedLinear(Linear):  weight = property(...); bias = property(...)
+
+``_parameters`` still holds the shards, so names, ``state_dict`` keys and ``parameters()`` do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from .. import _torch_compat as compat
+from ..core.captures import refuse_script
+from ..core.param import READS, ReadSpec
+from ..core.shared import shared
+from ..core.spec import eager_only, spec_of
+from ..core.unit import Unit, original_class, unit_of
+from ..eager.forward import eager_read
+from ..eager.running import running
+from ..graph.read import getter
+from ..graph.sink import follow_shards, forget_edges
+from ..graph.watch import Watch
+from .copies import deep_copy
+from .unit_forward import eager_forward_for, unit_forward_for
+
+
+class ShardedModule:
+    """What every module with sharded parameters has: it holds shards of one rank, so it does not pickle.
+
+    A new object of a generated class, as slicing an ``nn.Sequential`` makes one, is of the original class.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls._fsdp_compile_original(*args, **kwargs)  # type: ignore[attr-defined]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        if recurse:
+            for child in self.children():  # type: ignore[attr-defined]
+                child._apply(fn)
+        let_go(self)  # nn.Module swaps DTensors, which must have no AccumulateGrad
+        with _grads_of_other_dtypes_aside(self, fn):
+            # nn.Module's, found past torch's own FSDPModule, which looks for a state of its own.
+            applied = self._fsdp_compile_original._apply(self, fn, recurse=False)  # type: ignore[attr-defined]
+            refresh_owners(self)  # .to(dtype) and .to_empty(device) change what markers say
+        return applied
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        reads = self.__dict__.get(READS, {})
+        name = next((param.fqn for param, _, _ in reads.values()), type(self).__name__)
+        refuse_script(name)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        let_go(self)  # as above, where the user has load_state_dict swap
+        self._fsdp_compile_original._load_from_state_dict(self, *args)  # type: ignore[attr-defined]
+        renew_edges(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Not __deepcopy__: what torch.compile(model) returns would find that one here, and lose itself when copied.
+        return _copied, (_Original(self),)
+
+
+class _Original:
+    """A sharded module on its way through ``copy`` or ``pickle``: it can be deep-copied, and that is all."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return deep_copy(self.module, memo, refresh)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{type(self.module).__name__} is sharded and cannot be pickled. Save model.state_dict() with "
+            "torch.distributed.checkpoint, and load it into a model built and sharded alike."
+        )
+
+
+@contextmanager
+def _grads_of_other_dtypes_aside(module: Any, fn: Any) -> Iterator[None]:
+    """Keep gradients that a tensor without the parameter's ``grad_dtype`` refuses, until it has that again."""
+    aside = {}
+    for name in module.__dict__.get(READS, {}):
+        param = module._parameters.get(name)
+        if param is not None and param.grad is not None and param.grad.dtype != param.dtype:
+            aside[name], param.grad = param.grad, None
+    try:
+        yield
+    finally:
+        for name, grad in aside.items():
+            param = module._parameters[name]
+            dtype = compat.get_grad_dtype(param)
+            with torch.no_grad():
+                param.grad = fn(grad) if dtype is None else fn(grad).to(dtype)
+
+
+def _copied(module: Any) -> Any:
+    """What ``copy.deepcopy`` made of the original."""
+    if isinstance(module, _Original):
+        raise TypeError(
+            f"{type(module.module).__name__} is sharded and cannot be copied by copy.copy, whose copies share their "
+            "parameters with the original. Use copy.deepcopy."
+        )
+    return module
+
+
+def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+    """In place of the original class's own, which takes its turn within."""
+    return deep_copy(self, memo, refresh)
+
+
+def refresh(unit: Unit) -> None:
+    """Give every module that reads the unit's parameters a class whose markers say how the unit is set up now."""
+    unit.version += 1
+    if unit.watch is None:
+        unit.watch = Watch(unit)
+    _follow(unit)
+    for module in _readers(unit):
+        _set_class(module)
+    if eager_only(unit) is not None:
+        for module in unit.modules:
+            compat.recompile_call(module)  # module.compile() kept the method that it found
+
+
+def _follow(unit: Unit) -> None:
+    for param in unit.params:
+        if param.param is not None:
+            param.follow(param.param)
+            param.keep_grad_dtype()
+    follow_shards(unit)
+
+
+def _readers(unit: Unit) -> dict[nn.Module, None]:
+    """The unit's modules, and those where its parameters are registered."""
+    owners = [slot.module for param in unit.params for slot in param.slots]
+    return dict.fromkeys([*unit.modules, *owners])
+
+
+def parts_of(unit: Unit) -> list[Any]:
+    """Everything in which something of a unit is noted: what is to be kept to know how it was."""
+    run = running(unit)
+    sinks = [param.sink for param in unit.params if param.sink is not None]
+    settings = [unit.settings, unit.settings.comms, unit.accumulation]
+    return [unit, run, run.own_iteration, *settings, *unit.params, *sinks, *_readers(unit)]
+
+
+def _set_class(module: nn.Module) -> None:
+    known = sorted(module.__dict__.get(READS, {}).items())
+    reads = tuple((name, spec_of(owner, param)) for name, (param, owner, _) in known)
+    _require_our_class(module, reads)
+    unit = unit_of(module)
+    if unit is None:
+        module.__class__ = sharded_class(original_class(module), None, None, (), reads)
+    else:
+        unheeded = unit.settings.unheeded_in_graphs
+        module.__class__ = sharded_class(original_class(module), unit.mixin, eager_only(unit), unheeded, reads)
+
+
+def let_go(module: Any) -> None:
+    """Let nothing of ours hold the parameters that ``module`` reads."""
+    known = module.__dict__.get(READS, {}).values()
+    for owner in dict.fromkeys(owner for _, owner, _ in known):
+        forget_edges(owner, [param for param, its_owner, _ in known if its_owner is owner])
+
+
+def renew_edges(module: Any) -> None:
+    """Have edges of what is registered now; a shard of another dtype gets one when its unit is refreshed."""
+    known = module.__dict__.get(READS, {}).values()
+    if all(getattr(param.param, "dtype", None) == param.shard.dtype for param, _, _ in known):
+        for owner in dict.fromkeys(owner for _, owner, _ in known):
+            _follow(owner)
+
+
+def refresh_owners(module: Any) -> None:
+    """Refresh the units that own what ``module`` reads."""
+    reads = module.__dict__.get(READS, {}).values()
+    for owner in dict.fromkeys(owner for _, owner, _ in reads):
+        refresh(owner)
+
+
+def _require_our_class(module: nn.Module, reads: tuple[tuple[str, ReadSpec], ...]) -> None:
+    cls = type(module)
+    if issubclass(cls, ShardedModule) and "_fsdp_compile_original" not in cls.__dict__:
+        raise RuntimeError(
+            f"{', '.join(spec.fqn for _, spec in reads)}: the class of their module changed to {cls.__name__} "
+            "after fully_shard (parametrizations do that). Change it before fully_shard."
+        )
+
+
+@shared
+def sharded_class(
+    cls: type[nn.Module],
+    mixin: type | None,
+    eager_only: str | None,
+    unheeded: tuple[str, ...],
+    reads: tuple[tuple[str, ReadSpec], ...],
+) -> type[nn.Module]:
+    """A subclass of ``cls`` whose properties read the sharded parameters; equal modules share one.
+
+    ``mixin`` is a base for modules that are a unit. ``eager_only`` names what Dynamo must not trace them for, and
+    ``unheeded`` what has no effect where it does.
+    """
+    namespace: dict[str, Any] = {"_fsdp_compile_original": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    for name, spec in reads:
+        namespace[name] = getter(name, spec, eager_read)
+    if hasattr(cls, "__deepcopy__"):
+        namespace["__deepcopy__"] = _deepcopy
+    if issubclass(cls, nn.RNNBase):
+        namespace["_flat_weights"] = property(_flat_weights, lambda self, value: None)
+    if mixin is None:
+        return type(f"Sharded{cls.__name__}", (ShardedModule, cls), namespace)
+    name = f"FSDP{cls.__name__}"
+    namespace["_call_impl"] = (
+        unit_forward_for(name, unheeded) if eager_only is None else eager_forward_for(name, eager_only)
+    )
+    return type(name, (mixin, cls), namespace)
+
+
+def _flat_weights(self: nn.RNNBase) -> list[Any]:
+    """nn.RNN and its kin keep a list of their parameters beside them: read them anew each time."""
+    return [getattr(self, name) if hasattr(self, name) else None for name in self._flat_weights_names]

@@ -1,0 +1,234 @@
+"""``copy.deepcopy`` of sharded modules: the copy is sharded alike, and knows nothing of the original.
+
+    deepcopy(module) --> the first sharded module that it comes to, with what is inside
+        prepare     a copy of each unit and of each parameter, its shard cloned, into deepcopy's memo
+        copy        the modules, as their original classes: by nn.Module's rules, or by their own __deepcopy__
+        attach      slots and reads of the copies; their units get generated classes, the original's where all is equal
+
+The copy of a unit has the settings of the original and is idle: nothing gathered, no gradients held back. What is
+copied without the unit around it is outermost; where not even its own unit is copied with it, it becomes a unit. As
+with plain parameters, gradients and the hooks on parameters stay behind, and so does what ``module.compile()`` did.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .. import _torch_compat as compat
+from ..core.param import READS, ShardedParam, Slot
+from ..core.unit import STATE, Unit, original_class, unit_of
+from ..eager.backward import end_backward
+from ..eager.reduction import Traffic
+from ..eager.running import running
+from .fsdp2_view import FSDP2View
+
+OURS = "_fsdp_compile_"  # what our attributes of modules begin with
+
+
+def deep_copy(
+    module: nn.Module,
+    memo: dict[int, Any],
+    refresh: Callable[[Unit], None],
+) -> nn.Module:
+    """A copy of ``module``, sharded alike; ``memo`` is that of ``copy.deepcopy``."""
+    if compat.backward_task() is not None:
+        state = unit_of(module)
+        raise RuntimeError(
+            f"{original_class(module).__name__ if state is None else state.name}: a sharded module cannot be "
+            "deep-copied while a backward runs. Copy it when backward has returned."
+        )
+    copies: _Copies = memo.setdefault(id(_Copies), _Copies())
+    if module in copies.prepared:
+        return _copy_as(original_class(module), module, memo)
+    inside = [one for one in module.modules() if READS in one.__dict__ or STATE in one.__dict__]
+    copies.prepare(module, inside, memo)
+    copied = _copy_as(original_class(module), module, memo)
+    for unit in copies.attach(module, inside, memo):
+        refresh(unit)
+    return copied
+
+
+def _copy_as(cls: type[nn.Module], module: Any, memo: dict[int, Any]) -> Any:
+    """What ``copy.deepcopy`` makes of ``module`` where that is no more than an instance of ``cls``."""
+    generated = type(module)
+    module.__class__ = cls
+    try:
+        return copy.deepcopy(module, memo)
+    finally:
+        module.__class__ = generated
+
+
+@dataclass(eq=False)
+class _Copies:
+    """What one call of ``copy.deepcopy`` has copied, by the original."""
+
+    prepared: set[nn.Module] = field(default_factory=set)
+    modules: dict[nn.Module, nn.Module] = field(default_factory=dict)
+    units: dict[Unit, Unit] = field(default_factory=dict)
+    # Units of modules whose own are not copied with them, by the outermost of these modules.
+    adopters: dict[nn.Module, Unit] = field(default_factory=dict)
+    params: dict[ShardedParam, ShardedParam] = field(default_factory=dict)
+    owners: dict[ShardedParam, Unit] = field(default_factory=dict)
+    traffics: dict[Traffic, Traffic] = field(default_factory=dict)
+
+    def prepare(self, top: nn.Module, inside: list[nn.Module], memo: dict[int, Any]) -> None:
+        """Have copies of the units and parameters inside ``top`` stand in ``memo``."""
+        self.prepared.update(inside)
+        for module in inside:
+            state = unit_of(module)
+            if state is None:
+                continue
+            if state not in self.units:
+                self.units[state] = self._unit_like(state)
+            memo[id(compat.fsdp2_state(module))] = FSDP2View(self.units[state], end_backward)
+        for module in inside:
+            for param, owner, reader in module.__dict__.get(READS, {}).values():
+                if param not in self.params:
+                    self._copy_param(param, owner, reader, top, memo)
+            for key, value in module.__dict__.items():
+                if key.startswith(OURS) and not _is_everywhere(value):
+                    memo.setdefault(id(value), key)  # in place of what ``attach`` makes anew
+
+    def attach(self, top: nn.Module, inside: list[nn.Module], memo: dict[int, Any]) -> list[Unit]:
+        """Have the copied modules be sharded ones; the units that are to be refreshed."""
+        touched: dict[Unit, None] = {}
+        for module in inside:
+            copied = memo.get(id(module))
+            if not isinstance(copied, nn.Module):
+                continue  # what is around it leaves it out when copied
+            self.modules[module] = copied
+            for key in [key for key in copied.__dict__ if key.startswith(OURS)]:
+                del copied.__dict__[key]
+            state = unit_of(module)
+            if module in self.adopters:
+                compat.register_fsdp2_state(copied, FSDP2View(self.adopters[module], end_backward))
+            unit = self.adopters.get(module) if state is None else self.units[state]
+            if unit is not None:
+                copied.__dict__[STATE] = unit
+                touched.setdefault(unit)
+            for name, (param, _, reader) in module.__dict__.get(READS, {}).items():
+                copied_param = self.params[param]
+                owner = self.owners[param]
+                copied_param.slots.append(Slot(copied, name))
+                reads = copied.__dict__.setdefault(READS, {})
+                reads[name] = (copied_param, owner, self._reader(reader, top))
+                touched.setdefault(owner)
+        for module, unit in self.adopters.items():
+            unit.modules = tuple(self.modules[one] for one in (module,) if one in self.modules)
+        touched.update(dict.fromkeys(self._relate()))
+        return list(touched)
+
+    def _relate(self) -> list[Unit]:
+        """Say to the copies of units which of them are inside which, and which follow which; those that hear news."""
+        changed = []
+        for state, unit in self.units.items():
+            unit.modules = tuple(self.modules[one] for one in state.modules if one in self.modules)
+            said = state.settings
+            unit.settings.forward_prefetch = [self.units[one] for one in said.forward_prefetch if one in self.units]
+            unit.settings.backward_prefetch = [self.units[one] for one in said.backward_prefetch if one in self.units]
+            around = state.outer
+            while around is not None and around not in self.units:
+                around = around.outer
+            outer = None if around is None else self.units[around]
+            if outer is not unit.outer:
+                unit.outer = outer
+                changed.append(unit)
+            unit.is_root = outer is None or state.is_root
+            unit.takes_inputs_to = _elsewhere(unit) if outer is None else None
+        return changed
+
+    def _unit_like(self, unit: Unit) -> Unit:
+        """A unit with the settings of ``unit``: outermost, idle, of no modules and no parameters."""
+        said = unit.settings
+        settings = dataclasses.replace(
+            said, comms=dataclasses.replace(said.comms), reduce_groups=dict(said.reduce_groups)
+        )
+        accumulation = dataclasses.replace(unit.accumulation, pending={}, partials={})
+        copied = dataclasses.replace(
+            unit,
+            modules=(),
+            params=[],
+            overrides={},
+            settings=settings,
+            accumulation=accumulation,
+            outer=None,
+            is_root=True,
+            version=0,
+            warned_of_eager=False,
+            watch=None,
+            running=None,
+        )
+        copied.takes_inputs_to = _elsewhere(copied)
+        around, own = running(unit).iteration, running(copied).own_iteration
+        own.is_last_backward = around.is_last_backward
+        own.manual_finalization = around.manual_finalization
+        if unit.outer is None:  # several roots may share theirs, and their copies do as well
+            own.traffic = self.traffics.setdefault(around.traffic, own.traffic)
+        return copied
+
+    def _copy_param(
+        self, param: ShardedParam, owner: Unit, reader: Unit, top: nn.Module, memo: dict[int, Any]
+    ) -> None:
+        unit = self.units.get(owner)
+        fqn, order = param.fqn, param.order
+        if unit is None:  # tied to another unit's parameter, which is not copied with it: it is this unit's in the copy
+            unit = self._reader(reader, top)
+            of_unit = reader.modules if reader in self.units else (top,)
+            fqn, order = _path_in(of_unit, param), 1 + max((one.order for one in unit.params), default=-1)
+        registered: Any = param.param if isinstance(param.param, DTensor) else param.shard
+        copied = dataclasses.replace(
+            param, fqn=fqn, order=order, slots=[], shard=_clone(registered)
+        )
+        copied.keep_grad_dtype()
+        memo[id(registered)] = copied.shard
+        self.params[param], self.owners[param] = copied, unit
+        unit.params.append(copied)
+        unit.params.sort(key=lambda one: one.order)
+        if param.fqn in owner.overrides:
+            unit.overrides[fqn] = owner.overrides[param.fqn]
+
+    def _reader(self, reader: Unit, top: nn.Module) -> Unit:
+        """The copy of a unit, or the unit that ``top`` becomes where it is copied alone."""
+        if reader in self.units:
+            return self.units[reader]
+        if top not in self.adopters:
+            self.adopters[top] = self._unit_like(reader)
+        return self.adopters[top]
+
+
+def _is_everywhere(value: Any) -> bool:
+    """Whether Python has one object for all places with this value, so that its identity says nothing."""
+    return isinstance(value, (bool, int, float, str, type(None))) or (isinstance(value, tuple) and not value)
+
+
+def _elsewhere(unit: Unit) -> torch.device | None:
+    device = unit.mesh.device
+    return None if device.type == "cpu" else device
+
+
+def _clone(shard: DTensor) -> nn.Parameter:
+    """As ``nn.Parameter`` copies itself: the data, and whether it trains. Pinned memory stays pinned."""
+    with torch.no_grad():
+        local = compat.local_tensor(shard).detach().clone()
+        if compat.is_pinned(shard):
+            local = local.pin_memory()
+        return nn.Parameter(compat.dtensor_like(shard, local), requires_grad=shard.requires_grad)
+
+
+def _path_in(modules: tuple[nn.Module, ...], param: ShardedParam) -> str:
+    """Where the first of ``modules`` that has the parameter has it."""
+    places = {slot.module: slot.name for slot in param.slots}
+    for number, root in enumerate(modules):
+        for path, module in root.named_modules():
+            if module in places:
+                fqn = f"{path}.{places[module]}" if path else places[module]
+                return f"[{number}].{fqn}" if len(modules) > 1 else fqn
+    return param.fqn

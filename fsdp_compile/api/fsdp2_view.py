@@ -1,0 +1,77 @@
+"""What code written for FSDP2 finds where it reaches behind the public methods.
+
+torch.distributed.pipelining does: on 2.11 it runs the end of a backward through the state's private methods, on 2.15
+it compares the identity of communication contexts. torch's own ``register_fsdp_forward_method`` calls the state around
+the method, and its ``share_comm_ctx`` assigns the context of one state to the others. An object of this class stands
+where they look for FSDP2's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from .. import _torch_compat as compat
+from ..core.unit import Unit
+from ..eager.reduction import Traffic
+from ..eager.running import Call, running
+from .unit_forward import begin_unit, end_unit
+
+
+class FSDP2View:
+    """One unit, under the names of FSDP2's state."""
+
+    def __init__(self, unit: Unit, end_backward: Callable[[Unit], None]) -> None:
+        self._unit = unit
+        self._end_backward = end_backward
+        self._call: Call | None = None  # between the two ends of a forward
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self._call, args, kwargs = begin_unit(self._unit, module, args, kwargs)
+        return args, kwargs
+
+    def _post_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        call, self._call = self._call, None
+        return end_unit(self._unit, module, call, output)
+
+    @property
+    def _state_ctx(self) -> FSDP2View:
+        return self
+
+    @property
+    def all_states(self) -> list[FSDP2View]:
+        """Of the iteration; one is enough, since its end looks at every unit."""
+        return [self]
+
+    @property
+    def _comm_ctx(self) -> Traffic:
+        return running(self._unit).iteration.traffic
+
+    @_comm_ctx.setter
+    def _comm_ctx(self, traffic: Traffic) -> None:
+        running(self._unit).iteration.traffic = traffic
+
+    comm_ctx = _comm_ctx  # of a parameter group
+
+    @property
+    def _fsdp_param_group(self) -> FSDP2View:
+        return self
+
+    @property
+    def _fsdp_param_groups(self) -> list[FSDP2View]:
+        return [self]
+
+    def post_backward(self, *unused: Any) -> None:
+        """Nothing: what backward did not reduce, its end does."""
+
+    def _root_post_backward_final_callback(self) -> None:
+        root = self._unit.root
+        running(root).iteration.is_last_backward = True
+        self._end_backward(root)
+
+
+# Where torch's method around a user's one runs as a frame, these do; where Dynamo inlines it, it inlines them.
+compat.leave_to_python(FSDP2View._pre_forward)
+compat.leave_to_python(FSDP2View._post_forward)

@@ -1,0 +1,364 @@
+"""The decorator: validate, group, shard, swap the class."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from .. import _torch_compat as compat
+from ..core.extension import has_extension
+from ..core.mesh import ShardMesh, inner_mesh, shard_mesh
+from ..core.param import READS, STAMP, Cut, ShardedParam, Slot, cut_of, shard_param
+from ..core.settings import Settings
+from ..core.spec import protocol_of, spec_of
+from ..core.undo import AllOrNothing
+from ..core.unit import STATE, Ends, Unit, original_class, unit_of, units_in
+from ..eager.backward import clean_up_at_end, end_backward, note_reduction, reduce_now
+from ..eager.running import running
+from ..graph.install import install_passes
+from .arguments import ignored_in, require_kinds
+from .classes import parts_of, refresh, refresh_owners
+from .fsdp2_view import FSDP2View
+from .module import FSDPModule
+
+logger = logging.getLogger("fsdp_compile")
+
+ENDS = Ends(at_end=clean_up_at_end, now=reduce_now, note_reduction=note_reduction)
+
+ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module] | tuple[nn.Module, ...]")
+
+
+def fully_shard(
+    module: ModuleT,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> ModuleT:
+    """Shard the parameters of ``module`` that no earlier call claimed over ``mesh``, in place, and return it.
+
+    Call it bottom-up: on each block, then on the whole. One call is one unit: its parameters are gathered together
+    before they are used and freed after it. With a list of modules, they form one unit.
+    """
+    given = modules_in(module, "fully_shard")
+    _validate_reshard(reshard_after_forward)
+    require_kinds("fully_shard", mesh, mp_policy, offload_policy, shard_placement_fn)
+    ignored = ignored_in("fully_shard", ignored_params)
+    target = shard_mesh(mesh, dp_mesh_dims)
+    if not target.group and shard_placement_fn is not None:
+        raise ValueError(
+            f"shard_placement_fn was given, but dp_mesh_dims={dp_mesh_dims} only replicates. Name a dimension to shard "
+            "over, or leave out shard_placement_fn."
+        )
+    make_unit(
+        given, target, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored
+    )
+    return module
+
+
+fully_shard.state = compat.fsdp2_state  # type: ignore[attr-defined]  # as torch's has it
+
+
+def make_unit(
+    given: tuple[Any, ...],
+    target: ShardMesh,
+    reshard_after_forward: bool | int | None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    ignored: set[nn.Parameter],
+) -> Unit:
+    """Spread the parameters of the modules over the ranks of ``target``, as one unit."""
+    modules = _roots_of_list(tuple(_behind_compile(one) for one in given))
+    reshard, inner_size = _resolve_reshard(reshard_after_forward, target)
+
+    # What can be refused comes first, and changes nothing.
+    managed = _managed_modules(modules)
+    claimed, unclaimed = _parameter_slots(modules, managed, ignored)
+    cuts: dict[str, Cut] = {}
+    overrides: dict[str, torch.dtype] = {}
+    for fqn, slots in unclaimed.items():
+        _validate_param(fqn, slots[0].param, target)
+        cuts[fqn] = cut_of(fqn, slots[0].param, target, shard_placement_fn)
+        if inner_size is not None:
+            _validate_slicing(fqn, cuts[fqn], target, inner_size)
+        overrides.update(_dtype_override(fqn, slots[0].param, mp_policy))
+    unit = Unit(
+        modules=modules,
+        label="+".join(original_class(one).__name__ for one in modules),
+        mesh=target,
+        mp_policy=mp_policy,
+        mixin=FSDPModule,
+        ends=ENDS,
+        params=[
+            shard_param(fqn, order, slots, cuts[fqn], target.device, offload_policy)
+            for order, (fqn, slots) in enumerate(unclaimed.items())
+        ],
+        overrides=overrides,
+        offload=isinstance(offload_policy, CPUOffloadPolicy),
+        settings=Settings(reshard_after_forward=reshard),
+    )
+    for param in unit.params:
+        if has_extension(param.fqn, param.shard):  # type: ignore[arg-type]
+            protocol_of(param, param.shard, mp_policy)
+        spec_of(unit, param)
+    if target.device.type != "cpu":
+        unit.takes_inputs_to = target.device
+    moved = _moved_buffers(managed, target.device)
+    install_passes()
+    if inner_size is not None:
+        unit.post_forward = inner_mesh(target, inner_size)
+
+    fulls = [slots[0].param for slots in unclaimed.values()]
+    inner = [*(one for module in modules for one in units_in(module)), *map(_owner_of, claimed.values())]
+    parts = [part for one in dict.fromkeys(inner) for part in parts_of(one)]
+    with AllOrNothing([*(child for one in modules for child in one.modules()), *fulls, *parts]):
+        for (module, name), buffer in moved.items():
+            module._buffers[name] = buffer
+        for one in modules:
+            one.__dict__[STATE] = unit
+            compat.register_fsdp2_state(one, FSDP2View(unit, end_backward))
+        for param in unit.params:
+            param.install()
+            for slot in param.slots:
+                _register_read(slot, param, unit, unit)
+        for slots in claimed.values():
+            _adopt(slots, unit)
+        _demote_inner_roots(unit)
+        refresh(unit)
+        for one in modules:
+            compat.recompile_call(one)
+    logger.debug(
+        "%s: one unit of %d parameters, sharded over %d ranks and replicated %d times",
+        unit.label,
+        len(unit.params),
+        target.num_shards,
+        target.num_replicas,
+    )
+    return unit
+
+
+def modules_in(module: Any, api: str) -> tuple[Any, ...]:
+    """The modules given to ``fully_shard`` or ``replicate``; raises for what cannot be a unit."""
+    given: tuple[Any, ...] = tuple(module) if isinstance(module, (list, tuple)) else (module,)
+    if not given:
+        raise ValueError(f"{api}([]) has nothing to work on. Pass a module, or a list of at least one.")
+    for one in given:
+        _validate_module(one, api)
+    return given
+
+
+def _demote_inner_roots(unit: Unit) -> None:
+    """What was the outermost unit so far is inside this one now, and FSDP2's rule for roots is this one's."""
+    for inner in unit.inside():
+        if inner is unit:
+            continue
+        if inner.outer is None:
+            inner.outer = unit
+            inner.takes_inputs_to = None
+            running(unit).iteration.adopt(running(inner).own_iteration)
+        if inner.is_root:
+            inner.is_root = False
+            refresh(inner)
+
+
+def _behind_compile(module: nn.Module) -> nn.Module:
+    """The module itself, where the user compiled it first: its class is what must change."""
+    return module._orig_mod if isinstance(module, compat.OptimizedModule) else module
+
+
+def _roots_of_list(modules: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
+    """The members that no other member contains."""
+    inner = {id(child) for module in modules for child in module.modules() if child is not module}
+    return tuple(dict.fromkeys(module for module in modules if id(module) not in inner))
+
+
+def _validate_module(module: Any, api: str) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{api} takes a module or a list of modules, but got {type(module).__name__}.")
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and original_class(module).forward is nn.Module.forward:
+        raise ValueError(
+            f"{api} got a {type(module).__name__}, which has no forward to gather for. Apply it to its members, "
+            "or pass list(module) to make them one unit."
+        )
+    if "replicate" in compat.composed_by(module):
+        raise ValueError(
+            f"{api}: torch.distributed._composable.replicate was applied to this {original_class(module).__name__}, "
+            "and takes care of its gradients. Apply one of the two."
+        )
+    if unit_of(module) is not None:
+        error = ValueError if api == "fully_shard" else RuntimeError
+        raise error(
+            f"{api}: this {original_class(module).__name__} is sharded or replicated already. Apply fully_shard or "
+            "replicate once to each module."
+        )
+
+
+def _validate_reshard(reshard_after_forward: Any) -> None:
+    if not (reshard_after_forward is None or isinstance(reshard_after_forward, int)):
+        raise ValueError(f"reshard_after_forward={reshard_after_forward!r} is neither a bool, an int nor None.")
+
+
+def _resolve_reshard(asked: bool | int | None, mesh: ShardMesh) -> tuple[bool | None, int | None]:
+    """Whether to regather in backward, and over how many ranks where that is not all of them."""
+    if not mesh.group:
+        return False, None  # nothing is gathered
+    if asked is None or isinstance(asked, bool):
+        return asked, None
+    size = mesh.num_shards
+    if asked < 1 or size % asked != 0:
+        factors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
+        raise ValueError(
+            f"reshard_after_forward={asked} does not divide the {size} ranks that hold shards. Pass one of {factors}, "
+            "or a bool."
+        )
+    if mesh.spmd is not None:
+        raise NotImplementedError(
+            f"reshard_after_forward={asked} with dp_mesh_dims: the parameters are DTensors, which cannot be resharded "
+            "to fewer ranks. Pass True, False or None."
+        )
+    if asked == 1:
+        warnings.warn(
+            "reshard_after_forward=1 keeps every parameter whole after forward, as reshard_after_forward=False does. "
+            "Pass False, or True to reshard.",
+            stacklevel=4,
+        )
+        return False, None
+    return True, None if asked == size else asked
+
+
+def _validate_slicing(fqn: str, cut: Cut, target: ShardMesh, size: int) -> None:
+    """Refuse what cannot be kept as one of ``size`` slices after forward."""
+    if cut.read_as is not None:
+        raise NotImplementedError(
+            f"{fqn} is a DTensor: reshard_after_forward={size} cannot reshard it to fewer ranks. Pass True, False or "
+            "None for its unit."
+        )
+    if cut.mesh != target:
+        raise NotImplementedError(
+            f"{fqn} has a mesh of its own from shard_placement_fn: reshard_after_forward={size} works with the unit's "
+            "mesh only. Pass True, False or None, or make it a unit of its own with that mesh."
+        )
+
+
+def _managed_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules whose parameters this call takes: the subtrees, down to units of earlier calls and of DDP's."""
+    managed: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        if module in managed or unit_of(module) is not None:
+            return
+        composed = compat.composed_by(module)
+        if "fully_shard" in composed:
+            raise ValueError(
+                f"A {original_class(module).__name__} was sharded by torch.distributed.fsdp.fully_shard. Use one of "
+                "the two for the whole model: fsdp_compile.adopt() has torch's name be this one's."
+            )
+        if "replicate" in composed:
+            return
+        managed[module] = None
+        for child in module.children():
+            visit(child)
+
+    for module in modules:
+        visit(module)
+    return list(managed)
+
+
+def _parameter_slots(
+    modules: Sequence[nn.Module], managed: list[nn.Module], ignored: set[nn.Parameter]
+) -> tuple[dict[str, list[Slot]], dict[str, list[Slot]]]:
+    """Where each parameter is registered, by the FQN of its first place: (tied to an earlier call's, this call's)."""
+    by_param: dict[nn.Parameter, tuple[str, list[Slot]]] = {}
+    chosen = set(managed)
+    for number, root in enumerate(modules):
+        for path, module in root.named_modules():
+            if module not in chosen:
+                continue
+            for name, param in module._parameters.items():
+                if param is None or param in ignored or name in module.__dict__.get(READS, {}):
+                    continue
+                fqn = f"{path}.{name}" if path else name
+                fqn = fqn.replace("_orig_mod.", "")
+                # Markers take no half of a surrogate pair.
+                fqn = fqn.encode(errors="backslashreplace").decode()
+                # Members of a list have no common path: their place in it tells them apart.
+                fqn = f"[{number}].{fqn}" if len(modules) > 1 else fqn
+                by_param.setdefault(param, (fqn, []))[1].append(Slot(module, name))
+    claimed: dict[str, list[Slot]] = {}
+    unclaimed: dict[str, list[Slot]] = {}
+    for param, (fqn, slots) in by_param.items():
+        (claimed if hasattr(param, STAMP) else unclaimed)[fqn] = slots
+    return claimed, unclaimed
+
+
+def _validate_param(fqn: str, param: nn.Parameter, target: ShardMesh) -> None:
+    if param.ndim == 0:
+        raise ValueError(f"{fqn} is a scalar and cannot be sharded. Give it shape (1,), or pass it in ignored_params.")
+    if isinstance(param, DTensor) and param.device_mesh.device_type != target.device.type:
+        raise ValueError(
+            f"{fqn} is a DTensor on a {param.device_mesh.device_type} mesh, but the mesh to shard over is of "
+            f"{target.device.type}. Use slices of one mesh."
+        )
+
+
+def _moved_buffers(managed: Iterable[nn.Module], device: torch.device) -> dict[tuple[nn.Module, str], Tensor]:
+    """Copies on ``device`` of the buffers that are elsewhere."""
+    return {
+        (module, name): buffer.to(device)
+        for module in managed
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_meta and buffer.device != device
+    }
+
+
+def _dtype_override(fqn: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -> dict[str, torch.dtype]:
+    """What the policy's ``param_dtype_override_fn`` (torch 2.15) says of one parameter."""
+    override_fn = getattr(policy, "param_dtype_override_fn", None)
+    dtype = None if override_fn is None else override_fn(param)
+    if dtype is None:
+        return {}
+    if not isinstance(dtype, torch.dtype) or dtype not in (policy.param_dtype, param.dtype):
+        raise ValueError(
+            f"{fqn}: param_dtype_override_fn returned {dtype!r}. Return None, the policy's param_dtype "
+            f"({policy.param_dtype}), or the parameter's own dtype ({param.dtype})."
+        )
+    return {fqn: dtype}
+
+
+def _adopt(slots: list[Slot], reader: Unit) -> None:
+    """Tie the slots to a parameter that an earlier call sharded: one shard, one gather, one gradient."""
+    param: ShardedParam = getattr(slots[0].param, STAMP)
+    owner = _owner_of(slots)
+    for slot in slots:
+        slot.register(param.shard)
+        param.slots.append(slot)
+        _register_read(slot, param, owner, reader)
+    refresh(owner)
+
+
+def _owner_of(slots: list[Slot]) -> Unit:
+    """The unit of the earlier call that sharded the parameter in the slots."""
+    first = getattr(slots[0].param, STAMP).slots[0]
+    owner: Unit = first.module.__dict__[READS][first.name][1]
+    return owner
+
+
+def _register_read(slot: Slot, param: ShardedParam, owner: Unit, reader: Unit) -> None:
+    if READS not in slot.module.__dict__:
+        slot.module.__dict__[READS] = {}
+        # load_state_dict(assign=True) may bring another dtype.
+        slot.module.register_load_state_dict_post_hook(lambda module, incompatible: refresh_owners(module))
+    slot.module.__dict__[READS][slot.name] = (param, owner, reader)

@@ -1,0 +1,398 @@
+"""FSDPModule: what ``fully_shard`` adds to a module's class, the methods that a user calls."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+
+from .. import _torch_compat as compat
+from ..core.shared import shared
+from ..core.unit import Unit, unit_of, units_in
+from ..eager.around import eager_forward
+from ..eager.backward import end_backward, reduce_left_over
+from ..eager.reduction import Traffic
+from ..eager.running import Call, recover, running
+from ..passes._torch_compat import group_ranks
+from .accumulate import set_all_reduce, set_sync
+from .classes import ShardedModule, refresh
+from .fsdp2_view import FSDP2View
+from .handles import GradientReductionHandle, UnshardHandle
+from .unit_forward import as_given, as_taken, with_code_of_its_own
+
+_FSDP2: Any = torch_fsdp.FSDPModule  # its methods' types are not ours
+
+
+class FSDPModule(ShardedModule, _FSDP2):
+    """The methods of a module that ``fully_shard`` was applied to, FSDP2's by name and meaning.
+
+    It is FSDP2's class by name alone, so that code which asks ``isinstance(module, FSDPModule)`` finds what it looks
+    for: no method of torch's is inherited.
+    """
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters; until ``reshard``, or the end of a forward, eager reads give the full ones."""
+        run = running(_unit(self))
+        gathered = run.current()
+        gathered.free_if_stale()
+        gathered.launch()
+        run.iteration.touched.setdefault(run)
+        if run.held_call is None:
+            run.held_call = Call(run, gathered)
+        if async_op:
+            return UnshardHandle(gathered)
+        gathered.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this unit's gathered parameters."""
+        run = running(_unit(self))
+        if run.held_call is not None:
+            run.held_call.forget_reads()
+            run.held_call = None
+        if compat.backward_task() is None and run.iteration.pending_handle is None:
+            run.iteration.traffic.finish()
+        if run.gathered is not None:
+            run.gathered.free()
+
+    def reset_iter_state(self) -> None:
+        """After an exception in a forward or backward: drop what is in flight, all gradients, and start a step anew."""
+        root = _require_root(self, "reset_iter_state")
+        recover(root)
+        for unit in root.inside():
+            for param in unit.params:
+                if param.param is not None:
+                    param.param.grad = None
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, recurse: bool = True) -> None:
+        """Reduce gradients in backward (True), or add full gradients up until a backward that does (False)."""
+        for unit in _units(self, recurse):
+            set_sync(unit, bool(requires_gradient_sync))
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, recurse: bool = True) -> None:
+        """On a mesh that replicates: sum over the replicas in backward, or only over the shards for now."""
+        for unit in _units(self, recurse):
+            set_all_reduce(unit, bool(requires_all_reduce))
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Leave reductions in flight at the end of a backward that another one follows (False).
+
+        Eager only: a compiled backward waits for its own. Pipelines set it around backward, so no warning says so.
+        """
+        running(_unit(self)).iteration.is_last_backward = bool(is_last_backward)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Gather parameters again in backward (True), or keep them from forward to backward (False)."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward={reshard_after_forward!r} is not a bool.")
+        params = [param for unit in _units(self, recurse) for param in unit.params]
+        if params and not any(param.mesh.group for param in params):
+            raise ValueError(
+                f"{_unit(self).name}: set_reshard_after_forward has nothing to do where all parameters are "
+                "replicated, as nothing is gathered. Call it on modules that fully_shard shards."
+            )
+        for unit in _units(self, recurse):
+            unit.settings.reshard_after_forward = reshard_after_forward
+            unit.post_forward = None
+            refresh(unit)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
+        """Keep gathered parameters from one backward to the next forward (False); call ``reshard`` before a step.
+
+        Eager only: a graph gathers for each forward. Pipelines set it around backward, so no warning says so.
+        """
+        for unit in _units(self, recurse):
+            unit.settings.reshard_after_backward = bool(reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool, recurse: bool = False) -> None:
+        """Do not gather again in backward (False): for units whose backward reads no parameter, like an embedding."""
+        for unit in _units(self, recurse):
+            unit.settings.unshard_in_backward = bool(unshard_in_backward)
+            refresh(unit)
+
+    def set_keep_unsharded_storage(self, keep: bool, recurse: bool = True) -> None:
+        """Keep the memory of gathered parameters when they are freed: their addresses stay, at the price of memory."""
+        for unit in _units(self, recurse):
+            unit.settings.keep_storage = bool(keep)
+            refresh(unit)
+
+    def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
+        """Launch the gathers of ``modules`` when this one's forward begins, instead of that of the next in order."""
+        unit = _unit(self)
+        unit.settings.forward_prefetch = _sharded(modules, "set_modules_to_forward_prefetch")
+        refresh(unit)
+
+    def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
+        """Launch the gathers of ``modules`` when this one's backward begins, instead of that of the next in order."""
+        unit = _unit(self)
+        unit.settings.backward_prefetch = _sharded(modules, "set_modules_to_backward_prefetch")
+        refresh(unit)
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather with ``comm``: it has ``allocate(size, dtype=, device=)``, and is called with ``(output, input, group,
+        async_op)``. Eager only.
+        """
+        unit = _unit(self)
+        _require_one_mesh(unit, "set_custom_all_gather")
+        unit.settings.comms.all_gather = _require_comm(comm, "set_custom_all_gather")
+        refresh(unit)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce with ``comm``: it has ``allocate``, and is called with ``(output, input, group, op, async_op)``.
+
+        Eager only.
+        """
+        unit = _unit(self)
+        _require_one_mesh(unit, "set_custom_reduce_scatter")
+        unit.settings.comms.reduce_scatter = _require_comm(comm, "set_custom_reduce_scatter")
+        refresh(unit)
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
+        """Call ``hook`` on each bucket of summed gradients, in place, before they are divided and cast. Eager only."""
+        unit = _unit(self)
+        _require_one_mesh(unit, "set_all_reduce_hook")
+        if not callable(hook):
+            raise TypeError(f"set_all_reduce_hook takes a function of a tensor, but got {type(hook).__name__}.")
+        if stream is not None and any(param.mesh.num_replicas > 1 for param in unit.params):
+            raise ValueError(
+                f"{unit.name} is sharded over a mesh that replicates, and its all-reduce has one: leave out stream=."
+            )
+        unit.settings.comms.all_reduce_hook = hook
+        unit.settings.comms.all_reduce_hook_stream = stream
+        refresh(unit)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Have the next forward's gathers wait for ``event`` instead of for all that is queued now."""
+        if _unit(self).mesh.device.type == "cpu":
+            return  # where nothing is queued: a step that was called is done
+        # Gathers are queued behind the stream that is current: making that one wait is what it takes.
+        event.wait(torch.accelerator.current_stream())
+
+    def set_gradient_divide_factor(self, factor: float, recurse: bool = False) -> None:
+        """Divide summed gradients by ``factor`` instead of by the number of ranks."""
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor <= 0:
+            raise ValueError(f"set_gradient_divide_factor takes a positive number, but got {factor!r}.")
+        for unit in _units(self, recurse):
+            unit.settings.divide_factor = float(factor)
+            refresh(unit)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of ``set_gradient_divide_factor``."""
+        warnings.warn(
+            "set_reduce_scatter_divide_factor has a new name: set_gradient_divide_factor.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool, recurse: bool = False) -> None:
+        """Send nothing but sums, and divide outside of the collective."""
+        for unit in _units(self, recurse):
+            unit.settings.force_sum = bool(enable)
+            refresh(unit)
+
+    def set_reduce_scatter_unused_params(self, enable: bool, recurse: bool = True) -> None:
+        """Give parameters that a backward did not use a gradient of zeros, so that all ranks reduce alike."""
+        for unit in _units(self, recurse):
+            unit.settings.reduce_unused = bool(enable)
+            refresh(unit)
+
+    def set_reduce_scatter_max_input_buffers(self, num_buffers: int, recurse: bool = True) -> None:
+        """How many units' reductions may be in flight: the largest number asked for under a root holds."""
+        if isinstance(num_buffers, bool) or not isinstance(num_buffers, int):
+            raise TypeError(f"set_reduce_scatter_max_input_buffers takes an int, but got {num_buffers!r}.")
+        if num_buffers < 1:
+            raise ValueError(f"set_reduce_scatter_max_input_buffers takes at least 1, but got {num_buffers}.")
+        for unit in _units(self, recurse):
+            unit.settings.max_reductions = num_buffers
+            refresh(unit)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, recurse: bool = True) -> None:
+        """Reduce in process groups of their own, so that a reduction does not queue behind a gather; all ranks call it.
+
+        The groups are made for every set of ranks that shards, in one order on all ranks.
+        """
+        units = _units(self, recurse)
+        if not enable:
+            for unit in units:
+                unit.settings.reduce_groups = {}
+                refresh(unit)
+            return
+        names = {param.mesh.group for unit in units for param in unit.params}
+        made = {name: compat.twin_group(name) for name in sorted(names, key=group_ranks)}
+        for unit in units:
+            unit.settings.reduce_groups = made
+            refresh(unit)
+
+    def set_manual_backward_finalization(self, enable: bool) -> None:
+        """Leave the end of a backward to ``finalize_backward`` (True): for schedules of many micro-batches.
+
+        A compiled backward ends by itself; what ``finalize_backward`` ends is that of units that run eagerly.
+        """
+        root = _require_root(self, "set_manual_backward_finalization")
+        iteration = running(root).iteration
+        if compat.backward_task() is not None:
+            raise RuntimeError("set_manual_backward_finalization was called inside a backward. Call it between steps.")
+        if iteration.manual_finalization and not enable and iteration.touched:
+            raise RuntimeError(
+                "set_manual_backward_finalization(False) was called after a backward that is not finalized. Call "
+                "finalize_backward() first."
+            )
+        iteration.manual_finalization = bool(enable)
+
+    def finalize_backward(self, async_op: bool = False) -> GradientReductionHandle | None:
+        """End the backwards since the last finalization: reduce what is left, free, and wait, or return a handle."""
+        root = _require_root(self, "finalize_backward")
+        iteration = running(root).iteration
+        if iteration.pending_handle is not None:
+            raise RuntimeError("finalize_backward was called before wait() on the handle of the last one.")
+        if compat.backward_task() is not None:
+            raise RuntimeError("finalize_backward was called inside a backward. Call it when backward has returned.")
+        if not iteration.manual_finalization:
+            raise RuntimeError(
+                "finalize_backward needs set_manual_backward_finalization(True) before the backward; without it every "
+                "backward finalizes itself."
+            )
+        for unit in root.inside():
+            if not unit.accumulation.all_reduce:
+                raise RuntimeError(
+                    f"{unit.name} holds gradients that are summed over the shards alone. Call "
+                    "set_requires_all_reduce(True) before the last backward."
+                )
+        reduce_left_over(root)
+        for run in iteration.touched:
+            if run.gathered is not None and run.unit.settings.reshard_after_backward:
+                run.gathered.free()
+        iteration.touched.clear()
+        handle = GradientReductionHandle(root if async_op else None)
+        if async_op:
+            iteration.pending_handle = handle
+            return handle
+        iteration.traffic.finish()
+        return None
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Take the buffers of collectives from the process group's own allocator, where it has one (NCCL)."""
+        unit = _unit(self)
+        _refuse_custom(unit)
+        allocator = compat.group_allocator(unit.mesh.group, unit.mesh.device) if enable else None
+        unit.settings.comms.allocator = allocator
+        refresh(unit)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Take the buffers of gathers from symmetric memory (GPUs)."""
+        unit = _unit(self)
+        _refuse_custom(unit)
+        unit.settings.comms.allocator = compat.symmetric_allocator(unit.mesh.group, unit.mesh.device, backend)
+        refresh(unit)
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted for FSDP2's callers: every gather here is asynchronous on the current stream already."""
+        del async_op
+
+    def _get_fsdp_state(self) -> FSDP2View:
+        """What FSDP2's callers ask for by this name."""
+        return FSDP2View(_unit(self), end_backward)
+
+
+def _unit(module: Any) -> Unit:
+    unit = unit_of(module)
+    assert unit is not None
+    return unit
+
+
+def _units(module: Any, recurse: bool) -> list[Unit]:
+    return units_in(module) if recurse else [_unit(module)]
+
+
+def _require_root(module: Any, method: str) -> Unit:
+    unit = _unit(module)
+    if unit.outer is not None:
+        raise RuntimeError(f"{unit.name} is inside {unit.root.name}: call {method} on that one, the outermost.")
+    return unit
+
+
+def _refuse_custom(unit: Unit) -> None:
+    custom = unit.settings.comms.custom
+    if custom is not None:
+        raise RuntimeError(f"{unit.name} has collectives of your own ({custom}): they allocate.")
+
+
+def _require_one_mesh(unit: Unit, method: str) -> None:
+    groups = {param.mesh.group for param in unit.params}
+    if len(groups) > 1:
+        raise ValueError(
+            f"{unit.name} shards its parameters over {len(groups)} meshes (shard_placement_fn), so {method} does not "
+            "say which of them is meant. Shard the modules of each mesh by themselves."
+        )
+
+
+def _require_comm(comm: Any, method: str) -> Any:
+    if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
+        raise TypeError(f"{method} takes an object with allocate() and __call__(), but got {type(comm).__name__}.")
+    return comm
+
+
+def _sharded(modules: Any, method: str) -> list[Unit]:
+    if not isinstance(modules, (list, tuple)):
+        raise TypeError(f"{method} takes a list of modules, but got {type(modules).__name__}.")
+    units = []
+    for module in modules:
+        unit = unit_of(module) if isinstance(module, nn.Module) else None
+        if unit is None:
+            raise ValueError(f"{method} got a {type(module).__name__} that fully_shard was not applied to.")
+        units.append(unit)
+    return units
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make ``module.method_name`` a second forward: parameters are gathered before it and freed after it."""
+    if isinstance(module, compat.OptimizedModule):
+        module = module._orig_mod  # where the wrapper looks for its methods
+    if unit_of(module) is None:
+        if isinstance(module, compat.TORCH_FSDP_MODULE):
+            raise TypeError(
+                f"register_fsdp_forward_method({method_name!r}): this {type(module).__name__} was sharded by "
+                "torch.distributed.fsdp.fully_shard before fsdp_compile.adopt(). Adopt first, then shard."
+            )
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}.")
+    method = getattr(type(module), method_name)
+
+    forward: Any = _forward_by(method)
+    setattr(module, method_name, forward.__get__(module, type(module)))
+
+
+@shared
+def _forward_by(method: Callable[..., Any]) -> Callable[..., Any]:
+    """unit_forward once more, around a method; one for all modules that have it, as they may share what is compiled."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        unit = _unit(self)
+        args, kwargs = as_taken(unit, args, kwargs)
+        try:
+            if torch.compiler.is_dynamo_compiling():
+                output = method(self, *args, **kwargs)
+            else:
+                output = eager_forward(unit, self, method, args, kwargs)
+        except BaseException:
+            raise
+        return as_given(unit, output)
+
+    return with_code_of_its_own(forward, getattr(method, "__qualname__", "forward"))
+
+
+def share_comm_ctx(modules: list[nn.Module]) -> None:
+    """Let several roots, such as a pipeline's chunks on one rank, count their reductions in flight together.
+
+    Eager only: the order of a graph's reductions is planned.
+    """
+    roots = [unit.root for unit in _sharded(list(modules), "share_comm_ctx")]
+    traffic = Traffic()
+    for root in roots:
+        running(root).iteration.traffic = traffic

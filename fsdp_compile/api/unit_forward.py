@@ -1,0 +1,135 @@
+"""The forward that runs in the place of a unit's modules, and which of the two paths it takes.
+
+``unit_forward`` becomes the modules' ``_call_impl``, so it stands around their own hooks and is one frame with them:
+
+    compiled whole            casts inputs and outputs; what its module reads are markers in the graph
+    a graph breaks inside     Dynamo skips this frame and compiles those that it calls: it is the eager path
+    not compiled              the eager path
+
+So wherever Python runs inside a unit's forward, a ``Call`` says so, from ``eager_forward``'s beginning to its end,
+however that comes about: what reads a parameter there gathers it, and what reads one outside sees the shard.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _torch_compat as compat
+from ..core.containers import cast_floating, move
+from ..core.unit import STATE, Unit
+from ..eager.around import begin, eager_forward, end
+from ..eager.running import Call
+
+
+def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a unit's module: cast, gather when something eager reads, call, free or keep, cast."""
+    unit: Unit = self.__dict__[STATE]
+    call = type(self)._fsdp_compile_original._call_impl
+    args, kwargs = as_taken(unit, args, kwargs)
+    try:  # Dynamo never resumes inside one: a frame that it cannot compile whole, it leaves to Python
+        if torch.compiler.is_dynamo_compiling():
+            output = call(self, *args, **kwargs)
+        else:
+            output = eager_forward(unit, self, call, args, kwargs)
+    except BaseException:
+        raise
+    return as_given(unit, output)
+
+
+def as_taken(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The inputs of a unit's forward, where and in the dtype in which it takes them."""
+    if unit.takes_inputs_to is not None:
+        args, kwargs = move(args, unit.takes_inputs_to), move(kwargs, unit.takes_inputs_to)
+    policy = unit.mp_policy
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        args, kwargs = cast_floating(args, policy.param_dtype), cast_floating(kwargs, policy.param_dtype)
+    return args, kwargs
+
+
+def as_given(unit: Unit, output: Any) -> Any:
+    """The output of a unit's forward, in the dtype in which it gives it."""
+    dtype = unit.mp_policy.output_dtype
+    return output if dtype is None else cast_floating(output, dtype)
+
+
+def begin_unit(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Call | None, Any, Any]:
+    """The first half of ``unit_forward``, for code that makes the call itself; its eager call, where it is one."""
+    args, kwargs = as_taken(unit, args, kwargs)
+    if torch.compiler.is_dynamo_compiling():
+        return None, args, kwargs
+    return begin(unit, module, args, kwargs, compat.reads_are_compiled(module))
+
+
+def end_unit(unit: Unit, module: nn.Module, call: Call | None, output: Any) -> Any:
+    """The second half."""
+    if call is not None:
+        output = end(unit, module, call, output)
+    return as_given(unit, output)
+
+
+for _skipped in (begin_unit, end_unit):
+    compat.leave_to_python(_skipped)
+compat.leave_all_to_python(as_taken, as_given)
+
+
+def eager_forward_for(name: str, setting: str) -> Callable[..., Any]:
+    """``unit_forward`` for modules that Dynamo must not trace; where it would have, they say once why it did not."""
+    skipped: list[bool] = []
+
+    @torch.compiler.assume_constant_result
+    def note() -> None:
+        skipped.append(True)  # while Dynamo traces the caller
+
+    def forward_eagerly(self: Any, *args: Any, **kwargs: Any) -> Any:
+        unit: Unit = self.__dict__[STATE]
+        if skipped and not unit.warned_of_eager:
+            unit.warned_of_eager = True
+            warnings.warn(
+                f"{unit.name} runs eagerly inside compiled code: {setting} works in eager mode only. The numbers are "
+                "right; its collectives are in no graph.",
+                stacklevel=2,
+            )
+        return unit_forward(self, *args, **kwargs)
+
+    run = torch.compiler.disable(forward_eagerly, reason=f"{name}: {setting} works in eager mode only")
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            note()
+        return run(self, *args, **kwargs)
+
+    return call
+
+
+def unit_forward_for(name: str, unheeded: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """``unit_forward`` for a class called ``name``; traced, it says which settings are ``unheeded``."""
+    forward = with_code_of_its_own(unit_forward, f"{name}._call_impl")
+    if not unheeded:
+        return forward
+
+    @torch.compiler.assume_constant_result
+    def say() -> None:
+        warnings.warn(
+            f"{', '.join(unheeded)} has no effect where {name} is compiled: there compiler passes decide when to "
+            "gather, reduce and free. It holds where the module runs eagerly.",
+            stacklevel=2,
+        )
+
+    def say_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            say()
+        return forward(self, *args, **kwargs)
+
+    return with_code_of_its_own(say_and_call, f"{name}._call_impl")
+
+
+def with_code_of_its_own(function: Any, name: str) -> Callable[..., Any]:
+    """The same function with a code object of its own: Dynamo counts recompilations by code object."""
+    code = function.__code__.replace(co_name=name)
+    return types.FunctionType(code, function.__globals__, name.rpartition(".")[2], closure=function.__closure__)

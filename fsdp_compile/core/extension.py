@@ -1,0 +1,164 @@
+"""Parameters that say themselves what travels: tensor subclasses with FSDP2's all-gather extension, such as float8's.
+
+    fsdp_pre_all_gather(mesh[, outer_size, outer_stride, module, mp_policy]) -> (tensors to gather, metadata)
+    fsdp_post_all_gather(gathered, metadata, param_dtype, out=None) -> (full parameter, inner tensors); None with out=
+
+This is the protocol; ``graph/extension.py`` and ``eager/extension.py`` are what the paths do with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .. import _torch_compat as compat
+from ..passes import ParamSpec
+from .inner import Look
+
+_RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+ALL_ARGUMENTS = 5
+
+
+def has_extension(fqn: str, shard: DTensor) -> bool:
+    """Whether the shard brings its own gather; raises when it brings half of one."""
+    local = compat.local_tensor(shard)
+    before, after = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
+    if before != after:
+        there, missing = ("pre", "post") if before else ("post", "pre")
+        raise RuntimeError(
+            f"{fqn} is a {type(local).__name__} with fsdp_{there}_all_gather and without "
+            f"fsdp_{missing}_all_gather. Define both, or neither."
+        )
+    release = getattr(local, _RELEASE, None)
+    if release is None:
+        return before
+    if not before:
+        raise RuntimeError(
+            f"{fqn} is a {type(local).__name__} with {_RELEASE} and without fsdp_pre_all_gather and "
+            "fsdp_post_all_gather. Define these too, or leave it out."
+        )
+    answer = release()
+    if not isinstance(answer, bool):
+        raise TypeError(f"{fqn}: {_RELEASE} of {type(local).__name__} returned {answer!r}, which is not a bool.")
+    return before
+
+
+def releases_what_arrived(shard: DTensor) -> bool:
+    """Whether the extension has no use for what was gathered once it made the parameter of it."""
+    release = getattr(compat.local_tensor(shard), _RELEASE, None)
+    return release is not None and release()
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What a parameter's extension is asked with; equal for equal parameters."""
+
+    subclass: type
+    mesh: DeviceMesh  # of the ranks that hold shards
+    size: torch.Size
+    stride: tuple[int, ...]
+    mp_policy: Any
+    owner: weakref.ref[nn.Module] | None  # only where the extension asks for it: blocks that differ in it differ
+    look: Look | None  # of the shard, where a graph puts it together
+
+    def before(self, local: Tensor, spec: ParamSpec) -> tuple[list[Tensor], list[ParamSpec], Any]:
+        """What this rank sends, how each of it travels, and what the extension wants to remember."""
+        arguments: list[Any] = [self.mesh]
+        if self.owner is not None:
+            arguments += [self.size, self.stride, self.owner(), self.mp_policy]
+        inputs, metadata = local.fsdp_pre_all_gather(*arguments)  # type: ignore[attr-defined]
+        sent = [self._padded(tensor, spec).contiguous() for tensor in inputs]
+        return sent, [_part_of(spec, index, tensor) for index, tensor in enumerate(sent)], metadata
+
+    def _padded(self, tensor: Tensor, spec: ParamSpec) -> Tensor:
+        """What is gathered has the same rows on every rank; the subclass may leave the padding to us."""
+        length, rows = spec.local_length, spec.layout.chunk
+        if tensor.ndim == 0:
+            return tensor.view(1)
+        dim = _dim_of(tensor, spec)
+        if length == rows or tensor.shape[dim] == rows:
+            return tensor
+        if tensor.shape[dim] != length:
+            raise RuntimeError(
+                f"{spec.fqn}: fsdp_pre_all_gather of {self.subclass.__name__} returned {tensor.shape[dim]} rows for a "
+                f"shard of {length}. Return {length}, or {rows} with padding."
+            )
+        missing = [*tensor.shape]
+        missing[dim] = rows - length
+        return torch.cat([tensor, tensor.new_zeros(missing)], dim)
+
+    def after(self, local: Tensor, gathered: Sequence[Tensor], metadata: Any, spec: ParamSpec) -> tuple[Tensor, Any]:
+        """The full parameter that the extension makes of what was gathered, and the tensors inside it."""
+        arrived = tuple(_cut_padding(tensor, spec) for tensor in gathered)
+        made, inner = local.fsdp_post_all_gather(arrived, metadata, spec.dtype)  # type: ignore[attr-defined]
+        return made, inner
+
+    def again(
+        self, local: Tensor, gathered: Sequence[Tensor], metadata: Any, spec: ParamSpec, out: Tensor, inner: Any
+    ) -> None:
+        """The same into what was made before, where ``gathered`` lies where it lay then."""
+        arrived = tuple(_cut_padding(tensor, spec) for tensor in gathered)
+        with compat.no_new_versions([out, *inner, *gathered]):  # the values are those that autograd saved
+            local.fsdp_post_all_gather(arrived, metadata, spec.dtype, out=out)  # type: ignore[attr-defined]
+
+
+def without_padding(made: Tensor, spec: ParamSpec) -> Tensor:
+    return made if made.shape == spec.size else torch.as_strided(made, spec.size, made.stride())
+
+
+def _dim_of(sent: Tensor, spec: ParamSpec) -> int:
+    """Along which what ranks send is joined: as the shards are, where it looks like them."""
+    return spec.dim if sent.ndim == len(spec.size) else 0
+
+
+def _part_of(spec: ParamSpec, index: int, tensor: Tensor) -> ParamSpec:
+    dim, size = _dim_of(tensor, spec), [*tensor.shape]
+    rows = size[dim]
+    size[dim] *= spec.num_shards
+    return dataclasses.replace(spec, part=index, size=tuple(size), dim=dim, local_length=rows, dtype=tensor.dtype)
+
+
+def _cut_padding(gathered: Tensor, spec: ParamSpec) -> Tensor:
+    """What has the rows of the padded shards, without the padding."""
+    dim = _dim_of(gathered, spec)
+    if gathered.shape[dim] != spec.layout.chunk * spec.num_shards or spec.layout.even:
+        return gathered
+    return gathered.narrow(dim, 0, spec.size[spec.dim])
+
+
+def arity_of(fqn: str, local: Any) -> int:
+    """How many arguments the extension takes; raises where it does not listen."""
+    arity = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
+    if arity not in (1, ALL_ARGUMENTS):
+        raise TypeError(
+            f"{fqn}: fsdp_pre_all_gather of {type(local).__name__} takes {arity} arguments. It takes the mesh, "
+            "or the mesh, outer size, outer stride, module and mixed-precision policy."
+        )
+    return arity
+
+
+def why_not_traced(fqn: str, shard: Any, slices: bool = False, computes_elsewhere: bool = False) -> str | None:
+    """What of the shard's extension cannot be part of a graph; None where all can, and where there is none."""
+    halves = halves_of(shard)
+    if not any(halves):
+        return None
+    if computes_elsewhere:  # the marker copies what the extension sends, and the extension would run on the CPU
+        return f"CPUOffloadPolicy with the all-gather extension of {fqn}"
+    if all(halves) and compat.is_traceable(compat.local_tensor(shard)) and not slices:
+        return None
+    return f"the all-gather extension of {fqn}"
+
+
+def halves_of(shard: Any) -> list[bool]:
+    """Which of the two functions of an extension the shard has."""
+    local = compat.local_tensor(shard) if isinstance(shard, DTensor) else None
+    return [hasattr(local, f"fsdp_{half}_all_gather") for half in ("pre", "post")]

@@ -1,0 +1,95 @@
+"""The one place where a shard gets its gradient, whoever computed it.
+
+    eager reduction ----> through_hooks --+
+    compiled backward, by a unit's edges -+--> give --------> shard.grad, then post-accumulate hooks
+    compiled autograd, in its graph ---------> give_traced -> shard.grad
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .. import _torch_compat as compat
+
+
+def is_asked_for(shard: DTensor, leaf: Any) -> bool:
+    """Whether somebody asked autograd for the gradient of a shard, who gets it in the place of ``shard.grad``."""
+    return torch.is_grad_enabled() or not shard.is_leaf or not compat.accumulates(leaf)
+
+
+def is_watched(shard: DTensor, leaf: Any) -> bool:
+    """Whether a gradient that is reduced already must come through autograd: asked for, or hooks see it on its way."""
+    return bool(compat.tensor_hooks(shard)) or is_asked_for(shard, leaf)
+
+
+def give(shard: DTensor, local: Tensor) -> None:
+    """Add a local gradient to the shard's, as autograd does for a leaf, and run the shard's post-accumulate hooks."""
+    grad = shard.grad
+    has_hooks = compat.has_post_accumulate_grad_hooks(shard)
+    # Shortest where it is run most: what AccumulateGrad does, without the detour over operations on DTensors.
+    if grad is None and not has_hooks and shard.device == local.device:
+        shard.grad = compat.dtensor_like(shard, local)
+        return
+    with torch.no_grad():
+        local = brought_to(shard, local, read_at_once=has_hooks or grad is not None)
+        if grad is None:
+            shard.grad = compat.dtensor_like(shard, local)
+        elif isinstance(grad, DTensor) and grad.placements == shard.placements and _fits(shard, local):
+            compat.local_tensor(grad).add_(local)
+        else:
+            shard.grad = grad + compat.dtensor_like(shard, local)
+    compat.run_post_accumulate_grad_hooks(shard)
+
+
+def give_traced(shard: DTensor, local: Tensor) -> None:
+    """The same in operations that Dynamo can trace, out of place; for a shard on its mesh's device without hooks."""
+    grad: Any = DTensor.from_local(
+        local, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+    )
+    shard.grad = grad if shard.grad is None else shard.grad + grad
+
+
+def brought_to(shard: DTensor, local: Tensor, read_at_once: bool) -> Tensor:
+    """A local gradient where the shard is; a copy to pinned memory may run on, unless somebody reads it at once."""
+    if local.device == compat.local_tensor(shard).device:
+        return local
+    pinned = compat.is_pinned(shard)
+    on_cpu = torch.empty_like(local, device="cpu", pin_memory=pinned)
+    return on_cpu.copy_(local, non_blocking=pinned and not read_at_once)
+
+
+def wait_for_offloaded() -> None:
+    """Have gradients on the CPU complete that ``give`` let the device copy on."""
+    if torch.accelerator.is_available():
+        torch.accelerator.current_stream().synchronize()
+
+
+def through_hooks(fqn: str, shard: DTensor, local: Tensor) -> Tensor:
+    """What the shard's tensor hooks make of its local gradient."""
+    grad = compat.dtensor_like(shard, local)
+    with torch.no_grad():
+        for hook in list((compat.tensor_hooks(shard) or {}).values()):
+            replaced = hook(grad)
+            if replaced is None:
+                continue
+            if not isinstance(replaced, DTensor) or replaced.shape != shard.shape:
+                raise TypeError(
+                    f"{fqn}: a tensor hook made a {type(replaced).__name__} of its gradient, a DTensor of shape "
+                    f"{tuple(shard.shape)}. Return a DTensor of that shape, or None to leave the gradient as it is."
+                )
+            grad = replaced
+    if grad.placements != shard.placements:
+        grad = grad.redistribute(placements=shard.placements)
+    return compat.local_tensor(grad)
+
+
+def _fits(shard: DTensor, local: Tensor) -> bool:
+    """Whether the shard's gradient keeps its dtype when ``local`` is added to it."""
+    dtype = shard.grad.dtype  # type: ignore[union-attr]
+    if local.dtype == dtype or compat.get_grad_dtype(shard) is not None:
+        return True
+    return torch.promote_types(local.dtype, dtype) == dtype

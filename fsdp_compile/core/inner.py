@@ -1,0 +1,93 @@
+"""What graphs take of a shard with an all-gather extension: the tensors inside it, and how to put them together again.
+
+    graph input                    in the graph
+    (names, *tensors inside)       shard = Look.around(names, tensors) ... fsdp_pre_all_gather(shard)
+
+A compiler that gets the subclass itself takes it apart by ``__tensor_flatten__`` and ``__tensor_unflatten__``, and
+relies on more than subclasses keep: that of torchao's float8 looks at the data of a scale while nothing has data, and
+forgets the scale. And who keeps the same tensors inside is asked no more than for their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _torch_compat as compat
+
+
+@dataclass(frozen=True)
+class Look:
+    """A subclass without the tensors inside it."""
+
+    subclass: type
+    context: Any = field(hash=False)  # of ``__tensor_flatten__``
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def around(self, names: Sequence[str], tensors: Sequence[Tensor]) -> Any:
+        """The subclass around ``tensors``."""
+        subclass: Any = self.subclass
+        made = subclass.__tensor_unflatten__(dict(zip(names, tensors)), self.context, self.size, self.stride)
+        for name, tensor in zip(names, tensors):
+            if getattr(made, name, None) is not tensor:  # which it forgot
+                setattr(made, name, tensor)
+        return made
+
+
+class Apart:
+    """A shard taken apart; asked again at each call, for its user may give it other tensors."""
+
+    def __init__(self, local: Any) -> None:
+        self._local = local
+        self._attributes = _attributes_of(local)
+        self._names, self.look = _flattened(local)
+        self._look_now = self.look
+
+    @property
+    def inside(self) -> dict[str, Any]:
+        """The subclass's own attributes, by name: graphs take tensors from there, whichever these are by then."""
+        return vars(self._local)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Which of them are what is inside now."""
+        self._look_again()
+        return self._names
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the subclass is another one by now, in more than its tensors."""
+        self._look_again()
+        return self._look_now != self.look
+
+    def _look_again(self) -> None:
+        attributes = _attributes_of(self._local)
+        if not _are_the_same(attributes, self._attributes):  # only now: to flatten a shard may wait for the device
+            self._attributes = attributes
+            self._names, self._look_now = _flattened(self._local)
+
+
+def taken_apart(local: Any) -> Apart | None:
+    """For a local tensor with an extension, where a compiler can look inside it."""
+    if not hasattr(local, "fsdp_pre_all_gather") or not compat.is_traceable(local):
+        return None
+    return Apart(local)
+
+
+def _flattened(local: Any) -> tuple[tuple[str, ...], Look]:
+    names, context = local.__tensor_flatten__()
+    return tuple(names), Look(type(local), context, local.size(), local.stride())
+
+
+def _attributes_of(local: Any) -> dict[str, Any]:
+    """Which attributes are tensors, and what the others are."""
+    return {name: Tensor if isinstance(value, Tensor) else value for name, value in vars(local).items()}
+
+
+def _are_the_same(some: dict[str, Any], others: dict[str, Any]) -> bool:
+    return some.keys() == others.keys() and all(value is others[name] for name, value in some.items())

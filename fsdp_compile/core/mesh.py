@@ -1,0 +1,236 @@
+"""Which ranks a parameter is spread over: the mesh that the user gave, read as roles.
+
+    mesh                                    the ranks                        a plain parameter is stored as
+    1-D                                     share it out                     (Shard(d),)
+    2-D, dims (replicate, shard)            share it out, in each replica    (Replicate(), Shard(d))
+    1-D given to replicate()                all hold it                      (Replicate(),)
+    any, with dp_mesh_dims                  as the named dims say            a DTensor on that mesh already
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
+
+from .. import _torch_compat as compat
+from ..passes.layout import reduction_of
+
+
+@dataclass(frozen=True)
+class SpmdMesh:
+    """The whole mesh that parameters are DTensors on already, and which of its dimensions are data parallel."""
+
+    mesh: DeviceMesh
+    shard: tuple[str, ...]  # in the order of the mesh
+    replicate: tuple[str, ...]
+    flat_shard: DeviceMesh | None  # the dimensions in ``shard`` as one
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        assert self.mesh.mesh_dim_names is not None
+        return self.mesh.mesh_dim_names
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Places in the mesh of the data-parallel dimensions."""
+        return tuple(self.names.index(name) for name in (*self.shard, *self.replicate))
+
+
+@dataclass(frozen=True)
+class ShardMesh:
+    """The ranks of a parameter: ``num_shards`` of them hold one shard each, ``num_replicas`` hold the same one."""
+
+    mesh: DeviceMesh
+    device: torch.device
+    backend: str
+    group: str = ""  # of the ranks that share the parameter out; empty when none do
+    num_shards: int = 1
+    rank: int = 0  # in that group
+    replicate_group: str = ""  # of the ranks that hold the same shard; empty when none do
+    num_replicas: int = 1
+    spmd: SpmdMesh | None = None
+
+    @property
+    def over_shards(self) -> DeviceMesh:
+        """The mesh of the ranks that share the parameter out."""
+        if self.spmd is not None and self.spmd.flat_shard is not None:
+            return self.spmd.flat_shard
+        if self.spmd is not None or self.mesh.ndim == 1 or self.mesh.mesh_dim_names is None:
+            return self.mesh
+        return self.mesh[self.mesh.mesh_dim_names[1]]  # the first one replicates
+
+    @property
+    def default_reduction(self) -> str:
+        return reduction_of(self.backend)
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """What ``shard_placement_fn`` may return: a placement (None: the default) on a mesh of the parameter's own."""
+
+    placement: Shard | None
+    mesh: DeviceMesh
+
+
+def shard_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any = None) -> ShardMesh:
+    """The ranks to shard over: those of the mesh given, or all ranks on this machine's accelerator."""
+    if dp_mesh_dims is not None:
+        return _spmd_mesh(mesh, dp_mesh_dims)
+    if mesh is None:
+        mesh = _world_mesh()
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"fully_shard expects a 1-D mesh (sharding) or a 2-D mesh (replication and sharding), but got {mesh.ndim} "
+            f"dimensions: {mesh}. Slice the mesh by dimension name, or pass dp_mesh_dims."
+        )
+    if mesh.ndim == 2:
+        if mesh.mesh_dim_names is None:
+            raise ValueError(
+                f"A 2-D mesh needs dimension names to say which dimension replicates and which shards, but {mesh} has "
+                "none. Pass mesh_dim_names=('replicate', 'shard') to init_device_mesh."
+            )
+        return _with_roles(mesh, shard=mesh.get_group(1), replicate=mesh.get_group(0))
+    return _with_roles(mesh, shard=mesh.get_group())
+
+
+def replicate_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any = None) -> ShardMesh:
+    """The ranks that all hold every parameter: those of the mesh given, or all."""
+    if dp_mesh_dims is not None:
+        target = _spmd_mesh(mesh, dp_mesh_dims)
+        if target.group:
+            raise ValueError(
+                f"replicate got dp_mesh_dims={dp_mesh_dims}, which names dimensions to shard over. Leave out shard, or "
+                "call fully_shard."
+            )
+        return target
+    if mesh is None:
+        mesh = _world_mesh()
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"replicate expects a 1-D mesh, but got {mesh.ndim} dimensions: {mesh}. Slice the mesh by dimension name, "
+            "or call fully_shard with it."
+        )
+    return _with_roles(mesh, replicate=mesh.get_group())
+
+
+def placement_and_mesh(fqn: str, returned: Any, default: ShardMesh) -> tuple[Any, ShardMesh]:
+    """What ``shard_placement_fn`` returned for one parameter, as a placement and the parameter's ranks."""
+    if isinstance(returned, ShardPlacementResult):
+        return returned.placement, _own_mesh(fqn, shard_mesh(returned.mesh), default)
+    theirs = compat.placement_result(returned)
+    if theirs is None:
+        return returned, default
+    if theirs.shard_dim is None:
+        raise ValueError(
+            f"{fqn}: shard_placement_fn returned a mesh without a dimension to shard over: {theirs.mesh}. Return an "
+            "FSDPMeshInfo or an HSDPMeshInfo in the ShardPlacementResult."
+        )
+    if theirs.mesh_dims is not None:
+        return theirs.placement, _own_mesh(fqn, shard_mesh(theirs.whole_mesh, theirs.mesh_dims), default)
+    replicate = None if theirs.replicate_dim is None else theirs.mesh.get_group(theirs.replicate_dim)
+    its_mesh = _with_roles(theirs.mesh, shard=theirs.mesh.get_group(theirs.shard_dim), replicate=replicate)
+    return theirs.placement, _own_mesh(fqn, its_mesh, default)
+
+
+def inner_mesh(mesh: ShardMesh, size: int) -> ShardMesh:
+    """Neighbours in the shard group, ``size`` at a time: this rank's group of them.
+
+    Every rank of the shard group calls this alike; it waits for the ranks of the new group.
+    """
+    ranks = compat.group_ranks(mesh.group)
+    start = ranks.index(dist.get_rank()) // size * size
+    group = compat.group_for("slices", ranks[start : start + size])
+    return _with_roles(DeviceMesh.from_group(group, mesh.mesh.device_type), shard=group)
+
+
+def _own_mesh(fqn: str, mesh: ShardMesh, default: ShardMesh) -> ShardMesh:
+    if mesh.device.type != default.device.type:
+        raise ValueError(
+            f"{fqn}: shard_placement_fn returned a mesh of {mesh.device.type} for it, but its unit's mesh is of "
+            f"{default.device.type}. Use meshes of one device type."
+        )
+    return mesh
+
+
+def _with_roles(
+    mesh: DeviceMesh,
+    shard: dist.ProcessGroup | None = None,
+    replicate: dist.ProcessGroup | None = None,
+    spmd: SpmdMesh | None = None,
+) -> ShardMesh:
+    some = shard if shard is not None else replicate
+    assert some is not None
+    return ShardMesh(
+        mesh=mesh,
+        device=_device(mesh.device_type),
+        backend=_backend(some, mesh.device_type),
+        group="" if shard is None else shard.group_name,
+        num_shards=1 if shard is None else shard.size(),
+        rank=0 if shard is None else shard.rank(),
+        replicate_group="" if replicate is None else replicate.group_name,
+        num_replicas=1 if replicate is None else replicate.size(),
+        spmd=spmd,
+    )
+
+
+def _spmd_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> ShardMesh:
+    shard, replicate = _names(dp_mesh_dims.shard), _names(dp_mesh_dims.replicate)
+    if not shard and not replicate:
+        raise ValueError("dp_mesh_dims names neither a shard nor a replicate dimension. Name at least one.")
+    names = None if mesh is None else mesh.mesh_dim_names
+    if mesh is None or names is None:
+        raise ValueError(f"dp_mesh_dims={dp_mesh_dims} needs a mesh with dimension names, but got mesh={mesh}.")
+    for name in (*shard, *replicate):
+        if name not in names:
+            raise ValueError(f"dp_mesh_dims names the dimension {name!r}, but the mesh has only {names}.")
+        if (*shard, *replicate).count(name) > 1:
+            raise ValueError(f"dp_mesh_dims={dp_mesh_dims} names the dimension {name!r} twice.")
+    shard, replicate = (tuple(sorted(some, key=names.index)) for some in (shard, replicate))
+    flat_shard, flat_replicate = _flat(mesh, shard), _flat(mesh, replicate)
+    return _with_roles(
+        mesh,
+        shard=None if flat_shard is None else flat_shard.get_group(),
+        replicate=None if flat_replicate is None else flat_replicate.get_group(),
+        spmd=SpmdMesh(mesh, shard, replicate, flat_shard),
+    )
+
+
+def _flat(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
+    """The named dimensions as one, which takes a process group of its own where they are several."""
+    if not names:
+        return None
+    return mesh[names[0]] if len(names) == 1 else compat.flatten_mesh(mesh, tuple(names))
+
+
+def _names(dims: Any) -> tuple[str, ...]:
+    return () if dims is None else (dims,) if isinstance(dims, str) else tuple(dims)
+
+
+def _world_mesh() -> DeviceMesh:
+    accelerator = torch.accelerator.current_accelerator()
+    device_type = "cpu" if accelerator is None or not torch.accelerator.is_available() else accelerator.type
+    if not dist.is_initialized():
+        dist.init_process_group()
+    return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def _device(device_type: str) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.accelerator.current_device_index())
+
+
+def _backend(group: dist.ProcessGroup, device_type: str) -> str:
+    """The backend that serves ``device_type`` in ``group``; "cpu:gloo,cuda:nccl" names one for each."""
+    config = dist.get_backend_config(group)
+    for entry in config.split(","):
+        kind, _, name = entry.partition(":")
+        if name and kind == device_type:
+            return name
+    return str(dist.get_backend(group))

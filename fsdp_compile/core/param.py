@@ -1,0 +1,245 @@
+"""One sharded parameter: from the full tensor that a module was built with to the DTensor that it holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from .. import _torch_compat as compat
+from ..passes.layout import ShardLayout
+from ..passes.markers import ParamSpec
+from .extension import Protocol
+from .inner import Apart, taken_apart
+from .mesh import ShardMesh, placement_and_mesh
+from .stored import ReadAs, read_as, stored_on
+
+
+class Mark:
+    """A value that is nothing but itself."""
+
+
+# What the eager path says to a read for which nobody gathered: a marker that runs now does.
+BY_MARKER = Mark()
+
+# The attribute in which a module has its reads by name: (parameter, the unit that owns it, the unit that reads it).
+READS = "_fsdp_compile_reads"
+
+# Beyond ASCII, Python takes some identifiers for the same one.
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_]+")
+
+# Stamped on the parameters that a model was built with, so that a weight tied across fully_shard calls is known again.
+STAMP = "_fsdp_compile_sharded"
+
+
+def beside(name: str, what: str) -> str:
+    """The attribute in which a module has ``what`` belongs to its parameter ``name``: one each, as guards take time.
+
+    An identifier, for it stands in generated code, whatever the parameter is called. No two parameters share one.
+    """
+    if _PLAIN_NAME.fullmatch(name):
+        return f"_fsdp_compile_{what}__{name}"
+    return f"_fsdp_compile_{what}_of_hex__{name.encode(errors='surrogatepass').hex()}"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One place in a module tree where a parameter is registered; tied parameters have several."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def param(self) -> Any:
+        return self.module._parameters.get(self.name)
+
+    def register(self, param: nn.Parameter) -> None:
+        self.module._parameters[self.name] = param
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a parameter is cut, and what its shard is stored as."""
+
+    layout: ShardLayout  # of the tensor itself, or of a DTensor's local tensor
+    mesh: ShardMesh
+    stored_mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    read_as: ReadAs | None
+
+
+@dataclass(frozen=True)
+class ReadSpec(ParamSpec):
+    """A marker's keyword arguments, and what else a read depends on."""
+
+    read_as: ReadAs | None = None  # what the read makes of the marker's result
+    extension: Protocol | None = None  # the parameter says itself what travels
+
+    def kwargs(self) -> dict[str, Any]:
+        fields = super().kwargs()
+        for beside_the_marker in ("read_as", "extension"):
+            del fields[beside_the_marker]
+        return fields
+
+
+@dataclass(eq=False)
+class ShardedParam:
+    """A parameter, where it is registered, and how it is cut."""
+
+    fqn: str  # relative to the module given to fully_shard
+    order: int  # place in its group
+    slots: list[Slot]
+    layout: ShardLayout
+    mesh: ShardMesh
+    shard: nn.Parameter = field(repr=False)
+    local: Tensor | None = field(init=False, repr=False)  # the shard's, which graphs take
+    address: int | None = field(init=False, repr=False)  # of a plain one's data
+    apart: Apart | None = field(init=False, repr=False)  # one with an extension, of which graphs take what is inside
+    # What the user asked for: a dtype, None for whatever autograd produces, or nothing but the parameter's own.
+    grad_dtype: torch.dtype | Literal["own"] | None = "own"
+    dtensor: ReadAs | None = None  # the DTensor that it was before fully_shard
+    version: int = field(default=0, init=False)  # counts the shards, and the tensors in them, that it has had
+    sink: Any = field(default=None, init=False, repr=False)  # the compiled path's own: where its gradient goes
+
+    def __post_init__(self) -> None:
+        self._look_at(self.shard)
+
+    def install(self) -> None:
+        """Put the shard where the full parameter is, which says from now on that it was sharded."""
+        setattr(self.param, STAMP, self)
+        for slot in self.slots:
+            slot.register(self.shard)
+
+    def follow(self, shard: nn.Parameter) -> None:
+        """Have ``shard`` as the shard, which it may have been before with another tensor in it."""
+        self._look_at(shard)
+        self.put_beside("local", self.local if self.apart is None else self.apart.inside)
+
+    def _look_at(self, shard: nn.Parameter) -> None:
+        local = compat.local_tensor(shard) if isinstance(shard, DTensor) else None
+        address = local.data_ptr() if type(local) is Tensor else None
+        is_known = self.version and shard is self.shard and local is self.local and address == self.address
+        self.version += not is_known
+        self.shard, self.local, self.address, self.apart = shard, local, address, taken_apart(local)
+
+    @property
+    def has_other_data(self) -> bool:
+        """Whether the shard has another tensor in it, or other memory, than when it was looked at."""
+        shard: Any = self.shard
+        if self.local is None or compat.local_tensor(shard) is not self.local:
+            return True
+        if self.apart is not None and self.apart.has_changed:
+            return True
+        return self.address is not None and self.address != self.local.data_ptr()
+
+    def put_beside(self, what: str, tensor: Any) -> None:
+        """Have a tensor, or those inside it, where compiled reads take it from: in the modules' own dicts.
+
+        While such a dict is as it was, Dynamo checks no guard on the tensors in it, as for a module's own parameters.
+        """
+        for slot in self.slots:
+            slot.module.__dict__[beside(slot.name, what)] = tensor
+
+    @property
+    def param(self) -> Any:
+        """What is registered now: the shard, or what the user put there since."""
+        return self.slots[0].param
+
+    def keep_grad_dtype(self) -> None:
+        """Have the shard, which may be another tensor by now, ask for the gradients that the user asked for."""
+        if self.grad_dtype != "own":
+            compat.restore_grad_dtype(self.shard, self.grad_dtype)
+
+    def as_read(self, gathered: Tensor) -> Any:
+        """What a read gives: the gathered tensor, as the DTensor that the parameter was before fully_shard."""
+        return gathered if self.dtensor is None else self.dtensor.wrap(gathered)
+
+
+def cut_of(fqn: str, full: nn.Parameter, mesh: ShardMesh, placement_fn: Callable[..., Any] | None) -> Cut:
+    """How ``full`` will be cut; raises for what cannot be cut so."""
+    placement, its_mesh = (None, mesh) if placement_fn is None else placement_and_mesh(fqn, placement_fn(full), mesh)
+    dim = _shard_dim(fqn, full, placement)
+    local_size = tuple(full.to_local().shape) if isinstance(full, DTensor) else tuple(full.shape)
+    layout = ShardLayout(local_size, dim, its_mesh.num_shards)
+    _validate(fqn, full, layout)
+    stored_mesh, placements = stored_on(fqn, full, dim, its_mesh)
+    return Cut(layout, its_mesh, stored_mesh, placements, read_as(full, its_mesh))
+
+
+def _part_of(whole: Tensor, layout: ShardLayout, start: int, stop: int) -> Tensor:
+    """A copy of a part of ``whole``.
+
+    One of a subclass with an extension is made as FSDP2 makes it: torchao's NF4 cannot be narrowed, and quantizes anew
+    what is cloned.
+    """
+    if hasattr(whole, "fsdp_pre_all_gather") and stop > start:
+        part = whole.split(layout.chunk, layout.dim)[start // layout.chunk]
+        copied = whole.new_zeros(part.size())
+        if type(copied) is type(part) is type(whole):
+            copied.copy_(part)
+            return copied
+    return whole.narrow(layout.dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+
+
+def shard_param(
+    fqn: str, order: int, slots: list[Slot], cut: Cut, device: torch.device, offload_policy: OffloadPolicy
+) -> ShardedParam:
+    """This rank's shard, on ``device``, of the full parameter in the slots; ``install`` puts it there."""
+    full = slots[0].param
+    layout = cut.layout
+    start, stop = layout.span(cut.mesh.rank)
+    with torch.no_grad():
+        whole = full.to_local() if isinstance(full, DTensor) else full.detach()
+        local = _part_of(whole, layout, start, stop)
+        if not local.is_meta and local.device != device:
+            local = local.to(device)
+        dtensor = DTensor.from_local(
+            local, cut.stored_mesh, cut.placements, run_check=False, shape=full.shape, stride=full.stride()
+        )
+        if isinstance(offload_policy, CPUOffloadPolicy):
+            dtensor = compat.on_cpu(dtensor, offload_policy.pin_memory)
+    shard = nn.Parameter(dtensor, requires_grad=full.requires_grad)
+    asked = compat.get_grad_dtype(full)
+    grad_dtype: torch.dtype | Literal["own"] | None = "own" if asked == full.dtype else asked
+    sharded = ShardedParam(fqn, order, slots, layout, cut.mesh, shard, grad_dtype, cut.read_as)
+    sharded.keep_grad_dtype()
+    return sharded
+
+
+def _shard_dim(fqn: str, full: nn.Parameter, placement: Any) -> int:
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise ValueError(
+            f"{fqn}: shard_placement_fn returned {placement!r}. Return Shard(dim), None for the default Shard(0), or a "
+            "ShardPlacementResult."
+        )
+    dim = placement.dim + full.ndim if placement.dim < 0 else placement.dim
+    if not 0 <= dim < full.ndim:
+        dims = "only dim 0" if full.ndim == 1 else f"dims 0 to {full.ndim - 1}"
+        raise ValueError(
+            f"{fqn} has shape {tuple(full.shape)}: shard_placement_fn returned {placement!r} for it, but it has {dims}."
+            " Return Shard(0), or None for the default, for such parameters."
+        )
+    return dim
+
+
+def _validate(fqn: str, full: nn.Parameter, layout: ShardLayout) -> None:
+    if not (full.is_contiguous() and (not isinstance(full, DTensor) or full.to_local().is_contiguous())):
+        raise NotImplementedError(
+            f"{fqn} is not contiguous (shape {tuple(full.shape)}, stride {tuple(full.stride())}). Assign "
+            "nn.Parameter(param.contiguous()) before fully_shard."
+        )
+    if layout.dim != 0 and not layout.even:
+        raise NotImplementedError(
+            f"{fqn} has shape {layout.size}: dim {layout.dim} does not divide evenly over {layout.num_shards} "
+            "ranks. Uneven shards are supported on dim 0 only: return Shard(0) for it, or pad the parameter."
+        )

@@ -1,0 +1,80 @@
+"""What a user may say of a unit after it was sharded, by FSDPModule's methods and ``configure``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..passes.layout import BUCKETINGS
+
+REDUCTIONS = ("auto", "reduce_scatter", "all_to_all")
+
+
+@dataclass
+class Comms:
+    """What a user put in the place of our collectives for one unit; eager only."""
+
+    all_gather: Any = None
+    reduce_scatter: Any = None
+    all_reduce_hook: Callable[[Tensor], None] | None = None
+    all_reduce_hook_stream: Any = None
+    # Where gathers land when not in memory of the caching allocator: (size, dtype, device) -> tensor.
+    allocator: Callable[[list[int], torch.dtype, torch.device], Tensor] | None = None
+
+    @property
+    def custom(self) -> str | None:
+        """Name of the setting that only the eager path can honour; None when all is ours."""
+        if self.all_gather is not None:
+            return "set_custom_all_gather"
+        if self.reduce_scatter is not None:
+            return "set_custom_reduce_scatter"
+        return None if self.all_reduce_hook is None else "set_all_reduce_hook"
+
+
+@dataclass
+class Settings:
+    """Those that markers carry come first, then those that only the eager path goes by."""
+
+    # None: FSDP2's rule, regather unless this is the root.
+    reshard_after_forward: bool | None = None
+    bucketing: str = "size"
+    reduction: str = "auto"
+    divide_factor: float | None = None  # what gradients are divided by in place of the number of ranks
+    force_sum: bool = False  # only sums travel; the division is done around them
+    comms: Comms = field(default_factory=Comms)
+    reduce_unused: bool = False
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    keep_storage: bool = False
+    max_reductions: int = 1
+    reduce_groups: dict[str, str] = field(default_factory=dict)  # process group to reduce in, by the one to gather in
+    # Modules whose units are gathered ahead, instead of those that came next the last time.
+    forward_prefetch: list[Any] = field(default_factory=list)
+    backward_prefetch: list[Any] = field(default_factory=list)
+
+    def set_communication(self, bucketing: str | None, reduction: str | None) -> None:
+        """Change what is not None."""
+        if bucketing is not None and bucketing not in BUCKETINGS:
+            raise ValueError(f"bucketing={bucketing!r} is none of {', '.join(BUCKETINGS)}.")
+        if reduction is not None and reduction not in REDUCTIONS:
+            raise ValueError(f"reduction={reduction!r} is none of {', '.join(REDUCTIONS)}.")
+        self.bucketing = self.bucketing if bucketing is None else bucketing
+        self.reduction = self.reduction if reduction is None else reduction
+
+    @property
+    def unheeded_in_graphs(self) -> tuple[str, ...]:
+        """Names of the methods that were called to say what only the eager path goes by."""
+        said = {
+            "set_modules_to_forward_prefetch": self.forward_prefetch,
+            "set_modules_to_backward_prefetch": self.backward_prefetch,
+            "set_reduce_scatter_max_input_buffers": self.max_reductions > 1,
+            "set_separate_reduce_scatter_group": self.reduce_groups,
+            "set_keep_unsharded_storage": self.keep_storage,
+            "set_unshard_in_backward": not self.unshard_in_backward,
+            "set_allocate_memory_from_process_group_for_comm or set_symm_mem_for_comm": self.comms.allocator,
+        }
+        return tuple(name for name, value in said.items() if value)

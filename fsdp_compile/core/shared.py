@@ -1,0 +1,28 @@
+"""One object for equal arguments, for as long as somebody uses it.
+
+``functools.cache`` would keep the object, and what it was made of, for good: a user's class, a mesh, a process group.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+Made = TypeVar("Made")
+
+
+def shared(make: Callable[..., Made]) -> Callable[..., Made]:
+    """``make``, which makes nothing anew that it made of equal arguments and that is still there."""
+    made: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
+
+    @functools.wraps(make)
+    def get(*arguments: Any) -> Made:
+        known = made.get(arguments)
+        if known is None:
+            known = made[arguments] = make(*arguments)
+        return known
+
+    get.forget = made.clear  # type: ignore[attr-defined]
+    return get

@@ -1,0 +1,202 @@
+"""On which mesh and with which placements a shard is stored, and what a read of the parameter gives.
+
+    before fully_shard                        stored, dp shards (dp, dp_shard after a Replicate() where dp replicates)
+    a tensor                                  on dp            (Shard(d),)
+    a DTensor on tp, (Shard(d),)              on (dp, tp)      (_StridedShard(d, split_factor=tp), Shard(d))
+    a DTensor on tp, (any other p,)           on (dp, tp)      (Shard(d), p)
+    a DTensor on the mesh of dp_mesh_dims     on that mesh     as it was, with one of the above at the shard dimension
+
+A DTensor is cut by its local tensor: tensor parallelism first, then data parallelism, which is what ``_StridedShard``
+says. Reads give what was there before: a tensor, or a DTensor on its own mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from .. import _torch_compat as compat
+from .mesh import ShardMesh, SpmdMesh
+from .shared import shared
+
+
+@dataclass(frozen=True)
+class ReadAs:
+    """The DTensor that a parameter was before fully_shard, and is again when it is read."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    # Dimensions of the mesh over which the unit's own reduction sums gradients; on the others the gradient gets the
+    # parameter's placements first.
+    reduced_dims: tuple[int, ...]
+    # Names of the mesh's process groups: meshes of the same ranks are equal, after a restart too.
+    groups: tuple[str, ...]
+
+    def wrap(self, local: Tensor) -> DTensor:
+        """The DTensor whose part on this rank is ``local``."""
+        return wrapper(self)(local, self.mesh)
+
+    def gradient_placements(self, produced: Sequence[Placement]) -> list[Placement]:
+        """What a gradient of placements ``produced`` is turned into before its local part is reduced."""
+        kept = set(self.reduced_dims)
+        return [produced[dim] if dim in kept else asked for dim, asked in enumerate(self.placements)]
+
+
+def read_as(full: nn.Parameter, mesh: ShardMesh) -> ReadAs | None:
+    """What reads must give in place of the gathered local tensor; None where that tensor is right."""
+    if not isinstance(full, DTensor):
+        return None
+    whole = full.device_mesh
+    groups = tuple(whole.get_group(dim).group_name for dim in range(whole.ndim))
+    return ReadAs(
+        mesh=_copy_of(whole, groups),
+        placements=tuple(full.placements),
+        shape=full.shape,
+        stride=full.stride(),
+        reduced_dims=() if mesh.spmd is None else mesh.spmd.dims,
+        groups=groups,
+    )
+
+
+@shared
+def _copy_of(mesh: DeviceMesh, groups: tuple[str, ...]) -> DeviceMesh:
+    """The same mesh for all parameters on it, and never the user's own object.
+
+    Dynamo guards on which objects are one: with the user's, who may slice ``mesh["tp"]`` anew for every block, equal
+    blocks would be different graphs.
+    """
+    del groups
+    return mesh if mesh.mesh_dim_names is None else compat.concatenate_meshes([mesh])
+
+
+def stored_on(fqn: str, full: nn.Parameter, dim: int, mesh: ShardMesh) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Mesh and placements of the shard of ``full``, cut on ``dim``."""
+    if mesh.spmd is not None:
+        return _on_whole_mesh(fqn, full, dim, mesh.spmd)
+    replicas = (Replicate(),) if mesh.replicate_group else ()
+    if not isinstance(full, DTensor):
+        return mesh.mesh, (*replicas, Shard(dim)) if mesh.group else replicas
+    model = full.device_mesh
+    if len(full.placements) > 2:
+        raise NotImplementedError(
+            f"{fqn} has the placements {full.placements}: fully_shard combines with one dimension of tensor or expert "
+            "parallelism, or with both, but not with more. Give it a mesh of two dimensions."
+        )
+    if mesh.mesh.mesh_dim_names is None or model.mesh_dim_names is None:
+        raise ValueError(
+            f"{fqn} is a DTensor on {model}: to combine it with fully_shard's mesh {mesh.mesh}, both need dimension "
+            "names. Slice both by name from one mesh: init_device_mesh(..., mesh_dim_names=('dp', 'tp'))."
+        )
+    try:
+        both = compat.concatenate_meshes([mesh.mesh, model])
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"{fqn} is a DTensor on {model}, which cannot be combined with fully_shard's mesh {mesh.mesh}: {error}. "
+            "Slice both from one mesh, by different dimension names, and pass the data-parallel slice as mesh."
+        ) from error
+    ours = (_cut(dim, full.placements, model),) if mesh.group else ()
+    return both, (*replicas, *ours, *full.placements)
+
+
+def _on_whole_mesh(
+    fqn: str, full: nn.Parameter, dim: int, spmd: SpmdMesh
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """The mesh of dp_mesh_dims, its dimensions to shard over flattened into one where they are several."""
+    if not isinstance(full, DTensor):
+        raise ValueError(
+            f"{fqn} is a plain tensor: with dp_mesh_dims every parameter must be a DTensor on the mesh already. Call "
+            "distribute_module or parallelize_module with that mesh before fully_shard."
+        )
+    if full.device_mesh != spmd.mesh:
+        raise ValueError(
+            f"{fqn} is a DTensor on {full.device_mesh}, but fully_shard got dp_mesh_dims with mesh={spmd.mesh}. "
+            "Distribute the model on the mesh that fully_shard gets."
+        )
+    for place in spmd.dims:
+        if not isinstance(full.placements[place], Replicate):
+            raise ValueError(
+                f"{fqn} has the placement {full.placements[place]} on the data-parallel dimension "
+                f"{spmd.names[place]!r} of its mesh. Give it Replicate() there: fully_shard does the sharding."
+            )
+    if not spmd.shard:
+        return spmd.mesh, tuple(full.placements)
+    meshes: list[DeviceMesh] = []
+    placements: list[Placement] = []
+    for name, placement in zip(spmd.names, full.placements):
+        if name == spmd.shard[0]:
+            first = spmd.names.index(name)
+            later = [other for other in range(first + 1, len(spmd.names)) if spmd.names[other] not in spmd.shard]
+            factor = _num_shards(dim, [(full.placements[other], spmd.mesh.size(other)) for other in later])
+            assert spmd.flat_shard is not None
+            meshes.append(spmd.flat_shard)
+            placements.append(_cut_in(dim, factor))
+        elif name not in spmd.shard:
+            meshes.append(spmd.mesh[name])
+            placements.append(placement)
+    mesh = spmd.mesh if len(spmd.shard) == 1 else compat.concatenate_meshes(meshes)
+    return mesh, tuple(placements)
+
+
+def _cut(dim: int, placements: Sequence[Placement], mesh: DeviceMesh) -> Placement:
+    return _cut_in(dim, _num_shards(dim, [(placement, mesh.size(place)) for place, placement in enumerate(placements)]))
+
+
+def _cut_in(dim: int, num_shards: int) -> Placement:
+    """The placement that cuts on ``dim`` what later mesh dimensions have cut there into ``num_shards`` already."""
+    return Shard(dim) if num_shards == 1 else compat.StridedShard(dim, split_factor=num_shards)
+
+
+def _num_shards(dim: int, placements: Sequence[tuple[Placement, int]]) -> int:
+    return math.prod(size for placement, size in placements if placement.is_shard(dim) or _is_strided(placement, dim))
+
+
+def _is_strided(placement: Placement, dim: int) -> bool:
+    return isinstance(placement, compat.StridedShard) and placement.dim == dim
+
+
+@shared
+def wrapper(target: ReadAs) -> Callable[[Tensor, DeviceMesh | None], DTensor]:
+    """A function of the local tensor that gives the DTensor, differentiable, which Dynamo puts into graphs as it is.
+
+    DTensor.from_local would sum gradients over the data-parallel dimensions as well, which is the reduction's part.
+    Where a mesh is an input of graphs (torch 2.15), the DTensors of a graph must be made with that input.
+    """
+
+    def wrap(local: Tensor, mesh: DeviceMesh | None = None) -> DTensor:
+        return _Wrap.apply(local, target, target.mesh if mesh is None else mesh)
+
+    return torch.compiler.allow_in_graph(wrap)
+
+
+class _Wrap(torch.autograd.Function):
+    """Local tensor to DTensor; backward gives the gradient the placements that its reduction expects."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, target: ReadAs, mesh: DeviceMesh) -> DTensor:
+        ctx.target = target
+        ctx.set_materialize_grads(False)
+        return DTensor.from_local(
+            local, mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        if grad is None:
+            return None, None, None
+        placements = ctx.target.gradient_placements(grad.placements)
+        if list(grad.placements) != placements:
+            grad = grad.redistribute(placements=placements)
+        return grad.to_local(), None, None
+
+
+compat.leave_all_to_python(_Wrap.backward)

@@ -1,0 +1,112 @@
+"""Unit: what one call of fully_shard or replicate made of its modules. Data, on which both paths stand.
+
+    graph/    asks for ``mode_of`` and ``spec_of`` (core/spec.py), puts markers into graphs, and keeps a ``watch``
+    eager/    runs the same lowering programs over the same specs, and keeps what is ``running``
+    api/      makes units, changes their settings, and generates the classes that send reads to the two paths
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from .accumulation import Accumulation, Mode
+from .mesh import ShardMesh
+from .param import ShardedParam
+from .settings import Settings
+
+STATE = "_fsdp_compile_state"  # the attribute in which a module has its unit
+
+
+@dataclass(frozen=True)
+class Ends:
+    """How the eager path ends a backward, for compiled ones whose gradients wait: handed in, as paths know no other."""
+
+    at_end: Callable[[Unit], None]  # have the end of the backward that runs reduce what waits, and free
+    now: Callable[[Unit], None]  # reduce what waits: compiled autograd has no end
+    note_reduction: Callable[[Unit], None]  # this backward reduces some
+
+
+@dataclass(eq=False)
+class Unit:
+    """Modules, their parameters, and everything that decides how these travel."""
+
+    modules: tuple[nn.Module, ...]
+    label: str  # class of the module, or of the modules
+    mesh: ShardMesh
+    mp_policy: MixedPrecisionPolicy
+    mixin: type  # what the modules' classes get as a base
+    ends: Ends
+    params: list[ShardedParam] = field(default_factory=list)
+    overrides: dict[str, torch.dtype] = field(default_factory=dict)  # by FQN, from param_dtype_override_fn
+    offload: bool = False  # shards and their gradients stay on the CPU
+    # After forward each rank keeps a slice for these few ranks, and backward gathers over them alone.
+    post_forward: ShardMesh | None = None
+    settings: Settings = field(default_factory=Settings)
+    accumulation: Accumulation = field(default_factory=Accumulation)
+    # The unit around this one.
+    outer: Unit | None = None
+    is_root: bool = True
+    takes_inputs_to: torch.device | None = None  # of the outermost unit, on accelerators
+    # Counts changes of what the specs say.
+    version: int = 0
+    warned_of_eager: bool = False
+    # What the paths keep of the unit, each its own: graph.watch.Watch, and eager.running.Running.
+    watch: Any = field(default=None, repr=False)
+    running: Any = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """Path and class of the modules, for messages."""
+        paths = {module: path for root in self.root.modules for path, module in root.named_modules()}
+        classes = [original_class(one).__name__ for one in self.modules]
+        return ", ".join(f"{paths.get(one) or '(root)'} ({cls})" for one, cls in zip(self.modules, classes))
+
+    @property
+    def root(self) -> Unit:
+        """The outermost unit around this one."""
+        unit = self
+        while unit.outer is not None:
+            unit = unit.outer
+        return unit
+
+    def inside(self) -> list[Unit]:
+        """This unit and those inside it, outermost first."""
+        return list(dict.fromkeys(unit for module in self.modules for unit in units_in(module)))
+
+    @property
+    def regather(self) -> bool:
+        """Whether backward gathers again what forward gathered."""
+        asked = self.settings.reshard_after_forward
+        return not self.is_root if asked is None else asked
+
+    @property
+    def computes_elsewhere(self) -> bool:
+        """Whether shards are not where they are gathered, and are copied there and back."""
+        return self.offload and self.mesh.device.type != "cpu"
+
+    def mode_of(self, param: ShardedParam) -> Mode:
+        """What compiled backwards do with the parameter's gradient."""
+        return self.accumulation.mode_of(param.mesh.num_replicas > 1)
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that ``module`` was given to fully_shard in; None for other modules."""
+    return module.__dict__.get(STATE)
+
+
+def units_in(model: nn.Module) -> list[Unit]:
+    """The units inside ``model``, itself included, outermost first."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Pass the model that fully_shard was applied to, not a {type(model).__name__}.")
+    return list(dict.fromkeys(unit for module in model.modules() if (unit := unit_of(module)) is not None))
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the module had before fully_shard."""
+    return getattr(type(module), "_fsdp_compile_original", type(module))

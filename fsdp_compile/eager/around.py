@@ -1,0 +1,74 @@
+"""What stands around an eager forward: its two ends, and what becomes of errors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _torch_compat as compat
+from ..core.captures import refuse_run
+from ..core.unit import Unit
+from .forward import abandon_forward, begin_forward, end_forward
+from .mistakes import read_around
+from .running import Call
+from .trace import span
+
+# Dynamo compiles frames inside of a forward that it left to Python; what is ours around them is not for it.
+_not_traced = functools.partial(torch.compiler.disable, reason="the eager path runs in Python")
+
+
+def eager_forward(unit: Unit, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call ``forward(module, ...)`` between the two ends of the eager path."""
+    are_compiled = compat.reads_are_compiled(module)
+    call = None
+    try:
+        call, args, kwargs = begin(unit, module, args, kwargs, are_compiled)
+        output = forward(module, *args, **kwargs)
+    except BaseException as error:
+        _fail(unit, call, error)
+        raise
+    return end(unit, module, call, output)
+
+
+compat.leave_to_python(eager_forward)
+
+
+@_not_traced
+def begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any, are_compiled: bool) -> tuple[Call, Any, Any]:
+    """Before the module is called: its call, and the inputs to call it with."""
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        refuse_run(unit.name)
+    with span("pre_forward", unit), _naming_circles(unit, "inputs"):
+        return begin_forward(unit, module, args, kwargs, are_compiled)
+
+
+@_not_traced
+def end(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
+    """After it returned."""
+    with span("post_forward", unit), _naming_circles(unit, "outputs"):
+        return end_forward(unit, module, call, output)
+
+
+@_not_traced
+def _fail(unit: Unit, call: Call | None, error: BaseException) -> None:
+    if call is not None:
+        abandon_forward(unit, call)
+    mistake = read_around(unit, error)
+    if mistake is not None:
+        raise mistake from error
+
+
+@contextmanager
+def _naming_circles(unit: Unit, what: str) -> Iterator[None]:
+    try:
+        yield
+    except RecursionError as error:
+        raise RuntimeError(
+            f"{unit.name}: the tensors in its {what} cannot be found, because the containers around them are nested "
+            "too deep, or in a circle."
+        ) from error

@@ -1,0 +1,212 @@
+"""The eager path's backward: gather again, launch the next, reduce, free, and end it all in order.
+
+    enter_backward     backward reached the outputs of a call: gather, launch the gather of the unit that comes next
+    arrive             a gradient of a call is there; the last one completes it
+    complete           no more come: free, and launch their reduction, or hold them back
+    leave_backward     nothing of the call reads parameters any more: free
+    end_backward       reduce what nothing reached, free what is left, wait for what is in flight
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .. import _torch_compat as compat
+from ..core.grads import brought_to, is_asked_for, wait_for_offloaded
+from ..core.unit import Unit
+from .gathered import Gathered
+from .reduction import Reduction, hold_back, with_pending
+from .running import Call, Recording, Running, running
+from .trace import span
+
+
+def enter_backward(call: Call) -> None:
+    """Backward reached the outputs of a forward call: gather, and launch what comes next."""
+    run, settings, iteration = call.run, call.unit.settings, call.run.iteration
+    task = compat.backward_task()
+    clean_up_at_end(call.unit)
+    iteration.creates_graph |= torch.is_grad_enabled()
+    run.backward_call, run.backward_task = call, task
+    if call.task != task:
+        call.task = task
+        run.in_backward.add(call)
+    if not settings.unshard_in_backward:
+        return
+    call.gathered.wait()
+    if settings.backward_prefetch:
+        for target in map(running, settings.backward_prefetch):
+            iteration.touched.setdefault(target)
+            target.current().launch()
+        return
+    for earlier in iteration.before(call):
+        if earlier.run is not run:
+            if earlier.unit.settings.unshard_in_backward:
+                earlier.gathered.launch()
+            break
+
+
+def leave_backward(call: Call) -> None:
+    """Backward is through with a forward call: free, unless another call of the unit is under way."""
+    run = call.run
+    if call.task is not None and call.task != compat.backward_task():
+        return  # a backward inside another one (reentrant checkpointing), which goes on reading
+    run.in_backward.discard(call)
+    call.forget_reads()
+    if not run.in_backward and call.unit.settings.reshard_after_backward and not run.iteration.creates_graph:
+        call.gathered.free()
+
+
+def arrive(recording: Recording, index: int, grad: Tensor | None, leaf: Any) -> DTensor | None:
+    """A gradient is there, or will not come; it goes back to autograd where somebody asked for it."""
+    call, gathered = recording.call, recording.call.gathered
+    iteration = call.run.iteration
+    if grad is not None and grad.requires_grad:
+        raise RuntimeError(
+            f"{gathered.params[index].fqn}: its gradient was asked for with create_graph=True, and the eager path "
+            "cannot differentiate its reduction. Ask for gradients of inputs alone, as a penalty does."
+        )
+    clean_up_at_end(call.unit)
+    if not compat.in_compiled_autograd():  # which has no end
+        iteration.incomplete.setdefault(recording, compat.backward_task())
+    recording.arrived.add(index)
+    result = None
+    if is_asked_for(gathered.shards[index], leaf):
+        recording.delivered.add(index)
+        if grad is not None:
+            result = _reduce_asked_for(call.run, gathered, index, grad)
+    elif grad is not None:
+        iteration.hooks.hold_back(gathered.shards[index])
+        recording.grads[index] = grad
+    if recording.arrived == recording.read:
+        with span("post_backward", call.unit):
+            complete(recording)
+    return result
+
+
+def complete(recording: Recording) -> None:
+    """No more gradients come: free, and reduce those that came."""
+    call, run = recording.call, recording.call.run
+    grads, recording.grads = recording.grads, {}
+    delivered, recording.delivered = recording.delivered, set()
+    recording.arrived.clear()
+    run.iteration.incomplete.pop(recording, None)
+    # Free before the reduction takes memory of its own; but what is left of this unit's backward may still read a
+    # frozen parameter.
+    if not call.ends_at_inputs:
+        call.gathered.unalias(grads)
+        leave_backward(call)
+    _reduce(run, call.gathered, grads, delivered)
+
+
+def _reduce(run: Running, gathered: Gathered, grads: dict[int, Tensor], delivered: Collection[int] = ()) -> None:
+    """Send gradients on their way to the shards; ``delivered`` ones have been sent already."""
+    unit, accumulation = run.unit, run.unit.accumulation
+    if not accumulation.sync:
+        hold_back(gathered, grads)
+        return
+    grads = with_pending(gathered, grads)
+    if unit.settings.reduce_unused:
+        _require_reduce_dtype(unit, gathered)
+        for index, (shard, spec) in enumerate(zip(gathered.shards, gathered.specs)):
+            if shard.requires_grad and index not in grads and index not in delivered:
+                grads[index] = torch.zeros(spec.size, dtype=spec.reduce_dtype, device=unit.mesh.device)
+    run.reduced_in = compat.backward_task()
+    if grads or (accumulation.partials and accumulation.all_reduce):
+        run.iteration.traffic.reduce(gathered, grads, run.iteration.max_reductions)
+
+
+def _reduce_asked_for(run: Running, gathered: Gathered, index: int, grad: Tensor) -> DTensor | None:
+    """The gradient of one shard, for autograd to carry on; None while it is a partial sum."""
+    grads = with_pending(gathered, {index: grad}, only=gathered.params[index].fqn)
+    run.reduced_in = compat.backward_task()
+    local = Reduction(gathered, grads, alone=True).finish().get(index)
+    if local is None:
+        return None
+    shard = gathered.shards[index]
+    return compat.dtensor_like(shard, brought_to(shard, local, read_at_once=True))
+
+
+def _require_reduce_dtype(unit: Unit, gathered: Gathered) -> None:
+    for param, shard in zip(gathered.params, gathered.shards):
+        if compat.get_grad_dtype(shard) is None and unit.mp_policy.reduce_dtype is None:
+            raise ValueError(
+                f"{param.fqn} has grad_dtype=None, so its gradient has no dtype of its own, and "
+                "set_reduce_scatter_unused_params needs one for zeros. Give MixedPrecisionPolicy a reduce_dtype."
+            )
+
+
+def clean_up_at_end(unit: Unit) -> None:
+    """Have the end of the backward that runs clean up; once for each backward."""
+    if compat.in_compiled_autograd():
+        return  # it has no end, and its units hold nothing
+    iteration, task = running(unit).iteration, compat.backward_task()
+    iteration.touched.setdefault(running(unit))
+    if task not in iteration.tasks:
+        iteration.tasks.append(task)
+        root = unit.root
+        # Walks the model: once a backward.
+        iteration.max_reductions = max(inner.settings.max_reductions for inner in root.inside())
+        compat.at_end_of_backward(functools.partial(end_backward, root, task))
+
+
+def end_backward(root: Unit, task: int | None = None) -> None:
+    """The last of a backward: gradients that nothing asked for, what is in flight, and the storages.
+
+    Where it raises, as a hook may, the backward is noted as one that did not end, and the next forward recovers.
+    """
+    iteration = running(root).iteration
+    others = [one for one in iteration.tasks if one != task]
+    for recording in [one for one, since in iteration.incomplete.items() if since == task]:
+        complete(recording)  # a parameter that was read has no part in this backward
+    if others:
+        iteration.tasks = others
+        return  # inside another backward, which goes on
+    if not iteration.manual_finalization:
+        reduce_left_over(root)
+    for run in iteration.touched:
+        run.backward_call = run.backward_task = None
+        run.in_backward.clear()
+        run.reduced_in = None
+        keeps = iteration.creates_graph or run.calls or not run.unit.settings.reshard_after_backward
+        if run.gathered is not None and not keeps:
+            run.gathered.free()
+    if iteration.is_last_backward and not iteration.manual_finalization:
+        with span("end_backward", root):
+            iteration.traffic.finish()
+        if not iteration.creates_graph:
+            iteration.touched.clear()
+    iteration.creates_graph = False
+    iteration.hooks.release()
+    iteration.tasks.clear()
+
+
+compat.leave_all_to_python(end_backward)
+
+
+def reduce_left_over(root: Unit) -> None:
+    """Reduce what was held back and nothing in this backward took, and zeros where all ranks must reduce."""
+    for unit in reversed(root.inside()):
+        run, accumulation = running(unit), unit.accumulation
+        needs_zeros = accumulation.sync and unit.settings.reduce_unused and run.reduced_in is None
+        if accumulation.has_left_over or needs_zeros:
+            _reduce(run, run.current(), {})
+
+
+def reduce_now(unit: Unit) -> None:
+    """The same for what one unit held back, at once."""
+    if unit.accumulation.has_left_over:
+        gathered = running(unit).current()
+        Reduction(gathered, with_pending(gathered, {})).complete()
+        if unit.offload:
+            wait_for_offloaded()
+
+
+def note_reduction(unit: Unit) -> None:
+    """The backward that runs reduces gradients of the unit, in compiled code."""
+    running(unit).reduced_in = compat.backward_task()

@@ -1,0 +1,91 @@
+"""How the eager path executes a collective: ours, or one that the user brought.
+
+The lowering programs say ``call(op, ...)``; a ``Caller`` is that ``call``. It runs every op as it is, but puts a user's
+``AllGather`` or ``ReduceScatter`` in the place of the collective, gathers into a storage that is there already, and
+shows reduced gradients to the user's hook. A custom collective has FSDP2's protocol: ``allocate(size, dtype=,
+device=)``, and ``(output, input, group[, op], async_op)`` returning a work or None.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import _torch_compat as compat
+from ..core.settings import Comms
+from ..passes.collectives import c10d, gloo_all_gather
+
+_GATHERS = (gloo_all_gather, c10d.all_gather_into_tensor.default)
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
+
+
+class Caller:
+    """Executes the ops of one bucket."""
+
+    def __init__(self, comms: Comms, out: Tensor | None = None, num_waits_before_hook: int = 0) -> None:
+        self._comms = comms
+        self._out = out
+        self._work: Any = None
+        self._num_waits_before_hook = num_waits_before_hook
+
+    def __call__(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if op in _GATHERS:
+            return self._gather(op, *args)
+        if op is c10d.reduce_scatter_tensor.default and self._comms.reduce_scatter is not None:
+            return self._custom_reduce_scatter(*args)
+        if op is c10d.wait_tensor.default:
+            return self._wait(args[0])
+        return op(*args, **kwargs)
+
+    def _gather(self, op: Callable[..., Any], packed: Tensor, num_ranks: int, group: str) -> Tensor:
+        size = [num_ranks * packed.shape[0], *packed.shape[1:]]
+        if self._comms.all_gather is not None:
+            custom = self._comms.all_gather
+            flat = custom.allocate((math.prod(size),), dtype=packed.dtype, device=packed.device)
+            self._work = custom(flat, packed.reshape(-1), compat.process_group(group), True)
+            return flat.view(size)
+        if self._out is not None:
+            out = self._out.view(packed.dtype).view(size)  # eight-bit floats travel as bytes
+        elif self._comms.allocator is not None:
+            out = self._comms.allocator(size, packed.dtype, packed.device)
+        else:
+            return op(packed, num_ranks, group)
+        c10d.all_gather_into_tensor_out.default(packed.contiguous(), num_ranks, group, out=out)
+        return out
+
+    def _custom_reduce_scatter(self, packed: Tensor, op: str, num_ranks: int, group: str) -> Tensor:
+        custom = self._comms.reduce_scatter
+        size = [packed.shape[0] // num_ranks, *packed.shape[1:]]
+        output = custom.allocate((math.prod(size),), dtype=packed.dtype, device=packed.device)
+        self._work = custom(output, packed.reshape(-1), compat.process_group(group), _REDUCE_OPS[op], True)
+        return output.view(size)
+
+    def _wait(self, launched: Tensor) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            waited = launched
+        else:
+            waited = c10d.wait_tensor.default(launched)
+        self._num_waits_before_hook -= 1
+        if self._num_waits_before_hook == 0:
+            self.show_to_hook(waited)
+        return waited
+
+    def show_to_hook(self, reduced: Tensor) -> None:
+        """Let the user's all-reduce hook work on a reduced bucket, in place."""
+        if self._comms.all_reduce_hook is None:
+            return
+        stream = self._comms.all_reduce_hook_stream
+        if stream is None:
+            self._comms.all_reduce_hook(reduced)
+            return
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream:
+            self._comms.all_reduce_hook(reduced)
+        torch.accelerator.current_stream().wait_stream(stream)

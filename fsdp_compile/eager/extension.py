@@ -1,0 +1,118 @@
+"""Parameters with an all-gather extension on the eager path: what they send, and what becomes of what arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .. import _torch_compat as compat
+from ..core.extension import releases_what_arrived, without_padding
+from ..core.param import ShardedParam
+from ..core.settings import Comms
+from ..core.spec import protocol_of
+from ..passes import ParamSpec, lower
+from .collectives import Caller
+
+
+class Extension:
+    """One such parameter on the eager path: its gathers, and what became of them.
+
+        ask       the subclass says what to send
+        launch    it is sent; what is gathered lands in the storages of the first gather
+        land      first:  full, inner = post(gathered)
+                  later:  post(gathered, out=full), which may rely on where ``gathered`` lies
+        free      the storages of what was gathered, and of the inner tensors, shrink to nothing
+    """
+
+    def __init__(
+        self, param: ShardedParam, shard: DTensor, spec: ParamSpec, mp_policy: Any, device: torch.device
+    ) -> None:
+        self._param, self._shard, self._spec, self._device = param, shard, spec, device
+        self._protocol = protocol_of(param, shard, mp_policy)
+        self._releases = releases_what_arrived(shard)
+        self._sent: list[tuple[Tensor, ParamSpec]] = []
+        self._in_flight: list[tuple[Any, ParamSpec, Caller]] = []
+        self._metadata: Any = None
+        self._kept: list[Tensor] = []  # what was gathered, as it travels
+        self._inner: list[Tensor] = []
+        self._full: Tensor | None = None
+        self._num_bytes: list[tuple[Tensor, int]] = []
+
+    def ask(self) -> None:
+        """Have the subclass say what to send."""
+        local = compat.local_tensor(self._shard)
+        if local.device != self._device:  # an offloaded shard: what is sent must be where the process group is
+            local = local.to(self._device, non_blocking=True)
+        sent, specs, self._metadata = self._protocol.before(local, self._spec)
+        self._sent = list(zip(sent, specs))
+
+    def launch(self) -> None:
+        """Start gathering it."""
+        sent, self._sent = self._sent, []
+        specs = [spec for _, spec in sent]
+        if [(one.shape, one.dtype) for one in self._kept] != [(torch.Size(one.size), one.dtype) for one in specs]:
+            self.forget()
+        self._grow()
+        for index, (tensor, spec) in enumerate(sent):
+            lands_there = self._kept and spec.dim == 0 and spec.num_shards > 1
+            call = Caller(Comms(), self._kept[index].data if lands_there else None)
+            self._in_flight.append((lower.launch_gather(call, [tensor], [spec]), spec, call))
+
+    def land(self) -> Tensor:
+        """The full parameter that the subclass makes of what was gathered."""
+        arrived = [lower.finish_gather(call, launched, [spec])[0] for launched, spec, call in self._in_flight]
+        self._in_flight = []
+        local, is_first = compat.local_tensor(self._shard), not self._kept
+        if is_first:
+            # With one rank what arrives is what was sent, which may be the shard itself.
+            self._kept = [one.clone() for one in arrived] if self._spec.num_shards == 1 else arrived
+            self._num_bytes = _num_bytes_of(self._kept)
+        for kept, tensor in zip(self._kept, arrived):
+            if tensor.untyped_storage().data_ptr() != kept.untyped_storage().data_ptr():
+                kept.data.copy_(tensor)
+        if self._full is None:
+            made, inner = self._protocol.after(local, self._kept, self._metadata, self._spec)
+            self._inner, self._full = [*inner], without_padding(made, self._spec)
+        else:
+            self._protocol.again(local, self._kept, self._metadata, self._spec, self._full, self._inner)
+        self._num_bytes = _num_bytes_of([*self._kept, *self._inner])
+        if self._releases:
+            _shrink(self._kept)
+        return self._full
+
+    def drop(self) -> None:
+        """Wait for what is in flight, and have nothing of it."""
+        in_flight, self._in_flight, self._sent = self._in_flight, [], []
+        for launched, spec, call in in_flight:
+            lower.finish_gather(call, launched, [spec])
+
+    def free(self) -> None:
+        """Give the storages back."""
+        _shrink([*self._kept, *self._inner])
+
+    def forget(self) -> None:
+        """Leave the storages to who still has them; the next gather is a first one."""
+        self._kept, self._inner, self._full, self._num_bytes = [], [], None, []
+
+    def addresses(self) -> set[int]:
+        """Where the storages of the full parameter are; a subclass has none but those of its inner tensors."""
+        tensors = [one for one in (self._full, *self._kept, *self._inner) if one is not None]
+        return compat.addresses_in(*tensors)
+
+    def _grow(self) -> None:
+        for tensor, num_bytes in self._num_bytes:
+            if tensor.untyped_storage().nbytes() != num_bytes:
+                tensor.untyped_storage().resize_(num_bytes)
+
+
+def _num_bytes_of(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+    return [(one, one.untyped_storage().nbytes()) for one in tensors]
+
+
+def _shrink(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)

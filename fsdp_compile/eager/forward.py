@@ -1,0 +1,204 @@
+"""The eager path: the same parameters through autograd instead of a graph, for debugging and what did not compile.
+
+    begin_forward     gather the unit, launch the gather of the unit that comes next; reads give gathered tensors
+    end_forward       free their storage (or keep it); hook the outputs
+    backward reaches the outputs    gather again into the same storage, which the saved tensors alias; launch the next
+    all gradients are there         launch their reduction, free; the shards get theirs when the next unit's is launched
+    end of backward                 wait for what is in flight, reduce what nothing reached, free what is left
+
+Reading is an autograd function, so repeated calls and unused parameters are autograd's own business. The last backward
+of a unit's reads launches the reduction and returns nothing: the gradient of a shard is set when the reduction ends, so
+that it overlaps with backward; tensor hooks on the shard see it then. Where somebody asks autograd for it
+(``autograd.grad``) the backward of the read returns the reduced gradient instead. A unit whose forward was compiled
+reads through markers and is not gathered here.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .. import _torch_compat as compat
+from ..core.containers import tensors_in
+from ..core.param import BY_MARKER, READS, ShardedParam
+from ..core.unit import Unit
+from ..passes.markers import require_data
+from .backward import clean_up_at_end, enter_backward
+from .reads import end_at_inputs, read
+from .running import Call, Running, recover, running
+from .trace import span
+
+# Called with the module and the parameter's name for every eager read of a gathered parameter.
+read_observers: list[Callable[[nn.Module, str], None]] = []
+
+
+def begin_forward(
+    unit: Unit, module: nn.Module, args: Any, kwargs: Any, reads_are_compiled: bool
+) -> tuple[Call, Any, Any]:
+    """Gather for an eager forward; the call that its reads go to, and the inputs to call the module with."""
+    run = running(unit)
+    if compat.backward_task() is not None:  # recomputed for backward
+        call = _call_in_backward(run) or Call(run, run.current())
+        run.calls.append(call)
+        clean_up_at_end(unit)
+        return call, args, kwargs
+    iteration = run.iteration
+    if iteration.pending_handle is not None:
+        raise RuntimeError(
+            f"{unit.name}: a forward began while finalize_backward(async_op=True) is pending. Call wait() on the "
+            "handle that it returned first."
+        )
+    if iteration.in_stale_backward():
+        recover(unit.root)
+    iteration.forward_number += unit.outer is None and iteration.depth == 0
+    call = _call_of_pass(run)
+    if not reads_are_compiled:
+        try:
+            _gather_ahead(run, call)
+        except BaseException:
+            abandon_forward(unit, call)
+            raise
+        some_frozen = any(not shard.requires_grad for shard in call.gathered.shards)
+        if some_frozen and torch.is_grad_enabled() and not compat.in_functorch():
+            args, kwargs = end_at_inputs(call, args, kwargs)
+    iteration.depth += 1
+    run.calls.append(call)
+    return call, args, kwargs
+
+
+def _gather_ahead(run: Running, call: Call) -> None:
+    """Gather the unit, and launch the gathers of those that come next."""
+    following = run.iteration.begin_unit(run)
+    call.gathered.wait()
+    asked_for = [running(unit) for unit in run.unit.settings.forward_prefetch]
+    for target in asked_for or ([] if following is None else [following]):
+        if target is not run and target.unit.params:
+            run.iteration.touched.setdefault(target)  # which may not run this time
+            target.current().launch()
+
+
+def _call_of_pass(run: Running) -> Call:
+    """A call of its own for a module that is a unit alone; one for all members of a unit of several modules."""
+    gathered = run.current()
+    gathered.free_if_stale()
+    if len(run.unit.modules) == 1:
+        return Call(run, gathered)
+    if run.pass_call is None or run.pass_call.gathered is not gathered:
+        run.pass_call, run.not_run_yet = Call(run, gathered), set(run.unit.modules)
+    return run.pass_call
+
+
+def abandon_forward(unit: Unit, call: Call) -> None:
+    """The forward raised: an error, or checkpointing that has recomputed enough."""
+    run, iteration = call.run, call.run.iteration
+    if call in run.calls:
+        run.calls.remove(call)
+        iteration.depth -= compat.backward_task() is None
+    if compat.backward_task() is None:
+        call.forget_reads()
+        run.pass_call = None
+        if not run.calls:
+            call.gathered.free()
+        if iteration.depth == 0:
+            iteration.abandon_forward()
+            for one in iteration.touched:
+                if one.gathered is not None and one.held_call is None:
+                    one.gathered.free()
+
+
+def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
+    """Free or keep what the unit gathered, and be told when backward reaches it."""
+    run, iteration = call.run, call.run.iteration
+    run.calls.remove(call)
+    if compat.backward_task() is not None:
+        call.forget_reads()
+        return output  # its end frees
+    iteration.depth -= 1
+    tensors = tensors_in(output)
+    recorded = torch.is_grad_enabled() and not compat.in_functorch()
+    outputs = [tensor for tensor in tensors if tensor.requires_grad] if recorded else []
+    if call.gathered.is_full:
+        iteration.touched.setdefault(run)
+        call.gathered.give_away(tensors)
+        _hook_outputs(call, outputs)
+    run.not_run_yet.discard(module)
+    if not run.not_run_yet:
+        _end_pass(call, awaits_backward=bool(outputs))
+    if iteration.depth == 0:
+        for one in iteration.end_forward():
+            if one.pass_call is not None:  # members of a list that did not run
+                _end_pass(one.pass_call, awaits_backward=bool(outputs))
+        for one in iteration.touched:
+            # Launched ahead for a forward that took another way this time.
+            if one.gathered is not None and one.gathered.launched and one.held_call is None:
+                one.gathered.free()
+    return output
+
+
+def _end_pass(call: Call, awaits_backward: bool) -> None:
+    run, unit = call.run, call.unit
+    run.pass_call, run.not_run_yet = None, set()
+    call.forget_reads()
+    if awaits_backward and call.was_read:
+        run.iteration.awaits_backward(call)
+    if run.calls or not call.gathered.is_full or compat.in_functorch():
+        return  # a transform may have a backward of its own, which tells nobody: the next forward frees
+    run.held_call = None
+    if awaits_backward and unit.post_forward is not None:
+        call.gathered.free_but_a_slice()
+    elif unit.regather or not awaits_backward:
+        call.gathered.free()
+
+
+def _hook_outputs(call: Call, outputs: list[Tensor]) -> None:
+    before_backward = functools.partial(_before_backward, call)
+    for tensor in outputs:
+        if tensor._is_view() and not call.run.warned_of_view:
+            call.run.warned_of_view = True
+            warnings.warn(
+                f"{call.unit.name} returns a view. An in-place operation on it takes away the hook that gathers the "
+                "unit's parameters for backward: return a copy, or do not write to it.",
+                stacklevel=2,
+            )
+        tensor.register_hook(before_backward)
+
+
+def _before_backward(call: Call, grad: Tensor) -> None:
+    with span("pre_backward", call.unit):
+        enter_backward(call)
+
+
+compat.leave_all_to_python(_before_backward)
+
+
+def eager_read(module: nn.Module, name: str, param: Any) -> Any:
+    """An eager read: the gathered parameter inside a forward, BY_MARKER where nobody gathered, the shard outside."""
+    if not isinstance(param, DTensor):
+        return param
+    known: tuple[ShardedParam, Unit, Unit] = module.__dict__[READS][name]
+    sharded, owner, reader = known[0], running(known[1]), running(known[2])
+    # Without a forward that runs, checkpointing inside the unit may be recomputing a part of one for backward.
+    call = owner.calls[-1] if owner.calls else _call_in_backward(owner) or owner.held_call
+    if read_observers and (call is not None or owner.runs_forward or reader.runs_forward):
+        for observe in read_observers:
+            observe(module, name)
+    if call is not None:
+        gathered = read(call, sharded.fqn)
+        return param if gathered is None else gathered
+    if owner.runs_forward or reader.runs_forward:
+        # A compiled forward is running around this read, or only another unit's: gather just this one.
+        require_data(sharded.fqn, param)
+        return BY_MARKER
+    return param
+
+
+def _call_in_backward(run: Running) -> Call | None:
+    """The forward call that the running backward has reached, if it has reached this unit."""
+    task = compat.backward_task()
+    return run.backward_call if task is not None and task == run.backward_task else None

@@ -1,0 +1,264 @@
+"""A unit's full parameters on the eager path: gathered, freed, and gathered again into the same storages.
+
+    launch     pack the shards and start the all-gathers; compute may run beside them
+    wait       the full parameters are there
+    free       give the storages back to the allocator; tensors that autograd saved still alias them
+    launch     ... and what is gathered again lands where those tensors look
+
+One object serves every forward call of the unit. What the calls read is in ``reads``, what backward does
+with gradients in ``backward``; the bytes on the wire are those of ``passes.lower``, as in a compiled graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .. import _torch_compat as compat
+from ..core.extension import has_extension
+from ..core.param import ShardedParam
+from ..core.spec import spec_of
+from ..core.unit import Unit
+from ..passes import ParamSpec, lower
+from ..passes.markers import require_data, require_on_cpu
+from ..passes.planner import gather_buckets
+from .collectives import Caller
+from .extension import Extension
+
+
+class Gathered:
+    """The full parameters of one unit, or the promise of them."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self._version = unit.version
+        self.params: list[ShardedParam] = [param for param in unit.params if isinstance(param.param, DTensor)]
+        self.shards: list[DTensor] = [param.param for param in self.params]
+        for param, shard in zip(self.params, self.shards):
+            require_data(param.fqn, shard)
+            if unit.offload:
+                require_on_cpu(param.fqn, compat.local_tensor(shard))
+        # Here shards are copied to the device before they are packed, and gradients from it when shards get them.
+        self.specs: list[ParamSpec] = [spec_of(unit, param).on_device() for param in self.params]
+        self._extensions = {
+            index: Extension(param, shard, self.specs[index], unit.mp_policy, unit.mesh.device)
+            for index, (param, shard) in enumerate(zip(self.params, self.shards))
+            if has_extension(param.fqn, shard)
+        }
+        if self._extensions and unit.post_forward is not None:
+            fqn = self.params[next(iter(self._extensions))].fqn
+            raise NotImplementedError(
+                f"{fqn} has an all-gather extension, which gathers over all ranks: an integer reshard_after_forward "
+                f"({unit.post_forward.num_shards}) does not go with it. Use True or False for its module."
+            )
+        self.index = {param.fqn: index for index, param in enumerate(self.params)}
+        self.fulls: list[Tensor] | None = None
+        self._num_bytes: list[int] = []
+        self._in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] | None = None
+        self._versions: list[int] = []
+        # After a forward with reshard_after_forward=n: one of n slices of each full parameter.
+        self._slices: list[Tensor] | None = None
+        self.is_full = False
+
+    def serves(self, unit: Unit) -> bool:
+        """Whether these are still the group's parameters, set up as they were when this object was made."""
+        current = [param.param for param in unit.params if isinstance(param.param, DTensor)]
+        return self._version == unit.version and list(map(id, current)) == list(map(id, self.shards))
+
+    @property
+    def launched(self) -> bool:
+        return self._in_flight is not None
+
+    def free_if_stale(self) -> None:
+        """Free when a shard was written to since it was gathered."""
+        if (self.is_full or self.launched) and self._versions != self._current_versions():
+            self.free()
+
+    def _current_versions(self) -> list[int]:
+        # A write to the DTensor counts there, a write to its local tensor here.
+        tensors = [tensor for shard in self.shards for tensor in (shard, compat.local_tensor(shard))]
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+    def spec_for(self, index: int, grad: Tensor) -> ParamSpec:
+        """What a parameter's gradient travels and arrives in: with ``grad_dtype=None``, what autograd produced."""
+        spec = self.specs[index]
+        if not self.asks_for_any_dtype(index):
+            return spec
+        travels = spec.reduce_dtype if self.unit.mp_policy.reduce_dtype else grad.dtype
+        return dataclasses.replace(spec, reduce_dtype=travels, grad_dtype=grad.dtype)
+
+    def asks_for_any_dtype(self, index: int) -> bool:
+        return compat.get_grad_dtype(self.shards[index]) is None and self.specs[index].dtype.is_floating_point
+
+    def launch(self) -> None:
+        """Start the all-gathers, unless they have been started or are done."""
+        if self.is_full or self.launched:
+            return
+        in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] = []
+        self._in_flight = in_flight
+        try:
+            self._launch(in_flight)
+        except BaseException:
+            self._drop()
+            raise
+        self._versions = self._current_versions()
+
+    def _launch(self, in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]]) -> None:
+        # A later read may be recorded, and another one may not be inside a transform of torch.func.
+        with torch.inference_mode(False), torch.no_grad(), compat.without_functorch():
+            for extension in self._extensions.values():
+                extension.ask()  # first: one that raises, on this rank alone, leaves nothing that others do not join
+            sources, specs = self._sources()
+            plain = [index for index in range(len(specs)) if index not in self._extensions]
+            for places in gather_buckets([specs[index] for index in plain]):
+                bucket = [plain[place] for place in places]
+                members = [specs[index] for index in bucket]
+                call = self._caller(bucket, members)
+                launched = lower.launch_gather(call, [sources[index] for index in bucket], members)
+                in_flight.append((bucket, members, launched, call))
+            for extension in self._extensions.values():
+                extension.launch()
+
+    def wait(self) -> list[Tensor]:
+        """The full parameters."""
+        self.launch()
+        if self._in_flight is not None:
+            try:
+                with torch.inference_mode(False), torch.no_grad(), compat.without_functorch():
+                    self._land(self._in_flight)
+            except BaseException:
+                self._drop()
+                raise
+            self._in_flight, self._slices = None, None
+            self.is_full = True
+        assert self.fulls is not None
+        return self.fulls
+
+    def free(self) -> None:
+        """Give the storages back; a gather that nobody waited for is waited for first."""
+        if self.launched:
+            self._drop()
+        self._slices = None
+        if self.is_full:
+            self.is_full = False
+            self._give_back()
+
+    def _drop(self) -> None:
+        """Wait for what is in flight, and have nothing of it: as if it had not been launched."""
+        in_flight, self._in_flight = self._in_flight or [], None
+        with torch.inference_mode(False), torch.no_grad(), compat.without_functorch():
+            for _, specs, launched, call in in_flight:
+                lower.finish_gather(call, launched, specs)
+            for extension in self._extensions.values():
+                extension.drop()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self.unit.settings.keep_storage:
+            return
+        plain = [compat.local_tensor(shard) for index, shard in enumerate(self.shards) if index not in self._extensions]
+        shards = compat.addresses_in(*plain)
+        for extension in self._extensions.values():
+            extension.free()
+        for index, full in enumerate(self.fulls or ()):
+            if index in self._extensions:
+                continue
+            storage = full.untyped_storage()
+            if storage.data_ptr() not in shards:  # with one rank, what is gathered may be the shard itself
+                storage.resize_(0)
+
+    def unalias(self, grads: dict[int, Tensor]) -> None:
+        """Copy those of ``grads`` that share memory with a parameter, as a user's autograd function may give them."""
+        addresses = self._addresses()
+        for index, grad in grads.items():
+            if addresses & compat.addresses_in(grad):
+                grads[index] = grad.clone()
+
+    def free_but_a_slice(self) -> None:
+        """Keep this rank's part of ``unit.post_forward``: backward then gathers over its few ranks."""
+        mesh = self.unit.post_forward
+        assert mesh is not None and self.fulls is not None
+        with torch.inference_mode(False), torch.no_grad():
+            slices = []
+            for full, spec in zip(self.fulls, self._slice_specs()):
+                start, stop = spec.layout.span(mesh.rank)
+                slices.append(full.narrow(spec.dim, start, stop - start).clone())
+        self.free()
+        self._slices = slices
+
+    def give_away(self, tensors: list[Tensor]) -> None:
+        """Leave storages that ``tensors``, outputs of a module, share to the user; the next gather gets new ones."""
+        if self.fulls is None:
+            return
+        if compat.addresses_in(*tensors) & self._addresses():
+            # Tensors that autograd saved keep the storages that they alias; only our names for them go.
+            self.fulls, self.is_full = None, False
+            for extension in self._extensions.values():
+                extension.forget()
+
+    def _addresses(self) -> set[int]:
+        """Where the storages of the full parameters are."""
+        plain = [full for index, full in enumerate(self.fulls or ()) if index not in self._extensions]
+        return compat.addresses_in(*plain).union(*(extension.addresses() for extension in self._extensions.values()))
+
+    def _sources(self) -> tuple[list[Tensor], list[ParamSpec]]:
+        """What this rank contributes to the gather."""
+        if self._slices is not None:
+            return self._slices, self._slice_specs()
+        device = self.unit.mesh.device
+        shards = [compat.local_tensor(shard).detach() for shard in self.shards]
+        shards = [shard if shard.device == device else shard.to(device, non_blocking=True) for shard in shards]
+        return shards, self.specs
+
+    def _slice_specs(self) -> list[ParamSpec]:
+        mesh = self.unit.post_forward
+        assert mesh is not None
+        slices = []
+        for spec in self.specs:
+            layout = dataclasses.replace(spec.layout, num_shards=mesh.num_shards)
+            length = layout.local_size(mesh.rank)[spec.dim]
+            slices.append(
+                dataclasses.replace(spec, num_shards=mesh.num_shards, group=mesh.group, local_length=length)
+            )
+        return slices
+
+    def _caller(self, bucket: list[int], members: list[ParamSpec]) -> Caller:
+        """Executes the ops of one bucket; a lone parameter is gathered right into the storage that it had."""
+        out = None
+        spec = members[0]
+        if self.fulls is not None and len(bucket) == 1 and spec.dim == 0 and spec.layout.even and spec.num_shards > 1:
+            full = self.fulls[bucket[0]]
+            self._allocate(bucket[0])
+            # As data, no new version for autograd: the values are those that were saved.
+            out = lower.as_sent(lower.run, full.data)
+        return Caller(self.unit.settings.comms, out)
+
+    def _allocate(self, index: int) -> None:
+        assert self.fulls is not None
+        storage = self.fulls[index].untyped_storage()
+        if storage.nbytes() != self._num_bytes[index]:
+            storage.resize_(self._num_bytes[index])
+
+    def _land(self, in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]]) -> None:
+        fulls: dict[int, Tensor] = {}
+        for bucket, specs, launched, call in in_flight:
+            fulls.update(zip(bucket, lower.finish_gather(call, launched, specs)))
+        fulls.update({index: extension.land() for index, extension in self._extensions.items()})
+        if self.fulls is None:
+            self.fulls = [fulls[index] for index in range(len(self.shards))]
+            self._num_bytes = [
+                0 if index in self._extensions else full.untyped_storage().nbytes()
+                for index, full in enumerate(self.fulls)
+            ]
+            return
+        for index, full in enumerate(self.fulls):
+            if index in self._extensions:
+                continue
+            again = fulls[index]
+            self._allocate(index)
+            if again.untyped_storage().data_ptr() != full.untyped_storage().data_ptr():
+                full.data.copy_(again)

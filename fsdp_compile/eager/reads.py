@@ -1,0 +1,101 @@
+"""What a read gives inside an eager forward, and the autograd nodes that lead back to the call.
+
+    inputs -> [_Inputs] -> forward -> outputs          backward reaches the outputs: enter_backward
+    shard ----[_Read]----^ a read                      _Read's backward: the last one to run reduces, and leaves
+                                                       _Inputs' backward: leave_backward, where _Read comes too early
+
+Reading is an autograd function, so repeated calls and unused parameters are autograd's own business. Each parameter has
+a node of its own, as it would without us: what splits a backward in two, as zero-bubble pipelines do, looks for them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .. import _torch_compat as compat
+from ..core.containers import map_tensors, tensors_in
+from . import backward
+from .running import Call, Recording
+
+
+def read(call: Call, fqn: str) -> Any:
+    """The gathered parameter; None for one whose place the user gave to something else."""
+    call.was_read = True
+    fulls = call.gathered.wait()
+    index = call.gathered.index.get(fqn)
+    if index is None:
+        return None
+    shard = call.gathered.shards[index]
+    # Parameters are constants to torch.func.
+    recorded = shard.requires_grad and torch.is_grad_enabled() and not compat.in_functorch()
+    if (index, recorded) not in call.tensors:
+        full = _recorded(call, index, shard) if recorded else fulls[index]
+        call.tensors[index, recorded] = call.gathered.params[index].as_read(full)
+    return call.tensors[index, recorded]
+
+
+def _recorded(call: Call, index: int, shard: DTensor) -> Tensor:
+    recording = None if call.recording is None else call.recording()
+    if recording is None:
+        recording = Recording(call)
+        call.recording = weakref.ref(recording)
+    return _Read.apply(recording, index, _leaf(shard))
+
+
+def _leaf(shard: DTensor) -> Tensor:
+    """What autograd is told that a gathered parameter comes from: the shard.
+
+    A shard with post-accumulate hooks has a leaf in its place: autograd would run them although no gradient comes to
+    it, and the reduction runs them when there is one.
+    """
+    return shard.detach().requires_grad_() if compat.has_post_accumulate_grad_hooks(shard) else shard
+
+
+class _Read(torch.autograd.Function):
+    """A shard to the full parameter, which is gathered already; backward hands the gradient in."""
+
+    @staticmethod
+    def forward(ctx: Any, recording: Recording, index: int, shard: DTensor) -> Tensor:
+        ctx.recording, ctx.index = recording, index
+        ctx.set_materialize_grads(False)
+        compat.take_gradients_as_produced(ctx)
+        recording.read.add(index)
+        return recording.call.gathered.wait()[index].detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        leaf, _ = ctx.next_functions[-1]
+        return None, None, backward.arrive(ctx.recording, ctx.index, grad, leaf)
+
+
+class _Inputs(torch.autograd.Function):
+    """The inputs of a unit, as they are; backward through them is the end of the unit's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        backward.leave_backward(ctx.call)
+        return (None, *grads)
+
+
+compat.leave_all_to_python(_Read.backward, _Inputs.backward)
+
+
+def end_at_inputs(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The inputs of a forward, passed through a node that ends the unit's backward."""
+    inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+    if not inputs:
+        return args, kwargs
+    call.ends_at_inputs = True
+    passed = dict(zip(map(id, inputs), _Inputs.apply(call, *inputs)))
+    return map_tensors((args, kwargs), lambda tensor: passed.get(id(tensor), tensor))

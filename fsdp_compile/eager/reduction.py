@@ -1,0 +1,221 @@
+"""Gradients on the eager path: from full parameters to their shards.
+
+    a backward without sync     full gradients wait in ``pending``, in the reduction's dtype
+    sync without all-reduce     reduced shards wait in ``partials`` (replicated meshes)
+    a backward with both        pending + gradients -> reduce-scatter -> + partials -> all-reduce -> shard.grad
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _torch_compat as compat
+from ..core.grads import brought_to, give, through_hooks, wait_for_offloaded
+from ..core.unit import Unit
+from ..passes import ParamSpec, lower
+from ..passes.collectives import c10d
+from ..passes.planner import reduce_buckets
+from .collectives import Caller
+from .gathered import Gathered
+
+
+def hold_back(gathered: Gathered, grads: Mapping[int, Tensor]) -> None:
+    """Keep full gradients for a later backward that synchronizes."""
+    pending = gathered.unit.accumulation.pending
+    with torch.no_grad():
+        for index, grad in grads.items():
+            fqn, dtype = gathered.params[index].fqn, gathered.spec_for(index, grad).reduce_dtype
+            if fqn in pending:
+                pending[fqn] = _sum(pending[fqn], grad, gathered.asks_for_any_dtype(index))
+            else:
+                # A copy where the dtype is right already: autograd may hand the same tensor to others.
+                pending[fqn] = grad.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def with_pending(gathered: Gathered, grads: Mapping[int, Tensor], only: str | None = None) -> dict[int, Tensor]:
+    """``grads`` and what earlier backwards held back, of all parameters or of one."""
+    pending = gathered.unit.accumulation.pending
+    total = dict(grads)
+    with torch.no_grad():
+        for fqn in [fqn for fqn in pending if only in (None, fqn)]:
+            index = gathered.index.get(fqn)
+            if index is not None:
+                held = pending.pop(fqn)
+                total[index] = held
+                if index in grads:
+                    total[index] = _sum(held, grads[index], gathered.asks_for_any_dtype(index))
+    return total
+
+
+def _sum(held: Tensor, more: Tensor, in_any_dtype: bool) -> Tensor:
+    """``held`` with ``more`` added to it, in place unless the sum is to have the wider dtype of the two."""
+    if in_any_dtype and torch.promote_types(held.dtype, more.dtype) != held.dtype:
+        return held + more
+    return held.add_(more)
+
+
+class Reduction:
+    """One unit's gradients in flight; unless they travel ``alone``, with what waits to be summed over replicas."""
+
+    def __init__(self, gathered: Gathered, grads: Mapping[int, Tensor], alone: bool = False) -> None:
+        self.gathered = gathered
+        self._fqns = {gathered.params[index].fqn for index in grads} if alone else None
+        self._in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] = []
+        self._advanced = False
+        accumulation = gathered.unit.accumulation
+        self._replicated_later = bool(accumulation.partials) or not accumulation.all_reduce
+        indices = sorted(grads)
+        with torch.no_grad():
+            each = {index: self._spec(gathered.spec_for(index, grads[index])) for index in indices}
+            for bucket in reduce_buckets([each[index] for index in indices]):
+                members = [indices[place] for place in bucket]
+                specs = [each[index] for index in members]
+                num_waits = (specs[0].num_shards > 1) + (specs[0].num_replicas > 1)
+                call = Caller(gathered.unit.settings.comms, num_waits_before_hook=num_waits)
+                launched = lower.launch_reduce(call, [grads[index] for index in members], specs)
+                if num_waits == 0:
+                    if len(members) == 1:
+                        launched = launched.clone()  # no collective made it new, and autograd may give it to others
+                    call.show_to_hook(launched)
+                self._in_flight.append((members, specs, launched, call))
+
+    @property
+    def replicates(self) -> bool:
+        """Whether another collective follows, over the replicas."""
+        return any(specs[0].num_replicas > 1 for _, specs, _, _ in self._in_flight)
+
+    def advance(self) -> None:
+        """Start the reduction over the replicas, where there are any."""
+        if self._advanced:
+            return
+        self._advanced = True
+        with torch.no_grad():
+            self._in_flight = [
+                (members, specs, lower.launch_all_reduce(call, launched, specs), call)
+                for members, specs, launched, call in self._in_flight
+            ]
+
+    def finish(self) -> dict[int, Tensor]:
+        """Gradients of the local shards, by place among the gathered parameters; none while they are partial."""
+        self.advance()
+        reduced: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for members, specs, launched, call in self._in_flight:
+                reduced.update(zip(members, lower.finish_all_reduce(call, launched, specs)))
+            self._in_flight = []
+            return self._over_replicas(reduced) if self._replicated_later else reduced
+
+    def complete(self) -> None:
+        """Wait, and give the shards their gradients."""
+        for index, local in self.finish().items():
+            shard = self.gathered.shards[index]
+            if compat.tensor_hooks(shard):
+                local = brought_to(shard, local, read_at_once=True)
+                local = through_hooks(self.gathered.params[index].fqn, shard, local)
+            give(shard, local)
+
+    def _spec(self, spec: ParamSpec) -> ParamSpec:
+        twin = self.gathered.unit.settings.reduce_groups.get(spec.group)
+        if twin is not None:
+            spec = dataclasses.replace(spec, group=twin)
+        if not self._replicated_later or spec.num_replicas == 1:
+            return spec
+        # Only over the shards, as it travels: the rest is done once partial sums are complete.
+        return dataclasses.replace(spec, num_replicas=1, postdivide=1.0, grad_dtype=spec.reduce_dtype)
+
+    def _over_replicas(self, reduced: dict[int, Tensor]) -> dict[int, Tensor]:
+        accumulation = self.gathered.unit.accumulation
+        done: dict[int, Tensor] = {}
+        partial: dict[int, Tensor] = {}
+        for index, local in reduced.items():
+            (partial if self.gathered.specs[index].num_replicas > 1 else done)[index] = local
+        for fqn in [fqn for fqn in accumulation.partials if self._fqns is None or fqn in self._fqns]:
+            index = self.gathered.index[fqn]
+            held = accumulation.partials.pop(fqn)
+            if index in partial:
+                held = _sum(held, partial[index], self.gathered.asks_for_any_dtype(index))
+            partial[index] = held
+        if not accumulation.all_reduce:
+            accumulation.partials.update({self.gathered.params[index].fqn: local for index, local in partial.items()})
+            return done
+        done.update(self._all_reduced(partial))
+        return done
+
+    def _all_reduced(self, partial: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Partial sums over the shards, summed over the replicas: one collective a mesh and divisor."""
+        by_key: dict[tuple[object, ...], list[int]] = {}
+        for index in sorted(partial):
+            spec = self.gathered.specs[index]
+            key = (spec.replicate_group, partial[index].dtype, spec.reduce_op, spec.postdivide)
+            by_key.setdefault(key, []).append(index)
+        done: dict[int, Tensor] = {}
+        for members in by_key.values():
+            spec = self.gathered.specs[members[0]]
+            packed = torch.cat([lower.as_real(lower.run, partial[index]).reshape(-1) for index in members])
+            call = Caller(self.gathered.unit.settings.comms, num_waits_before_hook=1)
+            launched = call(c10d.all_reduce.default, packed, spec.reduce_op, spec.replicate_group)
+            summed = call(c10d.wait_tensor.default, launched)
+            if spec.postdivide != 1.0:
+                summed = summed / spec.postdivide
+            if spec.reduce_dtype.is_complex:
+                summed = torch.view_as_complex(summed.view(-1, 2))
+            sizes = [partial[index].numel() for index in members]
+            for index, flat in zip(members, summed.split(sizes)):
+                grad_dtype = self.gathered.spec_for(index, partial[index]).grad_dtype
+                done[index] = flat.view(partial[index].shape).to(grad_dtype)
+        return done
+
+
+class Traffic:
+    """The reductions in flight, oldest first."""
+
+    def __init__(self) -> None:
+        self._reductions: deque[Reduction] = deque()
+        self._over_replicas: Reduction | None = None  # shards are done, replicas are not
+        self._offloads = False  # gradients are being copied to the CPU, or will be
+
+    def reduce(self, gathered: Gathered, grads: Mapping[int, Tensor], cap: int) -> None:
+        """Start a reduction, once fewer than ``cap`` are in flight."""
+        self._offloads |= gathered.unit.offload
+        while len(self._reductions) >= cap:
+            oldest = self._reductions.popleft()
+            oldest.advance()
+            self._complete_over_replicas()
+            if oldest.replicates:
+                self._over_replicas = oldest
+            else:
+                oldest.complete()
+        self._reductions.append(Reduction(gathered, grads))
+
+    def _complete_over_replicas(self) -> None:
+        if self._over_replicas is not None:
+            self._over_replicas.complete()
+            self._over_replicas = None
+
+    def finish(self) -> None:
+        """Wait for all of them; the gradients are there."""
+        self._complete_over_replicas()
+        while self._reductions:
+            self._reductions.popleft().complete()
+        if self._offloads:
+            wait_for_offloaded()
+            self._offloads = False
+
+    def forget(self, units: Collection[Unit]) -> None:
+        """After an error: wait for what was launched for ``units``, and let the results go."""
+        if self._over_replicas is not None and self._over_replicas.gathered.unit in units:
+            self._over_replicas.finish()
+            self._over_replicas = None
+        kept: deque[Reduction] = deque()
+        for reduction in self._reductions:
+            if reduction.gathered.unit in units:
+                reduction.finish()
+            else:
+                kept.append(reduction)
+        self._reductions = kept

@@ -1,0 +1,217 @@
+"""Where a step is, as far as it runs eagerly. Data: what moves it on is in ``forward``, ``reads`` and ``backward``.
+
+    Running       a unit: what is gathered, which of its forwards run, which backward has reached it
+    Call          one forward of a unit: what its reads see, and where its backward is
+    Recording     the reads of a call that autograd records, and their gradients until all are there
+    Iteration     what the units under one root share: the order in which they ran, and what is in flight
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import _torch_compat as compat
+from ..core.unit import Unit
+from .gathered import Gathered
+from .hooks import LateHooks
+from .reduction import Traffic
+
+
+@dataclass(eq=False)
+class Running:
+    """Where in a step a unit is."""
+
+    unit: Unit
+    gathered: Gathered | None = None
+    calls: list[Call] = field(default_factory=list)  # forwards that are running, innermost last
+    # What reads outside of a forward see between unshard() and reshard().
+    held_call: Call | None = None
+    # Of a unit of several modules: the forward that its members share, and those that have yet to run in it.
+    pass_call: Call | None = None
+    not_run_yet: set[nn.Module] = field(default_factory=set)
+    # The forward call whose backward is running, and which backward that is: checkpointing recomputes with what it
+    # holds. After a backward that raised it is another one's, and stale.
+    backward_call: Call | None = None
+    backward_task: int | None = None
+    in_backward: set[Call] = field(default_factory=set)
+    reduced_in: int | None = None
+    warned_of_view: bool = False
+    own_iteration: Iteration = field(default_factory=lambda: Iteration())
+
+    @property
+    def iteration(self) -> Iteration:
+        return running(self.unit.root).own_iteration
+
+    @property
+    def runs_forward(self) -> bool:
+        """Whether a forward of this unit, or of one around it, is running."""
+        unit: Unit | None = self.unit
+        while unit is not None:
+            if running(unit).calls:
+                return True
+            unit = unit.outer
+        return False
+
+    def current(self) -> Gathered:
+        """The unit's full parameters, anew when its parameters or their settings changed."""
+        if self.gathered is None or not self.gathered.serves(self.unit):
+            if self.gathered is not None:
+                self.gathered.free()
+            self.gathered = Gathered(self.unit)
+        return self.gathered
+
+    def forget(self) -> None:
+        """Be where a step begins."""
+        self.calls.clear()
+        self.held_call = self.pass_call = self.backward_call = self.backward_task = self.reduced_in = None
+        self.in_backward.clear()
+        self.not_run_yet.clear()
+        if self.gathered is not None:
+            self.gathered.free()
+
+
+def running(unit: Unit) -> Running:
+    """Where in a step the unit is."""
+    if unit.running is None:
+        unit.running = Running(unit)
+    known: Running = unit.running
+    return known
+
+
+class Call:
+    """One forward call of one unit."""
+
+    def __init__(self, run: Running, gathered: Gathered) -> None:
+        self.run = run
+        self.gathered = gathered
+        self.place = 0  # among the calls that await backward
+        self.forward_number = run.iteration.forward_number
+        self.task: int | None = None  # the backward that reached the outputs
+        # An autograd node at the inputs tells when backward is through with the unit.
+        self.ends_at_inputs = False
+        self.was_read = False
+        # What reads see, by whether autograd was recording; autograd's nodes refer to the call, so not for longer than
+        # a forward runs.
+        self.tensors: dict[tuple[int, bool], Any] = {}
+        # Weak: which calls await backward must not depend on when cycles are collected, or ranks differ.
+        self.recording: weakref.ref[Recording] | None = None
+
+    @property
+    def unit(self) -> Unit:
+        return self.run.unit
+
+    def forget_reads(self) -> None:
+        """Let go of the tensors that reads saw; whoever needs one holds it."""
+        self.tensors.clear()
+        self.recording = None  # what is recomputed for backward may never get gradients
+
+
+class Recording:
+    """The parameters that a forward read while autograd recorded, and their gradients until all are there."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.read: set[int] = set()
+        self.arrived: set[int] = set()
+        self.grads: dict[int, Tensor] = {}
+        self.delivered: set[int] = set()  # by autograd itself
+
+
+class Iteration:
+    """One root's forward and backward, as far as they run eagerly."""
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        self.is_last_backward = True
+        self.manual_finalization = False
+        # Forward: units in the order in which they began, of the forward before and of the one that runs.
+        self.forward_order: list[Running] = []
+        self._this_forward: list[Running] = []
+        self.depth = 0  # unit forwards that run, outside of backward
+        self.forward_number = 0  # counts forwards of the root
+        # Backward: calls in the order in which their forwards ended.
+        self._calls: list[weakref.ref[Call]] = []
+        self.tasks: list[int | None] = []  # backwards that run, a nested one behind the one around it
+        self.max_reductions = 1  # in flight, in the backward that runs
+        # The backward that runs will be differentiated itself: what it read is read again.
+        self.creates_graph = False
+        self.touched: dict[Running, None] = {}
+        # Reads that have some of their gradients, and the backward in which the first one came.
+        self.incomplete: dict[Recording, int | None] = {}
+        self.hooks = LateHooks()
+        # An asynchronous finalization that nobody has waited for yet.
+        self.pending_handle: object | None = None
+
+    def adopt(self, inner: Iteration) -> None:
+        """Settings that were made on a module when it was the outermost one go on holding."""
+        self.is_last_backward &= inner.is_last_backward
+        self.manual_finalization |= inner.manual_finalization
+        self.traffic = inner.traffic
+
+    def begin_unit(self, run: Running) -> Running | None:
+        """Note that a unit's forward begins; the unit that came after it the last time."""
+        self.touched.setdefault(run)
+        place = len(self._this_forward)
+        self._this_forward.append(run)
+        after = place + 1
+        if self.forward_order[place : place + 1] == [run] and after < len(self.forward_order):
+            return self.forward_order[after]
+        return None
+
+    def end_forward(self) -> list[Running]:
+        """The outermost forward ended; the units that took part."""
+        self.forward_order, self._this_forward = self._this_forward, []
+        self._calls = [call for call in self._calls if call() is not None]
+        return self.forward_order
+
+    def abandon_forward(self) -> None:
+        self._this_forward = []
+
+    def awaits_backward(self, call: Call) -> None:
+        call.place = len(self._calls)
+        self._calls.append(weakref.ref(call))
+
+    def before(self, call: Call) -> Iterator[Call]:
+        """Calls whose backward comes after that of ``call``, next first; those of its own forward of the root.
+
+        What another forward left behind may be there on one rank and gone on the next.
+        """
+        for reference in reversed(self._calls[: self._place(call)]):
+            earlier = reference()
+            if earlier is None:
+                continue
+            if earlier.forward_number != call.forward_number:
+                return
+            yield earlier
+
+    def _place(self, call: Call) -> int:
+        place = min(call.place, len(self._calls) - 1)
+        while place >= 0 and self._calls[place]() is not call:  # earlier ones may have gone since
+            place -= 1
+        return max(place, 0)
+
+    def in_stale_backward(self) -> bool:
+        """Whether a backward began that neither ended nor runs: it raised."""
+        return bool(self.tasks) and compat.backward_task() is None
+
+
+def recover(root: Unit) -> None:
+    """Bring every unit back to where a step begins, after a forward or a backward that raised."""
+    iteration = running(root).own_iteration
+    units = root.inside()
+    iteration.traffic.forget(units)
+    iteration.abandon_forward()
+    iteration.tasks.clear()
+    iteration.incomplete.clear()
+    iteration.depth, iteration.creates_graph = 0, False
+    iteration.pending_handle = None
+    for unit in units:
+        unit.accumulation.forget()
+        running(unit).forget()
+    iteration.touched.clear()
+    iteration.hooks.release()

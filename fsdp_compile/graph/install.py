@@ -1,0 +1,73 @@
+"""How the passes get into the compiler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import _torch_compat as compat
+from ..passes import PassManager, ScheduleInPlannedOrder, source_hash
+from ..passes._torch_compat import CustomGraphPass
+
+manager = PassManager()
+
+
+def install_passes() -> None:
+    """Put our passes into Inductor's and AOTAutograd's settings, beside what the user has there.
+
+    Called by the first ``fully_shard``. Call it again after setting ``post_grad_custom_pre_pass``, or another of these
+    settings, yourself: the pass that was set last replaces the others.
+    """
+    theirs = compat.get_post_grad_pass()
+    if not _has_ours(theirs):
+        compat.set_post_grad_pass(manager if theirs is None else ComposedPass(_as_tuple(theirs), manager))
+    joint = compat.get_joint_pass()
+    if not isinstance(joint, JointPass):
+        compat.set_joint_pass(JointPass(joint))
+    scheduler_passes = compat.get_scheduler_passes()
+    if not any(isinstance(one_pass, ScheduleInPlannedOrder) for one_pass in scheduler_passes):
+        compat.set_scheduler_passes([*scheduler_passes, ScheduleInPlannedOrder(source_hash())])
+
+
+class ComposedPass(compat.InferenceAwareGraphPass):  # type: ignore[misc]
+    """The user's passes, then ours."""
+
+    def __init__(self, theirs: tuple[Any, ...], ours: PassManager) -> None:
+        self.theirs = theirs
+        self.ours = ours
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool = False) -> None:
+        for one_pass in self.theirs:
+            compat.call_graph_pass(one_pass, graph, is_inference)
+        self.ours(graph)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ComposedPass:
+        return self  # as the manager: Inductor copies the defaults of its settings
+
+    def uuid(self) -> Any:
+        """None, "do not cache", as soon as one of the user's passes has no uuid."""
+        uuids = [one_pass.uuid() if isinstance(one_pass, CustomGraphPass) else None for one_pass in self.theirs]
+        return None if None in uuids else (*uuids, self.ours.uuid())
+
+
+class JointPass:
+    """The user's joint pass, if there is one, then ours."""
+
+    def __init__(self, theirs: Any) -> None:
+        self.theirs = theirs
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
+        if self.theirs is not None:
+            module = self.theirs(module, inputs)
+        return manager.joint(module, inputs)
+
+
+def _has_ours(configured: Any) -> bool:
+    return any(one_pass is manager or isinstance(one_pass, ComposedPass) for one_pass in _as_tuple(configured))
+
+
+def _as_tuple(configured: Any) -> tuple[Any, ...]:
+    if configured is None:
+        return ()
+    return tuple(configured) if isinstance(configured, (list, tuple)) else (configured,)

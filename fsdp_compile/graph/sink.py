@@ -1,0 +1,323 @@
+"""Where compiled code sends a parameter's gradient: what stands beside the shard in its marker, or in its place.
+
+    mode                 beside the shard, or, of an edge, in its place
+    reduce               its edge, which gives the shard its gradient
+    hold                 a leaf of the full size: it gets the full gradient, which waits in ``pending``
+    resume               its edge, and a ticket: when backward runs, it adds what is pending
+    resume_over_shards   a ticket, and a leaf of the shard's size: what it gets waits in ``partials``
+
+    forward      shards --_Edges--> edges, made once      graph(edges) -> output
+    backward     output -> graph -> plain gradients of the edges -> _Edges' backward -> the shards'
+
+AOTAutograd would take DTensors apart and put them together again on every step, in Python, for 14 microseconds a
+parameter. An edge is the shard's local tensor, with a path of autograd's to the shard: hooks, ``autograd.grad``,
+``backward(inputs=...)`` and freezing are autograd's business, as in eager code. Where gradients do not look like the
+local tensor, graphs take that as well, and the edge is a leaf, which is one zero seen everywhere and costs no memory.
+Under compiled autograd, which cannot make DTensors of gradients, that leaf takes the edge's place.
+
+The edges of a unit have one node, for a node costs 4 microseconds. Autograd runs tensor hooks of all that a node leads
+to, gradient or not: a shard that somebody put a hook on has a node of its own from then on. Which leaves a hook
+that is registered between a forward and its backward, on a parameter that only another graph of the unit reads: it runs
+with None.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .. import _torch_compat as compat
+from ..core import grads
+from ..core.accumulation import Mode
+from ..core.param import ShardedParam
+from ..core.spec import spec_of
+from ..core.unit import Unit
+from ..passes.markers import ticket_holders
+
+Hook = Callable[[Tensor], None]
+
+_numbers = itertools.count()
+
+
+class Sink:
+    """One parameter's."""
+
+    def __init__(self, unit: Unit, param: ShardedParam) -> None:
+        self.unit, self.param = weakref.ref(unit), param
+        self.watch = unit.watch
+        # In an edge's place under compiled autograd, and what an edge looks like where it is not the local tensor.
+        self.leaf: Tensor | None = None
+        self.full: Tensor | None = None  # gets gradients that wait to be reduced
+        self.partial: Tensor | None = None  # those that wait to be summed over replicas
+        self.ticket: Tensor | None = None
+        self.edge: Tensor | None = None
+        self.edge_of: int | None = None  # which of the shards that the parameter has had
+        self.takes: Literal["edge", "both"] = "both"  # what a graph takes of the parameter while it trains
+        self.stands_alone = False  # somebody's hooks were seen on the shard
+        self._ready: set[tuple[int, Mode]] = set()  # by the unit's version
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether somebody's hooks are on the shard."""
+        return any(compat.hooks_of(self.param.shard))
+
+    @property
+    def joins(self) -> bool:
+        """Whether the edge may have a node together with others."""
+        shard = self.param.shard
+        return shard.requires_grad and not self.stands_alone and not shard.is_inference()
+
+    def prepare(self, unit: Unit) -> None:
+        """Have what a marker in the unit's mode needs; the same as before where it still looks so."""
+        mode = unit.mode_of(self.param)
+        if (unit.version, mode) in self._ready:
+            return
+        spec = spec_of(unit, self.param)
+        dtype, device = spec.reduce_dtype, unit.mesh.device  # gradients that wait stay on the device
+        arrives_at = torch.device("cpu") if spec.device else device
+        leaf = _leaf(self.leaf, spec.local_size, spec.grad_dtype, arrives_at, lambda: _giver(self.param))
+        if leaf is not self.leaf:
+            self.leaf, self.edge_of = leaf, None
+        if mode == "hold":
+            self.full = _leaf(self.full, spec.size, dtype, device, lambda: _holder(unit, spec.fqn, False))
+        elif mode == "resume_over_shards":
+            self.partial = _leaf(self.partial, spec.local_size, dtype, device, lambda: _holder(unit, spec.fqn, True))
+        if mode.startswith("resume") and self.ticket is None:
+            self.ticket = _ticket(unit, spec.fqn)
+        self._ready = {(version, ready) for version, ready in self._ready if version == unit.version}
+        self._ready.add((unit.version, mode))
+
+    def have_edge(self, edge: Tensor | None) -> None:
+        """Have an edge where compiled reads take it from."""
+        self.edge, self.edge_of = edge, None if edge is None else self.param.version
+        self.param.put_beside("edge", edge)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the edge is one of what the parameter has now."""
+        return self.edge is not None and self.edge_of == self.param.version
+
+
+def follow_mode(unit: Unit) -> None:
+    """Have in the unit's sinks what its mode asks for: what compiled code takes next."""
+    for param in unit.params:
+        if param.sink is None:
+            param.sink = Sink(unit, param)
+        param.sink.prepare(unit)
+        param.put_beside("sink", param.sink)
+
+
+compat.leave_all_to_python(follow_mode)
+
+
+def follow_shards(unit: Unit) -> None:
+    """The same after its parameters or their specs changed, and edges of the shards as they are now."""
+    follow_mode(unit)
+    arrange_edges(unit, unit.params)
+
+
+def forget_edges(unit: Unit, params: Collection[ShardedParam]) -> None:
+    """Let the shards of ``params`` go, which nothing of ours holds then."""
+    for param in params:
+        if param.sink is not None:
+            param.sink.have_edge(None)
+    arrange_edges(unit, [param for param in unit.params if param not in params])
+
+
+def arrange_edges(unit: Unit, params: Collection[ShardedParam]) -> None:
+    """Have one node for the edges of ``params``, and one each for shards that hooks were ever seen on."""
+    together: list[Sink] = []
+    for param in params:
+        sink: Sink | None = param.sink
+        if sink is None:
+            continue
+        if sink.leaf is None or not (isinstance(param.shard, DTensor) and param.shard.is_leaf):
+            sink.have_edge(None)
+            continue
+        sink.stands_alone |= sink.is_hooked
+        if sink.joins:
+            together.append(sink)
+        else:
+            _have_node([sink])
+    _have_node(together)
+
+
+def _have_node(sinks: Sequence[Sink]) -> None:
+    """Have edges that lead from one node to the shards of these, and to no others."""
+    nodes = {sink.edge.grad_fn: None for sink in sinks if sink.edge is not None and sink.is_current}
+    if sinks and not (len(nodes) == 1 and len(next(iter(nodes)).shards) == len(sinks)):  # type: ignore[union-attr]
+        _make_edges(sinks)
+        return
+    for sink in sinks:
+        sink.have_edge(sink.edge)  # there may be a slot that has none beside it
+
+
+def _make_edges(sinks: Sequence[Sink]) -> None:
+    """New edges for the shards that these have, frozen or not, by one node.
+
+    It keeps the shards' ``AccumulateGrad`` alive, so ``swap_tensors`` refuses the shards as long as an edge lives.
+    """
+    shards: Any = [sink.param.shard for sink in sinks]
+    frozen = [shard for shard in shards if not shard.requires_grad]
+    try:
+        for shard in frozen:  # which may be thawed, and its AccumulateGrad goes by what it is then
+            shard.requires_grad_(True)
+        with torch.enable_grad(), torch.inference_mode(False):
+            edges = _Edges.apply([_look_of(sink) for sink in sinks], *shards)
+    finally:
+        for shard in frozen:
+            shard.requires_grad_(False)
+    node = edges[0].grad_fn
+    node.leaves = [leaf for leaf, _ in node.next_functions]
+    for sink, edge in zip(sinks, edges, strict=True):
+        sink.have_edge(edge)
+
+
+def _look_of(sink: Sink) -> Tensor:
+    """What an edge is to look like: the local tensor, where gradients look like it."""
+    local, leaf = sink.param.local, sink.leaf
+    assert local is not None and leaf is not None
+    is_like = type(local) is Tensor and local.dtype == leaf.dtype and not local.is_inference()
+    sink.takes = "edge" if is_like else "both"
+    return local if is_like else leaf
+
+
+class _Edges(torch.autograd.Function):
+    """Sharded parameters to their edges; backward makes plain gradients the shards'.
+
+    It saves no tensors, so backward may run any number of times.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, likes: list[Tensor], *shards: DTensor) -> tuple[Tensor, ...]:
+        ctx.shards = shards
+        ctx.set_materialize_grads(False)
+        return tuple(like.detach() for like in likes)
+
+    @staticmethod
+    def backward(ctx: Any, *local_grads: Tensor | None) -> tuple[DTensor | None, ...]:
+        through_autograd: list[DTensor | None] = [None]  # that of the likes
+        with compat.quick_attributes():
+            for shard, leaf, grad in zip(ctx.shards, ctx.leaves, local_grads, strict=True):
+                through_autograd.append(None)
+                if grad is None or not shard.requires_grad:
+                    continue
+                if compat.has_post_accumulate_grad_hooks(shard) or grads.is_watched(shard, leaf):
+                    through_autograd[-1] = compat.dtensor_like(shard, grad)
+                else:
+                    grads.give(shard, grad)
+        return tuple(through_autograd)
+
+
+compat.leave_all_to_python(_Edges.backward)
+
+
+# --- leaves and tickets -----------------------------------------------------------------------------------------
+
+
+def _leaf(
+    known: Tensor | None, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, hook: Callable[[], Hook]
+) -> Tensor | None:
+    """A tensor of zeros without memory of its own that hands its gradient to a hook; None where none can come."""
+    if known is not None and (tuple(known.shape), known.dtype, known.device) == (size, dtype, device):
+        return known
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return None
+    with torch.inference_mode(False):
+        leaf = torch.zeros((), dtype=dtype, device=device).expand(size).requires_grad_()
+    leaf.register_post_accumulate_grad_hook(hook())
+    return leaf
+
+
+def _giver(param: ShardedParam) -> Hook:
+    owner = weakref.ref(param)  # the parameter holds the leaf that holds this
+
+    @torch.compiler.assume_constant_result
+    def is_watched() -> bool:
+        param = owner()
+        if param is None:
+            return False
+        # ``from_local`` would bring an offloaded gradient to the mesh's device.
+        offloaded = param.shard.device.type != param.mesh.device.type
+        return offloaded or compat.has_post_accumulate_grad_hooks(param.shard)
+
+    @torch.compiler.disable(reason=f"the hooks of {param.fqn} run when it has its gradient")
+    def give(local: Tensor) -> None:
+        param = owner()
+        if param is not None:
+            grads.give(param.shard, local)  # type: ignore[arg-type]
+
+    def take(leaf: Tensor) -> None:
+        local, leaf.grad = leaf.grad, None
+        if local is None:
+            return
+        if not torch.compiler.is_dynamo_compiling() or is_watched():
+            give(local)
+        else:
+            grads.give_traced(owner().shard, local)  # type: ignore[union-attr, arg-type]
+
+    compat.leave_all_to_python(take)
+    return take
+
+
+def _holder(unit: Unit, fqn: str, partial: bool) -> Hook:
+    owner = weakref.ref(unit)
+
+    @torch.compiler.disable(reason=f"the gradient of {fqn} is held back")
+    def hold(leaf: Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        unit = owner()
+        if unit is None or grad is None:
+            return
+        waiting = unit.accumulation.partials if partial else unit.accumulation.pending
+        with torch.no_grad():
+            if fqn in waiting:
+                waiting[fqn].add_(grad)
+            else:
+                waiting[fqn] = grad.contiguous()
+        if compat.in_compiled_autograd():
+            unit.ends.now(unit)
+        else:
+            unit.ends.at_end(unit)
+
+    return hold
+
+
+def _ticket(unit: Unit, fqn: str) -> Tensor:
+    number = next(_numbers)
+    owner = weakref.ref(unit)
+
+    def take(grad: Tensor) -> Tensor:
+        unit = owner()
+        if unit is not None:
+            unit.ends.at_end(unit)
+            held = _held_back(unit, fqn)
+            if held is not None:
+                return held.add_(grad)
+        return grad.clone(memory_format=torch.contiguous_format)
+
+    ticket_holders[number] = take
+    weakref.finalize(unit, ticket_holders.pop, number, None)
+    return torch.tensor(number, device="cpu")  # read in backward, where a copy from a GPU would wait
+
+
+def _held_back(unit: Unit, fqn: str) -> Tensor | None:
+    """What joins a gradient that is about to be reduced."""
+    accumulation = unit.accumulation
+    if accumulation.sync:
+        unit.ends.note_reduction(unit)
+        return accumulation.pending.pop(fqn, None)
+    # The forward thought that this backward would synchronize. It does, which is right and costs a reduction; but who
+    # changes his mind in between does so again.
+    if not accumulation.decides_in_backward:
+        accumulation.decides_in_backward = True
+        if not compat.in_compiled_autograd():
+            compat.at_end_of_backward(functools.partial(follow_mode, unit))
+    return None

@@ -1,0 +1,152 @@
+"""Why a model is not one graph: which module broke it, where, why, and what is read outside of any graph.
+
+    report = fsdp_compile.explain_breaks(model, batch)
+    print(report)                          # 2 graphs, 1 break, 1 module that reads parameters eagerly
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _torch_compat as compat
+from ..core.unit import original_class
+from ..eager import forward as eager
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """One place where Dynamo gave up on a frame."""
+
+    modules: tuple[str, ...]  # "layers.0 (Block)": those whose code stands there; empty for other code
+    where: str  # file:line in function
+    reason: str
+    hint: str
+
+
+@dataclass
+class BreakReport:
+    """What ``explain_breaks`` found."""
+
+    breaks: list[GraphBreak] = field(default_factory=list)
+    eager_reads: dict[str, list[str]] = field(default_factory=dict)  # parameters by the module that reads them
+    num_graphs: int = 0
+
+    def __bool__(self) -> bool:
+        """Whether the model is one graph."""
+        return self.num_graphs == 1 and not self.breaks and not self.eager_reads
+
+    def __str__(self) -> str:
+        lines = [
+            f"{_count(self.num_graphs, 'graph')}, {_count(len(self.breaks), 'break')}, "
+            f"{_count(len(self.eager_reads), 'module')} with parameters that are read outside of graphs"
+        ]
+        for number, one in enumerate(self.breaks, 1):
+            lines.append(f"{number}. {_some(one.modules) or 'code of no module'}, {one.where}")
+            lines.append(f"   {one.reason}")
+            if one.hint:
+                lines.append(f"   {one.hint}")
+        for module, names in self.eager_reads.items():
+            lines.append(f"eager: {module} reads {', '.join(names)}, gathered in no graph")
+        return "\n".join(lines)
+
+
+def explain_breaks(model: nn.Module, *args: Any, **kwargs: Any) -> BreakReport:
+    """Run one forward of ``model(*args, **kwargs)`` under Dynamo, and say what kept it from being one graph.
+
+    Every rank calls it, since the forward communicates; like any forward, it moves running statistics. What was
+    compiled of the model before is forgotten, and compiles again when it next runs.
+    """
+    if isinstance(model, compat.OptimizedModule):
+        model = model._orig_mod
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"explain_breaks takes the model and its inputs, but got {type(model).__name__} as the model.")
+    report = BreakReport()
+    classes = {type(module) for module in model.modules()}
+    compat.forget_compiled(classes)
+    names = {module: _name(path, module) for path, module in model.named_modules()}
+
+    def on_break(stack: Any, reason: str) -> None:
+        innermost_first = [(one, _modules_at(names, one.filename, one.lineno)) for one in reversed(stack)]
+        in_modules = [(frame, modules) for frame, modules in innermost_first if modules]
+        frame, modules = next(iter(in_modules or innermost_first), (None, ()))
+        where = "" if frame is None else f"{frame.filename}:{frame.lineno} in {frame.name}"
+        found = GraphBreak(modules, where, *_reason_and_hint(reason))
+        if found not in report.breaks:
+            report.breaks.append(found)
+
+    def on_read(module: nn.Module, name: str) -> None:
+        if module in names:
+            reads = report.eager_reads.setdefault(names[module], [])
+            if name not in reads:
+                reads.append(name)
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        report.num_graphs += 1
+        return graph.forward
+
+    with compat.graph_breaks(on_break), _eager_reads(on_read):
+        torch.compile(model, backend=count)(*args, **kwargs)
+    compat.forget_compiled(classes)
+    return report
+
+
+@contextmanager
+def _eager_reads(observe: Any) -> Iterator[None]:
+    eager.read_observers.append(observe)
+    try:
+        yield
+    finally:
+        eager.read_observers.remove(observe)
+
+
+def _name(path: str, module: nn.Module) -> str:
+    return f"{path or '(root)'} ({original_class(module).__name__})"
+
+
+def _modules_at(names: dict[nn.Module, str], filename: str, line: int) -> tuple[str, ...]:
+    """The modules that have a method around this line."""
+    classes = {original_class(module) for module in names}
+    at = {cls for cls in classes if any(_spans(function, filename, line) for function in _functions(cls))}
+    return tuple(name for module, name in names.items() if original_class(module) in at)
+
+
+def _functions(cls: type) -> Iterator[Any]:
+    for base in cls.__mro__:
+        if base in (nn.Module, object):
+            return
+        for value in vars(base).values():
+            value = inspect.unwrap(value) if callable(value) else value
+            if inspect.isfunction(value):
+                yield value
+
+
+def _spans(function: Any, filename: str, line: int) -> bool:
+    code = function.__code__
+    if code.co_filename != filename or line < code.co_firstlineno:
+        return False
+    return line <= max((last for _, _, last in code.co_lines() if last is not None), default=0)
+
+
+def _reason_and_hint(text: str) -> tuple[str, str]:
+    """The first lines of Dynamo's message, and its first hint."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    reason = next(iter(lines), "unknown")
+    explanation = next((line for line in lines if line.startswith("Explanation:")), "")
+    hint = next((line for line in lines if line.startswith("Hint:")), "")
+    return f"{reason}. {explanation.removeprefix('Explanation: ')}".rstrip(". ") + ".", hint.removeprefix("Hint: ")
+
+
+def _some(modules: tuple[str, ...]) -> str:
+    shown = ", ".join(modules[:3])
+    return shown if len(modules) <= 3 else f"{shown} and {len(modules) - 3} more"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

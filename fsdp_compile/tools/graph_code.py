@@ -1,0 +1,246 @@
+"""One recorded graph as a Python file that runs by itself: ``python file.py``.
+
+header         how to run it, and in which pretended process groups
+forward        the graph, a line a node, each with what it holds, as in
+                   launch = ...all_gather_into_tensor.default(cat, 2, '0')  # all_gather up.weight bf16 32.0 KiB
+make_inputs    random tensors with the recorded shapes, strides, dtypes and devices
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import _torch_compat as compat
+from ..passes import GraphRecord
+from ..passes.insert import ROLE
+from ..passes.markers import NAMESPACE
+from ..passes.provenance import find_reduces, find_unshards
+from .report import collectives_of, format_bytes, format_dtype, format_unit, num_bytes_of, on_one_line
+
+HEADER = '''\
+"""{title}
+
+Run it: python <this file>. It needs torch {torch}{needs}.
+It runs in one process. Its collectives name process groups; start_fake_groups() makes groups with these names and sizes
+that communicate nothing, so shapes are right and values are not. Inputs are random (integers are 0 or 1).
+"""
+
+import torch
+import torch.distributed as dist
+{imports}
+GROUPS = {groups}  # name: number of ranks
+'''
+
+TENSOR = '''
+
+def tensor(size, stride, dtype, device):
+    """A random tensor; overlapping strides included."""
+    length = 1 + sum((n - 1) * step for n, step in zip(size, stride)) if 0 not in size else 0
+    if dtype.is_floating_point or dtype.is_complex:
+        flat = torch.randn(length, device=device).to(dtype)
+    else:
+        flat = torch.randint(0, 2, (length,), device=device).to(dtype)
+    return flat.as_strided(size, stride)
+'''
+
+MAIN = """
+
+def show(value):
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            show(item)
+    elif isinstance(value, torch.Tensor):
+        print(tuple(value.shape), value.dtype)
+    else:
+        print(value)
+
+
+if __name__ == "__main__":
+    start_fake_groups()
+    with torch.no_grad():
+        outputs = forward(*make_inputs())
+    show(outputs)
+    dist.destroy_process_group()
+"""
+
+
+def runnable_code(record: GraphRecord, step: int) -> str:
+    """Source of the graph before the first pass (``step`` 0) or after the ``step``-th."""
+    graph = record.snapshots[step]
+    comments = _comments(record, step)
+    when = "as it reached the passes" if step == 0 else f"after the pass {record.passes[step - 1].name!r}"
+    code = graph.python_code("self", verbose=False)
+    body = code.src[code.src.index("def forward(") :].splitlines()[1:]
+    inputs = graph.find_nodes(op="placeholder")
+    namespaces = _namespaces(graph)
+    parts = [
+        HEADER.format(
+            title=f"{record.stage.capitalize()} graph {when}, recorded by fsdp_compile.inspect.",
+            torch=torch.__version__.partition("+")[0],
+            needs=" and fsdp_compile (for its ops)" if NAMESPACE in namespaces else "",
+            imports="".join(f"{line}\n" for line in _imports(code.globals, namespaces, "\n".join(body))),
+            groups=_groups(record.snapshots[0], graph),
+        ),
+        *_constants(graph, "\n".join(body)),
+        "\n\n" + compat.FAKE_GROUPS_SOURCE.rstrip(),
+        "\n\n\ndef forward(\n",
+        *[f"    {node.name},{comments[node.name]}\n" for node in inputs],
+        "):\n",
+        *[f"{_commented(line, comments)}\n" for line in body],
+        TENSOR,
+        "\n\ndef make_inputs():\n    return [\n",
+        *[f"        {_input(node.meta.get('val'))},  # {node.name}\n" for node in inputs],
+        "    ]\n",
+        MAIN,
+    ]
+    return "".join(parts)
+
+
+def _commented(line: str, comments: dict[str, str]) -> str:
+    # "name = op(...);  other = None": the dropped references are kept, they say where a value dies.
+    found = re.match(r"    (\w+)( : [^=]+)? = ", line)
+    return line + comments.get(found[1], "") if found else line
+
+
+def _comments(record: GraphRecord, step: int) -> dict[str, str]:
+    """What to say of each node, by its name."""
+    graph = record.snapshots[step]
+    said: dict[str, list[str]] = {}
+    for marker in (*find_unshards(graph), *find_reduces(graph)):
+        said[marker.node.name] = [str(marker.node.target.__name__).partition(".")[0], marker.fqn]  # type: ignore[union-attr]
+    for node in graph.nodes:
+        if ROLE in node.meta:
+            said[node.name] = [f"{node.meta[ROLE].kind} of {format_unit(node.meta[ROLE].unit)}:"]
+    first = record.snapshots[0]
+    shards = {_input_behind(marker.shard).name: marker.fqn for marker in find_unshards(first)}
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name in shards:
+            said[node.name] = ["shard of", shards[node.name]]
+    comments = {}
+    for node in graph.nodes:
+        words = [*said.get(node.name, ()), *_describe(node.meta.get("val"))]
+        comments[node.name] = f"  # {on_one_line(' '.join(words))}" if words else ""
+    for collective in collectives_of(graph, record.plan):
+        names = on_one_line(" ".join(collective.fqns))
+        comments[collective.node.name] = (
+            f"  # {collective.kind} {names} {format_dtype(collective.dtype)} {format_bytes(collective.bucket_bytes)}"
+            f" ({format_bytes(collective.num_bytes)} a rank)"
+        )
+    return comments
+
+
+def _input_behind(node: fx.Node) -> fx.Node:
+    """The graph input that ``node`` is a view or a cast of."""
+    while node.op != "placeholder" and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _describe(value: Any) -> Iterator[str]:
+    if isinstance(value, torch.Tensor):
+        yield f"[{', '.join(map(str, value.shape))}]"
+        yield format_dtype(value.dtype)
+        yield format_bytes(num_bytes_of(value))
+    elif isinstance(value, (torch.SymInt, torch.SymFloat)):
+        yield (
+            f"symbolic {value}, {compat.size_hint(value)} when compiled"
+            if isinstance(value, torch.SymInt)
+            else str(value)
+        )
+    elif value is not None and not isinstance(value, (tuple, list, bool, int, float)):
+        yield f"{type(value).__name__}, not recorded"
+
+
+def _namespaces(graph: fx.Graph) -> dict[str, str]:
+    """Where the graph's operators are registered, each with the name of one of them."""
+    operators = [node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    return {operator.namespace: operator.name() for operator in operators}
+
+
+_ALWAYS_THERE = {"aten", "prims", "_c10d_functional", "inductor", "higher_order"}
+
+
+def _imports(names: dict[str, Any], namespaces: dict[str, str], body: str) -> Iterator[str]:
+    """Import statements for what the code names, and for what registers its operators."""
+    for name, value in names.items():
+        if name == "torch" or not re.search(rf"\b{name}\b", body):
+            continue
+        module, qualname = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+        if isinstance(value, float):
+            yield f"{name} = float({str(value)!r})"
+        elif module is not None and qualname is not None and "." not in qualname:
+            yield f"from {module} import {qualname} as {name}"
+        else:
+            yield f"# {name} is missing: it was {value!r}"
+    for namespace, operator in namespaces.items():
+        if namespace == NAMESPACE:
+            yield "import fsdp_compile  # registers torch.ops.fsdpc"
+        elif namespace == "prims" and "prims.inductor_" in body:
+            yield "import torch._inductor.inductor_prims"
+        elif namespace not in _ALWAYS_THERE:
+            yield f"# Import here what registers torch.ops.{namespace} ({operator}), unless torch does."
+
+
+def _groups(captured: fx.Graph, graph: fx.Graph) -> dict[str, int]:
+    """Name and size of every process group that a marker or a collective names.
+
+    An all-reduce does not say how many ranks it is for; the marker that it comes from, in the captured graph, does.
+    """
+    groups: dict[str, int] = {}
+    for node in (*captured.nodes, *graph.nodes):
+        if "num_shards" in node.kwargs:  # a marker
+            for key, count in (("group", "num_shards"), ("replicate_group", "num_replicas")):
+                if node.kwargs[key]:
+                    groups[str(node.kwargs[key])] = int(node.kwargs[count])  # type: ignore[arg-type]
+        elif getattr(node.target, "namespace", None) in (NAMESPACE, "_c10d_functional"):
+            arguments = _arguments(node)
+            if "group_name" in arguments:
+                name = str(arguments["group_name"])
+                size = arguments.get("group_size") or len(arguments.get("input_split_sizes") or ()) or 1
+                groups[name] = max(groups.get(name, 1), size)
+    return groups
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    schema = node.target._schema  # type: ignore[union-attr]
+    return {**dict(zip((argument.name for argument in schema.arguments), node.args)), **node.kwargs}
+
+
+def _constants(graph: fx.Graph, body: str) -> Iterator[str]:
+    """Values of symbolic sizes that the code spells out, and of tensors that the graph owns."""
+    symbols: dict[str, int] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and re.fullmatch(r"\w+", str(value)):
+            symbols[str(value)] = compat.size_hint(value)
+    for name, number in symbols.items():
+        if re.search(rf"\b{name}\b", body):
+            yield f"{name} = {number}  # a symbolic size; the value seen when it was compiled\n"
+    owned = {str(node.target): node for node in graph.nodes if node.op == "get_attr"}
+    if owned:
+        fields = ", ".join(f"{name}={_owned(graph, node)}" for name, node in owned.items())
+        yield f"self = __import__('types').SimpleNamespace({fields})  # constants of the graph\n"
+
+
+def _owned(graph: fx.Graph, node: fx.Node) -> str:
+    value = getattr(graph.owning_module, str(node.target), node.meta.get("val"))
+    if type(value) is torch.Tensor and value.numel() <= 64:
+        return f"torch.tensor({value.tolist()!r}, dtype={value.dtype}, device={str(value.device)!r})"
+    return _input(value)
+
+
+def _input(value: Any) -> str:
+    """An expression for a value like the recorded one."""
+    if isinstance(value, torch.Tensor):
+        size, stride = [[compat.size_hint(n) for n in numbers] for numbers in (value.shape, value.stride())]
+        return f"tensor({size}, {stride}, {value.dtype}, {str(value.device)!r})"
+    if isinstance(value, torch.SymInt):
+        return f"{compat.size_hint(value)}"
+    if isinstance(value, torch.SymFloat):
+        return "0.5"
+    return repr(value) if isinstance(value, (bool, int, float, str)) else "None"

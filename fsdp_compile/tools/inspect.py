@@ -1,0 +1,190 @@
+"""Look at what the passes make of a model: every graph before and after every pass, every collective, every plan.
+
+    with fsdp_compile.inspect(model) as report:
+        model(x).sum().backward()          # compiles, also if it was compiled before
+    print(report)                          # a table a graph
+    report.save("inspected")               # the graphs as files that run, the plans as JSON
+
+Any rank may do it alone: compiling issues no collective. Outside the block nothing is recorded and nothing runs slower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from .. import _torch_compat as compat
+from ..core.unit import original_class
+from ..graph.install import manager
+
+if TYPE_CHECKING:
+    from ..passes import GraphRecord, Plan
+    from .report import GraphReport
+
+STAGES = ("joint", "forward", "backward", "inference")
+
+
+@contextlib.contextmanager
+def inspect(model: nn.Module) -> Iterator[Report]:
+    """Compile ``model`` afresh when it runs inside the block, and record what the passes do.
+
+    The report fills while the block runs. It holds every graph with sharded parameters that compiles in the block,
+    other models' included. Run backward inside the block too: its graph is compiled when it first runs.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"inspect takes the model, but got {type(model).__name__}. For a compiled train step, pass the model that "
+            "it trains, and call the step inside the block."
+        )
+    classes = {type(module) for module in model.modules() if original_class(module) is not type(module)}
+    report = Report(_name(model), num_sharded_classes=len(classes))
+    report.num_forgotten = compat.forget_compiled(classes)
+    num_graphs_before = compat.num_dynamo_graphs()
+    observe = report.records.append
+    manager.observers.append(observe)
+    try:
+        with compat.no_compile_caches():
+            yield report
+    finally:
+        manager.observers.remove(observe)
+        report.num_dynamo_graphs = compat.num_dynamo_graphs() - num_graphs_before
+
+
+class Report:
+    """What ``inspect`` recorded."""
+
+    def __init__(self, model: str, num_sharded_classes: int = 0) -> None:
+        self.model = model
+        self.records: list[GraphRecord] = []
+        self.num_forgotten = 0  # frames that had been compiled before the block
+        self.num_dynamo_graphs = 0  # captured in the block, also those without sharded parameters
+        self._num_sharded_classes = num_sharded_classes
+
+    @property
+    def graphs(self) -> list[GraphReport]:
+        """Every graph that the passes saw, in the order in which they saw it."""
+        from .report import GraphReport
+
+        return [GraphReport(record, number) for number, record in enumerate(self.records)]
+
+    @property
+    def joint(self) -> GraphReport:
+        """The joint graph, markers whole, where there is exactly one."""
+        return self._only("joint")
+
+    @property
+    def forward(self) -> GraphReport:
+        return self._only("forward")
+
+    @property
+    def backward(self) -> GraphReport:
+        return self._only("backward")
+
+    @property
+    def inference(self) -> GraphReport:
+        """The graph of a forward without gradients."""
+        return self._only("inference")
+
+    @property
+    def plans(self) -> list[Plan]:
+        return [record.plan for record in self.records]
+
+    def _only(self, stage: str) -> GraphReport:
+        found = [graph for graph in self.graphs if graph.stage == stage]
+        if len(found) == 1:
+            return found[0]
+        have = ", ".join(graph.name for graph in self.graphs) or "none"
+        hint = "" if found else "".join(f" {note}" for note in self.notes)
+        raise LookupError(f"{len(found)} {stage} graphs were recorded (of all: {have}). See report.graphs.{hint}")
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader must know to believe the tables: how the graphs came about, and what is missing."""
+        from .report import plural
+
+        notes = []
+        if self.num_forgotten:
+            notes.append(
+                f"{self.model} had been compiled before (in {plural(self.num_forgotten, 'frame')}): that was dropped, "
+                "and what ran in the block was compiled afresh."
+            )
+        stages = {record.stage for record in self.records}
+        if any(graph.launches for graph in self.graphs):
+            notes.append(
+                "#: order of launch in the graph that Inductor gets. bytes/rank: what one rank gives to a gather or "
+                "gets from a reduction. bucket: all ranks' parts, padding included."
+            )
+        if not stages:
+            return [*notes, self._why_nothing()]
+        notes.append(
+            "Compile caches were not read in the block (no pass runs when they hit) and not written. What was compiled "
+            "stays in use after it; another process may be served from a cache."
+        )
+        if stages == {"joint"}:
+            notes.append(
+                "Only joint graphs: the backend does not run Inductor's post-grad passes (aot_eager), or another "
+                "setting of post_grad_custom_pre_pass replaced ours (call fsdp_compile.install_passes() after it). The "
+                "markers run as they are, one collective each."
+            )
+        elif "forward" in stages and "backward" not in stages:
+            notes.append("No backward graph: it is compiled when backward first runs. Call backward() in the block.")
+        return notes
+
+    def _why_nothing(self) -> str:
+        from .report import plural
+
+        if not self._num_sharded_classes:
+            return (
+                f"Nothing was recorded: {self.model} has no sharded module. Call fully_shard(...) on its blocks and on "
+                "itself first, and pass that model."
+            )
+        if self.num_dynamo_graphs:
+            return (
+                f"Nothing was recorded, though {plural(self.num_dynamo_graphs, 'graph')} compiled in the block: none "
+                "that the passes saw reads a sharded parameter. Use the backend inductor or aot_eager (not eager), and "
+                "see TORCH_LOGS=graph_breaks,recompiles for frames that fell back to eager."
+            )
+        return (
+            f"Nothing was recorded: {self.model} did not run in the block, or it ran eagerly. Compile it "
+            "(torch.compile(model), or model.compile()) and run one step of what that returns inside the block."
+        )
+
+    def __str__(self) -> str:
+        from .report import format_bytes, plural
+
+        graphs = self.graphs
+        num_collectives = sum(len(graph.launches) for graph in graphs)
+        total = format_bytes(sum(graph.num_bytes for graph in graphs))
+        title = f"{self.model}: {plural(len(graphs), 'graph')}"
+        if graphs:
+            title += f", {plural(num_collectives, 'collective')}, {total} a rank"
+        return "\n\n".join([title, *map(str, graphs), "\n".join(textwrap.fill(note, 110) for note in self.notes)])
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Write every graph before and after each pass, the plans and the report; return the files.
+
+            report.txt
+            01_forward/plan.json
+            01_forward/0_captured.py  1_insert.py  2_overlap.py  ...
+
+        Ranks have files of the same names: give each its own folder.
+        """
+        folder = Path(folder)
+        files = {folder / "report.txt": f"{self}\n"}
+        for graph in self.graphs:
+            files[folder / graph.name / "plan.json"] = f"{graph.plan.to_json()}\n"
+            for step, name in enumerate(graph.steps()):
+                files[folder / graph.name / f"{step}_{name}.py"] = graph.code(step)
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        return list(files)
+
+
+def _name(model: nn.Module) -> str:
+    return original_class(model._orig_mod if isinstance(model, compat.OptimizedModule) else model).__name__

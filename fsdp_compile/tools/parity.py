@@ -1,0 +1,245 @@
+"""One step both ways: do the eager path and the compiled graph train this model alike?"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .. import _torch_compat as compat
+from ..api.accumulate import set_all_reduce, set_sync
+from ..api.classes import parts_of
+from ..core.containers import map_tensors
+from ..core.undo import Before
+from ..core.unit import units_in
+from ..eager.running import Iteration, running
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one gradient, or of the loss, on this rank."""
+
+    name: str  # FQN of the parameter, or "loss"
+    largest: float  # absolute; inf where one side has no gradient
+    eager: float  # norm
+    compiled: float
+
+    def __str__(self) -> str:
+        norms = f"norms {self.eager:.6g} eager, {self.compiled:.6g} compiled"
+        return f"{self.name}: differs by up to {self.largest:.3g} ({norms})"
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What ``check_parity`` saw on this rank: true when gradients were compared and nothing differs."""
+
+    backend: str
+    num_params: int  # whose gradients were compared
+    differences: tuple[Difference, ...]  # the loss first, then in the order of named_parameters
+    num_without: int = 0  # parameters that got no gradient either way
+
+    def __bool__(self) -> bool:
+        return self.num_params > 0 and not self.differences
+
+    @property
+    def first(self) -> Difference | None:
+        """The first thing that differs; None when nothing does."""
+        return self.differences[0] if self.differences else None
+
+    def __str__(self) -> str:
+        if self.differences:
+            more = len(self.differences) - 1
+            text = f"eager and {self.backend} differ, first at {self.first}"
+            return f"{text}, and {more} more" if more else text
+        if not self.num_params:
+            return (
+                f"nothing to compare: none of {self.num_without} parameters gets a gradient, eagerly or by "
+                f"{self.backend}; the loss is the same"
+            )
+        text = f"eager and {self.backend} agree: the loss and the gradients of {self.num_params} parameters"
+        return f"{text}; {self.num_without} more get none" if self.num_without else text
+
+
+def check_parity(
+    model: nn.Module,
+    /,
+    *inputs: Any,
+    loss: Callable[[Any], Tensor] | None = None,
+    backend: str = "aot_eager",
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    **named: Any,
+) -> Parity:
+    """Run one forward and backward eagerly and one compiled, on every rank, and compare the loss and each gradient.
+
+    The model is called with ``inputs`` and ``named``. A batch may be given whole: a single dict is the keyword
+    arguments, a single tuple the positional ones. That is also how a model gets a keyword argument with a name of
+    check_parity's own, ``check_parity(model, {"loss": x})``, or a dict itself, ``check_parity(model, (batch,))``.
+    ``loss`` makes a scalar of the output; left out, the output is the loss or has it as ``.loss``. The default backend
+    generates no code, so the numbers are equal bit by bit; give tolerances for ``backend="inductor"``.
+
+    Call it between steps, or between two backwards of an accumulation: gradients, what was held back, buffers,
+    attributes of modules, settings and generators of random numbers are as before afterwards. The model gets copies of
+    the tensors, hooks behind a gradient's arrival (an optimizer in backward) do not run, and gradients are compared
+    reduced, with synchronization off too. Hooks of forwards, and tensor hooks, run as in any step.
+    """
+    model = model._orig_mod if isinstance(model, compat.OptimizedModule) else model
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"check_parity takes the model and its inputs, but got {type(model).__name__} as the model.")
+    if not units_in(model):
+        raise ValueError(f"{type(model).__name__} holds no module that fully_shard was applied to. Shard it first.")
+    if loss is not None and not callable(loss):
+        raise TypeError(
+            f"check_parity takes as loss a function of the model's output, but got {type(loss).__name__}. To call the "
+            'model with a keyword argument of that name, give its inputs as a dict: check_parity(model, {"loss": ...}).'
+        )
+    args, kwargs = _arguments(inputs, named)
+    _require_between_steps(model)
+    with torch.compiler.set_stance("force_eager"):
+        eager = _step(model, model, args, kwargs, loss)
+    compiled = _step(model, torch.compile(model, backend=backend), args, kwargs, loss)
+    found = (_difference(name, eager[name], compiled[name], atol, rtol) for name in eager)
+    num_without = sum(eager[name] is None and compiled[name] is None for name in eager)
+    num_params = len(eager) - 1 - num_without
+    return Parity(backend, num_params, tuple(one for one in found if one is not None), num_without)
+
+
+def _arguments(inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if len(inputs) == 1 and not named:
+        (batch,) = inputs
+        if isinstance(batch, dict):
+            return (), batch
+        if isinstance(batch, tuple):
+            return batch, {}
+    return inputs, named
+
+
+def _require_between_steps(model: nn.Module) -> None:
+    for unit in units_in(model):
+        if compat.backward_task() is not None or running(unit).runs_forward:
+            raise RuntimeError(f"{unit.name}: check_parity was called inside a forward or a backward. Call it outside.")
+        if running(unit).iteration.pending_handle is not None:
+            raise RuntimeError(
+                f"{unit.name}: check_parity was called while finalize_backward(async_op=True) is pending. Call wait() "
+                "on the handle that it returned first."
+            )
+
+
+@contextmanager
+def _trial(model: nn.Module) -> Iterator[None]:
+    """A block in which the model may train one step that never was: its gradients are reduced, and nothing is kept."""
+    units = units_in(model)
+    roots = list(dict.fromkeys(unit.root for unit in units))
+    params = list(model.parameters())
+    grads = [param.grad for param in params]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    parts = [part for unit in dict.fromkeys([*roots, *units]) for part in parts_of(unit)]
+    before, put_generators_back = Before([*model.modules(), *parts]), _remember_generators()
+    try:
+        for root in roots:
+            running(root).own_iteration = Iteration()
+        for unit in units:
+            running(unit).gathered = running(unit).held_call = None
+            unit.accumulation.pending, unit.accumulation.partials = {}, {}
+            set_sync(unit, True)
+            set_all_reduce(unit, True)
+        for param in params:
+            param.grad = None
+        with compat.without_post_accumulate_grad_hooks(params), torch.enable_grad():
+            yield
+    finally:
+        try:
+            for root in roots:  # after an error reductions may be in flight
+                running(root).iteration.traffic.forget(units)
+                running(root).iteration.hooks.release()
+            for unit in units:
+                gathered = running(unit).gathered
+                if gathered is not None:
+                    gathered.free()
+        finally:
+            before.put_back()
+            put_generators_back()
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    if not torch.equal(buffer, value):
+                        buffer.copy_(value)
+
+
+def _remember_generators() -> Callable[[], None]:
+    """A function that puts the random numbers of torch, Python and NumPy back to where they are now."""
+    python, cpu = random.getstate(), torch.random.get_rng_state()
+    numpy: Any = sys.modules.get("numpy")
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device: Any = None if accelerator is None else torch.get_device_module(accelerator.type)
+    of_device = None if device is None else device.get_rng_state()
+
+    def put_back() -> None:
+        random.setstate(python)
+        torch.random.set_rng_state(cpu)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
+        if device is not None:
+            device.set_rng_state(of_device)
+
+    return put_back
+
+
+def _step(
+    model: nn.Module, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[[Any], Tensor] | None
+) -> dict[str, Tensor | None]:
+    """The loss and the local gradients of one forward and backward."""
+    copies: dict[int, Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return copies[id(tensor)]
+
+    with _trial(model):
+        args, kwargs = map_tensors((args, kwargs), copied)
+        output = run(*args, **kwargs)
+        scalar = _loss_of(output) if loss is None else loss(output)
+        if not scalar.requires_grad:
+            raise ValueError(
+                f"{type(model).__name__}: the loss has no gradient, so there is nothing to compare. Is every parameter "
+                "frozen, or the output detached?"
+            )
+        scalar.backward()
+        seen: dict[str, Tensor | None] = {"loss": scalar.detach()}
+        for fqn, param in model.named_parameters():
+            grad = param.grad
+            seen[fqn] = grad.to_local() if isinstance(grad, DTensor) else grad
+    return seen
+
+
+def _loss_of(output: Any) -> Tensor:
+    found = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        raise ValueError(
+            f"The model's output, {type(output).__name__}, is not a loss and has none as .loss. Pass check_parity a "
+            "function that makes one of it: loss=lambda output: ..."
+        )
+    return found
+
+
+def _difference(
+    name: str, eager: Tensor | None, compiled: Tensor | None, atol: float, rtol: float
+) -> Difference | None:
+    if eager is None and compiled is None:
+        return None
+    norms = [0.0 if one is None else float(one.double().norm()) for one in (eager, compiled)]
+    if eager is None or compiled is None:
+        return Difference(name, float("inf"), *norms)
+    if torch.equal(eager, compiled) or torch.allclose(eager, compiled, atol=atol, rtol=rtol, equal_nan=True):
+        return None
+    return Difference(name, float((eager.double() - compiled.double()).abs().max()), *norms)
