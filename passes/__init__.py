@@ -20,7 +20,7 @@ from .manager import GraphRecord as GraphRecord
 from .manager import PassManager as PassManager
 from .manager import PassRecord as PassRecord
 from .manager import source_hash as source_hash
-from .markers import ParamSpec as ParamSpec
 from .plan import Bucket as Bucket
 from .plan import Plan as Plan
 from .schedule import ScheduleInPlannedOrder as ScheduleInPlannedOrder
+from .spec import ParamSpec as ParamSpec

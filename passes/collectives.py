@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from . import _torch_compat as compat
-from .markers import NAMESPACE, library
+from .spec import NAMESPACE, library
 
 c10d = torch.ops._c10d_functional
 

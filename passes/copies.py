@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .markers import NAMESPACE, library
+from .spec import NAMESPACE, library
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 library.define("to_device(Tensor shard, str device) -> Tensor", tags=_TAGS)

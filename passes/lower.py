@@ -20,7 +20,7 @@ import torch
 from .collectives import all_gather_of, c10d
 from .copies import to_device, to_host
 from .layout import BucketLayout, ShardLayout
-from .markers import ParamSpec
+from .spec import ParamSpec
 
 aten = torch.ops.aten
 

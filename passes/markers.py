@@ -16,94 +16,17 @@ lowers them (``aot_eager``, ``eager``, or our passes displaced) the ops run as t
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from . import _torch_compat as compat
-from .layout import ShardLayout
-
-NAMESPACE = "fsdpc"
-
-
-@dataclass(frozen=True)
-class ParamSpec:
-    """What a marker knows of its parameter.
-
-    Every field is equal on every rank, but for the groups' names, ``local_length``, ``inner_rank`` and the number of
-    the ``device``; with tensor parallelism ``size`` is that of this rank's part.
-    """
-
-    fqn: str  # relative to the module that fully_shard was given
-    unit: str  # class of that module: what its markers have in common, and other units' markers have not
-    order: int  # place among the parameters of the group: the order in a bucket
-    size: tuple[int, ...]
-    dim: int
-    num_shards: int
-    # Of this rank's shard, along dim. The shard shows it too, but AOTAutograd's cache (2.15) keys a DTensor input by
-    # its global shape alone, and served one rank the graph that another had compiled for a shard of another length.
-    local_length: int
-    group: str  # name of the process group that shards it; empty when none does
-    backend: str  # of that group; picks constants, never behaviour
-    dtype: torch.dtype  # gathered and computed in
-    reduce_dtype: torch.dtype  # gradients travel in
-    grad_dtype: torch.dtype  # gradient of the shard comes out in
-    regather: bool  # gather again in backward instead of keeping the gathered parameter
-    reduce_op: str  # "sum" or "avg" on the wire
-    predivide: float  # gradient divisors before and after the wire
-    postdivide: float
-    reduction: str  # "reduce_scatter", or "all_to_all" and a sum in rank order
-    bucketing: str  # "size", "group" or "none"
-    replicate_group: str = ""  # name of the process group whose ranks hold the same shard; empty when none does
-    num_replicas: int = 1
-    # What is kept from forward to backward, where that is a slice: one of how many, held by which group, and which.
-    inner_shards: int = 1
-    inner_group: str = ""
-    inner_rank: int = 0
-    part: int = -1  # of an all-gather extension: which of the tensors that it sends; -1 is the parameter itself
-    # Of an offloaded shard, which is on the CPU and gets its gradient there: what is copied to, gathered and computed
-    # on; empty where the shard is there already. And whether the gradient is to be in pinned memory.
-    device: str = ""
-    pinned: bool = False
-
-    @property
-    def layout(self) -> ShardLayout:
-        return ShardLayout(self.size, self.dim, self.num_shards)
-
-    @property
-    def local_size(self) -> tuple[int, ...]:
-        """Size of this rank's shard."""
-        return (*self.size[: self.dim], self.local_length, *self.size[self.dim + 1 :])
-
-    @property
-    def gather_bytes(self) -> int:
-        """Bytes that one rank contributes to the gather."""
-        return self.layout.padded_numel * self.dtype.itemsize
-
-    @property
-    def reduce_bytes(self) -> int:
-        """Bytes that one rank receives from the reduction."""
-        return self.layout.padded_numel * self.reduce_dtype.itemsize
-
-    def on_device(self) -> ParamSpec:
-        """The same for what is on the device already, and stays there."""
-        return dataclasses.replace(self, device="", pinned=False)
-
-    def kwargs(self) -> dict[str, Any]:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return fields | {"size": list(self.size)}
-
-    @classmethod
-    def of(cls, kwargs: dict[str, Any]) -> ParamSpec:
-        """The spec in a marker node's keyword arguments."""
-        return cls(**{**kwargs, "size": tuple(kwargs["size"])})
-
+from . import lower
+from .spec import NAMESPACE, ParamSpec, library
 
 _SPEC = (
     "str fqn, str unit, int order, int[] size, int dim, int num_shards, int local_length, str group, str backend, "
@@ -112,7 +35,6 @@ _SPEC = (
     "str inner_group, int inner_rank, int part, str device, bool pinned"
 )
 
-library = torch.library.Library(NAMESPACE, "DEF")
 _BACKWARD = 'Tensor? leaf=None, Tensor? ticket=None, str then="reduce"'
 library.define(f"unshard(Tensor shard, {_BACKWARD}, *, {_SPEC}) -> Tensor")
 library.define(f"reduce_grad(Tensor grad, *, {_SPEC}) -> Tensor")
@@ -146,8 +68,6 @@ def _reduce_grad_fake(grad: Tensor, **kwargs: Any) -> Tensor:
 
 
 def _unshard_kernel(shard: Tensor, *backward: Any, **kwargs: Any) -> Tensor:
-    from . import lower  # lower imports this module for ParamSpec
-
     _warn_if_displaced("unshard", kwargs["fqn"])
     spec = ParamSpec.of(kwargs)
     (full,) = lower.finish_gather(lower.run, lower.launch_gather(lower.run, [shard], [spec]), [spec])
@@ -156,8 +76,6 @@ def _unshard_kernel(shard: Tensor, *backward: Any, **kwargs: Any) -> Tensor:
 
 
 def _reduce_grad_kernel(grad: Tensor, **kwargs: Any) -> Tensor:
-    from . import lower
-
     _warn_if_displaced("reduce_grad", kwargs["fqn"])
     spec = ParamSpec.of(kwargs)
     pending = lower.launch_reduce(lower.run, [grad], [spec])

@@ -20,9 +20,9 @@ from torch import fx
 
 from .keep import CASTS, VIEWS
 from .layout import bucket_limits, split_into_buckets
-from .markers import ParamSpec
 from .plan import Bucket, Plan
 from .provenance import Marker, find_reduces, find_unshards
+from .spec import ParamSpec
 
 
 def plan_joint(graph: fx.Graph) -> Plan:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from . import markers
-from .markers import ParamSpec
+from .spec import ParamSpec
 
 _FQN = "fsdp_fqn"
 _UNIT = "fsdp_unit"

@@ -23,9 +23,9 @@ from torch import Tensor, fx
 
 from . import markers
 from .emit import emit
-from .markers import NAMESPACE, ParamSpec, library
 from .plan import Plan
 from .provenance import unshard_nodes
+from .spec import NAMESPACE, ParamSpec, library
 
 library.define("keep_slice(Tensor full, int dim, int start, int length) -> Tensor")
 keep_slice = torch.ops.fsdpc.keep_slice.default

@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from fsdp_compile import fully_shard, inspect
 from fsdp_compile.passes.provenance import find_unshards
 from fsdp_compile.tools.inspect import Report
-from fsdp_compile.tools.report import format_unit
+from fsdp_compile.tools.tables import format_unit
 from tests.toy import Stack, shard
 
 

@@ -18,9 +18,10 @@ from torch import fx
 from .. import _torch_compat as compat
 from ..passes import GraphRecord
 from ..passes.insert import ROLE
-from ..passes.markers import NAMESPACE
 from ..passes.provenance import find_reduces, find_unshards
-from .report import collectives_of, format_bytes, format_dtype, format_unit, num_bytes_of, on_one_line
+from ..passes.spec import NAMESPACE
+from .collectives import collectives_of, num_bytes_of
+from .tables import format_bytes, format_dtype, format_unit, on_one_line
 
 HEADER = '''\
 """{title}

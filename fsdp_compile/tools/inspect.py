@@ -14,17 +14,15 @@ import contextlib
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from .. import _torch_compat as compat
 from ..core.unit import original_class
 from ..graph.install import manager
-
-if TYPE_CHECKING:
-    from ..passes import GraphRecord, Plan
-    from .report import GraphReport
+from ..passes import GraphRecord, Plan
+from .report import GraphReport
+from .tables import format_bytes, plural
 
 STAGES = ("joint", "forward", "backward", "inference")
 
@@ -68,8 +66,6 @@ class Report:
     @property
     def graphs(self) -> list[GraphReport]:
         """Every graph that the passes saw, in the order in which they saw it."""
-        from .report import GraphReport
-
         return [GraphReport(record, number) for number, record in enumerate(self.records)]
 
     @property
@@ -105,8 +101,6 @@ class Report:
     @property
     def notes(self) -> list[str]:
         """What a reader must know to believe the tables: how the graphs came about, and what is missing."""
-        from .report import plural
-
         notes = []
         if self.num_forgotten:
             notes.append(
@@ -136,8 +130,6 @@ class Report:
         return notes
 
     def _why_nothing(self) -> str:
-        from .report import plural
-
         if not self._num_sharded_classes:
             return (
                 f"Nothing was recorded: {self.model} has no sharded module. Call fully_shard(...) on its blocks and on "
@@ -155,8 +147,6 @@ class Report:
         )
 
     def __str__(self) -> str:
-        from .report import format_bytes, plural
-
         graphs = self.graphs
         num_collectives = sum(len(graph.launches) for graph in graphs)
         total = format_bytes(sum(graph.num_bytes for graph in graphs))

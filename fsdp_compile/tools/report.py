@@ -2,74 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import fx
-
-from .. import _torch_compat as compat
 from ..passes import GraphRecord, Plan
-from ..passes.collectives import is_launch
-from ..passes.copies import to_device, to_host
-from ..passes.insert import ROLE
 from ..passes.provenance import Marker, find_reduces, find_unshards
-
-_KINDS = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-}
-_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-_NAMES_WIDTH = 44
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One launch in a graph."""
-
-    node: fx.Node
-    kind: str
-    unit: str  # "layers.0 (Block)"
-    fqns: tuple[str, ...]
-    dtype: str
-    num_bytes: int  # one rank's part
-    bucket_bytes: int  # all ranks' parts, padding included; of an all_reduce over replicas, one of the equal parts
-    host_bytes: int = 0  # of offloaded shards: copied from the CPU for a gather, or to it after the last reduction
-
-
-def collectives_of(graph: fx.Graph, plan: Plan) -> list[Collective]:
-    """Our collectives in the order of launch."""
-    copied: dict[tuple[str, int], int] = {}
-    for node in graph.nodes:
-        if node.target in (to_device, to_host):
-            bucket_of = node.meta[ROLE].kind, node.meta[ROLE].bucket
-            copied[bucket_of] = copied.get(bucket_of, 0) + num_bytes_of(node.meta["val"])
-    found = []
-    for node in graph.nodes:
-        role = node.meta.get(ROLE)
-        if role is None or not is_launch(node):
-            continue
-        buckets = plan.gathers if role.kind == "gather" else plan.reduces
-        bucket = buckets[role.bucket]
-        operator = str(node.target.__name__).partition(".")[0]
-        whole = node if role.kind == "gather" else node.args[0]
-        is_last = role.kind == "gather" or bucket.num_replicas == 1 or operator == "all_reduce"
-        found.append(
-            Collective(
-                node=node,
-                kind=_KINDS.get(operator, operator),
-                unit=format_unit(bucket.unit),
-                fqns=bucket.fqns,
-                dtype=bucket.dtype,
-                num_bytes=bucket.num_bytes,
-                bucket_bytes=num_bytes_of(whole.meta["val"]),
-                host_bytes=copied.get((role.kind, role.bucket), 0) if is_last else 0,
-            )
-        )
-    return found
+from .collectives import Collective, collectives_of, num_bytes_of
+from .graph_code import runnable_code
+from .tables import format_bytes, format_dtype, format_unit, plural, shorten, table
 
 
 class GraphReport:
@@ -115,8 +52,6 @@ class GraphReport:
 
     def code(self, step: int = -1) -> str:
         """Runnable source: 0 is the graph as it reached the passes, n after the n-th pass, -1 after the last."""
-        from .graph_code import runnable_code
-
         return runnable_code(self.record, range(len(self.record.snapshots))[step])
 
     def steps(self) -> list[str]:
@@ -176,63 +111,3 @@ class GraphReport:
             rows.append([unit, str(len(fqns)), shorten(fqns, unit), policy, str(num_reduced), format_bytes(size)])
         header = ["unit", "params", "names", "in backward", "reduced", "gathered"]
         return table([header, *rows], right=(1, 4, 5))
-
-
-def num_bytes_of(value: Any) -> int:
-    assert isinstance(value, torch.Tensor)
-    return math.prod(map(compat.size_hint, value.shape)) * value.dtype.itemsize
-
-
-def table(rows: Sequence[Sequence[str]], right: tuple[int, ...] = ()) -> list[str]:
-    """Lines with aligned columns, those in ``right`` to the right."""
-    rows = [[on_one_line(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return [
-        "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def on_one_line(text: str) -> str:
-    """What names may hold that would end a line, or a file, is spelled out."""
-    return text if text.isprintable() else repr(text)[1:-1]
-
-
-def shorten(fqns: Sequence[str], unit: str) -> str:
-    """As many names as fit, without the unit's own path."""
-    prefix = unit.partition(" ")[0] + "."
-    names = [fqn.removeprefix(prefix) for fqn in fqns]
-    shown = names[:1]
-    for name in names[1:]:
-        if len(" ".join([*shown, name])) > _NAMES_WIDTH - len(" +999"):
-            break
-        shown.append(name)
-    hidden = len(names) - len(shown)
-    return " ".join(shown) + (f" +{hidden}" if hidden else "")
-
-
-def format_unit(unit: str) -> str:
-    """ "Block:layers.0" of a plan as "layers.0 (Block)"; the root, which has no path, as "(Model)"."""
-    name, _, path = unit.partition(":")
-    return f"{path} ({name})" if path else f"({name})"
-
-
-def format_dtype(dtype: torch.dtype | str) -> str:
-    name = str(dtype).removeprefix("torch.")
-    return _DTYPES.get(name, name)
-
-
-def format_bytes(num_bytes: int) -> str:
-    size = float(num_bytes)
-    for suffix in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{num_bytes} B" if suffix == "B" else f"{size:.1f} {suffix}"
-        size /= 1024
-    return f"{size:.1f} GiB"
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,74 @@
+"""The collectives that a graph launches, as data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import _torch_compat as compat
+from ..passes import Plan
+from ..passes.collectives import is_launch
+from ..passes.copies import to_device, to_host
+from ..passes.insert import ROLE
+from .tables import format_unit
+
+_KINDS = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One launch in a graph."""
+
+    node: fx.Node
+    kind: str
+    unit: str  # "layers.0 (Block)"
+    fqns: tuple[str, ...]
+    dtype: str
+    num_bytes: int  # one rank's part
+    bucket_bytes: int  # all ranks' parts, padding included; of an all_reduce over replicas, one of the equal parts
+    host_bytes: int = 0  # of offloaded shards: copied from the CPU for a gather, or to it after the last reduction
+
+
+def collectives_of(graph: fx.Graph, plan: Plan) -> list[Collective]:
+    """Our collectives in the order of launch."""
+    copied: dict[tuple[str, int], int] = {}
+    for node in graph.nodes:
+        if node.target in (to_device, to_host):
+            bucket_of = node.meta[ROLE].kind, node.meta[ROLE].bucket
+            copied[bucket_of] = copied.get(bucket_of, 0) + num_bytes_of(node.meta["val"])
+    found = []
+    for node in graph.nodes:
+        role = node.meta.get(ROLE)
+        if role is None or not is_launch(node):
+            continue
+        buckets = plan.gathers if role.kind == "gather" else plan.reduces
+        bucket = buckets[role.bucket]
+        operator = str(node.target.__name__).partition(".")[0]
+        whole = node if role.kind == "gather" else node.args[0]
+        is_last = role.kind == "gather" or bucket.num_replicas == 1 or operator == "all_reduce"
+        found.append(
+            Collective(
+                node=node,
+                kind=_KINDS.get(operator, operator),
+                unit=format_unit(bucket.unit),
+                fqns=bucket.fqns,
+                dtype=bucket.dtype,
+                num_bytes=bucket.num_bytes,
+                bucket_bytes=num_bytes_of(whole.meta["val"]),
+                host_bytes=copied.get((role.kind, role.bucket), 0) if is_last else 0,
+            )
+        )
+    return found
+
+
+def num_bytes_of(value: Any) -> int:
+    assert isinstance(value, torch.Tensor)
+    return math.prod(map(compat.size_hint, value.shape)) * value.dtype.itemsize

@@ -1,0 +1,88 @@
+"""What a marker knows of its parameter, and the library that all our ops are in."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .layout import ShardLayout
+
+NAMESPACE = "fsdpc"
+
+library = torch.library.Library(NAMESPACE, "DEF")
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What a marker knows of its parameter.
+
+    Every field is equal on every rank, but for the groups' names, ``local_length``, ``inner_rank`` and the number of
+    the ``device``; with tensor parallelism ``size`` is that of this rank's part.
+    """
+
+    fqn: str  # relative to the module that fully_shard was given
+    unit: str  # class of that module: what its markers have in common, and other units' markers have not
+    order: int  # place among the parameters of the group: the order in a bucket
+    size: tuple[int, ...]
+    dim: int
+    num_shards: int
+    # Of this rank's shard, along dim. The shard shows it too, but AOTAutograd's cache (2.15) keys a DTensor input by
+    # its global shape alone, and served one rank the graph that another had compiled for a shard of another length.
+    local_length: int
+    group: str  # name of the process group that shards it; empty when none does
+    backend: str  # of that group; picks constants, never behaviour
+    dtype: torch.dtype  # gathered and computed in
+    reduce_dtype: torch.dtype  # gradients travel in
+    grad_dtype: torch.dtype  # gradient of the shard comes out in
+    regather: bool  # gather again in backward instead of keeping the gathered parameter
+    reduce_op: str  # "sum" or "avg" on the wire
+    predivide: float  # gradient divisors before and after the wire
+    postdivide: float
+    reduction: str  # "reduce_scatter", or "all_to_all" and a sum in rank order
+    bucketing: str  # "size", "group" or "none"
+    replicate_group: str = ""  # name of the process group whose ranks hold the same shard; empty when none does
+    num_replicas: int = 1
+    # What is kept from forward to backward, where that is a slice: one of how many, held by which group, and which.
+    inner_shards: int = 1
+    inner_group: str = ""
+    inner_rank: int = 0
+    part: int = -1  # of an all-gather extension: which of the tensors that it sends; -1 is the parameter itself
+    # Of an offloaded shard, which is on the CPU and gets its gradient there: what is copied to, gathered and computed
+    # on; empty where the shard is there already. And whether the gradient is to be in pinned memory.
+    device: str = ""
+    pinned: bool = False
+
+    @property
+    def layout(self) -> ShardLayout:
+        return ShardLayout(self.size, self.dim, self.num_shards)
+
+    @property
+    def local_size(self) -> tuple[int, ...]:
+        """Size of this rank's shard."""
+        return (*self.size[: self.dim], self.local_length, *self.size[self.dim + 1 :])
+
+    @property
+    def gather_bytes(self) -> int:
+        """Bytes that one rank contributes to the gather."""
+        return self.layout.padded_numel * self.dtype.itemsize
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes that one rank receives from the reduction."""
+        return self.layout.padded_numel * self.reduce_dtype.itemsize
+
+    def on_device(self) -> ParamSpec:
+        """The same for what is on the device already, and stays there."""
+        return dataclasses.replace(self, device="", pinned=False)
+
+    def kwargs(self) -> dict[str, Any]:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return fields | {"size": list(self.size)}
+
+    @classmethod
+    def of(cls, kwargs: dict[str, Any]) -> ParamSpec:
+        """The spec in a marker node's keyword arguments."""
+        return cls(**{**kwargs, "size": tuple(kwargs["size"])})
