@@ -134,8 +134,19 @@ def tensor_hooks(param: torch.Tensor) -> Any:
     return param._backward_hooks
 
 
+def post_accumulate_grad_hooks(param: torch.Tensor) -> Any:
+    """Those behind a gradient's arrival, by key, or None (``_post_accumulate_grad_hooks``: 2.11 to 2.15)."""
+    return getattr(param, "_post_accumulate_grad_hooks", None)
+
+
 def has_post_accumulate_grad_hooks(param: torch.Tensor) -> bool:
-    return bool(getattr(param, "_post_accumulate_grad_hooks", None))
+    return bool(post_accumulate_grad_hooks(param))
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor, or the one in a DTensor, was written to; 0 in inference mode (``_version``: 2.11 to 2.15)."""
+    inner = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return 0 if inner.is_inference() else inner._version
 
 
 @contextlib.contextmanager

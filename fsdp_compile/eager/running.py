@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import _torch_compat as compat
+from ..core.hooks import LateHooks
 from ..core.unit import Unit
 from .gathered import Gathered
-from .hooks import LateHooks
 from .reduction import Traffic
 
 

@@ -15,10 +15,8 @@ parameter. An edge is the shard's local tensor, with a path of autograd's to the
 local tensor, graphs take that as well, and the edge is a leaf, which is one zero seen everywhere and costs no memory.
 Under compiled autograd, which cannot make DTensors of gradients, that leaf takes the edge's place.
 
-The edges of a unit have one node, for a node costs 4 microseconds. Autograd runs tensor hooks of all that a node leads
-to, gradient or not: a shard that somebody put a hook on has a node of its own from then on. Which leaves a hook
-that is registered between a forward and its backward, on a parameter that only another graph of the unit reads: it runs
-with None.
+The edges of a unit have one node, for a node costs 4 microseconds. Autograd runs the hooks of all shards that a node
+leads to, gradient or not: where none came, ours keeps them from it.
 """
 
 from __future__ import annotations
@@ -36,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from .. import _torch_compat as compat
 from ..core import grads
 from ..core.accumulation import Mode
+from ..core.hooks import LateHooks
 from ..core.param import ShardedParam
 from ..core.spec import spec_of
 from ..core.unit import Unit
@@ -60,19 +59,7 @@ class Sink:
         self.edge: Tensor | None = None
         self.edge_of: int | None = None  # which of the shards that the parameter has had
         self.takes: Literal["edge", "both"] = "both"  # what a graph takes of the parameter while it trains
-        self.stands_alone = False  # somebody's hooks were seen on the shard
         self._ready: set[tuple[int, Mode]] = set()  # by the unit's version
-
-    @property
-    def is_hooked(self) -> bool:
-        """Whether somebody's hooks are on the shard."""
-        return any(compat.hooks_of(self.param.shard))
-
-    @property
-    def joins(self) -> bool:
-        """Whether the edge may have a node together with others."""
-        shard = self.param.shard
-        return shard.requires_grad and not self.stands_alone and not shard.is_inference()
 
     def prepare(self, unit: Unit) -> None:
         """Have what a marker in the unit's mode needs; the same as before where it still looks so."""
@@ -132,7 +119,7 @@ def forget_edges(unit: Unit, params: Collection[ShardedParam]) -> None:
 
 
 def arrange_edges(unit: Unit, params: Collection[ShardedParam]) -> None:
-    """Have one node for the edges of ``params``, and one each for shards that hooks were ever seen on."""
+    """Have one node for the edges of those of ``params`` that train, and one each for the others."""
     together: list[Sink] = []
     for param in params:
         sink: Sink | None = param.sink
@@ -141,8 +128,7 @@ def arrange_edges(unit: Unit, params: Collection[ShardedParam]) -> None:
         if sink.leaf is None or not (isinstance(param.shard, DTensor) and param.shard.is_leaf):
             sink.have_edge(None)
             continue
-        sink.stands_alone |= sink.is_hooked
-        if sink.joins:
+        if param.shard.requires_grad and not param.shard.is_inference():
             together.append(sink)
         else:
             _have_node([sink])
@@ -204,15 +190,22 @@ class _Edges(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *local_grads: Tensor | None) -> tuple[DTensor | None, ...]:
         through_autograd: list[DTensor | None] = [None]  # that of the likes
+        late = LateHooks()
         with compat.quick_attributes():
             for shard, leaf, grad in zip(ctx.shards, ctx.leaves, local_grads, strict=True):
                 through_autograd.append(None)
-                if grad is None or not shard.requires_grad:
+                if grad is None:
+                    if any(compat.hooks_of(shard)):
+                        late.hold_back_all(shard)
+                    continue
+                if not shard.requires_grad:
                     continue
                 if compat.has_post_accumulate_grad_hooks(shard) or grads.is_watched(shard, leaf):
                     through_autograd[-1] = compat.dtensor_like(shard, grad)
                 else:
                     grads.give(shard, grad)
+        if late.are_waiting and not compat.in_compiled_autograd():
+            compat.at_end_of_backward(late.release)
         return tuple(through_autograd)
 
 

@@ -18,7 +18,6 @@ from ..core.accumulation import Mode
 from ..core.captures import refuse_traced
 from ..core.param import ShardedParam, Slot
 from ..core.unit import Unit
-from .sink import Sink, arrange_edges
 
 # What a graph takes of a parameter: the local tensor of a frozen one; its edge, which is the local tensor; or both.
 Taken = Literal["local", "edge", "both"] | None  # None: what is registered, for it is not the shard that we know
@@ -38,7 +37,6 @@ class Watch(compat.OpaqueBase):  # type: ignore[misc]
         accumulation = unit.accumulation
         with compat.quick_attributes():
             seen: list[Any] = [_taken(param, slot) for param in unit.params for slot in param.slots]
-            seen += [param.sink is not None and param.sink.is_hooked for param in unit.params]
             seen += [param.apart.names for param in unit.params if param.apart is not None]
         return [*seen, accumulation.mode_of(False), accumulation.mode_of(True)]
 
@@ -53,9 +51,6 @@ class Watch(compat.OpaqueBase):  # type: ignore[misc]
         taken = [_taken(param, slot) for slot in param.slots]
         if None in taken:
             return None
-        sink: Sink = param.sink
-        if sink.is_hooked and not sink.stands_alone:
-            arrange_edges(unit, unit.params)
         return taken[0]
 
     def mode(self, fqn: str) -> Mode:

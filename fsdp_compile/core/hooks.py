@@ -1,0 +1,97 @@
+"""Hooks on shards, which autograd runs although no gradient came, or before it has come.
+
+    autograd    grads of a unit's reads -> [_Read] -> None -> a shard's hooks, as autograd runs them: not now
+    reduction   grads of a unit's reads -> bucket -> gradient of the shard -> its hooks -> shard.grad
+
+    autograd    grads of a unit's edges -> [_Edges] -> None for those that a graph did not read -> hooks: not at all
+
+So what a rank sends does not depend on its hooks, which may be there on one rank alone, and the edges of a unit need
+one node, whichever of its parameters have hooks, and whenever these came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .. import _torch_compat as compat
+
+
+class _Waiting:
+    """A tensor hook that is not run for the None which autograd has while the gradient is elsewhere."""
+
+    def __init__(self, hook: Callable[[Any], Any]) -> None:
+        self._hook = hook
+        self.waits = False
+
+    def __call__(self, grad: Tensor | None) -> Any:
+        return None if grad is None and self.waits else self._hook(grad)
+
+    def wait(self, shard: DTensor) -> None:
+        self.waits = True
+
+    def release(self) -> None:
+        self.waits = False
+
+
+class _WaitingBehind:
+    """A post-accumulate hook that is not run while nothing was accumulated."""
+
+    def __init__(self, hook: Callable[[Tensor], None]) -> None:
+        self._hook = hook
+        self._unless: object = None
+
+    def __call__(self, shard: Tensor) -> None:
+        if self._unless is None or self._unless != _accumulated(shard):
+            self._hook(shard)
+
+    def wait(self, shard: DTensor) -> None:
+        self._unless = _accumulated(shard)
+
+    def release(self) -> None:
+        self._unless = None
+
+
+def _accumulated(shard: Tensor) -> tuple[int, int]:
+    """What tells whether more was added to a shard's gradient."""
+    grad = shard.grad
+    return (0, 0) if grad is None else (id(grad), compat.version_of(grad))
+
+
+class LateHooks:
+    """The hooks that wait, in the backward that runs, for a gradient."""
+
+    def __init__(self) -> None:
+        self._waiting: list[_Waiting | _WaitingBehind] = []
+
+    def hold_back(self, shard: DTensor) -> None:
+        """Have autograd not run the shard's tensor hooks before there is a gradient.
+
+        They are put into others in their places, so whoever registered them may take them away as ever.
+        """
+        self._put_into(_Waiting, compat.tensor_hooks(shard), shard)
+
+    def hold_back_all(self, shard: DTensor) -> None:
+        """The same for those behind the gradient's arrival as well."""
+        self.hold_back(shard)
+        self._put_into(_WaitingBehind, compat.post_accumulate_grad_hooks(shard), shard)
+
+    def _put_into(self, kind: type[Any], hooks: dict[int, Any] | None, shard: DTensor) -> None:
+        for key, hook in list((hooks or {}).items()):
+            if not isinstance(hook, kind):
+                hook = hooks[key] = kind(hook)  # type: ignore[index]
+            hook.wait(shard)
+            self._waiting.append(hook)
+
+    @property
+    def are_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def release(self) -> None:
+        """The backward is over."""
+        for hook in self._waiting:
+            hook.release()
+        self._waiting.clear()
