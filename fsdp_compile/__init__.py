@@ -6,7 +6,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 
-from ._torch_compat import DataParallelMeshDims as DataParallelMeshDims
+from ._torch_compat.fsdp2 import DataParallelMeshDims as DataParallelMeshDims
 from .api.accumulate import no_sync as no_sync
 from .api.adopt import Adoption as Adoption
 from .api.adopt import adopt as adopt

@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 
 from . import __version__
-from ._demo_report import missing_tools, run_demo
 from ._launch import WorkerError, interruptible
-from .demo import Settings
+from .demo.report import missing_tools, run_demo
+from .demo.training import Settings
 
 INTERRUPTED = 130
 

@@ -11,7 +11,7 @@ import pytest
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 
-from fsdp_compile import _torch_compat as compat
+from fsdp_compile._torch_compat import inductor
 
 pytestmark = pytest.mark.compat
 
@@ -33,7 +33,7 @@ class _Use:
 
     def __init__(self, elsewhere: bool) -> None:
         self._pool = ThreadPoolExecutor(1) if elsewhere else None
-        self._use = compat.no_compile_caches()
+        self._use = inductor.no_compile_caches()
 
     def _run(self, fn: Callable[[], bool]) -> bool:
         return fn() if self._pool is None else self._pool.submit(fn).result()
@@ -75,8 +75,8 @@ def test_uses_that_overlap_leave_caches_as_they_were(threads: tuple[bool, bool])
 
 
 def test_a_use_inside_another_and_one_that_raises() -> None:
-    with compat.no_compile_caches():
-        with contextlib.suppress(KeyError), compat.no_compile_caches():
+    with inductor.no_compile_caches():
+        with contextlib.suppress(KeyError), inductor.no_compile_caches():
             raise KeyError
         assert not _are_on()
     assert _are_on()

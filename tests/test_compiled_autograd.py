@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compile import _torch_compat as compat
+from fsdp_compile._torch_compat import inductor
 from fsdp_compile.graph.install import manager
 from tests.ranks import Ranks
 from tests.toy import (
@@ -60,7 +60,7 @@ def compiled_autograd() -> Iterator[list[tuple[str, int, int]]]:
     manager.observers.append(observe)
     torch._dynamo.config.compiled_autograd = True
     try:
-        with compat.no_compile_caches():
+        with inductor.no_compile_caches():
             yield seen
     finally:
         torch._dynamo.config.compiled_autograd = False

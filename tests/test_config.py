@@ -16,8 +16,8 @@ from torch import fx, nn
 from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import run_and_get_code
 
-from fsdp_compile import _torch_compat as compat
 from fsdp_compile import fully_shard, install_passes
+from fsdp_compile._torch_compat import inductor
 from fsdp_compile.graph.install import ComposedPass, JointPass, manager
 from fsdp_compile.passes import GraphRecord, ScheduleInPlannedOrder, source_hash
 from fsdp_compile.passes._torch_compat import CustomGraphPass
@@ -43,18 +43,18 @@ class Theirs(CustomGraphPass):
 def fresh_config() -> Iterator[None]:
     """Settings as a process finds them before its first fully_shard."""
     torch._dynamo.reset()
-    joint = compat.get_joint_pass()
+    joint = inductor.get_joint_pass()
     with (
         inductor_config.patch(
             post_grad_custom_pre_pass=None,
             reorder_for_compute_comm_overlap=False,
             reorder_for_compute_comm_overlap_passes=[],
         ),
-        compat.no_compile_caches(),
+        inductor.no_compile_caches(),
     ):
-        compat.set_joint_pass(None)
+        inductor.set_joint_pass(None)
         yield
-    compat.set_joint_pass(joint)
+    inductor.set_joint_pass(joint)
 
 
 @pytest.fixture
@@ -78,14 +78,14 @@ def test_a_pass_that_was_there_before_still_runs(records: list[GraphRecord]) -> 
     inductor_config.post_grad_custom_pre_pass = theirs
     step(fully_shard(nn.Linear(8, 8)))
     assert theirs.seen == 2 and stages(records) == ["joint", "forward", "backward"]
-    composed = compat.get_post_grad_pass()
+    composed = inductor.get_post_grad_pass()
     assert isinstance(composed, ComposedPass) and composed.uuid() == ("theirs", source_hash())
 
 
 def test_a_pass_without_uuid_keeps_the_cache_off() -> None:
     inductor_config.post_grad_custom_pre_pass = Theirs(uuid=None)
     install_passes()
-    assert not compat.get_post_grad_pass().uuid()
+    assert not inductor.get_post_grad_pass().uuid()
 
 
 def test_a_joint_pass_that_was_there_before_still_runs(records: list[GraphRecord]) -> None:
@@ -95,7 +95,7 @@ def test_a_joint_pass_that_was_there_before_still_runs(records: list[GraphRecord
         seen.append(module)
         return module
 
-    compat.set_joint_pass(theirs)
+    inductor.set_joint_pass(theirs)
     step(fully_shard(nn.Linear(8, 8)))
     assert len(seen) == 1 and stages(records)[0] == "joint"
 
@@ -118,9 +118,9 @@ def test_a_displaced_pass_warns_and_the_numbers_stay(records: list[GraphRecord])
 
 def test_installing_twice_installs_once() -> None:
     install_passes()
-    before = (compat.get_post_grad_pass(), compat.get_joint_pass(), compat.get_scheduler_passes())
+    before = (inductor.get_post_grad_pass(), inductor.get_joint_pass(), inductor.get_scheduler_passes(ScheduleInPlannedOrder))
     install_passes()
-    assert (compat.get_post_grad_pass(), compat.get_joint_pass(), compat.get_scheduler_passes()) == before
+    assert (inductor.get_post_grad_pass(), inductor.get_joint_pass(), inductor.get_scheduler_passes(ScheduleInPlannedOrder)) == before
     assert isinstance(before[1], JointPass) and len(before[2]) == 1
 
 
@@ -176,13 +176,13 @@ def test_a_user_scheduler_pass_is_kept_only_when_it_was_on() -> None:
 
     inductor_config.reorder_for_compute_comm_overlap_passes = [theirs]
     install_passes()
-    assert [type(one) for one in compat.get_scheduler_passes()] == [ScheduleInPlannedOrder]
+    assert [type(one) for one in inductor.get_scheduler_passes(ScheduleInPlannedOrder)] == [ScheduleInPlannedOrder]
     assert not inductor_config.reorder_for_compute_comm_overlap
 
     inductor_config.reorder_for_compute_comm_overlap_passes = [theirs]
     inductor_config.reorder_for_compute_comm_overlap = True
     install_passes()
-    assert compat.get_scheduler_passes()[0] is theirs and len(compat.get_scheduler_passes()) == 2
+    assert inductor.get_scheduler_passes(ScheduleInPlannedOrder)[0] is theirs and len(inductor.get_scheduler_passes(ScheduleInPlannedOrder)) == 2
 
 
 def test_a_deterministic_run_says_that_the_order_is_not_held() -> None:

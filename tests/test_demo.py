@@ -23,10 +23,11 @@ import torch._inductor.config as inductor_config
 from rich.console import Console
 
 import fsdp_compile
-from fsdp_compile import _demo_report, cli
-from fsdp_compile._demo_progress import following
+from fsdp_compile import cli
 from fsdp_compile._launch import Send, WorkerError, Workers
-from fsdp_compile.demo import OURS, UNSHARDED
+from fsdp_compile.demo import report as demo_report
+from fsdp_compile.demo.progress import following
+from fsdp_compile.demo.training import OURS, UNSHARDED
 
 SMALL = ["demo", "--backend", "aot_eager", "--layers", "1", "--dim", "64", "--steps", "4"]
 
@@ -117,7 +118,7 @@ def rerun(saved_run: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
     def run(change: Callable[[list[dict[str, Any]]], None] = lambda results: None, *arguments: str) -> int:
         changed = copy.deepcopy(results)
         change(changed)
-        monkeypatch.setattr(_demo_report, "_train", lambda *args: changed)
+        monkeypatch.setattr(demo_report, "_train", lambda *args: changed)
         return cli.main([*SMALL, *arguments])
 
     return run
@@ -178,7 +179,7 @@ def _raises(settings: dict[str, Any], rank: int, send: Send) -> None:
 def test_a_crashed_worker_ends_the_run_with_its_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_demo_report, "WORK", f"{__name__}:_raises")
+    monkeypatch.setattr(demo_report, "WORK", f"{__name__}:_raises")
     assert cli.main(SMALL) == 2
     error = capsys.readouterr().err
     assert "rank 1 failed" in error
@@ -201,7 +202,7 @@ def test_a_number_that_is_none_is_refused_by_name(number: str, capsys: pytest.Ca
 def test_without_a_compiler_it_says_so_at_once_and_what_runs_without(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_demo_report, "Workers", None)  # nothing is started
+    monkeypatch.setattr(demo_report, "Workers", None)  # nothing is started
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with inductor_config.patch({"cpp.cxx": (None, "no-such-c++")}):
         assert cli.main(["demo"]) == 2

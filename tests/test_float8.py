@@ -13,7 +13,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, fx, nn
 
 import fsdp_compile
-from fsdp_compile import _torch_compat as compat
+from fsdp_compile._torch_compat import inductor
 from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import GraphRecord
 from tests.ranks import Ranks
@@ -135,7 +135,7 @@ def test_weights_travel_as_eight_bits_and_scales_that_are_there_are_used(precomp
         torchao.precompute_float8_dynamic_scale_for_fsdp(model)
     seen: list[GraphRecord] = []
     manager.observers.append(seen.append)
-    with compat.no_compile_caches():
+    with inductor.no_compile_caches():
         torch.compile(model, fullgraph=True)(torch.ones(16, 32)).sum().backward()
     manager.observers.remove(seen.append)
     by_stage = {record.stage: record for record in seen}

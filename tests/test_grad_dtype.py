@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 
-from fsdp_compile import _torch_compat as compat
 from fsdp_compile import fully_shard
+from fsdp_compile._torch_compat import autograd
 from tests.ranks import Ranks
 from tests.toy import full
 
 # The autograd engine of torch 2.11 casts what a function of ours gets.
 needs_output_grad_dtype = pytest.mark.skipif(
-    not compat.GRADIENTS_COME_AS_PRODUCED, reason="torch casts gradients on the way"
+    not autograd.GRADIENTS_COME_AS_PRODUCED, reason="torch casts gradients on the way"
 )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
-from fsdp_compile import _torch_compat as compat
+from fsdp_compile._torch_compat import inductor
 from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import GraphRecord
 from tests.test_extension import Halved, InEights
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("fake_group_of_four", "no_caches")
 def no_caches() -> Iterator[None]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with compat.no_compile_caches():
+    with inductor.no_compile_caches():
         yield
 
 

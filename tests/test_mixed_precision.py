@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
-from fsdp_compile import _torch_compat as compat
+from fsdp_compile._torch_compat import autograd
 from fsdp_compile.core.containers import cast_floating
 from tests.ranks import Ranks
 from tests.toy import Stack, assert_same_grads, batches, full, loss_of, mean_over_ranks, pair, reference_backward
@@ -260,7 +260,7 @@ def test_gradients_have_the_dtype_that_was_asked_for(two_ranks: Ranks, path: str
 
 
 # Where autograd can leave them as they are, a unit that asks for it runs eagerly (test_grad_dtype.py).
-PATHS_AS_PRODUCED = ["eager"] if compat.GRADIENTS_COME_AS_PRODUCED else ["eager", "aot_eager"]
+PATHS_AS_PRODUCED = ["eager"] if autograd.GRADIENTS_COME_AS_PRODUCED else ["eager", "aot_eager"]
 
 
 def _dtype_as_produced(path: str) -> list[torch.dtype]:

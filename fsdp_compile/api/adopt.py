@@ -15,7 +15,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from .. import _torch_compat as compat
+from .._torch_compat import fsdp2
 from .fully_shard import fully_shard
 from .module import register_fsdp_forward_method, share_comm_ctx
 from .replicate import replicate
@@ -79,10 +79,10 @@ def adopt() -> Adoption:
     ours = {
         id(theirs): (theirs, mine)
         for theirs, mine in (
-            (compat.TORCH_FULLY_SHARD, fully_shard),
-            (compat.TORCH_REPLICATE, replicate),
-            (compat.TORCH_REGISTER_FORWARD_METHOD, register_fsdp_forward_method),
-            (compat.TORCH_SHARE_COMM_CTX, share_comm_ctx),
+            (fsdp2.TORCH_FULLY_SHARD, fully_shard),
+            (fsdp2.TORCH_REPLICATE, replicate),
+            (fsdp2.TORCH_REGISTER_FORWARD_METHOD, register_fsdp_forward_method),
+            (fsdp2.TORCH_SHARE_COMM_CTX, share_comm_ctx),
         )
     }
     bindings = [

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from .. import _torch_compat as compat
+from .._torch_compat import autograd, dynamo
 from ..core.captures import refuse_script
 from ..core.param import READS, ReadSpec
 from ..core.shared import shared
@@ -94,7 +94,7 @@ def _grads_of_other_dtypes_aside(module: Any, fn: Any) -> Iterator[None]:
     finally:
         for name, grad in aside.items():
             param = module._parameters[name]
-            dtype = compat.get_grad_dtype(param)
+            dtype = autograd.get_grad_dtype(param)
             with torch.no_grad():
                 param.grad = fn(grad) if dtype is None else fn(grad).to(dtype)
 
@@ -124,7 +124,7 @@ def refresh(unit: Unit) -> None:
         _set_class(module)
     if eager_only(unit) is not None:
         for module in unit.modules:
-            compat.recompile_call(module)  # module.compile() kept the method that it found
+            dynamo.recompile_call(module)  # module.compile() kept the method that it found
 
 
 def _follow(unit: Unit) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .. import _torch_compat as compat
+from .._torch_compat import autograd, dtensors, fsdp2
 from ..core.param import READS, ShardedParam, Slot
 from ..core.unit import STATE, Unit, original_class, unit_of
 from ..eager.backward import end_backward
@@ -39,7 +39,7 @@ def deep_copy(
     refresh: Callable[[Unit], None],
 ) -> nn.Module:
     """A copy of ``module``, sharded alike; ``memo`` is that of ``copy.deepcopy``."""
-    if compat.backward_task() is not None:
+    if autograd.backward_task() is not None:
         state = unit_of(module)
         raise RuntimeError(
             f"{original_class(module).__name__ if state is None else state.name}: a sharded module cannot be "
@@ -88,7 +88,7 @@ class _Copies:
                 continue
             if state not in self.units:
                 self.units[state] = self._unit_like(state)
-            memo[id(compat.fsdp2_state(module))] = FSDP2View(self.units[state], end_backward)
+            memo[id(fsdp2.fsdp2_state(module))] = FSDP2View(self.units[state], end_backward)
         for module in inside:
             for param, owner, reader in module.__dict__.get(READS, {}).values():
                 if param not in self.params:
@@ -109,7 +109,7 @@ class _Copies:
                 del copied.__dict__[key]
             state = unit_of(module)
             if module in self.adopters:
-                compat.register_fsdp2_state(copied, FSDP2View(self.adopters[module], end_backward))
+                fsdp2.register_fsdp2_state(copied, FSDP2View(self.adopters[module], end_backward))
             unit = self.adopters.get(module) if state is None else self.units[state]
             if unit is not None:
                 copied.__dict__[STATE] = unit
@@ -217,10 +217,10 @@ def _elsewhere(unit: Unit) -> torch.device | None:
 def _clone(shard: DTensor) -> nn.Parameter:
     """As ``nn.Parameter`` copies itself: the data, and whether it trains. Pinned memory stays pinned."""
     with torch.no_grad():
-        local = compat.local_tensor(shard).detach().clone()
-        if compat.is_pinned(shard):
+        local = dtensors.local_tensor(shard).detach().clone()
+        if dtensors.is_pinned(shard):
             local = local.pin_memory()
-        return nn.Parameter(compat.dtensor_like(shard, local), requires_grad=shard.requires_grad)
+        return nn.Parameter(dtensors.dtensor_like(shard, local), requires_grad=shard.requires_grad)
 
 
 def _path_in(modules: tuple[nn.Module, ...], param: ShardedParam) -> str:

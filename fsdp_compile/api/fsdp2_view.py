@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from .. import _torch_compat as compat
+from .._torch_compat import dynamo
 from ..core.unit import Unit
 from ..eager.reduction import Traffic
 from ..eager.running import Call, running
@@ -73,5 +73,5 @@ class FSDP2View:
 
 
 # Where torch's method around a user's one runs as a frame, these do; where Dynamo inlines it, it inlines them.
-compat.leave_to_python(FSDP2View._pre_forward)
-compat.leave_to_python(FSDP2View._post_forward)
+dynamo.leave_to_python(FSDP2View._pre_forward)
+dynamo.leave_to_python(FSDP2View._post_forward)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from .. import _torch_compat as compat
+from .._torch_compat import dynamo, fsdp2
 from ..core.extension import has_extension
 from ..core.mesh import ShardMesh, inner_mesh, shard_mesh
 from ..core.param import READS, STAMP, Cut, ShardedParam, Slot, cut_of, shard_param
@@ -68,7 +68,7 @@ def fully_shard(
     return module
 
 
-fully_shard.state = compat.fsdp2_state  # type: ignore[attr-defined]  # as torch's has it
+fully_shard.state = fsdp2.fsdp2_state  # type: ignore[attr-defined]  # as torch's has it
 
 
 def make_unit(
@@ -129,7 +129,7 @@ def make_unit(
             module._buffers[name] = buffer
         for one in modules:
             one.__dict__[STATE] = unit
-            compat.register_fsdp2_state(one, FSDP2View(unit, end_backward))
+            fsdp2.register_fsdp2_state(one, FSDP2View(unit, end_backward))
         for param in unit.params:
             param.install()
             for slot in param.slots:
@@ -139,7 +139,7 @@ def make_unit(
         _demote_inner_roots(unit)
         refresh(unit)
         for one in modules:
-            compat.recompile_call(one)
+            dynamo.recompile_call(one)
     logger.debug(
         "%s: one unit of %d parameters, sharded over %d ranks and replicated %d times",
         unit.label,
@@ -176,7 +176,7 @@ def _demote_inner_roots(unit: Unit) -> None:
 
 def _behind_compile(module: nn.Module) -> nn.Module:
     """The module itself, where the user compiled it first: its class is what must change."""
-    return module._orig_mod if isinstance(module, compat.OptimizedModule) else module
+    return module._orig_mod if isinstance(module, dynamo.OptimizedModule) else module
 
 
 def _roots_of_list(modules: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
@@ -193,7 +193,7 @@ def _validate_module(module: Any, api: str) -> None:
             f"{api} got a {type(module).__name__}, which has no forward to gather for. Apply it to its members, "
             "or pass list(module) to make them one unit."
         )
-    if "replicate" in compat.composed_by(module):
+    if "replicate" in fsdp2.composed_by(module):
         raise ValueError(
             f"{api}: torch.distributed._composable.replicate was applied to this {original_class(module).__name__}, "
             "and takes care of its gradients. Apply one of the two."
@@ -260,7 +260,7 @@ def _managed_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
     def visit(module: nn.Module) -> None:
         if module in managed or unit_of(module) is not None:
             return
-        composed = compat.composed_by(module)
+        composed = fsdp2.composed_by(module)
         if "fully_shard" in composed:
             raise ValueError(
                 f"A {original_class(module).__name__} was sharded by torch.distributed.fsdp.fully_shard. Use one of "

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from .. import _torch_compat as compat
+from .._torch_compat import fsdp2
 from ..core.unit import Unit
 from ..eager.gathered import Gathered
 from ..eager.running import running
 
 
-class UnshardHandle(compat.UNSHARD_HANDLE):  # type: ignore[misc, valid-type]  # by name alone, as FSDPModule is
+class UnshardHandle(fsdp2.UNSHARD_HANDLE):  # type: ignore[misc, valid-type]  # by name alone, as FSDPModule is
     """What ``unshard(async_op=True)`` returns."""
 
     def __init__(self, gathered: Gathered) -> None:
@@ -20,7 +20,7 @@ class UnshardHandle(compat.UNSHARD_HANDLE):  # type: ignore[misc, valid-type]  #
             self._gathered.wait()
 
 
-class GradientReductionHandle(compat.GRADIENT_REDUCTION_HANDLE):  # type: ignore[misc, valid-type]
+class GradientReductionHandle(fsdp2.GRADIENT_REDUCTION_HANDLE):  # type: ignore[misc, valid-type]
     """What ``finalize_backward(async_op=True)`` returns: wait before the next forward and the optimizer's step."""
 
     def __init__(self, root: Unit | None) -> None:

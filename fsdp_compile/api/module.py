@@ -10,7 +10,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
-from .. import _torch_compat as compat
+from .._torch_compat import autograd, dynamo, fsdp2, process_groups
 from ..core.shared import shared
 from ..core.unit import Unit, unit_of, units_in
 from ..eager.around import eager_forward
@@ -54,7 +54,7 @@ class FSDPModule(ShardedModule, _FSDP2):
         if run.held_call is not None:
             run.held_call.forget_reads()
             run.held_call = None
-        if compat.backward_task() is None and run.iteration.pending_handle is None:
+        if autograd.backward_task() is None and run.iteration.pending_handle is None:
             run.iteration.traffic.finish()
         if run.gathered is not None:
             run.gathered.free()
@@ -223,7 +223,7 @@ class FSDPModule(ShardedModule, _FSDP2):
                 refresh(unit)
             return
         names = {param.mesh.group for unit in units for param in unit.params}
-        made = {name: compat.twin_group(name) for name in sorted(names, key=group_ranks)}
+        made = {name: process_groups.twin_group(name) for name in sorted(names, key=group_ranks)}
         for unit in units:
             unit.settings.reduce_groups = made
             refresh(unit)
@@ -235,7 +235,7 @@ class FSDPModule(ShardedModule, _FSDP2):
         """
         root = _require_root(self, "set_manual_backward_finalization")
         iteration = running(root).iteration
-        if compat.backward_task() is not None:
+        if autograd.backward_task() is not None:
             raise RuntimeError("set_manual_backward_finalization was called inside a backward. Call it between steps.")
         if iteration.manual_finalization and not enable and iteration.touched:
             raise RuntimeError(
@@ -250,7 +250,7 @@ class FSDPModule(ShardedModule, _FSDP2):
         iteration = running(root).iteration
         if iteration.pending_handle is not None:
             raise RuntimeError("finalize_backward was called before wait() on the handle of the last one.")
-        if compat.backward_task() is not None:
+        if autograd.backward_task() is not None:
             raise RuntimeError("finalize_backward was called inside a backward. Call it when backward has returned.")
         if not iteration.manual_finalization:
             raise RuntimeError(
@@ -279,7 +279,7 @@ class FSDPModule(ShardedModule, _FSDP2):
         """Take the buffers of collectives from the process group's own allocator, where it has one (NCCL)."""
         unit = _unit(self)
         _refuse_custom(unit)
-        allocator = compat.group_allocator(unit.mesh.group, unit.mesh.device) if enable else None
+        allocator = process_groups.group_allocator(unit.mesh.group, unit.mesh.device) if enable else None
         unit.settings.comms.allocator = allocator
         refresh(unit)
 
@@ -287,7 +287,7 @@ class FSDPModule(ShardedModule, _FSDP2):
         """Take the buffers of gathers from symmetric memory (GPUs)."""
         unit = _unit(self)
         _refuse_custom(unit)
-        unit.settings.comms.allocator = compat.symmetric_allocator(unit.mesh.group, unit.mesh.device, backend)
+        unit.settings.comms.allocator = process_groups.symmetric_allocator(unit.mesh.group, unit.mesh.device, backend)
         refresh(unit)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -351,10 +351,10 @@ def _sharded(modules: Any, method: str) -> list[Unit]:
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make ``module.method_name`` a second forward: parameters are gathered before it and freed after it."""
-    if isinstance(module, compat.OptimizedModule):
+    if isinstance(module, dynamo.OptimizedModule):
         module = module._orig_mod  # where the wrapper looks for its methods
     if unit_of(module) is None:
-        if isinstance(module, compat.TORCH_FSDP_MODULE):
+        if isinstance(module, fsdp2.TORCH_FSDP_MODULE):
             raise TypeError(
                 f"register_fsdp_forward_method({method_name!r}): this {type(module).__name__} was sharded by "
                 "torch.distributed.fsdp.fully_shard before fsdp_compile.adopt(). Adopt first, then shard."

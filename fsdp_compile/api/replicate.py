@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from .. import _torch_compat as compat
+from .._torch_compat import fsdp2
 from ..core.mesh import replicate_mesh
 from .arguments import ignored_in, require_kinds
 from .fully_shard import ModuleT, make_unit, modules_in
@@ -40,8 +40,8 @@ def replicate(
     target = replicate_mesh(mesh, dp_mesh_dims)
     unit = make_unit(given, target, False, None, mp_policy, offload_policy, ignored)
     for one in unit.modules:
-        compat.register_replicate_state(one)
+        fsdp2.register_replicate_state(one)
     return module
 
 
-replicate.state = compat.replicate_state  # type: ignore[attr-defined]  # as torch's has it
+replicate.state = fsdp2.replicate_state  # type: ignore[attr-defined]  # as torch's has it

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _torch_compat as compat
+from .._torch_compat import dynamo
 from ..core.containers import cast_floating, move
 from ..core.unit import STATE, Unit
 from ..eager.around import begin, eager_forward, end
@@ -63,7 +63,7 @@ def begin_unit(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[C
     args, kwargs = as_taken(unit, args, kwargs)
     if torch.compiler.is_dynamo_compiling():
         return None, args, kwargs
-    return begin(unit, module, args, kwargs, compat.reads_are_compiled(module))
+    return begin(unit, module, args, kwargs, dynamo.reads_are_compiled(module))
 
 
 def end_unit(unit: Unit, module: nn.Module, call: Call | None, output: Any) -> Any:
@@ -74,8 +74,8 @@ def end_unit(unit: Unit, module: nn.Module, call: Call | None, output: Any) -> A
 
 
 for _skipped in (begin_unit, end_unit):
-    compat.leave_to_python(_skipped)
-compat.leave_all_to_python(as_taken, as_given)
+    dynamo.leave_to_python(_skipped)
+dynamo.leave_all_to_python(as_taken, as_given)
 
 
 def eager_forward_for(name: str, setting: str) -> Callable[..., Any]:

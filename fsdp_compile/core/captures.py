@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import torch
 
-from .. import _torch_compat as compat
+from .._torch_compat import dynamo, inductor
 from .accumulation import Mode, delivers_in
 
 _UNSHARDED = (
@@ -21,21 +21,21 @@ _UNSHARDED = (
 
 def refuse_traced(fqn: str, mode: Mode) -> None:
     """Raise when Dynamo traces a read for what cannot be; a compiled step goes on."""
-    if compat.traces_export():
+    if dynamo.traces_export():
         raise _not_possible(fqn, "torch.export.export", "export")
-    if compat.freezes_parameters():
+    if inductor.freezes_parameters():
         raise RuntimeError(
             f"{fqn} is sharded: torch._inductor.config.freezing would make this rank's shard a constant. Set it to "
             f"False, or freeze {_UNSHARDED}."
         )
-    if torch.is_grad_enabled() and compat.in_compiled_region():
+    if torch.is_grad_enabled() and dynamo.in_compiled_region():
         # Seen on Inductor: of a sharded model in 2.11 and 2.15, of an unsharded one in 2.15.
         raise RuntimeError(
             f"{fqn} is read in a torch.compiler.nested_compile_region, where gradients of what is gathered are wrong "
             "(in torch 2.15 those of unsharded models too). Compile each block by itself, with block.compile(): "
             "equal blocks share their graphs. Under torch.no_grad a region may stay."
         )
-    if compat.traces_backward() and not delivers_in(mode):
+    if dynamo.traces_backward() and not delivers_in(mode):
         raise RuntimeError(
             f"{fqn}: torch._dynamo.config.trace_autograd_ops traces backward into the graph of forward, where a "
             "gradient cannot be held back. Set it to False for steps without set_requires_gradient_sync or "

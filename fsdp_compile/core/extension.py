@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .. import _torch_compat as compat
+from .._torch_compat import autograd, dtensors, subclasses
 from ..passes import ParamSpec
 from .inner import Look
 
@@ -30,7 +30,7 @@ ALL_ARGUMENTS = 5
 
 def has_extension(fqn: str, shard: DTensor) -> bool:
     """Whether the shard brings its own gather; raises when it brings half of one."""
-    local = compat.local_tensor(shard)
+    local = dtensors.local_tensor(shard)
     before, after = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
     if before != after:
         there, missing = ("pre", "post") if before else ("post", "pre")
@@ -54,7 +54,7 @@ def has_extension(fqn: str, shard: DTensor) -> bool:
 
 def releases_what_arrived(shard: DTensor) -> bool:
     """Whether the extension has no use for what was gathered once it made the parameter of it."""
-    release = getattr(compat.local_tensor(shard), _RELEASE, None)
+    release = getattr(dtensors.local_tensor(shard), _RELEASE, None)
     return release is not None and release()
 
 
@@ -107,7 +107,7 @@ class Protocol:
     ) -> None:
         """The same into what was made before, where ``gathered`` lies where it lay then."""
         arrived = tuple(_cut_padding(tensor, spec) for tensor in gathered)
-        with compat.no_new_versions([out, *inner, *gathered]):  # the values are those that autograd saved
+        with autograd.no_new_versions([out, *inner, *gathered]):  # the values are those that autograd saved
             local.fsdp_post_all_gather(arrived, metadata, spec.dtype, out=out)  # type: ignore[attr-defined]
 
 
@@ -153,12 +153,12 @@ def why_not_traced(fqn: str, shard: Any, slices: bool = False, computes_elsewher
         return None
     if computes_elsewhere:  # the marker copies what the extension sends, and the extension would run on the CPU
         return f"CPUOffloadPolicy with the all-gather extension of {fqn}"
-    if all(halves) and compat.is_traceable(compat.local_tensor(shard)) and not slices:
+    if all(halves) and subclasses.is_traceable(dtensors.local_tensor(shard)) and not slices:
         return None
     return f"the all-gather extension of {fqn}"
 
 
 def halves_of(shard: Any) -> list[bool]:
     """Which of the two functions of an extension the shard has."""
-    local = compat.local_tensor(shard) if isinstance(shard, DTensor) else None
+    local = dtensors.local_tensor(shard) if isinstance(shard, DTensor) else None
     return [hasattr(local, f"fsdp_{half}_all_gather") for half in ("pre", "post")]

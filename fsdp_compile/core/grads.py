@@ -13,36 +13,36 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .. import _torch_compat as compat
+from .._torch_compat import autograd, dtensors
 
 
 def is_asked_for(shard: DTensor, leaf: Any) -> bool:
     """Whether somebody asked autograd for the gradient of a shard, who gets it in the place of ``shard.grad``."""
-    return torch.is_grad_enabled() or not shard.is_leaf or not compat.accumulates(leaf)
+    return torch.is_grad_enabled() or not shard.is_leaf or not autograd.accumulates(leaf)
 
 
 def is_watched(shard: DTensor, leaf: Any) -> bool:
     """Whether a gradient that is reduced already must come through autograd: asked for, or hooks see it on its way."""
-    return bool(compat.tensor_hooks(shard)) or is_asked_for(shard, leaf)
+    return bool(autograd.tensor_hooks(shard)) or is_asked_for(shard, leaf)
 
 
 def give(shard: DTensor, local: Tensor) -> None:
     """Add a local gradient to the shard's, as autograd does for a leaf, and run the shard's post-accumulate hooks."""
     grad = shard.grad
-    has_hooks = compat.has_post_accumulate_grad_hooks(shard)
+    has_hooks = autograd.has_post_accumulate_grad_hooks(shard)
     # Shortest where it is run most: what AccumulateGrad does, without the detour over operations on DTensors.
     if grad is None and not has_hooks and shard.device == local.device:
-        shard.grad = compat.dtensor_like(shard, local)
+        shard.grad = dtensors.dtensor_like(shard, local)
         return
     with torch.no_grad():
         local = brought_to(shard, local, read_at_once=has_hooks or grad is not None)
         if grad is None:
-            shard.grad = compat.dtensor_like(shard, local)
+            shard.grad = dtensors.dtensor_like(shard, local)
         elif isinstance(grad, DTensor) and grad.placements == shard.placements and _fits(shard, local):
-            compat.local_tensor(grad).add_(local)
+            dtensors.local_tensor(grad).add_(local)
         else:
-            shard.grad = grad + compat.dtensor_like(shard, local)
-    compat.run_post_accumulate_grad_hooks(shard)
+            shard.grad = grad + dtensors.dtensor_like(shard, local)
+    autograd.run_post_accumulate_grad_hooks(shard)
 
 
 def give_traced(shard: DTensor, local: Tensor) -> None:
@@ -55,9 +55,9 @@ def give_traced(shard: DTensor, local: Tensor) -> None:
 
 def brought_to(shard: DTensor, local: Tensor, read_at_once: bool) -> Tensor:
     """A local gradient where the shard is; a copy to pinned memory may run on, unless somebody reads it at once."""
-    if local.device == compat.local_tensor(shard).device:
+    if local.device == dtensors.local_tensor(shard).device:
         return local
-    pinned = compat.is_pinned(shard)
+    pinned = dtensors.is_pinned(shard)
     on_cpu = torch.empty_like(local, device="cpu", pin_memory=pinned)
     return on_cpu.copy_(local, non_blocking=pinned and not read_at_once)
 
@@ -70,9 +70,9 @@ def wait_for_offloaded() -> None:
 
 def through_hooks(fqn: str, shard: DTensor, local: Tensor) -> Tensor:
     """What the shard's tensor hooks make of its local gradient."""
-    grad = compat.dtensor_like(shard, local)
+    grad = dtensors.dtensor_like(shard, local)
     with torch.no_grad():
-        for hook in list((compat.tensor_hooks(shard) or {}).values()):
+        for hook in list((autograd.tensor_hooks(shard) or {}).values()):
             replaced = hook(grad)
             if replaced is None:
                 continue
@@ -84,12 +84,12 @@ def through_hooks(fqn: str, shard: DTensor, local: Tensor) -> Tensor:
             grad = replaced
     if grad.placements != shard.placements:
         grad = grad.redistribute(placements=shard.placements)
-    return compat.local_tensor(grad)
+    return dtensors.local_tensor(grad)
 
 
 def _fits(shard: DTensor, local: Tensor) -> bool:
     """Whether the shard's gradient keeps its dtype when ``local`` is added to it."""
     dtype = shard.grad.dtype  # type: ignore[union-attr]
-    if local.dtype == dtype or compat.get_grad_dtype(shard) is not None:
+    if local.dtype == dtype or autograd.get_grad_dtype(shard) is not None:
         return True
     return torch.promote_types(local.dtype, dtype) == dtype

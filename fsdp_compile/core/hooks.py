@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .. import _torch_compat as compat
+from .._torch_compat import autograd, dtensors
 
 
 class _Waiting:
@@ -58,7 +58,7 @@ class _WaitingBehind:
 def _accumulated(shard: Tensor) -> tuple[int, int]:
     """What tells whether more was added to a shard's gradient."""
     grad = shard.grad
-    return (0, 0) if grad is None else (id(grad), compat.version_of(grad))
+    return (0, 0) if grad is None else (id(grad), dtensors.version_of(grad))
 
 
 class LateHooks:
@@ -72,12 +72,12 @@ class LateHooks:
 
         They are put into others in their places, so whoever registered them may take them away as ever.
         """
-        self._put_into(_Waiting, compat.tensor_hooks(shard), shard)
+        self._put_into(_Waiting, autograd.tensor_hooks(shard), shard)
 
     def hold_back_all(self, shard: DTensor) -> None:
         """The same for those behind the gradient's arrival as well."""
         self.hold_back(shard)
-        self._put_into(_WaitingBehind, compat.post_accumulate_grad_hooks(shard), shard)
+        self._put_into(_WaitingBehind, autograd.post_accumulate_grad_hooks(shard), shard)
 
     def _put_into(self, kind: type[Any], hooks: dict[int, Any] | None, shard: DTensor) -> None:
         for key, hook in list((hooks or {}).items()):

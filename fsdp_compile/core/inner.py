@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _torch_compat as compat
+from .._torch_compat import subclasses
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Apart:
 
 def taken_apart(local: Any) -> Apart | None:
     """For a local tensor with an extension, where a compiler can look inside it."""
-    if not hasattr(local, "fsdp_pre_all_gather") or not compat.is_traceable(local):
+    if not hasattr(local, "fsdp_pre_all_gather") or not subclasses.is_traceable(local):
         return None
     return Apart(local)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
-from .. import _torch_compat as compat
+from .._torch_compat import dtensors, fsdp2, process_groups
 from ..passes.layout import reduction_of
 
 
@@ -123,7 +123,7 @@ def placement_and_mesh(fqn: str, returned: Any, default: ShardMesh) -> tuple[Any
     """What ``shard_placement_fn`` returned for one parameter, as a placement and the parameter's ranks."""
     if isinstance(returned, ShardPlacementResult):
         return returned.placement, _own_mesh(fqn, shard_mesh(returned.mesh), default)
-    theirs = compat.placement_result(returned)
+    theirs = fsdp2.placement_result(returned)
     if theirs is None:
         return returned, default
     if theirs.shard_dim is None:
@@ -143,9 +143,9 @@ def inner_mesh(mesh: ShardMesh, size: int) -> ShardMesh:
 
     Every rank of the shard group calls this alike; it waits for the ranks of the new group.
     """
-    ranks = compat.group_ranks(mesh.group)
+    ranks = process_groups.group_ranks(mesh.group)
     start = ranks.index(dist.get_rank()) // size * size
-    group = compat.group_for("slices", ranks[start : start + size])
+    group = process_groups.group_for("slices", ranks[start : start + size])
     return _with_roles(DeviceMesh.from_group(group, mesh.mesh.device_type), shard=group)
 
 
@@ -205,7 +205,7 @@ def _flat(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
     """The named dimensions as one, which takes a process group of its own where they are several."""
     if not names:
         return None
-    return mesh[names[0]] if len(names) == 1 else compat.flatten_mesh(mesh, tuple(names))
+    return mesh[names[0]] if len(names) == 1 else dtensors.flatten_mesh(mesh, tuple(names))
 
 
 def _names(dims: Any) -> tuple[str, ...]:

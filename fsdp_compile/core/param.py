@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .. import _torch_compat as compat
+from .._torch_compat import autograd, dtensors
 from ..passes.layout import ShardLayout
 from ..passes.markers import ParamSpec
 from .extension import Protocol
@@ -124,7 +124,7 @@ class ShardedParam:
         self.put_beside("local", self.local if self.apart is None else self.apart.inside)
 
     def _look_at(self, shard: nn.Parameter) -> None:
-        local = compat.local_tensor(shard) if isinstance(shard, DTensor) else None
+        local = dtensors.local_tensor(shard) if isinstance(shard, DTensor) else None
         address = local.data_ptr() if type(local) is Tensor else None
         is_known = self.version and shard is self.shard and local is self.local and address == self.address
         self.version += not is_known
@@ -134,7 +134,7 @@ class ShardedParam:
     def has_other_data(self) -> bool:
         """Whether the shard has another tensor in it, or other memory, than when it was looked at."""
         shard: Any = self.shard
-        if self.local is None or compat.local_tensor(shard) is not self.local:
+        if self.local is None or dtensors.local_tensor(shard) is not self.local:
             return True
         if self.apart is not None and self.apart.has_changed:
             return True
@@ -156,7 +156,7 @@ class ShardedParam:
     def keep_grad_dtype(self) -> None:
         """Have the shard, which may be another tensor by now, ask for the gradients that the user asked for."""
         if self.grad_dtype != "own":
-            compat.restore_grad_dtype(self.shard, self.grad_dtype)
+            autograd.restore_grad_dtype(self.shard, self.grad_dtype)
 
     def as_read(self, gathered: Tensor) -> Any:
         """What a read gives: the gathered tensor, as the DTensor that the parameter was before fully_shard."""
@@ -205,9 +205,9 @@ def shard_param(
             local, cut.stored_mesh, cut.placements, run_check=False, shape=full.shape, stride=full.stride()
         )
         if isinstance(offload_policy, CPUOffloadPolicy):
-            dtensor = compat.on_cpu(dtensor, offload_policy.pin_memory)
+            dtensor = dtensors.on_cpu(dtensor, offload_policy.pin_memory)
     shard = nn.Parameter(dtensor, requires_grad=full.requires_grad)
-    asked = compat.get_grad_dtype(full)
+    asked = autograd.get_grad_dtype(full)
     grad_dtype: torch.dtype | Literal["own"] | None = "own" if asked == full.dtype else asked
     sharded = ShardedParam(fqn, order, slots, layout, cut.mesh, shard, grad_dtype, cut.read_as)
     sharded.keep_grad_dtype()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .. import _torch_compat as compat
+from .._torch_compat import autograd, dtensors
 from .extension import ALL_ARGUMENTS, Protocol, arity_of, halves_of, why_not_traced
 from .param import ReadSpec, ShardedParam
 from .unit import Unit
@@ -18,7 +18,7 @@ def spec_of(unit: Unit, param: ShardedParam) -> ReadSpec:
     stored = param.shard.dtype
     floating = stored.is_floating_point
     dtype = _param_dtype(unit, param, stored) if floating else stored
-    grad_dtype = compat.get_grad_dtype(param.shard) or dtype  # an explicit None: as autograd produces it
+    grad_dtype = autograd.get_grad_dtype(param.shard) or dtype  # an explicit None: as autograd produces it
     reduce_dtype = (unit.mp_policy.reduce_dtype or grad_dtype) if floating else stored
     mesh, settings, inner = param.mesh, unit.settings, unit.post_forward
     reduction = mesh.default_reduction if settings.reduction == "auto" else settings.reduction
@@ -58,7 +58,7 @@ def spec_of(unit: Unit, param: ShardedParam) -> ReadSpec:
         read_as=param.dtensor,
         extension=_traced_protocol(unit, param),
         device=str(unit.mesh.device) if unit.computes_elsewhere else "",
-        pinned=unit.computes_elsewhere and compat.is_pinned(param.shard),
+        pinned=unit.computes_elsewhere and dtensors.is_pinned(param.shard),
     )
 
 
@@ -69,7 +69,7 @@ def eager_only(unit: Unit) -> str | None:
         reason = why_not_traced(param.fqn, param.shard, slices, unit.computes_elsewhere)
         if reason is not None:
             return reason
-        if param.grad_dtype is None and compat.GRADIENTS_COME_AS_PRODUCED:
+        if param.grad_dtype is None and autograd.GRADIENTS_COME_AS_PRODUCED:
             return f"grad_dtype=None of {param.fqn}"  # a graph casts gradients to the dtype of what they are of
     if unit.settings.reduce_unused:  # what a graph does not read it does not reduce either
         return "set_reduce_scatter_unused_params"
@@ -78,7 +78,7 @@ def eager_only(unit: Unit) -> str | None:
 
 def protocol_of(param: ShardedParam, shard: Any, mp_policy: Any) -> Protocol:
     """How to speak to the extension that a shard has; raises where it does not listen."""
-    local = compat.local_tensor(shard)
+    local = dtensors.local_tensor(shard)
     takes_all = arity_of(param.fqn, local) == ALL_ARGUMENTS
     owner = weakref.ref(param.slots[0].module) if takes_all else None
     look = None if param.apart is None else param.apart.look

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .. import _torch_compat as compat
+from .._torch_compat import dtensors, dynamo
 from .mesh import ShardMesh, SpmdMesh
 from .shared import shared
 
@@ -76,7 +76,7 @@ def _copy_of(mesh: DeviceMesh, groups: tuple[str, ...]) -> DeviceMesh:
     blocks would be different graphs.
     """
     del groups
-    return mesh if mesh.mesh_dim_names is None else compat.concatenate_meshes([mesh])
+    return mesh if mesh.mesh_dim_names is None else dtensors.concatenate_meshes([mesh])
 
 
 def stored_on(fqn: str, full: nn.Parameter, dim: int, mesh: ShardMesh) -> tuple[DeviceMesh, tuple[Placement, ...]]:
@@ -98,7 +98,7 @@ def stored_on(fqn: str, full: nn.Parameter, dim: int, mesh: ShardMesh) -> tuple[
             "names. Slice both by name from one mesh: init_device_mesh(..., mesh_dim_names=('dp', 'tp'))."
         )
     try:
-        both = compat.concatenate_meshes([mesh.mesh, model])
+        both = dtensors.concatenate_meshes([mesh.mesh, model])
     except (RuntimeError, ValueError) as error:
         raise ValueError(
             f"{fqn} is a DTensor on {model}, which cannot be combined with fully_shard's mesh {mesh.mesh}: {error}. "
@@ -143,7 +143,7 @@ def _on_whole_mesh(
         elif name not in spmd.shard:
             meshes.append(spmd.mesh[name])
             placements.append(placement)
-    mesh = spmd.mesh if len(spmd.shard) == 1 else compat.concatenate_meshes(meshes)
+    mesh = spmd.mesh if len(spmd.shard) == 1 else dtensors.concatenate_meshes(meshes)
     return mesh, tuple(placements)
 
 
@@ -153,7 +153,7 @@ def _cut(dim: int, placements: Sequence[Placement], mesh: DeviceMesh) -> Placeme
 
 def _cut_in(dim: int, num_shards: int) -> Placement:
     """The placement that cuts on ``dim`` what later mesh dimensions have cut there into ``num_shards`` already."""
-    return Shard(dim) if num_shards == 1 else compat.StridedShard(dim, split_factor=num_shards)
+    return Shard(dim) if num_shards == 1 else dtensors.StridedShard(dim, split_factor=num_shards)
 
 
 def _num_shards(dim: int, placements: Sequence[tuple[Placement, int]]) -> int:
@@ -161,7 +161,7 @@ def _num_shards(dim: int, placements: Sequence[tuple[Placement, int]]) -> int:
 
 
 def _is_strided(placement: Placement, dim: int) -> bool:
-    return isinstance(placement, compat.StridedShard) and placement.dim == dim
+    return isinstance(placement, dtensors.StridedShard) and placement.dim == dim
 
 
 @shared
@@ -199,4 +199,4 @@ class _Wrap(torch.autograd.Function):
         return grad.to_local(), None, None
 
 
-compat.leave_all_to_python(_Wrap.backward)
+dynamo.leave_all_to_python(_Wrap.backward)

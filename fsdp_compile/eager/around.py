@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _torch_compat as compat
+from .._torch_compat import dynamo
 from ..core.captures import refuse_run
 from ..core.unit import Unit
 from .forward import abandon_forward, begin_forward, end_forward
@@ -24,7 +24,7 @@ _not_traced = functools.partial(torch.compiler.disable, reason="the eager path r
 
 def eager_forward(unit: Unit, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call ``forward(module, ...)`` between the two ends of the eager path."""
-    are_compiled = compat.reads_are_compiled(module)
+    are_compiled = dynamo.reads_are_compiled(module)
     call = None
     try:
         call, args, kwargs = begin(unit, module, args, kwargs, are_compiled)
@@ -35,7 +35,7 @@ def eager_forward(unit: Unit, module: nn.Module, forward: Callable[..., Any], ar
     return end(unit, module, call, output)
 
 
-compat.leave_to_python(eager_forward)
+dynamo.leave_to_python(eager_forward)
 
 
 @_not_traced

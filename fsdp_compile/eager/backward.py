@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .. import _torch_compat as compat
+from .._torch_compat import autograd, dtensors, dynamo
 from ..core.grads import brought_to, is_asked_for, wait_for_offloaded
 from ..core.unit import Unit
 from .gathered import Gathered
@@ -29,7 +29,7 @@ from .trace import span
 def enter_backward(call: Call) -> None:
     """Backward reached the outputs of a forward call: gather, and launch what comes next."""
     run, settings, iteration = call.run, call.unit.settings, call.run.iteration
-    task = compat.backward_task()
+    task = autograd.backward_task()
     clean_up_at_end(call.unit)
     iteration.creates_graph |= torch.is_grad_enabled()
     run.backward_call, run.backward_task = call, task
@@ -54,7 +54,7 @@ def enter_backward(call: Call) -> None:
 def leave_backward(call: Call) -> None:
     """Backward is through with a forward call: free, unless another call of the unit is under way."""
     run = call.run
-    if call.task is not None and call.task != compat.backward_task():
+    if call.task is not None and call.task != autograd.backward_task():
         return  # a backward inside another one (reentrant checkpointing), which goes on reading
     run.in_backward.discard(call)
     call.forget_reads()
@@ -72,8 +72,8 @@ def arrive(recording: Recording, index: int, grad: Tensor | None, leaf: Any) -> 
             "cannot differentiate its reduction. Ask for gradients of inputs alone, as a penalty does."
         )
     clean_up_at_end(call.unit)
-    if not compat.in_compiled_autograd():  # which has no end
-        iteration.incomplete.setdefault(recording, compat.backward_task())
+    if not autograd.in_compiled_autograd():  # which has no end
+        iteration.incomplete.setdefault(recording, autograd.backward_task())
     recording.arrived.add(index)
     result = None
     if is_asked_for(gathered.shards[index], leaf):
@@ -116,7 +116,7 @@ def _reduce(run: Running, gathered: Gathered, grads: dict[int, Tensor], delivere
         for index, (shard, spec) in enumerate(zip(gathered.shards, gathered.specs)):
             if shard.requires_grad and index not in grads and index not in delivered:
                 grads[index] = torch.zeros(spec.size, dtype=spec.reduce_dtype, device=unit.mesh.device)
-    run.reduced_in = compat.backward_task()
+    run.reduced_in = autograd.backward_task()
     if grads or (accumulation.partials and accumulation.all_reduce):
         run.iteration.traffic.reduce(gathered, grads, run.iteration.max_reductions)
 
@@ -124,17 +124,17 @@ def _reduce(run: Running, gathered: Gathered, grads: dict[int, Tensor], delivere
 def _reduce_asked_for(run: Running, gathered: Gathered, index: int, grad: Tensor) -> DTensor | None:
     """The gradient of one shard, for autograd to carry on; None while it is a partial sum."""
     grads = with_pending(gathered, {index: grad}, only=gathered.params[index].fqn)
-    run.reduced_in = compat.backward_task()
+    run.reduced_in = autograd.backward_task()
     local = Reduction(gathered, grads, alone=True).finish().get(index)
     if local is None:
         return None
     shard = gathered.shards[index]
-    return compat.dtensor_like(shard, brought_to(shard, local, read_at_once=True))
+    return dtensors.dtensor_like(shard, brought_to(shard, local, read_at_once=True))
 
 
 def _require_reduce_dtype(unit: Unit, gathered: Gathered) -> None:
     for param, shard in zip(gathered.params, gathered.shards):
-        if compat.get_grad_dtype(shard) is None and unit.mp_policy.reduce_dtype is None:
+        if autograd.get_grad_dtype(shard) is None and unit.mp_policy.reduce_dtype is None:
             raise ValueError(
                 f"{param.fqn} has grad_dtype=None, so its gradient has no dtype of its own, and "
                 "set_reduce_scatter_unused_params needs one for zeros. Give MixedPrecisionPolicy a reduce_dtype."
@@ -143,16 +143,16 @@ def _require_reduce_dtype(unit: Unit, gathered: Gathered) -> None:
 
 def clean_up_at_end(unit: Unit) -> None:
     """Have the end of the backward that runs clean up; once for each backward."""
-    if compat.in_compiled_autograd():
+    if autograd.in_compiled_autograd():
         return  # it has no end, and its units hold nothing
-    iteration, task = running(unit).iteration, compat.backward_task()
+    iteration, task = running(unit).iteration, autograd.backward_task()
     iteration.touched.setdefault(running(unit))
     if task not in iteration.tasks:
         iteration.tasks.append(task)
         root = unit.root
         # Walks the model: once a backward.
         iteration.max_reductions = max(inner.settings.max_reductions for inner in root.inside())
-        compat.at_end_of_backward(functools.partial(end_backward, root, task))
+        autograd.at_end_of_backward(functools.partial(end_backward, root, task))
 
 
 def end_backward(root: Unit, task: int | None = None) -> None:
@@ -186,7 +186,7 @@ def end_backward(root: Unit, task: int | None = None) -> None:
     iteration.tasks.clear()
 
 
-compat.leave_all_to_python(end_backward)
+dynamo.leave_all_to_python(end_backward)
 
 
 def reduce_left_over(root: Unit) -> None:
@@ -209,4 +209,4 @@ def reduce_now(unit: Unit) -> None:
 
 def note_reduction(unit: Unit) -> None:
     """The backward that runs reduces gradients of the unit, in compiled code."""
-    running(unit).reduced_in = compat.backward_task()
+    running(unit).reduced_in = autograd.backward_task()

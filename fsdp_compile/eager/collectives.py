@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _torch_compat as compat
+from .._torch_compat import process_groups
 from ..core.settings import Comms
 from ..passes.collectives import c10d, gloo_all_gather
 
@@ -47,7 +47,7 @@ class Caller:
         if self._comms.all_gather is not None:
             custom = self._comms.all_gather
             flat = custom.allocate((math.prod(size),), dtype=packed.dtype, device=packed.device)
-            self._work = custom(flat, packed.reshape(-1), compat.process_group(group), True)
+            self._work = custom(flat, packed.reshape(-1), process_groups.process_group(group), True)
             return flat.view(size)
         if self._out is not None:
             out = self._out.view(packed.dtype).view(size)  # eight-bit floats travel as bytes
@@ -62,7 +62,7 @@ class Caller:
         custom = self._comms.reduce_scatter
         size = [packed.shape[0] // num_ranks, *packed.shape[1:]]
         output = custom.allocate((math.prod(size),), dtype=packed.dtype, device=packed.device)
-        self._work = custom(output, packed.reshape(-1), compat.process_group(group), _REDUCE_OPS[op], True)
+        self._work = custom(output, packed.reshape(-1), process_groups.process_group(group), _REDUCE_OPS[op], True)
         return output.view(size)
 
     def _wait(self, launched: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .. import _torch_compat as compat
+from .._torch_compat import dtensors, subclasses
 from ..core.extension import releases_what_arrived, without_padding
 from ..core.param import ShardedParam
 from ..core.settings import Comms
@@ -44,7 +44,7 @@ class Extension:
 
     def ask(self) -> None:
         """Have the subclass say what to send."""
-        local = compat.local_tensor(self._shard)
+        local = dtensors.local_tensor(self._shard)
         if local.device != self._device:  # an offloaded shard: what is sent must be where the process group is
             local = local.to(self._device, non_blocking=True)
         sent, specs, self._metadata = self._protocol.before(local, self._spec)
@@ -66,7 +66,7 @@ class Extension:
         """The full parameter that the subclass makes of what was gathered."""
         arrived = [lower.finish_gather(call, launched, [spec])[0] for launched, spec, call in self._in_flight]
         self._in_flight = []
-        local, is_first = compat.local_tensor(self._shard), not self._kept
+        local, is_first = dtensors.local_tensor(self._shard), not self._kept
         if is_first:
             # With one rank what arrives is what was sent, which may be the shard itself.
             self._kept = [one.clone() for one in arrived] if self._spec.num_shards == 1 else arrived
@@ -101,7 +101,7 @@ class Extension:
     def addresses(self) -> set[int]:
         """Where the storages of the full parameter are; a subclass has none but those of its inner tensors."""
         tensors = [one for one in (self._full, *self._kept, *self._inner) if one is not None]
-        return compat.addresses_in(*tensors)
+        return subclasses.addresses_in(*tensors)
 
     def _grow(self) -> None:
         for tensor, num_bytes in self._num_bytes:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import _torch_compat as compat
+from .._torch_compat import autograd, dynamo
 from ..core.containers import tensors_in
 from ..core.param import BY_MARKER, READS, ShardedParam
 from ..core.unit import Unit
@@ -43,7 +43,7 @@ def begin_forward(
 ) -> tuple[Call, Any, Any]:
     """Gather for an eager forward; the call that its reads go to, and the inputs to call the module with."""
     run = running(unit)
-    if compat.backward_task() is not None:  # recomputed for backward
+    if autograd.backward_task() is not None:  # recomputed for backward
         call = _call_in_backward(run) or Call(run, run.current())
         run.calls.append(call)
         clean_up_at_end(unit)
@@ -65,7 +65,7 @@ def begin_forward(
             abandon_forward(unit, call)
             raise
         some_frozen = any(not shard.requires_grad for shard in call.gathered.shards)
-        if some_frozen and torch.is_grad_enabled() and not compat.in_functorch():
+        if some_frozen and torch.is_grad_enabled() and not autograd.in_functorch():
             args, kwargs = end_at_inputs(call, args, kwargs)
     iteration.depth += 1
     run.calls.append(call)
@@ -99,8 +99,8 @@ def abandon_forward(unit: Unit, call: Call) -> None:
     run, iteration = call.run, call.run.iteration
     if call in run.calls:
         run.calls.remove(call)
-        iteration.depth -= compat.backward_task() is None
-    if compat.backward_task() is None:
+        iteration.depth -= autograd.backward_task() is None
+    if autograd.backward_task() is None:
         call.forget_reads()
         run.pass_call = None
         if not run.calls:
@@ -116,12 +116,12 @@ def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
     """Free or keep what the unit gathered, and be told when backward reaches it."""
     run, iteration = call.run, call.run.iteration
     run.calls.remove(call)
-    if compat.backward_task() is not None:
+    if autograd.backward_task() is not None:
         call.forget_reads()
         return output  # its end frees
     iteration.depth -= 1
     tensors = tensors_in(output)
-    recorded = torch.is_grad_enabled() and not compat.in_functorch()
+    recorded = torch.is_grad_enabled() and not autograd.in_functorch()
     outputs = [tensor for tensor in tensors if tensor.requires_grad] if recorded else []
     if call.gathered.is_full:
         iteration.touched.setdefault(run)
@@ -147,7 +147,7 @@ def _end_pass(call: Call, awaits_backward: bool) -> None:
     call.forget_reads()
     if awaits_backward and call.was_read:
         run.iteration.awaits_backward(call)
-    if run.calls or not call.gathered.is_full or compat.in_functorch():
+    if run.calls or not call.gathered.is_full or autograd.in_functorch():
         return  # a transform may have a backward of its own, which tells nobody: the next forward frees
     run.held_call = None
     if awaits_backward and unit.post_forward is not None:
@@ -174,7 +174,7 @@ def _before_backward(call: Call, grad: Tensor) -> None:
         enter_backward(call)
 
 
-compat.leave_all_to_python(_before_backward)
+dynamo.leave_all_to_python(_before_backward)
 
 
 def eager_read(module: nn.Module, name: str, param: Any) -> Any:
@@ -200,5 +200,5 @@ def eager_read(module: nn.Module, name: str, param: Any) -> Any:
 
 def _call_in_backward(run: Running) -> Call | None:
     """The forward call that the running backward has reached, if it has reached this unit."""
-    task = compat.backward_task()
+    task = autograd.backward_task()
     return run.backward_call if task is not None and task == run.backward_task else None

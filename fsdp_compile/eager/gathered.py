@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .. import _torch_compat as compat
+from .._torch_compat import autograd, dtensors, subclasses
 from ..core.extension import has_extension
 from ..core.param import ShardedParam
 from ..core.spec import spec_of
@@ -41,7 +41,7 @@ class Gathered:
         for param, shard in zip(self.params, self.shards):
             require_data(param.fqn, shard)
             if unit.offload:
-                require_on_cpu(param.fqn, compat.local_tensor(shard))
+                require_on_cpu(param.fqn, dtensors.local_tensor(shard))
         # Here shards are copied to the device before they are packed, and gradients from it when shards get them.
         self.specs: list[ParamSpec] = [spec_of(unit, param).on_device() for param in self.params]
         self._extensions = {
@@ -80,7 +80,7 @@ class Gathered:
 
     def _current_versions(self) -> list[int]:
         # A write to the DTensor counts there, a write to its local tensor here.
-        tensors = [tensor for shard in self.shards for tensor in (shard, compat.local_tensor(shard))]
+        tensors = [tensor for shard in self.shards for tensor in (shard, dtensors.local_tensor(shard))]
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
     def spec_for(self, index: int, grad: Tensor) -> ParamSpec:
@@ -92,7 +92,7 @@ class Gathered:
         return dataclasses.replace(spec, reduce_dtype=travels, grad_dtype=grad.dtype)
 
     def asks_for_any_dtype(self, index: int) -> bool:
-        return compat.get_grad_dtype(self.shards[index]) is None and self.specs[index].dtype.is_floating_point
+        return autograd.get_grad_dtype(self.shards[index]) is None and self.specs[index].dtype.is_floating_point
 
     def launch(self) -> None:
         """Start the all-gathers, unless they have been started or are done."""
@@ -109,7 +109,7 @@ class Gathered:
 
     def _launch(self, in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]]) -> None:
         # A later read may be recorded, and another one may not be inside a transform of torch.func.
-        with torch.inference_mode(False), torch.no_grad(), compat.without_functorch():
+        with torch.inference_mode(False), torch.no_grad(), autograd.without_functorch():
             for extension in self._extensions.values():
                 extension.ask()  # first: one that raises, on this rank alone, leaves nothing that others do not join
             sources, specs = self._sources()
@@ -128,7 +128,7 @@ class Gathered:
         self.launch()
         if self._in_flight is not None:
             try:
-                with torch.inference_mode(False), torch.no_grad(), compat.without_functorch():
+                with torch.inference_mode(False), torch.no_grad(), autograd.without_functorch():
                     self._land(self._in_flight)
             except BaseException:
                 self._drop()
@@ -150,7 +150,7 @@ class Gathered:
     def _drop(self) -> None:
         """Wait for what is in flight, and have nothing of it: as if it had not been launched."""
         in_flight, self._in_flight = self._in_flight or [], None
-        with torch.inference_mode(False), torch.no_grad(), compat.without_functorch():
+        with torch.inference_mode(False), torch.no_grad(), autograd.without_functorch():
             for _, specs, launched, call in in_flight:
                 lower.finish_gather(call, launched, specs)
             for extension in self._extensions.values():
@@ -160,8 +160,9 @@ class Gathered:
     def _give_back(self) -> None:
         if self.unit.settings.keep_storage:
             return
-        plain = [compat.local_tensor(shard) for index, shard in enumerate(self.shards) if index not in self._extensions]
-        shards = compat.addresses_in(*plain)
+        local_tensors = map(dtensors.local_tensor, self.shards)
+        plain = [local for index, local in enumerate(local_tensors) if index not in self._extensions]
+        shards = subclasses.addresses_in(*plain)
         for extension in self._extensions.values():
             extension.free()
         for index, full in enumerate(self.fulls or ()):
@@ -175,7 +176,7 @@ class Gathered:
         """Copy those of ``grads`` that share memory with a parameter, as a user's autograd function may give them."""
         addresses = self._addresses()
         for index, grad in grads.items():
-            if addresses & compat.addresses_in(grad):
+            if addresses & subclasses.addresses_in(grad):
                 grads[index] = grad.clone()
 
     def free_but_a_slice(self) -> None:
@@ -194,7 +195,7 @@ class Gathered:
         """Leave storages that ``tensors``, outputs of a module, share to the user; the next gather gets new ones."""
         if self.fulls is None:
             return
-        if compat.addresses_in(*tensors) & self._addresses():
+        if subclasses.addresses_in(*tensors) & self._addresses():
             # Tensors that autograd saved keep the storages that they alias; only our names for them go.
             self.fulls, self.is_full = None, False
             for extension in self._extensions.values():
@@ -203,14 +204,15 @@ class Gathered:
     def _addresses(self) -> set[int]:
         """Where the storages of the full parameters are."""
         plain = [full for index, full in enumerate(self.fulls or ()) if index not in self._extensions]
-        return compat.addresses_in(*plain).union(*(extension.addresses() for extension in self._extensions.values()))
+        of_extensions = [extension.addresses() for extension in self._extensions.values()]
+        return subclasses.addresses_in(*plain).union(*of_extensions)
 
     def _sources(self) -> tuple[list[Tensor], list[ParamSpec]]:
         """What this rank contributes to the gather."""
         if self._slices is not None:
             return self._slices, self._slice_specs()
         device = self.unit.mesh.device
-        shards = [compat.local_tensor(shard).detach() for shard in self.shards]
+        shards = [dtensors.local_tensor(shard).detach() for shard in self.shards]
         shards = [shard if shard.device == device else shard.to(device, non_blocking=True) for shard in shards]
         return shards, self.specs
 

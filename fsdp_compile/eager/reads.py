@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .. import _torch_compat as compat
+from .._torch_compat import autograd, dynamo
 from ..core.containers import map_tensors, tensors_in
 from . import backward
 from .running import Call, Recording
@@ -32,7 +32,7 @@ def read(call: Call, fqn: str) -> Any:
         return None
     shard = call.gathered.shards[index]
     # Parameters are constants to torch.func.
-    recorded = shard.requires_grad and torch.is_grad_enabled() and not compat.in_functorch()
+    recorded = shard.requires_grad and torch.is_grad_enabled() and not autograd.in_functorch()
     if (index, recorded) not in call.tensors:
         full = _recorded(call, index, shard) if recorded else fulls[index]
         call.tensors[index, recorded] = call.gathered.params[index].as_read(full)
@@ -53,7 +53,7 @@ def _leaf(shard: DTensor) -> Tensor:
     A shard with post-accumulate hooks has a leaf in its place: autograd would run them although no gradient comes to
     it, and the reduction runs them when there is one.
     """
-    return shard.detach().requires_grad_() if compat.has_post_accumulate_grad_hooks(shard) else shard
+    return shard.detach().requires_grad_() if autograd.has_post_accumulate_grad_hooks(shard) else shard
 
 
 class _Read(torch.autograd.Function):
@@ -63,7 +63,7 @@ class _Read(torch.autograd.Function):
     def forward(ctx: Any, recording: Recording, index: int, shard: DTensor) -> Tensor:
         ctx.recording, ctx.index = recording, index
         ctx.set_materialize_grads(False)
-        compat.take_gradients_as_produced(ctx)
+        autograd.take_gradients_as_produced(ctx)
         recording.read.add(index)
         return recording.call.gathered.wait()[index].detach()
 
@@ -88,7 +88,7 @@ class _Inputs(torch.autograd.Function):
         return (None, *grads)
 
 
-compat.leave_all_to_python(_Read.backward, _Inputs.backward)
+dynamo.leave_all_to_python(_Read.backward, _Inputs.backward)
 
 
 def end_at_inputs(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:

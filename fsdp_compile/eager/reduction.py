@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _torch_compat as compat
+from .._torch_compat import autograd
 from ..core.grads import brought_to, give, through_hooks, wait_for_offloaded
 from ..core.unit import Unit
 from ..passes import ParamSpec, lower
@@ -115,7 +115,7 @@ class Reduction:
         """Wait, and give the shards their gradients."""
         for index, local in self.finish().items():
             shard = self.gathered.shards[index]
-            if compat.tensor_hooks(shard):
+            if autograd.tensor_hooks(shard):
                 local = brought_to(shard, local, read_at_once=True)
                 local = through_hooks(self.gathered.params[index].fqn, shard, local)
             give(shard, local)

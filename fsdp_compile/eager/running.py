@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import _torch_compat as compat
+from .._torch_compat import autograd
 from ..core.hooks import LateHooks
 from ..core.unit import Unit
 from .gathered import Gathered
@@ -197,7 +197,7 @@ class Iteration:
 
     def in_stale_backward(self) -> bool:
         """Whether a backward began that neither ended nor runs: it raised."""
-        return bool(self.tasks) and compat.backward_task() is None
+        return bool(self.tasks) and autograd.backward_task() is None
 
 
 def recover(root: Unit) -> None:

@@ -17,12 +17,12 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from .. import _torch_compat as compat
+from .._torch_compat import autograd
 from ..core.unit import Unit
 
 
 def span(stage: str, unit: Unit) -> AbstractContextManager[object]:
     """A range in a profile; next to nothing while no profiler runs."""
-    if not compat.profiler_runs():
+    if not autograd.profiler_runs():
         return contextlib.nullcontext()
     return torch.profiler.record_function(f"FSDP::{stage} ({unit.name})")

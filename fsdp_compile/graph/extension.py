@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _torch_compat as compat
+from .._torch_compat import subclasses
 from ..core.extension import without_padding
 from ..core.param import ReadSpec
 from ..core.shared import shared
@@ -56,7 +56,7 @@ class _Gather(torch.autograd.Function):
         sent, parts, metadata = protocol.before(shard, spec)
         gathered = [markers.unshard(tensor, **part.kwargs()) for tensor, part in zip(sent, parts)]
         made, _ = protocol.after(shard, gathered, metadata, spec)
-        return compat.map_inner(markers.made_of_parts, without_padding(made, spec))
+        return subclasses.map_inner(markers.made_of_parts, without_padding(made, spec))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .. import _torch_compat as compat
+from .._torch_compat import inductor
 from ..passes import PassManager, ScheduleInPlannedOrder, source_hash
 from ..passes._torch_compat import CustomGraphPass
 
@@ -19,18 +19,18 @@ def install_passes() -> None:
     Called by the first ``fully_shard``. Call it again after setting ``post_grad_custom_pre_pass``, or another of these
     settings, yourself: the pass that was set last replaces the others.
     """
-    theirs = compat.get_post_grad_pass()
+    theirs = inductor.get_post_grad_pass()
     if not _has_ours(theirs):
-        compat.set_post_grad_pass(manager if theirs is None else ComposedPass(_as_tuple(theirs), manager))
-    joint = compat.get_joint_pass()
+        inductor.set_post_grad_pass(manager if theirs is None else ComposedPass(_as_tuple(theirs), manager))
+    joint = inductor.get_joint_pass()
     if not isinstance(joint, JointPass):
-        compat.set_joint_pass(JointPass(joint))
-    scheduler_passes = compat.get_scheduler_passes()
+        inductor.set_joint_pass(JointPass(joint))
+    scheduler_passes = inductor.get_scheduler_passes(ScheduleInPlannedOrder)
     if not any(isinstance(one_pass, ScheduleInPlannedOrder) for one_pass in scheduler_passes):
-        compat.set_scheduler_passes([*scheduler_passes, ScheduleInPlannedOrder(source_hash())])
+        inductor.set_scheduler_passes([*scheduler_passes, ScheduleInPlannedOrder(source_hash())])
 
 
-class ComposedPass(compat.InferenceAwareGraphPass):  # type: ignore[misc]
+class ComposedPass(inductor.InferenceAwareGraphPass):  # type: ignore[misc]
     """The user's passes, then ours."""
 
     def __init__(self, theirs: tuple[Any, ...], ours: PassManager) -> None:
@@ -39,7 +39,7 @@ class ComposedPass(compat.InferenceAwareGraphPass):  # type: ignore[misc]
 
     def __call__(self, graph: torch.fx.Graph, is_inference: bool = False) -> None:
         for one_pass in self.theirs:
-            compat.call_graph_pass(one_pass, graph, is_inference)
+            inductor.call_graph_pass(one_pass, graph, is_inference)
         self.ours(graph)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ComposedPass:

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .. import _torch_compat as compat
-from .._torch_compat import uses_compiled_autograd
+from .._torch_compat import dtensors, dynamo
+from .._torch_compat.autograd import uses_compiled_autograd
 from ..core.accumulation import Mode
 from ..core.param import BY_MARKER as BY_MARKER  # for the generated code
 from ..core.param import Mark, ReadSpec, beside
@@ -43,8 +43,8 @@ def _shard_and_backward(param: Any, sink: Sink, mode: Mode) -> tuple[Any, Any, A
     if isinstance(param, tuple):
         takes, shard, edge = param
     else:
-        takes, shard = "both" if param.requires_grad else "local", compat.local_tensor(param)
-        edge = sink.edge if param is sink.param.shard and not compat.traces_backward() else None
+        takes, shard = "both" if param.requires_grad else "local", dtensors.local_tensor(param)
+        edge = sink.edge if param is sink.param.shard and not dynamo.traces_backward() else None
     if takes == "local":
         return shard, None, None, "reduce"
     ticket = sink.ticket if mode == "resume" or mode == "resume_over_shards" else None
@@ -126,7 +126,7 @@ def getter(name: str, spec: ReadSpec, eager_read: Callable[..., Any]) -> propert
     if spec.read_as is not None:
         marked = "" if spec.extension is not None else f", {arguments}"
         read, wrap, arguments = "traced_dtensor_read", wrapper(spec.read_as), f"gather, wrap, mesh{marked}"
-        mesh = spec.read_as.mesh if compat.MESH_IS_GRAPH_INPUT else None
+        mesh = spec.read_as.mesh if dtensors.MESH_IS_GRAPH_INPUT else None
     code = GETTER.format(name=name, fqn=spec.fqn, read=read, arguments=arguments, **places)
     namespace: dict[str, Any] = {}
     exec(code, globals(), namespace)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .. import _torch_compat as compat
+from .._torch_compat import autograd, dtensors, dynamo
 from ..core import grads
 from ..core.accumulation import Mode
 from ..core.hooks import LateHooks
@@ -101,7 +101,7 @@ def follow_mode(unit: Unit) -> None:
         param.put_beside("sink", param.sink)
 
 
-compat.leave_all_to_python(follow_mode)
+dynamo.leave_all_to_python(follow_mode)
 
 
 def follow_shards(unit: Unit) -> None:
@@ -191,25 +191,25 @@ class _Edges(torch.autograd.Function):
     def backward(ctx: Any, *local_grads: Tensor | None) -> tuple[DTensor | None, ...]:
         through_autograd: list[DTensor | None] = [None]  # that of the likes
         late = LateHooks()
-        with compat.quick_attributes():
+        with autograd.quick_attributes():
             for shard, leaf, grad in zip(ctx.shards, ctx.leaves, local_grads, strict=True):
                 through_autograd.append(None)
                 if grad is None:
-                    if any(compat.hooks_of(shard)):
+                    if any(autograd.hooks_of(shard)):
                         late.hold_back_all(shard)
                     continue
                 if not shard.requires_grad:
                     continue
-                if compat.has_post_accumulate_grad_hooks(shard) or grads.is_watched(shard, leaf):
-                    through_autograd[-1] = compat.dtensor_like(shard, grad)
+                if autograd.has_post_accumulate_grad_hooks(shard) or grads.is_watched(shard, leaf):
+                    through_autograd[-1] = dtensors.dtensor_like(shard, grad)
                 else:
                     grads.give(shard, grad)
-        if late.are_waiting and not compat.in_compiled_autograd():
-            compat.at_end_of_backward(late.release)
+        if late.are_waiting and not autograd.in_compiled_autograd():
+            autograd.at_end_of_backward(late.release)
         return tuple(through_autograd)
 
 
-compat.leave_all_to_python(_Edges.backward)
+dynamo.leave_all_to_python(_Edges.backward)
 
 
 # --- leaves and tickets -----------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def _giver(param: ShardedParam) -> Hook:
             return False
         # ``from_local`` would bring an offloaded gradient to the mesh's device.
         offloaded = param.shard.device.type != param.mesh.device.type
-        return offloaded or compat.has_post_accumulate_grad_hooks(param.shard)
+        return offloaded or autograd.has_post_accumulate_grad_hooks(param.shard)
 
     @torch.compiler.disable(reason=f"the hooks of {param.fqn} run when it has its gradient")
     def give(local: Tensor) -> None:
@@ -256,7 +256,7 @@ def _giver(param: ShardedParam) -> Hook:
         else:
             grads.give_traced(owner().shard, local)  # type: ignore[union-attr, arg-type]
 
-    compat.leave_all_to_python(take)
+    dynamo.leave_all_to_python(take)
     return take
 
 
@@ -275,7 +275,7 @@ def _holder(unit: Unit, fqn: str, partial: bool) -> Hook:
                 waiting[fqn].add_(grad)
             else:
                 waiting[fqn] = grad.contiguous()
-        if compat.in_compiled_autograd():
+        if autograd.in_compiled_autograd():
             unit.ends.now(unit)
         else:
             unit.ends.at_end(unit)
@@ -311,6 +311,6 @@ def _held_back(unit: Unit, fqn: str) -> Tensor | None:
     # changes his mind in between does so again.
     if not accumulation.decides_in_backward:
         accumulation.decides_in_backward = True
-        if not compat.in_compiled_autograd():
-            compat.at_end_of_backward(functools.partial(follow_mode, unit))
+        if not autograd.in_compiled_autograd():
+            autograd.at_end_of_backward(functools.partial(follow_mode, unit))
     return None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from typing import Any, Literal
 
-from .. import _torch_compat as compat
+from .._torch_compat import autograd, dynamo
 from ..core.accumulation import Mode
 from ..core.captures import refuse_traced
 from ..core.param import ShardedParam, Slot
@@ -23,7 +23,7 @@ from ..core.unit import Unit
 Taken = Literal["local", "edge", "both"] | None  # None: what is registered, for it is not the shard that we know
 
 
-class Watch(compat.OpaqueBase):  # type: ignore[misc]
+class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
     """What a unit's compiled reads ask before they take anything of a shard; Dynamo asks it again at each call."""
 
     def __init__(self, unit: Unit) -> None:
@@ -35,7 +35,7 @@ class Watch(compat.OpaqueBase):  # type: ignore[misc]
         if unit is None:
             return []
         accumulation = unit.accumulation
-        with compat.quick_attributes():
+        with autograd.quick_attributes():
             seen: list[Any] = [_taken(param, slot) for param in unit.params for slot in param.slots]
             seen += [param.apart.names for param in unit.params if param.apart is not None]
         return [*seen, accumulation.mode_of(False), accumulation.mode_of(True)]
@@ -44,9 +44,9 @@ class Watch(compat.OpaqueBase):  # type: ignore[misc]
         """What graphs take of a parameter; None where the user put something else in its place, or into it."""
         unit, param = self._of(fqn)
         refuse_traced(fqn, unit.mode_of(param))
-        if compat.traces_backward():
+        if dynamo.traces_backward():
             return None  # gradients must reach leaves of the graph: the DTensor itself, and not its edge
-        if any(compat.changed_while_traced(slot.module._parameters) for slot in param.slots):
+        if any(dynamo.changed_while_traced(slot.module._parameters) for slot in param.slots):
             return None  # by torch.func.functional_call inside what is compiled
         taken = [_taken(param, slot) for slot in param.slots]
         if None in taken:
@@ -74,10 +74,10 @@ class Watch(compat.OpaqueBase):  # type: ignore[misc]
 
         A rank that does not take the branch would not gather, and the ranks that do would wait for it.
         """
-        return compat.begin_in_front()
+        return dynamo.begin_in_front()
 
     def end_in_front(self) -> None:
-        compat.end_in_front()
+        dynamo.end_in_front()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
         return self  # Dynamo of torch 2.11 keeps a copy
@@ -92,6 +92,6 @@ def _taken(param: ShardedParam, slot: Slot) -> Taken:
     return param.sink.takes
 
 
-compat.register_opaque(
+dynamo.register_opaque(
     Watch, guard=Watch.seen, constant_methods=("takes", "mode", "names", "begin_in_front", "end_in_front")
 )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _torch_compat as compat
+from .._torch_compat import dynamo
 from ..core.unit import original_class
 from ..eager import forward as eager
 
@@ -63,13 +63,13 @@ def explain_breaks(model: nn.Module, *args: Any, **kwargs: Any) -> BreakReport:
     Every rank calls it, since the forward communicates; like any forward, it moves running statistics. What was
     compiled of the model before is forgotten, and compiles again when it next runs.
     """
-    if isinstance(model, compat.OptimizedModule):
+    if isinstance(model, dynamo.OptimizedModule):
         model = model._orig_mod
     if not isinstance(model, nn.Module):
         raise TypeError(f"explain_breaks takes the model and its inputs, but got {type(model).__name__} as the model.")
     report = BreakReport()
     classes = {type(module) for module in model.modules()}
-    compat.forget_compiled(classes)
+    dynamo.forget_compiled(classes)
     names = {module: _name(path, module) for path, module in model.named_modules()}
 
     def on_break(stack: Any, reason: str) -> None:
@@ -91,9 +91,9 @@ def explain_breaks(model: nn.Module, *args: Any, **kwargs: Any) -> BreakReport:
         report.num_graphs += 1
         return graph.forward
 
-    with compat.graph_breaks(on_break), _eager_reads(on_read):
+    with dynamo.graph_breaks(on_break), _eager_reads(on_read):
         torch.compile(model, backend=count)(*args, **kwargs)
-    compat.forget_compiled(classes)
+    dynamo.forget_compiled(classes)
     return report
 
 

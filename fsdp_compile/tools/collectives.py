@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import _torch_compat as compat
+from .._torch_compat import inductor
 from ..passes import Plan
 from ..passes.collectives import is_launch
 from ..passes.copies import to_device, to_host
@@ -71,4 +71,4 @@ def collectives_of(graph: fx.Graph, plan: Plan) -> list[Collective]:
 
 def num_bytes_of(value: Any) -> int:
     assert isinstance(value, torch.Tensor)
-    return math.prod(map(compat.size_hint, value.shape)) * value.dtype.itemsize
+    return math.prod(map(inductor.size_hint, value.shape)) * value.dtype.itemsize

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import _torch_compat as compat
+from .._torch_compat import inductor, process_groups
 from ..passes import GraphRecord
 from ..passes.insert import ROLE
 from ..passes.provenance import find_reduces, find_unshards
@@ -88,7 +88,7 @@ def runnable_code(record: GraphRecord, step: int) -> str:
             groups=_groups(record.snapshots[0], graph),
         ),
         *_constants(graph, "\n".join(body)),
-        "\n\n" + compat.FAKE_GROUPS_SOURCE.rstrip(),
+        "\n\n" + process_groups.FAKE_GROUPS_SOURCE.rstrip(),
         "\n\n\ndef forward(\n",
         *[f"    {node.name},{comments[node.name]}\n" for node in inputs],
         "):\n",
@@ -149,7 +149,7 @@ def _describe(value: Any) -> Iterator[str]:
         yield format_bytes(num_bytes_of(value))
     elif isinstance(value, (torch.SymInt, torch.SymFloat)):
         yield (
-            f"symbolic {value}, {compat.size_hint(value)} when compiled"
+            f"symbolic {value}, {inductor.size_hint(value)} when compiled"
             if isinstance(value, torch.SymInt)
             else str(value)
         )
@@ -218,7 +218,7 @@ def _constants(graph: fx.Graph, body: str) -> Iterator[str]:
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and re.fullmatch(r"\w+", str(value)):
-            symbols[str(value)] = compat.size_hint(value)
+            symbols[str(value)] = inductor.size_hint(value)
     for name, number in symbols.items():
         if re.search(rf"\b{name}\b", body):
             yield f"{name} = {number}  # a symbolic size; the value seen when it was compiled\n"
@@ -238,10 +238,10 @@ def _owned(graph: fx.Graph, node: fx.Node) -> str:
 def _input(value: Any) -> str:
     """An expression for a value like the recorded one."""
     if isinstance(value, torch.Tensor):
-        size, stride = [[compat.size_hint(n) for n in numbers] for numbers in (value.shape, value.stride())]
+        size, stride = [[inductor.size_hint(n) for n in numbers] for numbers in (value.shape, value.stride())]
         return f"tensor({size}, {stride}, {value.dtype}, {str(value.device)!r})"
     if isinstance(value, torch.SymInt):
-        return f"{compat.size_hint(value)}"
+        return f"{inductor.size_hint(value)}"
     if isinstance(value, torch.SymFloat):
         return "0.5"
     return repr(value) if isinstance(value, (bool, int, float, str)) else "None"

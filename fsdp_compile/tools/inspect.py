@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch import nn
 
-from .. import _torch_compat as compat
+from .._torch_compat import dynamo, inductor
 from ..core.unit import original_class
 from ..graph.install import manager
 from ..passes import GraphRecord, Plan
@@ -41,16 +41,16 @@ def inspect(model: nn.Module) -> Iterator[Report]:
         )
     classes = {type(module) for module in model.modules() if original_class(module) is not type(module)}
     report = Report(_name(model), num_sharded_classes=len(classes))
-    report.num_forgotten = compat.forget_compiled(classes)
-    num_graphs_before = compat.num_dynamo_graphs()
+    report.num_forgotten = dynamo.forget_compiled(classes)
+    num_graphs_before = dynamo.num_dynamo_graphs()
     observe = report.records.append
     manager.observers.append(observe)
     try:
-        with compat.no_compile_caches():
+        with inductor.no_compile_caches():
             yield report
     finally:
         manager.observers.remove(observe)
-        report.num_dynamo_graphs = compat.num_dynamo_graphs() - num_graphs_before
+        report.num_dynamo_graphs = dynamo.num_dynamo_graphs() - num_graphs_before
 
 
 class Report:
@@ -177,4 +177,4 @@ class Report:
 
 
 def _name(model: nn.Module) -> str:
-    return original_class(model._orig_mod if isinstance(model, compat.OptimizedModule) else model).__name__
+    return original_class(model._orig_mod if isinstance(model, dynamo.OptimizedModule) else model).__name__

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import _torch_compat as compat
+from .._torch_compat import autograd, dynamo
 from ..api.accumulate import set_all_reduce, set_sync
 from ..api.classes import parts_of
 from ..core.containers import map_tensors
@@ -90,7 +90,7 @@ def check_parity(
     the tensors, hooks behind a gradient's arrival (an optimizer in backward) do not run, and gradients are compared
     reduced, with synchronization off too. Hooks of forwards, and tensor hooks, run as in any step.
     """
-    model = model._orig_mod if isinstance(model, compat.OptimizedModule) else model
+    model = model._orig_mod if isinstance(model, dynamo.OptimizedModule) else model
     if not isinstance(model, nn.Module):
         raise TypeError(f"check_parity takes the model and its inputs, but got {type(model).__name__} as the model.")
     if not units_in(model):
@@ -123,7 +123,7 @@ def _arguments(inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[An
 
 def _require_between_steps(model: nn.Module) -> None:
     for unit in units_in(model):
-        if compat.backward_task() is not None or running(unit).runs_forward:
+        if autograd.backward_task() is not None or running(unit).runs_forward:
             raise RuntimeError(f"{unit.name}: check_parity was called inside a forward or a backward. Call it outside.")
         if running(unit).iteration.pending_handle is not None:
             raise RuntimeError(
@@ -152,7 +152,7 @@ def _trial(model: nn.Module) -> Iterator[None]:
             set_all_reduce(unit, True)
         for param in params:
             param.grad = None
-        with compat.without_post_accumulate_grad_hooks(params), torch.enable_grad():
+        with autograd.without_post_accumulate_grad_hooks(params), torch.enable_grad():
             yield
     finally:
         try:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.worker import plain_name
-from fsdp_compile import _torch_compat as compat
+from fsdp_compile._torch_compat import dtensors, dynamo
 from fsdp_compile.eager import forward as eager
 
 _BACKWARD = "autograd::engine::evaluate_function"
@@ -152,7 +152,7 @@ class Meter:
 
     def result(self) -> dict[str, Any]:
         return {
-            "num_graphs": compat.num_dynamo_graphs(),
+            "num_graphs": dynamo.num_dynamo_graphs(),
             "num_backwards": self.wire.num_backwards,
             "forward": dict(self.wire.forward),
             "backward": dict(self.wire.backward),
@@ -168,8 +168,8 @@ class Meter:
 def part_of(whole: Tensor, placements: Iterable[Any], mesh: DeviceMesh) -> Tensor:
     """This rank's part of a whole tensor, without communication; strided placements cut what the others left."""
     dims = list(enumerate(placements))
-    for dim, placement in sorted(dims, key=lambda one: isinstance(one[1], compat.StridedShard)):
-        if isinstance(placement, (Shard, compat.StridedShard)):
+    for dim, placement in sorted(dims, key=lambda one: isinstance(one[1], dtensors.StridedShard)):
+        if isinstance(placement, (Shard, dtensors.StridedShard)):
             chunks = torch.chunk(whole, mesh.size(dim), placement.dim)
             place = mesh.get_local_rank(dim)
             whole = chunks[place] if place < len(chunks) else chunks[0].narrow(placement.dim, 0, 0)

@@ -15,13 +15,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from . import _torch_compat as compat
-from ._demo_progress import following
-from ._launch import Workers
-from .demo import FSDP2, FSDP2_BLOCKS, OURS, UNSHARDED, Settings, has_gpus_for
+from .._launch import Workers
+from .._torch_compat import inductor
+from .progress import following
+from .training import FSDP2, FSDP2_BLOCKS, OURS, UNSHARDED, Settings, has_gpus_for
 
 TOLERANCE = 5e-4  # largest difference of a step's mean loss from the unsharded model's; about 2e-5 is rounding
-WORK = "fsdp_compile.demo:work"
+WORK = "fsdp_compile.demo.training:work"
 SILENCE_S = 400.0  # compiling is the longest that workers say nothing; gloo gives up on a lost peer after 300
 _VARIANTS = (UNSHARDED, FSDP2, FSDP2_BLOCKS, OURS)
 _NONE = "-"
@@ -53,7 +53,7 @@ def missing_tools(settings: Settings) -> str | None:
     """What this machine lacks for the demo, what to install and what runs without it; None if it lacks nothing."""
     if settings.backend != "inductor":
         return None
-    missing = compat.missing_compiler("cuda" if has_gpus_for(settings) else "cpu")
+    missing = inductor.missing_compiler("cuda" if has_gpus_for(settings) else "cpu")
     if missing is None:
         return None
     return (

@@ -6,7 +6,7 @@
     fsdp_compile               fsdp_compile.fully_shard and one torch.compile(model, fullgraph=True)
 
 All four take their steps in turn, so that a busy machine slows them alike. This module is what the workers run; the
-parent's half, processes and tables, is ``_demo_report``.
+parent's half, processes and tables, is ``report``.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ._launch import Send
-from .passes import GraphRecord
-from .tools.inspect import Report
-from .tools.memory import PeakMeter
+from .._launch import Send
+from ..api.fully_shard import fully_shard
+from ..graph.install import manager
+from ..passes import GraphRecord
+from ..tools.inspect import Report
+from ..tools.memory import PeakMeter
 
 UNSHARDED = "unsharded"
 FSDP2 = "FSDP2, eager"
@@ -195,8 +197,6 @@ def shard_with_fsdp2(model: Transformer, mesh: DeviceMesh, compile_backend: str 
 
 
 def shard_with_ours(model: Transformer, mesh: DeviceMesh) -> Transformer:
-    from . import fully_shard
-
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -239,8 +239,6 @@ _AFTER_PASSES = {
 
 def train_ours(run: Run, num_steps: int, report: Callable[[str], None]) -> Captured:
     """The first steps of our variant, in which it compiles."""
-    from .graph import install
-
     counters = torch._dynamo.utils.counters
     counters.clear()
     records: list[GraphRecord] = []
@@ -250,11 +248,11 @@ def train_ours(run: Run, num_steps: int, report: Callable[[str], None]) -> Captu
         report(f"{run.name}: {_AFTER_PASSES[record.stage]}")
 
     report(f"{run.name}: trace the model")
-    install.manager.observers.append(observe)
+    manager.observers.append(observe)
     try:
         run.train(num_steps, timed=False)
     finally:
-        install.manager.observers.remove(observe)
+        manager.observers.remove(observe)
     return Captured(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), records)
 
 

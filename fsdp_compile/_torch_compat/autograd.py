@@ -1,0 +1,152 @@
+"""Autograd: backwards that run, hooks, the dtypes of gradients, transforms and compiled autograd."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+def backward_task() -> int | None:
+    """Number of the backward that runs on this thread, None without one; a nested one has its own.
+
+    ``_current_graph_task_id``: 2.11 to 2.15.
+    """
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task
+
+
+def restore_grad_dtype(param: torch.Tensor, grad_dtype: torch.dtype | None) -> None:
+    """Ask for gradients of ``grad_dtype`` again, after ``param`` was replaced; None asks for them as they come."""
+    if getattr(param, "grad_dtype", grad_dtype) == grad_dtype:
+        return
+    grad, param.grad = param.grad, None  # module.to() has converted it, and torch refuses one of another dtype
+    param.grad_dtype = grad_dtype  # type: ignore[attr-defined]
+    if grad is not None:
+        param.grad = grad if grad_dtype is None else grad.to(grad_dtype)
+
+
+def in_functorch() -> bool:
+    """Whether a transform of ``torch.func`` is running (``_C._functorch.peek_interpreter_stack``: 2.11 to 2.15)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def without_functorch() -> contextlib.AbstractContextManager[object]:
+    """What runs inside is not transformed (``_C._DisableFuncTorch``: 2.11 to 2.15)."""
+    return torch._C._DisableFuncTorch()
+
+
+def profiler_runs() -> bool:
+    """Whether somebody records ranges (``autograd.profiler._is_profiler_enabled``: 2.11 to 2.15)."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward that is running ends (``_execution_engine``: 2.11 to 2.15)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def accumulates(leaf: Any) -> bool:
+    """Whether the backward that runs accumulates into the parameter whose ``AccumulateGrad`` node is ``leaf``.
+
+    False as well under ``autograd.grad``, where asking raises for what is asked for: the gradient goes to the caller
+    then. ``_will_engine_execute_node``: 2.11 to 2.15.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(leaf))  # type: ignore[attr-defined]
+    except RuntimeError:
+        return False
+
+
+# Whether an autograd function can get gradients in the dtype that they were made in: ``set_output_grad_dtype``, 2.15.
+# In 2.11 autograd casts them to the dtype of the output first.
+GRADIENTS_COME_AS_PRODUCED = hasattr(torch.autograd.function.FunctionCtx, "set_output_grad_dtype")
+
+
+def take_gradients_as_produced(ctx: Any) -> None:
+    """Have the backward of an autograd function with one output get its gradient so, where it can be."""
+    if GRADIENTS_COME_AS_PRODUCED:
+        ctx.set_output_grad_dtype(None)
+
+
+def quick_attributes() -> contextlib.AbstractContextManager[None]:
+    """Where attributes of a DTensor are read as fast as a plain tensor's.
+
+    Outside, torch looks at each read whether the class has a ``__torch_function__``, which DTensor's is none.
+    ``_C.DisableTorchFunctionSubclass``: 2.11 to 2.15.
+    """
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+# Those on a parameter itself: tensor hooks and post-accumulate ones, empty or None without any (2.11 to 2.15).
+hooks_of = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def tensor_hooks(param: torch.Tensor) -> Any:
+    """Those that see a gradient on its way, by key; empty or None without any (``_backward_hooks``: 2.11 to 2.15)."""
+    return param._backward_hooks
+
+
+def post_accumulate_grad_hooks(param: torch.Tensor) -> Any:
+    """Those behind a gradient's arrival, by key, or None (``_post_accumulate_grad_hooks``: 2.11 to 2.15)."""
+    return getattr(param, "_post_accumulate_grad_hooks", None)
+
+
+def has_post_accumulate_grad_hooks(param: torch.Tensor) -> bool:
+    return bool(post_accumulate_grad_hooks(param))
+
+
+@contextlib.contextmanager
+def without_post_accumulate_grad_hooks(params: Sequence[torch.Tensor]) -> Iterator[None]:
+    """A block in which what stands behind a gradient's arrival, an optimizer perhaps, does not run."""
+    hooks = [getattr(param, "_post_accumulate_grad_hooks", None) or {} for param in params]
+    kept = [dict(one) for one in hooks]
+    for one in hooks:
+        one.clear()
+    try:
+        yield
+    finally:
+        for one, before in zip(hooks, kept, strict=True):
+            one.update(before)
+
+
+def run_post_accumulate_grad_hooks(param: torch.Tensor) -> None:
+    """Run what ``register_post_accumulate_grad_hook`` put there (``_post_accumulate_grad_hooks``: 2.11 to 2.15)."""
+    for hook in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
+        hook(param)
+
+
+@contextlib.contextmanager
+def no_new_versions(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Writes inside do not count for autograd (``autograd._unsafe_preserve_version_counter``: 2.11 to 2.15)."""
+    counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
+    with torch.autograd._unsafe_preserve_version_counter(counted):
+        yield
+
+
+def in_compiled_autograd() -> bool:
+    """Whether a backward that compiled autograd compiled is running; callbacks for its end would never run.
+
+    ``_dynamo.compiled_autograd.in_compiled_autograd_region``: 2.11 to 2.15.
+    """
+    from torch._dynamo import compiled_autograd
+
+    return compiled_autograd.in_compiled_autograd_region
+
+
+@torch.compiler.assume_constant_result
+def uses_compiled_autograd() -> bool:
+    """Whether backwards inside compiled functions are compiled too.
+
+    ``_dynamo.config.compiled_autograd``: 2.11 to 2.15. Asked while tracing, and not guarded: what is traced for it
+    trains without it as well.
+    """
+    return bool(torch._dynamo.config.compiled_autograd)
+
+
+def get_grad_dtype(param: torch.Tensor) -> torch.dtype | None:
+    """The dtype that ``param`` asks its gradients to have; None: as autograd produces them (``Tensor.grad_dtype``)."""
+    return getattr(param, "grad_dtype", param.dtype)

@@ -1,0 +1,211 @@
+"""Dynamo: what it traces, what it leaves to Python, what it has compiled."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+# torch._dynamo.eval_frame.OptimizedModule, what torch.compile(module) returns: 2.11 to 2.15
+from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
+
+try:  # what a class that Dynamo does not look into must inherit from
+    from torch._custom_class_base import CustomClassBase as OpaqueBase  # 2.15
+except ImportError:
+    from torch._opaque_base import OpaqueBase as OpaqueBase  # 2.11
+
+from ..passes._torch_compat import leave_all_to_python as leave_all_to_python
+
+
+def recompile_call(module: nn.Module) -> None:
+    """Let ``module.compile()``, called before the module got its ``_call_impl``, compile that one.
+
+    ``_compiled_call_impl`` is a closure of the context that compiles, as its free variable ``self``: 2.11 to 2.15.
+    """
+    compiled = module._compiled_call_impl
+    if compiled is not None:
+        cells = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or ()))
+        module._compiled_call_impl = cells["self"].cell_contents(module._call_impl)
+
+
+def register_opaque(cls: type, guard: Callable[[Any], list[Any]], constant_methods: tuple[str, ...]) -> None:
+    """Have Dynamo compare ``guard(instance)`` at each call, and take results of methods as constants while it traces.
+
+    ``_library.opaque_object``: ``register_opaque_type`` in 2.11, ``register_custom_class`` in 2.15.
+    """
+    from torch._library import opaque_object
+
+    members = dict.fromkeys(constant_methods, opaque_object.MemberType.USE_REAL)
+    if hasattr(opaque_object, "register_custom_class"):
+        opaque_object.register_custom_class(cls, typ="symbolic", guard_fn=guard, members=members)
+    else:
+        opaque_object.register_opaque_type(cls, typ="reference", guard_fn=guard, members=members)
+
+
+def changed_while_traced(value: object) -> bool:
+    """Whether code that Dynamo is tracing has written to a dict, list or the like: the object itself is as it was.
+
+    ``InstructionTranslator.current_tx``, ``SideEffects.id_to_variable`` and ``is_modified``: 2.11 to 2.15.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        side_effects = InstructionTranslator.current_tx().output.side_effects
+    except AttributeError:  # Dynamo runs the code to see what comes out, as it does with nn.LSTM
+        return False
+    variable = side_effects.id_to_variable.get(id(value))
+    return variable is not None and side_effects.is_modified(variable)
+
+
+# Ops of torch.ops.higher_order whose body may run any number of times on a rank, or is compiled as a graph of its own;
+# checkpointing is not among them. By name: "switch" is in 2.15 alone, the others in 2.11 to 2.15.
+_BODIES_APART = {
+    "cond", "switch", "while_loop", "while_loop_stack_output", "map_impl", "scan", "associative_scan", "flex_attention",
+    "invoke_subgraph",
+}  # fmt: skip
+
+
+def _dynamo_output() -> Any:
+    """The graphs that Dynamo is writing; None when it traces nothing (``current_tx``, ``output``: 2.11 to 2.15)."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return InstructionTranslator.current_tx().output
+    except AttributeError:
+        return None
+
+
+def _tracers_apart() -> list[Any]:
+    """What writes the graph around the outermost op whose body stands apart, then those inside; empty without one.
+
+    ``OutputGraph.tracers``, the innermost last, and ``SubgraphTracer.source_target``, the op: 2.11 to 2.15.
+    """
+    output = _dynamo_output()
+    for index, inner in enumerate([] if output is None else output.tracers[1:]):
+        op = inner.source_target
+        if isinstance(op, torch._ops.HigherOrderOperator) and op.name() in _BODIES_APART:
+            return output.tracers[index:]
+    return []
+
+
+def begin_in_front() -> bool:
+    """Have Dynamo write what it traces next in front of the op in whose body it stands; whether there is one.
+
+    Regions that are compiled once must each be traced, for another of them reads something else. Dynamo does so where
+    a source that it traced has been written to (``traced_sources``, ``mutated_sources``: 2.15, not 2.11).
+    """
+    tracers = _tracers_apart()
+    if not tracers:
+        return False
+    output = _dynamo_output()
+    if hasattr(output.side_effects, "mutated_sources"):
+        from torch._dynamo.source import LocalSource
+
+        written = LocalSource("fsdp_compile reads in front")
+        output.side_effects.mutated_sources.add(written)
+        for inner in tracers[1:]:
+            inner.traced_sources.add(written)
+    output.tracers.append(tracers[0])
+    return True
+
+
+def in_compiled_region() -> bool:
+    """Whether Dynamo stands in a ``nested_compile_region`` (``higher_order.invoke_subgraph``: 2.11 to 2.15)."""
+    return any(inner.source_target is torch.ops.higher_order.invoke_subgraph for inner in _tracers_apart()[1:])
+
+
+def end_in_front() -> None:
+    _dynamo_output().tracers.pop()
+
+
+def traces_export() -> bool:
+    """Whether what Dynamo traces is for ``torch.export`` (``OutputGraph.export``: 2.11 to 2.15)."""
+    output = _dynamo_output()
+    return output is not None and bool(output.export)
+
+
+@torch.compiler.assume_constant_result
+def traces_backward() -> bool:
+    """Whether a ``backward()`` in compiled code is traced into its forward's graph, whose leaves get the gradients.
+
+    ``_dynamo.config.trace_autograd_ops``: 2.11 to 2.15; 2.11 asserts that leaves are no DTensors. Asked while tracing,
+    and not guarded.
+    """
+    return bool(torch._dynamo.config.trace_autograd_ops)
+
+
+def leave_to_python(function: Any) -> None:
+    """Have Dynamo pass over frames of ``function``, but not what it calls (``eval_frame.skip_code``: 2.11 to 2.15)."""
+    torch._dynamo.eval_frame.skip_code(function.__code__)
+
+
+def reads_are_compiled(module: nn.Module) -> bool:
+    """Whether what ``module``'s forward reads will, for all that is known, be read by compiled code.
+
+    True where Dynamo is at work around an eager frame (it compiles the frames inside), and where the user compiled the
+    forward itself. ``get_eval_frame_callback``, ``_torchdynamo_orig_callable``: 2.11 to 2.15.
+    """
+    if callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):
+        return True
+    return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable") and not hasattr(
+        module.__dict__["forward"], "_torchdynamo_disable"
+    )
+
+
+leave_to_python(reads_are_compiled)
+
+
+def forget_compiled(classes: set[type]) -> int:
+    """Drop what Dynamo compiled for frames that read an instance of one of ``classes``; how many frames that were.
+
+    A compiled frame guards on the identity of the classes of the modules that it read, and its guards print it. Dynamo
+    drops a frame's entries all together. ``convert_frame.input_codes``, ``_debug_get_cache_entry_list``,
+    ``guard_manager`` of an entry, ``reset_code``: 2.11 to 2.15.
+    """
+    from torch._dynamo import convert_frame
+
+    eval_frame = torch._C._dynamo.eval_frame
+    guards = [f", {id(cls)})" for cls in classes]
+    num_frames = 0
+    for reference in list(convert_frame.input_codes.seen):
+        code = reference()
+        if code is None:
+            continue
+        entries = [str(entry.guard_manager) for entry in eval_frame._debug_get_cache_entry_list(code)]
+        if any(guard in entry for entry in entries for guard in guards):
+            eval_frame.reset_code(code)
+            num_frames += 1
+    return num_frames
+
+
+@contextlib.contextmanager
+def graph_breaks(observe: Callable[[Any, str], None]) -> Iterator[None]:
+    """Call ``observe(user's stack, Dynamo's text)`` for every graph break inside the block.
+
+    ``InstructionTranslatorBase.log_graph_break(code_options, reason, exc)`` and the exception's ``real_stack`` and
+    ``msg``: 2.11 to 2.15.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+    original = InstructionTranslatorBase.log_graph_break
+
+    def log_graph_break(self: Any, code_options: Any, reason: str, exc: Any) -> None:
+        stack = getattr(exc, "real_stack", None)
+        if stack is None:
+            stack = torch._guards.TracingContext.extract_stack()
+        observe(stack, getattr(exc, "msg", None) or str(exc))
+        original(self, code_options, reason, exc)
+
+    InstructionTranslatorBase.log_graph_break = log_graph_break  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        InstructionTranslatorBase.log_graph_break = original  # type: ignore[method-assign]
+
+
+def num_dynamo_graphs() -> int:
+    """Graphs that Dynamo has captured in this process (``_dynamo.utils.counters``: 2.11 to 2.15)."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -1,0 +1,168 @@
+"""Inductor and AOTAutograd: their passes, caches and settings."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+import torch._inductor.custom_graph_pass as custom_graph_pass
+
+from ..passes._torch_compat import CustomGraphPass as CustomGraphPass
+
+
+def freezes_parameters() -> bool:
+    """Whether Dynamo and Inductor make constants of parameters (``_inductor.config.freezing``: 2.11 to 2.15)."""
+    return bool(inductor_config.freezing) and not torch.is_grad_enabled()
+
+
+def get_post_grad_pass() -> Any:
+    """What Inductor calls before its post-grad passes (2.11: one pass; 2.15: one, or a list)."""
+    return inductor_config.post_grad_custom_pre_pass
+
+
+def set_post_grad_pass(value: Any) -> None:
+    _set_in_all_threads(inductor_config, "post_grad_custom_pre_pass", value)
+
+
+# Passes that want to be told whether the graph is for inference: 2.15. A composed pass must be one of them to be told.
+InferenceAwareGraphPass: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
+
+
+def call_graph_pass(one_pass: Any, graph: torch.fx.Graph, is_inference: bool) -> None:
+    """Call a user's pass as Inductor would."""
+    if InferenceAwareGraphPass is not CustomGraphPass and isinstance(one_pass, InferenceAwareGraphPass):
+        one_pass(graph, is_inference)
+    else:
+        one_pass(graph)
+
+
+def get_joint_pass() -> Any:
+    """What AOTAutograd calls on a joint graph, ``(module, inputs) -> module`` (2.11 to 2.15).
+
+    Not in any cache key; the hash of our source is, through the post-grad pass.
+    """
+    return functorch_config.joint_custom_pass
+
+
+def set_joint_pass(value: Any) -> None:
+    _set_in_all_threads(functorch_config, "joint_custom_pass", value)
+
+
+def get_scheduler_passes(ours: type) -> list[Any]:
+    """The scheduler passes in force; none unless the user turned their switch on, or ours are there (2.11 to 2.15)."""
+    passes = list(inductor_config.reorder_for_compute_comm_overlap_passes)
+    in_force = inductor_config.reorder_for_compute_comm_overlap
+    return passes if in_force or any(isinstance(one, ours) for one in passes) else []
+
+
+def set_scheduler_passes(passes: list[Any]) -> None:
+    """Have these when the switch is on. It changes how Inductor lowers any graph, so we turn it for ours alone."""
+    _set_in_all_threads(inductor_config, "reorder_for_compute_comm_overlap_passes", passes)
+
+
+def _set_in_all_threads(config: Any, name: str, value: Any) -> None:
+    """Set a setting here, and make it what other threads find.
+
+    In 2.15 a setting is a ContextVar: what one thread sets, another does not see, and backward is compiled on the
+    thread where autograd runs it first (on CUDA, autograd's own). There, the default counts. ``_config``: 2.11 to 2.15.
+    """
+    setattr(config, name, value)
+    entry = config._config[name]
+    if hasattr(entry.user_override, "get"):
+        entry.default = value
+
+
+class _SwitchesOff:
+    """Some switches of one of torch's settings modules; uses may overlap, on one thread or several, in any order.
+
+    In 2.15 a setting is a ContextVar: what a thread sets, it finds alone, and who set nothing finds the default. So the
+    default goes off with the first use and comes back with the last, and so it is with what each thread set. In 2.11
+    all threads find the same. ``_config``, ``_make_closure_patcher``: 2.11 to 2.15.
+    """
+
+    def __init__(self, config: Any, *names: str) -> None:
+        self._config, self._names = config, names
+        self._lock = threading.Lock()
+        self._num_uses: dict[int, int] = {}  # by thread
+        self._undo: dict[int, Callable[[], None]] = {}
+        self._defaults: list[Any] = []
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Off inside."""
+        entries = [self._config._config[name] for name in self._names]
+        by_thread = [entry for entry in entries if hasattr(entry.user_override, "get")]
+        thread = threading.get_ident() if by_thread else 0
+        with self._lock:
+            if not self._num_uses:
+                self._defaults = [entry.default for entry in by_thread]
+            if thread not in self._num_uses:
+                self._undo[thread] = self._config._make_closure_patcher(**dict.fromkeys(self._names, False))()
+            self._num_uses[thread] = self._num_uses.get(thread, 0) + 1
+            for entry in by_thread:
+                entry.default = False
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_uses[thread] -= 1
+                if not self._num_uses[thread]:
+                    del self._num_uses[thread]
+                    self._undo.pop(thread)()
+                if not self._num_uses:
+                    for entry, default in zip(by_thread, self._defaults, strict=True):
+                        entry.default = default
+
+
+_graph_caches = _SwitchesOff(inductor_config, "fx_graph_cache", "fx_graph_remote_cache")
+
+
+_autograd_caches = _SwitchesOff(functorch_config, "enable_autograd_cache", "enable_remote_autograd_cache")
+
+
+@contextlib.contextmanager
+def no_compile_caches() -> Iterator[None]:
+    """Compile graphs even where a cache holds them; compiled kernels are still found in theirs (2.11 to 2.15)."""
+    with _graph_caches.off(), _autograd_caches.off():
+        yield
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size as a number: of a symbolic one the value seen when it was compiled, 2 if there was none (2.11 to 2.15)."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    hint = size.node.hint
+    return 2 if hint is None else int(hint)
+
+
+def missing_compiler(device_type: str) -> str | None:
+    """What Inductor would miss when it makes kernels for this device, in words; None if it has all.
+
+    For the CPU it looks for ``torch._inductor.config.cpp.cxx`` (CXX, or g++) and runs it, with Python's headers:
+    cpp_builder.get_cpp_compiler and exc.InvalidCxxCompiler, 2.11 to 2.15. For CUDA, Triton wants CC, gcc or clang.
+    """
+    if device_type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            tried = ", ".join(str(one) for one in inductor_config.cpp.cxx if one is not None)
+            return f"a C++ compiler, and {tried} does not run (CXX=... names another one)"
+    else:
+        named = os.environ.get("CC")
+        if not any(map(shutil.which, ("gcc", "clang") if named is None else shlex.split(named)[:1])):
+            return f"a C compiler, and {named or 'gcc'} was not found (CC=... names another one)"
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return None if headers.exists() else f"Python's headers, and there is no {headers}"
