@@ -118,6 +118,16 @@ def leave_all_to_python(*functions: Callable[..., Any]) -> None:
         eval_frame.set_code_exec_strategy(function.__code__, skip)
 
 
+# What is in a graph's nodes as their target; also what torch.ops gives: 2.11 to 2.15
+OpOverload = torch._ops.OpOverload
+
+
+def arguments_of(node: torch.fx.Node) -> dict[str, Any]:
+    """An operator's arguments by name (``_schema``: 2.11 to 2.15)."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    return {**dict(zip((argument.name for argument in schema.arguments), node.args)), **node.kwargs}
+
+
 def root_of(graph: torch.fx.Graph) -> torch.fx.Node:
     """The node before the first one (``Graph._root``: 2.11 to 2.15)."""
     return graph._root

@@ -32,7 +32,7 @@ LAUNCHES = (
 )
 
 
-def all_gather_of(backend: str) -> torch._ops.OpOverload:
+def all_gather_of(backend: str) -> compat.OpOverload:
     """The all-gather to launch in a group of this backend."""
     return gloo_all_gather if backend == "gloo" else c10d.all_gather_into_tensor.default
 

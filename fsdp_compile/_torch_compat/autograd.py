@@ -49,6 +49,11 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd takes a tensor for a view of another (``_is_view``: 2.11 to 2.15)."""
+    return tensor._is_view()
+
+
 def accumulates(leaf: Any) -> bool:
     """Whether the backward that runs accumulates into the parameter whose ``AccumulateGrad`` node is ``leaf``.
 

@@ -209,3 +209,13 @@ def graph_breaks(observe: Callable[[Any, str], None]) -> Iterator[None]:
 def num_dynamo_graphs() -> int:
     """Graphs that Dynamo has captured in this process (``_dynamo.utils.counters``: 2.11 to 2.15)."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def num_graph_breaks() -> int:
+    """The same of the places where it gave up on a frame."""
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+def behind_compile(module: nn.Module) -> nn.Module:
+    """The module itself, where it is what ``torch.compile(module)`` returned (``_orig_mod``: 2.11 to 2.15)."""
+    return module._orig_mod if isinstance(module, OptimizedModule) else module

@@ -81,7 +81,7 @@ def make_unit(
     ignored: set[nn.Parameter],
 ) -> Unit:
     """Spread the parameters of the modules over the ranks of ``target``, as one unit."""
-    modules = _roots_of_list(tuple(_behind_compile(one) for one in given))
+    modules = _roots_of_list(tuple(map(dynamo.behind_compile, given)))
     reshard, inner_size = _resolve_reshard(reshard_after_forward, target)
 
     # What can be refused comes first, and changes nothing.
@@ -172,11 +172,6 @@ def _demote_inner_roots(unit: Unit) -> None:
         if inner.is_root:
             inner.is_root = False
             refresh(inner)
-
-
-def _behind_compile(module: nn.Module) -> nn.Module:
-    """The module itself, where the user compiled it first: its class is what must change."""
-    return module._orig_mod if isinstance(module, dynamo.OptimizedModule) else module
 
 
 def _roots_of_list(modules: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:

@@ -351,8 +351,7 @@ def _sharded(modules: Any, method: str) -> list[Unit]:
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make ``module.method_name`` a second forward: parameters are gathered before it and freed after it."""
-    if isinstance(module, dynamo.OptimizedModule):
-        module = module._orig_mod  # where the wrapper looks for its methods
+    module = dynamo.behind_compile(module)  # where the wrapper looks for its methods
     if unit_of(module) is None:
         if isinstance(module, fsdp2.TORCH_FSDP_MODULE):
             raise TypeError(

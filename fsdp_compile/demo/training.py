@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._launch import Send
+from .._torch_compat import dynamo
 from ..api.fully_shard import fully_shard
 from ..graph.install import manager
 from ..passes import GraphRecord
@@ -239,8 +240,7 @@ _AFTER_PASSES = {
 
 def train_ours(run: Run, num_steps: int, report: Callable[[str], None]) -> Captured:
     """The first steps of our variant, in which it compiles."""
-    counters = torch._dynamo.utils.counters
-    counters.clear()
+    num_graphs, num_breaks = dynamo.num_dynamo_graphs(), dynamo.num_graph_breaks()
     records: list[GraphRecord] = []
 
     def observe(record: GraphRecord) -> None:
@@ -253,7 +253,7 @@ def train_ours(run: Run, num_steps: int, report: Callable[[str], None]) -> Captu
         run.train(num_steps, timed=False)
     finally:
         manager.observers.remove(observe)
-    return Captured(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), records)
+    return Captured(dynamo.num_dynamo_graphs() - num_graphs, dynamo.num_graph_breaks() - num_breaks, records)
 
 
 def work(job: dict[str, Any], rank: int, send: Send) -> None:

@@ -159,7 +159,7 @@ def _end_pass(call: Call, awaits_backward: bool) -> None:
 def _hook_outputs(call: Call, outputs: list[Tensor]) -> None:
     before_backward = functools.partial(_before_backward, call)
     for tensor in outputs:
-        if tensor._is_view() and not call.run.warned_of_view:
+        if autograd.is_view(tensor) and not call.run.warned_of_view:
             call.run.warned_of_view = True
             warnings.warn(
                 f"{call.unit.name} returns a view. An in-place operation on it takes away the hook that gathers the "

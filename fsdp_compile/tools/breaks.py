@@ -63,8 +63,7 @@ def explain_breaks(model: nn.Module, *args: Any, **kwargs: Any) -> BreakReport:
     Every rank calls it, since the forward communicates; like any forward, it moves running statistics. What was
     compiled of the model before is forgotten, and compiles again when it next runs.
     """
-    if isinstance(model, dynamo.OptimizedModule):
-        model = model._orig_mod
+    model = dynamo.behind_compile(model)
     if not isinstance(model, nn.Module):
         raise TypeError(f"explain_breaks takes the model and its inputs, but got {type(model).__name__} as the model.")
     report = BreakReport()

@@ -17,6 +17,7 @@ from torch import fx
 
 from .._torch_compat import inductor, process_groups
 from ..passes import GraphRecord
+from ..passes._torch_compat import OpOverload, arguments_of
 from ..passes.insert import ROLE
 from ..passes.provenance import find_reduces, find_unshards
 from ..passes.spec import NAMESPACE
@@ -159,7 +160,7 @@ def _describe(value: Any) -> Iterator[str]:
 
 def _namespaces(graph: fx.Graph) -> dict[str, str]:
     """Where the graph's operators are registered, each with the name of one of them."""
-    operators = [node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    operators = [node.target for node in graph.nodes if isinstance(node.target, OpOverload)]
     return {operator.namespace: operator.name() for operator in operators}
 
 
@@ -199,17 +200,12 @@ def _groups(captured: fx.Graph, graph: fx.Graph) -> dict[str, int]:
                 if node.kwargs[key]:
                     groups[str(node.kwargs[key])] = int(node.kwargs[count])  # type: ignore[arg-type]
         elif getattr(node.target, "namespace", None) in (NAMESPACE, "_c10d_functional"):
-            arguments = _arguments(node)
+            arguments = arguments_of(node)
             if "group_name" in arguments:
                 name = str(arguments["group_name"])
                 size = arguments.get("group_size") or len(arguments.get("input_split_sizes") or ()) or 1
                 groups[name] = max(groups.get(name, 1), size)
     return groups
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    schema = node.target._schema  # type: ignore[union-attr]
-    return {**dict(zip((argument.name for argument in schema.arguments), node.args)), **node.kwargs}
 
 
 def _constants(graph: fx.Graph, body: str) -> Iterator[str]:

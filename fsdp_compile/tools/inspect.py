@@ -177,4 +177,4 @@ class Report:
 
 
 def _name(model: nn.Module) -> str:
-    return original_class(model._orig_mod if isinstance(model, dynamo.OptimizedModule) else model).__name__
+    return original_class(dynamo.behind_compile(model)).__name__

@@ -90,7 +90,7 @@ def check_parity(
     the tensors, hooks behind a gradient's arrival (an optimizer in backward) do not run, and gradients are compared
     reduced, with synchronization off too. Hooks of forwards, and tensor hooks, run as in any step.
     """
-    model = model._orig_mod if isinstance(model, dynamo.OptimizedModule) else model
+    model = dynamo.behind_compile(model)
     if not isinstance(model, nn.Module):
         raise TypeError(f"check_parity takes the model and its inputs, but got {type(model).__name__} as the model.")
     if not units_in(model):
