@@ -12,7 +12,9 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass  # 2.11 to 2.15
 
 if TYPE_CHECKING:
-    from torch._inductor.scheduler import BaseSchedulerNode  # 2.11 to 2.15
+    from torch._inductor.scheduler import BaseSchedulerNode as BaseSchedulerNode  # 2.11 to 2.15
+else:
+    BaseSchedulerNode = Any  # to import it takes a second, which only those who compile should wait
 
 
 def add_order_dependency(after: BaseSchedulerNode, before: BaseSchedulerNode) -> None:

@@ -14,17 +14,15 @@ takes), so it is on for our graphs alone. A graph that fails on the way leaves i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
 from . import _torch_compat as compat
+from ._torch_compat import BaseSchedulerNode
 from .collectives import is_launch
 from .insert import ROLE, Role
 from .overlap import Items, planned_order
-
-if TYPE_CHECKING:
-    from torch._inductor.scheduler import BaseSchedulerNode
 
 
 def schedule_this_graph() -> bool:
