@@ -117,7 +117,14 @@ def _unheeded() -> None:
     assert [setting for setting, _ in said] == [
         "set_modules_to_forward_prefetch", "set_separate_reduce_scatter_group", "set_reduce_scatter_max_input_buffers"
     ]  # fmt: skip
-    assert all(where.startswith("FSDPBlock is compiled") for _, where in said)
+    assert [where.partition(" is compiled")[0] for _, where in said] == [f"layers.{n} (Block)" for n in range(3)]
+    with pytest.warns(UserWarning, match="set_is_last_backward has no effect where .root. .Stack. is compiled"):
+        model.set_is_last_backward(False)  # said when there are graphs already
+    with pytest.warns(UserWarning, match="set_reshard_after_backward has no effect"):
+        model.set_reshard_after_backward(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.set_reshard_after_backward(False)
 
 
 def test_a_setting_for_the_eager_path_alone_says_so_when_it_is_compiled(two_ranks: Ranks) -> None:

@@ -27,7 +27,7 @@ from ..graph.read import getter
 from ..graph.sink import follow_shards, forget_edges
 from ..graph.watch import Watch
 from .copies import deep_copy
-from .unit_forward import eager_forward_for, unit_forward_for
+from .unit_forward import eager_forward_for, unit_forward, with_code_of_its_own
 
 
 class ShardedModule:
@@ -125,6 +125,7 @@ def refresh(unit: Unit) -> None:
     if eager_only(unit) is not None:
         for module in unit.modules:
             dynamo.recompile_call(module)  # module.compile() kept the method that it found
+    unit.watch.say_unheeded()
 
 
 def _follow(unit: Unit) -> None:
@@ -155,10 +156,9 @@ def _set_class(module: nn.Module) -> None:
     _require_our_class(module, reads)
     unit = unit_of(module)
     if unit is None:
-        module.__class__ = sharded_class(original_class(module), None, None, (), reads)
+        module.__class__ = sharded_class(original_class(module), None, None, reads)
     else:
-        unheeded = unit.settings.unheeded_in_graphs
-        module.__class__ = sharded_class(original_class(module), unit.mixin, eager_only(unit), unheeded, reads)
+        module.__class__ = sharded_class(original_class(module), unit.mixin, eager_only(unit), reads)
 
 
 def let_go(module: Any) -> None:
@@ -197,13 +197,11 @@ def sharded_class(
     cls: type[nn.Module],
     mixin: type | None,
     eager_only: str | None,
-    unheeded: tuple[str, ...],
     reads: tuple[tuple[str, ReadSpec], ...],
 ) -> type[nn.Module]:
     """A subclass of ``cls`` whose properties read the sharded parameters; equal modules share one.
 
-    ``mixin`` is a base for modules that are a unit. ``eager_only`` names what Dynamo must not trace them for, and
-    ``unheeded`` what has no effect where it does.
+    ``mixin`` is a base for modules that are a unit, ``eager_only`` names what Dynamo must not trace them for.
     """
     namespace: dict[str, Any] = {"_fsdp_compile_original": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
     for name, spec in reads:
@@ -215,9 +213,10 @@ def sharded_class(
     if mixin is None:
         return type(f"Sharded{cls.__name__}", (ShardedModule, cls), namespace)
     name = f"FSDP{cls.__name__}"
-    namespace["_call_impl"] = (
-        unit_forward_for(name, unheeded) if eager_only is None else eager_forward_for(name, eager_only)
-    )
+    if eager_only is None:
+        namespace["_call_impl"] = with_code_of_its_own(unit_forward, f"{name}._call_impl")
+    else:
+        namespace["_call_impl"] = eager_forward_for(name, eager_only)
     return type(name, (mixin, cls), namespace)
 
 

@@ -81,9 +81,12 @@ class FSDPModule(ShardedModule, _FSDP2):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Leave reductions in flight at the end of a backward that another one follows (False).
 
-        Eager only: a compiled backward waits for its own. Pipelines set it around backward, so no warning says so.
+        Eager only: a compiled backward waits for its own.
         """
-        running(_unit(self)).iteration.is_last_backward = bool(is_last_backward)
+        unit = _unit(self)
+        running(unit).iteration.is_last_backward = unit.settings.is_last_backward = bool(is_last_backward)
+        for inner in unit.inside():
+            inner.watch.say_unheeded()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Gather parameters again in backward (True), or keep them from forward to backward (False)."""
@@ -103,10 +106,11 @@ class FSDPModule(ShardedModule, _FSDP2):
     def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
         """Keep gathered parameters from one backward to the next forward (False); call ``reshard`` before a step.
 
-        Eager only: a graph gathers for each forward. Pipelines set it around backward, so no warning says so.
+        Eager only: a graph gathers for each forward.
         """
         for unit in _units(self, recurse):
             unit.settings.reshard_after_backward = bool(reshard_after_backward)
+            unit.watch.say_unheeded()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool, recurse: bool = False) -> None:
         """Do not gather again in backward (False): for units whose backward reads no parameter, like an embedding."""

@@ -107,28 +107,6 @@ def eager_forward_for(name: str, setting: str) -> Callable[..., Any]:
     return call
 
 
-def unit_forward_for(name: str, unheeded: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """``unit_forward`` for a class called ``name``; traced, it says which settings are ``unheeded``."""
-    forward = with_code_of_its_own(unit_forward, f"{name}._call_impl")
-    if not unheeded:
-        return forward
-
-    @torch.compiler.assume_constant_result
-    def say() -> None:
-        warnings.warn(
-            f"{', '.join(unheeded)} has no effect where {name} is compiled: there compiler passes decide when to "
-            "gather, reduce and free. It holds where the module runs eagerly.",
-            stacklevel=2,
-        )
-
-    def say_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            say()
-        return forward(self, *args, **kwargs)
-
-    return with_code_of_its_own(say_and_call, f"{name}._call_impl")
-
-
 def with_code_of_its_own(function: Any, name: str) -> Callable[..., Any]:
     """The same function with a code object of its own: Dynamo counts recompilations by code object."""
     code = function.__code__.replace(co_name=name)

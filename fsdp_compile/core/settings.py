@@ -52,6 +52,7 @@ class Settings:
     keep_storage: bool = False
     max_reductions: int = 1
     reduce_groups: dict[str, str] = field(default_factory=dict)  # process group to reduce in, by the one to gather in
+    is_last_backward: bool = True  # as this unit's module was told; what counts is the root's iteration
     # Modules whose units are gathered ahead, instead of those that came next the last time.
     forward_prefetch: list[Any] = field(default_factory=list)
     backward_prefetch: list[Any] = field(default_factory=list)
@@ -75,6 +76,8 @@ class Settings:
             "set_separate_reduce_scatter_group": self.reduce_groups,
             "set_keep_unsharded_storage": self.keep_storage,
             "set_unshard_in_backward": not self.unshard_in_backward,
+            "set_reshard_after_backward": not self.reshard_after_backward,
+            "set_is_last_backward": not self.is_last_backward,
             "set_allocate_memory_from_process_group_for_comm or set_symm_mem_for_comm": self.comms.allocator,
         }
         return tuple(name for name, value in said.items() if value)

@@ -10,6 +10,7 @@ it sees none, and the graph takes the shard's edge from beside it, which is its 
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any, Literal
 
@@ -28,6 +29,8 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
 
     def __init__(self, unit: Unit) -> None:
         self._unit = weakref.ref(unit)  # Dynamo keeps watches
+        self._was_asked = False
+        self._said: set[str] = set()  # in the model of which this unit is the root
 
     def seen(self) -> list[Any]:
         """All that the answers below depend on. It changes nothing: guards run whenever Dynamo likes."""
@@ -44,6 +47,8 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         """What graphs take of a parameter; None where the user put something else in its place, or into it."""
         unit, param = self._of(fqn)
         refuse_traced(fqn, unit.mode_of(param))
+        self._was_asked = True
+        self.say_unheeded()
         if dynamo.traces_backward():
             return None  # gradients must reach leaves of the graph: the DTensor itself, and not its edge
         if any(dynamo.changed_while_traced(slot.module._parameters) for slot in param.slots):
@@ -63,6 +68,21 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         _, param = self._of(fqn)
         assert param.apart is not None
         return param.apart.names
+
+    def say_unheeded(self) -> None:
+        """Warn of settings that only the eager path goes by, once each in a model, where graphs read parameters."""
+        unit = self._unit()
+        if unit is None or not self._was_asked:
+            return
+        said: set[str] = unit.root.watch._said
+        new = [name for name in unit.settings.unheeded_in_graphs if name not in said]
+        if new:
+            said.update(new)
+            warnings.warn(
+                f"{', '.join(new)} has no effect where {unit.name} is compiled: there compiler passes decide when to "
+                "gather, reduce and free. It holds where the module runs eagerly.",
+                stacklevel=2,
+            )
 
     def _of(self, fqn: str) -> tuple[Unit, ShardedParam]:
         unit = self._unit()

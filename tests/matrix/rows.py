@@ -57,7 +57,7 @@ def _eager_unit(setting: str) -> tuple[str, ...]:
 
 _UNHEEDED = (
     "set_modules_to_forward_prefetch, set_reduce_scatter_max_input_buffers, set_separate_reduce_scatter_group",
-    "set_modules_to_backward_prefetch, set_keep_unsharded_storage, set_unshard_in_backward",
+    "set_modules_to_backward_prefetch, set_keep_unsharded_storage, set_unshard_in_backward, set_reshard_after_backward",
 )
 
 ROWS: tuple[Row, ...] = (
@@ -210,13 +210,14 @@ ROWS: tuple[Row, ...] = (
     Row(
         "settings that a graph does not heed",
         tools.settings_of_eager_units,
-        shows=" ".join((*_UNHEEDED, "set_reshard_after_backward")).replace(",", ""),
+        shows=" ".join(_UNHEEDED).replace(",", ""),
         warns=tuple(f"{names} has no effect where" for names in _UNHEEDED),
     ),
     Row(
         "the end of a backward, said by hand",
         tools.finished_by_hand,
         shows="set_is_last_backward set_manual_backward_finalization finalize_backward",
+        warns=("set_is_last_backward has no effect where",),
     ),
     Row(
         "settings of GPUs, without one",
