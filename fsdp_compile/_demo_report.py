@@ -17,8 +17,8 @@ from rich.table import Table
 
 from . import _torch_compat as compat
 from ._demo_progress import following
-from ._launch import Workers
 from .demo import FSDP2, FSDP2_BLOCKS, OURS, UNSHARDED, Settings, has_gpus_for
+from .workers import Workers
 
 TOLERANCE = 5e-4  # largest difference of a step's mean loss from the unsharded model's; about 2e-5 is rounding
 WORK = "fsdp_compile.demo:work"

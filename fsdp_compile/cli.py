@@ -12,8 +12,8 @@ from rich.console import Console
 
 from . import __version__
 from ._demo_report import missing_tools, run_demo
-from ._launch import WorkerError, interruptible
 from .demo import Settings
+from .workers import WorkerError, interruptible
 
 INTERRUPTED = 130
 

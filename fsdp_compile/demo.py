@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ._inspect import Report
-from ._launch import Send
 from ._memory import PeakMeter
 from .passes import GraphRecord
+from .workers import Send
 
 UNSHARDED = "unsharded"
 FSDP2 = "FSDP2, eager"
