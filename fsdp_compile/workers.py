@@ -1,11 +1,12 @@
 """Worker processes on one machine: started, listened to, and never left behind.
 
     with Workers("package.module:function", settings, num_ranks=2, log_dir=...) as workers:
-        for rank, message in workers.messages(silence_s=300):    each calls function(settings, rank, send)
-            ...                                                  what it sends arrives here, a dict
+        for rank, message in workers.messages(silence_s=300):      each calls function(settings, rank, send);
+            ...                                                    what it sends arrives here, a dict
 
-    with Crew("package.module:join", settings, num_ranks=2) as crew:    each calls join(settings, rank, send), and stays
-        crew.run(function, *arguments)                           each calls function(*arguments); results by rank
+    with Crew("package.module:join", settings, num_ranks=2) as crew:
+        crew.run(function, *arguments)                             each called join(settings, rank, send), and stays:
+        crew.run(other, *arguments)                                now it calls this; what it returned, by rank
 
 When the block is left, for whatever reason, the workers are killed, and the compilers that they started. They also end
 when this process does, however it ends.
@@ -92,11 +93,9 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
                 self._lines[rank], theirs = Pipe()
                 prefix = prefixes[rank] if prefixes else ()
                 with theirs:
-                    self._processes.append(
-                        _fork(theirs, preload)
-                        if preload
-                        else _start(theirs, prefix, {**os.environ, **(env or {})}, self._log(rank))
-                    )
+                    forked = _fork(theirs, preload) if preload else None
+                    process = forked or _start(theirs, prefix, {**os.environ, **(env or {})}, self._log(rank))
+                self._processes.append(process)
                 self._tell(rank, (target, settings, rank, stay))
         except BaseException:
             self.stop()

@@ -1,12 +1,10 @@
-"""What /proc says of processes, and what a worker has imported. Without torch: it is also imported by workers that shall not."""
+"""What /proc says of processes."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
@@ -39,8 +37,3 @@ def children(parent: int) -> list[int]:
 
 def in_session(session: int) -> list[int]:
     return [pid for pid in _processes() if _stat(pid)[3:4] == [str(session)]]
-
-
-def imported(settings: dict[str, Any], rank: int, send: Callable[[dict[str, Any]], None]) -> None:
-    """A worker that says which of ``settings["modules"]`` it has."""
-    send({"imported": [name for name in settings["modules"] if name in sys.modules]})
