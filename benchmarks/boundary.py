@@ -74,7 +74,6 @@ def _run(record: Record, options: argparse.Namespace, settings: Settings, folder
         mode="time",
         settings=settings,
         run_dir=str(folder / "run"),
-        parent_pid=os.getpid(),
         address="127.0.0.1",
         interfaces=("lo",),
         cores=(min(os.sched_getaffinity(0)),),

@@ -11,7 +11,6 @@ import math
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.frameworks_rows import ROWS, SAVED_AFTER, STEPS, Losses, Row
-from benchmarks.frameworks_worker import COLUMNS
-from fsdp_compile._launch import Message, WorkerError, Workers, interruptible
+from benchmarks.frameworks_worker import COLUMNS, train
+from fsdp_compile.workers import Crew, WorkerError, interruptible
 
 _RANKS = 2
 TOLERANCE = 1e-4
@@ -37,7 +36,6 @@ class Cell:
     losses: Losses | None = None
     error: str | None = None
     done: bool = False
-    seconds: float = 0.0
 
 
 @dataclass
@@ -83,10 +81,7 @@ def main() -> int:
     interrupted = False
     try:
         with interruptible():
-            while todo := [
-                (name, column) for name, line in lines.items() for column, cell in line.cells.items() if not cell.done
-            ]:
-                _run(lines, todo, options.timeout)
+            _run(lines, options.timeout)
     except KeyboardInterrupt:
         interrupted = True
         print("interrupted: the table holds what was finished")
@@ -98,40 +93,22 @@ def main() -> int:
     return 130 if interrupted else int(bool(failed))
 
 
-def _run(lines: dict[str, Line], todo: list[tuple[str, str]], timeout_s: float) -> None:
-    """Train ``todo`` in one set of processes, until something fails."""
-    arrived: defaultdict[tuple[str, str], dict[int, Message]] = defaultdict(dict)
-    with tempfile.TemporaryDirectory(prefix="fsdp-compile-frameworks-") as folder:
-        settings = {
-            "todo": todo,
-            "ranks": _RANKS,
-            "rendezvous": f"{folder}/rendezvous",
-            "folder": f"{folder}/checkpoints",
-            "timeout_s": timeout_s,
-        }
-        workers = Workers(
-            "benchmarks.frameworks_worker:work",
-            settings,
-            num_ranks=_RANKS,
-            log_dir=Path(folder),
-            env={"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-        )
-        try:
-            with workers:
-                for rank, message in workers.messages(silence_s=timeout_s):
-                    place = (message["row"], message["column"])
-                    arrived[place][rank] = message
-                    if len(arrived[place]) == _RANKS and not any("error" in one for one in arrived[place].values()):
-                        losses, seconds = arrived[place][0]["losses"], arrived[place][0]["seconds"]
-                        lines[place[0]].cells[place[1]] = Cell(losses, done=True, seconds=seconds)
-                        print(f"{place[0]:44}{place[1]:16}{seconds:6.1f} s", file=sys.stderr, flush=True)
-        except WorkerError as error:
-            row, column = next(place for place in todo if not lines[place[0]].cells[place[1]].done)
-            said = [one for one in arrived[row, column].values() if "error" in one]
-            last_line = str(error).strip().rpartition("\n")[2]
-            text = min(said, key=lambda one: one["at"])["error"] if said else last_line[:200]
-            lines[row].cells[column] = Cell(error=text, done=True)
-            print(f"{row:44}{column:16}  failed\n{error}", file=sys.stderr, flush=True)
+def _run(lines: dict[str, Line], timeout_s: float) -> None:
+    """Train column after column of each row, in the same processes until one fails."""
+    env = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with (
+        tempfile.TemporaryDirectory(prefix="fsdp-compile-frameworks-") as folder,
+        Crew("benchmarks.frameworks_worker:join", {"timeout_s": timeout_s}, num_ranks=_RANKS, env=env) as crew,
+    ):
+        for number, (row, column) in enumerate((row, column) for row, line in lines.items() for column in line.cells):
+            begin = time.monotonic()
+            try:
+                losses = crew.run(train, row, column, Path(folder) / str(number), limit_s=timeout_s)[0]
+                cell, said = Cell(losses, done=True), f"{time.monotonic() - begin:6.1f} s"
+            except WorkerError as error:
+                cell, said = Cell(error=error.summary, done=True), f"  failed\n{error}"
+            lines[row].cells[column] = cell
+            print(f"{row:44}{column:16}{said}", file=sys.stderr, flush=True)
 
 
 def _table(lines: dict[str, Line], tolerance: float, seconds: float) -> Table:

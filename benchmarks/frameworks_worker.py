@@ -1,11 +1,9 @@
-"""One rank of `benchmarks.frameworks`: joins the group once, then trains column after column of each row."""
+"""One rank of `benchmarks.frameworks`: joins the group once, then trains what it is given."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import time
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import fsdp_compile
-from benchmarks.frameworks_rows import ROWS, Losses, Row
-from fsdp_compile._launch import Send
+from benchmarks.frameworks_rows import ROWS, Losses
 from fsdp_compile.api import fully_shard as sharding
+from fsdp_compile.workers import Send
 
 
 @dataclass(frozen=True)
@@ -39,30 +37,22 @@ COLUMNS = (
 )
 
 
-def work(settings: dict[str, Any], rank: int, send: Send) -> None:
-    """Send the losses of each row and column in ``settings``; one that raises is sent as its error, and is the last."""
+def join(settings: dict[str, Any], rank: int, send: Send) -> None:
+    """Make this process a rank of the group, for all rows and columns."""
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=settings["timeout_s"])
-    rendezvous = f"file://{settings['rendezvous']}"
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=settings["ranks"], timeout=timeout)
-    rows, columns = {row.name: row for row in ROWS}, {column.name: column for column in COLUMNS}
-    for number, (row, column) in enumerate(settings["todo"]):
-        said: dict[str, Any] = {"row": row, "column": column}
-        begin = time.perf_counter()
-        try:
-            folder = Path(settings["folder"]) / str(number)
-            losses = train(rows[row], columns[column], folder)
-            send({**said, "losses": losses, "seconds": time.perf_counter() - begin})
-        except Exception as error:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            text = f"{type(error).__name__}: {' '.join(lines[:2])[:300]}"
-            send({**said, "error": text, "traceback": traceback.format_exc(), "at": time.time()})
-            raise
-    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        init_method=settings["rendezvous"],
+        rank=rank,
+        world_size=settings["num_ranks"],
+        timeout=timedelta(seconds=settings["timeout_s"]),
+    )
 
 
-def train(row: Row, column: Column, folder: Path) -> Losses | None:
+def train(row_name: str, column_name: str, folder: Path) -> Losses | None:
     """The losses of one row under one engine; None where its package is not installed."""
+    row = next(row for row in ROWS if row.name == row_name)
+    column = next(column for column in COLUMNS if column.name == column_name)
     if importlib.util.find_spec(row.package) is None:
         return None
     torch._dynamo.reset()

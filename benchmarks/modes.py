@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
-from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.train_step import software_and_machine
-from fsdp_compile._launch import Message, WorkerError, Workers, interruptible
+from fsdp_compile.workers import Crew, Message, WorkerError, interruptible
 from tests.matrix.meter import describe
 from tests.matrix.models import DIM
 from tests.matrix.rows import ROWS
-from tests.matrix.runner import problems
+from tests.matrix.runner import measure, problems
 from tests.matrix.train import Row
 
 _DEFAULT_JSON = Path(__file__).resolve().parent / "results" / "modes.json"
@@ -64,8 +62,7 @@ def main() -> int:
     interrupted = False
     try:
         with interruptible():
-            while todo := [name for name, one in outcomes.items() if not one.ranks and one.error is None]:
-                _run(outcomes, todo, options.backend, options.timeout)
+            _run(outcomes, options.backend, options.timeout)
     except KeyboardInterrupt:
         interrupted = True
         print("interrupted: the table holds what was finished")
@@ -78,50 +75,19 @@ def main() -> int:
     return 130 if interrupted else int(bool(failed))
 
 
-def _run(outcomes: dict[str, Outcome], todo: list[str], backend: str, timeout_s: float) -> None:
-    """Measure ``todo`` in one set of processes, until a row fails."""
-    arrived: defaultdict[str, dict[int, Message]] = defaultdict(dict)
-    with tempfile.TemporaryDirectory(prefix="fsdp-compile-modes-") as folder:
-        settings = {
-            "rows": todo,
-            "backend": backend,
-            "ranks": _RANKS,
-            "rendezvous": f"{folder}/rendezvous",
-            "timeout_s": timeout_s,
-        }
-        workers = Workers(
-            "benchmarks.modes_worker:work",
-            settings,
-            num_ranks=_RANKS,
-            log_dir=Path(folder),
-            env={"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
-        )
-        try:
-            with workers:
-                for rank, message in workers.messages(silence_s=timeout_s):
-                    ranks = arrived[message["row"]]
-                    ranks[rank] = message
-                    if len(ranks) == _RANKS:
-                        outcome = outcomes[message["row"]]
-                        outcome.ranks = [ranks[rank] for rank in range(_RANKS)]
-                        _finish(outcome)
-        except WorkerError as error:
-            unfinished = next(name for name in todo if not outcomes[name].ranks)
-            outcome = outcomes[unfinished]
-            said = [one for one in arrived[unfinished].values() if "error" in one]
-            outcome.error = min(said, key=lambda one: one["at"])["error"] if said else str(error)[:300]
-            _finish(outcome)
-            print(f"{error}", file=sys.stderr)
-
-
-def _finish(outcome: Outcome) -> None:
-    """A row in which all ranks raised is no result."""
-    failures = [one for one in outcome.ranks if "error" in one]
-    if failures:
-        outcome.error = min(failures, key=lambda one: one["at"])["error"]
-        outcome.ranks = []
-    seconds = f"{outcome.ranks[0]['seconds']:6.1f} s" if outcome.ranks else "  failed"
-    print(f"{outcome.row.name:60}{seconds}", file=sys.stderr, flush=True)
+def _run(outcomes: dict[str, Outcome], backend: str, timeout_s: float) -> None:
+    """Measure row after row, in the same processes until one fails."""
+    env = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    group = {"backend": "gloo", "timeout_s": timeout_s}
+    with Crew("tests.ranks:join", group, num_ranks=_RANKS, env=env) as crew:
+        for name, outcome in outcomes.items():
+            try:
+                outcome.ranks = crew.run(measure, name, backend, limit_s=timeout_s)
+                said = f"{outcome.ranks[0]['seconds']:6.1f} s"
+            except WorkerError as error:
+                outcome.error = error.summary
+                said = f"  failed\n{error}"
+            print(f"{name:60}{said}", file=sys.stderr, flush=True)
 
 
 def _table(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 DTYPES = ("fp32", "bf16")
 Mode = Literal["time", "memory", "reference"]
@@ -42,22 +39,10 @@ class Job:
     mode: Mode
     settings: Settings
     run_dir: str
-    parent_pid: int
     address: str
     interfaces: tuple[str, ...]
     cores: tuple[int, ...]
     timeout_s: float
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(dataclasses.asdict(self)))
-
-    @staticmethod
-    def read(path: Path) -> Job:
-        raw = json.loads(path.read_text())
-        raw["settings"] = Settings(**raw["settings"])
-        raw["interfaces"] = tuple(raw["interfaces"])
-        raw["cores"] = tuple(raw["cores"])
-        return Job(**raw)
 
 
 @dataclass(frozen=True)
@@ -74,7 +59,3 @@ class RankResult:
     num_graphs: int = 0
     standing_bytes: int = 0
     peak_bytes: list[int] = field(default_factory=list)
-
-    @staticmethod
-    def from_json(raw: dict[str, Any]) -> RankResult:
-        return RankResult(**raw)

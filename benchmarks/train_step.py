@@ -144,7 +144,6 @@ class Bench:
             mode=mode,
             settings=settings,
             run_dir=str(self._work / f"run{self._num_runs}"),
-            parent_pid=os.getpid(),
             address=link.address if link else "127.0.0.1",
             interfaces=link.interfaces if link else ("lo",) * settings.ranks,
             cores=self._cores,

@@ -1,62 +1,35 @@
-"""What each worker does whatever it measures: pin itself, die with its parent, report, join its group."""
+"""What each worker does whatever it measures: pin itself, report, join its group."""
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
-import json
 import os
-import signal
-import sys
 import time
-import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.settings import Job, RankResult
+from benchmarks.settings import Job
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_PR_SET_PDEATHSIG = 1
+Progress = Callable[[str], None]
+"""Told the stage that this rank is in, so that the parent can say where a run got stuck."""
 
 
-class Progress:
-    """The stage that this rank is in, kept in a file so that the parent can say where a run got stuck."""
+def work(settings: dict[str, Any], rank: int, send: Callable[[dict[str, Any]], None]) -> None:
+    """Send the result of the measuring module, which is imported, and torch with it, only after the process is pinned:
+    threads inherit the core. Our package comes with it or not at all: most variants are not ours.
 
-    def __init__(self, run_dir: Path, rank: int) -> None:
-        self._file = run_dir / f"rank{rank}.stage"
-
-    def __call__(self, stage: str) -> None:
-        self._file.write_text(stage)
-
-
-def main() -> None:
-    """`<measuring module> job.json rank`: leave rank<N>.json or rank<N>.error in the job's run_dir.
-
-    The module is imported, and torch with it, only after the process is pinned (threads inherit the core) and
-    bound to its parent (importing torch takes seconds in which the parent may die).
+    Each rank has an Inductor cache of its own, as on machines of their own: no rank warms another's.
     """
-    module, job_file, rank_text = sys.argv[1:]
-    job, rank = Job.read(Path(job_file)), int(rank_text)
-    run_dir = Path(job.run_dir)
-    _die_with_parent(job.parent_pid)
+    job: Job = settings["job"]
     os.sched_setaffinity(0, {job.cores[rank]})
-    try:
-        result: RankResult = import_module(module).measure(job, rank, Progress(run_dir, rank))
-    except Exception as error:
-        report = {"at": time.time(), "kind": type(error).__name__, "message": str(error)}
-        (run_dir / f"rank{rank}.error").write_text(json.dumps(report))
-        traceback.print_exc()
-        # A peer may wait for us in a collective: leave at once, without the teardown of torch.
-        sys.stderr.flush()
-        os._exit(1)
-    (run_dir / f"rank{rank}.json").write_text(json.dumps(dataclasses.asdict(result)))
-    from fsdp_compile._launch import leave  # after measuring: most variants are not ours
-
-    leave()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{settings['cache_dir']}/rank{rank}"
+    measure = import_module(settings["module"]).measure
+    send({"result": measure(job, rank, lambda stage: send({"stage": stage}))})
 
 
 def join_group(job: Job, rank: int, world: int) -> DeviceMesh:
@@ -92,14 +65,3 @@ def prime_compiler() -> None:
     torch.compile(lambda x: x.sin() + 1)(torch.ones(64))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """Even a parent killed with SIGKILL leaves no worker behind."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        raise SystemExit("the benchmark that started this worker is gone")
-
-
-if __name__ == "__main__":
-    main()

@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 
 from . import __version__
-from ._launch import WorkerError, interruptible
 from .demo.report import missing_tools, run_demo
 from .demo.training import Settings
+from .workers import WorkerError, interruptible
 
 INTERRUPTED = 130
 

@@ -1,21 +1,23 @@
-"""One rank of a job whose compile caches are under test: trains two steps and prints what the caches did, as JSON."""
+"""One rank of a job whose compile caches are under test: trains two steps and sends what the caches did."""
 
 from __future__ import annotations
 
-import json
-import sys
+import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import fsdp_compile
-from fsdp_compile._launch import leave
 from fsdp_compile.graph.install import manager
+from fsdp_compile.workers import Send
 
 
-def main(rank: int, num_ranks: int, rendezvous: str, options: dict[str, str]) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks)
+def work(settings: dict[str, Any], rank: int, send: Send) -> None:
+    caches, options = settings["caches"], settings["options"]
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(caches[rank])
+    dist.init_process_group("gloo", init_method=settings["rendezvous"], rank=rank, world_size=len(caches))
     torch.manual_seed(0)
     # Little code to generate, and several parameters to bucket.
     model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 5))
@@ -31,22 +33,15 @@ def main(rank: int, num_ranks: int, rendezvous: str, options: dict[str, str]) ->
     dist.all_reduce(squares)
     norms = squares.sqrt().tolist()
     counters = torch._dynamo.utils.counters
-    print(
-        json.dumps(
-            {
-                "graph_hits": counters["inductor"]["fxgraph_cache_hit"],
-                "graph_misses": counters["inductor"]["fxgraph_cache_miss"],
-                "autograd_hits": counters["aot_autograd"]["autograd_cache_hit"],
-                "autograd_misses": counters["aot_autograd"]["autograd_cache_miss"],
-                "autograd_bypasses": counters["aot_autograd"]["autograd_cache_bypass"],
-                "passes_ran_on": graphs,
-                "norms": norms,
-            }
-        )
+    send(
+        {
+            "graph_hits": counters["inductor"]["fxgraph_cache_hit"],
+            "graph_misses": counters["inductor"]["fxgraph_cache_miss"],
+            "autograd_hits": counters["aot_autograd"]["autograd_cache_hit"],
+            "autograd_misses": counters["aot_autograd"]["autograd_cache_miss"],
+            "autograd_bypasses": counters["aot_autograd"]["autograd_cache_bypass"],
+            "passes_ran_on": graphs,
+            "norms": norms,
+        }
     )
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))
-    leave()

@@ -2,53 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
 from tests.ranks import Ranks
 
-
-class SteadyRanks:
-    """Ranks that start when they are first used, and anew after a failure stopped them."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        self._ranks: Ranks | None = None
-
-    def run(self, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        if self._ranks is None or not self._ranks.alive:
-            self._ranks = Ranks(self.num_ranks)
-        return self._ranks.run(fn, *args, **options)
-
-    def stop(self) -> None:
-        if self._ranks is not None and self._ranks.alive:
-            self._ranks.stop()
+SteadyRanks = Ranks  # what many test modules call them
 
 
-def _steady(num_ranks: int) -> Iterator[SteadyRanks]:
-    ranks = SteadyRanks(num_ranks)
+def _ranks(num_ranks: int) -> Iterator[Ranks]:
+    ranks = Ranks(num_ranks)
     yield ranks
     ranks.stop()
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Iterator[SteadyRanks]:
+def two_ranks() -> Iterator[Ranks]:
     """Two workers: shards are even where a size is."""
-    yield from _steady(2)
+    yield from _ranks(2)
 
 
 @pytest.fixture(scope="module")
-def three_ranks() -> Iterator[SteadyRanks]:
+def three_ranks() -> Iterator[Ranks]:
     """Three workers: most shards are uneven, and the last one is often empty."""
-    yield from _steady(3)
+    yield from _ranks(3)
 
 
 @pytest.fixture(scope="module")
-def four_ranks() -> Iterator[SteadyRanks]:
+def four_ranks() -> Iterator[Ranks]:
     """Four workers: two meshes of two."""
-    yield from _steady(4)
+    yield from _ranks(4)
 
 
 @pytest.fixture

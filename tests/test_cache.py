@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -13,41 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+from fsdp_compile.workers import Workers
 
 
 def start(caches: list[Path], **options: str) -> list[dict[str, Any]]:
-    """A job with one rank for each cache folder; what each rank printed."""
-    rendezvous = caches[0].parent / f"rendezvous-{uuid.uuid4().hex}"
-    workers = []
-    for rank, cache in enumerate(caches):
-        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.cache_worker", str(rank), str(len(caches)), str(rendezvous)]
-        workers.append(
-            subprocess.Popen(
-                [*command, json.dumps(options)],
-                cwd=ROOT,
-                env=environment,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-        )
-    printed = []
-    try:
-        for worker in workers:
-            out, err = worker.communicate(timeout=300)
-            assert worker.returncode == 0, err
-            printed.append(json.loads(out.splitlines()[-1]))
-    finally:
-        for worker in workers:
-            worker.kill()
-    return printed
+    """A job with one rank for each cache folder; what each rank sent."""
+    folder = caches[0].parent
+    rendezvous = f"file://{folder}/rendezvous-{uuid.uuid4().hex}"
+    settings = {"caches": caches, "options": options, "rendezvous": rendezvous}
+    with Workers("tests.cache_worker:work", settings, num_ranks=len(caches), log_dir=folder) as workers:
+        sent = dict(workers.messages(silence_s=300))
+    return [sent[rank] for rank in range(len(caches))]
 
 
 @pytest.fixture(scope="module")
 def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """A cache that both ranks share, filled by a first start, and what that start printed."""
+    """A cache that both ranks share, filled by a first start, and what that start sent."""
     cache = tmp_path_factory.mktemp("caches") / "shared"
     return cache, start([cache, cache])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import copy
 import io
@@ -24,10 +23,11 @@ from rich.console import Console
 
 import fsdp_compile
 from fsdp_compile import cli
-from fsdp_compile._launch import Send, WorkerError, Workers
 from fsdp_compile.demo import report as demo_report
 from fsdp_compile.demo.progress import following
 from fsdp_compile.demo.training import OURS, UNSHARDED
+from fsdp_compile.workers import Send
+from tests.processes import alive, children, in_session, wait_until
 
 SMALL = ["demo", "--backend", "aot_eager", "--layers", "1", "--dim", "64", "--steps", "4"]
 
@@ -241,63 +241,6 @@ def test_without_a_command_it_prints_its_help(capsys: pytest.CaptureFixture[str]
     assert "demo" in capsys.readouterr().err
 
 
-def _is_killed(settings: dict[str, Any], rank: int, send: Send) -> None:
-    print("on its way", flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_killed_worker_is_named_with_the_end_of_its_output(tmp_path: Path) -> None:
-    with (
-        pytest.raises(WorkerError, match=r"rank 0 ended with SIGKILL(.|\n)*on its way"),
-        Workers(f"{__name__}:_is_killed", {}, num_ranks=1, log_dir=tmp_path) as workers,
-    ):
-        list(workers.messages(silence_s=60))
-
-
-class _AbortsWhenFreed:
-    """Stands in for a thread of gloo that frees a tensor while Python finalizes."""
-
-    def __del__(self) -> None:
-        os.abort()
-
-
-def _is_not_finalized(settings: dict[str, Any], rank: int, send: Send) -> None:
-    _kept.append(_AbortsWhenFreed())
-    atexit.register(Path(settings["said_goodbye"]).touch)
-
-
-_kept: list[_AbortsWhenFreed] = []
-
-
-def test_a_worker_that_is_done_runs_exit_handlers_and_leaves_the_interpreter_as_it_is(tmp_path: Path) -> None:
-    said_goodbye = tmp_path / "goodbye"
-    settings = {"said_goodbye": str(said_goodbye)}
-    with Workers(f"{__name__}:_is_not_finalized", settings, num_ranks=1, log_dir=tmp_path) as workers:
-        assert list(workers.messages(silence_s=60)) == []
-    assert said_goodbye.exists()
-
-
-def _compiles_for_ever(settings: dict[str, Any], rank: int, send: Send) -> None:
-    """Stands in for a worker that waits for its compiler."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    send({"pids": [os.getpid(), child.pid]})
-    child.wait()
-
-
-def test_silent_workers_end_the_run_and_their_children_end_with_them(tmp_path: Path) -> None:
-    pids: list[int] = []
-    with (
-        pytest.raises(WorkerError, match="no worker said a word for 1 s"),
-        Workers(f"{__name__}:_compiles_for_ever", {}, num_ranks=2, log_dir=tmp_path) as workers,
-    ):
-        for _, message in workers.messages(silence_s=60):
-            pids += message["pids"]
-            if len(pids) == 4:
-                break
-        list(workers.messages(silence_s=1))
-    _wait_until(lambda: not any(_alive(pid) for pid in pids), "workers and their children are gone")
-
-
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, *(pytest.param(one, marks=pytest.mark.more) for one in (signal.SIGTERM, signal.SIGHUP))]
 )
@@ -312,8 +255,8 @@ def test_an_interrupt_leaves_no_process_behind_and_says_one_sentence(tmp_path: P
         text=True,
     )
     try:
-        _wait_until(lambda: len(_children(process.pid)) == 2, "two workers run")
-        workers = _children(process.pid)
+        wait_until(lambda: len(children(process.pid)) == 2, "two workers run")
+        workers = children(process.pid)
         time.sleep(1)
         process.send_signal(number)
         _, error = process.communicate(timeout=60)
@@ -321,37 +264,5 @@ def test_an_interrupt_leaves_no_process_behind_and_says_one_sentence(tmp_path: P
         process.kill()
     assert process.returncode == cli.INTERRUPTED
     assert error == "Interrupted; no worker process is left.\n"
-    assert not [pid for pid in workers if _alive(pid) or _in_session(pid)]
+    assert not [pid for pid in workers if alive(pid) or in_session(pid)]
     assert not list(tmp_path.glob("fsdp-compile-demo-*")), "its folder is gone as well"
-
-
-def _wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s} s until {what}"
-        time.sleep(0.05)
-
-
-def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on; a zombie that nobody collects yet counts as gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-    return [] if fields[0] in "ZX" else fields
-
-
-def _alive(pid: int) -> bool:
-    return bool(_stat(pid))
-
-
-def _processes() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-
-
-def _children(parent: int) -> list[int]:
-    return [pid for pid in _processes() if _stat(pid)[1:2] == [str(parent)]]
-
-
-def _in_session(session: int) -> list[int]:
-    return [pid for pid in _processes() if _stat(pid)[3:4] == [str(session)]]

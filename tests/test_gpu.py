@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile import CPUOffloadPolicy, fully_shard
 from fsdp_compile.core.unit import units_in
 from fsdp_compile.eager.running import running
-from tests.conftest import SteadyRanks
 from tests.ranks import Ranks
 from tests.test_compiled_autograd import compiled_autograd
 from tests.toy import Block, assert_same_grads, assert_same_params
@@ -27,17 +26,11 @@ pytestmark = [
 STEPS = 3
 
 
-class NcclRanks(Ranks):
-    """One process a GPU, two at most."""
-
-    def __init__(self) -> None:
-        super().__init__(min(2, torch.cuda.device_count()), backend="nccl")
-
-
 @pytest.fixture(scope="module")
-def gpus() -> Iterator[SteadyRanks]:
-    ranks = NcclRanks()
-    yield ranks  # type: ignore[misc]
+def gpus() -> Iterator[Ranks]:
+    """One process a GPU, two at most."""
+    ranks = Ranks(min(2, torch.cuda.device_count()), backend="nccl")
+    yield ranks
     ranks.stop()
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import fsdp_compile
-from tests.conftest import SteadyRanks
 from tests.matrix.rows import ROWS
 from tests.matrix.runner import measure, problems
 from tests.matrix.train import Row
+from tests.ranks import Ranks
 from tests.test_recipes import SECTIONS
 
 QUICK = ("fully_shard",)
@@ -26,13 +26,13 @@ QUICK = ("fully_shard",)
 def holds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Row, str], None]]:
     """Runs a row on the workers that it needs; equal kernels of all rows are compiled once."""
     cache_dir = str(tmp_path_factory.mktemp("inductor"))
-    ranks = SteadyRanks(2)
+    ranks = Ranks(2)
 
     def check(row: Row, backend: str) -> None:
         nonlocal ranks
         if ranks.num_ranks != row.ranks:
             ranks.stop()
-            ranks = SteadyRanks(row.ranks)
+            ranks = Ranks(row.ranks)
         assert problems(row, ranks.run(measure, row.name, backend, cache_dir), row.tolerance) == []
 
     yield check

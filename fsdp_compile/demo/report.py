@@ -15,8 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .._launch import Workers
 from .._torch_compat import inductor
+from ..workers import Workers
 from .progress import following
 from .training import FSDP2, FSDP2_BLOCKS, OURS, UNSHARDED, Settings, has_gpus_for
 

@@ -26,13 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .._launch import Send
 from .._torch_compat import dynamo
 from ..api.fully_shard import fully_shard
 from ..graph.install import manager
 from ..passes import GraphRecord
 from ..tools.inspect import Report
 from ..tools.memory import PeakMeter
+from ..workers import Send
 
 UNSHARDED = "unsharded"
 FSDP2 = "FSDP2, eager"
