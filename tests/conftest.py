@@ -1,13 +1,35 @@
-"""Fixtures that every test module shares: worker processes, started once a module."""
+"""Fixtures that every test module shares: worker processes, started once a module. What a run sets for Inductor."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from tests.ranks import Ranks
+
+_CACHE_DIR = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Inductor's settings for all processes of a run: they inherit the environment of the first one.
+
+    One cache directory, new for each run: equal kernels are compiled once, and no result depends on an old run.
+    Kernels without vector instructions: g++ takes 0.7 s for one and not 1.0, Inductor's own Python a fifth less, and
+    nobody compiles probes of the processor. tests/test_matrix.py has a test of vectorized kernels (``-m more``).
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        config.stash[_CACHE_DIR] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fsdp_compile_tests_")
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _CACHE_DIR in config.stash:
+        shutil.rmtree(config.stash[_CACHE_DIR], ignore_errors=True)
 
 
 class SteadyRanks:
