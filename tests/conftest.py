@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.compiling import no_kernels_built
 from tests.ranks import Ranks
 
 _CACHE_DIR = pytest.StashKey[str]()
@@ -75,10 +76,11 @@ def four_ranks() -> Iterator[SteadyRanks]:
 
 @pytest.fixture
 def fake_group_of_four() -> Iterator[None]:
-    """Rank 0 of a group that moves no data: for errors, shapes and graphs."""
+    """Rank 0 of a group that moves no data: for errors, shapes and graphs. No kernel is built to compute with none."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    yield
+    with no_kernels_built():
+        yield
     dist.destroy_process_group()
