@@ -1,14 +1,36 @@
-"""Fixtures that every test module shares: worker processes, started once a module."""
+"""Fixtures that every test module shares: worker processes, started once a module. What a run sets for Inductor."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 
+from tests.compiling import no_kernels_built
 from tests.ranks import Ranks
 
 SteadyRanks = Ranks  # what many test modules call them
+_CACHE_DIR = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Inductor's settings for all processes of a run: they inherit the environment of the first one.
+
+    One cache directory, new for each run: equal kernels are compiled once, and no result depends on an old run.
+    Kernels without vector instructions: g++ takes 0.7 s for one and not 1.0, Inductor's own Python a fifth less, and
+    nobody compiles probes of the processor. tests/test_matrix.py has a test of vectorized kernels (``-m more``).
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        config.stash[_CACHE_DIR] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fsdp_compile_tests_")
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _CACHE_DIR in config.stash:
+        shutil.rmtree(config.stash[_CACHE_DIR], ignore_errors=True)
 
 
 def _ranks(num_ranks: int) -> Iterator[Ranks]:
@@ -37,10 +59,11 @@ def four_ranks() -> Iterator[Ranks]:
 
 @pytest.fixture
 def fake_group_of_four() -> Iterator[None]:
-    """Rank 0 of a group that moves no data: for errors, shapes and graphs."""
+    """Rank 0 of a group that moves no data: for errors, shapes and graphs. No kernel is built to compute with none."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    yield
+    with no_kernels_built():
+        yield
     dist.destroy_process_group()

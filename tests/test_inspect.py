@@ -23,6 +23,7 @@ from fsdp_compile import fully_shard, inspect
 from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import Plan
 from fsdp_compile.tools.inspect import Report
+from tests.compiling import no_kernels_built
 from tests.ranks import Ranks
 from tests.toy import Block, Stack, batches, loss_of, shard
 
@@ -61,6 +62,7 @@ class Noisy(nn.Module):
         return self.down(nn.functional.dropout(torch.relu(self.up(x)), 0.5)) * x.shape[0]
 
 
+@no_kernels_built()
 def _save(folder: str) -> tuple[str, str, str]:
     model = sharded()
     with inspect(model) as report:
@@ -273,6 +275,7 @@ def test_one_rank_alone_inspects_a_compiled_model(two_ranks: Ranks) -> None:
     )
 
 
+@no_kernels_built()
 def _cached(cache_dir: str) -> tuple[list[str], list[str]]:
     seen: list[str] = []
     model = sharded()
@@ -302,6 +305,7 @@ def _on_a_thread(run: Callable[[], None]) -> None:
     thread.join()
 
 
+@no_kernels_built()
 def _cached_on_a_thread(cache_dir: str) -> list[str]:
     """On CUDA backward compiles on autograd's own thread, where torch 2.15 sees the defaults of settings."""
     model = sharded()
@@ -394,6 +398,7 @@ def test_compiled_blocks_share_their_graphs(two_ranks: Ranks) -> None:
     assert error.startswith("0 inference graphs were recorded (of all: 00_joint). See report.graphs.")
 
 
+@no_kernels_built()
 def _nothing() -> list[str]:
     plain, model = Stack(num_blocks=1), sharded()
     said = []

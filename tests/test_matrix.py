@@ -9,8 +9,11 @@ import ast
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch._inductor import cpu_vec_isa
 
 import fsdp_compile
 from tests.matrix.rows import ROWS
@@ -23,31 +26,47 @@ QUICK = ("fully_shard",)
 
 
 @pytest.fixture(scope="module")
-def holds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Row, str], None]]:
-    """Runs a row on the workers that it needs; equal kernels of all rows are compiled once."""
-    cache_dir = str(tmp_path_factory.mktemp("inductor"))
+def holds() -> Iterator[Callable[..., None]]:
+    """Runs a row on the workers that it needs."""
     ranks = Ranks(2)
 
-    def check(row: Row, backend: str) -> None:
+    def check(row: Row, measure: Callable[..., Any] = measure) -> None:
         nonlocal ranks
         if ranks.num_ranks != row.ranks:
             ranks.stop()
             ranks = Ranks(row.ranks)
-        assert problems(row, ranks.run(measure, row.name, backend, cache_dir), row.tolerance) == []
+        assert problems(row, ranks.run(measure, row.name, "inductor"), row.tolerance) == []
 
     yield check
     ranks.stop()
 
 
+def _measure_vectorized(name: str, backend: str) -> dict[str, Any]:
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    try:
+        with torch._inductor.config.patch({"cpp.vec_isa_ok": None}):  # found out, as it is by default
+            assert cpu_vec_isa.pick_vec_isa()
+            return measure(name, backend)
+    finally:
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("row", sorted(ROWS, key=lambda row: row.ranks), ids=lambda row: row.name)
-def test_a_row_holds_on_inductor(holds: Callable[[Row, str], None], row: Row) -> None:
-    holds(row, "inductor")
+def test_a_row_holds_on_inductor(holds: Callable[..., None], row: Row) -> None:
+    holds(row)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("row", [row for row in ROWS if row.name in QUICK], ids=lambda row: row.name)
+def test_a_row_holds_with_vectorized_kernels(holds: Callable[..., None], row: Row) -> None:
+    """The other tests compile without them: see tests/conftest.py."""
+    holds(row, _measure_vectorized)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name in QUICK], ids=lambda row: row.name)
-def test_training_and_evaluation_hold_on_inductor(holds: Callable[[Row, str], None], row: Row) -> None:
-    holds(row, "inductor")
+def test_training_and_evaluation_hold_on_inductor(holds: Callable[..., None], row: Row) -> None:
+    holds(row)
 
 
 def test_every_public_name_has_a_row() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 import warnings
@@ -17,10 +16,8 @@ from tests.matrix.rows import ROWS
 from tests.matrix.train import Row
 
 
-def measure(name: str, backend: str, cache_dir: str | None = None) -> dict[str, Any]:
-    """Run the row of that name on this rank; ``cache_dir`` keeps what Inductor compiles, where it is not the default."""
-    if cache_dir is not None:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache_dir  # workers have the environment of a process that forks them
+def measure(name: str, backend: str) -> dict[str, Any]:
+    """Run the row of that name on this rank."""
     (row,) = (row for row in ROWS if row.name == name)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
