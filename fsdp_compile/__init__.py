@@ -12,6 +12,7 @@ from .api.adopt import Adoption as Adoption
 from .api.adopt import adopt as adopt
 from .api.configure import configure as configure
 from .api.fully_shard import fully_shard as fully_shard
+from .api.handles import GradientReductionHandle as GradientReductionHandle
 from .api.handles import UnshardHandle as UnshardHandle
 from .api.module import FSDPModule as FSDPModule
 from .api.module import register_fsdp_forward_method as register_fsdp_forward_method
@@ -20,7 +21,9 @@ from .api.replicate import replicate as replicate
 from .core.mesh import ShardPlacementResult as ShardPlacementResult
 from .graph.install import install_passes as install_passes
 from .tools.breaks import BreakReport as BreakReport
+from .tools.breaks import GraphBreak as GraphBreak
 from .tools.breaks import explain_breaks as explain_breaks
+from .tools.inspect import Report as Report
 from .tools.inspect import inspect as inspect
 from .tools.parity import Parity as Parity
 from .tools.parity import check_parity as check_parity

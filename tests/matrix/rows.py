@@ -192,8 +192,8 @@ ROWS: tuple[Row, ...] = (
     Row("AdamW with groups", around.grouped, recipe="Which optimizers"),
     # The second graph is the reference's: torch.cond that is called eagerly compiles itself.
     Row("torch.cond, another branch on each rank", around.branched, 2, recipe="Branches and loops"),
-    Row("inspect", tools.inspected, 2, shows="inspect"),
-    Row("explain_breaks", tools.explained, None, shows="explain_breaks BreakReport"),
+    Row("inspect", tools.inspected, 2, shows="inspect Report"),
+    Row("explain_breaks", tools.explained, None, shows="explain_breaks BreakReport GraphBreak"),
     Row("check_parity", tools.parity, None, shows="check_parity Parity"),
     Row("configure", tools.configured, shows="configure"),
     Row("install_passes", tools.bounced, shows="install_passes"),
@@ -216,7 +216,8 @@ ROWS: tuple[Row, ...] = (
     Row(
         "the end of a backward, said by hand",
         tools.finished_by_hand,
-        shows="set_is_last_backward set_manual_backward_finalization finalize_backward",
+        shows="set_is_last_backward set_manual_backward_finalization finalize_backward "
+        "GradientReductionHandle",
         warns=("set_is_last_backward has no effect where",),
     ),
     Row(

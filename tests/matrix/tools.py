@@ -30,6 +30,7 @@ def inspected(meter: Meter) -> None:
     run = compiled(meter, shard(model))
     with fsdp_compile.inspect(model) as report:
         train(meter, model, reference, run, num_steps=1)
+    meter.require(isinstance(report, fsdp_compile.Report), "the block gave no report")
     stages = [graph.stage for graph in report.graphs]
     meter.require(stages == (["joint", "forward", "backward"] if _lowers(meter) else ["joint"]), f"saw {stages}")
     meter.require("layers.1.down.weight" in str(report.plans[-1]), "no plan has layers.1.down.weight")
@@ -45,6 +46,7 @@ def explained(meter: Meter) -> None:
     report = fsdp_compile.explain_breaks(shard(model), _mine())
     meter.require(isinstance(report, fsdp_compile.BreakReport) and not report, "two breaks were not seen")
     meter.require((len(report.breaks), report.num_graphs) == (1, 3), str(report))  # one line of code breaks it twice
+    meter.require(isinstance(report.breaks[0], fsdp_compile.GraphBreak), "a break is no GraphBreak")
     reference, model = models.twins()
     run = compiled(meter, shard(model))
     train(meter, model, reference, run, num_steps=1)
@@ -208,7 +210,10 @@ def finished_by_hand(meter: Meter) -> None:
             with meter.counting():
                 backward(run, 2 * step + micro, models.batches(2 * step + micro))
             reference_backward(reference, models.batches(2 * step + micro), 2 * step + micro)
-        model.finalize_backward()
+        handle = model.finalize_backward(async_op=step == 1)
+        if step == 1:
+            assert isinstance(handle, fsdp_compile.GradientReductionHandle)
+            handle.wait()
         meter.compare_gradients(model, reference)
         for optim in optims:
             optim.step()
