@@ -1,0 +1,130 @@
+"""What a model brought goes with it, and guards change nothing: what is kept, by whom, and for how long."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compile import fully_shard, register_fsdp_forward_method
+from fsdp_compile.core.unit import unit_of
+
+pytestmark = pytest.mark.usefixtures("fake_group_of_four")
+
+
+def _sharded_once(compile_it: bool) -> dict[str, weakref.ref[Any]]:
+    """Train a model of a class of its own for a step; what to look for when it is gone."""
+
+    class Local(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x)
+
+        def score(self, x: torch.Tensor) -> torch.Tensor:
+            return self.forward(x).sum()
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
+    model = fully_shard(Local(), mesh=mesh, reshard_after_forward=2)
+    register_fsdp_forward_method(model, "score")
+    score = torch.compile(model.score, backend="aot_eager") if compile_it else model.score
+    score(torch.ones(2, 8)).backward()
+    shard = model.linear._parameters["weight"]
+    return {
+        "model": weakref.ref(model),
+        "user's class": weakref.ref(Local),
+        "generated class": weakref.ref(type(model)),
+        "unit": weakref.ref(unit_of(model)),
+        "shard": weakref.ref(shard),
+        "mesh": weakref.ref(mesh),
+    }
+
+
+def _collect() -> None:
+    for _ in range(2):  # a generated class goes first, then what it was made of
+        gc.collect()
+
+
+def test_nothing_of_an_eager_model_outlives_it() -> None:
+    """Dynamo's caches and torch's are left alone."""
+    known = _sharded_once(compile_it=False)
+    _collect()
+    kept_by_torch = {"mesh"}  # torch keeps the specs of DTensors, and with them their meshes, for good
+    assert {name for name, reference in known.items() if reference() is not None} <= kept_by_torch
+
+
+def test_a_compiled_model_goes_and_leaves_what_dynamo_keeps() -> None:
+    """Compiled code guards on classes, so these stay until Dynamo forgets it; parameters do not."""
+    known = _sharded_once(compile_it=True)
+    _collect()
+    alive = {name for name, reference in known.items() if reference() is not None}
+    assert not alive & {"model", "unit", "shard"}
+    torch._dynamo.reset()
+    _collect()
+    assert {name for name, reference in known.items() if reference() is not None} <= {"mesh"}
+
+
+def test_a_guard_only_looks() -> None:
+    """Also where there is something new to see: another tensor, a hook, a frozen parameter, a write to ``data``."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model)
+    watch = unit_of(model).watch  # type: ignore[union-attr]
+    torch.compile(model, backend="aot_eager", fullgraph=True)(torch.ones(2, 8)).sum().backward()
+
+    def everything() -> list[Any]:
+        params = [param for module in model for param in module._parameters.values()]
+        kept = [(id(module), *((name, id(value)) for name, value in vars(module).items())) for module in model]
+        sinks = [tuple((name, id(value)) for name, value in vars(one.sink).items()) for one in unit_of(model).params]  # type: ignore[union-attr]
+        nodes = [one.sink.edge.grad_fn for one in unit_of(model).params]  # type: ignore[union-attr]
+        return [*kept, *sinks, nodes, [(id(one), one.grad, dict(one._backward_hooks or {})) for one in params]]
+
+    first, second = model[0].weight, model[1].weight
+    at_first = watch.seen()
+    handle = first.register_hook(lambda grad: None)
+    second.requires_grad_(False)
+    with torch.no_grad():
+        first._local_tensor.data = first._local_tensor.clone()
+    before = everything()
+    assert watch.seen() != at_first
+    assert everything() == before
+    handle.remove()
+
+
+def test_many_forward_methods_compile_each_by_itself() -> None:
+    """Dynamo counts recompilations by code object, and gives up at the ninth."""
+
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+    for number in range(10):
+        # As ten methods written out would have it: code of its own for each.
+        scope: dict[str, Any] = {}
+        exec(f"def times_{number}(self, x): return self.linear(x) * {number}", scope)
+        setattr(Many, f"times_{number}", scope[f"times_{number}"])
+    model = fully_shard(Many())
+    for number in range(10):
+        register_fsdp_forward_method(model, f"times_{number}")
+    torch._dynamo.reset()
+    for number in range(10):
+        method = torch.compile(getattr(model, f"times_{number}"), backend="aot_eager", fullgraph=True)
+        assert method(torch.ones(2, 8)).shape == (2, 8)
+
+
+def test_equal_modules_share_what_a_method_compiles_to() -> None:
+    class Scored(nn.Linear):
+        def score(self, x: torch.Tensor) -> torch.Tensor:
+            return self(x).sum()
+
+    blocks = [fully_shard(Scored(8, 8)) for _ in range(3)]
+    for block in blocks:
+        register_fsdp_forward_method(block, "score")
+    assert len({block.score.__func__ for block in blocks}) == 1
