@@ -11,11 +11,11 @@ from .api.accumulate import no_sync as no_sync
 from .api.adopt import Adoption as Adoption
 from .api.adopt import adopt as adopt
 from .api.configure import configure as configure
+from .api.forward_methods import register_fsdp_forward_method as register_fsdp_forward_method
 from .api.fully_shard import fully_shard as fully_shard
 from .api.handles import GradientReductionHandle as GradientReductionHandle
 from .api.handles import UnshardHandle as UnshardHandle
 from .api.module import FSDPModule as FSDPModule
-from .api.module import register_fsdp_forward_method as register_fsdp_forward_method
 from .api.module import share_comm_ctx as share_comm_ctx
 from .api.replicate import replicate as replicate
 from .core.mesh import ShardPlacementResult as ShardPlacementResult

@@ -149,3 +149,10 @@ def default_store() -> torch.distributed.Store | None:
     if not torch.distributed.is_initialized():
         return None
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def sort_topologically(graph: torch.fx.Graph) -> None:
+    """Put definitions before uses again (``_inductor.pattern_matcher.stable_topological_sort``: 2.11 to 2.15)."""
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    stable_topological_sort(graph)

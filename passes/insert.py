@@ -20,7 +20,6 @@ of offloaded shards              h0, h1 = to_device(s0), to_device(s1)   are wha
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +82,7 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         _cut(graph, node)
     _wait_at_the_end(graph, plan)
     assert not unshards and not reduces, f"markers that the plan leaves out: {[*unshards, *reduces]}"
-    sort_topologically(graph)
+    compat.sort_topologically(graph)
     return num_launched
 
 
@@ -173,24 +172,3 @@ def _assert_independent(members: list[Marker], bucket: Bucket) -> None:
                 reached.add(user)
                 work.append(user)
     assert not reached & nodes, f"the gradients of {bucket.fqns} depend on each other"
-
-
-def sort_topologically(graph: fx.Graph) -> None:
-    """Put definitions before uses again, moving as few nodes as that takes."""
-    nodes = list(graph.nodes)
-    position = {node: index for index, node in enumerate(nodes)}
-    missing = {node: len(node.all_input_nodes) for node in nodes}
-    if all(position[source] < position[node] for node in nodes for source in node.all_input_nodes):
-        return
-    ready = [position[node] for node in nodes if not missing[node]]
-    heapq.heapify(ready)
-    cursor = compat.root_of(graph)
-    while ready:
-        node = nodes[heapq.heappop(ready)]
-        cursor.append(node)
-        cursor = node
-        for user in node.users:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, position[user])
-    assert cursor.op == "output", "the graph has a cycle"

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._torch_compat import fsdp2
+from .forward_methods import register_fsdp_forward_method
 from .fully_shard import fully_shard
-from .module import register_fsdp_forward_method, share_comm_ctx
+from .module import share_comm_ctx
 from .replicate import replicate
 
 _PACKAGE = __name__.partition(".")[0]

@@ -10,10 +10,8 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
-from .._torch_compat import autograd, dynamo, fsdp2, process_groups
-from ..core.shared import shared
+from .._torch_compat import autograd, process_groups
 from ..core.unit import Unit, unit_of, units_in
-from ..eager.around import eager_forward
 from ..eager.backward import end_backward, reduce_left_over
 from ..eager.reduction import Traffic
 from ..eager.running import Call, recover, running
@@ -22,7 +20,6 @@ from .accumulate import set_all_reduce, set_sync
 from .classes import ShardedModule, refresh
 from .fsdp2_view import FSDP2View
 from .handles import GradientReductionHandle, UnshardHandle
-from .unit_forward import as_given, as_taken, with_code_of_its_own
 
 _FSDP2: Any = torch_fsdp.FSDPModule  # its methods' types are not ours
 
@@ -351,43 +348,6 @@ def _sharded(modules: Any, method: str) -> list[Unit]:
             raise ValueError(f"{method} got a {type(module).__name__} that fully_shard was not applied to.")
         units.append(unit)
     return units
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make ``module.method_name`` a second forward: parameters are gathered before it and freed after it."""
-    module = dynamo.behind_compile(module)  # where the wrapper looks for its methods
-    if unit_of(module) is None:
-        if isinstance(module, fsdp2.TORCH_FSDP_MODULE):
-            raise TypeError(
-                f"register_fsdp_forward_method({method_name!r}): this {type(module).__name__} was sharded by "
-                "torch.distributed.fsdp.fully_shard before fsdp_compile.adopt(). Adopt first, then shard."
-            )
-        return
-    if not hasattr(module, method_name):
-        raise ValueError(f"{type(module).__name__} has no method {method_name!r}.")
-    method = getattr(type(module), method_name)
-
-    forward: Any = _forward_by(method)
-    setattr(module, method_name, forward.__get__(module, type(module)))
-
-
-@shared
-def _forward_by(method: Callable[..., Any]) -> Callable[..., Any]:
-    """unit_forward once more, around a method; one for all modules that have it, as they may share what is compiled."""
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        unit = _unit(self)
-        args, kwargs = as_taken(unit, args, kwargs)
-        try:
-            if torch.compiler.is_dynamo_compiling():
-                output = method(self, *args, **kwargs)
-            else:
-                output = eager_forward(unit, self, method, args, kwargs)
-        except BaseException:
-            raise
-        return as_given(unit, output)
-
-    return with_code_of_its_own(forward, getattr(method, "__qualname__", "forward"))
 
 
 def share_comm_ctx(modules: list[nn.Module]) -> None:
