@@ -26,8 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_compile
 from fsdp_compile import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp_compile.api.classes import refresh
-from fsdp_compile.core.spec import ParamGroup
-from fsdp_compile.core.unit import units_in
+from fsdp_compile.core.unit import Unit, units_in
 from fsdp_compile.passes import GraphRecord, markers
 from fsdp_compile.passes.insert import insert
 from fsdp_compile.passes.planner import plan_graph
@@ -87,7 +86,7 @@ def shards_elsewhere() -> Iterator[Counter[str]]:
     for op in (to_device, to_host, wait_for_copies):
         library.impl(op.__name__, op, "CPU")
     try:
-        with patch.object(ParamGroup, "computes_elsewhere", property(lambda group: group.offload)):
+        with patch.object(Unit, "computes_elsewhere", property(lambda unit: unit.offload)):
             yield counts
         assert not on_the_way
     finally:
