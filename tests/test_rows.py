@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.rows import HERE, REFUSALS, ROWS, cases_in, functions_of, split, named_in, written
+from tests.rows import HERE, REFUSALS, ROWS, cases_in, functions_of, named_in, split, written
 
 NAMED = [named for one in (*ROWS, *REFUSALS) for named in one.tests]
 
