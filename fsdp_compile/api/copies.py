@@ -40,9 +40,9 @@ def deep_copy(
 ) -> nn.Module:
     """A copy of ``module``, sharded alike; ``memo`` is that of ``copy.deepcopy``."""
     if autograd.backward_task() is not None:
-        state = unit_of(module)
+        original = unit_of(module)
         raise RuntimeError(
-            f"{original_class(module).__name__ if state is None else state.name}: a sharded module cannot be "
+            f"{original_class(module).__name__ if original is None else original.name}: a sharded module cannot be "
             "deep-copied while a backward runs. Copy it when backward has returned."
         )
     copies: _Copies = memo.setdefault(id(_Copies), _Copies())
@@ -83,12 +83,12 @@ class _Copies:
         """Have copies of the units and parameters inside ``top`` stand in ``memo``."""
         self.prepared.update(inside)
         for module in inside:
-            state = unit_of(module)
-            if state is None:
+            original = unit_of(module)
+            if original is None:
                 continue
-            if state not in self.units:
-                self.units[state] = self._unit_like(state)
-            memo[id(fsdp2.fsdp2_state(module))] = FSDP2View(self.units[state], end_backward)
+            if original not in self.units:
+                self.units[original] = self._unit_like(original)
+            memo[id(fsdp2.fsdp2_state(module))] = FSDP2View(self.units[original], end_backward)
         for module in inside:
             for param, owner, reader in module.__dict__.get(READS, {}).values():
                 if param not in self.params:
@@ -107,10 +107,10 @@ class _Copies:
             self.modules[module] = copied
             for key in [key for key in copied.__dict__ if key.startswith(OURS)]:
                 del copied.__dict__[key]
-            state = unit_of(module)
+            original = unit_of(module)
             if module in self.adopters:
                 fsdp2.register_fsdp2_state(copied, FSDP2View(self.adopters[module], end_backward))
-            unit = self.adopters.get(module) if state is None else self.units[state]
+            unit = self.adopters.get(module) if original is None else self.units[original]
             if unit is not None:
                 copied.__dict__[STATE] = unit
                 touched.setdefault(unit)
@@ -129,19 +129,19 @@ class _Copies:
     def _relate(self) -> list[Unit]:
         """Say to the copies of units which of them are inside which, and which follow which; those that hear news."""
         changed = []
-        for state, unit in self.units.items():
-            unit.modules = tuple(self.modules[one] for one in state.modules if one in self.modules)
-            said = state.settings
+        for original, unit in self.units.items():
+            unit.modules = tuple(self.modules[one] for one in original.modules if one in self.modules)
+            said = original.settings
             unit.settings.forward_prefetch = [self.units[one] for one in said.forward_prefetch if one in self.units]
             unit.settings.backward_prefetch = [self.units[one] for one in said.backward_prefetch if one in self.units]
-            around = state.outer
+            around = original.outer
             while around is not None and around not in self.units:
                 around = around.outer
             outer = None if around is None else self.units[around]
             if outer is not unit.outer:
                 unit.outer = outer
                 changed.append(unit)
-            unit.is_root = outer is None or state.is_root
+            unit.is_root = outer is None or original.is_root
             unit.takes_inputs_to = _elsewhere(unit) if outer is None else None
         return changed
 
