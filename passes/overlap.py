@@ -10,7 +10,7 @@ memory. A reduction is launched as soon as its gradients are there and waited fo
 own; where that wait starts the all-reduce over replicas, it is waited for one unit later still. Everything else keeps
 its order. Gathers have the plan's order among themselves, and reductions theirs, wherever compute went: two ranks that
 launch in different orders hang. Inductor fuses and sorts after the FX passes, so the same rule is applied once more to
-what it will generate, through its documented hook for scheduler passes (DESIGN.md, proof 8).
+what it will generate, through its documented hook for scheduler passes.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def num_launches(bucket: Bucket) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """Decisions for one graph; a pure function of the markers' arguments (see DESIGN.md, rule 5)."""
+    """Decisions for one graph; a pure function of the markers' arguments."""
 
     stage: str
     regather: tuple[str, ...] = ()  # joint: gathered again in backward
