@@ -11,29 +11,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsdp_compile
 from fsdp_compile import FSDPModule, fully_shard
 from fsdp_compile._state import state_of
-from tests.conftest import SteadyRanks
-from tests.toy import (
-    Block,
-    Stack,
+from tests.comparing import (
     assert_same_grads,
     assert_same_params,
     batches,
     full,
     loss_of,
-    pair,
+    mine,
     reference_backward,
-    shard,
     train_and_compare,
 )
+from tests.compiling import compiled, num_graphs
+from tests.conftest import SteadyRanks
+from tests.models import Block, Stack, mesh_of, pair, shard
 
-PATHS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.more)]
+PATHS = ["eager", "aot_eager", pytest.param("passes", marks=pytest.mark.more)]
 
 
 class Dropping(Stack):
@@ -45,18 +43,6 @@ class Dropping(Stack):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.drop(super().forward(tokens))
-
-
-def compiled(model: nn.Module, path: str) -> Any:
-    return model if path == "eager" else torch.compile(model, backend=path, fullgraph=True)
-
-
-def mine(step: int = 0) -> Tensor:
-    return batches(step)[dist.get_rank()]
-
-
-def num_graphs() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def storages(model: nn.Module) -> set[int]:
@@ -288,14 +274,14 @@ def _meshes(kind: str) -> None:
 
     unsharded, model = pair_unsharded()
     if kind == "replicas":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = mesh_of("replicate", "shard")
         shard(model, mesh=mesh)
         place, places = dist.get_rank(), 4
     elif kind == "offload":
         shard(model, offload_policy=fsdp_compile.CPUOffloadPolicy(), reshard_after_forward=2)
         place, places = dist.get_rank(), 4
     else:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = mesh_of("dp", "tp")
         unsharded, model = pair_unsharded(EvenBlock)
         for layer in model.layers:
             parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})

@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsdp_compile
+from tests.comparing import full
 from tests.conftest import SteadyRanks
-from tests.toy import Block, full
+from tests.models import Block
 
 
 def _between_unshard_and_reshard() -> None:

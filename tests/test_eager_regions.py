@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard
+from tests.comparing import train_and_compare
+from tests.compiling import num_graphs
+from tests.models import Block, BreakBlock, Stack, pair
 from tests.ranks import Ranks
-from tests.toy import Block, BreakBlock, Stack, pair, train_and_compare
 
 
 class DisabledFunctionBlock(Block):
@@ -246,7 +248,7 @@ def _whole_model_in_place() -> None:
     unsharded, sharded = pair()
     sharded.compile(backend="aot_eager", fullgraph=True)
     train_and_compare(sharded, sharded, unsharded)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert num_graphs() == 1
     assert dist.is_initialized()
 
 

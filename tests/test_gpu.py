@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import CPUOffloadPolicy, fully_shard
 from fsdp_compile._state import states_in
+from tests.comparing import assert_same_grads, assert_same_params
 from tests.conftest import SteadyRanks
+from tests.models import Block
 from tests.ranks import Ranks
 from tests.test_compiled_autograd import compiled_autograd
-from tests.toy import Block, assert_same_grads, assert_same_params
 
 pytestmark = [
     pytest.mark.gpu,

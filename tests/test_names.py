@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile import fully_shard, inspect
+from tests.comparing import assert_same_grads
 from tests.conftest import SteadyRanks
-from tests.toy import assert_same_grads
 
 # What Python takes for one identifier, and what looks like two things that belong to one parameter.
 LOOK_ALIKE = ("\N{LATIN SMALL LIGATURE FI}", "fi", "edge_x", "x")

@@ -16,9 +16,10 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import fsdp_compile
+from tests.comparing import assert_same_params, batches, loss_of, mean_over_ranks, reference_backward
 from tests.conftest import SteadyRanks
+from tests.models import Stack
 from tests.test_recipes import RECIPES
-from tests.toy import Stack, assert_same_params, batches, loss_of, mean_over_ranks, reference_backward
 
 optim = torch.optim
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {

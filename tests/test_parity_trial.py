@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile import check_parity, fully_shard
+from tests.comparing import assert_same_grads, batches, loss_of, reference_backward
 from tests.conftest import SteadyRanks
-from tests.toy import Block, Stack, assert_same_grads, batches, loss_of, pair, reference_backward, shard
+from tests.models import Block, Stack, pair, shard
 
 
 def _tokens(step: int) -> Tensor:

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from fsdp_compile import fully_shard
+from tests.comparing import assert_same_grads
 from tests.conftest import SteadyRanks
-from tests.toy import Block, assert_same_grads
+from tests.models import Block, mesh_of
 
 MICRO_BATCHES = 4
 DIM = 16
@@ -38,7 +38,7 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _pipeline(name: str, num_chunks: int, reshard: bool, compiled: bool) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = mesh_of("pp", "dp")
     stage_rank, dp_rank = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     torch.manual_seed(0)
     unsharded = [Chunk() for _ in range(2 * num_chunks)]

@@ -19,8 +19,8 @@ from fsdp_compile import MixedPrecisionPolicy, fully_shard, replicate
 from fsdp_compile._classes import sharded_class
 from fsdp_compile._fully_shard import make_unit
 from fsdp_compile._graph_path import getter
+from tests.models import Block, Stack
 from tests.test_extension import Opaque
-from tests.toy import Block, Stack
 
 pytestmark = pytest.mark.usefixtures("fake_group_of_four")
 
