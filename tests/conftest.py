@@ -28,6 +28,19 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 
+# What takes longest comes first, so that neither of the two workers has a long file left at the end.
+_LONG_FILES = (
+    "test_matrix", "test_models", "test_meshes", "test_recipes", "test_training", "test_readme", "test_inspect",
+    "test_cache", "test_demo", "test_parity", "test_parity_trial", "test_refused", "test_adopt", "test_interrupted",
+    "test_extension_modes", "test_eager_regions", "test_compiled_autograd", "test_evaluation",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(_LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     if _CACHE_DIR in config.stash:
         shutil.rmtree(config.stash[_CACHE_DIR], ignore_errors=True)
