@@ -1,4 +1,10 @@
-"""Compiling in tests."""
+"""Compiling in tests: the backends, and one function that compiles a model on one of them.
+
+    "eager"      not compiled: fsdp_compile's hooks
+    "aot_eager"  joint graphs with our markers, run as they are: one collective a parameter
+    "passes"     the same, then our passes on the forward and the backward graph, as under Inductor; no code is generated
+    "inductor"   what users have by default, and seconds of g++ a graph: a row of tests/matrix for each way of training
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,41 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.registry import register_backend
 from torch._inductor.async_compile import AsyncCompile
+
+from fsdp_compile.graph.install import manager
+
+PATHS = ("eager", "aot_eager")
+
+
+def compiled(model: nn.Module, path: str | None, fullgraph: bool = True) -> Any:
+    """The model compiled on the backend of that name; the model itself on the path "eager", or None."""
+    return model if path in ("eager", None) else torch.compile(model, backend=path, fullgraph=fullgraph)
+
+
+def num_graphs() -> int:
+    """How many Dynamo has compiled since the test began."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def _run_passes(module: fx.GraphModule, inputs: Any) -> Any:
+    manager(module.graph)
+    module.recompile()
+    return make_boxed_func(module.forward)
+
+
+@register_backend(name="passes")
+def passes(module: fx.GraphModule, inputs: Any) -> Any:
+    """AOTAutograd with the partitioner and our passes."""
+    backend = aot_autograd(
+        fw_compiler=_run_passes, bw_compiler=_run_passes, partition_fn=min_cut_rematerialization_partition
+    )
+    return backend(module, inputs)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ import pytest
 from tests.compiling import no_kernels_built
 from tests.ranks import Ranks
 
-SteadyRanks = Ranks  # what many test modules call them
 _CACHE_DIR = pytest.StashKey[str]()
 
 
@@ -26,6 +25,19 @@ def pytest_configure(config: pytest.Config) -> None:
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         config.stash[_CACHE_DIR] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fsdp_compile_tests_")
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
+
+# What takes longest comes first, so that neither of the two workers has a long file left at the end.
+_LONG_FILES = (
+    "test_matrix", "test_models", "test_meshes", "test_recipes", "test_training", "test_readme", "test_inspect",
+    "test_cache", "test_demo", "test_parity", "test_parity_trial", "test_refused", "test_adopt", "test_interrupted",
+    "test_extension_modes", "test_eager_regions", "test_compiled_autograd", "test_evaluation",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(_LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -1,18 +1,104 @@
-"""The zoo: small models of every kind, each with the blocks to shard and a batch made from a seed.
+"""The models of the tests: a stack of blocks, which most of them train, and a zoo with one of every kind.
 
-Widths are 5, 7, 10, 20, 34, 50 and the like: three ranks never share them evenly, two often do not, and some
-parameters have fewer rows than there are ranks.
+An entry of the zoo has the blocks to shard and a batch made from a seed. Widths are 5, 7, 10, 20, 34, 50 and the like:
+three ranks never share them evenly, two often do not, and some parameters have fewer rows than there are ranks.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compile import fully_shard
+
+
+class Block(nn.Module):
+    """Norm, up, down; 2 * dim + 1 hidden features, so that no rank count divides everything."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 2 * dim + 1)
+        self.down = nn.Linear(2 * dim + 1, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class BreakBlock(Block):
+    """A graph break in the middle."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(self.norm(x))
+        torch._dynamo.graph_break()
+        return x + self.down(torch.relu(hidden))
+
+
+class Stack(nn.Module):
+    """Embedding, blocks in a loop, norm and head; tied on request."""
+
+    def __init__(
+        self, num_blocks: int = 2, dim: int = 16, vocab: int = 31, tied: bool = False, block: type[nn.Module] = Block
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.layers = nn.ModuleList(block(dim) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Checkpointed(Stack):
+    """Every block is recomputed in backward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+def shard(model: Any, **kwargs: Any) -> Any:
+    """Each block, then the root."""
+    for layer in model.layers:
+        fully_shard(layer, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def twins(make: Callable[[], Any] = Stack, seed: int = 0) -> tuple[Any, Any]:
+    """Two with equal parameters, neither of them sharded."""
+    torch.manual_seed(seed)
+    one = make()
+    return one, copy.deepcopy(one)
+
+
+def pair(seed: int = 0, make: Callable[[], Stack] = Stack, **kwargs: Any) -> tuple[Stack, Stack]:
+    """(unsharded, sharded) with equal parameters."""
+    unsharded, model = twins(make, seed)
+    return unsharded, shard(model, **kwargs)
+
+
+def mesh_of(*dims: str) -> DeviceMesh:
+    """Two ranks in each named dimension."""
+    return init_device_mesh("cpu", (2,) * len(dims), mesh_dim_names=dims)
+
+
+# --- the zoo -----------------------------------------------------------------------------------------------------
 
 Batch = dict[str, Any]
 
@@ -45,19 +131,6 @@ def rows(width: int, out: int) -> Callable[[int], Batch]:
 
 
 # --- plain torch ------------------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    """Residual, with a norm and two linears."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width + 3)
-        self.down = nn.Linear(2 * width + 3, width)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return input + self.down(torch.tanh(self.up(self.norm(input))))
 
 
 class Loop(nn.Module):
@@ -183,7 +256,7 @@ class TiedInBlock(nn.Module):
 def tied_across_blocks() -> nn.Module:
     """The last block's weight is the first one's."""
     model = loop_of(Block, 7)()
-    model.layers[2].down.weight = model.layers[0].down.weight
+    model.layers[1].down.weight = model.layers[0].down.weight
     return model
 
 
@@ -206,7 +279,7 @@ def rows_with_a_detour(seed: int) -> Batch:
 
 
 def loop_of(block: type[nn.Module], width: int) -> Callable[[], Any]:
-    return lambda: Loop([block(width) for _ in range(3)], width)  # type: ignore[call-arg]
+    return lambda: Loop([block(width) for _ in range(2)], width)  # type: ignore[call-arg]
 
 
 def layers(model: Any) -> list[nn.Module]:

@@ -18,8 +18,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as TORCH_FULLY_SHARD
 
 import fsdp_compile
+from tests.comparing import train_and_compare
+from tests.models import Stack, pair
 from tests.ranks import Ranks
-from tests.toy import Stack, pair, train_and_compare
 
 SCRIPT = Path(__file__).with_name("fsdp2_script.py")
 

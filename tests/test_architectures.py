@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile import fully_shard
+from tests.comparing import full
+from tests.compiling import num_graphs
 from tests.models import VOCABULARY, Batch, decoder_config, encoder_config, labelled_images, token_pairs, tokens
 from tests.ranks import Ranks
-from tests.toy import full
 
 pytestmark = pytest.mark.slow
 
@@ -174,7 +175,7 @@ def _train(name: str, backend: str) -> tuple[int, float]:
         for each in (optim, reference):
             each.step()
             each.zero_grad()
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"], worst
+    return num_graphs(), worst
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

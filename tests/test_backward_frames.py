@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from fsdp_compile import no_sync
-from tests import toy
+from tests.comparing import batches, loss_of
+from tests.models import Stack, pair
 
 
 def _num_breaks(model: nn.Module, backend: str) -> int:
@@ -19,18 +20,18 @@ def _num_breaks(model: nn.Module, backend: str) -> int:
     counters.clear()
 
     def step(tokens: Tensor) -> Tensor:
-        loss = toy.loss_of(model(tokens))
+        loss = loss_of(model(tokens))
         torch._dynamo.graph_break()
         loss.backward()
         return loss.detach()
 
     compiled = torch.compile(step, backend=backend)
-    compiled(toy.batches(0)[dist.get_rank()])
+    compiled(batches(0)[dist.get_rank()])
     return sum(counters["graph_break"].values())
 
 
 def _breaks(backend: str, accumulates: bool) -> None:
-    unsharded, sharded = toy.pair(make=lambda: toy.Stack(num_blocks=1))
+    unsharded, sharded = pair(make=lambda: Stack(num_blocks=1))
     expected = _num_breaks(unsharded, backend)
     assert expected > 0
     assert _num_breaks(sharded, backend) == expected
@@ -47,7 +48,7 @@ def test_as_many_breaks_as_without_sharding(two_ranks: Any, accumulates: bool) -
 
 def _eager_breaks() -> None:
     """Every forward is eager, and the break stands in front of its backward."""
-    unsharded, sharded = toy.pair(make=lambda: toy.Stack(num_blocks=1))
+    unsharded, sharded = pair(make=lambda: Stack(num_blocks=1))
 
     def num_breaks(model: nn.Module) -> int:
         torch._dynamo.reset()
@@ -55,9 +56,9 @@ def _eager_breaks() -> None:
         run = torch.compiler.disable(model)
 
         def step(tokens: Tensor) -> None:
-            toy.loss_of(run(tokens)).backward()
+            loss_of(run(tokens)).backward()
 
-        torch.compile(step, backend="aot_eager")(toy.batches(0)[dist.get_rank()])
+        torch.compile(step, backend="aot_eager")(batches(0)[dist.get_rank()])
         return sum(counters["graph_break"].values())
 
     assert num_breaks(sharded) == num_breaks(unsharded)

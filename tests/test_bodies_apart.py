@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch._higher_order_ops import scan, while_loop
 
 from fsdp_compile import fully_shard
-from tests import toy
+from tests.comparing import assert_same_grads, batches
+from tests.models import Block, Stack, pair
 
 
 class Three(nn.Module):
@@ -68,7 +69,7 @@ def _compare(make: type[Three], units: bool, backend: str, trains: bool) -> None
     if trains:
         ours.sum().backward()
         torch.stack([unsharded(x).sum() for x in inputs]).mean().backward()
-        toy.assert_same_grads(sharded, unsharded, atol=1e-4)
+        assert_same_grads(sharded, unsharded, atol=1e-4)
 
 
 @pytest.mark.parametrize("units", [False, True])
@@ -93,16 +94,16 @@ def test_a_loop_runs_as_often_as_each_rank_likes(two_ranks: Any, backend: str) -
     two_ranks.run(_compare, Loops, True, backend, False)
 
 
-class Region(toy.Block):
+class Region(Block):
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
 
 
 def _regions(backend: str) -> None:
-    unsharded, sharded = toy.pair(make=lambda: toy.Stack(block=Region))
+    unsharded, sharded = pair(make=lambda: Stack(block=Region))
     compiled = torch.compile(sharded, backend=backend)
-    tokens = toy.batches(0)[dist.get_rank()]
+    tokens = batches(0)[dist.get_rank()]
     with torch.no_grad():
         torch.testing.assert_close(compiled(tokens), unsharded(tokens))
     with pytest.raises(RuntimeError, match=r"norm\.weight is read in a torch\.compiler\.nested_compile_region"):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fsdp_compile import explain_breaks
-from tests.toy import Block, BreakBlock, Stack, shard
+from tests.models import Block, BreakBlock, Stack, shard
 
 pytestmark = [pytest.mark.usefixtures("fake_group_of_four"), pytest.mark.compat]
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile import fully_shard
-from tests import toy
+from tests.comparing import assert_same_grads, batches, loss_of, mean_over_ranks, reference_backward
+from tests.models import Stack, pair
 
 X = torch.ones(2, 8)
 
@@ -72,37 +73,37 @@ def _traces_backward() -> AbstractContextManager[Any]:
 
 
 def _backward_in_the_graph(backend: str) -> None:
-    unsharded, sharded = toy.pair(make=lambda: toy.Stack(num_blocks=1))
+    unsharded, sharded = pair(make=lambda: Stack(num_blocks=1))
 
     @torch.compile(backend=backend, fullgraph=True)
     def step(tokens: Tensor) -> Tensor:
-        loss = toy.loss_of(sharded(tokens))
+        loss = loss_of(sharded(tokens))
         loss.backward()
         return loss.detach()
 
     with _traces_backward():
         for number in range(2):  # the second one adds to the gradients of the first
-            tokens = toy.batches(number)
+            tokens = batches(number)
             loss = step(tokens[dist.get_rank()])
-            expected = toy.reference_backward(unsharded, tokens)
-            torch.testing.assert_close(toy.mean_over_ranks(loss), expected)
-            toy.assert_same_grads(sharded, unsharded)
+            expected = reference_backward(unsharded, tokens)
+            torch.testing.assert_close(mean_over_ranks(loss), expected)
+            assert_same_grads(sharded, unsharded)
 
 
 def _backward_behind_the_graph() -> None:
-    unsharded, sharded = toy.pair()
-    tokens = toy.batches(0)
+    unsharded, sharded = pair()
+    tokens = batches(0)
     with _traces_backward():
-        toy.loss_of(torch.compile(sharded, backend="aot_eager")(tokens[dist.get_rank()])).backward()
-    toy.reference_backward(unsharded, tokens)
-    toy.assert_same_grads(sharded, unsharded)
+        loss_of(torch.compile(sharded, backend="aot_eager")(tokens[dist.get_rank()])).backward()
+    reference_backward(unsharded, tokens)
+    assert_same_grads(sharded, unsharded)
 
 
 def _without_synchronization() -> str:
-    _, sharded = toy.pair()
+    _, sharded = pair()
     sharded.set_requires_gradient_sync(False)
     with _traces_backward(), pytest.raises(RuntimeError) as raised:
-        torch.compile(sharded, backend="aot_eager")(toy.batches(0)[0])
+        torch.compile(sharded, backend="aot_eager")(batches(0)[0])
     return str(raised.value)
 
 

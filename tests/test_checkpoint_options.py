@@ -18,8 +18,10 @@ from torch.distributed.checkpoint import state_dict as helpers
 from torch.distributed.tensor import DTensor
 
 import fsdp_compile
-from tests.conftest import SteadyRanks
-from tests.toy import Stack, batches, loss_of
+from tests.comparing import batches, loss_of
+from tests.compiling import compiled
+from tests.models import Stack
+from tests.ranks import Ranks
 
 OPTIONS: dict[str, dict[str, bool]] = {
     "sharded": {},
@@ -61,7 +63,7 @@ class Trained:
         shard(model)
         if call == "model.compile()":
             model.compile(backend=backend)
-        self.model: Any = torch.compile(model, backend=backend) if call == "torch.compile(model)" else model
+        self.model = compiled(model, backend if call == "torch.compile(model)" else None, fullgraph=False)
         self.optim = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
         for step in range(steps):
             loss_of(self.model(batches(step)[dist.get_rank()])).backward()
@@ -192,11 +194,11 @@ def _as_fsdp2s(call: str, steps: int, options: str, backend: str = "aot_eager") 
 @pytest.mark.parametrize(
     "call", [one if one == "torch.compile(model)" else pytest.param(one, marks=pytest.mark.more) for one in CALLS]
 )
-def test_the_helpers_do_what_they_do_for_fsdp2(two_ranks: SteadyRanks, call: str, steps: int, options: str) -> None:
+def test_the_helpers_do_what_they_do_for_fsdp2(two_ranks: Ranks, call: str, steps: int, options: str) -> None:
     two_ranks.run(_as_fsdp2s, call, steps, options)
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("options", ["sharded", "full, broadcast from rank 0"])
-def test_the_same_with_inductor(two_ranks: SteadyRanks, options: str) -> None:
-    two_ranks.run(_as_fsdp2s, "torch.compile(model)", 1, options, "inductor")
+def test_the_same_with_inductor(two_ranks: Ranks, options: str) -> None:
+    two_ranks.run(_as_fsdp2s, "torch.compile(model)", 1, options, "passes")

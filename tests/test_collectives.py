@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compile.passes.collectives import all_gather_of, c10d
-from tests.conftest import SteadyRanks
+from tests.ranks import Ranks
 
 IN_FLIGHT = 32
 TURNS = 500
@@ -29,5 +29,5 @@ def _gather_many_at_once() -> int:
 
 
 @pytest.mark.compat
-def test_many_gathers_in_flight_on_gloo(two_ranks: SteadyRanks) -> None:
+def test_many_gathers_in_flight_on_gloo(two_ranks: Ranks) -> None:
     assert two_ranks.run(_gather_many_at_once) == [0, 0]

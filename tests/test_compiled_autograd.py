@@ -4,29 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compile._torch_compat import inductor
-from fsdp_compile.graph.install import manager
+from fsdp_compile.passes import GraphRecord
+from tests.comparing import assert_same_grads, assert_same_params, batches, full, loss_of, reference_backward
+from tests.models import Block, BreakBlock, Stack, mesh_of, pair
 from tests.ranks import Ranks
-from tests.toy import (
-    Block,
-    BreakBlock,
-    Stack,
-    assert_same_grads,
-    assert_same_params,
-    batches,
-    full,
-    loss_of,
-    pair,
-    reference_backward,
-)
+from tests.recording import recorded
 
 
 class Unrolled(Stack):
@@ -50,21 +38,10 @@ class Single(Stack):
 
 
 @contextmanager
-def compiled_autograd() -> Iterator[list[tuple[str, int, int]]]:
-    """(stage, gathers, reductions) of the graphs that the passes see."""
-    seen: list[tuple[str, int, int]] = []
-
-    def observe(record: Any) -> None:
-        seen.append((record.stage, record.num_unshards, record.num_reduces))
-
-    manager.observers.append(observe)
-    torch._dynamo.config.compiled_autograd = True
-    try:
-        with inductor.no_compile_caches():
-            yield seen
-    finally:
-        torch._dynamo.config.compiled_autograd = False
-        manager.observers.remove(observe)
+def compiled_autograd() -> Iterator[list[GraphRecord]]:
+    """Backward is compiled too; the graphs that the passes see."""
+    with recorded() as seen, torch._dynamo.config.patch(compiled_autograd=True):
+        yield seen
 
 
 def _step(model: Stack, backend: str) -> Callable[[Tensor], Tensor]:
@@ -91,7 +68,7 @@ def _train(block: type[Block], backend: str) -> tuple[list[tuple[str, int, int]]
                 optim.step()
                 optim.zero_grad()
         assert_same_params(model, unsharded, atol=1e-4, rtol=1e-3)
-        return seen, torch._dynamo.utils.counters["compiled_autograd"]["captures"]
+        return [(one.stage, one.num_unshards, one.num_reduces) for one in seen], torch._dynamo.utils.counters["compiled_autograd"]["captures"]
 
 
 @pytest.mark.more
@@ -193,7 +170,7 @@ def test_an_optimizer_in_backward(two_ranks: Ranks) -> None:
 
 def _replicas(backend: str) -> None:
     with compiled_autograd():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = mesh_of("replicate", "shard")
         unsharded, model = pair(make=Single, mesh=mesh)
         _two_steps(unsharded, model, backend, model.set_requires_all_reduce, num_micro_batches=2)
 

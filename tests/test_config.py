@@ -18,9 +18,10 @@ from torch._inductor.utils import run_and_get_code
 
 from fsdp_compile import fully_shard, install_passes
 from fsdp_compile._torch_compat import inductor
-from fsdp_compile.graph.install import ComposedPass, JointPass, manager
+from fsdp_compile.graph.install import ComposedPass, JointPass
 from fsdp_compile.passes import GraphRecord, ScheduleInPlannedOrder, source_hash
 from fsdp_compile.passes._torch_compat import CustomGraphPass
+from tests.recording import recorded
 
 pytestmark = pytest.mark.usefixtures("fake_group_of_four", "fresh_config")
 
@@ -59,10 +60,8 @@ def fresh_config() -> Iterator[None]:
 
 @pytest.fixture
 def records() -> Iterator[list[GraphRecord]]:
-    seen: list[GraphRecord] = []
-    manager.observers.append(seen.append)
-    yield seen
-    manager.observers.remove(seen.append)
+    with recorded() as seen:
+        yield seen
 
 
 def step(model: nn.Module) -> None:

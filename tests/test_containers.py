@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from fsdp_compile.core.containers import cast_floating
-from tests.conftest import SteadyRanks
+from tests.ranks import Ranks
 
 BF16 = torch.bfloat16
 POLICY = MixedPrecisionPolicy(param_dtype=BF16)
@@ -134,12 +134,12 @@ def _casts(kind: str, backend: str | None) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_in_a_container_is_cast(two_ranks: SteadyRanks, kind: str) -> None:
+def test_what_is_in_a_container_is_cast(two_ranks: Ranks, kind: str) -> None:
     two_ranks.run(_casts, kind, None)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in NOT_TRACED])
-def test_what_is_in_a_container_is_cast_in_one_graph(two_ranks: SteadyRanks, kind: str) -> None:
+def test_what_is_in_a_container_is_cast_in_one_graph(two_ranks: Ranks, kind: str) -> None:
     two_ranks.run(_casts, kind, "aot_eager")
 
 
@@ -153,7 +153,7 @@ def _cast_by_fsdp2(kind: str) -> bool:
     return bool(get(box).dtype == BF16)
 
 
-def test_what_fsdp2_casts_is_cast(two_ranks: SteadyRanks) -> None:
+def test_what_fsdp2_casts_is_cast(two_ranks: Ranks) -> None:
     """All kinds are, by the test above; this one says which of them FSDP2 casts."""
     assert {kind for kind in KINDS if not two_ranks.run(_cast_by_fsdp2, kind)[0]} == NOT_BY_FSDP2
 
@@ -164,7 +164,7 @@ def _read_only() -> None:
     assert model(box, also=box)[1] is box
 
 
-def test_a_mapping_that_cannot_be_written_to_comes_as_it_is(two_ranks: SteadyRanks) -> None:
+def test_a_mapping_that_cannot_be_written_to_comes_as_it_is(two_ranks: Ranks) -> None:
     two_ranks.run(_read_only)
 
 
@@ -189,7 +189,7 @@ def _transformers(backend: str | None) -> None:
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_what_transformers_hands_around_is_cast(two_ranks: SteadyRanks, backend: str | None) -> None:
+def test_what_transformers_hands_around_is_cast(two_ranks: Ranks, backend: str | None) -> None:
     pytest.importorskip("transformers")
     two_ranks.run(_transformers, backend)
 

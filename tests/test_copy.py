@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -20,22 +19,21 @@ from fsdp_compile import FSDPModule, fully_shard
 from fsdp_compile.core.spec import spec_of
 from fsdp_compile.core.unit import unit_of
 from fsdp_compile.eager.running import running
-from tests.conftest import SteadyRanks
-from tests.toy import (
-    Block,
-    Stack,
+from tests.comparing import (
     assert_same_grads,
     assert_same_params,
     batches,
     full,
     loss_of,
-    pair,
+    mine,
     reference_backward,
-    shard,
     train_and_compare,
 )
+from tests.compiling import compiled, num_graphs
+from tests.models import Block, Stack, mesh_of, pair, shard
+from tests.ranks import Ranks
 
-PATHS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.more)]
+PATHS = ["eager", "aot_eager", pytest.param("passes", marks=pytest.mark.more)]
 
 
 class Dropping(Stack):
@@ -47,18 +45,6 @@ class Dropping(Stack):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.drop(super().forward(tokens))
-
-
-def compiled(model: nn.Module, path: str) -> Any:
-    return model if path == "eager" else torch.compile(model, backend=path, fullgraph=True)
-
-
-def mine(step: int = 0) -> Tensor:
-    return batches(step)[dist.get_rank()]
-
-
-def num_graphs() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def storages(model: nn.Module) -> set[int]:
@@ -88,7 +74,7 @@ def _side_by_side(path: str) -> None:
 @pytest.mark.parametrize(
     "path", [pytest.param("aot_eager", marks=pytest.mark.compat), *(path for path in PATHS if path != "aot_eager")]
 )
-def test_a_copy_and_the_original_train_like_two_models(two_ranks: SteadyRanks, path: str) -> None:
+def test_a_copy_and_the_original_train_like_two_models(two_ranks: Ranks, path: str) -> None:
     two_ranks.run(_side_by_side, path)
 
 
@@ -147,7 +133,7 @@ def _units(model: nn.Module) -> list[Any]:
     return fsdp_compile.core.unit.units_in(model)
 
 
-def test_a_copy_has_the_settings_of_the_original(two_ranks: SteadyRanks) -> None:
+def test_a_copy_has_the_settings_of_the_original(two_ranks: Ranks) -> None:
     two_ranks.run(_settings)
 
 
@@ -176,7 +162,7 @@ def _parts(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_part_of_a_model_is_copied_as_a_model(two_ranks: SteadyRanks, path: str) -> None:
+def test_a_part_of_a_model_is_copied_as_a_model(two_ranks: Ranks, path: str) -> None:
     two_ranks.run(_parts, path)
 
 
@@ -201,7 +187,7 @@ def _tied_over_units() -> None:
     train_and_compare(copy.deepcopy(model), model, unsharded, steps=0)
 
 
-def test_tied_weights_are_tied_in_the_copy(two_ranks: SteadyRanks) -> None:
+def test_tied_weights_are_tied_in_the_copy(two_ranks: Ranks) -> None:
     two_ranks.run(_tied_over_units)
 
 
@@ -237,7 +223,7 @@ def _at_any_time() -> None:
     assert_same_grads(model, unsharded)
 
 
-def test_a_copy_is_idle_whatever_the_original_does(two_ranks: SteadyRanks) -> None:
+def test_a_copy_is_idle_whatever_the_original_does(two_ranks: Ranks) -> None:
     two_ranks.run(_at_any_time)
 
 
@@ -281,7 +267,7 @@ def _odd_modules() -> None:
                 one.zero_grad()
 
 
-def test_modules_with_a_copy_of_their_own(two_ranks: SteadyRanks) -> None:
+def test_modules_with_a_copy_of_their_own(two_ranks: Ranks) -> None:
     two_ranks.run(_odd_modules)
 
 
@@ -292,14 +278,14 @@ def _meshes(kind: str) -> None:
 
     unsharded, model = pair_unsharded()
     if kind == "replicas":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = mesh_of("replicate", "shard")
         shard(model, mesh=mesh)
         place, places = dist.get_rank(), 4
     elif kind == "offload":
         shard(model, offload_policy=fsdp_compile.CPUOffloadPolicy(), reshard_after_forward=2)
         place, places = dist.get_rank(), 4
     else:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = mesh_of("dp", "tp")
         unsharded, model = pair_unsharded(EvenBlock)
         for layer in model.layers:
             parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -318,7 +304,7 @@ def pair_unsharded(block: type[nn.Module] = Block) -> tuple[Stack, Stack]:
 
 
 @pytest.mark.parametrize("kind", ["replicas", "offload", "tensor parallel"])
-def test_a_copy_is_on_the_meshes_of_the_original(four_ranks: SteadyRanks, kind: str) -> None:
+def test_a_copy_is_on_the_meshes_of_the_original(four_ranks: Ranks, kind: str) -> None:
     four_ranks.run(_meshes, kind)
 
 
@@ -340,7 +326,7 @@ def _with_extension(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["eager", "aot_eager"])
-def test_a_copy_of_a_subclass_says_what_travels_too(two_ranks: SteadyRanks, path: str) -> None:
+def test_a_copy_of_a_subclass_says_what_travels_too(two_ranks: Ranks, path: str) -> None:
     two_ranks.run(_with_extension, path)
 
 
@@ -365,7 +351,7 @@ def _wrappers() -> None:
     assert num_graphs() <= before + 1
 
 
-def test_copies_of_compiled_models_are_what_torch_makes_of_plain_ones(two_ranks: SteadyRanks) -> None:
+def test_copies_of_compiled_models_are_what_torch_makes_of_plain_ones(two_ranks: Ranks) -> None:
     two_ranks.run(_wrappers)
 
 
@@ -398,7 +384,7 @@ def partial_average(model: nn.Module) -> AveragedModel:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_moving_average_of_a_sharded_model(two_ranks: SteadyRanks, path: str) -> None:
+def test_a_moving_average_of_a_sharded_model(two_ranks: Ranks, path: str) -> None:
     two_ranks.run(_averaged, path)
 
 
@@ -414,5 +400,5 @@ def _not_otherwise() -> None:
             copy.copy(one)
 
 
-def test_pickle_and_shallow_copies_say_what_to_do_instead(two_ranks: SteadyRanks) -> None:
+def test_pickle_and_shallow_copies_say_what_to_do_instead(two_ranks: Ranks) -> None:
     two_ranks.run(_not_otherwise)

@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsdp_compile
-from tests.conftest import SteadyRanks
-from tests.toy import Block, full
+from tests.comparing import full
+from tests.models import Block
+from tests.ranks import Ranks
 
 
 def _between_unshard_and_reshard() -> None:
@@ -40,7 +41,7 @@ def _between_unshard_and_reshard() -> None:
     torch.testing.assert_close(*outputs)
 
 
-def test_between_unshard_and_reshard_reads_are_full_and_what_is_registered_are_shards(two_ranks: SteadyRanks) -> None:
+def test_between_unshard_and_reshard_reads_are_full_and_what_is_registered_are_shards(two_ranks: Ranks) -> None:
     two_ranks.run(_between_unshard_and_reshard)
 
 
@@ -55,7 +56,7 @@ def _after_evaluation() -> None:
     assert gathered == [False, True]
 
 
-def test_the_root_is_freed_after_a_forward_without_backward(two_ranks: SteadyRanks) -> None:
+def test_the_root_is_freed_after_a_forward_without_backward(two_ranks: Ranks) -> None:
     two_ranks.run(_after_evaluation)
 
 
@@ -67,7 +68,7 @@ def _calls_of_the_placement_function() -> None:
         assert len(seen) == 2 * times
 
 
-def test_the_placement_function_is_called_once_and_fsdp2s_twice(two_ranks: SteadyRanks) -> None:
+def test_the_placement_function_is_called_once_and_fsdp2s_twice(two_ranks: Ranks) -> None:
     two_ranks.run(_calls_of_the_placement_function)
 
 
@@ -83,5 +84,5 @@ def _flags() -> None:
         assert said is expected
 
 
-def test_gradient_sync_leaves_the_all_reduce_alone(two_ranks: SteadyRanks) -> None:
+def test_gradient_sync_leaves_the_all_reduce_alone(two_ranks: Ranks) -> None:
     two_ranks.run(_flags)

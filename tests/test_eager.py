@@ -13,56 +13,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compile import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from fsdp_compile.core.unit import unit_of, units_in
 from fsdp_compile.eager.running import running
-from tests.ranks import Ranks
-from tests.toy import (
-    Block,
-    Stack,
+from tests.comparing import (
     assert_same_grads,
     batches,
     full,
+    local_loss,
     loss_of,
-    pair,
+    mine,
     reference_backward,
-    shard,
     train_and_compare,
 )
-
-GATHER, REDUCE = "all_gather_into_tensor", "all_to_all_single"
-
-
-class Collectives(TorchDispatchMode):
-    """Counts collectives by name, in order, with the elements that each was given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.partition(".")[0].removesuffix("_out")
-        if func.namespace in ("fsdpc", "_c10d_functional") and name not in ("wait_tensor", "unshard", "reduce_grad"):
-            self.seen.append((name, args[0].numel()))
-        return func(*args, **(kwargs or {}))
-
-    def count(self, name: str) -> int:
-        return sum(seen == name for seen, _ in self.seen)
-
-    def clear(self) -> None:
-        self.seen.clear()
-
-
-def mine(step: int) -> Tensor:
-    return batches(step)[dist.get_rank()]
-
-
-def local_loss(model: nn.Module, step: int) -> Tensor:
-    return loss_of(model(mine(step)))
+from tests.models import Block, Stack, mesh_of, pair, shard
+from tests.ranks import Ranks
+from tests.recording import GATHER, REDUCE, Collectives
 
 
 def assert_same_accumulated(model: nn.Module, unsharded: nn.Module, steps: range) -> None:
@@ -244,7 +213,7 @@ def test_kept_storage_has_stable_addresses(two_ranks: Ranks) -> None:
 
 
 def _order() -> None:
-    unsharded, model = pair(seed=3)
+    unsharded, model = pair(3, make=lambda: Stack(3))
     model.layers[0].set_modules_to_forward_prefetch([model.layers[2]])
     model.layers[2].set_modules_to_backward_prefetch([model.layers[0], model.layers[1]])
     for step in range(2):
@@ -480,10 +449,10 @@ def _custom_comms() -> None:
     layer = model.layers[1]
     layer.set_custom_all_gather(gather)
     layer.set_custom_reduce_scatter(scatter)
-    model.layers[2].set_all_reduce_hook(lambda grads: seen.append(grads.mul_(3).numel()))
+    model.layers[0].set_all_reduce_hook(lambda grads: seen.append(grads.mul_(3).numel()))
     local_loss(model, 0).backward()
     reference_backward(unsharded, batches(0))
-    for param in unsharded.layers[2].parameters():
+    for param in unsharded.layers[0].parameters():
         param.grad.mul_(3)
     assert_same_grads(model, unsharded)
     assert gather.num_calls and scatter.num_calls and seen
@@ -564,7 +533,7 @@ def test_two_roots_share_a_context(two_ranks: Ranks) -> None:
 
 
 def _replicas() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of("replicate", "shard")
     unsharded, model = pair(mesh=mesh)
     for round in range(2):
         with Collectives() as seen:
@@ -761,7 +730,7 @@ class Failing(Block):
 
 
 def _recovers(where: str, index: int, reset: bool) -> None:
-    unsharded, model = pair(make=lambda: Stack(block=Failing))
+    unsharded, model = pair(make=lambda: Stack(3, block=Failing))
     local_loss(model, 0).backward()
     model.zero_grad()
     model.layers[index].fail = where
@@ -895,9 +864,9 @@ def _ranges() -> list[str]:
 def test_a_profile_shows_the_units(two_ranks: Ranks) -> None:
     for ranges in two_ranks.run(_ranges):
         for stage in ("pre_forward", "post_forward", "pre_backward", "post_backward"):
-            for unit in ("(root) (Stack)", "layers.0 (Block)", "layers.2 (Block)"):
+            for unit in ("(root) (Stack)", "layers.0 (Block)", "layers.1 (Block)"):
                 assert ranges.count(f"FSDP::{stage} ({unit})") == 1
-        assert ranges.index("FSDP::pre_forward (layers.0 (Block))") < ranges.index("FSDP::pre_forward (layers.2 (Block))")
+        assert ranges.index("FSDP::pre_forward (layers.0 (Block))") < ranges.index("FSDP::pre_forward (layers.1 (Block))")
         assert ranges[-1] == "FSDP::end_backward ((root) (Stack))"
 
 

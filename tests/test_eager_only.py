@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.comparing import assert_same_grads, batches, loss_of, reference_backward
+from tests.compiling import num_graphs
+from tests.models import Stack, shard
 from tests.ranks import Ranks
 from tests.test_extension import Opaque
-from tests.toy import Stack, assert_same_grads, batches, loss_of, reference_backward, shard
 
 
 class PlainGather:
@@ -75,7 +77,7 @@ def _train(change: Callable[[Stack], None], before: bool, reason: str) -> None:
     assert_same_grads(model, reference)
     said = [str(one.message) for one in caught if "eagerly inside compiled code" in str(one.message)]
     assert len(said) == 1 and said[0].startswith(f"layers.1 (Block) runs eagerly inside compiled code: {reason}"), said
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2  # what stands around it is compiled
+    assert num_graphs() >= 2  # what stands around it is compiled
     with pytest.raises(torch._dynamo.exc.Unsupported, match=reason):
         torch._dynamo.reset()
         torch.compile(model, backend="aot_eager", fullgraph=True)(batches(0)[0])
@@ -100,7 +102,7 @@ def test_one_warning_names_the_module_and_the_reason(
 
 def _unheeded() -> None:
     torch.manual_seed(0)
-    reference = Stack()
+    reference = Stack(3)
     model = shard(copy.deepcopy(reference))
     model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])
     model.layers[1].set_separate_reduce_scatter_group()

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import fully_shard
+from tests.comparing import train_and_compare
+from tests.compiling import num_graphs
+from tests.models import Block, BreakBlock, Stack, pair
 from tests.ranks import Ranks
-from tests.toy import Block, BreakBlock, Stack, pair, train_and_compare
 
 
 class DisabledFunctionBlock(Block):
@@ -88,7 +90,7 @@ def _train_disabled_module() -> None:
     torch.manual_seed(0)
     unsharded = Stack(block=DisabledModuleBlock)
     torch.manual_seed(0)
-    from tests.toy import shard
+    from tests.models import shard
 
     sharded = shard(Stack(block=DisabledModuleBlock))
     train_and_compare(torch.compile(sharded, backend="aot_eager"), sharded, unsharded)
@@ -246,7 +248,7 @@ def _whole_model_in_place() -> None:
     unsharded, sharded = pair()
     sharded.compile(backend="aot_eager", fullgraph=True)
     train_and_compare(sharded, sharded, unsharded)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert num_graphs() == 1
     assert dist.is_initialized()
 
 

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fsdp_compile
 from fsdp_compile import MixedPrecisionPolicy, fully_shard, replicate
-from tests.models import PLAIN
-from tests.toy import Block, Stack, shard
+from tests.models import PLAIN, Block, Stack, shard
 
 pytestmark = pytest.mark.usefixtures("fake_group_of_four")
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from tests.comparing import assert_same_grads, batches, loss_of, reference_backward, train_and_compare
+from tests.models import Stack, mesh_of, pair, shard
 from tests.ranks import Ranks
-from tests.toy import Stack, assert_same_grads, batches, loss_of, pair, reference_backward, shard, train_and_compare
 
 
 class Opaque(Tensor):
@@ -159,7 +159,7 @@ def test_gradients_of_a_subclass_accumulate_without_communication(two_ranks: Ran
 
 
 def _replicated() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of("replicate", "shard")
     layer = nn.Linear(8, 8, bias=False)
     layer.weight = nn.Parameter(InEights(layer.weight.detach()))
     fully_shard(layer, mesh=mesh)

@@ -1,4 +1,4 @@
-"""All-gather extensions in every way of training: eager, in a graph, and on the default backend."""
+"""All-gather extensions in every way of training: eager, in a graph, and with our passes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_compile
 from fsdp_compile import fully_shard
+from tests.comparing import assert_same_grads, batches, loss_of, reference_backward
+from tests.compiling import compiled, num_graphs
+from tests.models import Checkpointed, Stack
 from tests.ranks import Ranks
 from tests.test_extension_storages import Plain
-from tests.toy import Checkpointed, Stack, assert_same_grads, batches, loss_of, reference_backward
 
 
 class Scaled(Plain):
@@ -54,7 +56,7 @@ def _train(kind: str, backend: str | None) -> None:
     for layer in model.layers:
         fully_shard(layer, **settings)
     fully_shard(model, **settings)
-    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    run = compiled(model, backend)
     optims = [torch.optim.AdamW([p for p in one.parameters() if p.requires_grad], lr=1e-2) for one in (model, reference)]
     for step in range(4):
         last = kind != "held back" or step % 2 == 1
@@ -77,7 +79,7 @@ def _train(kind: str, backend: str | None) -> None:
 KINDS = ["plain", "held back", "checkpointed", "frozen", "tied"]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("passes", marks=pytest.mark.more)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_trains_like_the_unsharded_model(two_ranks: Ranks, kind: str, backend: str) -> None:
     two_ranks.run(_train, kind, backend)
@@ -89,7 +91,7 @@ def test_trains_eagerly_like_the_unsharded_model(two_ranks: Ranks, kind: str) ->
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", [None, "aot_eager", "passes"])
 def test_trains_over_replicas(four_ranks: Ranks, backend: str | None) -> None:
     four_ranks.run(_train, "replicas", backend)
 
@@ -100,7 +102,7 @@ def _factors(backend: str | None) -> None:
     weight = layer.weight.detach().clone()
     layer.weight = nn.Parameter(Scaled(layer.weight.detach()))
     fully_shard(layer, reshard_after_forward=True)
-    run = layer if backend is None else torch.compile(layer, backend=backend, fullgraph=True)
+    run = compiled(layer, backend)
     x = torch.randn(3, 8)
     for factor in (None, 2.0, 3.0, None, 4.0):
         layer.weight._local_tensor.factor = None if factor is None else torch.tensor(factor)
@@ -115,10 +117,10 @@ def _factors(backend: str | None) -> None:
         torch.testing.assert_close(grad, (mean / dist.get_world_size()).sum(0).expand(8, 8))
         layer.weight.grad = None
     if backend is not None:
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+        assert num_graphs() == 2
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("passes", marks=pytest.mark.more)])
 def test_what_a_shard_holds_beside_its_weight_is_that_of_the_step(two_ranks: Ranks, backend: str | None) -> None:
     two_ranks.run(_factors, backend)
 

@@ -16,8 +16,9 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import Shard
 
 from fsdp_compile import fully_shard
+from tests.comparing import assert_same_grads, batches, loss_of, mean_over_ranks, reference_backward
+from tests.models import Checkpointed, Stack
 from tests.ranks import Ranks
-from tests.toy import Checkpointed, Stack, assert_same_grads, batches, loss_of, mean_over_ranks, reference_backward
 
 _KEEPS = ("detach", "clone", "slice", "view", "as_strided", "new_zeros", "empty_like", "_to_copy", "split")
 

@@ -13,11 +13,9 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, fx, nn
 
 import fsdp_compile
-from fsdp_compile._torch_compat import inductor
-from fsdp_compile.graph.install import manager
-from fsdp_compile.passes import GraphRecord
+from tests.comparing import mean_over_ranks
 from tests.ranks import Ranks
-from tests.toy import mean_over_ranks
+from tests.recording import recorded
 
 pytestmark = pytest.mark.more
 
@@ -133,11 +131,8 @@ def test_weights_travel_as_eight_bits_and_scales_that_are_there_are_used(precomp
     fsdp_compile.fully_shard(model)
     if precompute:
         torchao.precompute_float8_dynamic_scale_for_fsdp(model)
-    seen: list[GraphRecord] = []
-    manager.observers.append(seen.append)
-    with inductor.no_compile_caches():
+    with recorded() as seen:
         torch.compile(model, fullgraph=True)(torch.ones(16, 32)).sum().backward()
-    manager.observers.remove(seen.append)
     by_stage = {record.stage: record for record in seen}
     for stage in ("forward", "backward"):
         weights = [one for one in by_stage[stage].plan.gathers if any(":" in fqn for fqn in one.fqns)]

@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile import CPUOffloadPolicy, fully_shard
 from fsdp_compile.core.unit import units_in
 from fsdp_compile.eager.running import running
+from tests.comparing import assert_same_grads, assert_same_params
+from tests.models import Block
 from tests.ranks import Ranks
 from tests.test_compiled_autograd import compiled_autograd
-from tests.toy import Block, assert_same_grads, assert_same_params
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,11 +27,17 @@ pytestmark = [
 STEPS = 3
 
 
+class NcclRanks(Ranks):
+    """One process a GPU, two at most."""
+
+    def __init__(self) -> None:
+        super().__init__(min(2, torch.cuda.device_count()), backend="nccl")
+
+
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[Ranks]:
-    """One process a GPU, two at most."""
-    ranks = Ranks(min(2, torch.cuda.device_count()), backend="nccl")
-    yield ranks
+    ranks = NcclRanks()
+    yield ranks  # type: ignore[misc]
     ranks.stop()
 
 

@@ -13,34 +13,32 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
-from fsdp_compile._torch_compat import inductor
-from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import GraphRecord
+from tests.models import Block, BreakBlock, Checkpointed, Stack, shard
+from tests.recording import recorded
 from tests.test_extension import Halved, InEights
-from tests.toy import Block, BreakBlock, Checkpointed, Stack, shard
 
-pytestmark = pytest.mark.usefixtures("fake_group_of_four", "no_caches")
+pytestmark = pytest.mark.usefixtures("fake_group_of_four")
 
 
-@pytest.fixture
-def no_caches() -> Iterator[None]:
+class Stages(dict[str, GraphRecord]):
+    """The graphs by stage; one of each."""
+
+    def append(self, record: GraphRecord) -> None:
+        assert record.stage not in self, f"a second {record.stage} graph"
+        self[record.stage] = record
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with inductor.no_compile_caches():
-        yield
 
 
 @pytest.fixture
 def records() -> Iterator[dict[str, GraphRecord]]:
-    by_stage: dict[str, GraphRecord] = {}
-
-    def observe(record: GraphRecord) -> None:
-        assert record.stage not in by_stage, f"a second {record.stage} graph"
-        by_stage[record.stage] = record
-
-    manager.observers.append(observe)
-    yield by_stage
-    manager.observers.remove(observe)
+    with recorded(Stages()) as by_stage:
+        yield by_stage
 
 
 @pytest.mark.parametrize("order", ["compile, shard", "shard, compile", "wrapped"])

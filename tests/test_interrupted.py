@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
+from tests.comparing import train_and_compare
+from tests.compiling import compiled
+from tests.models import Block, BreakBlock, Checkpointed, Stack, pair, shard
 from tests.ranks import Ranks
-from tests.toy import Block, BreakBlock, Stack, pair, shard, train_and_compare
-
-
-class CheckpointedStack(Stack):
-    """Whole units are recomputed, and stopped as soon as backward has what it needs."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return self.head(self.norm(x))
+from tests.recording import Collectives
 
 
 class FailingBlock(Block):
@@ -51,35 +42,18 @@ class Around(nn.Module):
         return self.inner(x) * self.scale
 
 
-@contextlib.contextmanager
-def _counted_collectives() -> Iterator[list[str]]:
-    """Names of the collectives that are launched inside the block."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    launched: list[str] = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.namespace in ("fsdpc", "c10d", "_c10d_functional"):
-                launched.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with Watch():
-        yield launched
-
-
 def _assert_at_rest(model: nn.Module) -> None:
     """What a read gives is the registered shard, and a read by this rank alone sends nothing."""
     for module in model.modules():
         for name, param in filter(lambda one: one[1] is not None, module._parameters.items()):
-            with _counted_collectives() as launched:
+            with Collectives() as launched:
                 read = getattr(module, name)
             assert read is param and isinstance(read, DTensor), f"{name} reads as a {type(read).__name__}"
-            assert launched == []
+            assert launched.seen == []
 
 
 def _train_checkpointed(backend: str) -> None:
-    unsharded, sharded = pair(make=lambda: CheckpointedStack(block=BreakBlock))
+    unsharded, sharded = pair(make=lambda: Checkpointed(block=BreakBlock))
     for layer in sharded.layers:
         layer.compile(backend=backend)
     train_and_compare(sharded, sharded, unsharded)
@@ -101,7 +75,7 @@ def test_early_stop_in_a_compiled_block_with_a_break(two_ranks: Ranks) -> None:
 
 @pytest.mark.more
 def test_early_stop_under_inductor(two_ranks: Ranks) -> None:
-    two_ranks.run(_train_checkpointed, "inductor")
+    two_ranks.run(_train_checkpointed, "passes")
 
 
 def _failing(how: str, error: type[BaseException], backend: str, shard: Callable[..., Any] = shard) -> tuple[Any, Any]:
@@ -113,7 +87,7 @@ def _failing(how: str, error: type[BaseException], backend: str, shard: Callable
     if how == "blocks":
         for layer in sharded.layers:
             layer.compile(backend=backend)
-    run = torch.compile(sharded, backend=backend) if how == "whole" else sharded
+    run = compiled(sharded, backend if how == "whole" else None, fullgraph=False)
     return unsharded, (sharded, run)
 
 
@@ -144,4 +118,4 @@ def test_an_interrupt_behind_a_break(two_ranks: Ranks) -> None:
 @pytest.mark.more
 @pytest.mark.parametrize("how", ["blocks", "whole"])
 def test_an_error_behind_a_break_under_inductor(two_ranks: Ranks, how: str) -> None:
-    two_ranks.run(_fail_on_all, how, ValueError, "inductor", True)
+    two_ranks.run(_fail_on_all, how, ValueError, "passes", True)

@@ -10,24 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_compile
+from tests.comparing import assert_same_grads, assert_same_params, batches, full, loss_of
+from tests.compiling import compiled, num_graphs
+from tests.models import Block, Checkpointed, Stack, pair, shard
 from tests.ranks import Ranks
 from tests.test_accumulate import Wire
-from tests.toy import (
-    Block,
-    Checkpointed,
-    Stack,
-    assert_same_grads,
-    assert_same_params,
-    batches,
-    full,
-    loss_of,
-    pair,
-    shard,
-)
-
-
-def _num_graphs() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def _batch(step: int, length: int) -> Tensor:
@@ -37,7 +24,7 @@ def _batch(step: int, length: int) -> Tensor:
 
 def _alternate(backend: str) -> list[int]:
     unsharded, model = pair()
-    run = torch.compile(model, backend=backend, fullgraph=True)
+    run = compiled(model, backend)
     optims = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, unsharded)]
     graphs = []
     for step in range(20):
@@ -54,7 +41,7 @@ def _alternate(backend: str) -> list[int]:
             optim.zero_grad()
         with torch.no_grad():
             torch.testing.assert_close(run(tokens[0]), unsharded(tokens[0]), atol=1e-3, rtol=1e-3)
-        graphs.append(_num_graphs())
+        graphs.append(num_graphs())
     assert_same_params(model, unsharded, atol=1e-3, rtol=1e-2)
     return graphs
 
@@ -69,7 +56,7 @@ def test_nothing_is_compiled_again_once_everything_was_seen(two_ranks: Ranks, ba
 
 def _gathers(make: type[Stack], backend: str) -> tuple[int, int]:
     model = shard(make(2), reshard_after_forward=True)
-    run = torch.compile(model, backend=backend, fullgraph=True)
+    run = compiled(model, backend)
     tokens = batches(0)[dist.get_rank()]
     loss_of(run(tokens)).backward()
     with Wire() as forward:
@@ -131,7 +118,7 @@ def _lora(backend: str, dtype: torch.dtype) -> int:
     if dtype is not torch.float32:
         _upcast_at_reading(model)
     shard(model, mp_policy=policy)
-    run = torch.compile(model, backend=backend, fullgraph=True)
+    run = compiled(model, backend)
     for step in range(2):
         tokens = batches(step)
         loss = loss_of(run(tokens[dist.get_rank()]))
@@ -165,7 +152,7 @@ def _upcast_at_reading(model: Stack) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("passes", marks=pytest.mark.more)])
 def test_only_adapters_are_reduced_and_the_base_is_gathered_as_it_is_stored(
     two_ranks: Ranks, backend: str, dtype: torch.dtype
 ) -> None:

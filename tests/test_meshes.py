@@ -35,34 +35,16 @@ from fsdp_compile.core.mesh import inner_mesh, shard_mesh
 from fsdp_compile.core.spec import division
 from fsdp_compile.passes import Bucket, Plan
 from fsdp_compile.passes.agree import Agreement
+from tests.comparing import assert_same_grads, batches, full, loss_of, reference_backward, train_and_compare
+from tests.compiling import compiled, num_graphs
+from tests.models import Block, Stack, mesh_of, pair, shard
 from tests.ranks import Ranks
-from tests.toy import (
-    Block,
-    Stack,
-    assert_same_grads,
-    batches,
-    full,
-    loss_of,
-    pair,
-    reference_backward,
-    shard,
-    train_and_compare,
-)
 
 PATHS = ["eager", "aot_eager"]
 # Of the oldest torch all but Inductor, which takes minutes there.
-ALL_PATHS = [*(pytest.param(path, marks=pytest.mark.compat) for path in PATHS), pytest.param("inductor", marks=pytest.mark.more)]
+ALL_PATHS = [*(pytest.param(path, marks=pytest.mark.compat) for path in PATHS), pytest.param("passes", marks=pytest.mark.more)]
 COMPILED_IS_MORE = ["eager", pytest.param("aot_eager", marks=pytest.mark.more)]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-def compiled(model: nn.Module, path: str) -> Any:
-    return model if path == "eager" else torch.compile(model, backend=path, fullgraph=True)
-
-
-def mesh_of(*dims: str) -> DeviceMesh:
-    """Two ranks in each named dimension."""
-    return init_device_mesh("cpu", (2,) * len(dims), mesh_dim_names=dims)
 
 
 def unit_of(module: nn.Module) -> Any:
@@ -278,7 +260,7 @@ def test_blocks_of_tensor_parallel_parameters_share_one_graph(fake_group_of_four
     for layer in sharded.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
     sharded(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert num_graphs() == 1
 
 
 # dp_mesh_dims: parameters are DTensors on the whole mesh already

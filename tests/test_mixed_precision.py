@@ -16,8 +16,9 @@ from torch.func import functional_call
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from fsdp_compile._torch_compat import autograd
 from fsdp_compile.core.containers import cast_floating
+from tests.comparing import assert_same_grads, batches, full, loss_of, mean_over_ranks, reference_backward
+from tests.models import Stack, pair
 from tests.ranks import Ranks
-from tests.toy import Stack, assert_same_grads, batches, full, loss_of, mean_over_ranks, pair, reference_backward
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile import fully_shard, inspect
-from tests.conftest import SteadyRanks
-from tests.toy import assert_same_grads
+from tests.comparing import assert_same_grads
+from tests.ranks import Ranks
 
 # What Python takes for one identifier, and what looks like two things that belong to one parameter.
 LOOK_ALIKE = ("\N{LATIN SMALL LIGATURE FI}", "fi", "edge_x", "x")
@@ -78,17 +78,17 @@ def _trains(names: tuple[str, ...], backend: str | None) -> None:
 
 
 @pytest.mark.compat
-def test_any_name_trains_eagerly(two_ranks: SteadyRanks) -> None:
+def test_any_name_trains_eagerly(two_ranks: Ranks) -> None:
     two_ranks.run(_trains, NAMES, None)
 
 
 @pytest.mark.compat
-def test_any_name_trains_in_one_graph(two_ranks: SteadyRanks) -> None:
+def test_any_name_trains_in_one_graph(two_ranks: Ranks) -> None:
     two_ranks.run(_trains, SOME, "aot_eager")
 
 
 @pytest.mark.more
-def test_any_name_trains_on_inductor(two_ranks: SteadyRanks) -> None:
+def test_any_name_trains_on_inductor(two_ranks: Ranks) -> None:
     two_ranks.run(_trains, SOME, "inductor")
 
 
@@ -108,7 +108,7 @@ def _run_all(folder: Path) -> None:
 
 
 @pytest.mark.more
-def test_saved_graphs_run_whatever_parameters_are_called(two_ranks: SteadyRanks, tmp_path: Path) -> None:
+def test_saved_graphs_run_whatever_parameters_are_called(two_ranks: Ranks, tmp_path: Path) -> None:
     names = ("a b", 'a"b', "line\nbreak = 1", '"""', "\N{GRINNING FACE}", "a[0]", "\ud800")
     planned = two_ranks.run(_save, names, "aot_eager", str(tmp_path))[0]
     said = [name.encode(errors="backslashreplace").decode() for name in names]
@@ -119,6 +119,6 @@ def test_saved_graphs_run_whatever_parameters_are_called(two_ranks: SteadyRanks,
 
 
 @pytest.mark.more
-def test_graphs_saved_on_inductor_run_whatever_parameters_are_called(two_ranks: SteadyRanks, tmp_path: Path) -> None:
+def test_graphs_saved_on_inductor_run_whatever_parameters_are_called(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(_save, ("a'b", "line\nbreak = 1", "{x}"), "inductor", str(tmp_path))
     _run_all(tmp_path)

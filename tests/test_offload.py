@@ -31,26 +31,23 @@ from fsdp_compile.passes import GraphRecord, markers
 from fsdp_compile.passes.insert import insert
 from fsdp_compile.passes.planner import plan_graph
 from fsdp_compile.tools.report import GraphReport
-from tests.conftest import SteadyRanks
-from tests.ranks import Ranks
-from tests.test_compiled_autograd import Single, compiled_autograd
-from tests.test_extension import InEights
-from tests.test_passes import Builder, spec
-from tests.test_passes import offloaded as offloaded_spec
-from tests.toy import (
-    BreakBlock,
-    Checkpointed,
-    Stack,
+from tests.comparing import (
     assert_same_grads,
     assert_same_params,
     batches,
     full,
     loss_of,
-    pair,
+    mine,
     reference_backward,
-    shard,
     train_and_compare,
 )
+from tests.compiling import compiled
+from tests.models import BreakBlock, Checkpointed, Stack, mesh_of, pair, shard
+from tests.ranks import Ranks
+from tests.test_compiled_autograd import Single, compiled_autograd
+from tests.test_extension import InEights
+from tests.test_passes import Builder, spec
+from tests.test_passes import offloaded as offloaded_spec
 
 OFFLOAD = CPUOffloadPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -104,10 +101,6 @@ def offloaded(make: Callable[[], Stack] = Stack, **options: Any) -> tuple[Stack,
     return pair(make=make, offload_policy=OFFLOAD, **options)
 
 
-def compiled(model: nn.Module, backend: str) -> Any:
-    return torch.compile(model, backend=backend, fullgraph=True)
-
-
 def _train(backend: str, make: Callable[[], Stack], options: dict[str, Any]) -> dict[str, int]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")) if options.pop("hsdp", False) else None
     with shards_elsewhere() as counts, nothing_runs_eagerly():
@@ -135,20 +128,20 @@ def _uneven() -> Stack:
     ("backend", "make", "options"),
     [
         pytest.param("aot_eager", _small, {}, marks=pytest.mark.more),
-        pytest.param("inductor", _small, {"reshard_after_forward": True}, marks=[pytest.mark.compat, pytest.mark.more]),
-        pytest.param("inductor", Stack, {"reshard_after_forward": False}, marks=pytest.mark.more),
-        pytest.param("inductor", Stack, {"hsdp": True}, marks=pytest.mark.more),
-        pytest.param("inductor", _tied, {}, marks=pytest.mark.more),
-        pytest.param("inductor", _uneven, {}, marks=pytest.mark.more),
-        pytest.param("inductor", Checkpointed, {}, marks=pytest.mark.more),
+        pytest.param("passes", _small, {"reshard_after_forward": True}, marks=[pytest.mark.compat, pytest.mark.more]),
+        pytest.param("passes", Stack, {"reshard_after_forward": False}, marks=pytest.mark.more),
+        pytest.param("passes", Stack, {"hsdp": True}, marks=pytest.mark.more),
+        pytest.param("passes", _tied, {}, marks=pytest.mark.more),
+        pytest.param("passes", _uneven, {}, marks=pytest.mark.more),
+        pytest.param("passes", Checkpointed, {}, marks=pytest.mark.more),
         pytest.param("aot_eager", Checkpointed, {}, marks=pytest.mark.more),
     ],
 )
 def test_trains_like_the_unsharded_model(
-    two_ranks: SteadyRanks, backend: str, make: Callable[[], Stack], options: dict[str, Any]
+    two_ranks: Ranks, backend: str, make: Callable[[], Stack], options: dict[str, Any]
 ) -> None:
     for counts in two_ranks.run(_train, backend, make, options):
-        if backend == "inductor":
+        if backend == "passes":
             assert counts["waits"] == 1  # for the whole backward
             assert counts["to_host"] < counts["to_device"]  # one a bucket; each shard is copied by itself
         else:
@@ -177,29 +170,25 @@ def _like_resident(backend: str, options: dict[str, Any], drive: Callable[[Stack
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def _mine(number: int) -> Tensor:
-    return batches(number)[dist.get_rank()]
-
-
 def _plainly(model: Stack, run: Any, step: int) -> None:
-    loss_of(run(_mine(step))).backward()
+    loss_of(run(mine(step))).backward()
 
 
 def _accumulating(model: Stack, run: Any, step: int) -> None:
     for micro in range(3):
         model.set_requires_gradient_sync(micro == 2)
-        loss_of(run(_mine(3 * step + micro))).backward()
+        loss_of(run(mine(3 * step + micro))).backward()
 
 
 def _adding(model: Stack, run: Any, step: int) -> None:
     """Each backward synchronizes, and adds to gradients that are there."""
     for micro in range(2):
-        loss_of(run(_mine(2 * step + micro))).backward()
+        loss_of(run(mine(2 * step + micro))).backward()
 
 
 def _evaluating(model: Stack, run: Any, step: int) -> None:
     with torch.no_grad():
-        run(_mine(step))
+        run(mine(step))
     _plainly(model, run, step)
 
 
@@ -209,7 +198,7 @@ def _freezing(model: Stack, run: Any, step: int) -> None:
 
 
 def _deciding_in_backward(model: Stack, run: Any, step: int) -> None:
-    losses = [loss_of(run(_mine(2 * step + micro))) for micro in range(2)]
+    losses = [loss_of(run(mine(2 * step + micro))) for micro in range(2)]
     for micro, loss in enumerate(losses):
         model.set_requires_gradient_sync(micro == 1)
         loss.backward()
@@ -219,30 +208,30 @@ def _deciding_in_backward(model: Stack, run: Any, step: int) -> None:
     ("drive", "backend", "options"),
     [
         pytest.param(_accumulating, "aot_eager", {}, marks=pytest.mark.more),
-        pytest.param(_plainly, "inductor", {"mp_policy": BF16}, marks=pytest.mark.more),
-        pytest.param(_accumulating, "inductor", {"mp_policy": BF16}, marks=pytest.mark.more),
+        pytest.param(_plainly, "passes", {"mp_policy": BF16}, marks=pytest.mark.more),
+        pytest.param(_accumulating, "passes", {"mp_policy": BF16}, marks=pytest.mark.more),
         pytest.param(_adding, "aot_eager", {}, marks=pytest.mark.more),
-        pytest.param(_evaluating, "inductor", {}, marks=pytest.mark.more),
-        pytest.param(_freezing, "inductor", {}, marks=pytest.mark.more),
+        pytest.param(_evaluating, "passes", {}, marks=pytest.mark.more),
+        pytest.param(_freezing, "passes", {}, marks=pytest.mark.more),
         pytest.param(_deciding_in_backward, "aot_eager", {}, marks=pytest.mark.more),
     ],
 )
 def test_the_numbers_are_those_of_resident_shards(
-    two_ranks: SteadyRanks, drive: Any, backend: str, options: dict[str, Any]
+    two_ranks: Ranks, drive: Any, backend: str, options: dict[str, Any]
 ) -> None:
     two_ranks.run(_like_resident, backend, options, drive)
 
 
 def _partial_sums(backend: str) -> None:
     """Sums over the shards alone wait on the device for the one over replicas."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of("replicate", "shard")
     with shards_elsewhere(), nothing_runs_eagerly():
         unsharded, model = offloaded(_small, mesh=mesh)
         run = compiled(model, backend)
         for step in range(2):
             for micro in range(2):
                 model.set_requires_all_reduce(micro == 1)
-                loss_of(run(_mine(2 * step + micro))).backward()
+                loss_of(run(mine(2 * step + micro))).backward()
                 reference_backward(unsharded, batches(2 * step + micro))
             assert_same_grads(model, unsharded)
         slices = offloaded(_small, reshard_after_forward=2)
@@ -250,8 +239,8 @@ def _partial_sums(backend: str) -> None:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_replicas_and_slices(four_ranks: SteadyRanks, backend: str) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", "passes"])
+def test_replicas_and_slices(four_ranks: Ranks, backend: str) -> None:
     four_ranks.run(_partial_sums, backend)
 
 
@@ -259,26 +248,26 @@ def _watched() -> None:
     """Who reads a gradient at once finds all of it: hooks, an optimizer in backward, ``autograd.grad``."""
     with shards_elsewhere(), nothing_runs_eagerly():
         unsharded, model = offloaded(_small)
-        run = compiled(model, "inductor")
+        run = compiled(model, "passes")
         seen: dict[str, Tensor] = {}
         for fqn, param in model.named_parameters():
             if param.ndim == 1:
                 param.register_post_accumulate_grad_hook(lambda param, fqn=fqn: seen.update({fqn: full(param.grad)}))
             else:
                 param.register_hook(lambda grad, fqn=fqn: seen.update({fqn: full(grad)}))
-        loss_of(run(_mine(0))).backward()
+        loss_of(run(mine(0))).backward()
         reference_backward(unsharded, batches(0))
         assert_same_grads(model, unsharded)
         expected = {fqn: param.grad for fqn, param in unsharded.named_parameters()}
         assert seen.keys() == expected.keys()
-        asked = dict(zip(expected, torch.autograd.grad(loss_of(run(_mine(0))), list(model.parameters()))))
+        asked = dict(zip(expected, torch.autograd.grad(loss_of(run(mine(0))), list(model.parameters()))))
         for fqn, grad in expected.items():
             torch.testing.assert_close(seen[fqn], grad, atol=1e-6, rtol=1e-4)
             torch.testing.assert_close(full(asked[fqn]), grad, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.more
-def test_whoever_reads_a_gradient_at_once_finds_it_complete(two_ranks: SteadyRanks) -> None:
+def test_whoever_reads_a_gradient_at_once_finds_it_complete(two_ranks: Ranks) -> None:
     two_ranks.run(_watched)
 
 
@@ -293,15 +282,15 @@ def _in_a_compiled_step(backend: str) -> None:
             return loss
 
         for number in range(2):
-            step(_mine(number))
+            step(mine(number))
             reference_backward(unsharded, batches(number))
             assert_same_grads(model, unsharded)
         assert counts["waits"]
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_backward_inside_the_compiled_step(two_ranks: SteadyRanks, backend: str) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", "passes"])
+def test_backward_inside_the_compiled_step(two_ranks: Ranks, backend: str) -> None:
     two_ranks.run(_in_a_compiled_step, backend)
 
 
@@ -317,7 +306,7 @@ def _broken() -> None:
 
 
 @pytest.mark.more
-def test_graphs_of_parts_of_the_model(two_ranks: SteadyRanks) -> None:
+def test_graphs_of_parts_of_the_model(two_ranks: Ranks) -> None:
     two_ranks.run(_broken)
 
 
@@ -328,7 +317,7 @@ def _extended() -> None:
         model.layers[1].down.weight = nn.Parameter(InEights(model.layers[1].down.weight.detach()))
         shard(model, offload_policy=OFFLOAD)
         with pytest.warns(UserWarning, match=r"layers.1 .* CPUOffloadPolicy with the all-gather extension of down.weight"):
-            loss_of(torch.compile(model, backend="aot_eager")(_mine(0))).backward()
+            loss_of(torch.compile(model, backend="aot_eager")(mine(0))).backward()
         assert all(param.grad is not None for param in model.parameters())
 
 

@@ -16,9 +16,10 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import fsdp_compile
-from tests.conftest import SteadyRanks
+from tests.comparing import assert_same_params, batches, loss_of, mean_over_ranks, reference_backward
+from tests.models import Stack
+from tests.ranks import Ranks
 from tests.test_recipes import RECIPES
-from tests.toy import Stack, assert_same_params, batches, loss_of, mean_over_ranks, reference_backward
 
 optim = torch.optim
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
@@ -125,7 +126,7 @@ def _beside_fsdp2(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_steps_as_on_the_unsharded_model(two_ranks: SteadyRanks, name: str) -> None:
+def test_an_optimizer_steps_as_on_the_unsharded_model(two_ranks: Ranks, name: str) -> None:
     two_ranks.run(_beside_fsdp2, name)
 
 
@@ -136,7 +137,7 @@ def _elsewhere(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BY_REPLICAS)
-def test_on_replicas_and_even_shards_more_of_them_step(two_ranks: SteadyRanks, name: str) -> None:
+def test_on_replicas_and_even_shards_more_of_them_step(two_ranks: Ranks, name: str) -> None:
     two_ranks.run(_elsewhere, name)
 
 

@@ -9,14 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fsdp_compile import fully_shard
+from tests.comparing import assert_same_grads
+from tests.compiling import compiled
+from tests.models import mesh_of
 from tests.ranks import Ranks
-from tests.toy import assert_same_grads
 
 
 def _ragged(rank: int) -> Tensor:
@@ -31,7 +32,7 @@ def _jagged(backend: str | None) -> None:
     model = copy.deepcopy(unsharded)
     fully_shard(model[0])
     fully_shard(model)
-    run: Any = model if backend is None else torch.compile(model, backend=backend)
+    run = compiled(model, backend, fullgraph=False)
     for _ in range(2):
         out = run(_ragged(dist.get_rank()))
         assert out.layout is torch.jagged
@@ -45,7 +46,7 @@ def test_jagged_outputs(two_ranks: Ranks) -> None:
     two_ranks.run(_jagged, None)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("passes", marks=pytest.mark.more)])
 def test_jagged_outputs_compiled(two_ranks: Ranks, backend: str) -> None:
     two_ranks.run(_jagged, backend)
 
@@ -63,7 +64,7 @@ class Parallel(nn.Module):
 
 
 def _rowwise() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of("dp", "tp")
     torch.manual_seed(0)
     unsharded = nn.Sequential(Parallel(), Parallel())
     models = []

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
+from torch import Tensor, nn
 
 from fsdp_compile import check_parity, configure
-from fsdp_compile.graph.install import manager
-from tests.conftest import SteadyRanks
-from tests.toy import Block, Stack, batches, loss_of, pair, shard
+from tests.comparing import batches, loss_of, train_and_compare
+from tests.compiling import compiled
+from tests.models import Block, Stack, pair, shard
+from tests.ranks import Ranks
 
 
 class Experts(nn.Module):
@@ -32,21 +30,6 @@ class Experts(nn.Module):
         return x + sum(chosen[..., index, None] * torch.tanh(expert(x)) for index, expert in enumerate(self.experts))
 
 
-class Deep(nn.Module):
-    """Linears and nothing else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(31, 16)
-        self.layers = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def experts() -> nn.Module:
     return Stack(block=Experts)
 
@@ -55,38 +38,21 @@ def tied() -> nn.Module:
     return Stack(tied=True)
 
 
-MODELS = {"mlp": Deep, "tied": tied, "experts": experts}
+MODELS = {"mlp": Stack, "tied": tied, "experts": experts}
 KINDS = ["mlp", *(pytest.param(kind, marks=pytest.mark.more) for kind in ("tied", "experts"))]
 
 
-def _run_passes(module: fx.GraphModule, inputs: Any) -> Any:
-    """A compiler that runs our post-grad passes on the graph and then the graph."""
-    manager(module.graph)
-    module.recompile()
-    return make_boxed_func(module.forward)
-
-
-def passes_backend(module: fx.GraphModule, inputs: Any) -> Any:
-    """AOTAutograd with the partitioner and our passes, and no code generation."""
-    from functorch.compile import min_cut_rematerialization_partition
-
-    compiler = aot_autograd(
-        fw_compiler=_run_passes, bw_compiler=_run_passes, partition_fn=min_cut_rematerialization_partition
-    )
-    return compiler(module, inputs)
-
-
-def _train(kind: str, dtype: torch.dtype, bucketing: str | None, backend: Any, steps: int = 10) -> None:
+def _train(kind: str, dtype: torch.dtype, bucketing: str | None, backend: str, steps: int = 5) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     eager = MODELS[kind]().to(dtype)
-    compiled = copy.deepcopy(eager)
-    for model in (eager, compiled):
+    graph = copy.deepcopy(eager)
+    for model in (eager, graph):
         shard(model)  # type: ignore[arg-type]
         if bucketing is not None:
             configure(model, bucketing=bucketing)
-    run = torch.compile(compiled, backend=backend, fullgraph=True)
-    optims = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (eager, compiled)]
+    run = compiled(graph, backend)
+    optims = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (eager, graph)]
     for step in range(steps):
         tokens = batches(step)[dist.get_rank()]
         losses = []
@@ -97,7 +63,7 @@ def _train(kind: str, dtype: torch.dtype, bucketing: str | None, backend: Any, s
             optim.zero_grad()
             losses.append(loss.detach())
         assert torch.equal(*losses), f"step {step}: {losses}"
-    for (name, ours), theirs in zip(eager.named_parameters(), compiled.parameters()):
+    for (name, ours), theirs in zip(eager.named_parameters(), graph.parameters()):
         assert torch.equal(ours.to_local(), theirs.to_local()), name
 
 
@@ -107,29 +73,29 @@ MORE_FP32, MORE_BF16 = (pytest.param(dtype, marks=pytest.mark.more) for dtype in
 
 @pytest.mark.parametrize("dtype", [FP32, MORE_BF16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_collective_a_parameter_is_bit_equal(three_ranks: SteadyRanks, kind: str, dtype: torch.dtype) -> None:
+def test_one_collective_a_parameter_is_bit_equal(three_ranks: Ranks, kind: str, dtype: torch.dtype) -> None:
     three_ranks.run(_train, kind, dtype, "none", "aot_eager")
 
 
 @pytest.mark.parametrize("dtype", [MORE_FP32, BF16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_bucket_a_group_is_bit_equal(three_ranks: SteadyRanks, kind: str, dtype: torch.dtype) -> None:
-    three_ranks.run(_train, kind, dtype, "group", passes_backend)
+def test_one_bucket_a_group_is_bit_equal(three_ranks: Ranks, kind: str, dtype: torch.dtype) -> None:
+    three_ranks.run(_train, kind, dtype, "group", "passes")
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("kind", MODELS)
-def test_defaults_are_bit_equal_on_two_ranks(two_ranks: SteadyRanks, kind: str, dtype: torch.dtype) -> None:
+def test_defaults_are_bit_equal_on_two_ranks(two_ranks: Ranks, kind: str, dtype: torch.dtype) -> None:
     two_ranks.run(_train, kind, dtype, None, "aot_eager")
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", passes_backend], ids=["aot_eager", "passes"])
-def test_four_ranks_are_bit_equal(four_ranks: SteadyRanks, backend: Any) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", "passes"])
+def test_four_ranks_are_bit_equal(four_ranks: Ranks, backend: str) -> None:
     four_ranks.run(_train, "tied", torch.float32, "none" if backend == "aot_eager" else "group", backend)
 
 
 def _parity() -> tuple[str, str, str]:
-    _, model = pair()
+    _, model = pair(make=lambda: Stack(3))
     tokens = batches(0)[dist.get_rank()]
     grads = {name: param.grad for name, param in model.named_parameters()}
     good = check_parity(model, tokens, loss=loss_of)
@@ -146,7 +112,7 @@ def _parity() -> tuple[str, str, str]:
             return x + factor * self.down(torch.relu(self.up(self.norm(x))))
 
     torch.manual_seed(0)
-    lying = Stack()
+    lying = Stack(3)
     lying.layers[2] = Lying()
     shard(lying)
     bad = check_parity(lying, tokens, loss=loss_of)
@@ -155,7 +121,7 @@ def _parity() -> tuple[str, str, str]:
     return str(good), str(bad), str(close)
 
 
-def test_check_parity_names_what_differs_first(two_ranks: SteadyRanks) -> None:
+def test_check_parity_names_what_differs_first(two_ranks: Ranks) -> None:
     good, bad, close = two_ranks.run(_parity)[0]
     assert good == "eager and aot_eager agree: the loss and the gradients of 22 parameters"
     assert bad.startswith("eager and aot_eager differ, first at loss: differs by up to")
@@ -182,7 +148,7 @@ def _first_parameter() -> str:
     return parity.first.name
 
 
-def test_check_parity_names_the_first_parameter(two_ranks: SteadyRanks) -> None:
+def test_check_parity_names_the_first_parameter(two_ranks: Ranks) -> None:
     assert two_ranks.run(_first_parameter) == ["embed.weight"] * 2
 
 
@@ -218,7 +184,7 @@ def _mixed_step() -> None:
         assert torch.equal(ours.to_local(), theirs.to_local()), name
 
 
-def test_a_step_that_mixes_everything(two_ranks: SteadyRanks) -> None:
+def test_a_step_that_mixes_everything(two_ranks: Ranks) -> None:
     two_ranks.run(_mixed_step)
 
 
@@ -226,10 +192,8 @@ def _unit_compiled_at_its_forward() -> None:
     unsharded, model = pair()
     for layer in model.layers:
         layer.forward = torch.compile(layer.forward, backend="aot_eager")  # upstream's recipe for FSDP2
-    from tests.toy import train_and_compare
-
     train_and_compare(model, model, unsharded)
 
 
-def test_forwards_that_are_compiled_themselves(two_ranks: SteadyRanks) -> None:
+def test_forwards_that_are_compiled_themselves(two_ranks: Ranks) -> None:
     two_ranks.run(_unit_compiled_at_its_forward)

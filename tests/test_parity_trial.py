@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile import check_parity, fully_shard
-from tests.conftest import SteadyRanks
-from tests.toy import Block, Stack, assert_same_grads, batches, loss_of, pair, reference_backward, shard
+from tests.comparing import assert_same_grads, batches, loss_of, reference_backward
+from tests.models import Block, Stack, pair, shard
+from tests.ranks import Ranks
 
 
 def _tokens(step: int) -> Tensor:
@@ -33,7 +34,7 @@ def _between_two_backwards(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["eager", "aot_eager"])
-def test_an_accumulation_goes_on(two_ranks: SteadyRanks, path: str) -> None:
+def test_an_accumulation_goes_on(two_ranks: Ranks, path: str) -> None:
     two_ranks.run(_between_two_backwards, path)
 
 
@@ -53,7 +54,7 @@ def _without_sync() -> None:
     assert not parity and "layers.1.up.weight" in {one.name for one in parity.differences}
 
 
-def test_gradients_are_compared_without_sync_too(two_ranks: SteadyRanks) -> None:
+def test_gradients_are_compared_without_sync_too(two_ranks: Ranks) -> None:
     two_ranks.run(_without_sync)
 
 
@@ -66,7 +67,7 @@ def _between_forward_and_backward() -> None:
     assert_same_grads(model, unsharded)
 
 
-def test_a_forward_that_awaits_its_backward_gets_it(two_ranks: SteadyRanks) -> None:
+def test_a_forward_that_awaits_its_backward_gets_it(two_ranks: Ranks) -> None:
     two_ranks.run(_between_forward_and_backward)
 
 
@@ -80,7 +81,7 @@ def _gathered_by_hand() -> None:
     model.reshard()  # type: ignore[operator]
 
 
-def test_what_was_gathered_by_hand_stays(two_ranks: SteadyRanks) -> None:
+def test_what_was_gathered_by_hand_stays(two_ranks: Ranks) -> None:
     two_ranks.run(_gathered_by_hand)
 
 
@@ -97,7 +98,7 @@ def _optimizer_in_backward() -> None:
     assert sorted(steps) == sorted(fqn for fqn, _ in model.named_parameters())
 
 
-def test_an_optimizer_in_backward_does_not_step(two_ranks: SteadyRanks) -> None:
+def test_an_optimizer_in_backward_does_not_step(two_ranks: Ranks) -> None:
     two_ranks.run(_optimizer_in_backward)
 
 
@@ -154,7 +155,7 @@ def _restless() -> None:
     y.sum().backward()
 
 
-def test_generators_buffers_attributes_and_inputs_are_as_before(two_ranks: SteadyRanks) -> None:
+def test_generators_buffers_attributes_and_inputs_are_as_before(two_ranks: Ranks) -> None:
     pytest.importorskip("numpy")
     two_ranks.run(_restless)
 
@@ -179,7 +180,7 @@ def _nothing() -> tuple[str, str]:
     return str(parity), str(check_parity(partly, _tokens(0), loss=loss_of))
 
 
-def test_it_says_what_was_not_compared(two_ranks: SteadyRanks) -> None:
+def test_it_says_what_was_not_compared(two_ranks: Ranks) -> None:
     nothing, partly = two_ranks.run(_nothing)[0]
     assert nothing == (
         "nothing to compare: none of 2 parameters gets a gradient, eagerly or by aot_eager; the loss is the same"
@@ -212,7 +213,7 @@ def _keywords() -> None:
         check_parity(x, model)  # type: ignore[arg-type]
 
 
-def test_inputs_are_given_as_to_the_model(two_ranks: SteadyRanks) -> None:
+def test_inputs_are_given_as_to_the_model(two_ranks: Ranks) -> None:
     two_ranks.run(_keywords)
 
 
@@ -239,5 +240,5 @@ def _refused() -> None:
         fully_shard(Asks(4, 4))(torch.ones(2, 4))
 
 
-def test_it_is_refused_in_the_middle_of_a_step(two_ranks: SteadyRanks) -> None:
+def test_it_is_refused_in_the_middle_of_a_step(two_ranks: Ranks) -> None:
     two_ranks.run(_refused)

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from fsdp_compile import fully_shard
-from tests.conftest import SteadyRanks
-from tests.toy import Block, assert_same_grads
+from tests.comparing import assert_same_grads
+from tests.models import Block, mesh_of
+from tests.ranks import Ranks
 
 MICRO_BATCHES = 4
 DIM = 16
@@ -38,7 +38,7 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _pipeline(name: str, num_chunks: int, reshard: bool, compiled: bool) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = mesh_of("pp", "dp")
     stage_rank, dp_rank = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     torch.manual_seed(0)
     unsharded = [Chunk() for _ in range(2 * num_chunks)]
@@ -86,13 +86,13 @@ def _pipeline(name: str, num_chunks: int, reshard: bool, compiled: bool) -> None
 @pytest.mark.compat
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("name", ["ScheduleGPipe", "Schedule1F1B"])
-def test_schedules_of_one_stage_a_rank(four_ranks: SteadyRanks, name: str, reshard: bool) -> None:
+def test_schedules_of_one_stage_a_rank(four_ranks: Ranks, name: str, reshard: bool) -> None:
     four_ranks.run(_pipeline, name, 1, reshard, False)
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleLoopedBFS"])
-def test_schedules_of_two_stages_a_rank(four_ranks: SteadyRanks, name: str) -> None:
+def test_schedules_of_two_stages_a_rank(four_ranks: Ranks, name: str) -> None:
     four_ranks.run(_pipeline, name, 2, False, False)
 
 
@@ -101,9 +101,9 @@ def test_schedules_of_two_stages_a_rank(four_ranks: SteadyRanks, name: str) -> N
 @pytest.mark.parametrize(
     "name", [pytest.param("ScheduleInterleavedZeroBubble", marks=pytest.mark.compat), "ScheduleZBVZeroBubble"]
 )
-def test_zero_bubble_schedules(four_ranks: SteadyRanks, name: str) -> None:
+def test_zero_bubble_schedules(four_ranks: Ranks, name: str) -> None:
     four_ranks.run(_pipeline, name, 2, False, False)
 
 
-def test_compiled_blocks_in_a_stage(four_ranks: SteadyRanks) -> None:
+def test_compiled_blocks_in_a_stage(four_ranks: Ranks) -> None:
     four_ranks.run(_pipeline, "Schedule1F1B", 1, False, True)

@@ -12,6 +12,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
 import fsdp_compile
+from tests.compiling import compiled
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.more
@@ -52,7 +53,7 @@ def _losses(fully_shard: Callable[..., Any], backend: str | None, frozen: bool) 
     for layer in (model[0], model[1]):
         fully_shard(layer)
     fully_shard(model)
-    run = model if backend is None else torch.compile(model, backend=backend)
+    run = compiled(model, backend, fullgraph=False)
     optim = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)
     inputs = torch.Generator().manual_seed(5 + dist.get_rank())
     losses = []
@@ -72,6 +73,6 @@ def _as_fsdp2(backend: str | None, frozen: bool) -> None:
 
 
 @pytest.mark.parametrize("frozen", [True, False], ids=["nf4", "int8"])
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", [None, "aot_eager", "passes"])
 def test_trains_as_on_fsdp2(two_ranks: Ranks, backend: str | None, frozen: bool) -> None:
     two_ranks.run(_as_fsdp2, backend, frozen)

@@ -21,9 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from fsdp_compile.eager import forward as eager
-from fsdp_compile.graph.install import manager
+from tests.comparing import assert_same_grads
+from tests.compiling import no_kernels_built, num_graphs
 from tests.ranks import Ranks
-from tests.toy import assert_same_grads
+from tests.recording import recorded
 
 
 class Recurrent(nn.Module):
@@ -409,7 +410,7 @@ def _compile_before_with_policy() -> None:
         out = layer(torch.ones(2, 6))
         assert out.dtype is torch.float32
         out.sum().backward()
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # the second layer finds the first one's
+        assert num_graphs() == 1  # the second layer finds the first one's
 
 
 def test_a_policy_holds_for_blocks_compiled_before_sharding(two_ranks: Ranks) -> None:
@@ -433,14 +434,11 @@ def test_reparametrizing_after_sharding_is_refused_by_name(two_ranks: Ranks) -> 
 def _stages() -> list[str]:
     """Two ranks, each with a pipeline stage of its own: equal names, other sizes, no group in common."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
-    seen: list[str] = []
-    manager.observers.append(lambda record: seen.append(record.stage))
     width = 16 * (dist.get_rank() + 1)
     stage = fully_shard(nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)), mesh=mesh["dp"])
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with recorded() as seen, no_kernels_built():
         torch.compile(stage)(torch.ones(2, width)).sum().backward()
-    manager.observers.clear()
-    return seen
+    return [record.stage for record in seen]
 
 
 @pytest.mark.more

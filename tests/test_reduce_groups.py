@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compile import fully_shard
-from tests.conftest import SteadyRanks
+from tests.ranks import Ranks
 
 
 def _counts() -> tuple[int, int]:
@@ -39,7 +39,7 @@ def _toggle() -> None:
     assert _counts() == first
 
 
-def test_switching_often_makes_one_group(two_ranks: SteadyRanks) -> None:
+def test_switching_often_makes_one_group(two_ranks: Ranks) -> None:
     two_ranks.run(_toggle)
 
 
@@ -64,5 +64,5 @@ def _another_world(path: str) -> None:
     assert counts[0][0] == counts[1][0] == counts[2][0]
 
 
-def test_a_new_world_has_its_own(two_ranks: SteadyRanks, tmp_path: Any) -> None:
+def test_a_new_world_has_its_own(two_ranks: Ranks, tmp_path: Any) -> None:
     two_ranks.run(_another_world, str(tmp_path / "rendezvous"))

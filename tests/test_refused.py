@@ -18,8 +18,8 @@ import fsdp_compile
 from fsdp_compile import MixedPrecisionPolicy, fully_shard, replicate
 from fsdp_compile.api.classes import sharded_class
 from fsdp_compile.api.fully_shard import make_unit
+from tests.models import Block, Stack
 from tests.test_extension import Opaque
-from tests.toy import Block, Stack
 
 pytestmark = pytest.mark.usefixtures("fake_group_of_four")
 

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_compile import FSDPModule, fully_shard
 from fsdp_compile.core.unit import unit_of, units_in
 from fsdp_compile.eager.running import running
+from tests.comparing import assert_same_grads, full, loss_of, reference_backward
 from tests.ranks import Ranks
-from tests.toy import assert_same_grads, full, loss_of, reference_backward
+from tests.recording import GATHER, REDUCE, WAIT
 
-GATHER, REDUCE, WAIT = "all_gather_into_tensor", "all_to_all_single", "wait_tensor"
 WIDTH = 8
 
 

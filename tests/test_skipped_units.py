@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile import fully_shard
+from tests.comparing import assert_same_params
+from tests.models import Block
 from tests.ranks import Ranks
-from tests.toy import Block, assert_same_params
 
 
 class Dropping(nn.Module):

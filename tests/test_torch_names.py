@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp_compile
+from tests.comparing import assert_same_grads, batches, full, loss_of, reference_backward
+from tests.models import Stack, pair
 from tests.ranks import Ranks
-from tests.toy import Stack, assert_same_grads, batches, full, loss_of, pair, reference_backward
 
 
 def _names_are_ours() -> None:

@@ -12,31 +12,23 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from fsdp_compile import fully_shard
-from tests.ranks import Ranks
-from tests.toy import (
-    Block,
-    Stack,
+from tests.comparing import (
     assert_same_grads,
     assert_same_params,
     batches,
     full,
     loss_of,
-    pair,
     reference_backward,
-    shard,
     train_and_compare,
 )
-
-PATHS = ["eager", "aot_eager"]
-
-
-def compiled(model: nn.Module, path: str) -> Any:
-    return model if path == "eager" else torch.compile(model, backend=path, fullgraph=True)
+from tests.compiling import PATHS, compiled
+from tests.models import Block, Stack, mesh_of, pair, shard
+from tests.ranks import Ranks
 
 
 def _train(path: str, tied: bool) -> None:
@@ -94,7 +86,7 @@ def _clip_over_meshes() -> None:
 
     from fsdp_compile import ShardPlacementResult
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    mesh = mesh_of("outer", "inner")
     torch.manual_seed(0)
     unsharded = Block()
     sharded = copy.deepcopy(unsharded)

@@ -14,7 +14,7 @@ from fsdp_compile import fully_shard, inspect
 from fsdp_compile.passes.provenance import find_unshards
 from fsdp_compile.tools.inspect import Report
 from fsdp_compile.tools.tables import format_unit
-from tests.toy import Stack, shard
+from tests.models import Stack, shard
 
 
 class Pairs(nn.Module):

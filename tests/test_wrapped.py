@@ -14,8 +14,9 @@ from torch.distributed.checkpoint import state_dict as helpers
 from torch.distributed.tensor import distribute_tensor
 
 import fsdp_compile
+from tests.comparing import assert_same_params, batches, loss_of, train_and_compare
+from tests.models import Stack
 from tests.ranks import Ranks
-from tests.toy import Stack, assert_same_params, batches, loss_of, train_and_compare
 
 
 def wrapped(fully_shard, model: Stack, backend: str) -> torch.nn.Module:

@@ -15,7 +15,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fsdp_compile
 from tests.matrix import models
 from tests.matrix.meter import Meter
-from tests.matrix.train import LR, Run, backward, compiled, mode, reference_backward, shard, train
+from tests.matrix.train import LR, Run, backward, compiled, mode, reference_backward, train
+from tests.models import shard
 
 
 def adopted(meter: Meter) -> None:

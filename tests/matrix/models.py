@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.toy import Block, Stack, loss_of
+from tests.comparing import loss_of
+from tests.models import Block, Stack
 
 DIM, VOCAB, LENGTH = 8, 19, 6
 NUM_MICRO = 4

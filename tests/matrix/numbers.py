@@ -12,7 +12,8 @@ from torch.func import functional_call
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from tests.matrix import models
 from tests.matrix.meter import Meter
-from tests.matrix.train import LR, compiled, seed, shard
+from tests.matrix.train import LR, compiled, seed
+from tests.models import shard
 
 
 class Projector(models.Tiny):

@@ -43,7 +43,8 @@ from tests.matrix.sharding import (
     tensor_parallel,
     whole_mesh,
 )
-from tests.matrix.train import Row, mesh_of
+from tests.matrix.train import Row
+from tests.models import mesh_of
 
 
 def _hsdp(run: Callable[..., None], *args: Any) -> Callable[[Meter], None]:

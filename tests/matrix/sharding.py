@@ -22,7 +22,8 @@ from torch.distributed.tensor.parallel import (
 from fsdp_compile import DataParallelMeshDims, OffloadPolicy, ShardPlacementResult, fully_shard, replicate
 from tests.matrix import models
 from tests.matrix.meter import Meter
-from tests.matrix.train import backward, compiled, mesh_of, reference_backward, seed, shard, train
+from tests.matrix.train import backward, compiled, reference_backward, seed, train
+from tests.models import mesh_of, shard
 
 
 def plain(meter: Meter, num_steps: int = 3, **kwargs: Any) -> None:

@@ -14,7 +14,8 @@ import fsdp_compile
 from fsdp_compile.passes._torch_compat import CustomGraphPass
 from tests.matrix import models
 from tests.matrix.meter import Meter
-from tests.matrix.train import LR, backward, compiled, reference_backward, seed, shard, train
+from tests.matrix.train import LR, backward, compiled, reference_backward, seed, train
+from tests.models import shard
 
 
 def _mine(step: int = 0) -> Tensor:

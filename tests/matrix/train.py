@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_compile import fully_shard
 from tests.matrix import models
 from tests.matrix.meter import Meter
 
@@ -48,18 +45,6 @@ class Row:
 
 def compiled(meter: Meter, model: nn.Module, fullgraph: bool = True) -> Run:
     return torch.compile(model, backend=meter.backend, fullgraph=fullgraph)
-
-
-def shard(model: Any, **kwargs: Any) -> Any:
-    """Each block, then the root."""
-    for layer in model.layers:
-        fully_shard(layer, **kwargs)
-    return fully_shard(model, **kwargs)
-
-
-def mesh_of(*dims: str) -> DeviceMesh:
-    """Two ranks in each named dimension."""
-    return init_device_mesh("cpu", (2,) * len(dims), mesh_dim_names=dims)
 
 
 def seed(step: int, place: int) -> None:

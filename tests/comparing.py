@@ -1,85 +1,13 @@
-"""Small models and the comparison with an unsharded one, used by several test files."""
+"""Batches of every rank, losses, and the comparison of a sharded model with an unsharded one."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
-
-from fsdp_compile import fully_shard
-
-
-class Block(nn.Module):
-    """Norm, up, down; 2 * dim + 1 hidden features, so that no rank count divides everything."""
-
-    def __init__(self, dim: int = 16) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.up = nn.Linear(dim, 2 * dim + 1)
-        self.down = nn.Linear(2 * dim + 1, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class BreakBlock(Block):
-    """A graph break in the middle."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.up(self.norm(x))
-        torch._dynamo.graph_break()
-        return x + self.down(torch.relu(hidden))
-
-
-class Stack(nn.Module):
-    """Embedding, blocks in a loop, norm and head; tied on request."""
-
-    def __init__(
-        self, num_blocks: int = 3, dim: int = 16, vocab: int = 31, tied: bool = False, block: type[nn.Module] = Block
-    ) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocab, dim)
-        self.layers = nn.ModuleList(block(dim) for _ in range(num_blocks))
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, vocab, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
-
-
-class Checkpointed(Stack):
-    """Every block is recomputed in backward."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return self.head(self.norm(x))
-
-
-def shard(model: Stack, **kwargs: Any) -> Stack:
-    """Each block, then the root."""
-    for layer in model.layers:
-        fully_shard(layer, **kwargs)
-    return fully_shard(model, **kwargs)
-
-
-def pair(seed: int = 0, make: Callable[[], Stack] = Stack, **kwargs: Any) -> tuple[Stack, Stack]:
-    """(unsharded, sharded) with equal parameters."""
-    torch.manual_seed(seed)
-    unsharded = make()
-    return unsharded, shard(copy.deepcopy(unsharded), **kwargs)
 
 
 def batches(step: int, vocab: int = 31) -> Tensor:
@@ -90,6 +18,15 @@ def batches(step: int, vocab: int = 31) -> Tensor:
 
 def loss_of(logits: Tensor) -> Tensor:
     return logits.float().pow(2).mean()
+
+
+def mine(step: int = 0) -> Tensor:
+    """This rank's."""
+    return batches(step)[dist.get_rank()]
+
+
+def local_loss(model: nn.Module, step: int) -> Tensor:
+    return loss_of(model(mine(step)))
 
 
 def reference_backward(model: nn.Module, tokens: Tensor) -> Tensor:
