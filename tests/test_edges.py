@@ -257,7 +257,7 @@ def _changed_behind_our_back(backend: str) -> None:
     unsharded.data.mul_(2)
     runs.check(3)
     handle = runs.model.layers[1].down.weight.register_hook(lambda grad: None)
-    runs.check(3)  # joins edges anew
+    runs.check(3)
     handle.remove()
     chosen._local_tensor = local
     unsharded.data.div_(2)

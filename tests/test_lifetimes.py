@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import fsdp_compile
 from fsdp_compile import fully_shard, register_fsdp_forward_method
 from fsdp_compile.core.unit import unit_of
 
@@ -128,3 +129,43 @@ def test_equal_modules_share_what_a_method_compiles_to() -> None:
     for block in blocks:
         register_fsdp_forward_method(block, "score")
     assert len({block.score.__func__ for block in blocks}) == 1
+
+
+def test_a_replaced_shard_is_taken_after_a_refresh() -> None:
+    """Its unit has another shard, whose edge is as good as before."""
+    model = fully_shard(nn.Linear(8, 8))
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    run(torch.ones(2, 8)).sum().backward()
+    old, model.weight = model._parameters["weight"], nn.Parameter(model._parameters["weight"].detach() * 3)
+    old.grad = None
+    for _ in range(2):  # before, and after
+        run(torch.ones(2, 8)).sum().backward()
+        assert old.grad is None and model._parameters["weight"].grad is not None
+        model._parameters["weight"].grad = None
+        fsdp_compile.configure(model, bucketing="none")
+
+
+def test_what_was_compiled_alone_gets_a_root() -> None:
+    block = fully_shard(nn.Linear(8, 8))
+    torch.compile(block, backend="aot_eager")(torch.ones(2, 8))
+    block.set_keep_unsharded_storage(True)
+    model = fully_shard(nn.Sequential(block, nn.Linear(8, 8)))
+    assert unit_of(block).root is unit_of(model)  # type: ignore[union-attr]
+
+
+def test_a_mode_that_no_parameter_has_compiles_nothing() -> None:
+    model = fully_shard(nn.Linear(8, 8))
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    run(torch.ones(2, 8)).sum().backward()
+    model.set_requires_all_reduce(False)  # which says something of replicas alone
+    model.set_requires_all_reduce(True)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        run(torch.ones(2, 8)).sum().backward()
+
+
+def test_a_setting_of_a_unit_without_parameters_is_said() -> None:
+    blocks = [fully_shard(nn.Linear(8, 8)) for _ in range(2)]
+    model = fully_shard(nn.Sequential(*blocks))
+    model.set_modules_to_forward_prefetch([blocks[1]])
+    with pytest.warns(UserWarning, match="set_modules_to_forward_prefetch has no effect where .root. .Sequential."):
+        torch.compile(model, backend="aot_eager")(torch.ones(2, 8))

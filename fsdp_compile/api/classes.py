@@ -24,8 +24,7 @@ from ..core.unit import Unit, original_class, unit_of
 from ..eager.forward import eager_read
 from ..eager.running import running
 from ..graph.read import getter
-from ..graph.sink import follow_shards, forget_edges
-from ..graph.watch import Watch
+from ..graph.sink import arrange_edges, follow_shards, forget_edges
 from .copies import deep_copy
 from .unit_forward import eager_forward_for, unit_forward, with_code_of_its_own
 
@@ -58,7 +57,7 @@ class ShardedModule:
     def _load_from_state_dict(self, *args: Any) -> None:
         let_go(self)  # as above, where the user has load_state_dict swap
         self._fsdp_compile_original._load_from_state_dict(self, *args)  # type: ignore[attr-defined]
-        renew_edges(self)
+        take_back(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Not __deepcopy__: what torch.compile(model) returns would find that one here, and lose itself when copied.
@@ -117,8 +116,6 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
 def refresh(unit: Unit) -> None:
     """Give every module that reads the unit's parameters a class whose markers say how the unit is set up now."""
     unit.version += 1
-    if unit.watch is None:
-        unit.watch = Watch(unit)
     _follow(unit)
     for module in _readers(unit):
         _set_class(module)
@@ -130,9 +127,10 @@ def refresh(unit: Unit) -> None:
 
 def _follow(unit: Unit) -> None:
     for param in unit.params:
-        if param.param is not None:
-            param.follow(param.param)
-            param.keep_grad_dtype()
+        for slot in param.slots:
+            if slot.param is not None:
+                param.follow(slot.param)
+                param.keep_grad_dtype()
     follow_shards(unit)
 
 
@@ -147,7 +145,7 @@ def parts_of(unit: Unit) -> list[Any]:
     run = running(unit)
     sinks = [param.sink for param in unit.params if param.sink is not None]
     settings = [unit.settings, unit.settings.comms, unit.accumulation]
-    return [unit, run, run.own_iteration, *settings, *unit.params, *sinks, *_readers(unit)]
+    return [unit, unit.watch, run, run.own_iteration, *settings, *unit.params, *sinks, *_readers(unit)]
 
 
 def _set_class(module: nn.Module) -> None:
@@ -163,23 +161,28 @@ def _set_class(module: nn.Module) -> None:
 
 def let_go(module: Any) -> None:
     """Let nothing of ours hold the parameters that ``module`` reads."""
-    known = module.__dict__.get(READS, {}).values()
-    for owner in dict.fromkeys(owner for _, owner, _ in known):
-        forget_edges(owner, [param for param, its_owner, _ in known if its_owner is owner])
+    for owner in _owners(module):
+        forget_edges(owner)
 
 
-def renew_edges(module: Any) -> None:
-    """Have edges of what is registered now; a shard of another dtype gets one when its unit is refreshed."""
+def take_back(module: Any) -> None:
+    """Have edges again; where other parameters came, of other dtypes perhaps, the units are set up anew."""
     known = module.__dict__.get(READS, {}).values()
-    if all(getattr(param.param, "dtype", None) == param.shard.dtype for param, _, _ in known):
-        for owner in dict.fromkeys(owner for _, owner, _ in known):
-            _follow(owner)
+    if any(param.param is not param.shard or param.has_other_data for param, _, _ in known):
+        refresh_owners(module)
+        return
+    for owner in _owners(module):
+        arrange_edges(owner)
+
+
+def _owners(module: Any) -> dict[Unit, None]:
+    """The units that own what ``module`` reads."""
+    return dict.fromkeys(owner for _, owner, _ in module.__dict__.get(READS, {}).values())
 
 
 def refresh_owners(module: Any) -> None:
     """Refresh the units that own what ``module`` reads."""
-    reads = module.__dict__.get(READS, {}).values()
-    for owner in dict.fromkeys(owner for _, owner, _ in reads):
+    for owner in _owners(module):
         refresh(owner)
 
 

@@ -28,6 +28,7 @@ from ..core.unit import STATE, Unit, original_class, unit_of
 from ..eager.backward import end_backward
 from ..eager.reduction import Traffic
 from ..eager.running import running
+from ..graph.watch import Watch
 from .fsdp2_view import FSDP2View
 
 OURS = "_fsdp_compile_"  # what our attributes of modules begin with
@@ -149,7 +150,11 @@ class _Copies:
         """A unit with the settings of ``unit``: outermost, idle, of no modules and no parameters."""
         said = unit.settings
         settings = dataclasses.replace(
-            said, comms=dataclasses.replace(said.comms), reduce_groups=dict(said.reduce_groups)
+            said,
+            comms=dataclasses.replace(said.comms),
+            reduce_groups=dict(said.reduce_groups),
+            forward_prefetch=[],  # ``_relate`` knows whose copies they are
+            backward_prefetch=[],
         )
         accumulation = dataclasses.replace(unit.accumulation, pending={}, partials={})
         copied = dataclasses.replace(
@@ -166,6 +171,7 @@ class _Copies:
             watch=None,
             running=None,
         )
+        copied.watch = Watch(copied)
         copied.takes_inputs_to = _elsewhere(copied)
         around, own = running(unit).iteration, running(copied).own_iteration
         own.is_last_backward = around.is_last_backward

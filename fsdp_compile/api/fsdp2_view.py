@@ -68,7 +68,7 @@ class FSDP2View:
 
     def _root_post_backward_final_callback(self) -> None:
         root = self._unit.root
-        running(root).iteration.is_last_backward = True
+        running(root).iteration.is_last_backward = root.settings.is_last_backward = True
         self._end_backward(root)
 
 

@@ -24,8 +24,9 @@ from ..core.unit import STATE, Ends, Unit, original_class, unit_of, units_in
 from ..eager.backward import clean_up_at_end, end_backward, note_reduction, reduce_now
 from ..eager.running import running
 from ..graph.install import install_passes
+from ..graph.watch import Watch
 from .arguments import ignored_in, require_kinds
-from .classes import parts_of, refresh, refresh_owners
+from .classes import parts_of, refresh, take_back
 from .fsdp2_view import FSDP2View
 from .module import FSDPModule
 
@@ -110,6 +111,7 @@ def make_unit(
         offload=isinstance(offload_policy, CPUOffloadPolicy),
         settings=Settings(reshard_after_forward=reshard),
     )
+    unit.watch = Watch(unit)
     for param in unit.params:
         if has_extension(param.fqn, param.shard):  # type: ignore[arg-type]
             protocol_of(param, param.shard, mp_policy)
@@ -355,5 +357,5 @@ def _register_read(slot: Slot, param: ShardedParam, owner: Unit, reader: Unit) -
     if READS not in slot.module.__dict__:
         slot.module.__dict__[READS] = {}
         # load_state_dict(assign=True) may bring another dtype.
-        slot.module.register_load_state_dict_post_hook(lambda module, incompatible: refresh_owners(module))
+        slot.module.register_load_state_dict_post_hook(lambda module, incompatible: take_back(module))
     slot.module.__dict__[READS][slot.name] = (param, owner, reader)

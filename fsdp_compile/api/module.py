@@ -82,8 +82,7 @@ class FSDPModule(ShardedModule, _FSDP2):
         """
         unit = _unit(self)
         running(unit).iteration.is_last_backward = unit.settings.is_last_backward = bool(is_last_backward)
-        for inner in unit.inside():
-            inner.watch.say_unheeded()
+        unit.watch.say_unheeded()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Gather parameters again in backward (True), or keep them from forward to backward (False)."""

@@ -2,6 +2,7 @@
 
     eager reduction ----> through_hooks --+
     compiled backward, by a unit's edges -+--> give --------> shard.grad, then post-accumulate hooks
+    ... of shards with hooks, or asked for -----------------> autograd
     compiled autograd, in its graph ---------> give_traced -> shard.grad
 """
 

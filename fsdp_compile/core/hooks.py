@@ -11,6 +11,7 @@ one node, whichever of its parameters have hooks, and whenever these came.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -42,23 +43,26 @@ class _WaitingBehind:
 
     def __init__(self, hook: Callable[[Tensor], None]) -> None:
         self._hook = hook
-        self._unless: object = None
+        self._waits = False
+        # The gradient before, not held, and how often it had been written to.
+        self._before: weakref.ref[Tensor] | None = None
+        self._version = 0
 
     def __call__(self, shard: Tensor) -> None:
-        if self._unless is None or self._unless != _accumulated(shard):
+        if not self._waits or self._was_added_to(shard):
             self._hook(shard)
 
+    def _was_added_to(self, shard: Tensor) -> bool:
+        grad, before = shard.grad, None if self._before is None else self._before()
+        return grad is not None and (grad is not before or dtensors.version_of(grad) != self._version)
+
     def wait(self, shard: DTensor) -> None:
-        self._unless = _accumulated(shard)
+        self._waits, grad = True, shard.grad
+        self._before = None if grad is None else weakref.ref(grad)
+        self._version = 0 if grad is None else dtensors.version_of(grad)
 
     def release(self) -> None:
-        self._unless = None
-
-
-def _accumulated(shard: Tensor) -> tuple[int, int]:
-    """What tells whether more was added to a shard's gradient."""
-    grad = shard.grad
-    return (0, 0) if grad is None else (id(grad), dtensors.version_of(grad))
+        self._waits = False
 
 
 class LateHooks:

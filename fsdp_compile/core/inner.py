@@ -47,11 +47,10 @@ class Apart:
         self._attributes = _attributes_of(local)
         self._names, self.look = _flattened(local)
         self._look_now = self.look
-
-    @property
-    def inside(self) -> dict[str, Any]:
-        """The subclass's own attributes, by name: graphs take tensors from there, whichever these are by then."""
-        return vars(self._local)
+        own = vars(local)
+        # The subclass's own attributes: graphs take tensors from there, whichever these are by then. Where it keeps
+        # them elsewhere, those that it has now.
+        self.inside = own if set(self._names) <= own.keys() else {name: getattr(local, name) for name in self._names}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -63,7 +62,10 @@ class Apart:
     def has_changed(self) -> bool:
         """Whether the subclass is another one by now, in more than its tensors."""
         self._look_again()
-        return self._look_now != self.look
+        if self._look_now != self.look:
+            return True
+        is_live = self.inside is vars(self._local)
+        return not is_live and any(getattr(self._local, name) is not self.inside.get(name) for name in self._names)
 
     def _look_again(self) -> None:
         attributes = _attributes_of(self._local)

@@ -95,7 +95,7 @@ class ShardedParam:
     """A parameter, where it is registered, and how it is cut."""
 
     fqn: str  # relative to the module given to fully_shard
-    order: int  # place in its group
+    order: int  # place in its unit
     slots: list[Slot]
     layout: ShardLayout
     mesh: ShardMesh

@@ -53,7 +53,7 @@ class Settings:
     max_reductions: int = 1
     reduce_groups: dict[str, str] = field(default_factory=dict)  # process group to reduce in, by the one to gather in
     is_last_backward: bool = True  # as this unit's module was told; what counts is the root's iteration
-    # Modules whose units are gathered ahead, instead of those that came next the last time.
+    # Units that are gathered ahead, instead of those that came next the last time.
     forward_prefetch: list[Any] = field(default_factory=list)
     backward_prefetch: list[Any] = field(default_factory=list)
 

@@ -59,7 +59,7 @@ def read_as(full: nn.Parameter, mesh: ShardMesh) -> ReadAs | None:
     whole = full.device_mesh
     groups = tuple(whole.get_group(dim).group_name for dim in range(whole.ndim))
     return ReadAs(
-        mesh=_copy_of(whole, groups),
+        mesh=whole if whole.mesh_dim_names is None else _copy_of(whole, groups),
         placements=tuple(full.placements),
         shape=full.shape,
         stride=full.stride(),
@@ -76,7 +76,7 @@ def _copy_of(mesh: DeviceMesh, groups: tuple[str, ...]) -> DeviceMesh:
     blocks would be different graphs.
     """
     del groups
-    return mesh if mesh.mesh_dim_names is None else dtensors.concatenate_meshes([mesh])
+    return dtensors.concatenate_meshes([mesh])
 
 
 def stored_on(fqn: str, full: nn.Parameter, dim: int, mesh: ShardMesh) -> tuple[DeviceMesh, tuple[Placement, ...]]:

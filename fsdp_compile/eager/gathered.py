@@ -65,7 +65,7 @@ class Gathered:
         self.is_full = False
 
     def serves(self, unit: Unit) -> bool:
-        """Whether these are still the group's parameters, set up as they were when this object was made."""
+        """Whether these are still the unit's parameters, set up as they were when this object was made."""
         current = [param.param for param in unit.params if isinstance(param.param, DTensor)]
         return self._version == unit.version and list(map(id, current)) == list(map(id, self.shards))
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -49,7 +49,7 @@ class Sink:
     """One parameter's."""
 
     def __init__(self, unit: Unit, param: ShardedParam) -> None:
-        self.unit, self.param = weakref.ref(unit), param
+        self.param = param
         self.watch = unit.watch
         # In an edge's place under compiled autograd, and what an edge looks like where it is not the local tensor.
         self.leaf: Tensor | None = None
@@ -107,28 +107,24 @@ dynamo.leave_all_to_python(follow_mode)
 def follow_shards(unit: Unit) -> None:
     """The same after its parameters or their specs changed, and edges of the shards as they are now."""
     follow_mode(unit)
-    arrange_edges(unit, unit.params)
+    arrange_edges(unit)
 
 
-def forget_edges(unit: Unit, params: Collection[ShardedParam]) -> None:
-    """Let the shards of ``params`` go, which nothing of ours holds then."""
-    for param in params:
+def forget_edges(unit: Unit) -> None:
+    """Let the unit's shards go, which nothing of ours holds then, until ``arrange_edges``."""
+    for param in unit.params:
         if param.sink is not None:
             param.sink.have_edge(None)
-    arrange_edges(unit, [param for param in unit.params if param not in params])
 
 
-def arrange_edges(unit: Unit, params: Collection[ShardedParam]) -> None:
-    """Have one node for the edges of those of ``params`` that train, and one each for the others."""
+def arrange_edges(unit: Unit) -> None:
+    """Have one node for the edges of the shards that train, and one each for the others."""
     together: list[Sink] = []
-    for param in params:
-        sink: Sink | None = param.sink
-        if sink is None:
-            continue
+    for param in unit.params:
+        sink: Sink = param.sink
         if sink.leaf is None or not (isinstance(param.shard, DTensor) and param.shard.is_leaf):
             sink.have_edge(None)
-            continue
-        if param.shard.requires_grad and not param.shard.is_inference():
+        elif param.shard.requires_grad and not param.shard.is_inference():
             together.append(sink)
         else:
             _have_node([sink])
@@ -137,8 +133,11 @@ def arrange_edges(unit: Unit, params: Collection[ShardedParam]) -> None:
 
 def _have_node(sinks: Sequence[Sink]) -> None:
     """Have edges that lead from one node to the shards of these, and to no others."""
-    nodes = {sink.edge.grad_fn: None for sink in sinks if sink.edge is not None and sink.is_current}
-    if sinks and not (len(nodes) == 1 and len(next(iter(nodes)).shards) == len(sinks)):  # type: ignore[union-attr]
+    if not sinks:
+        return
+    nodes = {sink.edge.grad_fn if sink.is_current else None for sink in sinks}  # type: ignore[union-attr]
+    node: Any = next(iter(nodes))
+    if len(nodes) > 1 or node is None or len(node.shards) != len(sinks):
         _make_edges(sinks)
         return
     for sink in sinks:

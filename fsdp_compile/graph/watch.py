@@ -37,18 +37,21 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         unit = self._unit()
         if unit is None:
             return []
-        accumulation = unit.accumulation
         with autograd.quick_attributes():
             seen: list[Any] = [_taken(param, slot) for param in unit.params for slot in param.slots]
             seen += [param.apart.names for param in unit.params if param.apart is not None]
-        return [*seen, accumulation.mode_of(False), accumulation.mode_of(True)]
+        replicated = {param.mesh.num_replicas > 1 for param in unit.params}
+        return [*seen, *(unit.accumulation.mode_of(one) for one in sorted(replicated))]
 
     def takes(self, fqn: str) -> Taken:
         """What graphs take of a parameter; None where the user put something else in its place, or into it."""
         unit, param = self._of(fqn)
         refuse_traced(fqn, unit.mode_of(param))
-        self._was_asked = True
-        self.say_unheeded()
+        around: Unit | None = unit
+        while around is not None:  # which may have no parameters of its own
+            around.watch._was_asked = True
+            around.watch.say_unheeded()
+            around = around.outer
         if dynamo.traces_backward():
             return None  # gradients must reach leaves of the graph: the DTensor itself, and not its edge
         if any(dynamo.changed_while_traced(slot.module._parameters) for slot in param.slots):
@@ -107,9 +110,7 @@ def _taken(param: ShardedParam, slot: Slot) -> Taken:
     registered = slot.module._parameters.get(slot.name)
     if registered is not param.shard or param.has_other_data:
         return None
-    if not registered.requires_grad or param.sink is None:
-        return "local"
-    return param.sink.takes
+    return param.sink.takes if registered.requires_grad else "local"
 
 
 dynamo.register_opaque(
