@@ -1,7 +1,9 @@
 """Offloaded shards in compiled code, as far as a CPU shows it: the same markers, passes, ops and waits as for a GPU.
 
-``shards_elsewhere`` has a CPU mesh count as a device that shards must be copied to. What is copied back without
-waiting arrives when it is waited for, and is NaN until then: that is what a copy to pinned memory may look like.
+On a CPU nothing is copied, so ``shards_elsewhere`` gives another answer to one question: do a unit's shards have to be
+copied to where they are gathered? What is copied back without waiting then arrives when it is waited for, and is NaN
+until then: that is what a copy to pinned memory may look like. The true answer to that question, and what follows from
+it in a graph, stand in the tests on two devices (``meta`` is one of them), and with real copies in tests/test_gpu.py.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from fsdp_compile.core.unit import Unit, units_in
 from fsdp_compile.passes import GraphRecord, markers
 from fsdp_compile.passes.insert import insert
 from fsdp_compile.passes.planner import plan_graph
+from fsdp_compile.passes.provenance import unshard_nodes
 from fsdp_compile.tools.report import GraphReport
 from tests.comparing import (
     assert_same_grads,
@@ -44,6 +47,7 @@ from tests.comparing import (
 from tests.compiling import compiled
 from tests.models import BreakBlock, Checkpointed, Stack, mesh_of, pair, shard
 from tests.ranks import Ranks
+from tests.recording import recorded
 from tests.test_compiled_autograd import Single, compiled_autograd
 from tests.test_extension import InEights
 from tests.test_passes import Builder, spec
@@ -369,6 +373,29 @@ def test_only_full_parameters_and_their_gradients_are_on_the_device() -> None:
     assert "reduce_grad" in on_cpu["backward"]
 
 
+def on_mesh_of(device: str, model: nn.Module) -> nn.Module:
+    """The sharded model as if its mesh were of that device."""
+    for unit in units_in(model):
+        unit.mesh = dataclasses.replace(unit.mesh, device=torch.device(device))
+        refresh(unit)
+    return model
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+@pytest.mark.parametrize(
+    ("policy", "mesh", "copied_to"),
+    [(OFFLOAD, "cpu", ""), (OFFLOAD, "meta", "meta"), (fsdp_compile.OffloadPolicy(), "cpu", "")],
+    ids=["offloaded on a CPU", "offloaded beside a device", "not offloaded"],
+)
+def test_markers_say_where_a_shard_must_be_copied_to(policy: Any, mesh: str, copied_to: str) -> None:
+    torch._dynamo.reset()
+    model = on_mesh_of(mesh, fsdp_compile.fully_shard(nn.Linear(8, 8), offload_policy=policy))
+    with recorded() as seen:
+        torch.compile(model, backend="aot_eager", fullgraph=True)(torch.ones(2, 8, device=mesh))
+    (joint,) = seen
+    assert [node.kwargs["device"] for node in unshard_nodes(joint.graph)] == [copied_to] * 2
+
+
 @pytest.mark.usefixtures("fake_group_of_four")
 @pytest.mark.compat
 def test_edges_and_gradients_are_on_the_cpu_and_what_is_held_back_on_the_device() -> None:
@@ -377,9 +404,7 @@ def test_edges_and_gradients_are_on_the_cpu_and_what_is_held_back_on_the_device(
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for module in (*model, model):
         fsdp_compile.fully_shard(module, offload_policy=OFFLOAD)
-    for unit in units_in(model):
-        unit.mesh = dataclasses.replace(unit.mesh, device=torch.device("meta"))
-        refresh(unit)
+    on_mesh_of("meta", model)
     library = torch.library.Library("fsdpc", "IMPL")
     library.impl("to_host", lambda reduced, pinned, wait=True: torch.ones_like(reduced, device="cpu"), "Meta", allow_override=True)
     library.impl("wait_for_copies", lambda copies, device: None, "CPU")
