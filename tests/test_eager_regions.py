@@ -101,7 +101,7 @@ def test_a_disabled_submodule(two_ranks: Ranks) -> None:
 
 
 def _train_mixed(compiled_layers: list[int]) -> None:
-    unsharded, sharded = pair()
+    unsharded, sharded = pair(make=lambda: Stack(3))
     for index in compiled_layers:
         sharded.layers[index].compile(backend="aot_eager", fullgraph=True)
     train_and_compare(sharded, sharded, unsharded)
@@ -233,7 +233,7 @@ def _compile_in_place(order: str) -> None:
     if order == "wrapped":
         assert list(sharded.state_dict()) == [fqn for fqn, _ in sharded.named_parameters()]
         sharded.load_state_dict(sharded.state_dict())
-        for index in range(3):  # parameter names of the comparison
+        for index in range(len(sharded.layers)):  # parameter names of the comparison
             sharded.layers[index] = sharded.layers[index]._orig_mod
     assert list(sharded.state_dict()) == list(unsharded.state_dict())
     train_and_compare(sharded, sharded, unsharded)

@@ -50,7 +50,7 @@ class FaultAt:
             if event in ("call", "return"):
                 self.inside = event == "call"
                 return self._on_event
-        elif not frame.f_code.co_filename.startswith(PACKAGE) or frame.f_code.co_filename.endswith("_undo.py"):
+        elif not frame.f_code.co_filename.startswith(PACKAGE) or frame.f_code.co_filename.endswith("/undo.py"):
             return None
         if self.inside and (event in ("call", "return") or (event == "line" and self.lines)):
             self.left -= 1

@@ -22,7 +22,6 @@ from ..core.shared import shared
 from ..core.spec import eager_only, spec_of
 from ..core.unit import Unit, original_class, unit_of
 from ..eager.forward import eager_read
-from ..eager.running import running
 from ..graph.read import getter
 from ..graph.sink import arrange_edges, follow_shards, forget_edges
 from .copies import deep_copy
@@ -142,10 +141,11 @@ def _readers(unit: Unit) -> dict[nn.Module, None]:
 
 def parts_of(unit: Unit) -> list[Any]:
     """Everything in which something of a unit is noted: what is to be kept to know how it was."""
-    run = running(unit)
+    run = unit.running
+    runs = [] if run is None else [run, run.own_iteration]
     sinks = [param.sink for param in unit.params if param.sink is not None]
     settings = [unit.settings, unit.settings.comms, unit.accumulation]
-    return [unit, unit.watch, run, run.own_iteration, *settings, *unit.params, *sinks, *_readers(unit)]
+    return [unit, unit.watch, *runs, *settings, *unit.params, *sinks, *_readers(unit)]
 
 
 def _set_class(module: nn.Module) -> None:
