@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from typing import Any
 
@@ -169,3 +170,27 @@ def test_a_setting_of_a_unit_without_parameters_is_said() -> None:
     model.set_modules_to_forward_prefetch([blocks[1]])
     with pytest.warns(UserWarning, match="set_modules_to_forward_prefetch has no effect where .root. .Sequential."):
         torch.compile(model, backend="aot_eager")(torch.ones(2, 8))
+
+
+def test_a_class_that_asks_something_of_its_subclasses() -> None:
+    """Generated classes are none that its author meant."""
+    made = []
+
+    class Kind(nn.Linear):
+        def __init_subclass__(cls, kind: str, **more: Any) -> None:
+            super().__init_subclass__(**more)
+            made.append(kind)
+
+    class Mine(Kind, kind="mine"):
+        pass
+
+    model = fully_shard(nn.Sequential(fully_shard(Mine(8, 8)), Mine(8, 8)))
+    assert model(torch.ones(2, 8)).shape == (2, 8) and made == ["mine"]
+
+
+def test_a_full_backward_hook_makes_no_view_that_somebody_wrote() -> None:
+    model = fully_shard(nn.Linear(8, 8))
+    model.register_full_backward_hook(lambda module, given, got: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.ones(2, 8, requires_grad=True)).sum().backward()

@@ -50,8 +50,11 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd takes a tensor for a view of another (``_is_view``: 2.11 to 2.15)."""
-    return tensor._is_view()
+    """Whether autograd takes a tensor for a view of another that a module made (``_is_view``: 2.11 to 2.15).
+
+    Full backward hooks pass outputs through ``BackwardHookFunction``, whose outputs are views that nobody made.
+    """
+    return tensor._is_view() and type(tensor.grad_fn).__name__ != "BackwardHookFunctionBackward"
 
 
 def accumulates(leaf: Any) -> bool:

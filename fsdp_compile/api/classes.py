@@ -34,6 +34,9 @@ class ShardedModule:
     A new object of a generated class, as slicing an ``nn.Sequential`` makes one, is of the original class.
     """
 
+    def __init_subclass__(cls, **unused: Any) -> None:
+        """Nothing: a user's class that wants to be told of subclasses, or asks something of them, means its own."""
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return cls._fsdp_compile_original(*args, **kwargs)  # type: ignore[attr-defined]
 
