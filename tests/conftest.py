@@ -9,8 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.compiling import no_kernels_built
-from tests.ranks import Ranks
+_GIVEN_CACHE_DIR = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # before torch puts its default there
+
+from tests.compiling import no_kernels_built  # noqa: E402
+from tests.ranks import Ranks  # noqa: E402
 
 _CACHE_DIR = pytest.StashKey[str]()
 
@@ -22,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Kernels without vector instructions: g++ takes 0.7 s for one and not 1.0, Inductor's own Python a fifth less, and
     nobody compiles probes of the processor. tests/test_matrix.py has a test of vectorized kernels (``-m more``).
     """
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    if _GIVEN_CACHE_DIR is None:
         config.stash[_CACHE_DIR] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fsdp_compile_tests_")
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 

@@ -68,7 +68,7 @@ def test_gradients_match_a_hand_written_reference(
 @pytest.mark.more
 def test_bf16_with_fp32_reduction_under_inductor(two_ranks: Ranks) -> None:
     # Inductor keeps intermediates in fp32 where eager rounds them to bf16.
-    two_ranks.run(_params, "inductor", BF16, FP32, 5e-2, False, 2e-4)
+    two_ranks.run(_params, "inductor", BF16, FP32, 5e-2, False, 5e-4)
 
 
 def test_bf16_on_three_ranks(three_ranks: Ranks) -> None:

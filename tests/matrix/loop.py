@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -142,7 +143,8 @@ def whole_step(meter: Meter) -> None:
         theirs.step()
         theirs.zero_grad()
 
-    _train_by_updates(meter, model, reference, step, finish)
+    with _no_graph_of_another_rank():
+        _train_by_updates(meter, model, reference, step, finish)
 
 
 def compiled_optimizer(meter: Meter) -> None:
@@ -164,7 +166,16 @@ def compiled_optimizer(meter: Meter) -> None:
         theirs.zero_grad()
 
     meter.backward_inside = True
-    _train_by_updates(meter, model, reference, step, finish)
+    with _no_graph_of_another_rank():
+        _train_by_updates(meter, model, reference, step, finish)
+
+
+def _no_graph_of_another_rank() -> contextlib.AbstractContextManager[object]:
+    """Graphs of an optimizer take DTensors, which AOTAutograd's cache knows by their global size alone (2.15).
+
+    So a rank is served what another one compiled, for a shard of another length, as soon as that is in the cache.
+    """
+    return torch._functorch.config.patch(enable_autograd_cache=False)
 
 
 def _exact_twins() -> tuple[Any, Any]:
