@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,8 @@ from tests.test_extension import Opaque
 pytestmark = pytest.mark.usefixtures("fake_group_of_four")
 
 PACKAGE = str(Path(fsdp_compile.__file__).parent)
+_SOURCE, _FIRST = inspect.getsourcelines(make_unit)
+ALL_OR_NOTHING = _FIRST + next(number for number, line in enumerate(_SOURCE) if "with AllOrNothing(" in line)
 
 
 class Fault(Exception):
@@ -33,11 +36,12 @@ class Fault(Exception):
 class FaultAt:
     """Raises at one event inside ``make_unit``: as a function of the package is entered, or when it is done.
 
-    With ``lines``, each line that runs is an event as well.
+    With ``lines``, each line that runs is an event as well, until all is changed: Python comes back to the line of a
+    ``with`` when its block is done, and what is raised there is no longer the block's.
     """
 
     def __init__(self, place: int, lines: bool) -> None:
-        self.left, self.lines, self.inside = place, lines, False
+        self.left, self.lines, self.inside, self.changing = place, lines, False, False
 
     def __enter__(self) -> None:
         sys.settrace(self._on_event)
@@ -50,6 +54,8 @@ class FaultAt:
             if event in ("call", "return"):
                 self.inside = event == "call"
                 return self._on_event
+            if event == "line" and frame.f_lineno == ALL_OR_NOTHING:
+                self.inside, self.changing = not self.changing, True
         elif not frame.f_code.co_filename.startswith(PACKAGE) or frame.f_code.co_filename.endswith("/undo.py"):
             return None
         if self.inside and (event in ("call", "return") or (event == "line" and self.lines)):
