@@ -156,3 +156,9 @@ def sort_topologically(graph: torch.fx.Graph) -> None:
     from torch._inductor.pattern_matcher import stable_topological_sort
 
     stable_topological_sort(graph)
+
+
+def served_from_a_cache() -> bool:
+    """Whether a graph was not compiled but found (``_dynamo.utils.counters``: 2.11 to 2.15)."""
+    counters = torch._dynamo.utils.counters
+    return bool(counters["inductor"]["fxgraph_cache_hit"] or counters["aot_autograd"]["autograd_cache_hit"])

@@ -20,6 +20,7 @@ class Agreement:
 
     The same names may be planned again, for another model or after other options: the k-th distinct plan of this rank
     is compared with the k-th of the others. Planning the same once more, as a rank that recompiles does, counts once.
+    A rank that was served a graph from a compile cache has run what it did not plan, and lost count: it is silent.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class Agreement:
         names = hashlib.sha256(repr((plan.stage, fqns, ranks)).encode()).hexdigest()[:16]
         ours = plan.to_json()
         planned = self._planned.setdefault(names, [])
-        if ours in planned:
+        if ours in planned or compat.served_from_a_cache():
             return
         planned.append(ours)
         try:

@@ -8,15 +8,16 @@ A marker's own FQN is relative to the module given to ``fully_shard``, so that e
 
 A reader need not be the owner (tied weights, ``self.head.weight`` read by the root), so the reader whose path agrees
 with the FQN in most components decides, and a marker without any usable path is told apart by its position. In a unit
-of several modules, each member has a path of its own, and the unit has all of them ("norm, head"). Names are written in
-the first graph that has the markers, and stay: graphs that are cut from it call a unit what it was called there.
+of several modules, each member has a path of its own, and the unit has all of them ("norm, head"). Where one graph
+reads several models, a path begins with what the model is called there. Names are written in the first graph that has
+the markers, and stay: graphs that are cut from it call a parameter and a unit what they were called there.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass
 
 from torch import fx
@@ -88,6 +89,7 @@ def annotate(graph: fx.Graph) -> None:
     for node in gathers:
         by_shard.setdefault(node.args[0], []).append(node)  # type: ignore[arg-type]
     _write_names(list(by_shard.values()))
+    _count_nameless(gathers)
     by_sequence = {node.meta["seq_nr"]: node for node in gathers if "seq_nr" in node.meta}
     for node in reduce_nodes(graph):
         gather = by_sequence.get(node.meta.get("seq_nr"))
@@ -98,16 +100,13 @@ def annotate(graph: fx.Graph) -> None:
 
 
 def _named(nodes: list[fx.Node]) -> list[Marker]:
-    found, seen, ordinals = [], set(), dict[tuple[str, str], Iterator[int]]()
+    found, seen = [], set()
     _write_names([[node] for node in nodes if _FQN not in node.meta])
+    _count_nameless(nodes)
     for node in nodes:
         spec = ParamSpec.of(dict(node.kwargs))
-        fqn, unit = node.meta.get(_FQN), node.meta.get(_UNIT)
-        part = "" if spec.part < 0 else f":{spec.part}"
-        if fqn is None or unit is None:
-            ordinal = next(ordinals.setdefault((spec.unit, spec.fqn), iter(range(1 << 30))))
-            fqn, unit = f"#{ordinal}.{spec.fqn}", f"#{ordinal}"
-        fqn += part
+        fqn, unit = node.meta[_FQN], node.meta[_UNIT]
+        fqn += "" if spec.part < 0 else f":{spec.part}"
         base, copy = fqn, 2
         while fqn in seen:  # the same parameter gathered twice in one graph
             fqn, copy = f"{base}@{copy}", copy + 1
@@ -116,14 +115,25 @@ def _named(nodes: list[fx.Node]) -> list[Marker]:
     return found
 
 
+def _count_nameless(nodes: list[fx.Node]) -> None:
+    """Tell markers that no reader gives a name apart by their position among those of equal units."""
+    counted = Counter[tuple[str, str, int]]()
+    for node in nodes:
+        if _FQN not in node.meta:
+            fqn = str(node.kwargs["fqn"])
+            alike = str(node.kwargs["unit"]), fqn, int(str(node.kwargs["part"]))
+            node.meta[_FQN], node.meta[_UNIT] = f"#{counted[alike]}.{fqn}", f"#{counted[alike]}"
+            counted[alike] += 1
+
+
 def _write_names(parameters: list[list[fx.Node]]) -> None:
     """Write on all markers of each parameter what it and its unit are called, where a reader says so."""
     members: dict[str, dict[str, list[str]]] = {}  # of a unit of several modules: paths of each member, as they come
     named = []
-    for readers in parameters:
-        prefix = _best_prefix(readers)
-        if prefix is None:
-            continue
+    found = [(readers, best) for readers in parameters if (best := _best_prefix(readers)) is not None]
+    one_model = len({model for _, (model, _) in found if model}) <= 1
+    for readers, (model, path) in found:
+        prefix = path if one_model else ".".join(filter(None, (model, path)))
         unit, fqn = str(readers[0].kwargs["unit"]), str(readers[0].kwargs["fqn"])
         member = _MEMBER.match(fqn)
         fqn = fqn[member.end() :] if member else fqn
@@ -138,18 +148,19 @@ def _write_names(parameters: list[list[fx.Node]]) -> None:
             node.meta[_UNIT] = ", ".join(paths[place] for _, paths in siblings if place < len(paths))
 
 
-def _best_prefix(readers: list[fx.Node]) -> str | None:
-    """The unit's path by the reader that agrees best with the FQN; None when no reader has a path."""
-    best: tuple[int, str] | None = None
+def _best_prefix(readers: list[fx.Node]) -> tuple[str, str] | None:
+    """The model, and the unit's path in it, by the reader that agrees best with the FQN; None where none has a path."""
+    best: tuple[int, str, str] | None = None
     for node in readers:
-        path = _reader_path(node)
-        if path is None:
+        found = _reader_path(node)
+        if found is None:
             continue
+        model, path = found
         owner = _MEMBER.sub("", str(node.kwargs["fqn"]), count=1).split(".")[:-1]
         agreement, prefix = _strip(path, [part for part in owner if part not in _WRAPPERS])
         if best is None or agreement > best[0]:
-            best = (agreement, prefix)
-    return None if best is None else best[1]
+            best = (agreement, model, prefix)
+    return None if best is None else best[1:]
 
 
 def _strip(path: list[str], owner: list[str]) -> tuple[int, str]:
@@ -160,14 +171,15 @@ def _strip(path: list[str], owner: list[str]) -> tuple[int, str]:
     return 0, ".".join(path)
 
 
-def _reader_path(node: fx.Node) -> list[str] | None:
+def _reader_path(node: fx.Node) -> tuple[str, list[str]] | None:
+    """What the model is called in the frame, and the reader's path in it."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
-        return [] if node.target is markers.unshard and "seq_nr" in node.meta else None
+        return ("", []) if node.target is markers.unshard and "seq_nr" in node.meta else None
     # L['self'].layers[3]._modules['a[0]'] -> L, self, layers, 3, _modules, a[0]
     steps = [_unquoted(quoted or plain) for quoted, plain in _STEP.findall(list(stack.values())[-1][0])]
     components = [step for step in steps if step not in _WRAPPERS]
-    return components[2:] if components[:1] == ["L"] else components[1:]
+    return (components[1], components[2:]) if components[:1] == ["L"] else ("", components[1:])
 
 
 def _unquoted(step: str) -> str:

@@ -145,7 +145,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("form", ["file", "module", "package"])
+@pytest.mark.parametrize("form", ["file", *(pytest.param(form, marks=pytest.mark.more) for form in ("module", "package"))])
 def test_it_runs_as_python_runs_it(tmp_path: Path, form: str) -> None:
     (tmp_path / "beside.py").write_text("from torch.distributed.fsdp import fully_shard\n")
     script = tmp_path / ("show.py" if form != "package" else "show/__main__.py")

@@ -60,3 +60,10 @@ def test_one_rank_hits_and_the_other_compiles(cold: Cold, tmp_path: Path) -> Non
     assert compiled["passes_ran_on"] and compiled["graph_misses"] == 2
     assert hit["graph_misses"] == 0
     assert hit["norms"] == compiled["norms"]
+
+
+@pytest.mark.more
+def test_what_one_rank_was_served_is_no_difference_between_plans(cold: Cold, tmp_path: Path) -> None:
+    hit, compiled = start([cold[0], tmp_path / "cold"], then="none")
+    assert hit["passes_ran_on"] and len(compiled["passes_ran_on"]) > len(hit["passes_ran_on"])
+    assert hit["norms"] == compiled["norms"]

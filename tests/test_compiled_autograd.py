@@ -164,6 +164,7 @@ def _descend(param: Tensor) -> None:
     param.grad = None
 
 
+@pytest.mark.more
 def test_an_optimizer_in_backward(two_ranks: Ranks) -> None:
     two_ranks.run(_optimizer_in_backward, "aot_eager")
 

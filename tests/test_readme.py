@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -42,6 +43,7 @@ def _run_examples(folder: str) -> None:
     exec(compare, names)
 
 
+@pytest.mark.more
 def test_the_examples_run_as_they_stand(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(_run_examples, str(tmp_path))
     assert list((tmp_path / "graphs").glob("*backward*/*.py"))

@@ -45,7 +45,7 @@ SECTIONS = {
 }
 Check = Callable[[list[str]], Any]
 CHECKS: dict[str, tuple[int, Check]] = {}
-QUICK = ("Replicas alone", "A compiled optimizer", "Evaluate", "Lengths that change")
+QUICK = ("Replicas alone", "Evaluate", "Lengths that change")
 
 
 def section(title: str, ranks: int = 2) -> Callable[[Check], Check]:

@@ -393,7 +393,7 @@ def _one_rank(path: str) -> None:
     assert_same_grads(sharded, unsharded)
 
 
-@pytest.mark.parametrize("path", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("path", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
 def test_one_rank_never_hands_out_the_shard(two_ranks: Ranks, path: str) -> None:
     two_ranks.run(_one_rank, path)
 

@@ -15,6 +15,7 @@ from fsdp_compile.passes.provenance import find_unshards
 from fsdp_compile.tools.inspect import Report
 from fsdp_compile.tools.tables import format_unit
 from tests.models import Stack, shard
+from tests.recording import recorded
 
 
 class Pairs(nn.Module):
@@ -92,3 +93,24 @@ def test_forward_and_backward_call_it_the_same(
     assert set(reductions) == set(units)
     assert reductions.index(last) < reductions.index(first), "backward begins with the last unit"
     assert {launch.unit for launch in report.backward.launches} == set(units)
+
+
+def test_units_of_two_models_in_one_graph_have_names_of_their_own(fake_group_of_four: None) -> None:
+    one, other = shard(Stack(1)), shard(Stack(1))
+
+    def both(one: nn.Module, other: nn.Module, tokens: Tensor) -> Tensor:
+        return one(tokens) + other(tokens)
+
+    torch._dynamo.reset()
+    with recorded() as records:
+        torch.compile(both, backend="passes")(one, other, torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+    stages = {record.stage: record.plan for record in records}
+    expected = [f"{model}.{fqn}" for model in ("one", "other") for fqn, _ in one.named_parameters()]
+    assert sorted(fqn for bucket in stages["forward"].gathers for fqn in bucket.fqns) == sorted(expected)
+    assert sorted(fqn for bucket in stages["backward"].reduces for fqn in bucket.fqns) == sorted(expected)
+    # A bucket is of one model, however alike the units are.
+    for bucket in (*stages["forward"].gathers, *stages["backward"].gathers, *stages["backward"].reduces):
+        assert len({fqn.partition(".")[0] for fqn in bucket.fqns}) == 1
+    assert {bucket.unit for bucket in stages["forward"].gathers} == {
+        "Stack:one", "Block:one.layers.0", "Stack:other", "Block:other.layers.0"
+    }  # fmt: skip
