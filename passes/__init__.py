@@ -30,6 +30,7 @@ from .manager import PassRecord as PassRecord
 from .manager import source_hash as source_hash
 from .memory import MemoryCurve as MemoryCurve
 from .memory import memory_curve as memory_curve
+from .memory import saved_inputs as saved_inputs
 from .plan import Bucket as Bucket
 from .plan import Plan as Plan
 from .profiles import HardwareProfile as HardwareProfile

@@ -25,7 +25,7 @@ from . import _torch_compat as compat
 from .aliases import base_of, elements, hint, is_free, tensor_bytes, tensors_of
 from .collectives import LAUNCHES, c10d, gloo_all_gather, is_launch
 from .copies import to_device, to_host
-from .keep import CASTS
+from .fusion import fused_away
 from .profiles import KINDS, HardwareProfile, Link
 
 aten = torch.ops.aten
@@ -39,11 +39,6 @@ _KIND_OF = {
 }
 assert set(_KIND_OF) == set(LAUNCHES)
 
-# Inductor writes these into whatever reads them, though they are not tagged as pointwise.
-_INLINED = {
-    *CASTS, aten.constant_pad_nd.default, aten.full.default, aten.full_like.default, aten.zeros.default,
-    aten.ones.default, aten.arange.start_step, aten.scalar_tensor.default, torch.ops.prims.iota.default,
-}  # fmt: skip
 # Of their first argument these read as many elements as they return.
 _PICKS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
 
@@ -175,7 +170,7 @@ def graph_seconds(graph: fx.Graph, profile: HardwareProfile) -> dict[fx.Node, fl
     launched: set[fx.Node] = set()
     read: set[tuple[fx.Node, fx.Node]] = set()
     computing = [node for node in graph.nodes if not is_free(node) and not is_launch(node)]
-    stored = {node for node in computing if _is_stored(node)}
+    stored = set(computing) - fused_away(graph)
 
     def kernel(node: fx.Node) -> fx.Node:
         while kernel_of.get(node, node) is not node:
@@ -274,28 +269,3 @@ def _read(node: fx.Node, source: fx.Node) -> int:
     if node.target is aten.copy_.default and source is node.args[0]:
         return 0
     return sum(map(tensor_bytes, tensors_of(source)))
-
-
-def _is_fused(node: fx.Node) -> bool:
-    """Whether Inductor computes a node inside of the kernel that reads it."""
-    if node.target in _INLINED:
-        return True
-    return isinstance(node.target, compat.OpOverload) and torch.Tag.pointwise in node.target.tags
-
-
-def _is_stored(node: fx.Node) -> bool:
-    """Whether a result has to be in memory: somebody reads it who cannot compute it on the way."""
-    if not _is_fused(node):
-        return True
-    work = [node]
-    while work:
-        for user in work.pop().users:
-            if user.op == "call_function" and is_free(user):
-                work.append(user)
-            elif not (_is_fused(user) or _is_reduction(user)):
-                return True
-    return not node.users
-
-
-def _is_reduction(node: fx.Node) -> bool:
-    return isinstance(node.target, compat.OpOverload) and torch.Tag.reduction in node.target.tags

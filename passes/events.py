@@ -4,7 +4,8 @@
     wait_tensor(all_gather...)     Wait("all_gather...")
     any other call                 Compute, of no time where it is a view
 
-A buffer is allocated by the event of the node that makes it, and freed by that of its last reader.
+A buffer is allocated by the event of the node that makes it, and freed by that of its last reader. Time and memory are
+those of what Inductor makes of the graph: what it fuses into its readers takes neither.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _buffers(
     allocs: dict[fx.Node, list[tuple[str, int]]] = {}
     frees: dict[fx.Node, list[str]] = {}
     taken: set[str] = set()
-    for life in lifetimes(graph):
+    for life in lifetimes(graph, fused=True):
         owner, last = life.storage.node, nodes[life.last]
         is_made_here = owner.op == "call_function"
         if not life.storage.num_bytes or not (is_made_here or owner.name in given_up):

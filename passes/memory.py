@@ -19,6 +19,7 @@ from torch import fx
 from . import markers
 from .aliases import Storage, storages_of
 from .collectives import c10d, is_launch
+from .fusion import fused_away, is_pointwise
 from .insert import ROLE, Role
 
 SHARD = "parameter shard"
@@ -71,11 +72,14 @@ class MemoryCurve:
         return "\n".join(lines)
 
 
-def memory_curve(graph: fx.Graph, given_up: Collection[str] = ()) -> MemoryCurve:
-    """Bytes alive at each node of a graph; ``given_up`` names the inputs that live no longer than their last reader."""
+def memory_curve(graph: fx.Graph, given_up: Collection[str] = (), fused: bool = False) -> MemoryCurve:
+    """Bytes alive at each node of a graph; ``given_up`` names the inputs that live no longer than their last reader.
+
+    ``fused``: as Inductor compiles it, else as it runs node by node.
+    """
     require_inputs(graph, given_up)
     counted, callers = [], 0
-    for life in lifetimes(graph):
+    for life in lifetimes(graph, fused):
         if life.storage.node.op == "call_function" or life.storage.node.name in given_up:
             counted.append(life)
         else:
@@ -104,6 +108,14 @@ def memory_curve(graph: fx.Graph, given_up: Collection[str] = ()) -> MemoryCurve
     )
 
 
+def saved_inputs(graph: fx.Graph) -> list[str]:
+    """Inputs of a backward graph that its caller gives up: what forward saved and tangents, not forward's own inputs.
+
+    AOTAutograd calls forward's inputs primals, in both graphs.
+    """
+    return [one.name for one in graph.find_nodes(op="placeholder") if not one.name.startswith("primals")]
+
+
 def require_inputs(graph: fx.Graph, given_up: Collection[str]) -> None:
     """Refuse a name that is none of the graph's inputs."""
     inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
@@ -113,29 +125,50 @@ def require_inputs(graph: fx.Graph, given_up: Collection[str]) -> None:
             raise ValueError(f"given_up has {name!r}, which is no input of the graph. Give some of {known}.")
 
 
-def lifetimes(graph: fx.Graph) -> list[Lifetime]:
-    """Of every storage of the graph, in the order in which they come to be; those of inputs begin with the graph."""
+def lifetimes(graph: fx.Graph, fused: bool = False) -> list[Lifetime]:
+    """Of every storage of the graph, in the order in which they come to be; those of inputs begin with the graph.
+
+    ``fused``: as Inductor compiles it. What is computed inside of its readers has no memory, and they read what it
+    reads; a pointwise result takes the place of an input that it is the last to read.
+    """
     storages = storages_of(graph)
-    last: dict[Storage, int] = {}
+    away = fused_away(graph) if fused else set()
+    # In dicts and not in sets, whose order is another one in each process.
+    read_for: dict[fx.Node, dict[Storage, None]] = {}  # what a fused node reads, when its readers run
     first: dict[Storage, int] = {}
+    last: dict[Storage, int] = {}
+    reads: dict[fx.Node, dict[Storage, None]] = {}
     for position, node in enumerate(graph.nodes):
-        for storage in storages[node]:
-            first.setdefault(storage, position if node.op == "call_function" else 0)
-            last[storage] = position
+        needed: dict[Storage, None] = {}
         for storage in _needed_by(node, storages):
-            last[storage] = position
+            needed |= read_for[storage.node] if storage.node in away else {storage: None}
+        if node in away:
+            read_for[node] = needed
+            continue
+        reads[node] = needed
+        for storage in storages[node]:
+            if storage.node not in away:
+                first.setdefault(storage, position if node.op == "call_function" else 0)
+                last[storage] = position
+        last.update(dict.fromkeys(needed, position))
+    if fused:
+        for position, node in enumerate(graph.nodes):
+            if node in reads and is_pointwise(node) and storages[node] and storages[node][0].node is node:
+                for storage in reads[node]:
+                    fits = storage.num_bytes == storages[node][0].num_bytes and last[storage] == position
+                    if fits and storage.node.op == "call_function" and not is_launch(storage.node):
+                        last[storage] = position - 1
+                        break
     return [Lifetime(storage, begin, last[storage]) for storage, begin in first.items()]
 
 
 def _needed_by(node: fx.Node, storages: dict[fx.Node, tuple[Storage, ...]]) -> Iterable[Storage]:
-    for source in node.all_input_nodes:
-        yield from storages[source]
+    yield from (storage for source in node.all_input_nodes for storage in storages[source])
     if node.target is c10d.wait_tensor.default:
         launch = node.args[0]
         assert isinstance(launch, fx.Node)
         if is_launch(launch):  # still reading what it was given
-            for source in launch.all_input_nodes:
-                yield from storages[source]
+            yield from (storage for source in launch.all_input_nodes for storage in storages[source])
 
 
 def kinds_of(graph: fx.Graph) -> dict[Storage, str]:

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_compile.passes import events_of, load_profile, memory_curve, simulate
-from fsdp_compile.passes.cost import Group
+import fsdp_compile
+from fsdp_compile.demo.training import Settings, batch_of, build_model, shard_with_ours
+from fsdp_compile.passes import memory_curve, saved_inputs
 from fsdp_compile.passes.insert import insert
-from fsdp_compile.passes.memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, SHARD, Owner
+from fsdp_compile.passes.memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, SHARD, Owner, kinds_of, lifetimes
 from fsdp_compile.passes.overlap import overlap
 from fsdp_compile.passes.planner import plan_graph
+from fsdp_compile.tools.memory import PeakMeter
+from tests.ranks import Ranks
 from tests.test_passes import Builder, spec
 
 aten = torch.ops.aten
-CPU = load_profile("cpu")
-GROUPS = {"g": Group(2, 2)}
 
 
 class LiveBytes(TorchDispatchMode):
@@ -124,10 +128,6 @@ def test_what_is_predicted_is_what_lives_when_the_graph_runs(batch: int) -> None
     assert curve.peak_bytes == max(measured) > 3 * x.nbytes
     assert curve.input_bytes == x.nbytes + sum(one.nbytes for one in params.values())
     assert sum(one.num_bytes for one in curve.peak_owners) == curve.peak_bytes
-    # The same from the events, which know nothing of nodes.
-    replayed = simulate(events_of(graph, CPU))
-    calls = [place for place, node in enumerate(graph.nodes) if node.op == "call_function"]
-    assert [point.num_bytes for point in replayed.memory] == [measured[place] for place in calls]
 
 
 def test_optimizers_write_in_place_and_add_nothing() -> None:
@@ -155,12 +155,74 @@ def test_inputs_that_the_caller_gives_up_go_with_their_last_reader() -> None:
         "saved": 4400, "kept": 4400, "unread": 4400, "view_default": 400, "mul_tensor": 800, "relu_default": 800, "output": 400,
     }  # fmt: skip
     assert curve.input_bytes == 40
-    replayed = simulate(events_of(graph, CPU, given_up=("saved", "unread")))
-    assert [point.num_bytes for point in replayed.memory] == [400, 800, 800]
     with pytest.raises(
         ValueError, match=r"given_up has 'safed', which is no input of the graph\. Give some of saved, kept"
     ):
         memory_curve(graph, given_up=("safed",))
+
+
+def test_what_inductor_fuses_has_no_memory_and_is_written_over_what_it_reads_last() -> None:
+    b = Builder()
+    x, weight = b.input("x", 10, 10), b.input("weight", 10, 10)
+    y = b.call(aten.mm.default, x, weight)
+    away = b.call(aten.mul.Tensor, y, 2.0)  # read by pointwise ops alone: not in memory, and y lives until they ran
+    kept = b.call(aten.mm.default, x, x)
+    over = b.call(aten.add.Tensor, b.call(aten.view.default, away, [10, 10]), 1.0)  # written over y
+    other = b.call(aten.relu.default, kept)  # not over kept, which is returned
+    out = b.call(aten.mm.default, over, other)
+    total = b.call(aten.sum.default, b.call(aten.exp.default, out))
+    graph = b.output(kept, total)
+
+    def alive(fused: bool) -> dict[str, int]:
+        curve = memory_curve(graph, fused=fused)
+        return {
+            name: num_bytes for name, num_bytes in zip(curve.names, curve.live_bytes) if name not in ("x", "weight")
+        }
+
+    assert alive(fused=True) == {
+        "mm_default": 400, "mul_tensor": 400, "mm_default_1": 800, "view_default": 800, "add_tensor": 800,
+        "relu_default": 1200, "mm_default_2": 1600, "exp_default": 800, "sum_default": 804, "output": 404,
+    }  # fmt: skip
+    assert alive(fused=False) == {
+        "mm_default": 400, "mul_tensor": 800, "mm_default_1": 800, "view_default": 800, "add_tensor": 1200,
+        "relu_default": 1200, "mm_default_2": 1600, "exp_default": 1200, "sum_default": 804, "output": 404,
+    }  # fmt: skip
+
+
+def _predicted_and_measured() -> dict[str, tuple[int, float]]:
+    """Of forward and backward of a sharded model on Inductor: bytes at the peak, saved tensors included."""
+    settings = Settings(layers=2, dim=256, batch=4, seq=256, head_dim=64)
+    model = shard_with_ours(build_model(settings), init_device_mesh("cpu", (2,)))
+    compiled, batch = torch.compile(model, fullgraph=True), batch_of(settings, dist.get_rank())
+    with fsdp_compile.inspect(compiled) as report:
+        compiled(batch).backward()
+    meter = PeakMeter(torch.device("cpu"))
+    above: dict[str, list[int]] = {"forward": [], "backward": []}
+    losses: list[Tensor] = []
+    for _ in range(7):
+        model.zero_grad()
+        dist.barrier()
+        above["forward"].append(meter.peak_above(lambda: losses.append(compiled(batch))) or 0)
+        dist.barrier()
+        above["backward"].append(meter.peak_above(losses.pop().backward) or 0)
+    found = {}
+    for record in report.records:
+        if record.stage in above:
+            assert record.graph is not None
+            saved = saved_inputs(record.graph) if record.stage == "backward" else ()
+            curve = memory_curve(record.graph, saved, fused=True)
+            # What forward saved stands there before backward begins: nobody measures it apart.
+            found[record.stage] = (curve.peak_bytes, curve.live_bytes[0] + statistics.median(above[record.stage]))
+    return found
+
+
+@pytest.mark.more
+def test_the_peak_of_what_inductor_compiled_is_near_the_predicted_one(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(_predicted_and_measured):
+        assert set(found) == {"forward", "backward"}
+        for stage, (predicted, measured) in found.items():
+            # Fusion is guessed, and so is which buffer is used again for which: 8 % off where this was written.
+            assert predicted == pytest.approx(measured, rel=0.15), stage
 
 
 def test_a_storage_that_two_inputs_share_is_counted_once() -> None:
@@ -225,8 +287,6 @@ def test_the_peak_names_its_owners_and_what_they_are() -> None:
 
 def _owners_at(graph: fx.Graph, name: str) -> tuple[Owner, ...]:
     """Owners as they are at one position, by cutting the graph's life off behind it."""
-    from fsdp_compile.passes.memory import kinds_of, lifetimes
-
     place = [node.name for node in graph.nodes].index(name)
     kinds = kinds_of(graph)
     found = [
@@ -239,8 +299,6 @@ def _owners_at(graph: fx.Graph, name: str) -> tuple[Owner, ...]:
 
 
 def test_markers_have_their_kinds_before_they_are_lowered() -> None:
-    from fsdp_compile.passes.memory import kinds_of
-
     b = Builder()
     w = b.unshard(b.input("shard", 2, 3), spec())
     half = b.call(aten.mul.Tensor, w, 0.5)  # of gathered parameters alone

@@ -252,7 +252,7 @@ def test_the_planned_order_exposes_the_first_gather_alone() -> None:
 def test_memory_of_the_events_is_that_of_the_graph() -> None:
     for ordered in (False, True):
         graph = two_layers(ordered)
-        curve = memory_curve(graph, given_up=("x", "shard0"))
+        curve = memory_curve(graph, given_up=("x", "shard0"), fused=True)
         replayed = simulate(events_of(graph, CPU, GROUPS, given_up=("x", "shard0")))
         assert replayed.peak_bytes == curve.peak_bytes
         calls = [place for place, node in enumerate(graph.nodes) if node.op == "call_function"]
