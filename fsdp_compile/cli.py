@@ -117,14 +117,18 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         problem = "--link joins two namespaces, one a rank: leave --ranks out."
     elif Path(arguments.out).is_dir() or not Path(arguments.out).resolve().parent.is_dir():
         problem = f"--out {arguments.out} is not a file in a folder that exists."
+    elif arguments.link:
+        try:
+            link.bytes_per_s(arguments.link)
+            link.check_possible()
+        except SystemExit as refused:
+            problem = str(refused)
     if problem is not None:
         print(problem, file=sys.stderr)
         return 2
-    if arguments.link:
-        link.bytes_per_s(arguments.link)  # says what is wrong with it
     settings = calibrate.Settings(
         ranks=arguments.ranks, name=arguments.name, out=arguments.out, link=arguments.link
-    )  # fmt: skip
+    )
     calibrate.run_calibrate(settings, Console())
     return 0
 

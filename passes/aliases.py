@@ -133,6 +133,8 @@ def _source(node: fx.Node, place: int, value: torch.Tensor) -> fx.Node | None:
         return None
     if node.target in VIEWS and isinstance(node.args[0], fx.Node):
         return node.args[0]
+    if isinstance(node.target, compat.OpOverload) and torch.Tag.pointwise in node.target.tags:
+        return None
     return next((source for source in node.all_input_nodes if _shares(value, source)), None)
 
 

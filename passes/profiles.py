@@ -319,7 +319,7 @@ _CPU = HardwareProfile(
         step_s=1e-4,
         bytes_per_s=0.65e9,
         efficiency=1.0,
-        slows_compute=0.4,
+        slows_compute=0.45,
         measured={
             "all_gather": Fit(3.5e-4, 0.65e9),
             "reduce_scatter": Fit(5.5e-4, 1.05e9),

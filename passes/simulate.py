@@ -141,6 +141,7 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
     compute: list[Span] = []
     lanes: dict[str, list[Span]] = {}
     flights: dict[str, _Flight] = {}
+    slowing: list[_Flight] = []
     exposed: list[Exposed] = []
     ran: dict[str, int] = {}  # computes and finished collectives, by place
     memory = _Memory(held_bytes)
@@ -151,7 +152,8 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
             if event.name in ran or event.name in flights:
                 what = "is the name of a compute and of a collective" if event.name in flights else "stands twice"
                 raise ValueError(f"{event.name} {what} in the events. Give each a name of its own.")
-            end_s = _advance(now_s, event.seconds, flights.values())
+            slowing = [one for one in slowing if one.end_s > now_s]
+            end_s = _advance(now_s, event.seconds, slowing)
             compute.append(Span(event.name, now_s, end_s))
             compute_s += end_s - now_s
             copy_s += end_s - now_s if event.is_copy else 0.0
@@ -163,11 +165,14 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
             start_s = max([now_s, *[span.end_s for span in lane[-1:]]])
             behind = lane[-1].name if start_s > now_s else ""
             lane.append(Span(event.name, start_s, start_s + event.seconds))
-            flights[event.name] = _Flight(event, place, now_s, start_s, start_s + event.seconds, behind, compute_s)
+            flight = _Flight(event, place, now_s, start_s, start_s + event.seconds, behind, compute_s)
+            flights[event.name] = flight
+            if event.slows_compute > 0:
+                slowing.append(flight)
         else:
-            flight = flights.get(event.name)
-            if flight is None:
+            if event.name not in flights:
                 raise ValueError(f"The events wait for {event.name}, which nothing launched before. Move the wait.")
+            flight = flights[event.name]
             if flight.waited:
                 raise ValueError(f"The events wait for {event.name} twice. Take the second wait out.")
             flight.waited = True
@@ -227,9 +232,8 @@ def _require_seconds(name: str, seconds: float) -> None:
         raise ValueError(f"{name} takes {seconds!r} seconds. Give a number that is at least 0.")
 
 
-def _advance(now_s: float, seconds: float, flights: Iterable[_Flight]) -> float:
+def _advance(now_s: float, seconds: float, slowing: Sequence[_Flight]) -> float:
     """When work of so many seconds ends that begins now, slowed down by what is in flight."""
-    slowing = [one for one in flights if one.launch.slows_compute > 0 and one.end_s > now_s]
     turns = sorted({turn for one in slowing for turn in (one.start_s, one.end_s) if turn > now_s})
     for turn_s in turns:
         speed = math.prod(1 - one.launch.slows_compute for one in slowing if one.start_s <= now_s < one.end_s)

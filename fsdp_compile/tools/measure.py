@@ -181,12 +181,28 @@ class _Meter:
         return self.seconds(lambda: c10d.wait_tensor(launch()), repeats, together=True)
 
     def slowed_by_collective(self, num_bytes: int, ranks: int) -> float:
-        """What an all-gather costs the computation beside it, as a share of the time that it takes alone."""
+        """What an all-gather takes from the computation beside it, as a share of the time that it takes alone."""
         launch = self._collective("all_gather", num_bytes, ranks)
-        width = 2048 if self._device.type == "cuda" else 128
+        if self._device.type == "cuda":
+            alone_s = self.seconds(lambda: c10d.wait_tensor(launch()), together=True)
+            return _share(self._lost_beside(launch, alone_s) / alone_s)
+        # What gloo's threads compute, the others cannot. Seconds of the processor, for they hardly depend on what else
+        # this machine does: a difference of two times was now nothing and now more than the collective itself.
+        wall_s = cpu_s = 0.0
+        for turn in range(_WARMUP + _REPEATS):
+            dist.barrier()
+            start, cpu_start = time.perf_counter(), time.process_time()
+            c10d.wait_tensor(launch())
+            if turn >= _WARMUP:
+                wall_s += time.perf_counter() - start
+                cpu_s += time.process_time() - cpu_start
+        return _share(cpu_s / (wall_s * torch.get_num_threads()))
+
+    def _lost_beside(self, launch: Callable[[], Tensor], alone_s: float) -> float:
+        """Seconds by which matmuls take longer while the collective of ``launch`` is in flight."""
+        width = 2048
         a, b = (self._random(width, width, torch.float32) for _ in range(2))
         out = torch.empty_like(a)
-        alone_s = self.seconds(lambda: c10d.wait_tensor(launch()), together=True)
         one_s = self.seconds(lambda: torch.mm(a, b, out=out), _SMALL_REPEATS)
         # Long enough for the collective to end meanwhile, though it too is slowed down: all that it costs is seen.
         num_calls = max(1, int(3 * alone_s / one_s))
@@ -198,16 +214,14 @@ class _Meter:
             start = time.perf_counter()
             for _ in range(num_calls):
                 torch.mm(a, b, out=out)
-            if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()
+            torch.cuda.current_stream(self._device).synchronize()
             seconds = time.perf_counter() - start
             if flying is not None:
                 c10d.wait_tensor(flying)
             return seconds
 
         turns = [(compute(beside=False), compute(beside=True)) for _ in range(_REPEATS)]
-        cost_s = statistics.median(beside - quiet for quiet, beside in turns)
-        return min(max(cost_s / alone_s, 0.0), 0.95)
+        return min(beside for _, beside in turns) - min(quiet for quiet, _ in turns)
 
     def _collective(self, kind: str, num_bytes: int, ranks: int) -> Callable[[], Tensor]:
         """Launches what a lowered graph launches."""
@@ -243,3 +257,8 @@ def _float32_precision(precision: str) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def _share(value: float) -> float:
+    """Less than all, which a profile does not take."""
+    return min(max(value, 0.0), 0.95)
