@@ -126,9 +126,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     if problem is not None:
         print(problem, file=sys.stderr)
         return 2
-    settings = calibrate.Settings(
-        ranks=arguments.ranks, name=arguments.name, out=arguments.out, link=arguments.link
-    )
+    settings = calibrate.Settings(ranks=arguments.ranks, name=arguments.name, out=arguments.out, link=arguments.link)
     calibrate.run_calibrate(settings, Console())
     return 0
 

@@ -58,7 +58,7 @@ def test_no_line_has_a_latency_below_zero_or_a_bandwidth_without_end() -> None:
 def samples(num_ranks: int, backend: str, slower: float = 1.0) -> dict[str, Any]:
     """What one rank would find on a machine of these figures."""
     return {
-        "device": "CPU", "backend": backend, "threads": 1, "memory_bytes": 10**9, "kernel_s": 2e-6 * slower,
+        "device": "CPU", "backend": backend, "threads": 1, "ranks_per_node": 8, "memory_bytes": 10**9, "kernel_s": 2e-6 * slower,
         "flops": {"float32": 9e10 / slower, "bfloat16": 18e10 / slower}, "slows_compute": 0.3 * slower,
         "memory_bytes_per_s": {"float32": 1e10 / slower, "bfloat16": 2e10 / slower}, "host_bytes_per_s": 5e9 / slower,
         "collectives": {
@@ -73,7 +73,7 @@ def test_a_profile_gives_back_what_was_measured_of_the_slowest_rank(num_ranks: i
     ranks = [samples(num_ranks, backend) for _ in range(num_ranks)]
     ranks[1] = samples(num_ranks, backend, slower=2.0)
     profile = calibrate.profile_of(ranks, calibrate.Settings(ranks=num_ranks, name="mine"))
-    assert (profile.name, profile.backend, profile.ranks_per_node) == ("mine", backend, num_ranks)
+    assert (profile.name, profile.backend, profile.ranks_per_node) == ("mine", backend, 8)
     assert profile.flops == {"float32": 4.5e10, "bfloat16": 9e10} and profile.kernel_s == 4e-6
     assert (profile.memory_bytes_per_s, profile.host_bytes_per_s) == (5e9, 2.5e9)
     assert profile.inside.slows_compute == 0.6

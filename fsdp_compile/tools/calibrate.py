@@ -159,7 +159,7 @@ def profile_of(samples: Sequence[dict[str, Any]], settings: Settings) -> Hardwar
         host_bytes_per_s=min(sample["host_bytes_per_s"] for sample in samples),
         memory_efficiency=1.0,
         kernel_s=max(sample["kernel_s"] for sample in samples),
-        ranks_per_node=ranks,
+        ranks_per_node=min(sample["ranks_per_node"] for sample in samples),
         inside=here,
         between=load_profile("h100" if backend == "nccl" else "cpu").between,  # nothing here says
     )
@@ -183,7 +183,7 @@ def compute_table(samples: Sequence[dict[str, Any]], profile: HardwareProfile) -
     table.add_section()
     table.add_row("kernel without work", f"{profile.kernel_s * 1e6:.1f} us", "")
     table.add_row("copy from the CPU", "", _rate(profile.host_bytes_per_s))
-    table.add_row("compute beside a collective", f"loses {profile.inside.slows_compute:.0%} of its time", "")
+    table.add_row("compute beside a collective", f"{profile.inside.slows_compute:.0%} slower", "")
     return table
 
 

@@ -94,6 +94,7 @@ def work(settings: dict[str, Any], rank: int, send: Send) -> None:
     found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     found["backend"] = dist.get_backend()
     found["threads"] = torch.get_num_threads()
+    found["ranks_per_node"] = _ranks_per_node(job.ranks, device)
     send({"result": found})
     dist.barrier()
     dist.destroy_process_group()
@@ -257,6 +258,12 @@ def _float32_precision(precision: str) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def _ranks_per_node(ranks: int, device: torch.device) -> int:
+    """How many ranks like these this machine has room for, whoever is here now."""
+    room = torch.cuda.device_count() if device.type == "cuda" else (os.cpu_count() or 1) // torch.get_num_threads()
+    return max(ranks, room)
 
 
 def _share(value: float) -> float:
