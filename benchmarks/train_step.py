@@ -22,10 +22,10 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.launch import Outcome, launch
-from benchmarks.link import Link, bytes_per_s
 from benchmarks.records import Record, first_step_s, mean_losses
 from benchmarks.settings import DTYPES, Job, Mode, Settings
 from benchmarks.variants import VARIANTS
+from fsdp_compile.tools.link import Link, bytes_per_s
 
 _DEFAULT_JSON = Path(__file__).resolve().parent / "results" / "train_step.json"
 _TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2}  # relative, at the worst step

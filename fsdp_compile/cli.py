@@ -13,6 +13,7 @@ from rich.console import Console
 from . import __version__
 from .demo.report import missing_tools, run_demo
 from .demo.training import Settings
+from .tools import calibrate, link
 from .workers import WorkerError, interruptible
 
 INTERRUPTED = 130
@@ -43,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="train a small transformer sharded and unsharded, and compare"))
+    _add_calibrate(commands.add_parser("calibrate", help="measure this machine for the cost model, into a JSON file"))
     return parser
 
 
@@ -89,6 +91,44 @@ def _demo(arguments: argparse.Namespace) -> int:
     if arguments.save is not None:
         Path(arguments.save).mkdir(parents=True, exist_ok=True)
     return run_demo(settings, Console())
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    default = calibrate.Settings()
+    parser.description = (
+        "Time matmuls, copies and collectives in local processes, on GPUs over NCCL where each process gets one, else "
+        "on the CPU over gloo, and write a hardware profile. Takes less than a minute on two cores. Exit code 2 when "
+        "it cannot run or a worker fails."
+    )
+    parser.add_argument("--ranks", type=_positive, default=default.ranks, help="processes (default %(default)s)")
+    parser.add_argument("--out", metavar="FILE", default=default.out, help="the profile (default %(default)s)")
+    parser.add_argument("--name", default=default.name, help="what the profile says of itself (default %(default)r)")
+    parser.add_argument(
+        "--link", metavar="RATE", help="two ranks in network namespaces joined at e.g. 1gbit (Linux, as root)"
+    )
+    parser.set_defaults(run=_calibrate)
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    problem = None
+    if arguments.ranks < 2:
+        problem = "--ranks 1 leaves nobody to communicate with: give at least 2."
+    elif arguments.link and arguments.ranks != 2:
+        problem = "--link joins two namespaces, one a rank: leave --ranks out."
+    elif Path(arguments.out).is_dir() or not Path(arguments.out).resolve().parent.is_dir():
+        problem = f"--out {arguments.out} is not a file in a folder that exists."
+    elif arguments.link:
+        try:
+            link.bytes_per_s(arguments.link)
+            link.check_possible()
+        except SystemExit as refused:
+            problem = str(refused)
+    if problem is not None:
+        print(problem, file=sys.stderr)
+        return 2
+    settings = calibrate.Settings(ranks=arguments.ranks, name=arguments.name, out=arguments.out, link=arguments.link)
+    calibrate.run_calibrate(settings, Console())
+    return 0
 
 
 def _positive(text: str) -> int:

@@ -11,16 +11,35 @@
     --- Inductor lowers, fuses, sorts ---
     scheduler's nodes      schedule the same order again, on what will be generated
 
-The list that runs is in manager.py.
+The list that runs is in manager.py. What a graph would cost, without running it:
+
+    profiles   what hardware can do        cost    seconds of a node, of a collective      memory   bytes alive
+    events     of a lowered graph          simulate: their time line, what is exposed and why
 """
 
+from .cost import Group as Group
+from .cost import collective_seconds as collective_seconds
+from .cost import graph_seconds as graph_seconds
+from .cost import node_seconds as node_seconds
+from .events import events_of as events_of
 from .manager import JOINT_PASSES as JOINT_PASSES
 from .manager import POST_GRAD_PASSES as POST_GRAD_PASSES
 from .manager import GraphRecord as GraphRecord
 from .manager import PassManager as PassManager
 from .manager import PassRecord as PassRecord
 from .manager import source_hash as source_hash
+from .memory import MemoryCurve as MemoryCurve
+from .memory import memory_curve as memory_curve
+from .memory import saved_inputs as saved_inputs
 from .plan import Bucket as Bucket
 from .plan import Plan as Plan
+from .profiles import HardwareProfile as HardwareProfile
+from .profiles import Link as Link
+from .profiles import load_profile as load_profile
 from .schedule import ScheduleInPlannedOrder as ScheduleInPlannedOrder
+from .simulate import Compute as Compute
+from .simulate import Launch as Launch
+from .simulate import Timeline as Timeline
+from .simulate import Wait as Wait
+from .simulate import simulate as simulate
 from .spec import ParamSpec as ParamSpec

@@ -97,6 +97,31 @@ def may_alias(target: object) -> bool:
     return schema is not None and any(returned.alias_info is not None for returned in schema.returns)
 
 
+def aliased_argument(target: object, result: int) -> tuple[str, bool] | None:
+    """The argument whose memory an op's result is, by its schema, and whether the op writes to it; None of a new one.
+
+    ``_schema``, ``alias_info.before_set``, ``is_write``: 2.11 to 2.15.
+    """
+    schema = getattr(target, "_schema", None)
+    if schema is None or result >= len(schema.returns):
+        return None
+    returned = schema.returns[result].alias_info
+    if returned is None:
+        return None
+    for argument in schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.before_set & returned.before_set:
+            return argument.name, argument.alias_info.is_write
+    return None
+
+
+def size_hint(size: int | torch.SymInt, default: int) -> int:
+    """A size as a number: of a symbolic one what was seen when it was traced, else ``default`` (2.11 to 2.15)."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    hint = size.node.hint
+    return default if hint is None else int(hint)
+
+
 def fake_mode_of(values: Iterable[object]) -> AbstractContextManager[object]:
     """The fake mode of the first fake tensor among an op's arguments (``torch._subclasses``: 2.11 to 2.15)."""
     for value in values:

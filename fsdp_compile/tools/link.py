@@ -4,7 +4,7 @@
     rank 0 -- fclink0 10.99.0.1  == tbf rate ==  10.99.0.2 fclink1 -- rank 1
 
 Over loopback, communication is copying and competes with compute for the core, so overlap cannot show. Here a
-collective waits on the wire, and compute can run beside it.
+collective waits on the wire, and compute can run beside it. For the benchmarks, and for ``fsdp-compile calibrate``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,216 @@
+"""``fsdp-compile calibrate``: a hardware profile of this machine, measured in local processes.
+
+    workers (measure.py)   seconds of matmuls, copies, collectives of several sizes
+    fit                    seconds = latency + bytes on the wire / bandwidth, least squares
+    profile                what the passes' cost model takes (passes/profiles.py), as JSON
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ..passes.cost import Group, collective_seconds, wire_bytes
+from ..passes.profiles import KINDS, Fit, HardwareProfile, Link, load_profile
+from ..workers import Workers
+from . import link, measure
+
+WORK = "fsdp_compile.tools.measure:work"
+SILENCE_S = 120.0
+_LATENCY_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line says."""
+
+    ranks: int = 2
+    name: str = "this machine"
+    out: str = "profile.json"
+    link: str | None = None  # a rate: two network namespaces joined at it
+    sizes: tuple[int, ...] = ()  # of collectives; empty for those of the device
+
+
+def run_calibrate(settings: Settings, console: Console) -> HardwareProfile:
+    """Measure, print, and write the profile."""
+    samples = measured(settings, console)
+    profile = profile_of(samples, settings)
+    console.print(compute_table(samples, profile))
+    console.print(collectives_table(samples, profile, settings.ranks))
+    Path(settings.out).write_text(profile.to_json() + "\n")
+    console.print(f"Wrote {settings.out}; fsdp_compile.passes.load_profile reads it.", highlight=False, soft_wrap=True)
+    return profile
+
+
+def measured(settings: Settings, console: Console) -> list[dict[str, Any]]:
+    """What each rank found, by rank."""
+    device = measure.device_of(settings.ranks, 0)
+    sizes = settings.sizes or (measure.GPU_SIZES if device.type == "cuda" else measure.CPU_SIZES)
+    results: list[dict[str, Any]] = [{}] * settings.ranks
+    env = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]} if "OMP_NUM_THREADS" in os.environ else {}
+    with contextlib.ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdp-compile-calibrate-"))
+        wire = stack.enter_context(link.Link(settings.link)) if settings.link else None
+        if wire is None and sys.platform == "linux":
+            # All ranks are here: no need to find out under which address others would see this machine.
+            env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        job = measure.Job(
+            settings.ranks, f"file://{scratch}/rendezvous", sizes, interfaces=wire.interfaces if wire else ()
+        )
+        workers = Workers(
+            WORK,
+            dataclasses.asdict(job),
+            num_ranks=settings.ranks,
+            log_dir=Path(scratch),
+            env=env,
+            prefixes=wire.prefixes if wire else (),
+        )
+        stack.enter_context(workers)
+        advance = stack.enter_context(_progress(console, measure.stages(job, device)))
+        for rank, message in workers.messages(SILENCE_S):
+            if "result" in message:
+                results[rank] = message["result"]
+            else:
+                advance(message["step"])
+    return results
+
+
+@contextlib.contextmanager
+def _progress(console: Console, total: int) -> Iterator[Any]:
+    """A bar of all steps; ``advance(step)`` says which one begins."""
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+    bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
+    with bar:
+        task = bar.add_task("start processes", total=total)
+        begun = 0
+
+        def advance(step: str) -> None:
+            nonlocal begun
+            bar.update(task, description=step, completed=begun)
+            begun += 1
+
+        yield advance
+
+
+def fit_line(points: Sequence[tuple[float, float]], latency_s: float = 0.0) -> Fit:
+    """Latency, at least ``latency_s``, and bandwidth of (bytes on the wire, seconds), by weighted least squares.
+
+    Weights are 1 / seconds: without any, the largest size would decide alone, and with the square of that, by relative
+    errors, the smallest ones, which a link may let pass faster than it ever is for long.
+    """
+    if not points or any(num_bytes <= 0 or seconds <= 0 for num_bytes, seconds in points):
+        raise ValueError(f"Cannot fit {list(points)}: give at least one pair of bytes and seconds, all above 0.")
+    weights = [1 / seconds for _, seconds in points]
+    total = sum(weights)
+    mean_bytes = sum(w * x for w, (x, _) in zip(weights, points)) / total
+    mean_s = sum(w * y for w, (_, y) in zip(weights, points)) / total
+    spread = sum(w * (x - mean_bytes) ** 2 for w, (x, _) in zip(weights, points))
+    slope = sum(w * (x - mean_bytes) * (y - mean_s) for w, (x, y) in zip(weights, points)) / spread if spread else 0.0
+    found_s = mean_s - slope * mean_bytes
+    if slope > 0 and found_s >= latency_s:
+        return Fit(found_s, 1 / slope)
+    squares = sum(w * x * x for w, (x, _) in zip(weights, points))
+    slope = sum(w * x * (y - latency_s) for w, (x, y) in zip(weights, points)) / squares
+    if slope > 0:
+        return Fit(latency_s, 1 / slope)
+    largest, seconds = max(points)  # no size took longer than the latency
+    return Fit(latency_s, largest / seconds)
+
+
+def profile_of(samples: Sequence[dict[str, Any]], settings: Settings) -> HardwareProfile:
+    """What all ranks reached: of each figure, that of the slowest."""
+    first, ranks = samples[0], settings.ranks
+    backend = first["backend"]
+    fits = {}
+    for kind in KINDS:
+        points = [(wire_bytes(kind, size, ranks, backend), seconds) for size, seconds in slowest(samples, kind)]
+        fits[kind] = fit_line(points, latency_s=min(points)[1])  # the smallest is hardly anything else
+    # One number of ranks does not tell what is there once from what each step adds: half each.
+    latency_s = min(fit.latency_s for fit in fits.values())
+    steps = max(1, ranks - 1) if backend == "gloo" else max(1, (ranks - 1).bit_length())
+    here = Link(
+        latency_s=_LATENCY_SHARE * latency_s,
+        step_s=(1 - _LATENCY_SHARE) * latency_s / steps,
+        bytes_per_s=fits["all_gather"].bytes_per_s,
+        efficiency=1.0,
+        slows_compute=max(sample["slows_compute"] for sample in samples),
+        measured=fits,
+        measured_ranks=ranks,
+    )
+    memory = [min(sample["memory_bytes_per_s"].values()) for sample in samples]
+    return HardwareProfile(
+        name=settings.name,
+        backend=backend,
+        flops={dtype: min(sample["flops"][dtype] for sample in samples) for dtype in first["flops"]},
+        matmul_efficiency=1.0,
+        memory_bytes=min(sample["memory_bytes"] for sample in samples),
+        memory_bytes_per_s=min(memory),
+        host_bytes_per_s=min(sample["host_bytes_per_s"] for sample in samples),
+        memory_efficiency=1.0,
+        kernel_s=max(sample["kernel_s"] for sample in samples),
+        ranks_per_node=min(sample["ranks_per_node"] for sample in samples),
+        inside=here,
+        between=load_profile("h100" if backend == "nccl" else "cpu").between,  # nothing here says
+    )
+
+
+def slowest(samples: Sequence[dict[str, Any]], kind: str) -> list[tuple[int, float]]:
+    """Sizes and seconds of one kind of collective, each of the rank that took longest."""
+    by_rank = [sample["collectives"][kind] for sample in samples]
+    return [(points[0][0], max(seconds for _, seconds in points)) for points in zip(*by_rank)]
+
+
+def compute_table(samples: Sequence[dict[str, Any]], profile: HardwareProfile) -> Table:
+    first = samples[0]
+    threads = "" if first["device"] != "CPU" else f", {first['threads']} of its threads a rank"
+    table = Table(title=f"{len(samples)} ranks on {first['device']}{threads}: the slowest rank's")
+    for name in ("", "matmul", "copy, read and written"):
+        table.add_column(name, justify="right" if name else "left")
+    for dtype, flops in profile.flops.items():
+        copies = [sample["memory_bytes_per_s"].get(dtype) for sample in samples]
+        table.add_row(dtype, f"{flops / 1e9:,.1f} GFLOP/s", "" if None in copies else _rate(min(copies)))
+    table.add_section()
+    table.add_row("kernel without work", f"{profile.kernel_s * 1e6:.1f} us", "")
+    table.add_row("copy from the CPU", "", _rate(profile.host_bytes_per_s))
+    table.add_row("compute beside a collective", f"{profile.inside.slows_compute:.0%} slower", "")
+    return table
+
+
+def collectives_table(samples: Sequence[dict[str, Any]], profile: HardwareProfile, ranks: int) -> Table:
+    """Of each kind the line, its largest distance from what was measured, and the largest size as measured."""
+    table = Table(
+        title=f"Collectives of {ranks} ranks over {profile.backend}",
+        caption="seconds = latency + bytes each rank sends / bandwidth; error: the line's largest, of a size's time",
+        caption_justify="left",
+    )
+    for name in ("", "latency", "bandwidth", "error", "largest", "took"):
+        table.add_column(name, justify="right" if name else "left")
+    for kind, fit in profile.inside.measured.items():
+        points = slowest(samples, kind)
+        group = Group(ranks, ranks)
+        errors = [abs(collective_seconds(kind, size, group, profile) / seconds - 1) for size, seconds in points]
+        largest, took = max(points)
+        table.add_row(
+            kind,
+            f"{fit.latency_s * 1e3:.3f} ms",
+            _rate(fit.bytes_per_s),
+            f"{max(errors):.0%}",
+            f"{largest / 2**20:.2f} MiB",
+            f"{took * 1e3:.2f} ms",
+        )
+    return table
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:,.2f} GB/s"

@@ -1,0 +1,271 @@
+"""What the workers of ``fsdp-compile calibrate`` do: time matmuls, copies and collectives on this machine.
+
+All ranks measure at once, as they would train: they share memory, caches and the link. Each sends what it found, and
+the slowest counts, which the parent sees to (``calibrate``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..passes.collectives import all_gather_of, c10d
+from ..passes.profiles import KINDS
+from ..workers import Send
+
+# Whole sizes: what a gather returns, what the others take. From where latency is all to where bandwidth is.
+CPU_SIZES = (4 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
+GPU_SIZES = (4 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
+_SMALL_BYTES, _SMALL_REPEATS, _REPEATS = 1 << 20, 31, 9
+_WARMUP = 2
+_MATMUL_S = 0.08  # about what one matmul may take; the largest of these widths is chosen that does
+_WIDTHS = (256, 512, 1024, 2048, 4096, 8192)
+_CPU_COPY_BYTES, _GPU_COPY_BYTES = 64 << 20, 512 << 20
+_TINY_CALLS = 2000
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is told."""
+
+    ranks: int
+    rendezvous: str
+    sizes: tuple[int, ...]
+    interfaces: tuple[str, ...] = ()  # one a rank
+
+
+def dtypes_of(device: torch.device) -> tuple[str, ...]:
+    """Of matmuls to be timed."""
+    if device.type == "cuda":
+        return ("float32", "tf32", "bfloat16", "float16")
+    return ("float32", "float64", "bfloat16")
+
+
+def stages(job: Job, device: torch.device) -> int:
+    """How many steps there are to follow."""
+    return len(dtypes_of(device)) + 3 + len(KINDS) * len(job.sizes) + 1
+
+
+def device_of(ranks: int, rank: int) -> torch.device:
+    """A GPU a rank where there are enough of them, else the CPU."""
+    has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= ranks
+    return torch.device("cuda", rank) if has_gpus else torch.device("cpu")
+
+
+def work(settings: dict[str, Any], rank: int, send: Send) -> None:
+    """One rank: measure, say which step begins, and send all samples at the end."""
+    job = Job(**settings)
+    device = device_of(job.ranks, rank)
+    _join(job, rank, device)
+    meter = _Meter(device)
+
+    def at(step: str) -> None:
+        dist.barrier()
+        if rank == 0:
+            send({"step": step})
+
+    found: dict[str, Any] = {"flops": {}, "collectives": {kind: [] for kind in KINDS}}
+    for dtype in dtypes_of(device):
+        at(f"matmul {dtype}")
+        found["flops"][dtype] = meter.matmul_flops_per_s(dtype)
+    at("copies in memory")
+    found["memory_bytes_per_s"] = {dtype: meter.copy_bytes_per_s(dtype) for dtype in ("float32", "bfloat16")}
+    at("copies from the CPU")
+    found["host_bytes_per_s"] = meter.host_bytes_per_s()
+    at("kernels without work")
+    found["kernel_s"] = meter.kernel_s()
+    found["memory_bytes"] = meter.memory_bytes(job.ranks)
+    for kind in KINDS:
+        for num_bytes in job.sizes:
+            at(f"{kind} of {num_bytes >> 10} KiB")
+            found["collectives"][kind].append((num_bytes, meter.collective_s(kind, num_bytes, job.ranks)))
+    at("compute beside a collective")
+    found["slows_compute"] = meter.slowed_by_collective(max(job.sizes), job.ranks)
+    found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    found["backend"] = dist.get_backend()
+    found["threads"] = torch.get_num_threads()
+    found["ranks_per_node"] = _ranks_per_node(job.ranks, device)
+    send({"result": found})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _join(job: Job, rank: int, device: torch.device) -> None:
+    if job.interfaces:
+        os.environ["GLOO_SOCKET_IFNAME"] = job.interfaces[rank]
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // job.ranks))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=job.rendezvous,
+        rank=rank,
+        world_size=job.ranks,
+        timeout=datetime.timedelta(seconds=120),
+    )
+
+
+class _Meter:
+    """Times what runs on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def seconds(self, call: Callable[[], object], repeats: int = _REPEATS, together: bool = False) -> float:
+        """Median of one call's; ``together``: all ranks begin each one at the same time."""
+        times = []
+        for turn in range(_WARMUP + repeats):
+            if together:
+                dist.barrier()
+            self._finish()
+            start = time.perf_counter()
+            call()
+            self._finish()
+            if turn >= _WARMUP:
+                times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    def matmul_flops_per_s(self, dtype: str) -> float:
+        with _float32_precision("high" if dtype == "tf32" else "highest"):
+            found = getattr(torch, "float32" if dtype == "tf32" else dtype)
+            rate, width = 0.0, _WIDTHS[0]
+            for width in _WIDTHS:
+                flops = 2.0 * width**3
+                if rate and flops / rate > _MATMUL_S:
+                    break
+                a, b = self._random(width, width, found), self._random(width, width, found)
+                out = torch.empty_like(a)
+                rate = max(rate, flops / self.seconds(lambda: torch.mm(a, b, out=out)))  # noqa: B023
+            return rate
+
+    def copy_bytes_per_s(self, dtype: str) -> float:
+        """Read plus written."""
+        num_bytes = _GPU_COPY_BYTES if self._device.type == "cuda" else _CPU_COPY_BYTES
+        source = self._buffer(num_bytes, getattr(torch, dtype))
+        target = torch.empty_like(source)
+        return 2 * source.numel() * source.itemsize / self.seconds(lambda: target.copy_(source))
+
+    def host_bytes_per_s(self) -> float:
+        on_gpu = self._device.type == "cuda"
+        source = torch.zeros(_CPU_COPY_BYTES // 4, pin_memory=on_gpu)
+        target = torch.empty_like(source, device=self._device)
+        return source.numel() * 4 / self.seconds(lambda: target.copy_(source, non_blocking=True))
+
+    def kernel_s(self) -> float:
+        one = torch.zeros(1, device=self._device)
+
+        def calls() -> None:
+            for _ in range(_TINY_CALLS):
+                one.add_(1)
+
+        return self.seconds(calls) / _TINY_CALLS
+
+    def memory_bytes(self, ranks: int) -> int:
+        if self._device.type == "cuda":
+            return int(torch.cuda.get_device_properties(self._device).total_memory)
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+
+    def collective_s(self, kind: str, num_bytes: int, ranks: int) -> float:
+        launch = self._collective(kind, num_bytes, ranks)
+        repeats = _SMALL_REPEATS if num_bytes <= _SMALL_BYTES else _REPEATS
+        return self.seconds(lambda: c10d.wait_tensor(launch()), repeats, together=True)
+
+    def slowed_by_collective(self, num_bytes: int, ranks: int) -> float:
+        """What an all-gather takes from the computation beside it, as a share of the time that it takes alone."""
+        launch = self._collective("all_gather", num_bytes, ranks)
+        if self._device.type == "cuda":
+            alone_s = self.seconds(lambda: c10d.wait_tensor(launch()), together=True)
+            return _share(self._lost_beside(launch, alone_s) / alone_s)
+        # What gloo's threads compute, the others cannot. Seconds of the processor, for they hardly depend on what else
+        # this machine does: a difference of two times was now nothing and now more than the collective itself.
+        wall_s = cpu_s = 0.0
+        for turn in range(_WARMUP + _REPEATS):
+            dist.barrier()
+            start, cpu_start = time.perf_counter(), time.process_time()
+            c10d.wait_tensor(launch())
+            if turn >= _WARMUP:
+                wall_s += time.perf_counter() - start
+                cpu_s += time.process_time() - cpu_start
+        return _share(cpu_s / (wall_s * torch.get_num_threads()))
+
+    def _lost_beside(self, launch: Callable[[], Tensor], alone_s: float) -> float:
+        """Seconds by which matmuls take longer while the collective of ``launch`` is in flight."""
+        width = 2048
+        a, b = (self._random(width, width, torch.float32) for _ in range(2))
+        out = torch.empty_like(a)
+        one_s = self.seconds(lambda: torch.mm(a, b, out=out), _SMALL_REPEATS)
+        # Long enough for the collective to end meanwhile, though it too is slowed down: all that it costs is seen.
+        num_calls = max(1, int(3 * alone_s / one_s))
+
+        def compute(beside: bool) -> float:
+            dist.barrier()
+            self._finish()
+            flying = launch() if beside else None
+            start = time.perf_counter()
+            for _ in range(num_calls):
+                torch.mm(a, b, out=out)
+            torch.cuda.current_stream(self._device).synchronize()
+            seconds = time.perf_counter() - start
+            if flying is not None:
+                c10d.wait_tensor(flying)
+            return seconds
+
+        turns = [(compute(beside=False), compute(beside=True)) for _ in range(_REPEATS)]
+        return min(beside for _, beside in turns) - min(quiet for quiet, _ in turns)
+
+    def _collective(self, kind: str, num_bytes: int, ranks: int) -> Callable[[], Tensor]:
+        """Launches what a lowered graph launches."""
+        group = dist.group.WORLD
+        assert group is not None
+        name, rows = group.group_name, num_bytes // 4 // ranks
+        part, whole = self._buffer(rows * 4, torch.float32), self._buffer(rows * ranks * 4, torch.float32)
+        if kind == "all_gather":
+            gather = all_gather_of(dist.get_backend())
+            return lambda: gather(part, ranks, name)
+        if kind == "reduce_scatter":
+            return lambda: c10d.reduce_scatter_tensor(whole, "sum", ranks, name)
+        if kind == "all_to_all":
+            return lambda: c10d.all_to_all_single(whole, [rows] * ranks, [rows] * ranks, name)
+        return lambda: c10d.all_reduce(whole, "sum", name)
+
+    def _random(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        return torch.rand(rows, columns, device=self._device).to(dtype)
+
+    def _buffer(self, num_bytes: int, dtype: torch.dtype) -> Tensor:
+        return torch.ones(num_bytes // dtype.itemsize, dtype=dtype, device=self._device)
+
+    def _finish(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+@contextlib.contextmanager
+def _float32_precision(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _ranks_per_node(ranks: int, device: torch.device) -> int:
+    """How many ranks like these this machine has room for, whoever is here now."""
+    room = torch.cuda.device_count() if device.type == "cuda" else (os.cpu_count() or 1) // torch.get_num_threads()
+    return max(ranks, room)
+
+
+def _share(value: float) -> float:
+    """Less than all, which a profile does not take."""
+    return min(max(value, 0.0), 0.95)

@@ -1,0 +1,169 @@
+"""Whose memory is it? Storages behind the nodes of a graph, with their sizes.
+
+    a   = relu(x)          a storage of its own
+    v   = view(a)          a's
+    b   = add_(a, 1)       a's, written to
+    s   = split(a, 2)      a's, twice;  getitem(s, 1): a's
+    w   = wait_tensor(g)   g's
+    r   = reshape(t(a))    one of its own, where that takes a copy
+
+Schemas say most of it. Whether a reshape copies, and what an operator without annotations returns, only the values of
+the nodes know: those that share storage were made as views of one another.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import _torch_compat as compat
+from .collectives import c10d
+from .keep import VIEWS
+
+# For a symbolic size that nobody has seen a value of. A constant, so that ranks agree.
+DEFAULT_SIZE = 1024
+
+aten = torch.ops.aten
+_MAY_COPY = (aten.reshape.default, aten.contiguous.default, aten.flatten.using_ints, aten.reshape_as.default)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Memory that one node allocated, or that a placeholder brought."""
+
+    node: fx.Node
+    place: int  # among the node's results
+    num_bytes: int
+
+
+def storages_of(graph: fx.Graph) -> dict[fx.Node, tuple[Storage, ...]]:
+    """The storage behind each tensor that a node gives, in the order of its values; none of what is no tensor."""
+    found: dict[fx.Node, tuple[Storage, ...]] = {}
+    inputs: dict[int, Storage] = {}  # two inputs may be one storage
+    for node in graph.nodes:
+        tensors = tensors_of(node)
+        if node.op == "output":
+            found[node] = ()
+        elif node.op != "call_function":
+            # The storage object of a value lives as long as the value does, which is as long as the node.
+            found[node] = tuple(
+                inputs.setdefault(id(value.untyped_storage()), Storage(node, place, allocated_bytes(value)))
+                for place, value in enumerate(tensors)
+            )
+        elif node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            found[node] = _element(node.args[0], node.args[1], found)
+        elif node.target is c10d.wait_tensor.default:
+            found[node] = found[node.args[0]]
+        else:
+            made: list[Storage] = []
+            for place, value in enumerate(tensors):
+                source = _source(node, place, value)
+                shared = found[source][:1] if source is not None else ()
+                made.extend(shared or (Storage(node, place, allocated_bytes(value)),))
+            found[node] = tuple(made)
+    return found
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """What a node gives, flat."""
+    return list(_tensors_in(node.meta.get("val")))
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether a node computes no tensor: no call, a view, an element of a tuple, a size."""
+    if node.op != "call_function" or node.target in (operator.getitem, c10d.wait_tensor.default):
+        return True
+    tensors = tensors_of(node)
+    if any(_is_written(node, place) for place in range(len(tensors))):
+        return False
+    return all(_source(node, place, value) is not None for place, value in enumerate(tensors))
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """What a node is a view of, or itself."""
+    while node.op == "call_function" and is_free(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def elements(value: torch.Tensor) -> int:
+    """How many elements of its storage a tensor shows: an expanded dimension shows the same ones again."""
+    if value.layout is not torch.strided:
+        return _product(value.shape)
+    return _product([size for size, stride in zip(value.shape, value.stride()) if hint(stride) != 0])
+
+
+def tensor_bytes(value: torch.Tensor) -> int:
+    """Bytes of memory that a kernel touches when it reads or writes all of a tensor."""
+    return elements(value) * value.dtype.itemsize
+
+
+def allocated_bytes(value: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to its last one."""
+    sizes = [hint(size) for size in value.shape]
+    if value.layout is not torch.strided or 0 in sizes:
+        return _product(sizes) * value.dtype.itemsize
+    last = sum((size - 1) * hint(stride) for size, stride in zip(sizes, value.stride()))
+    return (last + 1) * value.dtype.itemsize
+
+
+def hint(size: int | torch.SymInt) -> int:
+    return compat.size_hint(size, DEFAULT_SIZE)
+
+
+def _product(sizes: Any) -> int:
+    total = 1
+    for size in sizes:
+        total *= hint(size)
+    return total
+
+
+def _source(node: fx.Node, place: int, value: torch.Tensor) -> fx.Node | None:
+    """The input whose memory a node's result is; None where it has memory of its own."""
+    aliased = compat.aliased_argument(node.target, place)
+    if aliased is not None:
+        source = compat.arguments_of(node).get(aliased[0])
+        if isinstance(source, fx.Node) and (node.target not in _MAY_COPY or _shares(value, source)):
+            return source
+        return None
+    if node.target in VIEWS and isinstance(node.args[0], fx.Node):
+        return node.args[0]
+    if isinstance(node.target, compat.OpOverload) and torch.Tag.pointwise in node.target.tags:
+        return None
+    return next((source for source in node.all_input_nodes if _shares(value, source)), None)
+
+
+def _is_written(node: fx.Node, place: int) -> bool:
+    aliased = compat.aliased_argument(node.target, place)
+    return aliased is not None and aliased[1]
+
+
+def _shares(value: torch.Tensor, source: fx.Node) -> bool:
+    if value.layout is not torch.strided:
+        return False
+    same = value.untyped_storage()
+    return any(one.layout is torch.strided and one.untyped_storage() is same for one in tensors_of(source))
+
+
+def _element(source: fx.Node, index: Any, found: dict[fx.Node, tuple[Storage, ...]]) -> tuple[Storage, ...]:
+    """Those of one element of what a node with several results gives."""
+    values = source.meta.get("val")
+    if not isinstance(values, (tuple, list)) or not isinstance(index, int):
+        return found[source]
+    counts = [len(list(_tensors_in(value))) for value in values]
+    first = sum(counts[:index] if index >= 0 else counts[: len(counts) + index])
+    # An operator that returns a list of views has one storage for all of them, by its schema.
+    return found[source][first : first + counts[index]] if len(found[source]) == sum(counts) else found[source][:1]
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from _tensors_in(one)

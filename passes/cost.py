@@ -1,0 +1,271 @@
+"""Seconds of what a graph computes and of what it sends, by a roofline of the hardware's figures.
+
+    a kernel       kernel_s + max(flops / peak of the dtype, bytes read and written / memory bandwidth)
+    a collective   latency + steps * step + the slower of: bytes over the links inside nodes, bytes between nodes
+
+    chain of pointwise ops      x -> mul -> add -> gelu -> mm        one kernel: reads x once, writes what mm reads
+    views, getitem, sizes       nothing
+
+Inductor fuses what is pointwise into what reads it; without that, such chains would cost several times what they take.
+Symbolic sizes are what was seen when they were traced. Nothing here is measured: equal graphs cost the same anywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import _torch_compat as compat
+from .aliases import base_of, elements, hint, is_free, tensor_bytes, tensors_of
+from .collectives import LAUNCHES, c10d, gloo_all_gather, is_launch
+from .copies import to_device, to_host
+from .fusion import fused_away
+from .profiles import KINDS, HardwareProfile, Link
+
+aten = torch.ops.aten
+
+_KIND_OF = {
+    gloo_all_gather: "all_gather",
+    c10d.all_gather_into_tensor.default: "all_gather",
+    c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    c10d.all_to_all_single.default: "all_to_all",
+    c10d.all_reduce.default: "all_reduce",
+}
+assert set(_KIND_OF) == set(LAUNCHES)
+
+# Of their first argument these read as many elements as they return.
+_PICKS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Where the ranks of a process group are: how many in all, and how many of them share a node."""
+
+    num_ranks: int
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.ranks_per_node <= self.num_ranks:
+            raise ValueError(
+                f"A group of {self.num_ranks} ranks cannot have {self.ranks_per_node} of them on a node. Give a number "
+                "from 1 to the number of ranks."
+            )
+
+    @classmethod
+    def of(cls, ranks: Iterable[int], profile: HardwareProfile) -> Group:
+        """Of these global ranks, which fill one node after the other."""
+        nodes: dict[int, int] = {}
+        for rank in ranks:
+            node = rank // profile.ranks_per_node
+            nodes[node] = nodes.get(node, 0) + 1
+        return cls(sum(nodes.values()), max(nodes.values()))
+
+
+# By a group's name, where its ranks are.
+Groups = Mapping[str, Group] | Callable[[str], Group]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one launch in a graph sends."""
+
+    kind: str
+    num_bytes: int  # all ranks' parts of a gather or a scatter; else of one rank's tensor
+    group: str  # its name
+
+
+def sent_by(node: fx.Node) -> Sent:
+    """What a launch sends."""
+    kind, arguments = _KIND_OF[node.target], compat.arguments_of(node)  # type: ignore[index]
+    whole = node if kind == "all_gather" else arguments["input"]
+    return Sent(kind, sum(map(tensor_bytes, tensors_of(whole))), str(arguments["group_name"]))
+
+
+def collective_seconds(kind: str, num_bytes: int, group: Group, profile: HardwareProfile) -> float:
+    """A collective's seconds from its launch to its end, with nothing else on the links.
+
+    ``num_bytes`` is what a gather returns, what a scatter, an all_to_all or an all_reduce takes.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"{kind!r} is no kind of collective. Give one of {', '.join(KINDS)}.")
+    if group.num_ranks == 1:
+        return 0.0
+    link = link_of(group, profile)
+    steps = _num_steps(kind, group.num_ranks, profile.backend)
+    inside_bytes, between_bytes = _wire_bytes(kind, num_bytes, group, profile.backend)
+    if kind in link.measured:
+        fit = link.measured[kind]
+        more_steps = steps - _num_steps(kind, link.measured_ranks, profile.backend)
+        latency_s = max(fit.latency_s + more_steps * link.step_s, 0.0)
+        sent_bytes = inside_bytes if link is profile.inside else between_bytes
+        return latency_s + sent_bytes / fit.bytes_per_s
+    inside_s = inside_bytes / (profile.inside.bytes_per_s * profile.inside.efficiency)
+    between_s = between_bytes / (profile.between.bytes_per_s * profile.between.efficiency)
+    return link.latency_s + steps * link.step_s + max(inside_s, between_s)
+
+
+def wire_bytes(kind: str, num_bytes: int, num_ranks: int, backend: str) -> float:
+    """Bytes that each rank sends."""
+    twice = kind == "all_reduce" or (kind == "reduce_scatter" and backend == "gloo")
+    return num_bytes * (num_ranks - 1) / num_ranks * (2 if twice else 1)
+
+
+def _wire_bytes(kind: str, num_bytes: int, group: Group, backend: str) -> tuple[float, float]:
+    """Bytes that each rank sends on the links of its node, and through its own adapter to other nodes.
+
+    Around a ring all that passes a rank passes the node's boundary as well, there through all its adapters together; in
+    an all_to_all each rank sends to each rank.
+    """
+    total = wire_bytes(kind, num_bytes, group.num_ranks, backend)
+    if group.num_ranks == group.ranks_per_node:
+        return total, 0.0
+    if kind == "all_to_all":
+        away = num_bytes * (group.num_ranks - group.ranks_per_node) / group.num_ranks
+        return total - away, away
+    return (total if group.ranks_per_node > 1 else 0.0), total / group.ranks_per_node
+
+
+def _num_steps(kind: str, num_ranks: int, backend: str) -> int:
+    """From rank to rank, one after the other: gloo goes around a ring, NCCL has trees for what is small."""
+    around = num_ranks - 1 if backend == "gloo" else math.ceil(math.log2(num_ranks))
+    twice = kind == "all_reduce" or (kind == "reduce_scatter" and backend == "gloo")
+    return around * (2 if twice else 1)
+
+
+def group_of(name: str, profile: HardwareProfile, groups: Groups | None = None) -> Group:
+    """Where the ranks of a process group are, as ``groups`` says, or c10d where it is not given."""
+    if groups is None:
+        return Group.of(compat.group_ranks(name), profile)
+    if callable(groups):
+        return groups(name)
+    if name not in groups:
+        known = ", ".join(groups) or "none"
+        raise ValueError(f"The graph speaks to the group {name!r}, but groups has {known}. Add it.")
+    return groups[name]
+
+
+def link_of(group: Group, profile: HardwareProfile) -> Link:
+    """The slowest link that a group's collectives take."""
+    return profile.between if group.num_ranks > group.ranks_per_node else profile.inside
+
+
+def node_seconds(node: fx.Node, profile: HardwareProfile) -> float:
+    """Of one node as a kernel of its own; collectives, and what waits for them, do not compute."""
+    if is_free(node) or is_launch(node):
+        return 0.0
+    num_bytes = sum(map(tensor_bytes, tensors_of(node))) + sum(_read(node, source) for source in node.all_input_nodes)
+    return profile.kernel_s + _roofline(node, num_bytes, profile)
+
+
+def graph_seconds(graph: fx.Graph, profile: HardwareProfile) -> dict[fx.Node, float]:
+    """Of each node that computes, where pointwise ops are fused into what reads them."""
+    seconds: dict[fx.Node, float] = {}
+    kernel_of: dict[fx.Node, fx.Node] = {}  # a fused node -> one that stands for its kernel
+    launched: set[fx.Node] = set()
+    read: set[tuple[fx.Node, fx.Node]] = set()
+    computing = [node for node in graph.nodes if not is_free(node) and not is_launch(node)]
+    stored = set(computing) - fused_away(graph)
+
+    def kernel(node: fx.Node) -> fx.Node:
+        while kernel_of.get(node, node) is not node:
+            node = kernel_of[node]
+        return node
+
+    for node in computing:
+        kernel_of[node] = node
+        for source in map(base_of, node.all_input_nodes):
+            if source in kernel_of and source not in stored:
+                kernel_of[kernel(source)] = node
+    for node in computing:
+        num_bytes = sum(map(tensor_bytes, tensors_of(node))) if node in stored else 0
+        for source in node.all_input_nodes:
+            base, reader = base_of(source), kernel(node)
+            if (base in kernel_of and base not in stored) or (reader, base) in read:
+                continue
+            read.add((reader, base))
+            num_bytes += _read(node, source)
+        seconds[node] = _roofline(node, num_bytes, profile)
+        if node in stored and kernel(node) not in launched:
+            launched.add(kernel(node))
+            seconds[node] += profile.kernel_s
+    return seconds
+
+
+def node_flops(node: fx.Node) -> float:
+    """Multiplications and additions of a matmul, a convolution or an attention; 0 of anything else."""
+    target = node.target
+    packet = target.overloadpacket if isinstance(target, compat.OpOverload) else target
+    name = getattr(packet, "__name__", "")
+    if name.startswith("_scaled_dot_product"):
+        return _attention_flops(node, is_backward="backward" in name)
+    if name == "_grouped_mm":
+        left, right = (tensors_of(source)[0] for source in node.all_input_nodes[:2])
+        return 2.0 * elements(left) * hint(right.shape[-1])
+    formula = _flop_formulas().get(packet)
+    if formula is None:
+        return 0.0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: _sized(used.meta.get("val")))
+    return float(formula(*args, **kwargs, out_val=_sized(node.meta["val"])))
+
+
+@functools.cache
+def _flop_formulas() -> Mapping[Any, Callable[..., Any]]:
+    """torch's; imported late, for it takes Triton along, which only those who ask for costs should wait for."""
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
+
+
+def _attention_flops(node: fx.Node, is_backward: bool) -> float:
+    """Two matmuls forward, five backward, of which causal masks leave a half.
+
+    Formulas of our own: those of torch 2.11 know neither the CPU's kernel nor groups of queries that share a key.
+    """
+    arguments = compat.arguments_of(node)
+    query, key, value = (tensors_of(arguments[name])[0].shape for name in ("query", "key", "value"))
+    scores = 2.0 * math.prod(map(hint, query[:-1])) * hint(key[-2])
+    query_dim, value_dim = hint(query[-1]), hint(value[-1])
+    flops = scores * (3 * query_dim + 2 * value_dim if is_backward else query_dim + value_dim)
+    return flops / 2 if arguments.get("is_causal") else flops
+
+
+def _sized(value: Any) -> Any:
+    """A tensor without data for each tensor, numbers for symbolic sizes: what formulas take."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty([hint(size) for size in value.shape], dtype=value.dtype, device="meta")
+    if isinstance(value, torch.SymInt):
+        return hint(value)
+    return type(value)(map(_sized, value)) if isinstance(value, (tuple, list)) else value
+
+
+def _roofline(node: fx.Node, num_bytes: int, profile: HardwareProfile) -> float:
+    if node.target in (to_device, to_host):
+        return sum(map(tensor_bytes, tensors_of(node))) / (profile.host_bytes_per_s * profile.memory_efficiency)
+    flops = node_flops(node)
+    compute_s = flops / _peak(node, profile) if flops else 0.0
+    return max(compute_s, num_bytes / (profile.memory_bytes_per_s * profile.memory_efficiency))
+
+
+def _peak(node: fx.Node, profile: HardwareProfile) -> float:
+    """Flops a second of matmuls on what the node takes."""
+    taken = next((tensors[0] for tensors in map(tensors_of, node.all_input_nodes) if tensors), None)
+    name = "float32" if taken is None else str(taken.dtype).removeprefix("torch.")
+    if name == "float32" and torch.get_float32_matmul_precision() != "highest":
+        name = "tf32"
+    return profile.flops.get(name, profile.flops["float32"]) * profile.matmul_efficiency
+
+
+def _read(node: fx.Node, source: fx.Node) -> int:
+    """Bytes that a node reads of one of its inputs."""
+    if node.target in _PICKS and source is node.args[0]:
+        picked = tensors_of(node)[0]
+        return elements(picked) * picked.dtype.itemsize
+    if node.target is aten.copy_.default and source is node.args[0]:
+        return 0
+    return sum(map(tensor_bytes, tensors_of(source)))

@@ -1,0 +1,105 @@
+"""The events of a graph that the passes have lowered, for ``simulate``.
+
+    all_gather_into_tensor(x)      Launch("all_gather...", its seconds, its group)
+    wait_tensor(all_gather...)     Wait("all_gather...")
+    any other call                 Compute, of no time where it is a view
+
+A buffer is allocated by the event of the node that makes it, and freed by that of its last reader. Time and memory are
+those of what Inductor makes of the graph: what it fuses into its readers takes neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import fx
+
+from .aliases import base_of
+from .collectives import c10d, is_launch
+from .cost import Groups, collective_seconds, graph_seconds, group_of, link_of, sent_by
+from .insert import ROLE
+from .memory import lifetimes, require_inputs
+from .profiles import HardwareProfile
+from .simulate import Compute, Event, Launch, Wait
+
+
+def events_of(
+    graph: fx.Graph, profile: HardwareProfile, groups: Groups | None = None, given_up: Collection[str] = ()
+) -> list[Event]:
+    """What a graph does, in its order, on this hardware; inputs in ``given_up`` are freed by their last readers.
+
+    ``groups`` says where the ranks of a process group are, by its name; c10d does where it is not given. Other inputs
+    are the caller's, and not in the memory curve.
+    """
+    seconds = graph_seconds(graph, profile)
+    allocs, frees = _buffers(graph, given_up)
+    events: list[Event] = []
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        held = tuple(allocs.get(node, ())), tuple(frees.get(node, ()))
+        source = node.args[0] if node.args else None
+        if is_launch(node):
+            sent = sent_by(node)
+            group = group_of(sent.group, profile, groups)
+            launch = Launch(
+                node.name,
+                collective_seconds(sent.kind, sent.num_bytes, group, profile),
+                sent.group,
+                *held,
+                needs=_needs(node),
+                slows_compute=link_of(group, profile).slows_compute,
+            )
+            events.append(launch)
+        elif node.target is c10d.wait_tensor.default and isinstance(source, fx.Node) and is_launch(source):
+            events.append(Wait(source.name, *held))
+        else:
+            events.append(Compute(node.name, seconds.get(node, 0.0), *held, is_copy=ROLE in node.meta))
+    return events
+
+
+def _buffers(
+    graph: fx.Graph, given_up: Collection[str]
+) -> tuple[dict[fx.Node, list[tuple[str, int]]], dict[fx.Node, list[str]]]:
+    """What each call allocates and frees."""
+    require_inputs(graph, given_up)
+    nodes = list(graph.nodes)
+    first_call = next((node for node in nodes if node.op == "call_function"), None)
+    allocs: dict[fx.Node, list[tuple[str, int]]] = {}
+    frees: dict[fx.Node, list[str]] = {}
+    taken: set[str] = set()
+    for life in lifetimes(graph, fused=True):
+        owner, last = life.storage.node, nodes[life.last]
+        is_made_here = owner.op == "call_function"
+        if not life.storage.num_bytes or not (is_made_here or owner.name in given_up):
+            continue
+        begin = owner if is_made_here else first_call
+        if begin is None or last.op not in ("call_function", "output"):
+            continue  # an input that nobody reads
+        name = owner.name
+        while name in taken:  # a node may allocate several
+            name += "'"
+        taken.add(name)
+        allocs.setdefault(begin, []).append((name, life.storage.num_bytes))
+        if last.op == "call_function":  # else it is returned
+            frees.setdefault(last, []).append(name)
+    return allocs, frees
+
+
+def _needs(launch: fx.Node) -> tuple[str, ...]:
+    """Computes and collectives that a launch cannot go before, however early its packing is done."""
+    found: dict[str, None] = {}
+    seen: set[fx.Node] = set()
+    work = [base_of(source) for source in launch.all_input_nodes]
+    while work:
+        node = work.pop()
+        if node in seen or node.op != "call_function":
+            continue
+        seen.add(node)
+        if is_launch(node):
+            found[node.name] = None
+        elif ROLE in node.meta:
+            work.extend(base_of(source) for source in node.all_input_nodes)
+        else:
+            found[node.name] = None
+    return tuple(found)

@@ -1,0 +1,273 @@
+"""Replay a list of computes, launches and waits: how long it takes, what is exposed and why, how much is alive.
+
+    compute   |--c1--|--c2--|......|--c3--|..|--c4--|       dots: waiting, which is what "exposed" means
+    group g   |---------w1---------|                        launched before c1, waited for before c3: longer than both
+                        ^ launch of w2
+    group g                        |----w2---|              queued behind w1, waited for before c4
+
+There is one lane of computation and one for each process group, whose collectives run in the order of their launches.
+Events are data, so a planner can try an order that no graph has yet; ``events.py`` makes those of a graph. The same
+events give the same times anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+LONG = "longer than the compute beside it"
+QUEUED = "queued behind another one"
+LATE = "launched as soon as what it needs was there"
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Work of this rank."""
+
+    name: str
+    seconds: float
+    allocs: tuple[tuple[str, int], ...] = ()  # buffers and their bytes, alive from the begin of the event
+    frees: tuple[str, ...] = ()  # buffers, gone at its end
+    is_copy: bool = False  # packs or unpacks what a collective sends, so moves with it
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The begin of a collective, which runs beside what follows until somebody waits for it."""
+
+    name: str
+    seconds: float
+    group: str
+    allocs: tuple[tuple[str, int], ...] = ()
+    frees: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # computes that must have run, collectives that must have been waited for
+    slows_compute: float = 0.0  # share of its speed that computation loses meanwhile
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing behind it begins before the collective of this name has ended."""
+
+    name: str
+    allocs: tuple[tuple[str, int], ...] = ()
+    frees: tuple[str, ...] = ()
+
+
+Event = Compute | Launch | Wait
+
+
+@dataclass(frozen=True)
+class Span:
+    """What one lane did from when to when."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """A collective that computation had to wait for."""
+
+    name: str
+    group: str
+    seconds: float
+    reason: str  # LONG, QUEUED or LATE
+    detail: str
+
+
+@dataclass(frozen=True)
+class Point:
+    """Bytes alive during one event."""
+
+    event: str
+    at_s: float
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a replay found."""
+
+    total_s: float
+    compute_s: float  # with what collectives slow it down by, without waiting
+    copy_s: float  # of that, packing and unpacking
+    compute: tuple[Span, ...]
+    groups: Mapping[str, tuple[Span, ...]]
+    exposed: tuple[Exposed, ...]
+    memory: tuple[Point, ...]  # one an event
+
+    @property
+    def exposed_s(self) -> float:
+        return sum(one.seconds for one in self.exposed)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max((point.num_bytes for point in self.memory), default=0)
+
+    @property
+    def peak_at(self) -> str:
+        """The first event during which most is alive."""
+        return next((point.event for point in self.memory if point.num_bytes == self.peak_bytes), "")
+
+    def __str__(self) -> str:
+        lines = [
+            f"{_ms(self.total_s)}: {_ms(self.compute_s)} computing, {_ms(self.exposed_s)} waiting; "
+            f"peak {self.peak_bytes:,} bytes at {self.peak_at or 'no event'}"
+        ]
+        lines += [f"    {_ms(one.seconds):>12} for {one.name}: {one.reason} ({one.detail})" for one in self.exposed]
+        return "\n".join(lines)
+
+
+@dataclass
+class _Flight:
+    """A launched collective."""
+
+    launch: Launch
+    place: int
+    launched_s: float
+    start_s: float
+    end_s: float
+    behind: str  # what ran in its lane when it was launched
+    compute_s: float  # all computing up to its launch
+    waited: bool = False
+
+
+def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
+    """Replay the events, above ``held_bytes`` that stay; ValueError for an order that cannot be."""
+    events = list(events)
+    now_s = compute_s = copy_s = 0.0
+    compute: list[Span] = []
+    lanes: dict[str, list[Span]] = {}
+    flights: dict[str, _Flight] = {}
+    slowing: list[_Flight] = []
+    exposed: list[Exposed] = []
+    ran: dict[str, int] = {}  # computes and finished collectives, by place
+    memory = _Memory(held_bytes)
+    for place, event in enumerate(events):
+        memory.begin(event, now_s)
+        if isinstance(event, Compute):
+            _require_seconds(event.name, event.seconds)
+            if event.name in ran or event.name in flights:
+                what = "is the name of a compute and of a collective" if event.name in flights else "stands twice"
+                raise ValueError(f"{event.name} {what} in the events. Give each a name of its own.")
+            slowing = [one for one in slowing if one.end_s > now_s]
+            end_s = _advance(now_s, event.seconds, slowing)
+            compute.append(Span(event.name, now_s, end_s))
+            compute_s += end_s - now_s
+            copy_s += end_s - now_s if event.is_copy else 0.0
+            now_s = end_s
+            ran[event.name] = place
+        elif isinstance(event, Launch):
+            _require_launch(event, flights, ran)
+            lane = lanes.setdefault(event.group, [])
+            start_s = max([now_s, *[span.end_s for span in lane[-1:]]])
+            behind = lane[-1].name if start_s > now_s else ""
+            lane.append(Span(event.name, start_s, start_s + event.seconds))
+            flight = _Flight(event, place, now_s, start_s, start_s + event.seconds, behind, compute_s)
+            flights[event.name] = flight
+            if event.slows_compute > 0:
+                slowing.append(flight)
+        else:
+            if event.name not in flights:
+                raise ValueError(f"The events wait for {event.name}, which nothing launched before. Move the wait.")
+            flight = flights[event.name]
+            if flight.waited:
+                raise ValueError(f"The events wait for {event.name} twice. Take the second wait out.")
+            flight.waited = True
+            if flight.end_s > now_s:
+                exposed.append(_exposed(flight, flight.end_s - now_s, compute_s, events, ran))
+                now_s = flight.end_s
+            ran[event.name] = place
+        memory.end(event)
+    for name, flight in flights.items():
+        if not flight.waited:
+            raise ValueError(f"{name} is launched, and nothing waits for it. Add a wait for {name}.")
+    return Timeline(
+        now_s, compute_s, copy_s, tuple(compute), {group: tuple(spans) for group, spans in lanes.items()},
+        tuple(exposed), tuple(memory.points),
+    )  # fmt: skip
+
+
+def _exposed(
+    flight: _Flight, seconds: float, compute_s: float, events: Sequence[Event], ran: Mapping[str, int]
+) -> Exposed:
+    """Why computation waits that long for a collective."""
+    launch, queued_s = flight.launch, flight.start_s - flight.launched_s
+    takes = f"it takes {_ms(launch.seconds)} and {_ms(compute_s - flight.compute_s)} of compute stand beside it"
+    if queued_s > 0 and queued_s >= seconds / 2:
+        reason, detail = QUEUED, f"{_ms(queued_s)} behind {flight.behind}; {takes}"
+    else:
+        last = max(launch.needs, key=ran.__getitem__, default="")
+        between = events[ran[last] + 1 : flight.place] if last else []
+        moves = any(isinstance(one, Compute) and one.seconds > 0 and not one.is_copy for one in between)
+        if last and not moves:
+            reason, detail = LATE, f"right after {last}; {takes}"
+        else:
+            reason, detail = LONG, takes
+    return Exposed(launch.name, launch.group, seconds, reason, detail)
+
+
+def _require_launch(launch: Launch, flights: Mapping[str, _Flight], ran: Mapping[str, int]) -> None:
+    _require_seconds(launch.name, launch.seconds)
+    if launch.name in flights:
+        raise ValueError(f"{launch.name} is launched twice. Give each collective a name of its own.")
+    if launch.name in ran:
+        raise ValueError(
+            f"{launch.name} is the name of a compute and of a collective in the events. Give each a name of its own."
+        )
+    if not 0 <= launch.slows_compute < 1:
+        raise ValueError(f"{launch.name} slows compute by {launch.slows_compute!r}. Give a share from 0 to below 1.")
+    for name in launch.needs:
+        if name not in ran:
+            raise ValueError(
+                f"{launch.name} is launched before {name}, which it needs, has run or been waited for. Move the launch "
+                f"behind it, or add {name} to the events."
+            )
+
+
+def _require_seconds(name: str, seconds: float) -> None:
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ValueError(f"{name} takes {seconds!r} seconds. Give a number that is at least 0.")
+
+
+def _advance(now_s: float, seconds: float, slowing: Sequence[_Flight]) -> float:
+    """When work of so many seconds ends that begins now, slowed down by what is in flight."""
+    turns = sorted({turn for one in slowing for turn in (one.start_s, one.end_s) if turn > now_s})
+    for turn_s in turns:
+        speed = math.prod(1 - one.launch.slows_compute for one in slowing if one.start_s <= now_s < one.end_s)
+        if now_s + seconds / speed <= turn_s:
+            return now_s + seconds / speed
+        seconds -= (turn_s - now_s) * speed
+        now_s = turn_s
+    return now_s + seconds
+
+
+@dataclass
+class _Memory:
+    """Buffers alive, by name."""
+
+    num_bytes: int
+    points: list[Point] = field(default_factory=list)
+    buffers: dict[str, int] = field(default_factory=dict)
+
+    def begin(self, event: Event, at_s: float) -> None:
+        for name, num_bytes in event.allocs:
+            if name in self.buffers:
+                raise ValueError(f"{event.name} allocates {name}, which is alive. Free it before, or rename it.")
+            if num_bytes < 0:
+                raise ValueError(f"{event.name} allocates {num_bytes} bytes for {name}. Give a number of at least 0.")
+            self.buffers[name] = num_bytes
+            self.num_bytes += num_bytes
+        self.points.append(Point(event.name, at_s, self.num_bytes))
+
+    def end(self, event: Event) -> None:
+        for name in event.frees:
+            if name not in self.buffers:
+                raise ValueError(f"{event.name} frees {name}, which is not alive. Allocate it, and free it once.")
+            self.num_bytes -= self.buffers.pop(name)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"

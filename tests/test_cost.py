@@ -1,0 +1,357 @@
+"""What nodes and collectives cost, against numbers worked out by hand, a ring played through, and torch's own counter."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils.flop_counter import FlopCounterMode
+
+from fsdp_compile.passes import (
+    Group,
+    HardwareProfile,
+    Link,
+    collective_seconds,
+    graph_seconds,
+    load_profile,
+    node_seconds,
+)
+from fsdp_compile.passes.aliases import DEFAULT_SIZE
+from fsdp_compile.passes.cost import group_of, node_flops, sent_by
+from fsdp_compile.passes.insert import insert
+from fsdp_compile.passes.planner import plan_graph
+from fsdp_compile.passes.profiles import KINDS, PROFILES, Fit
+from tests.test_passes import BF16, Builder, replicated, spec
+
+aten = torch.ops.aten
+
+LINK = Link(latency_s=1e-5, step_s=1e-6, bytes_per_s=100e9, efficiency=0.5)
+SLOW = Link(latency_s=4e-5, step_s=2e-6, bytes_per_s=10e9, efficiency=0.8)
+TOY = HardwareProfile(
+    name="toy", backend="nccl", flops={"float32": 1e12, "bfloat16": 4e12}, matmul_efficiency=0.5, memory_bytes=10**9,
+    memory_bytes_per_s=1e11, host_bytes_per_s=1e10, memory_efficiency=0.8, kernel_s=1e-6, ranks_per_node=4, inside=LINK,
+    between=SLOW,
+)  # fmt: skip
+MEMORY = 0.8e11  # bytes a second that TOY reaches
+
+
+def test_a_large_matmul_takes_its_flops_and_a_small_one_its_bytes() -> None:
+    b = Builder()
+    large = b.call(aten.mm.default, b.input("a", 512, 256, dtype=BF16), b.input("b", 256, 384, dtype=BF16))
+    thin = b.call(aten.mm.default, b.input("c", 512, 1), b.input("d", 1, 384))
+    assert node_flops(large) == 2 * 512 * 256 * 384
+    assert node_seconds(large, TOY) == pytest.approx(1e-6 + 2 * 512 * 256 * 384 / 2e12)
+    assert node_seconds(thin, TOY) == pytest.approx(1e-6 + 4 * (512 + 384 + 512 * 384) / MEMORY)
+
+
+def test_float32_matmuls_take_tf32_only_where_it_is_allowed() -> None:
+    b = Builder()
+    node = b.call(aten.mm.default, b.input("a", 512, 512), b.input("b", 512, 512))
+    with_tf32 = dataclasses.replace(TOY, flops={**TOY.flops, "tf32": 2e12}, kernel_s=0.0)
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision, flops in (("highest", 1e12), ("high", 2e12)):
+            torch.set_float32_matmul_precision(precision)
+            assert node_seconds(node, with_tf32) == pytest.approx(2 * 512**3 / (flops / 2))
+            assert node_seconds(node, TOY) == pytest.approx(1e-6 + 2 * 512**3 / (1e12 / 2))
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_what_only_renames_memory_is_free() -> None:
+    b = Builder()
+    x = b.input("x", 8, 6)
+    free = [
+        x, b.call(aten.t.default, x), b.call(aten.view.default, x, [48]), b.call(aten.unsqueeze.default, x, 0),
+        b.call(aten.expand.default, b.call(aten.unsqueeze.default, x, 0), [5, 8, 6]), b.call(aten.slice.Tensor, x, 0, 2, 4),
+        b.call(aten.reshape.default, x, [6, 8]), b.call(aten._unsafe_view.default, x, [48]),
+        b.call(aten.split.Tensor, x, 4), b.call(aten.sym_size.int, x, 0),
+    ]  # fmt: skip
+    assert [node_seconds(node, TOY) for node in free] == [0.0] * len(free)
+    copied = b.call(aten.reshape.default, b.call(aten.t.default, x), [48])
+    written = b.call(aten.mul_.Tensor, x, 2.0)
+    assert node_seconds(copied, TOY) == node_seconds(written, TOY) == pytest.approx(1e-6 + 2 * 48 * 4 / MEMORY)
+
+
+def test_bytes_that_are_read_are_those_that_are_there() -> None:
+    b = Builder()
+    table, rows = b.input("table", 50_000, 16), b.input("rows", 10, dtype=torch.int64)
+    embedded = b.call(aten.embedding.default, table, rows)
+    assert node_seconds(embedded, TOY) == pytest.approx(1e-6 + (2 * 10 * 16 * 4 + 10 * 8) / MEMORY)
+    bias = b.call(aten.expand.default, b.input("bias", 1, 64), [100, 64])
+    copied = b.call(aten.clone.default, bias)
+    assert node_seconds(copied, TOY) == pytest.approx(1e-6 + (64 + 100 * 64) * 4 / MEMORY)
+    summed = b.call(aten.sum.dim_IntList, b.input("x", 100, 64), [0])
+    assert node_seconds(summed, TOY) == pytest.approx(1e-6 + (100 * 64 + 64) * 4 / MEMORY)
+
+
+def test_copies_to_and_from_the_cpu_take_the_slow_way() -> None:
+    b = Builder()
+    graph = b.output(b.call(aten.relu.default, b.unshard(b.input("shard", 2, 3), spec(device="cpu"))))
+    insert(graph, plan_graph(graph, "forward"))
+    copy = next(node for node in graph.nodes if "to_device" in str(node.target))
+    assert node_seconds(copy, TOY) == pytest.approx(1e-6 + 2 * 3 * 4 / (1e10 * 0.8))
+
+
+def test_pointwise_ops_are_computed_where_they_are_read() -> None:
+    b = Builder()
+    x, y, weight = b.input("x", 64, 32), b.input("y", 64, 32), b.input("weight", 32, 16)
+    scaled = b.call(aten.mul.Tensor, x, 2.0)
+    added = b.call(aten.add.Tensor, scaled, y)
+    active = b.call(aten.gelu.default, b.call(aten.view.default, added, [64, 32]))
+    out = b.call(aten.mm.default, active, weight)
+    total = b.call(aten.sum.default, b.call(aten.mul.Tensor, scaled, x))
+    seconds = graph_seconds(b.output(out, total), TOY)
+    one = 64 * 32 * 4
+    # One kernel reads x and y and writes what mm reads; the sum is in it too, for it reads the same.
+    fused = [seconds[node] for node in (scaled, added, active, total)]
+    assert sum(fused) + seconds[next(iter(total.all_input_nodes))] == pytest.approx(1e-6 + (3 * one + 4) / MEMORY)
+    assert seconds[scaled] == pytest.approx(one / MEMORY) and seconds[active] == pytest.approx(1e-6 + one / MEMORY)
+    assert seconds[out] == node_seconds(out, TOY)
+    assert sum(seconds.values()) < sum(node_seconds(node, TOY) for node in seconds)
+
+
+class Mixed(torch.nn.Module):
+    """A bit of everything that has a formula."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(11, 8)
+        self.conv = torch.nn.Conv1d(8, 16, 3, groups=2)
+        self.linear = torch.nn.Linear(16, 24)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.linear(self.conv(self.embed(tokens).transpose(1, 2)).transpose(1, 2))
+        return torch.einsum("bsd,btd->bst", x, x).softmax(-1).sum()
+
+
+def _loss_and_grads(model: torch.nn.Module) -> Callable[..., Any]:
+    def call(params: dict[str, torch.Tensor], tokens: torch.Tensor) -> Any:
+        loss = torch.func.functional_call(model, params, (tokens,))
+        return loss, torch.autograd.grad(loss, list(params.values()))
+
+    return call
+
+
+def test_flops_of_a_step_are_what_torch_counts_when_it_runs() -> None:
+    model, tokens = Mixed(), torch.arange(18).view(2, 9) % 11
+    params = dict(model.named_parameters())
+    graph = make_fx(_loss_and_grads(model), tracing_mode="fake")(params, tokens).graph
+    with FlopCounterMode(display=False) as counter:
+        _loss_and_grads(model)(params, tokens)
+    assert sum(map(node_flops, graph.nodes)) == counter.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_is_two_matmuls_forward_and_five_backward(causal: bool, kv_heads: int) -> None:
+    b = Builder()
+    q, k, v = b.input("q", 2, 4, 32, 8), b.input("k", 2, kv_heads, 48, 8), b.input("v", 2, kv_heads, 48, 8)
+    node = b.graph.call_function(aten._scaled_dot_product_flash_attention_for_cpu.default, (q, k, v, 0.0, causal))
+    grad = b.graph.call_function(
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default, (q, q, k, v, q, q, 0.0, causal)
+    )
+    matmul = 2 * (2 * 4) * 32 * 48 * 8 * (0.5 if causal else 1)
+    assert (node_flops(node), node_flops(grad)) == (2 * matmul, 5 * matmul)
+    if not causal and kv_heads == 4:  # torch's counter, on the same attention spelled out
+        query, key, value = (torch.rand(one.meta["val"].shape) for one in (q, k, v))
+        with FlopCounterMode(display=False) as counter:
+            torch.softmax(query @ key.mT, -1) @ value
+        assert counter.get_total_flops() == 2 * matmul
+
+
+def _matmul_of(size: Any, mode: FakeTensorMode) -> fx.Node:
+    graph = fx.Graph()
+    with mode:
+        left, right = graph.placeholder("left"), graph.placeholder("right")
+        left.meta["val"], right.meta["val"] = torch.empty(size, 64), torch.empty(64, 32)
+        node = graph.call_function(aten.mm.default, (left, right))
+        node.meta["val"] = left.meta["val"] @ right.meta["val"]
+    return node
+
+
+def test_a_symbolic_size_is_what_was_seen_of_it_or_a_constant() -> None:
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    traced = make_fx(lambda x: x @ x.new_ones(64, 32), tracing_mode="symbolic")(torch.rand(96, 64)).graph
+    symbolic = next(node for node in traced.nodes if node.target is aten.mm.default)
+    assert isinstance(symbolic.meta["val"].shape[0], torch.SymInt)
+    assert node_seconds(symbolic, TOY) == node_seconds(_matmul_of(96, FakeTensorMode()), TOY)
+    unseen = _matmul_of(env.create_unbacked_symint(), mode)
+    assert node_seconds(unseen, TOY) == node_seconds(_matmul_of(DEFAULT_SIZE, FakeTensorMode()), TOY)
+
+
+def _ring(kind: str, num_bytes: int, group: Group) -> tuple[float, float]:
+    """Play a ring through, chunk by chunk: bytes that a rank sends, and bytes that leave its node."""
+    chunk = num_bytes / group.num_ranks
+    rounds = (group.num_ranks - 1) * (2 if kind == "all_reduce" else 1)
+    by_rank, left_node = [0.0] * group.num_ranks, [0.0] * group.num_ranks
+    for _ in range(rounds):
+        for rank in range(group.num_ranks):
+            by_rank[rank] += chunk
+            if rank // group.ranks_per_node != (rank + 1) % group.num_ranks // group.ranks_per_node:
+                left_node[rank // group.ranks_per_node] += chunk
+    return max(by_rank), max(left_node)
+
+
+@pytest.mark.parametrize("ranks", [(2, 2), (4, 4), (8, 4), (16, 4), (3, 1), (16, 1)])
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_a_ring_takes_the_slower_of_its_links(kind: str, ranks: tuple[int, int]) -> None:
+    group, num_bytes = Group(*ranks), 48_000_000
+    sent, left = _ring(kind, num_bytes, group)
+    inside_s = sent / 50e9 if group.ranks_per_node > 1 else 0.0
+    between_s = left / group.ranks_per_node / 8e9  # a node has as many adapters as it has ranks of the group
+    link = SLOW if group.num_ranks > group.ranks_per_node else LINK
+    steps = math.ceil(math.log2(group.num_ranks)) * (2 if kind == "all_reduce" else 1)
+    expected = link.latency_s + steps * link.step_s + max(inside_s, between_s)
+    assert collective_seconds(kind, num_bytes, group, TOY) == pytest.approx(expected)
+
+
+def test_an_all_to_all_sends_each_rank_its_part() -> None:
+    # Of 8 parts a rank keeps one, sends 3 inside its node and 4 through its adapter.
+    seconds = collective_seconds("all_to_all", 80_000_000, Group(8, 4), TOY)
+    assert seconds == pytest.approx(4e-5 + 3 * 2e-6 + max(30e6 / 50e9, 40e6 / 8e9))
+    assert collective_seconds("all_to_all", 80_000_000, Group(4, 4), TOY) == pytest.approx(1.2e-5 + 60e6 / 50e9)
+    assert collective_seconds("all_to_all", 80_000_000, Group(1, 1), TOY) == 0.0
+
+
+def test_gloo_scatters_by_reducing_everything() -> None:
+    gloo = dataclasses.replace(TOY, backend="gloo")
+    group, num_bytes = Group(4, 4), 40_000_000
+    scatter, reduce = (collective_seconds(kind, num_bytes, group, gloo) for kind in ("reduce_scatter", "all_reduce"))
+    assert scatter == reduce == pytest.approx(1e-5 + 2 * 3 * 1e-6 + 2 * 30e6 / 50e9)
+    assert collective_seconds("all_gather", num_bytes, group, gloo) == pytest.approx(1e-5 + 3e-6 + 30e6 / 50e9)
+
+
+def test_what_was_measured_goes_before_the_figures() -> None:
+    link = dataclasses.replace(LINK, measured={"all_gather": Fit(1e-3, 1e9)}, measured_ranks=2)
+    profile = dataclasses.replace(TOY, backend="gloo", inside=link)
+    assert collective_seconds("all_gather", 8_000_000, Group(2, 2), profile) == pytest.approx(1e-3 + 4e-3)
+    assert collective_seconds("all_gather", 8_000_000, Group(4, 4), profile) == pytest.approx(1e-3 + 2e-6 + 6e-3)
+    assert collective_seconds("all_reduce", 8_000_000, Group(2, 2), profile) == pytest.approx(1e-5 + 2e-6 + 8e6 / 50e9)
+
+
+def test_a_group_is_placed_on_nodes_by_its_ranks() -> None:
+    assert Group.of(range(8), TOY) == Group(8, 4)
+    assert Group.of([1, 5, 9], TOY) == Group(3, 1)
+    assert Group.of([0, 1, 4], TOY) == Group(3, 2)
+    assert group_of("g", TOY, {"g": Group(2, 2)}) == group_of("g", TOY, lambda name: Group(2, 2)) == Group(2, 2)
+    with pytest.raises(ValueError, match=r"speaks to the group 'g', but groups has h\. Add it"):
+        group_of("g", TOY, {"h": Group(2, 2)})
+    with pytest.raises(ValueError, match="2 ranks cannot have 3 of them on a node"):
+        Group(2, 3)
+    with pytest.raises(ValueError, match="'gather' is no kind of collective"):
+        collective_seconds("gather", 1, Group(2, 2), TOY)
+
+
+@pytest.mark.parametrize("reduction", ["reduce_scatter", "all_to_all"])
+def test_launches_say_what_they_send(reduction: str) -> None:
+    b = Builder()
+    its_spec = replicated(size=(6, 3), local_length=3, dtype=BF16, reduction=reduction, group="g", replicate_group="r")
+    w = b.unshard(b.input("shard", 3, 3), its_spec)
+    graph = b.output(b.call(aten.relu.default, w), b.reduce(b.input("grad", 6, 3), its_spec))
+    insert(graph, plan_graph(graph, "backward"))
+    sent = [dataclasses.astuple(sent_by(node)) for node in graph.nodes if node.name.startswith(("all_", "reduce_sc"))]
+    assert sorted(sent) == sorted(
+        [("all_gather", 6 * 3 * 2, "g"), (reduction, 6 * 3 * 4, "g"), ("all_reduce", 3 * 3 * 4, "r")]
+    )
+
+
+@pytest.mark.parametrize("name", sorted(PROFILES))
+def test_built_in_profiles_go_to_json_and_back(name: str, tmp_path: Path) -> None:
+    profile = load_profile(name)
+    assert HardwareProfile.from_json(profile.to_json()) == profile and profile.name == name
+    (tmp_path / "p.json").write_text(profile.to_json())
+    assert load_profile(tmp_path / "p.json") == profile
+    assert hash(profile) == hash(load_profile(tmp_path / "p.json"))
+
+
+@pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200"])
+def test_peaks_are_those_of_dense_matmuls(name: str) -> None:
+    """Tensor cores double their rate with each halving of the dtype; a figure with sparsity would stand out."""
+    flops = load_profile(name).flops
+    assert flops["bfloat16"] == flops["float16"] == pytest.approx(2 * flops["tf32"], rel=0.03)
+    assert flops.get("float8_e4m3fn", 2 * flops["bfloat16"]) == pytest.approx(2 * flops["bfloat16"], rel=0.01)
+    # 312 a published measurement of A100; of the others, what the best shapes were measured at lies below the peak.
+    measured = {"a100": 268e12, "h100": 794.5e12, "h200": 720e12, "b200": 1745e12}[name]
+    assert 0.7 < measured / flops["bfloat16"] < 0.9
+
+
+def test_a_profile_is_data_that_others_can_write(tmp_path: Path) -> None:
+    link = dataclasses.replace(LINK, measured={kind: Fit(1e-4, 1e9) for kind in KINDS}, measured_ranks=2)
+    profile = dataclasses.replace(TOY, inside=link)
+    assert HardwareProfile.from_json(json.dumps(json.loads(profile.to_json()))) == profile
+
+
+def _edited(**changes: Any) -> str:
+    fields = json.loads(TOY.to_json())
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        place = fields
+        for parent in parents:
+            place = place[parent]
+        if value is None:
+            del place[last]
+        else:
+            place[last] = value
+    return json.dumps(fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "says"),
+    [
+        ("{", ValueError, "This is not JSON .* `fsdp-compile calibrate --out` writes a profile"),
+        ("[]", TypeError, r"HardwareProfile is \[\], not an object of fields"),
+        (_edited(kernel_us=1), ValueError, "HardwareProfile has no field 'kernel_us'. Its fields are name, backend, "),
+        (_edited(kernel_s=None), ValueError, "HardwareProfile lacks 'kernel_s'. Add it; its fields are name, "),
+        (_edited(kernel_s="1"), TypeError, "HardwareProfile.kernel_s is '1'. Give a number at least 0."),
+        (_edited(kernel_s=-1), ValueError, "HardwareProfile.kernel_s is -1. Give a number at least 0."),
+        (_edited(matmul_efficiency=1.2), ValueError, "matmul_efficiency is 1.2. Give a number above 0 and at most 1."),
+        (_edited(memory_bytes=1.5), TypeError, "HardwareProfile.memory_bytes is 1.5. Give a whole number, at least 1."),
+        (_edited(flops__bfloat16=0), ValueError, r"HardwareProfile.flops\['bfloat16'\] is 0. Give a number above 0."),
+        (_edited(flops={}), ValueError, "HardwareProfile.flops has no 'float32', which stands in for"),
+        (_edited(backend="mpi"), ValueError, "HardwareProfile.backend is 'mpi', not one of gloo, nccl."),
+        (_edited(name=""), ValueError, "HardwareProfile.name is ''. Give it a name"),
+        (_edited(inside=3), TypeError, "HardwareProfile.inside is 3, not an object of fields."),
+        (_edited(inside__step_s=None), ValueError, "HardwareProfile.inside lacks 'step_s'. Add it"),
+        (_edited(inside__slows_compute=1), ValueError, "Link.slows_compute is 1. Give a number at least 0 and below 1."),
+        (_edited(inside__measured={"gather": {"latency_s": 0, "bytes_per_s": 1}}, inside__measured_ranks=2), ValueError,
+         "Link.measured has 'gather', which is none of all_gather, "),
+        (_edited(inside__measured={"all_gather": {"latency_s": 0, "bytes_per_s": 1}}), ValueError,
+         "Link.measured_ranks is 0. Give a number at least 2."),
+        (_edited(inside__measured={"all_gather": {"latency_s": 0}}), ValueError,
+         "HardwareProfile.inside.measured.all_gather lacks 'bytes_per_s'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_profile_says_what_is_wrong_with_it(
+    text: str, error: type[Exception], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=says):
+        HardwareProfile.from_json(text)
+    (tmp_path / "mine.json").write_text(text)
+    with pytest.raises(error, match=f"mine.json: .*{says}"):
+        load_profile(tmp_path / "mine.json")
+
+
+def test_an_unknown_profile_is_told_the_known_ones() -> None:
+    with pytest.raises(
+        ValueError, match="no hardware profile 'h1000': give one of cpu, a100, h100, h200, b200, or the path of a file"
+    ):
+        load_profile("h1000")
+
+
+def test_attention_in_a_real_graph_is_found() -> None:
+    q = torch.rand(1, 2, 16, 8, requires_grad=True)
+    graph = make_fx(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), tracing_mode="fake")(q).graph
+    assert sum(map(node_flops, graph.nodes)) == 2 * 2 * 2 * 16 * 16 * 8 / 2
