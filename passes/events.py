@@ -16,11 +16,11 @@ from torch import fx
 
 from .aliases import base_of
 from .collectives import c10d, is_launch
-from .cost import Groups, collective_seconds, graph_seconds, group_of, link_of, sent_by
+from .cost import Groups, collective_seconds, graph_seconds, group_of, sent_by, slowdown
 from .insert import ROLE
 from .memory import lifetimes, require_inputs
 from .profiles import HardwareProfile
-from .simulate import Compute, Event, Launch, Wait
+from .replay import Compute, Event, Launch, Wait
 
 
 def events_of(
@@ -48,7 +48,7 @@ def events_of(
                 sent.group,
                 *held,
                 needs=_needs(node),
-                slows_compute=link_of(group, profile).slows_compute,
+                slows_compute=slowdown(group, profile),
             )
             events.append(launch)
         elif node.target is c10d.wait_tensor.default and isinstance(source, fx.Node) and is_launch(source):

@@ -189,6 +189,22 @@ def test_what_inductor_fuses_has_no_memory_and_is_written_over_what_it_reads_las
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_residual_stream_is_written_now_and_then(normed: bool) -> None:
+    """Else the results of all matmuls would live until somebody sums them up."""
+
+    def peak(layers: int) -> int:
+        def forward(x: Tensor, weight: Tensor) -> Tensor:
+            for _ in range(layers):
+                x = x + (x * x.mean(-1, keepdim=True) if normed else x * 2) @ weight
+            return x.sum()
+
+        graph = make_fx(forward, tracing_mode="fake")(torch.rand(32, 16), torch.rand(16, 16)).graph
+        return memory_curve(graph, fused=True).peak_bytes
+
+    assert peak(8) == peak(16) == peak(64) < 8 * 32 * 16 * 4
+
+
 def _predicted_and_measured() -> dict[str, tuple[int, float]]:
     """Of forward and backward of a sharded model on Inductor: bytes at the peak, saved tensors included."""
     settings = Settings(layers=2, dim=256, batch=4, seq=256, head_dim=64)

@@ -17,7 +17,7 @@ from fsdp_compile.passes.cost import Group, collective_seconds, graph_seconds
 from fsdp_compile.passes.insert import insert
 from fsdp_compile.passes.overlap import overlap
 from fsdp_compile.passes.planner import plan_graph
-from fsdp_compile.passes.simulate import LATE, LONG, QUEUED, Event, Span
+from fsdp_compile.passes.replay import LATE, LONG, QUEUED, Event, Span
 from tests.test_passes import Builder, spec
 
 aten = torch.ops.aten

@@ -138,10 +138,9 @@ def profile_of(samples: Sequence[dict[str, Any]], settings: Settings) -> Hardwar
         fits[kind] = fit_line(points, latency_s=min(points)[1])  # the smallest is hardly anything else
     # One number of ranks does not tell what is there once from what each step adds: half each.
     latency_s = min(fit.latency_s for fit in fits.values())
-    steps = max(1, ranks - 1) if backend == "gloo" else max(1, (ranks - 1).bit_length())
     here = Link(
         latency_s=_LATENCY_SHARE * latency_s,
-        step_s=(1 - _LATENCY_SHARE) * latency_s / steps,
+        step_s=(1 - _LATENCY_SHARE) * latency_s / (ranks - 1),  # of a ring
         bytes_per_s=fits["all_gather"].bytes_per_s,
         efficiency=1.0,
         slows_compute=max(sample["slows_compute"] for sample in samples),
