@@ -41,6 +41,7 @@ class Storage:
     node: fx.Node
     place: int  # among the node's results
     num_bytes: int
+    device: str  # its type
 
 
 def storages_of(graph: fx.Graph) -> dict[fx.Node, tuple[Storage, ...]]:
@@ -54,7 +55,7 @@ def storages_of(graph: fx.Graph) -> dict[fx.Node, tuple[Storage, ...]]:
         elif node.op != "call_function":
             # The storage object of a value lives as long as the value does, which is as long as the node.
             found[node] = tuple(
-                inputs.setdefault(id(value.untyped_storage()), Storage(node, place, allocated_bytes(value)))
+                inputs.setdefault(id(value.untyped_storage()), _new(node, place, value))
                 for place, value in enumerate(tensors)
             )
         elif node.target is operator.getitem and isinstance(node.args[0], fx.Node):
@@ -66,9 +67,13 @@ def storages_of(graph: fx.Graph) -> dict[fx.Node, tuple[Storage, ...]]:
             for place, value in enumerate(tensors):
                 source = _source(node, place, value)
                 shared = found[source][:1] if source is not None else ()
-                made.extend(shared or (Storage(node, place, allocated_bytes(value)),))
+                made.extend(shared or (_new(node, place, value),))
             found[node] = tuple(made)
     return found
+
+
+def _new(node: fx.Node, place: int, value: torch.Tensor) -> Storage:
+    return Storage(node, place, allocated_bytes(value), value.device.type)
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_compile
 from fsdp_compile.demo.training import Settings, batch_of, build_model, shard_with_ours
-from fsdp_compile.passes import memory_curve, saved_inputs
+from fsdp_compile.passes import Group, events_of, load_profile, memory_curve, saved_inputs
 from fsdp_compile.passes.insert import insert
 from fsdp_compile.passes.memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, SHARD, Owner, kinds_of, lifetimes
 from fsdp_compile.passes.overlap import overlap
@@ -248,6 +249,50 @@ def test_a_storage_that_two_inputs_share_is_counted_once() -> None:
     view.meta["val"] = base.meta["val"].view(10, 10)
     graph = b.output(b.call(aten.relu.default, base), b.call(aten.relu.default, view))
     assert memory_curve(graph).input_bytes == 400
+
+
+def test_an_input_is_given_up_when_all_its_names_are() -> None:
+    b = Builder()
+    base = b.input("base", 100)
+    view = b.graph.placeholder("view")
+    view.meta["val"] = base.meta["val"].view(10, 10)
+    graph = b.output(b.call(aten.relu.default, base), b.call(aten.relu.default, view))
+    for given_up in (("base",), ("view",)):
+        assert memory_curve(graph, given_up).input_bytes == 400
+    curve = memory_curve(graph, ("base", "view"))
+    assert (curve.input_bytes, curve.live_bytes) == (0, (400, 400, 800, 1200, 800))
+
+
+def test_offloaded_shards_and_their_gradients_are_not_in_the_devices_memory() -> None:
+    b = Builder()
+    with b.mode:
+        tangent = b.graph.placeholder("tangents_1")
+        tangent.meta["val"] = torch.empty(4, 3, device="cuda")
+    w = b.unshard(b.input("shard", 2, 3), spec(device="cuda"))
+    grad = b.call(aten.mul.Tensor, tangent, 2.0)
+    graph = b.output(b.reduce(grad, spec(device="cuda")), b.call(aten.mul.Tensor, w, tangent))
+    plan = plan_graph(graph, "backward")
+    insert(graph, plan)
+    curve = memory_curve(graph)
+    names = {one.storage.node.name for one in lifetimes(graph)}
+    assert "to_device_default" in names and not {"shard", "to_host_default"} & names
+    assert curve.input_bytes == 48 and curve.live_bytes[-1] == 48  # the tangent; what is returned of the two
+    made = {name for one in events_of(graph, load_profile("h100"), {"g": Group(2, 2)}) for name, _ in one.allocs}
+    assert "to_device_default" in made and "to_host_default" not in made
+
+
+@pytest.mark.parametrize("op", [aten.split.Tensor, aten.chunk.default, aten.unbind.int])
+def test_views_in_a_list_stay_views_when_their_source_is_lowered(op: Any) -> None:
+    """``insert`` puts another node, with a value of its own, where the marker was."""
+    b = Builder()
+    parts = b.call(op, b.unshard(b.input("shard", 2, 3), spec()), *((2,) if op != aten.unbind.int else ()))
+    first = b.graph.call_function(operator.getitem, (parts, 0))
+    first.meta["val"] = parts.meta["val"][0]
+    graph = b.output(b.call(aten.relu.default, first))
+    insert(graph, plan_graph(graph, "forward"))
+    assert [one.storage.node.name for one in lifetimes(graph) if one.storage.node.op == "call_function"] == [
+        "all_gather_into_tensor_default", "relu_default"
+    ]  # fmt: skip
 
 
 def test_what_a_collective_reads_lives_until_it_is_waited_for() -> None:
