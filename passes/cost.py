@@ -225,7 +225,7 @@ def node_flops(node: fx.Node) -> float:
 
 @functools.cache
 def _flop_formulas() -> Mapping[Any, Callable[..., Any]]:
-    """torch's; imported late, for it takes Triton along, which only those who ask for costs should wait for."""
+    """torch's; imported late, for it takes Triton's compiler along, which only those who ask for costs should have."""
     from torch.utils.flop_counter import flop_registry
 
     return flop_registry

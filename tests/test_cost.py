@@ -463,6 +463,12 @@ def test_a_wrong_profile_says_what_is_wrong_with_it(
         load_profile(tmp_path / "mine.json")
 
 
+def test_a_profile_that_is_no_text_is_refused_as_such(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_bytes(b"\x80\x02}q")
+    with pytest.raises(ValueError, match=r"mine.json is not text \(.*\)\. `fsdp-compile calibrate --out` writes a profile"):
+        load_profile(tmp_path / "mine.json")
+
+
 def test_an_unknown_profile_is_told_the_known_ones() -> None:
     with pytest.raises(
         ValueError, match="no hardware profile 'h1000': give one of cpu, a100, h100, h200, b200, or the path of a file"

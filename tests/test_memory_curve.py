@@ -206,36 +206,44 @@ def test_a_residual_stream_is_written_now_and_then(normed: bool) -> None:
     assert peak(8) == peak(16) == peak(64) < 8 * 32 * 16 * 4
 
 
-def _predicted_and_measured() -> dict[str, tuple[int, float]]:
-    """Of forward and backward of a sharded model on Inductor: bytes at the peak, saved tensors included."""
+def _predicted_and_measured() -> dict[str, tuple[int, float]] | None:
+    """Of forward and backward of a sharded model on Inductor: bytes at the peak, saved tensors included.
+
+    None where a process cannot measure its own.
+    """
     settings = Settings(layers=2, dim=256, batch=4, seq=256, head_dim=64)
     model = shard_with_ours(build_model(settings), init_device_mesh("cpu", (2,)))
     compiled, batch = torch.compile(model, fullgraph=True), batch_of(settings, dist.get_rank())
     with fsdp_compile.inspect(compiled) as report:
         compiled(batch).backward()
     meter = PeakMeter(torch.device("cpu"))
-    above: dict[str, list[int]] = {"forward": [], "backward": []}
+    above: dict[str, list[int | None]] = {"forward": [], "backward": []}
     losses: list[Tensor] = []
     for _ in range(7):
         model.zero_grad()
         dist.barrier()
-        above["forward"].append(meter.peak_above(lambda: losses.append(compiled(batch))) or 0)
+        above["forward"].append(meter.peak_above(lambda: losses.append(compiled(batch))))
         dist.barrier()
-        above["backward"].append(meter.peak_above(losses.pop().backward) or 0)
+        above["backward"].append(meter.peak_above(losses.pop().backward))
     found = {}
     for record in report.records:
         if record.stage in above:
+            measured = [one for one in above[record.stage] if one is not None]
+            if not measured:
+                return None
             assert record.graph is not None
             saved = saved_inputs(record.graph) if record.stage == "backward" else ()
             curve = memory_curve(record.graph, saved, fused=True)
             # What forward saved stands there before backward begins: nobody measures it apart.
-            found[record.stage] = (curve.peak_bytes, curve.live_bytes[0] + statistics.median(above[record.stage]))
+            found[record.stage] = (curve.peak_bytes, curve.live_bytes[0] + statistics.median(measured))
     return found
 
 
 @pytest.mark.more
 def test_the_peak_of_what_inductor_compiled_is_near_the_predicted_one(two_ranks: Ranks) -> None:
     for found in two_ranks.run(_predicted_and_measured):
+        if found is None:
+            pytest.skip("no process here may reset the peak of its memory")
         assert set(found) == {"forward", "backward"}
         for stage, (predicted, measured) in found.items():
             # Fusion is guessed, and so is which buffer is used again for which: 8 % off where this was written.

@@ -55,7 +55,7 @@ def run_calibrate(settings: Settings, console: Console) -> HardwareProfile:
 
 def measured(settings: Settings, console: Console) -> list[dict[str, Any]]:
     """What each rank found, by rank."""
-    device = measure.device_of(settings.ranks, 0)
+    device = measure.device_of(settings.ranks, 0, has_link=settings.link is not None)
     sizes = settings.sizes or (measure.GPU_SIZES if device.type == "cuda" else measure.CPU_SIZES)
     results: list[dict[str, Any]] = [{}] * settings.ranks
     env = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]} if "OMP_NUM_THREADS" in os.environ else {}
