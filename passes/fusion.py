@@ -65,8 +65,8 @@ def fused_away(graph: fx.Graph) -> set[fx.Node]:
 def kernels_of(graph: fx.Graph) -> list[dict[fx.Node, list[fx.Node]]]:
     """What computes together: of each kernel the nodes that it writes, each with all that it computes for it.
 
-    What is fused away is computed in every kernel that needs it. Two of these are one, if neither has to wait for
-    something between them that a kernel of its own computes:
+    What is fused away is computed in every kernel that needs it. Two of these are one, and so are one that writes a
+    pointwise result and one that reads it, if neither has to wait for something between them that is no such kernel:
 
         x -> mul -> add -> mm                one kernel reads x, and writes add and sum
               `---> sum
@@ -77,7 +77,7 @@ def kernels_of(graph: fx.Graph) -> list[dict[fx.Node, list[fx.Node]]]:
     away = fused_away(graph)
     computed: dict[fx.Node, list[fx.Node]] = {}
     kernels: list[_Kernel] = []
-    computing: dict[fx.Node, list[_Kernel]] = {}  # what is fused away: the kernels that do
+    computing: dict[fx.Node, list[_Kernel]] = {}  # a pointwise node: the kernels that do
     # Sets of written nodes, a bit each: what a node depends on, and on which of it through a kernel between them.
     behind: dict[fx.Node, int] = {}
     far_behind: dict[fx.Node, int] = {}
@@ -93,18 +93,26 @@ def kernels_of(graph: fx.Graph) -> list[dict[fx.Node, list[fx.Node]]]:
             parts = dict.fromkeys(part for source in sources if source in away for part in computed[source])
             computed[node] = [*parts, node]
             if node not in away:
-                near |= 1 << len(kernels)
-                mine = _Kernel(1 << len(kernels), far, {node: computed[node]})
-                kernels.append(mine)
-                for part in parts:
-                    if not inputs_of(part):
-                        continue  # a constant, which everybody makes anew
-                    found = computing.setdefault(part, [])
-                    for other in dict.fromkeys(one.whole() for one in found):
-                        mine = other.with_(mine.whole())
-                    found.append(mine)
+                near |= 1 << len(kernels)  # its own
+                kernels.append(_Kernel(1 << len(kernels), far, {node: computed[node]}))
+                _unite(kernels[-1], node, computed[node], computing)
         behind[node], far_behind[node] = near, far
     return [one.writes for one in kernels if one.part_of is None]
+
+
+def _unite(kernel: _Kernel, node: fx.Node, parts: list[fx.Node], computing: dict[fx.Node, list[_Kernel]]) -> None:
+    """Make a new kernel, which writes a node, one with all that have a pointwise node in common with it and may be."""
+    if not _computes_inputs(node):
+        return
+    common = dict.fromkeys(parts)
+    if node.target is not aten.cat.default:  # which copies what it reads from memory
+        common |= dict.fromkeys(base_of(source) for part in parts for source in inputs_of(part))
+    for one in common:
+        if inputs_of(one):  # everybody makes constants anew
+            for other in dict.fromkeys(found.whole() for found in computing.get(one, ())):
+                kernel = other.with_(kernel)
+    for one in filter(is_pointwise, parts):
+        computing.setdefault(one, []).append(kernel)
 
 
 @dataclass(eq=False)
