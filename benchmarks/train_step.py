@@ -25,7 +25,7 @@ from benchmarks.launch import Outcome, launch
 from benchmarks.records import Record, first_step_s, mean_losses
 from benchmarks.settings import DTYPES, Job, Mode, Settings
 from benchmarks.variants import VARIANTS
-from fsdp_compile.tools.link import Link, bytes_per_s
+from fsdp_compile.tools.link import Link, LinkError, bytes_per_s
 
 _DEFAULT_JSON = Path(__file__).resolve().parent / "results" / "train_step.json"
 _TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2}  # relative, at the worst step
@@ -262,4 +262,7 @@ def exit_on_sigterm() -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except LinkError as error:
+        raise SystemExit(str(error)) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Interrupted; no worker process is left.", file=sys.stderr)
         return INTERRUPTED
-    except (WorkerError, OSError) as error:
+    except (WorkerError, OSError, link.LinkError) as error:
         print(f"The run ended early: {error}", file=sys.stderr)
         return 2
 
@@ -104,24 +105,30 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", default=default.out, help="the profile (default %(default)s)")
     parser.add_argument("--name", default=default.name, help="what the profile says of itself (default %(default)r)")
     parser.add_argument(
-        "--link", metavar="RATE", help="two ranks in network namespaces joined at e.g. 1gbit (Linux, as root)"
-    )
+        "--link", metavar="RATE",
+        help="two ranks on the CPU, in network namespaces joined at e.g. 1gbit (Linux, as root); the profile has this "
+        "link as the one inside of a node",
+    )  # fmt: skip
     parser.set_defaults(run=_calibrate)
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    problem = None
+    problem, out = None, Path(arguments.out)
     if arguments.ranks < 2:
         problem = "--ranks 1 leaves nobody to communicate with: give at least 2."
     elif arguments.link and arguments.ranks != 2:
         problem = "--link joins two namespaces, one a rank: leave --ranks out."
-    elif Path(arguments.out).is_dir() or not Path(arguments.out).resolve().parent.is_dir():
+    elif out.is_dir() or not out.resolve().parent.is_dir():
         problem = f"--out {arguments.out} is not a file in a folder that exists."
+    elif not os.access(out if out.exists() else out.resolve().parent, os.W_OK):
+        problem = f"--out {arguments.out} cannot be written: give a file in a folder that is yours."
+    elif not arguments.name:
+        problem = "--name is empty: give the profile a name, such as 'h100', or leave --name out."
     elif arguments.link:
         try:
             link.bytes_per_s(arguments.link)
             link.check_possible()
-        except SystemExit as refused:
+        except link.LinkError as refused:
             problem = str(refused)
     if problem is not None:
         print(problem, file=sys.stderr)

@@ -14,7 +14,7 @@
 The list that runs is in manager.py. What a graph would cost, without running it:
 
     profiles   what hardware can do        cost    seconds of a node, of a collective      memory   bytes alive
-    events     of a lowered graph          simulate: their time line, what is exposed and why
+    events     of a lowered graph          replay  simulate: their time line, what is exposed and why
 """
 
 from .cost import Group as Group
@@ -36,10 +36,10 @@ from .plan import Plan as Plan
 from .profiles import HardwareProfile as HardwareProfile
 from .profiles import Link as Link
 from .profiles import load_profile as load_profile
+from .replay import Compute as Compute
+from .replay import Launch as Launch
+from .replay import Timeline as Timeline
+from .replay import Wait as Wait
+from .replay import simulate as simulate
 from .schedule import ScheduleInPlannedOrder as ScheduleInPlannedOrder
-from .simulate import Compute as Compute
-from .simulate import Launch as Launch
-from .simulate import Timeline as Timeline
-from .simulate import Wait as Wait
-from .simulate import simulate as simulate
 from .spec import ParamSpec as ParamSpec

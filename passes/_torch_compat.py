@@ -103,15 +103,27 @@ def aliased_argument(target: object, result: int) -> tuple[str, bool] | None:
     ``_schema``, ``alias_info.before_set``, ``is_write``: 2.11 to 2.15.
     """
     schema = getattr(target, "_schema", None)
-    if schema is None or result >= len(schema.returns):
+    if schema is None or not schema.returns:
         return None
-    returned = schema.returns[result].alias_info
+    one_list = len(schema.returns) == 1 and isinstance(schema.returns[0].type, torch.ListType)
+    if not one_list and result >= len(schema.returns):
+        return None
+    returned = schema.returns[0 if one_list else result].alias_info
     if returned is None:
         return None
     for argument in schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.before_set & returned.before_set:
+        # Of a list of views, Tensor(a)[], the set is empty: they are views of the one argument that may have any.
+        if argument.alias_info is not None and (one_list or argument.alias_info.before_set & returned.before_set):
             return argument.name, argument.alias_info.is_write
     return None
+
+
+def allows_tf32() -> bool:
+    """Whether float32 matmuls on GPUs may round to TF32, by whichever of torch's settings that was said.
+
+    ``get_float32_matmul_precision`` knows the older one, and raises once a program has used the other (2.11 to 2.15).
+    """
+    return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"
 
 
 def size_hint(size: int | torch.SymInt, default: int) -> int:

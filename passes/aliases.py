@@ -23,12 +23,14 @@ from torch import fx
 
 from . import _torch_compat as compat
 from .collectives import c10d
+from .copies import wait_for_copies
 from .keep import VIEWS
 
 # For a symbolic size that nobody has seen a value of. A constant, so that ranks agree.
 DEFAULT_SIZE = 1024
 
 aten = torch.ops.aten
+_NO_KERNELS = (operator.getitem, c10d.wait_tensor.default, wait_for_copies)
 _MAY_COPY = (aten.reshape.default, aten.contiguous.default, aten.flatten.using_ints, aten.reshape_as.default)
 
 
@@ -39,6 +41,7 @@ class Storage:
     node: fx.Node
     place: int  # among the node's results
     num_bytes: int
+    device: str  # its type
 
 
 def storages_of(graph: fx.Graph) -> dict[fx.Node, tuple[Storage, ...]]:
@@ -52,7 +55,7 @@ def storages_of(graph: fx.Graph) -> dict[fx.Node, tuple[Storage, ...]]:
         elif node.op != "call_function":
             # The storage object of a value lives as long as the value does, which is as long as the node.
             found[node] = tuple(
-                inputs.setdefault(id(value.untyped_storage()), Storage(node, place, allocated_bytes(value)))
+                inputs.setdefault(id(value.untyped_storage()), _new(node, place, value))
                 for place, value in enumerate(tensors)
             )
         elif node.target is operator.getitem and isinstance(node.args[0], fx.Node):
@@ -64,9 +67,13 @@ def storages_of(graph: fx.Graph) -> dict[fx.Node, tuple[Storage, ...]]:
             for place, value in enumerate(tensors):
                 source = _source(node, place, value)
                 shared = found[source][:1] if source is not None else ()
-                made.extend(shared or (Storage(node, place, allocated_bytes(value)),))
+                made.extend(shared or (_new(node, place, value),))
             found[node] = tuple(made)
     return found
+
+
+def _new(node: fx.Node, place: int, value: torch.Tensor) -> Storage:
+    return Storage(node, place, allocated_bytes(value), value.device.type)
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
@@ -74,20 +81,28 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     return list(_tensors_in(node.meta.get("val")))
 
 
+def inputs_of(node: fx.Node) -> list[fx.Node]:
+    """The inputs whose data a node may read: not the sizes among its arguments."""
+    return [source for source in node.all_input_nodes if tensors_of(source)]
+
+
 def is_free(node: fx.Node) -> bool:
-    """Whether a node computes no tensor: no call, a view, an element of a tuple, a size."""
-    if node.op != "call_function" or node.target in (operator.getitem, c10d.wait_tensor.default):
+    """Whether a node computes no tensor: no call, a view, an element of a tuple, a size, a wait."""
+    if node.op != "call_function" or node.target in _NO_KERNELS:
         return True
     tensors = tensors_of(node)
+    if not tensors:  # a size, or what writes to its inputs
+        is_read = isinstance(node.target, compat.OpOverload) and torch.Tag.data_dependent_output in node.target.tags
+        return (_is_number(node.meta.get("val")) and not is_read) or not inputs_of(node)
     if any(_is_written(node, place) for place in range(len(tensors))):
         return False
     return all(_source(node, place, value) is not None for place, value in enumerate(tensors))
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """What a node is a view of, or itself."""
-    while node.op == "call_function" and is_free(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
+    """What a node is a view of, or itself; a size is a view of nothing."""
+    while node.op == "call_function" and is_free(node) and tensors_of(node):
+        node = inputs_of(node)[0]
     return node
 
 
@@ -153,6 +168,8 @@ def _shares(value: torch.Tensor, source: fx.Node) -> bool:
 def _element(source: fx.Node, index: Any, found: dict[fx.Node, tuple[Storage, ...]]) -> tuple[Storage, ...]:
     """Those of one element of what a node with several results gives."""
     values = source.meta.get("val")
+    if isinstance(values, dict) and index in values:
+        index, values = list(values).index(index), list(values.values())
     if not isinstance(values, (tuple, list)) or not isinstance(index, int):
         return found[source]
     counts = [len(list(_tensors_in(value))) for value in values]
@@ -164,6 +181,12 @@ def _element(source: fx.Node, index: Any, found: dict[fx.Node, tuple[Storage, ..
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for one in value:
+    elif isinstance(value, (tuple, list, dict)):  # a user's Triton kernel gives its results by name
+        for one in value.values() if isinstance(value, dict) else value:
             yield from _tensors_in(one)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_number, value))
+    return isinstance(value, (int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool))

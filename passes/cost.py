@@ -1,13 +1,14 @@
 """Seconds of what a graph computes and of what it sends, by a roofline of the hardware's figures.
 
     a kernel       kernel_s + max(flops / peak of the dtype, bytes read and written / memory bandwidth)
-    a collective   latency + steps * step + the slower of: bytes over the links inside nodes, bytes between nodes
+    a collective   latency + steps of each link + the slower of: bytes over the links inside nodes, bytes between nodes
 
     chain of pointwise ops      x -> mul -> add -> gelu -> mm        one kernel: reads x once, writes what mm reads
     views, getitem, sizes       nothing
 
 Inductor fuses what is pointwise into what reads it; without that, such chains would cost several times what they take.
-Symbolic sizes are what was seen when they were traced. Nothing here is measured: equal graphs cost the same anywhere.
+Symbolic sizes are what was seen when they were traced. Nothing here is measured: equal graphs cost the same on every
+rank, if all ranks allow TF32 or none does.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ import torch
 from torch import fx
 
 from . import _torch_compat as compat
-from .aliases import base_of, elements, hint, is_free, tensor_bytes, tensors_of
+from .aliases import base_of, elements, hint, inputs_of, is_free, tensor_bytes, tensors_of
 from .collectives import LAUNCHES, c10d, gloo_all_gather, is_launch
 from .copies import to_device, to_host
-from .fusion import fused_away
+from .fusion import kernels_of
 from .profiles import KINDS, HardwareProfile, Link
 
 aten = torch.ops.aten
@@ -97,17 +98,17 @@ def collective_seconds(kind: str, num_bytes: int, group: Group, profile: Hardwar
     if group.num_ranks == 1:
         return 0.0
     link = link_of(group, profile)
-    steps = _num_steps(kind, group.num_ranks, profile.backend)
+    steps_s = _steps_seconds(kind, group, profile)
     inside_bytes, between_bytes = _wire_bytes(kind, num_bytes, group, profile.backend)
     if kind in link.measured:
         fit = link.measured[kind]
-        more_steps = steps - _num_steps(kind, link.measured_ranks, profile.backend)
-        latency_s = max(fit.latency_s + more_steps * link.step_s, 0.0)
-        sent_bytes = inside_bytes if link is profile.inside else between_bytes
+        measured = Group(link.measured_ranks, 1 if _spans_nodes(group) else link.measured_ranks)
+        latency_s = max(fit.latency_s + steps_s - _steps_seconds(kind, measured, profile), 0.0)
+        sent_bytes = between_bytes if _spans_nodes(group) else inside_bytes
         return latency_s + sent_bytes / fit.bytes_per_s
     inside_s = inside_bytes / (profile.inside.bytes_per_s * profile.inside.efficiency)
     between_s = between_bytes / (profile.between.bytes_per_s * profile.between.efficiency)
-    return link.latency_s + steps * link.step_s + max(inside_s, between_s)
+    return link.latency_s + steps_s + max(inside_s, between_s)
 
 
 def wire_bytes(kind: str, num_bytes: int, num_ranks: int, backend: str) -> float:
@@ -123,7 +124,7 @@ def _wire_bytes(kind: str, num_bytes: int, group: Group, backend: str) -> tuple[
     an all_to_all each rank sends to each rank.
     """
     total = wire_bytes(kind, num_bytes, group.num_ranks, backend)
-    if group.num_ranks == group.ranks_per_node:
+    if not _spans_nodes(group):
         return total, 0.0
     if kind == "all_to_all":
         away = num_bytes * (group.num_ranks - group.ranks_per_node) / group.num_ranks
@@ -131,11 +132,22 @@ def _wire_bytes(kind: str, num_bytes: int, group: Group, backend: str) -> tuple[
     return (total if group.ranks_per_node > 1 else 0.0), total / group.ranks_per_node
 
 
-def _num_steps(kind: str, num_ranks: int, backend: str) -> int:
-    """From rank to rank, one after the other: gloo goes around a ring, NCCL has trees for what is small."""
-    around = num_ranks - 1 if backend == "gloo" else math.ceil(math.log2(num_ranks))
-    twice = kind == "all_reduce" or (kind == "reduce_scatter" and backend == "gloo")
-    return around * (2 if twice else 1)
+def _steps_seconds(kind: str, group: Group, profile: HardwareProfile) -> float:
+    """Of the steps from rank to rank that wait for one another.
+
+    Around a ring each node is left once, so what a rank had has arrived everywhere after one step fewer than there are
+    nodes between them, and the rest inside. NCCL sums small tensors up a tree and down again, and sends the parts of an
+    all_to_all at once.
+    """
+    link = link_of(group, profile)
+    if profile.backend == "nccl" and kind == "all_reduce":
+        return 2 * math.ceil(math.log2(group.num_ranks)) * link.step_s
+    if profile.backend == "nccl" and kind == "all_to_all":
+        return link.step_s
+    num_nodes = math.ceil(group.num_ranks / group.ranks_per_node)
+    between, inside = num_nodes - 1, group.num_ranks - num_nodes
+    twice = kind == "all_reduce" or (kind == "reduce_scatter" and profile.backend == "gloo")
+    return (between * profile.between.step_s + inside * profile.inside.step_s) * (2 if twice else 1)
 
 
 def group_of(name: str, profile: HardwareProfile, groups: Groups | None = None) -> Group:
@@ -152,48 +164,46 @@ def group_of(name: str, profile: HardwareProfile, groups: Groups | None = None) 
 
 def link_of(group: Group, profile: HardwareProfile) -> Link:
     """The slowest link that a group's collectives take."""
-    return profile.between if group.num_ranks > group.ranks_per_node else profile.inside
+    return profile.between if _spans_nodes(group) else profile.inside
+
+
+def slowdown(group: Group, profile: HardwareProfile) -> float:
+    """Share of its speed that computation loses beside a group's collectives, by the link that takes most of it."""
+    if not _spans_nodes(group):
+        return profile.inside.slows_compute
+    inside = profile.inside.slows_compute if group.ranks_per_node > 1 else 0.0
+    return max(profile.between.slows_compute, inside)
+
+
+def _spans_nodes(group: Group) -> bool:
+    return group.num_ranks > group.ranks_per_node
 
 
 def node_seconds(node: fx.Node, profile: HardwareProfile) -> float:
     """Of one node as a kernel of its own; collectives, and what waits for them, do not compute."""
     if is_free(node) or is_launch(node):
         return 0.0
-    num_bytes = sum(map(tensor_bytes, tensors_of(node))) + sum(_read(node, source) for source in node.all_input_nodes)
+    num_bytes = sum(map(tensor_bytes, tensors_of(node))) + sum(_read(node, source) for source in inputs_of(node))
     return profile.kernel_s + _roofline(node, num_bytes, profile)
 
 
 def graph_seconds(graph: fx.Graph, profile: HardwareProfile) -> dict[fx.Node, float]:
-    """Of each node that computes, where pointwise ops are fused into what reads them."""
-    seconds: dict[fx.Node, float] = {}
-    kernel_of: dict[fx.Node, fx.Node] = {}  # a fused node -> one that stands for its kernel
-    launched: set[fx.Node] = set()
-    read: set[tuple[fx.Node, fx.Node]] = set()
-    computing = [node for node in graph.nodes if not is_free(node) and not is_launch(node)]
-    stored = set(computing) - fused_away(graph)
-
-    def kernel(node: fx.Node) -> fx.Node:
-        while kernel_of.get(node, node) is not node:
-            node = kernel_of[node]
-        return node
-
-    for node in computing:
-        kernel_of[node] = node
-        for source in map(base_of, node.all_input_nodes):
-            if source in kernel_of and source not in stored:
-                kernel_of[kernel(source)] = node
-    for node in computing:
-        num_bytes = sum(map(tensor_bytes, tensors_of(node))) if node in stored else 0
-        for source in node.all_input_nodes:
-            base, reader = base_of(source), kernel(node)
-            if (base in kernel_of and base not in stored) or (reader, base) in read:
-                continue
-            read.add((reader, base))
-            num_bytes += _read(node, source)
-        seconds[node] = _roofline(node, num_bytes, profile)
-        if node in stored and kernel(node) not in launched:
-            launched.add(kernel(node))
-            seconds[node] += profile.kernel_s
+    """Of each node that computes, where pointwise ops are fused into what reads them: those take nothing themselves."""
+    seconds = {node: 0.0 for node in graph.nodes if not is_free(node) and not is_launch(node)}
+    for writes in kernels_of(graph):
+        inside = {part for parts in writes.values() for part in parts}
+        read: set[fx.Node] = set()
+        for node, parts in writes.items():
+            bytes_of: dict[fx.Node, int] = {}  # a part may read some rows, and another one all
+            for part in parts:
+                for source in inputs_of(part):
+                    base = base_of(source)
+                    if base not in inside and base not in read:
+                        bytes_of[base] = max(bytes_of.get(base, 0), _read(part, source))
+            read |= set(bytes_of)
+            num_bytes = sum(map(tensor_bytes, tensors_of(node))) + sum(bytes_of.values())
+            seconds[node] = _roofline(node, num_bytes, profile)
+        seconds[next(iter(writes))] += profile.kernel_s
     return seconds
 
 
@@ -202,11 +212,10 @@ def node_flops(node: fx.Node) -> float:
     target = node.target
     packet = target.overloadpacket if isinstance(target, compat.OpOverload) else target
     name = getattr(packet, "__name__", "")
-    if name.startswith("_scaled_dot_product"):
+    if name.startswith(("_scaled_dot_product", "flex_attention")):
         return _attention_flops(node, is_backward="backward" in name)
-    if name == "_grouped_mm":
-        left, right = (tensors_of(source)[0] for source in node.all_input_nodes[:2])
-        return 2.0 * elements(left) * hint(right.shape[-1])
+    if name in ("_grouped_mm", "_scaled_grouped_mm"):
+        return _grouped_flops(node)
     formula = _flop_formulas().get(packet)
     if formula is None:
         return 0.0
@@ -216,7 +225,7 @@ def node_flops(node: fx.Node) -> float:
 
 @functools.cache
 def _flop_formulas() -> Mapping[Any, Callable[..., Any]]:
-    """torch's; imported late, for it takes Triton along, which only those who ask for costs should wait for."""
+    """torch's; imported late, for it takes Triton's compiler along, which only those who ask for costs should have."""
     from torch.utils.flop_counter import flop_registry
 
     return flop_registry
@@ -225,14 +234,25 @@ def _flop_formulas() -> Mapping[Any, Callable[..., Any]]:
 def _attention_flops(node: fx.Node, is_backward: bool) -> float:
     """Two matmuls forward, five backward, of which causal masks leave a half.
 
-    Formulas of our own: those of torch 2.11 know neither the CPU's kernel nor groups of queries that share a key.
+    Formulas of our own: those of torch 2.11 know neither the CPU's kernel nor groups of queries that share a key, nor
+    flex_attention, which has no schema, and here no mask either: how much of the scores its blocks leave out is data.
     """
-    arguments = compat.arguments_of(node)
-    query, key, value = (tensors_of(arguments[name])[0].shape for name in ("query", "key", "value"))
+    arguments = compat.arguments_of(node) if isinstance(node.target, compat.OpOverload) else {}
+    given = [arguments[name] for name in ("query", "key", "value")] if arguments else node.args[:3]
+    query, key, value = (tensors_of(one)[0].shape for one in given)  # type: ignore[arg-type]
     scores = 2.0 * math.prod(map(hint, query[:-1])) * hint(key[-2])
     query_dim, value_dim = hint(query[-1]), hint(value[-1])
     flops = scores * (3 * query_dim + 2 * value_dim if is_backward else query_dim + value_dim)
     return flops / 2 if arguments.get("is_causal") else flops
+
+
+def _grouped_flops(node: fx.Node) -> float:
+    """Each row, or each column, belongs to one of the groups; where rows and columns are shared out, so is the sum."""
+    arguments = compat.arguments_of(node)
+    left, right = ([hint(size) for size in tensors_of(arguments[name])[0].shape] for name in ("self", "mat2"))
+    if len(left) == 3 and len(right) == 2:
+        return 2.0 * left[-2] * math.prod(right)
+    return 2.0 * math.prod(left) * right[-1]
 
 
 def _sized(value: Any) -> Any:
@@ -256,7 +276,7 @@ def _peak(node: fx.Node, profile: HardwareProfile) -> float:
     """Flops a second of matmuls on what the node takes."""
     taken = next((tensors[0] for tensors in map(tensors_of, node.all_input_nodes) if tensors), None)
     name = "float32" if taken is None else str(taken.dtype).removeprefix("torch.")
-    if name == "float32" and torch.get_float32_matmul_precision() != "highest":
+    if name == "float32" and compat.allows_tf32():
         name = "tf32"
     return profile.flops.get(name, profile.flops["float32"]) * profile.matmul_efficiency
 

@@ -14,13 +14,14 @@ from collections.abc import Collection
 
 from torch import fx
 
-from .aliases import base_of
+from . import markers
+from .aliases import base_of, inputs_of
 from .collectives import c10d, is_launch
-from .cost import Groups, collective_seconds, graph_seconds, group_of, link_of, sent_by
+from .cost import Groups, collective_seconds, graph_seconds, group_of, sent_by, slowdown
 from .insert import ROLE
-from .memory import lifetimes, require_inputs
+from .memory import lifetimes, storages_given
 from .profiles import HardwareProfile
-from .simulate import Compute, Event, Launch, Wait
+from .replay import Compute, Event, Launch, Wait
 
 
 def events_of(
@@ -31,6 +32,12 @@ def events_of(
     ``groups`` says where the ranks of a process group are, by its name; c10d does where it is not given. Other inputs
     are the caller's, and not in the memory curve.
     """
+    for marker in (markers.unshard, markers.reduce_grad):
+        if graph.find_nodes(op="call_function", target=marker):
+            raise ValueError(
+                "This graph is not lowered: give a forward, backward or inference record's graph, from a model that "
+                "Inductor compiled."
+            )
     seconds = graph_seconds(graph, profile)
     allocs, frees = _buffers(graph, given_up)
     events: list[Event] = []
@@ -48,7 +55,7 @@ def events_of(
                 sent.group,
                 *held,
                 needs=_needs(node),
-                slows_compute=link_of(group, profile).slows_compute,
+                slows_compute=slowdown(group, profile),
             )
             events.append(launch)
         elif node.target is c10d.wait_tensor.default and isinstance(source, fx.Node) and is_launch(source):
@@ -62,19 +69,21 @@ def _buffers(
     graph: fx.Graph, given_up: Collection[str]
 ) -> tuple[dict[fx.Node, list[tuple[str, int]]], dict[fx.Node, list[str]]]:
     """What each call allocates and frees."""
-    require_inputs(graph, given_up)
+    given = storages_given(graph, given_up)
     nodes = list(graph.nodes)
     first_call = next((node for node in nodes if node.op == "call_function"), None)
     allocs: dict[fx.Node, list[tuple[str, int]]] = {}
     frees: dict[fx.Node, list[str]] = {}
     taken: set[str] = set()
     for life in lifetimes(graph, fused=True):
-        owner, last = life.storage.node, nodes[life.last]
+        owner = life.storage.node
         is_made_here = owner.op == "call_function"
-        if not life.storage.num_bytes or not (is_made_here or owner.name in given_up):
+        if not life.storage.num_bytes or not (is_made_here or life.storage in given):
             continue
         begin = owner if is_made_here else first_call
-        if begin is None or last.op not in ("call_function", "output"):
+        # What is written over ends in front of its last reader, where no call needs to stand.
+        last = next((node for node in reversed(nodes[: life.last + 1]) if node.op in ("call_function", "output")), None)
+        if begin is None or last is None:
             continue  # an input that nobody reads
         name = owner.name
         while name in taken:  # a node may allocate several
@@ -90,7 +99,7 @@ def _needs(launch: fx.Node) -> tuple[str, ...]:
     """Computes and collectives that a launch cannot go before, however early its packing is done."""
     found: dict[str, None] = {}
     seen: set[fx.Node] = set()
-    work = [base_of(source) for source in launch.all_input_nodes]
+    work = [base_of(source) for source in inputs_of(launch)]
     while work:
         node = work.pop()
         if node in seen or node.op != "call_function":
@@ -99,7 +108,7 @@ def _needs(launch: fx.Node) -> tuple[str, ...]:
         if is_launch(node):
             found[node.name] = None
         elif ROLE in node.meta:
-            work.extend(base_of(source) for source in node.all_input_nodes)
+            work.extend(base_of(source) for source in inputs_of(node))
         else:
             found[node.name] = None
     return tuple(found)

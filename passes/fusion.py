@@ -2,19 +2,33 @@
 
 x -> mul -> add -> gelu -> mm        mul and add are nowhere, gelu is written for mm
 x -> exp -> sum                      exp is nowhere, sum is written
+x -> mul -> cat                      mul is written at its place in the result of cat
+
+That has an end: what several readers would compute again from many inputs is written once.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from . import _torch_compat as compat
-from .aliases import is_free
+from .aliases import base_of, inputs_of, is_free, tensors_of
+from .collectives import is_launch
 from .keep import CASTS
 
 aten = torch.ops.aten
 
+# Inductor's realize_reads_threshold and realize_acc_reads_threshold, in 2.11 and 2.15: from more inputs than that, what
+# has several readers is written to memory, and what has one.
+_MOST_READS_SHARED, _MOST_READS = 4, 8
+# What it writes on the CPU rather than compute twice (ir.StorageBox.should_realize_on_reuse); silu becomes an exp.
+_HEAVY = {
+    aten.exp.default, aten.log.default, aten.log10.default, aten.log1p.default, aten.log2.default, aten.sigmoid.default,
+    aten.tanh.default, aten.silu.default,
+}  # fmt: skip
 # Inductor writes these into whatever reads them, though they are not tagged as pointwise.
 _INLINED = {
     *CASTS, aten.constant_pad_nd.default, aten.full.default, aten.full_like.default, aten.zeros.default,
@@ -24,8 +38,107 @@ _INLINED = {
 
 
 def fused_away(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes whose results nobody reads but pointwise ops and reductions, which compute them on the way."""
-    return {node for node in graph.nodes if is_pointwise(node) and not is_free(node) and not _is_stored(node)}
+    """Nodes whose results nobody reads but pointwise ops, reductions and cat, which compute them on the way."""
+    away: dict[fx.Node, set[fx.Node]] = {}  # with what they read from memory
+    heavy: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not is_pointwise(node) or is_free(node):
+            continue
+        readers = _readers(node)
+        reads: set[fx.Node] = set()
+        for source in map(base_of, inputs_of(node)):
+            reads |= away.get(source, {source})
+            if source in heavy:
+                heavy.add(node)
+        if node.target in _HEAVY and tensors_of(node)[0].device.type == "cpu":
+            heavy.add(node)
+        is_shared = len(readers) > 1
+        most_reads = _MOST_READS_SHARED if is_shared else _MOST_READS
+        is_costly = len(reads) > most_reads or (is_shared and node in heavy)
+        if readers and all(map(_computes_inputs, readers)) and not is_costly:
+            away[node] = reads
+        else:
+            heavy.discard(node)  # it is in memory: its readers only load it
+    return set(away)
+
+
+def kernels_of(graph: fx.Graph) -> list[dict[fx.Node, list[fx.Node]]]:
+    """What computes together: of each kernel the nodes that it writes, each with all that it computes for it.
+
+    What is fused away is computed in every kernel that needs it. Two of these are one, and so are one that writes a
+    pointwise result and one that reads it, if neither has to wait for something between them that is no such kernel:
+
+        x -> mul -> add -> mm                one kernel reads x, and writes add and sum
+              `---> sum
+
+        x -> mul -> norm -> mm -> add        two, for the second add needs mm
+              `-------------------^
+    """
+    away = fused_away(graph)
+    computed: dict[fx.Node, list[fx.Node]] = {}
+    kernels: list[_Kernel] = []
+    computing: dict[fx.Node, list[_Kernel]] = {}  # a pointwise node: the kernels that do
+    # Sets of written nodes, a bit each: what a node depends on, and on which of it through a kernel between them.
+    behind: dict[fx.Node, int] = {}
+    far_behind: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        near = far = 0
+        for source in node.all_input_nodes:
+            near |= behind[source]
+            far |= far_behind[source]
+            if not is_free(source) and not _computes_inputs(source):
+                far |= behind[source]
+        if not is_free(node) and not is_launch(node):
+            sources = dict.fromkeys(map(base_of, inputs_of(node)))
+            parts = dict.fromkeys(part for source in sources if source in away for part in computed[source])
+            computed[node] = [*parts, node]
+            if node not in away:
+                near |= 1 << len(kernels)  # its own
+                kernels.append(_Kernel(1 << len(kernels), far, {node: computed[node]}))
+                _unite(kernels[-1], node, computed[node], computing)
+        behind[node], far_behind[node] = near, far
+    return [one.writes for one in kernels if one.part_of is None]
+
+
+def _unite(kernel: _Kernel, node: fx.Node, parts: list[fx.Node], computing: dict[fx.Node, list[_Kernel]]) -> None:
+    """Make a new kernel, which writes a node, one with all that have a pointwise node in common with it and may be."""
+    if not _computes_inputs(node):
+        return
+    common = dict.fromkeys(parts)
+    if node.target is not aten.cat.default:  # which copies what it reads from memory
+        common |= dict.fromkeys(base_of(source) for part in parts for source in inputs_of(part))
+    for one in common:
+        if inputs_of(one):  # everybody makes constants anew
+            for other in dict.fromkeys(found.whole() for found in computing.get(one, ())):
+                kernel = other.with_(kernel)
+    for one in filter(is_pointwise, parts):
+        computing.setdefault(one, []).append(kernel)
+
+
+@dataclass(eq=False)
+class _Kernel:
+    """One that writes some nodes, or a part of such a one."""
+
+    bits: int  # of what it writes
+    far_behind: int  # bits of what has to run before it, in another kernel
+    writes: dict[fx.Node, list[fx.Node]]
+    part_of: _Kernel | None = None
+
+    def whole(self) -> _Kernel:
+        whole = self
+        while whole.part_of is not None:
+            whole = whole.part_of
+        return whole
+
+    def with_(self, other: _Kernel) -> _Kernel:
+        """Itself and ``other`` as one, if they can be; else ``other``."""
+        if other is self or self.bits & other.far_behind or other.bits & self.far_behind:
+            return other
+        self.bits |= other.bits
+        self.far_behind |= other.far_behind
+        self.writes |= other.writes
+        other.part_of = self
+        return self
 
 
 def is_pointwise(node: fx.Node) -> bool:
@@ -34,16 +147,22 @@ def is_pointwise(node: fx.Node) -> bool:
     return isinstance(node.target, compat.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
-def _is_stored(node: fx.Node) -> bool:
-    """Whether somebody reads a pointwise result, or a view of it, who cannot compute it on the way."""
+def _computes_inputs(node: fx.Node) -> bool:
+    """Whether a node computes what it reads on the way."""
+    return is_pointwise(node) or _is_reduction(node) or node.target is aten.cat.default
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Who reads what a node computes, or a view of it: not who takes sizes of it."""
+    found: dict[fx.Node, None] = {}
     work = [node]
     while work:
         for user in work.pop().users:
-            if user.op == "call_function" and is_free(user):
+            if user.op != "call_function" or not is_free(user):
+                found[user] = None
+            elif inputs_of(user) and tensors_of(user):
                 work.append(user)
-            elif not (is_pointwise(user) or _is_reduction(user)):
-                return True
-    return not node.users
+    return list(found)
 
 
 def _is_reduction(node: fx.Node) -> bool:

@@ -5,8 +5,8 @@
 
 A storage lives from the node that allocates it to the last one that reads it, or a view of it; what is returned lives
 to the end; what a collective reads lives until it is waited for. Inputs are the caller's and counted apart, but for
-those that the caller gives up, as compiled code is given saved tensors: they go with their last reader. What a kernel
-needs for itself is not seen.
+those that the caller gives up, as compiled code is given saved tensors: they go with their last reader. Where an
+accelerator computes, its memory is meant: offloaded shards are not there. What a kernel needs for itself is not seen.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def memory_curve(graph: fx.Graph, given_up: Collection[str] = (), fused: bool = 
 
     ``fused``: as Inductor compiles it, else as it runs node by node.
     """
-    require_inputs(graph, given_up)
+    given = storages_given(graph, given_up)
     counted, callers = [], 0
     for life in lifetimes(graph, fused):
-        if life.storage.node.op == "call_function" or life.storage.node.name in given_up:
+        if life.storage.node.op == "call_function" or life.storage in given:
             counted.append(life)
         else:
             callers += life.storage.num_bytes
@@ -116,17 +116,23 @@ def saved_inputs(graph: fx.Graph) -> list[str]:
     return [one.name for one in graph.find_nodes(op="placeholder") if not one.name.startswith("primals")]
 
 
-def require_inputs(graph: fx.Graph, given_up: Collection[str]) -> None:
-    """Refuse a name that is none of the graph's inputs."""
-    inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
+def storages_given(graph: fx.Graph, given_up: Collection[str]) -> set[Storage]:
+    """Those of the inputs in ``given_up``, but for what the caller has under another name as well.
+
+    ValueError for a name that is none of the graph's inputs.
+    """
+    inputs = {node.name: node for node in graph.nodes if node.op == "placeholder"}
     for name in given_up:
         if name not in inputs:
             known = ", ".join(inputs)
             raise ValueError(f"given_up has {name!r}, which is no input of the graph. Give some of {known}.")
+    storages = storages_of(graph)
+    kept = {storage for name, node in inputs.items() if name not in given_up for storage in storages[node]}
+    return {storage for name in given_up for storage in storages[inputs[name]]} - kept
 
 
 def lifetimes(graph: fx.Graph, fused: bool = False) -> list[Lifetime]:
-    """Of every storage of the graph, in the order in which they come to be; those of inputs begin with the graph.
+    """Of every storage on the device that computes, in the order in which they come to be; inputs begin with the graph.
 
     ``fused``: as Inductor compiles it. What is computed inside of its readers has no memory, and they read what it
     reads; a pointwise result takes the place of an input that it is the last to read.
@@ -159,7 +165,9 @@ def lifetimes(graph: fx.Graph, fused: bool = False) -> list[Lifetime]:
                     if fits and storage.node.op == "call_function" and not is_launch(storage.node):
                         last[storage] = position - 1
                         break
-    return [Lifetime(storage, begin, last[storage]) for storage, begin in first.items()]
+    devices = {storage.device for storage in first}
+    computing = next((device for device in sorted(devices) if device != "cpu"), "cpu")
+    return [Lifetime(one, begin, last[one]) for one, begin in first.items() if one.device == computing]
 
 
 def _needed_by(node: fx.Node, storages: dict[fx.Node, tuple[Storage, ...]]) -> Iterable[Storage]:

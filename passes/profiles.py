@@ -134,9 +134,13 @@ def load_profile(name: str | Path) -> HardwareProfile:
         known = ", ".join(PROFILES)
         raise ValueError(f"There is no hardware profile {str(name)!r}: give one of {known}, or the path of a file.")
     try:
-        return HardwareProfile.from_json(path.read_text())
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{path}: {error}") from error
+        return HardwareProfile.from_json(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text ({error}). `fsdp-compile calibrate --out` writes a profile.") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    except TypeError as error:
+        raise TypeError(f"{path}: {error}") from error
 
 
 def _fields_of(cls: type[Any], given: Any, where: str = "") -> dict[str, Any]:

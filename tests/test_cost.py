@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ from fsdp_compile.passes import (
     load_profile,
     node_seconds,
 )
-from fsdp_compile.passes.aliases import DEFAULT_SIZE
-from fsdp_compile.passes.cost import group_of, node_flops, sent_by
+from fsdp_compile.passes.aliases import DEFAULT_SIZE, base_of, is_free, storages_of
+from fsdp_compile.passes.cost import group_of, node_flops, sent_by, slowdown
+from fsdp_compile.passes.fusion import fused_away, kernels_of
 from fsdp_compile.passes.insert import insert
 from fsdp_compile.passes.planner import plan_graph
 from fsdp_compile.passes.profiles import KINDS, PROFILES, Fit
@@ -65,7 +66,11 @@ def test_float32_matmuls_take_tf32_only_where_it_is_allowed() -> None:
             torch.set_float32_matmul_precision(precision)
             assert node_seconds(node, with_tf32) == pytest.approx(2 * 512**3 / (flops / 2))
             assert node_seconds(node, TOY) == pytest.approx(1e-6 + 2 * 512**3 / (1e12 / 2))
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = "tf32"  # the newer setting, after which the older one raises
+        assert node_seconds(node, with_tf32) == pytest.approx(2 * 512**3 / (2e12 / 2))
     finally:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
         torch.set_float32_matmul_precision(before)
 
 
@@ -117,9 +122,87 @@ def test_pointwise_ops_are_computed_where_they_are_read() -> None:
     # One kernel reads x and y and writes what mm reads; the sum is in it too, for it reads the same.
     fused = [seconds[node] for node in (scaled, added, active, total)]
     assert sum(fused) + seconds[next(iter(total.all_input_nodes))] == pytest.approx(1e-6 + (3 * one + 4) / MEMORY)
-    assert seconds[scaled] == pytest.approx(one / MEMORY) and seconds[active] == pytest.approx(1e-6 + one / MEMORY)
+    assert seconds[scaled] == 0 and seconds[active] == pytest.approx(1e-6 + 3 * one / MEMORY)
     assert seconds[out] == node_seconds(out, TOY)
     assert sum(seconds.values()) < sum(node_seconds(node, TOY) for node in seconds)
+
+
+def test_a_value_that_two_matmuls_lie_between_is_computed_in_two_kernels() -> None:
+    b = Builder()
+    x, y, weight, mask = b.input("x", 64, 64), b.input("y", 64, 64), b.input("weight", 64, 64), b.input("mask", 64, 64)
+    stream = b.call(aten.add.Tensor, x, y)
+    masked = b.call(aten.mul.Tensor, stream, b.call(aten.neg.default, mask))
+    matmul = b.call(aten.mm.default, masked, weight)
+    after = b.call(aten.mul.Tensor, matmul, b.call(aten.neg.default, mask))
+    last = b.call(aten.mm.default, b.call(aten.add.Tensor, stream, after), weight)
+    graph = b.output(last)
+    seconds, one = graph_seconds(graph, TOY), 64 * 64 * 4
+    kernels = [[node.name for node in writes] for writes in kernels_of(graph)]
+    assert kernels == [["mul_tensor"], ["mm_default"], ["add_tensor_1"], ["mm_default_1"]]
+    assert seconds[masked] == pytest.approx(1e-6 + 4 * one / MEMORY)  # x, y, mask
+    assert seconds[last.args[0]] == pytest.approx(1e-6 + 5 * one / MEMORY)  # x and y again, mask, and the matmul
+
+
+def test_no_size_is_data() -> None:
+    b = Builder()
+    x = b.input("x", 64, 32)
+    hidden = b.call(aten.mul.Tensor, x, 2.0)
+    rows = b.graph.call_function(aten.sym_size.int, (hidden, 0))
+    rows.meta["val"] = 64
+    zeros = b.graph.call_function(aten.full.default, ([rows, 32], 0.0))
+    with b.mode:
+        zeros.meta["val"] = torch.zeros(64, 32)
+    flat = b.call(aten.mm.default, zeros, b.input("weight", 32, 8))
+    total = b.call(aten.sum.default, hidden)
+    graph = b.output(flat, total)
+    assert base_of(rows) is rows
+    assert hidden in fused_away(graph) and zeros not in fused_away(graph)  # mm needs the zeros, nobody but sum the rest
+    assert graph_seconds(graph, TOY)[zeros] == pytest.approx(1e-6 + 64 * 32 * 4 / MEMORY)  # written, nothing read
+    item = b.graph.call_function(aten._local_scalar_dense.default, (total,))
+    item.meta["val"] = 1.0
+    assert is_free(rows) and not is_free(item)
+
+
+def test_cat_is_written_by_what_it_joins() -> None:
+    b = Builder()
+    x, y = b.input("x", 64, 32), b.input("y", 64, 32)
+    left, right = b.call(aten.mul.Tensor, x, 2.0), b.call(aten.add.Tensor, y, 1.0)
+    joined = b.call(aten.cat.default, [left, right])
+    graph = b.output(b.call(aten.sum.default, joined))
+    assert fused_away(graph) == {left, right}
+    assert graph_seconds(graph, TOY)[joined] == pytest.approx(1e-6 + 4 * 64 * 32 * 4 / MEMORY)
+
+
+def test_what_the_cpu_is_slow_at_is_not_computed_twice() -> None:
+    def away(device: str) -> tuple[list[str], list[list[str]]]:
+        b = Builder()
+        with b.mode:
+            scores = b.graph.placeholder("scores")
+            scores.meta["val"] = torch.empty(8, 8, device=device)
+        exp = b.call(aten.exp.default, b.call(aten.mul.Tensor, scores, 2.0))
+        graph = b.output(b.call(aten.div.Tensor, exp, b.call(aten.sum.dim_IntList, exp, [1], True)))
+        kernels = [[node.name for node in writes] for writes in kernels_of(graph)]
+        return sorted(node.name for node in fused_away(graph)), kernels
+
+    assert away("cuda") == (["exp_default", "mul_tensor"], [["sum_dim_int_list", "div_tensor"]])
+    assert away("cpu") == (["mul_tensor"], [["exp_default", "sum_dim_int_list", "div_tensor"]])
+
+
+def test_a_users_triton_kernel_gives_its_results_by_name() -> None:
+    b = Builder()
+    x = b.input("x", 64, 32)
+    kernel = b.graph.call_function(torch.ops.higher_order.triton_kernel_wrapper_functional, (), {"kwargs": {"x": x}})
+    with b.mode:
+        kernel.meta["val"] = {"out": torch.empty(64, 32), "sums": torch.empty(64)}
+    sums = b.graph.call_function(operator.getitem, (kernel, "sums"))
+    sums.meta["val"] = kernel.meta["val"]["sums"]
+    graph = b.output(sums)
+    assert [(one.node, one.num_bytes) for one in storages_of(graph)[sums]] == [(kernel, 64 * 4)]
+    assert node_seconds(kernel, TOY) == pytest.approx(1e-6 + (2 * 64 * 32 + 64) * 4 / MEMORY)
+    assert node_seconds(sums, TOY) == 0 and base_of(sums) is kernel
+    writing = b.graph.call_function(torch.ops.higher_order.triton_kernel_wrapper_mutation, (), {"kwargs": {"x": x}})
+    writing.meta["val"] = None
+    assert node_seconds(writing, TOY) == pytest.approx(1e-6 + 64 * 32 * 4 / MEMORY)
 
 
 class Mixed(torch.nn.Module):
@@ -171,6 +254,24 @@ def test_attention_is_two_matmuls_forward_and_five_backward(causal: bool, kv_hea
         assert counter.get_total_flops() == 2 * matmul
 
 
+def test_flex_attention_and_grouped_matmuls_have_formulas() -> None:
+    b = Builder()
+    q, k = b.input("q", 2, 4, 32, 8), b.input("k", 2, 4, 48, 8)
+    matmul = 2 * (2 * 4) * 32 * 48 * 8
+    higher = torch.ops.higher_order
+    assert node_flops(b.graph.call_function(higher.flex_attention, (q, k, k, None))) == 2 * matmul
+    assert node_flops(b.graph.call_function(higher.flex_attention_backward, (q, k, k, q, q, q))) == 5 * matmul
+    rows, experts, parts = b.input("rows", 100, 16), b.input("experts", 4, 16, 24), b.input("parts", 16, 100)
+    spread = b.call(aten.expand.default, b.input("row", 1, 16), [100, 16])
+    for left, right, flops in (
+        (rows, experts, 2 * 100 * 16 * 24), (spread, experts, 2 * 100 * 16 * 24), (parts, rows, 2 * 100 * 16 * 16),
+        (b.input("maps", 4, 24, 16), parts, 2 * 24 * 16 * 100),
+    ):  # fmt: skip
+        assert node_flops(b.graph.call_function(aten._grouped_mm.default, (left, right))) == flops
+        scaled = b.graph.call_function(aten._scaled_grouped_mm.default, (left, right, row := b.input("s", 1), row))
+        assert node_flops(scaled) == flops
+
+
 def _matmul_of(size: Any, mode: FakeTensorMode) -> fx.Node:
     graph = fx.Graph()
     with mode:
@@ -205,24 +306,30 @@ def _ring(kind: str, num_bytes: int, group: Group) -> tuple[float, float]:
     return max(by_rank), max(left_node)
 
 
-@pytest.mark.parametrize("ranks", [(2, 2), (4, 4), (8, 4), (16, 4), (3, 1), (16, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "inside", "between", "levels"),
+    [((2, 2), 1, 0, 1), ((4, 4), 3, 0, 2), ((8, 4), 6, 1, 3), ((16, 4), 12, 3, 4), ((3, 1), 0, 2, 2), ((16, 1), 0, 15, 4)],
+)  # fmt: skip
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
-def test_a_ring_takes_the_slower_of_its_links(kind: str, ranks: tuple[int, int]) -> None:
+def test_a_ring_takes_the_slower_of_its_links(
+    kind: str, ranks: tuple[int, int], inside: int, between: int, levels: int
+) -> None:
     group, num_bytes = Group(*ranks), 48_000_000
     sent, left = _ring(kind, num_bytes, group)
     inside_s = sent / 50e9 if group.ranks_per_node > 1 else 0.0
     between_s = left / group.ranks_per_node / 8e9  # a node has as many adapters as it has ranks of the group
     link = SLOW if group.num_ranks > group.ranks_per_node else LINK
-    steps = math.ceil(math.log2(group.num_ranks)) * (2 if kind == "all_reduce" else 1)
-    expected = link.latency_s + steps * link.step_s + max(inside_s, between_s)
+    # From the first rank to the last one along the ring; a small sum goes up a tree and down again.
+    steps_s = 2 * levels * link.step_s if kind == "all_reduce" else inside * 1e-6 + between * 2e-6
+    expected = link.latency_s + steps_s + max(inside_s, between_s)
     assert collective_seconds(kind, num_bytes, group, TOY) == pytest.approx(expected)
 
 
 def test_an_all_to_all_sends_each_rank_its_part() -> None:
     # Of 8 parts a rank keeps one, sends 3 inside its node and 4 through its adapter.
     seconds = collective_seconds("all_to_all", 80_000_000, Group(8, 4), TOY)
-    assert seconds == pytest.approx(4e-5 + 3 * 2e-6 + max(30e6 / 50e9, 40e6 / 8e9))
-    assert collective_seconds("all_to_all", 80_000_000, Group(4, 4), TOY) == pytest.approx(1.2e-5 + 60e6 / 50e9)
+    assert seconds == pytest.approx(4e-5 + 2e-6 + max(30e6 / 50e9, 40e6 / 8e9))
+    assert collective_seconds("all_to_all", 80_000_000, Group(4, 4), TOY) == pytest.approx(1.1e-5 + 60e6 / 50e9)
     assert collective_seconds("all_to_all", 80_000_000, Group(1, 1), TOY) == 0.0
 
 
@@ -240,6 +347,21 @@ def test_what_was_measured_goes_before_the_figures() -> None:
     assert collective_seconds("all_gather", 8_000_000, Group(2, 2), profile) == pytest.approx(1e-3 + 4e-3)
     assert collective_seconds("all_gather", 8_000_000, Group(4, 4), profile) == pytest.approx(1e-3 + 2e-6 + 6e-3)
     assert collective_seconds("all_reduce", 8_000_000, Group(2, 2), profile) == pytest.approx(1e-5 + 2e-6 + 8e6 / 50e9)
+
+
+def test_one_link_may_be_both_inside_and_between() -> None:
+    link = dataclasses.replace(LINK, measured={"all_gather": Fit(1e-3, 1e9)}, measured_ranks=2)
+    one_link = dataclasses.replace(TOY, inside=link, between=link)
+    # 12 MB go around the ring, and leave a node by 2 adapters; 3 steps, of which the measured figure has one.
+    assert collective_seconds("all_gather", 16_000_000, Group(4, 2), one_link) == pytest.approx(1e-3 + 2e-6 + 6e-3)
+
+
+def test_compute_is_slowed_by_all_links_that_are_taken() -> None:
+    links = {
+        name: dataclasses.replace(LINK, slows_compute=share) for name, share in (("inside", 0.3), ("between", 0.1))
+    }
+    profile = dataclasses.replace(TOY, **links)
+    assert [slowdown(Group(*ranks), profile) for ranks in ((4, 4), (8, 4), (2, 1))] == [0.3, 0.3, 0.1]
 
 
 def test_a_group_is_placed_on_nodes_by_its_ranks() -> None:
@@ -341,6 +463,12 @@ def test_a_wrong_profile_says_what_is_wrong_with_it(
         HardwareProfile.from_json(text)
     (tmp_path / "mine.json").write_text(text)
     with pytest.raises(error, match=f"mine.json: .*{says}"):
+        load_profile(tmp_path / "mine.json")
+
+
+def test_a_profile_that_is_no_text_is_refused_as_such(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_bytes(b"\x80\x02}q")
+    with pytest.raises(ValueError, match=r"mine.json is not text \(.*\)\. `fsdp-compile calibrate --out` writes a profile"):
         load_profile(tmp_path / "mine.json")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_compile
 from fsdp_compile.demo.training import Settings, batch_of, build_model, shard_with_ours
-from fsdp_compile.passes import memory_curve, saved_inputs
+from fsdp_compile.passes import Group, events_of, load_profile, memory_curve, saved_inputs
 from fsdp_compile.passes.insert import insert
 from fsdp_compile.passes.memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, SHARD, Owner, kinds_of, lifetimes
 from fsdp_compile.passes.overlap import overlap
@@ -189,36 +190,60 @@ def test_what_inductor_fuses_has_no_memory_and_is_written_over_what_it_reads_las
     }  # fmt: skip
 
 
-def _predicted_and_measured() -> dict[str, tuple[int, float]]:
-    """Of forward and backward of a sharded model on Inductor: bytes at the peak, saved tensors included."""
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_residual_stream_is_written_now_and_then(normed: bool) -> None:
+    """Else the results of all matmuls would live until somebody sums them up."""
+
+    def peak(layers: int) -> int:
+        def forward(x: Tensor, weight: Tensor) -> Tensor:
+            for _ in range(layers):
+                x = x + (x * x.mean(-1, keepdim=True) if normed else x * 2) @ weight
+            return x.sum()
+
+        graph = make_fx(forward, tracing_mode="fake")(torch.rand(32, 16), torch.rand(16, 16)).graph
+        return memory_curve(graph, fused=True).peak_bytes
+
+    assert peak(8) == peak(16) == peak(64) < 8 * 32 * 16 * 4
+
+
+def _predicted_and_measured() -> dict[str, tuple[int, float]] | None:
+    """Of forward and backward of a sharded model on Inductor: bytes at the peak, saved tensors included.
+
+    None where a process cannot measure its own.
+    """
     settings = Settings(layers=2, dim=256, batch=4, seq=256, head_dim=64)
     model = shard_with_ours(build_model(settings), init_device_mesh("cpu", (2,)))
     compiled, batch = torch.compile(model, fullgraph=True), batch_of(settings, dist.get_rank())
     with fsdp_compile.inspect(compiled) as report:
         compiled(batch).backward()
     meter = PeakMeter(torch.device("cpu"))
-    above: dict[str, list[int]] = {"forward": [], "backward": []}
+    above: dict[str, list[int | None]] = {"forward": [], "backward": []}
     losses: list[Tensor] = []
     for _ in range(7):
         model.zero_grad()
         dist.barrier()
-        above["forward"].append(meter.peak_above(lambda: losses.append(compiled(batch))) or 0)
+        above["forward"].append(meter.peak_above(lambda: losses.append(compiled(batch))))
         dist.barrier()
-        above["backward"].append(meter.peak_above(losses.pop().backward) or 0)
+        above["backward"].append(meter.peak_above(losses.pop().backward))
     found = {}
     for record in report.records:
         if record.stage in above:
+            measured = [one for one in above[record.stage] if one is not None]
+            if not measured:
+                return None
             assert record.graph is not None
             saved = saved_inputs(record.graph) if record.stage == "backward" else ()
             curve = memory_curve(record.graph, saved, fused=True)
             # What forward saved stands there before backward begins: nobody measures it apart.
-            found[record.stage] = (curve.peak_bytes, curve.live_bytes[0] + statistics.median(above[record.stage]))
+            found[record.stage] = (curve.peak_bytes, curve.live_bytes[0] + statistics.median(measured))
     return found
 
 
 @pytest.mark.more
 def test_the_peak_of_what_inductor_compiled_is_near_the_predicted_one(two_ranks: Ranks) -> None:
     for found in two_ranks.run(_predicted_and_measured):
+        if found is None:
+            pytest.skip("no process here may reset the peak of its memory")
         assert set(found) == {"forward", "backward"}
         for stage, (predicted, measured) in found.items():
             # Fusion is guessed, and so is which buffer is used again for which: 8 % off where this was written.
@@ -232,6 +257,50 @@ def test_a_storage_that_two_inputs_share_is_counted_once() -> None:
     view.meta["val"] = base.meta["val"].view(10, 10)
     graph = b.output(b.call(aten.relu.default, base), b.call(aten.relu.default, view))
     assert memory_curve(graph).input_bytes == 400
+
+
+def test_an_input_is_given_up_when_all_its_names_are() -> None:
+    b = Builder()
+    base = b.input("base", 100)
+    view = b.graph.placeholder("view")
+    view.meta["val"] = base.meta["val"].view(10, 10)
+    graph = b.output(b.call(aten.relu.default, base), b.call(aten.relu.default, view))
+    for given_up in (("base",), ("view",)):
+        assert memory_curve(graph, given_up).input_bytes == 400
+    curve = memory_curve(graph, ("base", "view"))
+    assert (curve.input_bytes, curve.live_bytes) == (0, (400, 400, 800, 1200, 800))
+
+
+def test_offloaded_shards_and_their_gradients_are_not_in_the_devices_memory() -> None:
+    b = Builder()
+    with b.mode:
+        tangent = b.graph.placeholder("tangents_1")
+        tangent.meta["val"] = torch.empty(4, 3, device="cuda")
+    w = b.unshard(b.input("shard", 2, 3), spec(device="cuda"))
+    grad = b.call(aten.mul.Tensor, tangent, 2.0)
+    graph = b.output(b.reduce(grad, spec(device="cuda")), b.call(aten.mul.Tensor, w, tangent))
+    plan = plan_graph(graph, "backward")
+    insert(graph, plan)
+    curve = memory_curve(graph)
+    names = {one.storage.node.name for one in lifetimes(graph)}
+    assert "to_device_default" in names and not {"shard", "to_host_default"} & names
+    assert curve.input_bytes == 48 and curve.live_bytes[-1] == 48  # the tangent; what is returned of the two
+    made = {name for one in events_of(graph, load_profile("h100"), {"g": Group(2, 2)}) for name, _ in one.allocs}
+    assert "to_device_default" in made and "to_host_default" not in made
+
+
+@pytest.mark.parametrize("op", [aten.split.Tensor, aten.chunk.default, aten.unbind.int])
+def test_views_in_a_list_stay_views_when_their_source_is_lowered(op: Any) -> None:
+    """``insert`` puts another node, with a value of its own, where the marker was."""
+    b = Builder()
+    parts = b.call(op, b.unshard(b.input("shard", 2, 3), spec()), *((2,) if op != aten.unbind.int else ()))
+    first = b.graph.call_function(operator.getitem, (parts, 0))
+    first.meta["val"] = parts.meta["val"][0]
+    graph = b.output(b.call(aten.relu.default, first))
+    insert(graph, plan_graph(graph, "forward"))
+    assert [one.storage.node.name for one in lifetimes(graph) if one.storage.node.op == "call_function"] == [
+        "all_gather_into_tensor_default", "relu_default"
+    ]  # fmt: skip
 
 
 def test_what_a_collective_reads_lives_until_it_is_waited_for() -> None:

@@ -17,7 +17,7 @@ from fsdp_compile.passes.cost import Group, collective_seconds, graph_seconds
 from fsdp_compile.passes.insert import insert
 from fsdp_compile.passes.overlap import overlap
 from fsdp_compile.passes.planner import plan_graph
-from fsdp_compile.passes.simulate import LATE, LONG, QUEUED, Event, Span
+from fsdp_compile.passes.replay import LATE, LONG, QUEUED, Event, Span
 from tests.test_passes import Builder, spec
 
 aten = torch.ops.aten
@@ -58,12 +58,15 @@ def test_what_could_not_have_been_launched_earlier_is_told_from_what_could() -> 
     def reason(*between: Event) -> str:
         events = [Compute("grad", 1.0), Compute("cast", 0.5, is_copy=True), *between]
         events += [Launch("r", 3.0, "g", needs=("grad",)), Compute("next", 1.0), Wait("r")]
-        (exposed,) = simulate(events).exposed
+        *_, exposed = simulate(events).exposed
         return exposed.reason
 
     assert reason() == LATE
     assert reason(Compute("view", 0.0)) == LATE
     assert reason(Compute("other", 1.0)) == LONG  # it could have gone before that
+    gather = Launch("gather", 5.0, "h")
+    assert reason(gather, Wait("gather")) == LONG  # and before one has waited 5 s for something else
+    assert reason(dataclasses.replace(gather, seconds=0.0), Wait("gather")) == LATE
 
 
 def test_a_collective_slows_down_what_runs_beside_it() -> None:
@@ -257,6 +260,28 @@ def test_memory_of_the_events_is_that_of_the_graph() -> None:
         assert replayed.peak_bytes == curve.peak_bytes
         calls = [place for place, node in enumerate(graph.nodes) if node.op == "call_function"]
         assert [point.num_bytes for point in replayed.memory] == [curve.live_bytes[place] for place in calls]
+
+
+def test_a_graph_with_markers_is_refused() -> None:
+    b = Builder()
+    graph = b.output(b.call(aten.relu.default, b.unshard(b.input("shard", 2, 3), spec())))
+    with pytest.raises(ValueError, match="not lowered: give a forward, backward or inference record's graph, from a"):
+        events_of(graph, CPU, GROUPS)
+
+
+def test_what_is_written_over_is_freed_by_the_last_call_before_that() -> None:
+    b = Builder()
+    first = b.call(aten.mm.default, b.input("x", 8, 8), b.input("y", 8, 8))
+    constant = b.graph.get_attr("constant")
+    with b.mode:
+        constant.meta["val"] = torch.empty(8, 8)
+    over = b.call(aten.add.Tensor, first, constant)
+    graph = b.output(b.call(aten.mm.default, over, over))
+    events = events_of(graph, CPU)
+    assert [(one.name, one.frees) for one in events] == [
+        ("mm_default", ("mm_default",)), ("add_tensor", ()), ("mm_default_1", ("add_tensor",))
+    ]  # fmt: skip
+    assert simulate(events).peak_bytes == memory_curve(graph, fused=True).peak_bytes == 2 * 8 * 8 * 4
 
 
 def test_a_reduction_that_waits_for_its_gradient_is_said_to_be_late() -> None:

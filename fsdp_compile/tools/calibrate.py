@@ -55,7 +55,7 @@ def run_calibrate(settings: Settings, console: Console) -> HardwareProfile:
 
 def measured(settings: Settings, console: Console) -> list[dict[str, Any]]:
     """What each rank found, by rank."""
-    device = measure.device_of(settings.ranks, 0)
+    device = measure.device_of(settings.ranks, 0, has_link=settings.link is not None)
     sizes = settings.sizes or (measure.GPU_SIZES if device.type == "cuda" else measure.CPU_SIZES)
     results: list[dict[str, Any]] = [{}] * settings.ranks
     env = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]} if "OMP_NUM_THREADS" in os.environ else {}
@@ -138,10 +138,9 @@ def profile_of(samples: Sequence[dict[str, Any]], settings: Settings) -> Hardwar
         fits[kind] = fit_line(points, latency_s=min(points)[1])  # the smallest is hardly anything else
     # One number of ranks does not tell what is there once from what each step adds: half each.
     latency_s = min(fit.latency_s for fit in fits.values())
-    steps = max(1, ranks - 1) if backend == "gloo" else max(1, (ranks - 1).bit_length())
     here = Link(
         latency_s=_LATENCY_SHARE * latency_s,
-        step_s=(1 - _LATENCY_SHARE) * latency_s / steps,
+        step_s=(1 - _LATENCY_SHARE) * latency_s / (ranks - 1),  # of a ring
         bytes_per_s=fits["all_gather"].bytes_per_s,
         efficiency=1.0,
         slows_compute=max(sample["slows_compute"] for sample in samples),

@@ -19,7 +19,12 @@ from types import TracebackType
 
 _PREFIX = "fsdp-compile-bench-"
 _INTERFACES = ("fclink0", "fclink1")
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ADDRESSES = ("10.99.0.1", "10.99.0.2")  # inside fresh namespaces: cannot meet an address of the host
+
+
+class LinkError(Exception):
+    """Why there is no such link, and what to do."""
 
 
 class Link:
@@ -69,28 +74,33 @@ class Link:
             )
 
     def _remove(self) -> None:
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave half of it
+        # A second Ctrl-C, or a terminal that is closed meanwhile, must not leave half of it.
+        previous = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING}
         try:
             for namespace in self._namespaces:
                 _delete(namespace)  # takes its end of the veth pair along, and that takes the other end
         finally:
-            signal.signal(signal.SIGINT, previous)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
 
 def bytes_per_s(rate: str) -> float:
     """Of a rate as `tc` writes it: 1gbit, 500mbit."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)bit", rate)
     if match is None:
-        raise SystemExit(f"--link takes a rate such as 1gbit or 500mbit, not {rate!r}.")
-    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]] / 8
+        raise LinkError(f"--link takes a rate such as 1gbit or 500mbit, not {rate!r}.")
+    found = float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]] / 8
+    if not found:
+        raise LinkError(f"--link {rate} lets nothing through: give a rate above 0, such as 1gbit.")
+    return found
 
 
 def check_possible() -> None:
     if os.geteuid() != 0:
-        raise SystemExit("--link makes network namespaces and needs root: run as root, or leave --link out.")
+        raise LinkError("--link makes network namespaces and needs root: run as root, or leave --link out.")
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
-            raise SystemExit(f"--link needs the command `{tool}`: install iproute2, or leave --link out.")
+            raise LinkError(f"--link needs the command `{tool}`: install iproute2, or leave --link out.")
 
 
 def _remove_stale() -> None:
@@ -112,4 +122,4 @@ def _ip(*arguments: str) -> None:
 def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        raise SystemExit(f"--link: `{' '.join(command)}` failed: {done.stderr.strip() or 'no message'}")
+        raise LinkError(f"--link: `{' '.join(command)}` failed: {done.stderr.strip() or 'no message'}")

@@ -56,16 +56,16 @@ def stages(job: Job, device: torch.device) -> int:
     return len(dtypes_of(device)) + 3 + len(KINDS) * len(job.sizes) + 1
 
 
-def device_of(ranks: int, rank: int) -> torch.device:
-    """A GPU a rank where there are enough of them, else the CPU."""
-    has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= ranks
+def device_of(ranks: int, rank: int, has_link: bool = False) -> torch.device:
+    """A GPU a rank where there are enough of them, else the CPU, and there where a link is asked for: NCCL has none."""
+    has_gpus = not has_link and torch.cuda.is_available() and torch.cuda.device_count() >= ranks
     return torch.device("cuda", rank) if has_gpus else torch.device("cpu")
 
 
 def work(settings: dict[str, Any], rank: int, send: Send) -> None:
     """One rank: measure, say which step begins, and send all samples at the end."""
     job = Job(**settings)
-    device = device_of(job.ranks, rank)
+    device = device_of(job.ranks, rank, has_link=bool(job.interfaces))
     _join(job, rank, device)
     meter = _Meter(device)
 
@@ -104,7 +104,7 @@ def _join(job: Job, rank: int, device: torch.device) -> None:
     if job.interfaces:
         os.environ["GLOO_SOCKET_IFNAME"] = job.interfaces[rank]
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // job.ranks))
+        torch.set_num_threads(max(1, _num_cpus() // job.ranks))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -114,6 +114,11 @@ def _join(job: Job, rank: int, device: torch.device) -> None:
         world_size=job.ranks,
         timeout=datetime.timedelta(seconds=120),
     )
+
+
+def _num_cpus() -> int:
+    """How many this process may use; only Linux says that, elsewhere all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Meter:

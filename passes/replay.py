@@ -13,7 +13,7 @@ events give the same times anywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 LONG = "longer than the compute beside it"
@@ -144,6 +144,7 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
     slowing: list[_Flight] = []
     exposed: list[Exposed] = []
     ran: dict[str, int] = {}  # computes and finished collectives, by place
+    stood: set[int] = set()  # places of waits that took time
     memory = _Memory(held_bytes)
     for place, event in enumerate(events):
         memory.begin(event, now_s)
@@ -177,7 +178,8 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
                 raise ValueError(f"The events wait for {event.name} twice. Take the second wait out.")
             flight.waited = True
             if flight.end_s > now_s:
-                exposed.append(_exposed(flight, flight.end_s - now_s, compute_s, events, ran))
+                exposed.append(_exposed(flight, flight.end_s - now_s, compute_s, events, ran, stood))
+                stood.add(place)
                 now_s = flight.end_s
             ran[event.name] = place
         memory.end(event)
@@ -191,7 +193,12 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
 
 
 def _exposed(
-    flight: _Flight, seconds: float, compute_s: float, events: Sequence[Event], ran: Mapping[str, int]
+    flight: _Flight,
+    seconds: float,
+    compute_s: float,
+    events: Sequence[Event],
+    ran: Mapping[str, int],
+    stood: Collection[int],
 ) -> Exposed:
     """Why computation waits that long for a collective."""
     launch, queued_s = flight.launch, flight.start_s - flight.launched_s
@@ -200,13 +207,18 @@ def _exposed(
         reason, detail = QUEUED, f"{_ms(queued_s)} behind {flight.behind}; {takes}"
     else:
         last = max(launch.needs, key=ran.__getitem__, default="")
-        between = events[ran[last] + 1 : flight.place] if last else []
-        moves = any(isinstance(one, Compute) and one.seconds > 0 and not one.is_copy for one in between)
+        between = range(ran[last] + 1, flight.place) if last else ()
+        moves = any(place in stood or _computes(events[place]) for place in between)
         if last and not moves:
             reason, detail = LATE, f"right after {last}; {takes}"
         else:
             reason, detail = LONG, takes
     return Exposed(launch.name, launch.group, seconds, reason, detail)
+
+
+def _computes(event: Event) -> bool:
+    """Whether an event takes time, and need not come before the launch that it stands in front of."""
+    return isinstance(event, Compute) and event.seconds > 0 and not event.is_copy
 
 
 def _require_launch(launch: Launch, flights: Mapping[str, _Flight], ran: Mapping[str, int]) -> None:
