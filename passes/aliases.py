@@ -7,8 +7,8 @@
     w   = wait_tensor(g)   g's
     r   = reshape(t(a))    one of its own, where that takes a copy
 
-Schemas say most of it. Whether a reshape copies, and what an operator without annotations returns, only the values of
-the nodes know: those that share storage were made as views of one another.
+Schemas say most of it. What an operator without annotations returns, only the values of the nodes know: those that
+share storage were made as views of one another. So they do whether a reshape copies, or their strides.
 """
 
 from __future__ import annotations
@@ -143,9 +143,10 @@ def _source(node: fx.Node, place: int, value: torch.Tensor) -> fx.Node | None:
     aliased = compat.aliased_argument(node.target, place)
     if aliased is not None:
         source = compat.arguments_of(node).get(aliased[0])
-        if isinstance(source, fx.Node) and (node.target not in _MAY_COPY or _shares(value, source)):
-            return source
-        return None
+        if not isinstance(source, fx.Node):
+            return None
+        copies = node.target in _MAY_COPY and not _shares(value, source) and not _stays_in_order(value, source)
+        return None if copies else source
     if node.target in VIEWS and isinstance(node.args[0], fx.Node):
         return node.args[0]
     if isinstance(node.target, compat.OpOverload) and torch.Tag.pointwise in node.target.tags:
@@ -163,6 +164,20 @@ def _shares(value: torch.Tensor, source: fx.Node) -> bool:
         return False
     same = value.untyped_storage()
     return any(one.layout is torch.strided and one.untyped_storage() is same for one in tensors_of(source))
+
+
+def _stays_in_order(value: torch.Tensor, source: fx.Node) -> bool:
+    """Whether elements lie in memory one after the other, before and after: then none was moved.
+
+    Said of a node that was put in another's place, whose value knows of no views.
+    """
+    for tensor in (value, *tensors_of(source)):
+        expected = 1
+        for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride())):
+            if hint(size) != 1 and hint(stride) != expected:
+                return False
+            expected *= hint(size)
+    return True
 
 
 def _element(source: fx.Node, index: Any, found: dict[fx.Node, tuple[Storage, ...]]) -> tuple[Storage, ...]:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp_compile
 from fsdp_compile.demo.training import Settings, batch_of, build_model, shard_with_ours
 from fsdp_compile.passes import Group, events_of, load_profile, memory_curve, saved_inputs
+from fsdp_compile.passes.collectives import gloo_all_gather
 from fsdp_compile.passes.insert import insert
 from fsdp_compile.passes.memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, SHARD, Owner, kinds_of, lifetimes
 from fsdp_compile.passes.overlap import overlap
@@ -269,6 +270,21 @@ def test_an_input_is_given_up_when_all_its_names_are() -> None:
         assert memory_curve(graph, given_up).input_bytes == 400
     curve = memory_curve(graph, ("base", "view"))
     assert (curve.input_bytes, curve.live_bytes) == (0, (400, 400, 800, 1200, 800))
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments"),
+    [(aten.reshape.default, ([12],)), (aten.contiguous.default, ()), (aten.flatten.using_ints, ())],
+)
+def test_what_need_not_copy_a_gathered_parameter_does_not(op: Any, arguments: tuple[Any, ...]) -> None:
+    b = Builder()
+    w = b.unshard(b.input("shard", 2, 3), spec())
+    moved = b.call(op, b.call(aten.t.default, w), *arguments)
+    graph = b.output(b.call(aten.relu.default, b.call(op, w, *arguments)), b.call(aten.relu.default, moved))
+    insert(graph, plan_graph(graph, "forward"))
+    made = [one.storage.node for one in lifetimes(graph) if one.storage.node.op == "call_function"]
+    assert [node.target for node in made if node.target not in (aten.relu.default, op)] == [gloo_all_gather]
+    assert [node for node in made if node.target is op] == [moved]
 
 
 def test_offloaded_shards_and_their_gradients_are_not_in_the_devices_memory() -> None:

@@ -19,7 +19,6 @@ from types import TracebackType
 
 _PREFIX = "fsdp-compile-bench-"
 _INTERFACES = ("fclink0", "fclink1")
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ADDRESSES = ("10.99.0.1", "10.99.0.2")  # inside fresh namespaces: cannot meet an address of the host
 
 
@@ -75,7 +74,8 @@ class Link:
 
     def _remove(self) -> None:
         # A second Ctrl-C, or a terminal that is closed meanwhile, must not leave half of it.
-        previous = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING}
+        ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        previous = {number: signal.signal(number, signal.SIG_IGN) for number in ending}
         try:
             for namespace in self._namespaces:
                 _delete(namespace)  # takes its end of the veth pair along, and that takes the other end
