@@ -114,6 +114,7 @@ def _whole_step(backend: str) -> None:
         assert_same_params(model, unsharded, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.more
 def test_clipping_and_the_optimizer_inside_the_compiled_step(two_ranks: Ranks) -> None:
     two_ranks.run(_whole_step, "aot_eager")
 
