@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +63,9 @@ def main() -> int:
     begin = time.monotonic()
     interrupted = False
     try:
-        with interruptible():
+        # Graphs from an older run would have no passes to count, and no part in what the ranks agree on.
+        with interruptible(), tempfile.TemporaryDirectory(prefix="fsdp-compile-modes-") as cache:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
             _run(outcomes, options.backend, options.timeout)
     except KeyboardInterrupt:
         interrupted = True
