@@ -161,6 +161,11 @@ def leave_all_to_python(*functions: Callable[..., Any]) -> None:
 OpOverload = torch._ops.OpOverload
 
 
+def has_tag(target: object, tag: torch.Tag) -> bool:
+    """Whether a node's target is an operator that says this of itself."""
+    return isinstance(target, OpOverload) and tag in target.tags
+
+
 def arguments_of(node: torch.fx.Node) -> dict[str, Any]:
     """An operator's arguments by name (``_schema``: 2.11 to 2.15)."""
     schema = node.target._schema  # type: ignore[union-attr]

@@ -13,8 +13,9 @@ share storage were made as views of one another. So they do whether a reshape co
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +93,7 @@ def is_free(node: fx.Node) -> bool:
         return True
     tensors = tensors_of(node)
     if not tensors:  # a size, or what writes to its inputs
-        is_read = isinstance(node.target, compat.OpOverload) and torch.Tag.data_dependent_output in node.target.tags
+        is_read = compat.has_tag(node.target, torch.Tag.data_dependent_output)
         return (_is_number(node.meta.get("val")) and not is_read) or not inputs_of(node)
     if any(_is_written(node, place) for place in range(len(tensors))):
         return False
@@ -131,11 +132,8 @@ def hint(size: int | torch.SymInt) -> int:
     return compat.size_hint(size, DEFAULT_SIZE)
 
 
-def _product(sizes: Any) -> int:
-    total = 1
-    for size in sizes:
-        total *= hint(size)
-    return total
+def _product(sizes: Iterable[int | torch.SymInt]) -> int:
+    return math.prod(map(hint, sizes))
 
 
 def _source(node: fx.Node, place: int, value: torch.Tensor) -> fx.Node | None:
@@ -149,7 +147,7 @@ def _source(node: fx.Node, place: int, value: torch.Tensor) -> fx.Node | None:
         return None if copies else source
     if node.target in VIEWS and isinstance(node.args[0], fx.Node):
         return node.args[0]
-    if isinstance(node.target, compat.OpOverload) and torch.Tag.pointwise in node.target.tags:
+    if compat.has_tag(node.target, torch.Tag.pointwise):
         return None
     return next((source for source in node.all_input_nodes if _shares(value, source)), None)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,11 +62,8 @@ class Group:
     @classmethod
     def of(cls, ranks: Iterable[int], profile: HardwareProfile) -> Group:
         """Of these global ranks, which fill one node after the other."""
-        nodes: dict[int, int] = {}
-        for rank in ranks:
-            node = rank // profile.ranks_per_node
-            nodes[node] = nodes.get(node, 0) + 1
-        return cls(sum(nodes.values()), max(nodes.values()))
+        nodes = Counter(rank // profile.ranks_per_node for rank in ranks)
+        return cls(nodes.total(), max(nodes.values()))
 
 
 # By a group's name, where its ranks are.
@@ -113,8 +111,7 @@ def collective_seconds(kind: str, num_bytes: int, group: Group, profile: Hardwar
 
 def wire_bytes(kind: str, num_bytes: int, num_ranks: int, backend: str) -> float:
     """Bytes that each rank sends."""
-    twice = kind == "all_reduce" or (kind == "reduce_scatter" and backend == "gloo")
-    return num_bytes * (num_ranks - 1) / num_ranks * (2 if twice else 1)
+    return num_bytes * (num_ranks - 1) / num_ranks * _rounds(kind, backend)
 
 
 def _wire_bytes(kind: str, num_bytes: int, group: Group, backend: str) -> tuple[float, float]:
@@ -146,8 +143,12 @@ def _steps_seconds(kind: str, group: Group, profile: HardwareProfile) -> float:
         return link.step_s
     num_nodes = math.ceil(group.num_ranks / group.ranks_per_node)
     between, inside = num_nodes - 1, group.num_ranks - num_nodes
-    twice = kind == "all_reduce" or (kind == "reduce_scatter" and profile.backend == "gloo")
-    return (between * profile.between.step_s + inside * profile.inside.step_s) * (2 if twice else 1)
+    return (between * profile.between.step_s + inside * profile.inside.step_s) * _rounds(kind, profile.backend)
+
+
+def _rounds(kind: str, backend: str) -> int:
+    """How often all ranks are gone around: an all_reduce sums, then gathers, and gloo's reduce_scatter is one."""
+    return 2 if kind == "all_reduce" or (kind == "reduce_scatter" and backend == "gloo") else 1
 
 
 def group_of(name: str, profile: HardwareProfile, groups: Groups | None = None) -> Group:

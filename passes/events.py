@@ -14,13 +14,13 @@ from collections.abc import Collection
 
 from torch import fx
 
-from . import markers
 from .aliases import base_of, inputs_of
 from .collectives import c10d, is_launch
 from .cost import Groups, collective_seconds, graph_seconds, group_of, sent_by, slowdown
 from .insert import ROLE
 from .memory import lifetimes, storages_given
 from .profiles import HardwareProfile
+from .provenance import has_markers
 from .replay import Compute, Event, Launch, Wait
 
 
@@ -32,12 +32,11 @@ def events_of(
     ``groups`` says where the ranks of a process group are, by its name; c10d does where it is not given. Other inputs
     are the caller's, and not in the memory curve.
     """
-    for marker in (markers.unshard, markers.reduce_grad):
-        if graph.find_nodes(op="call_function", target=marker):
-            raise ValueError(
-                "This graph is not lowered: give a forward, backward or inference record's graph, from a model that "
-                "Inductor compiled."
-            )
+    if has_markers(graph):
+        raise ValueError(
+            "This graph is not lowered: give a forward, backward or inference record's graph, from a model that "
+            "Inductor compiled."
+        )
     seconds = graph_seconds(graph, profile)
     allocs, frees = _buffers(graph, given_up)
     events: list[Event] = []
@@ -72,6 +71,10 @@ def _buffers(
     given = storages_given(graph, given_up)
     nodes = list(graph.nodes)
     first_call = next((node for node in nodes if node.op == "call_function"), None)
+    last_until: list[fx.Node | None] = []  # at each position, the last node up to there at which something may end
+    for node in nodes:
+        ends = node.op in ("call_function", "output")
+        last_until.append(node if ends else last_until[-1] if last_until else None)
     allocs: dict[fx.Node, list[tuple[str, int]]] = {}
     frees: dict[fx.Node, list[str]] = {}
     taken: set[str] = set()
@@ -82,7 +85,7 @@ def _buffers(
             continue
         begin = owner if is_made_here else first_call
         # What is written over ends in front of its last reader, where no call needs to stand.
-        last = next((node for node in reversed(nodes[: life.last + 1]) if node.op in ("call_function", "output")), None)
+        last = last_until[life.last] if life.last >= 0 else None
         if begin is None or last is None:
             continue  # an input that nobody reads
         name = owner.name

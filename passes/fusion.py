@@ -142,14 +142,13 @@ class _Kernel:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    if node.target in _INLINED:
-        return True
-    return isinstance(node.target, compat.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return node.target in _INLINED or compat.has_tag(node.target, torch.Tag.pointwise)
 
 
 def _computes_inputs(node: fx.Node) -> bool:
     """Whether a node computes what it reads on the way."""
-    return is_pointwise(node) or _is_reduction(node) or node.target is aten.cat.default
+    is_reduction = compat.has_tag(node.target, torch.Tag.reduction)
+    return is_pointwise(node) or is_reduction or node.target is aten.cat.default
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
@@ -163,7 +162,3 @@ def _readers(node: fx.Node) -> list[fx.Node]:
             elif inputs_of(user) and tensors_of(user):
                 work.append(user)
     return list(found)
-
-
-def _is_reduction(node: fx.Node) -> bool:
-    return isinstance(node.target, compat.OpOverload) and torch.Tag.reduction in node.target.tags

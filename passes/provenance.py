@@ -89,7 +89,6 @@ def annotate(graph: fx.Graph) -> None:
     for node in gathers:
         by_shard.setdefault(node.args[0], []).append(node)  # type: ignore[arg-type]
     _write_names(list(by_shard.values()))
-    _count_nameless(gathers)
     by_sequence = {node.meta["seq_nr"]: node for node in gathers if "seq_nr" in node.meta}
     for node in reduce_nodes(graph):
         gather = by_sequence.get(node.meta.get("seq_nr"))
@@ -117,12 +116,11 @@ def _named(nodes: list[fx.Node]) -> list[Marker]:
 
 def _count_nameless(nodes: list[fx.Node]) -> None:
     """Tell markers that no reader gives a name apart by their position among those of equal units."""
-    counted = Counter[tuple[str, str, int]]()
+    counted = Counter[tuple[object, ...]]()
     for node in nodes:
         if _FQN not in node.meta:
-            fqn = str(node.kwargs["fqn"])
-            alike = str(node.kwargs["unit"]), fqn, int(str(node.kwargs["part"]))
-            node.meta[_FQN], node.meta[_UNIT] = f"#{counted[alike]}.{fqn}", f"#{counted[alike]}"
+            alike = tuple(node.kwargs[key] for key in ("unit", "fqn", "part"))
+            node.meta[_FQN], node.meta[_UNIT] = f"#{counted[alike]}.{node.kwargs['fqn']}", f"#{counted[alike]}"
             counted[alike] += 1
 
 

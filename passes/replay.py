@@ -109,7 +109,8 @@ class Timeline:
     @property
     def peak_at(self) -> str:
         """The first event during which most is alive."""
-        return next((point.event for point in self.memory if point.num_bytes == self.peak_bytes), "")
+        highest = max(self.memory, key=lambda point: point.num_bytes, default=None)
+        return "" if highest is None else highest.event
 
     def __str__(self) -> str:
         lines = [

@@ -22,15 +22,16 @@ def work(settings: dict[str, Any], rank: int, send: Send) -> None:
     # Little code to generate, and several parameters to bucket.
     model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 5))
     fsdp_compile.fully_shard(model, reshard_after_forward=options.pop("reshard", None) == "yes")
-    fsdp_compile.configure(model, **{name: value for name, value in options.items() if name != "then"})
+    then = options.pop("then", None)
+    fsdp_compile.configure(model, **options)
     graphs: list[str] = []
     manager.observers.append(lambda record: graphs.append(record.stage))
     run = torch.compile(model, fullgraph=True)
     for step in range(2):
         generator = torch.Generator().manual_seed(10 * step + rank)
         run(torch.randn(4, 6, generator=generator)).pow(2).mean().backward()
-    if "then" in options:  # another plan for the same parameters
-        fsdp_compile.configure(model, bucketing=options["then"])
+    if then is not None:  # another plan for the same parameters
+        fsdp_compile.configure(model, bucketing=then)
         run(torch.ones(4, 6)).pow(2).mean().backward()
     squares = torch.stack([param.grad.to_local().pow(2).sum() for param in model.parameters()])
     dist.all_reduce(squares)

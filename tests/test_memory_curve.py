@@ -251,21 +251,21 @@ def test_the_peak_of_what_inductor_compiled_is_near_the_predicted_one(two_ranks:
             assert predicted == pytest.approx(measured, rel=0.15), stage
 
 
-def test_a_storage_that_two_inputs_share_is_counted_once() -> None:
+def base_and_its_view() -> fx.Graph:
+    """Two inputs of one storage, each of them read."""
     b = Builder()
     base = b.input("base", 100)
     view = b.graph.placeholder("view")
     view.meta["val"] = base.meta["val"].view(10, 10)
-    graph = b.output(b.call(aten.relu.default, base), b.call(aten.relu.default, view))
-    assert memory_curve(graph).input_bytes == 400
+    return b.output(b.call(aten.relu.default, base), b.call(aten.relu.default, view))
+
+
+def test_a_storage_that_two_inputs_share_is_counted_once() -> None:
+    assert memory_curve(base_and_its_view()).input_bytes == 400
 
 
 def test_an_input_is_given_up_when_all_its_names_are() -> None:
-    b = Builder()
-    base = b.input("base", 100)
-    view = b.graph.placeholder("view")
-    view.meta["val"] = base.meta["val"].view(10, 10)
-    graph = b.output(b.call(aten.relu.default, base), b.call(aten.relu.default, view))
+    graph = base_and_its_view()
     for given_up in (("base",), ("view",)):
         assert memory_curve(graph, given_up).input_bytes == 400
     curve = memory_curve(graph, ("base", "view"))

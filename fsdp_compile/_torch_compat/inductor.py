@@ -17,6 +17,7 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch._inductor.custom_graph_pass as custom_graph_pass
 
+from ..passes import _torch_compat as passes_compat
 from ..passes._torch_compat import CustomGraphPass as CustomGraphPass
 
 
@@ -138,11 +139,8 @@ def no_compile_caches() -> Iterator[None]:
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """A size as a number: of a symbolic one the value seen when it was compiled, 2 if there was none (2.11 to 2.15)."""
-    if not isinstance(size, torch.SymInt):
-        return size
-    hint = size.node.hint
-    return 2 if hint is None else int(hint)
+    """A size as a number: of a symbolic one the value seen when it was compiled, 2 if there was none."""
+    return passes_compat.size_hint(size, default=2)
 
 
 def missing_compiler(device_type: str) -> str | None:
