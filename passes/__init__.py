@@ -2,7 +2,8 @@
 
     joint graph            merge    one marker a parameter
                            slices   where a slice of it is kept for backward, that stands between gather and readers
-                           keep     tag each gathered parameter: save it, or gather again in backward
+                           parts    what an extension makes of gathered tensors is made again
+                           keep     tag each gathered parameter: save it, or gather again in backward; and its readers
     --- AOTAutograd's partitioner splits forward from backward ---
     forward, backward      insert   markers become collectives, bucketed
                                     with offloaded shards, copies from the CPU before and back to it after

@@ -200,6 +200,40 @@ def sort_topologically(graph: torch.fx.Graph) -> None:
     stable_topological_sort(graph)
 
 
+def partitioner_has_a_budget(graph: torch.fx.Graph) -> bool:
+    """Whether the user has the partitioner compute activations again until they fit.
+
+    ``_functorch.config.activation_memory_budget`` and ``meta["memory_budget"]``: 2.11 to 2.15;
+    ``torch.fx.traceback._get_memory_budget_annotation``: 2.15.
+    """
+    from torch._functorch import config
+
+    annotation = getattr(torch.fx.traceback, "_get_memory_budget_annotation", lambda node: None)
+    return bool(config.activation_memory_budget != 1.0) or any(
+        node.meta.get("memory_budget") is not None or annotation(node) is not None for node in graph.nodes
+    )
+
+
+def written_inputs(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Inputs of a joint graph that its forward writes to, in the graph or behind it.
+
+    ``meta["desc"]`` of inputs and of the output, ``InputMutationAOTOutput.mutated_input``: 2.11 to 2.15.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    behind = {getattr(result, "mutated_input", None) for result in graph.output_node().meta.get("desc") or ()} - {None}
+    copy = torch.ops.aten.copy_.default
+    return {
+        node
+        for node in inputs
+        if node.meta.get("desc") in behind or any(user.target is copy and user.args[0] is node for user in node.users)
+    }
+
+
+def is_of_backward(node: torch.fx.Node) -> bool:
+    """Whether a node of a joint graph was traced while backward was (``meta["partitioner_tag"]``: 2.11 to 2.15)."""
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
 def served_from_a_cache() -> bool:
     """Whether a graph was not compiled but found (``_dynamo.utils.counters``: 2.11 to 2.15)."""
     counters = torch._dynamo.utils.counters

@@ -7,12 +7,12 @@ recompiling, and a collective here would hang it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from . import _torch_compat as compat
-from .plan import Plan
+from .plan import Bucket, Plan
 
 
 class Agreement:
@@ -37,7 +37,8 @@ class Agreement:
             return
         if store is not self._store:  # the process group was made anew
             self._store, self._planned = store, {}
-        fqns = sorted(fqn for bucket in (*plan.gathers, *plan.reduces) for fqn in bucket.fqns)
+        # Of a step, what it reads; that it gathers other parts of that in backward is a difference.
+        fqns = sorted([*plan.regather, *plan.keep] or (fqn for bucket in _buckets(plan) for fqn in bucket.fqns))
         for ranks in sorted({compat.group_ranks(group) for group in groups}):
             if len(ranks) > 1:
                 self._check_within(store, plan, fqns, ranks)
@@ -59,10 +60,17 @@ class Agreement:
             raise RuntimeError(_difference(plan, Plan.from_json(published)))
 
 
+def _buckets(plan: Plan) -> Iterator[Bucket]:
+    for one in (plan, plan.forward, plan.backward):
+        if one is not None:
+            yield from (*one.gathers, *one.reduces)
+
+
 def _difference(plan: Plan, other: Plan) -> str:
-    theirs, ours = {*other.gathers, *other.reduces}, {*plan.gathers, *plan.reduces}
+    theirs, ours = set(_buckets(other)), set(_buckets(plan))
+    apart = f"only here {sorted(map(str, ours - theirs))}, only there {sorted(map(str, theirs - ours))}"
     return (
-        f"this rank plans other collectives than the rank that compiled first, for one {plan.stage} graph: only here "
-        f"{sorted(map(str, ours - theirs))}, only there {sorted(map(str, theirs - ours))}. Call fully_shard with the "
+        f"this rank plans other collectives than the rank that compiled first, for one {plan.stage} graph: "
+        f"{apart if ours != theirs else 'the same ones in another order'}. Call fully_shard and configure with the "
         "same arguments on every rank, and run the same versions of torch and fsdp_compile."
     )

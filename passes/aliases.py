@@ -25,7 +25,7 @@ from torch import fx
 from . import _torch_compat as compat
 from .collectives import c10d
 from .copies import wait_for_copies
-from .keep import VIEWS
+from .views import VIEWS
 
 # For a symbolic size that nobody has seen a value of. A constant, so that ranks agree.
 DEFAULT_SIZE = 1024

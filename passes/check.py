@@ -3,11 +3,14 @@
 launch = all_gather_into_tensor(...)        a wait stands on the collective's own output, views come after it:
 wait   = wait_tensor(launch)                only then does Inductor keep the collective's input alive
 
-Buckets are launched in the plan's order, and one that replicas reduce as well is launched a second time for that.
+Buckets are launched in the plan's order, gathers and reductions alike, and one that replicas reduce as well is launched
+a second time for that.
 What is copied to the CPU is waited for too.
 """
 
 from __future__ import annotations
+
+from collections import Counter
 
 from torch import fx
 
@@ -25,12 +28,11 @@ def check(graph: fx.Graph, plan: Plan) -> int:
     for launch in launches:
         waits = [user for user in launch.users if user.target is c10d.wait_tensor.default]
         assert len(waits) == len(launch.users) == 1, f"{launch} is read by {list(launch.users)}, not by one wait alone"
-    for kind, buckets in (("gather", plan.gathers), ("reduce", plan.reduces)):
-        launched = [launch.meta[ROLE].bucket for launch in launches if launch.meta[ROLE].kind == kind]
-        expected = [index for index, bucket in enumerate(buckets) for _ in range(num_launches(bucket))]
-        assert sorted(launched) == expected, f"{kind} buckets {launched} are launched, not the plan's {expected}"
-        order, planned = list(dict.fromkeys(launched)), list(dict.fromkeys(expected))
-        assert order == planned, f"{kind} buckets are launched in the order {order}, not the plan's {planned}"
+    launched = Counter((launch.meta[ROLE].kind, launch.meta[ROLE].bucket) for launch in launches)
+    buckets = {"gather": plan.gathers, "reduce": plan.reduces}
+    planned = {one: num for one in plan.order if (num := num_launches(buckets[one[0]][one[1]]))}
+    assert dict(launched) == planned, f"{dict(launched)} are launched, not the plan's {planned}"
+    assert list(launched) == list(planned), f"launched in the order {list(launched)}, not the plan's {list(planned)}"
     for copy in graph.find_nodes(op="call_function", target=to_host):
         is_complete = copy.kwargs.get("wait", True) or any(user.target is wait_for_copies for user in copy.users)
         assert is_complete, f"nothing waits for {copy}"

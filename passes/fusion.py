@@ -17,7 +17,7 @@ from torch import fx
 from . import _torch_compat as compat
 from .aliases import base_of, inputs_of, is_free, tensors_of
 from .collectives import is_launch
-from .keep import CASTS
+from .views import CASTS
 
 aten = torch.ops.aten
 

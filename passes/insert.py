@@ -31,10 +31,10 @@ from . import _torch_compat as compat
 from . import lower
 from .copies import to_host, wait_for_copies
 from .emit import emit
-from .keep import VIEWS
 from .plan import Bucket, Plan, num_launches
 from .provenance import Marker, find_reduces, find_unshards
 from .slices import keep_slice
+from .views import VIEWS
 
 aten = torch.ops.aten
 
@@ -52,6 +52,7 @@ class Role:
     kind: str  # "gather" or "reduce"; "end" of what waits at the end of a graph
     bucket: int
     unit: str
+    turn: int  # of its launch among all launches of the graph
     lookahead: int
 
 
@@ -65,7 +66,7 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         members = [unshards.pop(fqn) for fqn in bucket.fqns]
         anchor = min((marker.node for marker in members), key=position.__getitem__)
         specs = [marker.spec for marker in members]
-        call = _emitter(graph, anchor, Role("gather", index, bucket.unit, plan.lookahead))
+        call = _emitter(graph, anchor, Role("gather", index, bucket.unit, plan.turn("gather", index), plan.lookahead))
         fulls = lower.finish_gather(call, lower.launch_gather(call, [m.shard for m in members], specs), specs)
         _replace(graph, members, fulls)
         num_launched += num_launches(bucket)
@@ -74,7 +75,7 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         _assert_independent(members, bucket)
         anchor = max((marker.node for marker in members), key=position.__getitem__)
         specs = [marker.spec for marker in members]
-        call = _emitter(graph, anchor, Role("reduce", index, bucket.unit, plan.lookahead))
+        call = _emitter(graph, anchor, Role("reduce", index, bucket.unit, plan.turn("reduce", index), plan.lookahead))
         reduced = lower.finish_reduce(call, lower.launch_reduce(call, [m.shard for m in members], specs), specs)
         _replace(graph, members, reduced)
         num_launched += num_launches(bucket)
@@ -92,7 +93,7 @@ def _wait_at_the_end(graph: fx.Graph, plan: Plan) -> None:
     for copy in copies:
         copy.kwargs = {"wait": False}
     if copies:
-        call = _emitter(graph, graph.output_node(), Role("end", 0, plan.stage, plan.lookahead))
+        call = _emitter(graph, graph.output_node(), Role("end", 0, plan.stage, len(plan.order), plan.lookahead))
         call(wait_for_copies, copies, str(copies[0].args[0].meta["val"].device))  # type: ignore[union-attr]
 
 

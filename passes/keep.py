@@ -1,75 +1,77 @@
-"""Keep or regather: tell the partitioner what becomes of each gathered parameter.
+"""Keep or regather: tell the partitioner what becomes of each gathered parameter, and of what reads it.
 
     joint graph                          after
-    w = unshard(shard)                   w = unshard(shard)   # recompute=MUST_RECOMPUTE
-    y = mm(x, w)                         y = mm(x, w)
+    w, g = unshard(...), unshard(...)    w, g = ...                     # recompute=MUST_RECOMPUTE
+    v = mul(w, mask)                     v = mul(w, mask)               # recompute=MUST_RECOMPUTE
+    y = mm(x, v)                         y = mm(x, v)                   # recompute=MUST_SAVE, if backward reads it
     ...                                  ...
-    gx = mm(gy, w.t())                   (backward gathers w again; the shard is what is saved)
+    gx = mm(gy, t(v))                    (backward gathers w again; the shard is what is saved)
+    rg = reduce_grad(gg)                 rg = reduce_grad(gg, [g])      (and g, whether or not it comes to be read)
 
 A slice that stands for a parameter until backward is saved. An untagged gather would be left to min-cut, which saves
-collectives' results: ZeRO-2's memory by accident. It saves a cast of a gather as well (autocast, a frozen weight stored
-in bf16 that its module reads as fp32), which is as large: casts are tagged like what they cast.
+collectives' results: ZeRO-2's memory by accident. It saves what is made of a gather as well (a cast, a mask laid over
+it), which is as large: that is tagged like the gather. structure.py says what is tagged, and why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from . import _torch_compat as compat
 from .plan import Plan
-from .provenance import find_unshards
+from .provenance import find_reduces, find_unshards, reduce_nodes, unshard_nodes
 from .slices import keep_slice
+from .structure import Structure, structure_of
+from .tags import tag
 
-# Above every id that activation checkpointing hands out: a recomputed node may only feed recomputed nodes of a
-# lower id, and with id 0 a checkpointed model saved its full weights (seen on 2.11 and 2.15).
-AC_GRAPH_ID = 100_000
-
-aten = torch.ops.aten
-CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
-VIEWS = (
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.expand.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.alias.default,
-    aten.detach.default,
-)
+# In the meta of a joint graph's markers: the plan of the step, for the graphs that are cut from it.
+STEP = "fsdp_step"
 
 
 def keep(graph: fx.Graph, plan: Plan) -> int:
-    """Tag every unshard marker as the plan says; return how many were tagged."""
-    regather = set(plan.regather)
+    """Tag every unshard marker, and what reads weights, as the plan says; return how many markers were tagged."""
     unshards = find_unshards(graph)
+    structure = structure_of(graph)
+    for node in structure.of_weights:
+        tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+    for node in structure.beside:
+        if "recompute" in node.meta:  # by activation checkpointing; else it would be saved for a region above its own
+            tag(node, node.meta["recompute"])
+    if not compat.partitioner_has_a_budget(graph):  # else what it computes again is not for us to forbid
+        for node in structure.saved:
+            tag(node, CheckpointPolicy.MUST_SAVE)
+        for node in structure.late:
+            tag(node, CheckpointPolicy.MUST_RECOMPUTE, region=0)
+        _have_backward_gather(graph, structure)
     for marker in unshards:
-        policy = CheckpointPolicy.MUST_RECOMPUTE if marker.fqn in regather else CheckpointPolicy.MUST_SAVE
-        tag(marker.node, policy)
-        if policy is CheckpointPolicy.MUST_RECOMPUTE:
-            for cast in _casts_of(marker.node):
-                tag(cast, policy)
+        kept = marker.fqn in plan.keep
+        tag(marker.node, CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE)
+    for node in (*unshard_nodes(graph), *reduce_nodes(graph)):
+        node.meta[STEP] = plan
+        node.update_kwarg("step", plan.id)
     for node in graph.find_nodes(op="call_function", target=keep_slice):
         tag(node, CheckpointPolicy.MUST_SAVE)
     return len(unshards)
 
 
-def tag(node: fx.Node, policy: CheckpointPolicy) -> None:
-    """Tell the partitioner what becomes of a node's result, whatever activation checkpointing does around it."""
-    node.meta["recompute"] = policy
-    node.meta["ac_graph_id"] = AC_GRAPH_ID
+def let_go(graph: fx.Graph) -> None:
+    """In a graph that was cut, take back what ``keep`` gave reductions to read: the gathers are there."""
+    for node in reduce_nodes(graph):
+        node.args = node.args[:1]
 
 
-def _casts_of(gathered: fx.Node) -> Iterator[fx.Node]:
-    """Casts of a gathered parameter or of views of it, but for those that activation checkpointing has tagged."""
-    for user in gathered.users:
-        if user.target in CASTS and "recompute" not in user.meta:
-            yield user
-        if user.target in CASTS or user.target in VIEWS:
-            yield from _casts_of(user)
+def _have_backward_gather(graph: fx.Graph, structure: Structure) -> None:
+    """Let reductions read the gathers that backward may need, and may not: each its own, where it has one."""
+    reduces = find_reduces(graph)
+    if not reduces:
+        return
+    own = {marker.fqn: marker.node for marker in reduces}
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    given: dict[fx.Node, list[fx.Node]] = {}
+    for marker in find_unshards(graph):
+        if marker.node in structure.again and marker.node not in structure.read:
+            later = [one.node for one in reduces if place[one.node] >= structure.again[marker.node]]
+            given.setdefault(own.get(marker.fqn, (later or [reduces[-1].node])[0]), []).append(marker.node)
+    for node, gathers in given.items():
+        node.args = (node.args[0], gathers)

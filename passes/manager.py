@@ -17,21 +17,22 @@ from ._torch_compat import CustomGraphPass
 from .agree import Agreement
 from .check import check
 from .collectives import let_inductor_see_collectives
+from .given import fitted
 from .insert import insert
-from .keep import keep
+from .keep import keep, let_go
 from .merge import merge
 from .overlap import overlap
 from .parts import parts
 from .plan import Plan
 from .planner import plan_graph, plan_joint
-from .provenance import annotate, groups_of, has_markers, reduce_nodes, unshard_nodes
+from .provenance import annotate, groups_of, has_markers, reduce_nodes, settle_names, unshard_nodes
 from .schedule import leave_graph, schedule_this_graph
 from .slices import slices, use_first_gather
 
 Pass = Callable[[fx.Graph, Plan], int]
 
 # The order of everything. A pass is (graph, plan) -> count, and only applies the plan.
-JOINT_PASSES: tuple[Pass, ...] = (merge, slices, keep, parts)
+JOINT_PASSES: tuple[Pass, ...] = (merge, slices, parts, keep)
 POST_GRAD_PASSES: tuple[Pass, ...] = (insert, overlap, check)
 
 
@@ -65,6 +66,7 @@ class PassManager(CustomGraphPass):
     def __init__(self) -> None:
         self.observers: list[Callable[[GraphRecord], None]] = []
         self._agreement = Agreement()
+        self._given: dict[str, Plan] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PassManager:
         return self  # Inductor copies the defaults of its settings, and who observes this one observes all
@@ -79,6 +81,7 @@ class PassManager(CustomGraphPass):
                 annotate(graph)
                 for one_pass in (merge, parts):  # no joint graph was there to do it on
                     one_pass(graph, Plan(stage))
+            let_go(graph)
             use_first_gather(graph)
             plan = plan_graph(graph, stage)
             self._agreement.check(plan, groups_of(graph))
@@ -96,13 +99,27 @@ class PassManager(CustomGraphPass):
         del inputs
         if has_markers(module.graph):
             annotate(module.graph)
-            # Planned when only keep is left: a plan names what will stand in the graph.
+            # Planned when keep is next: a plan names what will stand in the graph.
             self._run(module.graph, "joint", None, JOINT_PASSES)
             module.recompile()
         return module
 
     def uuid(self) -> str:
         return source_hash()
+
+    def give(self, plan: Plan) -> str:
+        """Have graphs whose markers say the id that is returned follow this plan."""
+        self._given[plan.id] = plan
+        return plan.id
+
+    def _plan_of_step(self, graph: fx.Graph) -> Plan:
+        asked_for = {str(node.kwargs["step"]) for node in unshard_nodes(graph)}
+        if len(asked_for) > 1:
+            raise ValueError("a graph reads models that were given different plans. Compile them apart.")
+        given = self._given.get("".join(asked_for))
+        plan = plan_joint(graph) if given is None else fitted(given, graph)
+        self._agreement.check(plan, groups_of(graph))
+        return plan
 
     def _run(self, graph: fx.Graph, stage: str, plan: Plan | None, passes: tuple[Pass, ...]) -> None:
         watched = bool(self.observers)
@@ -113,7 +130,8 @@ class PassManager(CustomGraphPass):
             before = _code(graph) if watched else ""
             start = time.perf_counter()
             if plan is None and one_pass is keep:
-                plan = plan_joint(graph)
+                settle_names(graph)
+                plan = self._plan_of_step(graph)
             count = one_pass(graph, plan or Plan(stage))
             elapsed = time.perf_counter() - start
             records.append(PassRecord(one_pass.__name__, count, elapsed, before, _code(graph) if watched else ""))

@@ -32,12 +32,13 @@ _SPEC = (
     "str fqn, str unit, int order, int[] size, int dim, int num_shards, int local_length, str group, str backend, "
     "ScalarType dtype, ScalarType reduce_dtype, ScalarType grad_dtype, bool regather, str reduce_op, float predivide, "
     "float postdivide, str reduction, str bucketing, str replicate_group, int num_replicas, int inner_shards, "
-    "str inner_group, int inner_rank, int part, str device, bool pinned"
+    "str inner_group, int inner_rank, int part, str device, bool pinned, str step"
 )
 
 _BACKWARD = 'Tensor? leaf=None, Tensor? ticket=None, str then="reduce"'
 library.define(f"unshard(Tensor shard, {_BACKWARD}, *, {_SPEC}) -> Tensor")
-library.define(f"reduce_grad(Tensor grad, *, {_SPEC}) -> Tensor")
+# What else backward is to gather stands beside a gradient, in graphs between two passes.
+library.define(f"reduce_grad(Tensor grad, Tensor[]? beside=None, *, {_SPEC}) -> Tensor")
 # Around each tensor that an all-gather extension made of gathered parts; a pass takes it away.
 library.define("made_of_parts(Tensor full) -> Tensor")
 # What backward runs when it runs, so not in any graph: the ticket's holder adds what earlier backwards held back.
@@ -62,7 +63,7 @@ def _unshard_fake(shard: Tensor, *backward: Any, **kwargs: Any) -> Tensor:
 
 
 @torch.library.register_fake(f"{NAMESPACE}::reduce_grad")
-def _reduce_grad_fake(grad: Tensor, **kwargs: Any) -> Tensor:
+def _reduce_grad_fake(grad: Tensor, *beside: Any, **kwargs: Any) -> Tensor:
     device = "cpu" if kwargs["device"] else grad.device
     return grad.new_empty(ParamSpec.of(kwargs).local_size, dtype=kwargs["grad_dtype"], device=device)
 
@@ -75,7 +76,7 @@ def _unshard_kernel(shard: Tensor, *backward: Any, **kwargs: Any) -> Tensor:
     return full.clone() if full.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr() else full
 
 
-def _reduce_grad_kernel(grad: Tensor, **kwargs: Any) -> Tensor:
+def _reduce_grad_kernel(grad: Tensor, *beside: Any, **kwargs: Any) -> Tensor:
     _warn_if_displaced("reduce_grad", kwargs["fqn"])
     spec = ParamSpec.of(kwargs)
     pending = lower.launch_reduce(lower.run, [grad], [spec])

@@ -6,11 +6,13 @@
     after      G1 G2 w1 C1    G3 w2 C2    w3 C3  R3 ... R2 w3' ...
 
 A unit's gathers are launched when the unit before it begins to compute, not earlier: a gather that is early holds
-memory. A reduction is launched as soon as its gradients are there and waited for when the next unit has launched its
-own; where that wait starts the all-reduce over replicas, it is waited for one unit later still. Everything else keeps
-its order. Gathers have the plan's order among themselves, and reductions theirs, wherever compute went: two ranks that
-launch in different orders hang. Inductor fuses and sorts after the FX passes, so the same rule is applied once more to
-what it will generate, through its documented hook for scheduler passes.
+memory. Before the first unit, what needs no launch is computed. A reduction is launched as soon as its gradients are
+there and waited for when the next unit has launched its own; where that wait starts the all-reduce over replicas, it is
+waited for one unit later still. Everything else keeps its order. Launches are in the plan's order, gathers and
+reductions alike, wherever compute went: two ranks that launch in different orders hang. So what is computed for a
+launch may be pulled ahead for one that has its turn later, and a reduction waits for a gather that has its turn before.
+Inductor fuses and sorts after the FX passes, so the same rule is applied once more to what it will generate, through
+its documented hook for scheduler passes.
 """
 
 from __future__ import annotations
@@ -60,13 +62,39 @@ class Items(Generic[T]):
         known = self.position
         self.deps = {item: [dep for dep in deps(item) if dep in known and dep is not item] for item in order}
         self.role = {item: role(item) for item in order}
-        # Launches with their roles, in order; a bucket that replicas reduce has two among the reductions.
-        self.gathers: dict[T, Role] = {}
-        self.reductions: dict[T, Role] = {}
-        for item in order:
-            its_role = self.role[item]
-            if its_role is not None and is_launch(item):
-                (self.gathers if its_role.kind == "gather" else self.reductions)[item] = its_role
+        self.launches = {item: its for item in order if (its := self.role[item]) is not None and is_launch(item)}
+        self.gathers = {item: its for item, its in self.launches.items() if its.kind == "gather"}
+        self.reductions = {item: its for item, its in self.launches.items() if its.kind != "gather"}
+        self.epilogues, self.second_of = self._follow_reductions()
+        self.seconds = set(self.second_of.values())
+
+    def last_launch_needed(self) -> dict[T, int]:
+        """For each item, the last turn among the launches that it comes from; -1 of one that needs none."""
+        needs: dict[T, int] = {}
+        for item in self.order:
+            own = self.launches[item].turn if item in self.launches and item not in self.seconds else -1
+            needs[item] = max([own, *(needs[dep] for dep in self.deps[item])])
+        return needs
+
+    def _follow_reductions(self) -> tuple[dict[T, list[T]], dict[T, T]]:
+        """What follows from a launch: its wait, divisions, slices; and the second launch of a bucket that has two."""
+        epilogues: dict[T, list[T]] = {launch: [] for launch in self.reductions}
+        seconds: dict[T, T] = {}
+        owner: dict[T, T] = {}
+        for item in self.order:
+            role = self.role[item]
+            if role is None or role.kind != "reduce":
+                continue
+            first = next((owner[dep] for dep in self.deps[item] if dep in owner), None)
+            if item in self.reductions:
+                owner[item] = item
+                # Of the same bucket: one bucket's packing may be fused with the sums of the one before.
+                if first is not None and self.reductions[first].bucket == role.bucket:
+                    seconds[first] = item
+            elif first is not None:
+                owner[item] = first
+                epilogues[first].append(item)
+        return epilogues, seconds
 
 
 def planned_order(items: Items[T], lookahead: int) -> list[T]:
@@ -74,24 +102,32 @@ def planned_order(items: Items[T], lookahead: int) -> list[T]:
     schedule = _Schedule(items)
     steps = _gather_steps(items)
     begins = {first_reader: index for index, (first_reader, _) in enumerate(steps) if first_reader is not None}
-    launched = 0
     if steps:
-        for launch in steps[0][1]:  # no unit comes before the first one: launched at the start of the graph
-            schedule.emit(launch)
-        launched = 1
+        schedule.launch_until(steps[0][1])  # no unit comes before the first one: launched at the start of the graph
+        for item in _beside_the_first(items, steps):
+            schedule.compute(item)
     for item in items.order:
         if items.role[item] is not None:
             continue  # communication is emitted when compute asks for it
         if item in begins:
-            upto = min(begins[item] + lookahead + 1, len(steps))
-            for _, launches in steps[launched:upto]:
-                for launch in launches:
-                    schedule.emit(launch)
-            launched = max(launched, upto)
-        schedule.emit(item)
+            schedule.launch_until(steps[min(begins[item] + lookahead, len(steps) - 1)][1])
+        schedule.compute(item)
         schedule.reduce_what_is_ready()
     schedule.finish()
+    assert_planned(schedule.done, items)
     return schedule.done
+
+
+def assert_planned(order: Iterable[T], items: Items[T]) -> None:
+    """Refuse an order in which a launch has another one's turn."""
+    turns = [items.launches[item].turn for item in order if item in items.launches and item not in items.seconds]
+    if turns != sorted(turns):
+        raise RuntimeError(
+            f"the collectives of this graph would be launched in the order {turns} of the plan's turns: what one of "
+            "them sends is computed from what a later one brings. Another rank may launch them otherwise, and hang. "
+            "Take away passes that were set beside fsdp_compile's, or call module.set_reshard_after_forward(False) on "
+            "the units of the graph."
+        )
 
 
 def _gather_steps(items: Items[T]) -> list[tuple[T | None, list[T]]]:
@@ -124,19 +160,61 @@ def _gather_steps(items: Items[T]) -> list[tuple[T | None, list[T]]]:
     return steps
 
 
+def _beside_the_first(items: Items[T], steps: Sequence[tuple[T | None, list[T]]]) -> list[T]:
+    """Compute of the first unit that needs no launch: nothing else can run while its own gathers do.
+
+    Of a backward, the gradient of the last product's weight.
+    """
+    first, second = (steps[place][0] if place < len(steps) else None for place in (0, 1))
+    if first is None:
+        return []
+    end = len(items.order) if second is None else items.position[second]
+    needs = items.last_launch_needed()
+    return [item for item in items.order[:end] if items.role[item] is None and needs[item] < 0]
+
+
 class _Schedule(Generic[T]):
-    """The order as it grows: emits an item after what it depends on."""
+    """The order as it grows: emits an item after what it depends on, and launches in their turns."""
 
     def __init__(self, items: Items[T]) -> None:
         self.items = items
         self.done: list[T] = []
         self.emitted: set[T] = set()
-        self._epilogues, self._seconds = self._follow_reductions()
         # Not launched yet; a bucket's second launch is part of what follows its first.
-        first = [launch for launch in items.reductions if launch not in self._seconds.values()]
-        self._waiting = sorted(first, key=lambda launch: items.reductions[launch].bucket)
-        # Launched and not waited for, each with the unit whose reductions were being launched then.
+        first = [launch for launch in items.launches if launch not in items.seconds]
+        self._waiting = sorted(first, key=lambda launch: items.launches[launch].turn)
+        self._needs = items.last_launch_needed()
+        # Reductions just launched; and those that are not waited for, each with the unit that was being reduced then.
+        self._launched: list[T] = []
         self._in_flight: list[tuple[T, str]] = []
+
+    def compute(self, item: T) -> None:
+        """Emit an item; before it whatever it needs, and all launches that have their turn before one of these."""
+        while self._waiting and self._turn(self._waiting[0]) <= self._needs[item]:
+            self._launch(self._waiting.pop(0))
+        self.emit(item)
+
+    def launch_until(self, launches: Iterable[T]) -> None:
+        """Launch these, and what has its turn before one of them."""
+        last = max(map(self._turn, launches))
+        while self._waiting and self._turn(self._waiting[0]) <= last:
+            self._launch(self._waiting.pop(0))
+
+    def reduce_what_is_ready(self) -> None:
+        """Launch the reductions that have their turn and their gradients; wait for what the unit before sent."""
+        while self._waiting and self._waiting[0] in self.items.reductions and self._ready(self._waiting[0]):
+            self._launch(self._waiting.pop(0))
+        self._settle()
+
+    def finish(self) -> None:
+        """Emit what nothing asked for: the last launches, and whatever only outputs read."""
+        while self._waiting:
+            self._launch(self._waiting.pop(0))
+        self.reduce_what_is_ready()
+        while self._in_flight:
+            self._complete(*self._in_flight.pop(0))
+        for item in self.items.order:
+            self.emit(item)
 
     def emit(self, item: T) -> None:
         """Emit ``item``, and before it whatever it needs; an explicit stack, for graphs deeper than Python's."""
@@ -154,31 +232,33 @@ class _Schedule(Generic[T]):
                 self.emitted.add(top)
                 self.done.append(top)
 
-    def reduce_what_is_ready(self) -> None:
-        """Launch the reductions whose gradients are computed; wait for what was launched while the unit before was."""
-        while self._waiting and self._ready(self._waiting[0]):
-            launch = self._waiting.pop(0)
-            self.emit(launch)
+    def _launch(self, launch: T) -> None:
+        self.emit(launch)
+        if launch in self.items.reductions:
+            self._launched.append(launch)
+            if self.items.second_of:
+                self._settle()  # what follows is a launch too: its place is that of this one, whatever is ready
+
+    def _settle(self) -> None:
+        """Wait for the reductions that were in flight while the unit before was reduced."""
+        for launch in self._launched:
             unit = self.items.reductions[launch].unit
             while self._in_flight and self._in_flight[0][1] != unit:
                 self._complete(self._in_flight.pop(0)[0], unit)
             self._in_flight.append((launch, unit))
-
-    def finish(self) -> None:
-        """Emit what nothing asked for: the last reductions, and whatever only outputs read."""
-        while self._in_flight:
-            self._complete(*self._in_flight.pop(0))
-        for item in self.items.order:
-            self.emit(item)
+        self._launched.clear()
 
     def _complete(self, launch: T, unit: str) -> None:
         """Wait for a reduction; where a second one follows, that is in flight from here on."""
-        for item in self._epilogues[launch]:
+        for item in self.items.epilogues[launch]:
             self.emit(item)
-        if launch in self._seconds:
-            second = self._seconds[launch]
+        if launch in self.items.second_of:
+            second = self.items.second_of[launch]
             self.emit(second)
             self._in_flight.append((second, unit))
+
+    def _turn(self, launch: T) -> int:
+        return self.items.launches[launch].turn
 
     def _ready(self, launch: T) -> bool:
         """Whether all compute that the reduction needs has been emitted (its packing may come now)."""
@@ -192,23 +272,3 @@ class _Schedule(Generic[T]):
             seen.add(item)
             work.extend(self.items.deps[item])
         return True
-
-    def _follow_reductions(self) -> tuple[dict[T, list[T]], dict[T, T]]:
-        """What follows from a launch: its wait, divisions, slices; and the second launch of a bucket that has two."""
-        epilogues: dict[T, list[T]] = {launch: [] for launch in self.items.reductions}
-        seconds: dict[T, T] = {}
-        owner: dict[T, T] = {}
-        for item in self.items.order:
-            role = self.items.role[item]
-            if role is None or role.kind != "reduce":
-                continue
-            first = next((owner[dep] for dep in self.items.deps[item] if dep in owner), None)
-            if item in self.items.reductions:
-                owner[item] = item
-                # Of the same bucket: one bucket's packing may be fused with the sums of the one before.
-                if first is not None and self.items.reductions[first].bucket == role.bucket:
-                    seconds[first] = item
-            elif first is not None:
-                owner[item] = first
-                epilogues[first].append(item)
-        return epilogues, seconds

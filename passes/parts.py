@@ -1,7 +1,7 @@
 """What an all-gather extension makes of gathered tensors is made again in backward, where these are gathered again.
 
     joint graph                          after
-    g = unshard(sent, part=0)            g = unshard(sent, part=0)    # recompute=MUST_RECOMPUTE, by ``keep``
+    g = unshard(sent, part=0)            g = unshard(sent, part=0)    # by ``keep``: recompute=MUST_RECOMPUTE
     v = mul(g, scale)                    v = mul(g, scale)            # recompute=MUST_RECOMPUTE
     w = made_of_parts(v)                 y = mm(x, v)
     y = mm(x, w)
@@ -17,17 +17,18 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import markers
-from .keep import tag
 from .plan import Plan
 from .provenance import find_unshards
+from .tags import tag
 
 
 def parts(graph: fx.Graph, plan: Plan) -> int:
     """Tag what stands between gathered parts and what was made of them; return how many nodes were tagged."""
+    del plan  # the markers say which are gathered again
     made = graph.find_nodes(op="call_function", target=markers.made_of_parts)
     if not made:
         return 0
-    again = [one.node for one in find_unshards(graph) if one.spec.part >= 0 and one.fqn in plan.regather]
+    again = [one.node for one in find_unshards(graph) if one.spec.part >= 0 and one.spec.regather]
     behind = _reached(again, lambda node: node.users)
     before = _reached(made, lambda node: node.all_input_nodes)
     between = behind & before - {*again, *made}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from dataclasses import dataclass
+from typing import Any
 
 STAGES = ("joint", "forward", "backward", "inference")
 
@@ -28,23 +30,46 @@ def num_launches(bucket: Bucket) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """Decisions for one graph; a pure function of the markers' arguments."""
+    """Decisions for one graph; a pure function of the markers' arguments and of what computes with them.
+
+    A joint graph's is the plan of the step: it has those of the two graphs that are cut from it.
+    """
 
     stage: str
-    regather: tuple[str, ...] = ()  # joint: gathered again in backward
+    regather: tuple[str, ...] = ()  # joint: not kept behind forward
+    again: tuple[str, ...] = ()  # joint: of these, what backward gathers
     keep: tuple[str, ...] = ()  # joint: gathered once, saved for backward
     gathers: tuple[Bucket, ...] = ()  # in the order of launch
     reduces: tuple[Bucket, ...] = ()
+    order: tuple[tuple[str, int], ...] = ()  # of all launches: "gather" or "reduce", and which bucket
     lookahead: int = 1  # how many units ahead of its use a gather is launched
+    forward: Plan | None = None
+    backward: Plan | None = None
+
+    def turn(self, kind: str, bucket: int) -> int:
+        """The place of a bucket's launch among all launches of the graph."""
+        return self.order.index((kind, bucket))
+
+    @property
+    def id(self) -> str:
+        """Equal for equal plans, on every rank and in every process."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        fields = json.loads(text)
-        for name in ("gathers", "reduces"):
-            fields[name] = tuple(Bucket(**{**bucket, "fqns": tuple(bucket["fqns"])}) for bucket in fields[name])
-        for name in ("regather", "keep"):
-            fields[name] = tuple(fields[name])
-        return cls(**fields)
+        return _from_fields(json.loads(text))
+
+
+def _from_fields(fields: dict[str, Any]) -> Plan:
+    """What ``dataclasses.asdict`` took apart, and JSON made lists of."""
+    for name in ("gathers", "reduces"):
+        fields[name] = tuple(Bucket(**{**bucket, "fqns": tuple(bucket["fqns"])}) for bucket in fields[name])
+    for name in ("regather", "again", "keep"):
+        fields[name] = tuple(fields[name])
+    fields["order"] = tuple((kind, bucket) for kind, bucket in fields["order"])
+    for name in ("forward", "backward"):
+        fields[name] = None if fields[name] is None else _from_fields(fields[name])
+    return Plan(**fields)

@@ -1,144 +1,275 @@
-"""Chooses the Plan of a graph from its markers: what stays gathered, what travels together, and in which order.
+"""Chooses the plan of a step from its joint graph: what is gathered again, what travels together, in which order.
 
-    graph, as Inductor left it           plan
-    b1 = unshard(...)                    gathers  #0  w0 b0      read first
-    b0, w0 = unshard(...), ...                    #1  w1 b1
+    joint graph                          plan
+    b1 = unshard(...)                    forward    gather 0  w0 b0      read first
+    b0, w0 = unshard(...), ...                      gather 1  w1 b1
     y  = addmm(b0, x, t(w0))
     w1 = unshard(...)
     z  = addmm(b1, y, t(w1))
+    ...                                  backward   gather 0  w1 b1
+    gy = mm(gz, w1)                                 gather 1  w0 b0      one unit ahead
+    r1 = reduce_grad(mm(t(gz), y))                  reduce 0  w1 b1
+    ...                                             reduce 1  w0 b0
 
 Where a marker stands says nothing: Inductor moves what has no place of its own, in inference graphs before our passes
-see them. What computes with a parameter has its place, and so has what computes its gradient.
+see them. What computes with a parameter has its place, and so has what computes its gradient. And what the partitioner
+makes of the joint graph says nothing either: the graphs that are cut from it execute what was planned here. A graph
+that was cut from none (evaluation, compiled autograd) is planned for itself, by the same rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
 
-from .keep import CASTS, VIEWS
-from .layout import bucket_limits, split_into_buckets
+from . import _torch_compat as compat
+from . import markers
+from .buckets import gather_buckets, reduce_buckets
+from .keep import STEP
 from .plan import Bucket, Plan
 from .provenance import Marker, find_reduces, find_unshards
+from .slices import keep_slice, whole_of
 from .spec import ParamSpec
+from .structure import Structure, is_matrix, structure_of
+from .views import CASTS, VIEWS
+
+AHEAD = "(vectors)"  # the unit of those that travel ahead of their own
+
+# Where a bucket is to be launched: a place in a graph, and what tells two of one place apart.
+Place = tuple[int, int, str]
 
 
 def plan_joint(graph: fx.Graph) -> Plan:
-    """Keep or regather each parameter of a joint graph, as its group was told."""
-    unshards = find_unshards(graph)
-    return Plan(
+    """The plan of a step: keep or regather each parameter, as its unit was told, and every launch of both graphs."""
+    unshards, reduces = find_unshards(graph), find_reduces(graph)
+    structure = structure_of(graph)
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    kept = {one.node for one in unshards if not one.spec.regather and one.node not in structure.of_weights}
+    plan = Plan(
         stage="joint",
-        regather=tuple(marker.fqn for marker in unshards if marker.spec.regather),
-        keep=tuple(marker.fqn for marker in unshards if not marker.spec.regather),
+        regather=tuple(one.fqn for one in unshards if one.node not in kept),
+        again=tuple(one.fqn for one in unshards if one.node in structure.again),
+        keep=tuple(one.fqn for one in unshards if one.node in kept),
     )
+    if compat.partitioner_has_a_budget(graph):
+        return plan  # it may compute anything again: each graph is planned as it comes
+    return dataclasses.replace(
+        plan,
+        forward=_plan(
+            "forward",
+            [one for one in unshards if one.node in structure.in_forward],
+            [],
+            lambda one: _first_read(one.node, place),
+            lambda one: 0,
+        ),
+        backward=_plan_backward(graph, structure, unshards, reduces, place),
+    )
+
+
+def _plan_backward(
+    graph: fx.Graph,
+    structure: Structure,
+    unshards: Sequence[Marker],
+    reduces: Sequence[Marker],
+    place: Mapping[fx.Node, int],
+) -> Plan:
+    named = {marker.node: marker.fqn for marker in unshards}
+    again = [_as_the_whole(one, named) for one in unshards if one.node in structure.again]
+    return _plan(
+        "backward",
+        _ahead_of_their_units(again, reduces, structure.again, place),
+        reduces,
+        lambda one: structure.again[one.node],
+        lambda one: place[one.node],  # autograd's order; what stands before it may depend on a batch of one
+    )
+
+
+def _ahead_of_their_units(
+    gathers: Sequence[Marker],
+    reduces: Sequence[Marker],
+    needed: Mapping[fx.Node, int],
+    place: Mapping[fx.Node, int],
+) -> list[Marker]:
+    """Vectors that backward may need long before the matrices of their unit travel in a unit of their own.
+
+    A norm behind a residual sum: to compute its result again for any later block takes its scale. What is "long" says
+    the order: another unit's turn comes between.
+    """
+    with_matrices = {one.unit for one in gathers if is_matrix(one.node)}
+    begins: dict[str, int] = {}
+    for one in gathers:
+        if is_matrix(one.node) or one.unit not in with_matrices:
+            begins[one.unit] = min(needed[one.node], begins.get(one.unit, len(place)))
+    turns = [(begin, unit) for unit, begin in begins.items()] + [(place[one.node], one.unit) for one in reduces]
+
+    def is_ahead(one: Marker) -> bool:
+        begin = begins[one.unit]
+        return any(needed[one.node] < turn < begin and unit != one.unit for turn, unit in turns)
+
+    return [dataclasses.replace(one, unit=AHEAD) if is_ahead(one) else one for one in gathers]
 
 
 def plan_graph(graph: fx.Graph, stage: str) -> Plan:
-    """Buckets of a forward, backward or inference graph."""
+    """The plan of a forward, backward or inference graph: what the joint graph's says, where it was cut from one."""
+    unshards, reduces = find_unshards(graph), find_reduces(graph)
+    step = next((one.node.meta[STEP] for one in (*unshards, *reduces) if STEP in one.node.meta), None)
+    planned = {"forward": step.forward, "backward": step.backward}.get(stage) if step is not None else None
+    if planned is not None:
+        return _present(planned, unshards, reduces)
     place = {node: index for index, node in enumerate(graph.nodes)}
-    return Plan(
-        stage=stage,
-        # A gather is launched for its first member, a reduction once its last member's gradient is there.
-        gathers=_named_buckets(
-            find_unshards(graph),
-            gather_buckets,
-            lambda spec: (spec.dtype, spec.gather_bytes),
-            num_replicas=lambda spec: 1,
-            launched_at=lambda members: min((_first_read(one.node, place), *_tie(one)) for one in members),
-        ),
-        reduces=_named_buckets(
-            find_reduces(graph),
-            reduce_buckets,
-            lambda spec: (spec.reduce_dtype, spec.reduce_bytes),
-            num_replicas=lambda spec: spec.num_replicas,
-            launched_at=lambda members: max((_computed(one.shard, place), *_tie(one)) for one in members),
-        ),
+    return _plan(
+        stage, unshards, reduces, lambda one: _first_read(one.node, place), lambda one: _computed(one.shard, place)
     )
 
 
-def gather_buckets(specs: Sequence[ParamSpec]) -> list[list[int]]:
-    """Which parameters of one unit share an all-gather: indices into ``specs``, in packing order."""
-    return _split(specs, _gather_key, lambda spec: spec.gather_bytes)
+def _as_the_whole(marker: Marker, named: dict[fx.Node, str]) -> Marker:
+    """A marker that gathers slices of a parameter by the parameter's name: in backward it stands alone."""
+    whole = whole_of(marker.node)
+    return marker if whole is None else dataclasses.replace(marker, fqn=named[whole])
 
 
-def reduce_buckets(specs: Sequence[ParamSpec]) -> list[list[int]]:
-    """Which gradients of one unit share a reduction: indices into ``specs``, in packing order."""
-    return _split(specs, _reduce_key, lambda spec: spec.reduce_bytes)
+def _present(planned: Plan, unshards: Sequence[Marker], reduces: Sequence[Marker]) -> Plan:
+    """The plan without what is not in the graph; raises for what is in the graph and not in the plan."""
+    more = {one.fqn for one in unshards} - {fqn for bucket in planned.gathers for fqn in bucket.fqns}
+    if more:
+        raise RuntimeError(
+            f"the {planned.stage} graph gathers {', '.join(sorted(more))}, which the plan of the step does not: a pass "
+            "or a partitioner that was set beside fsdp_compile computes again what reads it. Ranks with batches of "
+            "other sizes may not, and then hang. Take that pass away, or call "
+            "module.set_reshard_after_forward(False) on the unit."
+        )
+    return only(planned, unshards, reduces)
 
 
-def _gather_key(spec: ParamSpec) -> tuple[object, ...]:
-    """What the members of one all-gather must have in common."""
-    return (spec.group, spec.num_shards, spec.dtype, spec.bucketing)
+def only(plan: Plan, unshards: Sequence[Marker], reduces: Sequence[Marker]) -> Plan:
+    """The plan with nothing but these in its buckets."""
+    gathers, kept_gathers = _those_present(plan.gathers, unshards, lambda spec: spec.gather_bytes)
+    reductions, kept_reductions = _those_present(plan.reduces, reduces, lambda spec: spec.reduce_bytes)
+    places = {"gather": kept_gathers, "reduce": kept_reductions}
+    order = tuple((kind, places[kind][index]) for kind, index in plan.order if index in places[kind])
+    return dataclasses.replace(plan, gathers=gathers, reduces=reductions, order=order)
 
 
-def _reduce_key(spec: ParamSpec) -> tuple[object, ...]:
-    divisors = (spec.reduce_op, spec.predivide, spec.postdivide, spec.reduction)
-    ranks = (spec.group, spec.num_shards, spec.replicate_group, spec.num_replicas)
-    # A bucket that goes to the CPU goes there as one tensor.
-    copied = (spec.device, spec.grad_dtype) if spec.device else ()
-    return (*ranks, spec.reduce_dtype, *divisors, spec.bucketing, *copied)
+def _those_present(
+    buckets: Sequence[Bucket], found: Sequence[Marker], num_bytes: Callable[[ParamSpec], int]
+) -> tuple[tuple[Bucket, ...], dict[int, int]]:
+    """The buckets less what was not found, and where each bucket that is left was and is."""
+    specs = {one.fqn: one.spec for one in found}
+    left: list[Bucket] = []
+    place: dict[int, int] = {}
+    for index, bucket in enumerate(buckets):
+        fqns = tuple(fqn for fqn in bucket.fqns if fqn in specs)
+        if fqns:
+            place[index] = len(left)
+            left.append(dataclasses.replace(bucket, fqns=fqns, num_bytes=sum(num_bytes(specs[fqn]) for fqn in fqns)))
+    return tuple(left), place
 
 
-def _split(
-    specs: Sequence[ParamSpec],
-    key: Callable[[ParamSpec], tuple[object, ...]],
-    num_bytes: Callable[[ParamSpec], int],
-) -> list[list[int]]:
-    by_key: dict[tuple[object, ...], list[int]] = {}
-    # By place in the group and not by use, so that forward, backward and the eager path pack the same bytes.
-    for index in sorted(range(len(specs)), key=lambda index: specs[index].order):
-        by_key.setdefault(key(specs[index]), []).append(index)
-    buckets = []
-    for indices in by_key.values():
-        first = specs[indices[0]]
-        sizes = [num_bytes(specs[index]) for index in indices]
-        for chosen in split_into_buckets(sizes, first.bucketing, bucket_limits(first.backend)):
-            buckets.append([indices[place] for place in chosen])
-    return buckets
+def _plan(
+    stage: str,
+    unshards: Sequence[Marker],
+    reduces: Sequence[Marker],
+    read_at: Callable[[Marker], int],
+    computed_at: Callable[[Marker], int],
+) -> Plan:
+    # A gather is launched for its first member, a reduction once its last member's gradient is there.
+    gathers = _placed_buckets(
+        unshards,
+        gather_buckets,
+        gather_bucket,
+        lambda members: min((read_at(one), *_tie(one)) for one in members),
+    )
+    reductions = _placed_buckets(
+        reduces,
+        reduce_buckets,
+        reduce_bucket,
+        lambda members: max((computed_at(one), *_tie(one)) for one in members),
+    )
+    plan = Plan(
+        stage=stage,
+        gathers=tuple(bucket for _, bucket in gathers),
+        reduces=tuple(bucket for _, bucket in reductions),
+    )
+    order = _order(gathers, [place[0] for place, _ in reductions], plan.lookahead)
+    return dataclasses.replace(plan, order=order)
 
 
-def _named_buckets(
+def _order(
+    gathers: Sequence[tuple[Place, Bucket]], computed: Sequence[int], lookahead: int
+) -> tuple[tuple[str, int], ...]:
+    """Every launch in one order: a unit's gathers where the unit before it begins, reductions where they are ready."""
+    begins: list[int] = []  # of each unit in turn: where it is first read
+    events: list[tuple[int, int, str, int]] = []
+    unit = None
+    for index, ((place, *_), bucket) in enumerate(gathers):
+        if bucket.unit != unit:
+            begins.append(place)
+            unit = bucket.unit
+        turn = len(begins) - 1
+        events.append((begins[max(0, turn - lookahead)] if turn else -1, 0, "gather", index))
+    events += [(place, 1, "reduce", index) for index, place in enumerate(computed)]
+    return tuple((kind, index) for _, _, kind, index in sorted(events))
+
+
+def gather_bucket(unit: str, members: Sequence[Marker]) -> Bucket:
+    """What travels in one all-gather."""
+    spec = members[0].spec
+    return _bucket(unit, members, spec.dtype, [one.spec.gather_bytes for one in members], num_replicas=1)
+
+
+def reduce_bucket(unit: str, members: Sequence[Marker]) -> Bucket:
+    """What travels in one reduction."""
+    spec = members[0].spec
+    sizes = [one.spec.reduce_bytes for one in members]
+    return _bucket(unit, members, spec.reduce_dtype, sizes, num_replicas=spec.num_replicas)
+
+
+def _bucket(
+    unit: str, members: Sequence[Marker], dtype: torch.dtype, sizes: Sequence[int], num_replicas: int
+) -> Bucket:
+    return Bucket(
+        unit=unit,
+        fqns=tuple(one.fqn for one in members),
+        dtype=str(dtype).removeprefix("torch."),
+        num_bytes=sum(sizes),
+        num_ranks=members[0].spec.num_shards,
+        num_replicas=num_replicas,
+    )
+
+
+def _placed_buckets(
     found: Sequence[Marker],
     split: Callable[[Sequence[ParamSpec]], list[list[int]]],
-    on_the_wire: Callable[[ParamSpec], tuple[torch.dtype, int]],
-    num_replicas: Callable[[ParamSpec], int],
-    launched_at: Callable[[Iterable[Marker]], tuple[int, int, str]],
-) -> tuple[Bucket, ...]:
+    bucket_of: Callable[[str, Sequence[Marker]], Bucket],
+    placed_at: Callable[[Iterable[Marker]], Place],
+) -> list[tuple[Place, Bucket]]:
     units: dict[str, list[Marker]] = {}
     for marker in found:
         units.setdefault(marker.unit, []).append(marker)
-    buckets: list[tuple[tuple[int, int, str], Bucket]] = []
+    buckets: list[tuple[Place, Bucket]] = []
     for unit, members in units.items():
         for indices in split([marker.spec for marker in members]):
             chosen = [members[index] for index in indices]
-            wire = [on_the_wire(marker.spec) for marker in chosen]
-            bucket = Bucket(
-                unit=unit,
-                fqns=tuple(marker.fqn for marker in chosen),
-                dtype=str(wire[0][0]).removeprefix("torch."),
-                num_bytes=sum(num_bytes for _, num_bytes in wire),
-                num_ranks=chosen[0].spec.num_shards,
-                num_replicas=num_replicas(chosen[0].spec),
-            )
-            buckets.append((launched_at(chosen), bucket))
-    return tuple(bucket for _, bucket in sorted(buckets, key=lambda placed: placed[0]))
+            buckets.append((placed_at(chosen), bucket_of(unit, chosen)))
+    return sorted(buckets, key=lambda placed: placed[0])
 
 
-def _first_read(gathered: fx.Node, place: dict[fx.Node, int]) -> int:
+def _first_read(gathered: fx.Node, place: Mapping[fx.Node, int]) -> int:
     """Where a graph first computes with a parameter, looking through views and casts; its end when it never does."""
     first, work = len(place), [gathered]
     while work:
         for user in work.pop().users:
-            if user.target in VIEWS or user.target in CASTS:
+            if user.target in VIEWS or user.target in CASTS or user.target in (keep_slice, markers.unshard):
                 work.append(user)
             else:
                 first = min(first, place[user])
     return first
 
 
-def _computed(grad: fx.Node, place: dict[fx.Node, int]) -> int:
+def _computed(grad: fx.Node, place: Mapping[fx.Node, int]) -> int:
     """Where a graph has computed a gradient but for views and casts, which may stand anywhere behind that."""
     while (grad.target in VIEWS or grad.target in CASTS) and isinstance(grad.args[0], fx.Node):
         grad = grad.args[0]

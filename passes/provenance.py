@@ -114,6 +114,17 @@ def _named(nodes: list[fx.Node]) -> list[Marker]:
     return found
 
 
+def settle_names(graph: fx.Graph) -> None:
+    """Write on each marker the one name that it has in the graphs that are cut from this one.
+
+    A gather from slices has that of the gather that these were cut from: no cut graph has both.
+    """
+    for marker in (*find_unshards(graph), *find_reduces(graph)):
+        part = "" if marker.spec.part < 0 else f":{marker.spec.part}"
+        cut_from = [one for one in marker.shard.all_input_nodes if one.target is marker.node.target is markers.unshard]
+        marker.node.meta[_FQN] = cut_from[0].meta[_FQN] if cut_from else marker.fqn.removesuffix(part)
+
+
 def _count_nameless(nodes: list[fx.Node]) -> None:
     """Tell markers that no reader gives a name apart by their position among those of equal units."""
     counted = Counter[tuple[object, ...]]()

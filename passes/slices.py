@@ -64,13 +64,23 @@ def slices(graph: fx.Graph, plan: Plan) -> int:
 def use_first_gather(graph: fx.Graph) -> None:
     """In a graph where the slice is cut, the full parameter is there: nothing is gathered from slices."""
     for node in unshard_nodes(graph):
-        piece = node.args[0]
-        assert isinstance(piece, fx.Node)
-        if piece.target is keep_slice:
-            node.replace_all_uses_with(piece.args[0])  # type: ignore[arg-type]
+        whole = whole_of(node)
+        if whole is not None:
+            piece = node.all_input_nodes[0]
+            node.replace_all_uses_with(whole)
             graph.erase_node(node)
             if not piece.users:
                 graph.erase_node(piece)
+
+
+def whole_of(gather: fx.Node) -> fx.Node | None:
+    """Of a gather from slices, the one that they were cut from; None of any other."""
+    piece = gather.args[0]
+    if isinstance(piece, fx.Node) and piece.target is keep_slice:
+        whole = piece.args[0]
+        assert isinstance(whole, fx.Node)
+        return whole
+    return None
 
 
 def inner_spec(spec: ParamSpec) -> ParamSpec:

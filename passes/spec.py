@@ -54,6 +54,8 @@ class ParamSpec:
     # on; empty where the shard is there already. And whether the gradient is to be in pinned memory.
     device: str = ""
     pinned: bool = False
+    # Id of the plan of the step, given or written by a pass: caches tell graphs of two plans apart by it.
+    step: str = ""
 
     @property
     def layout(self) -> ShardLayout:

@@ -98,10 +98,11 @@ def test_with_resharding_no_full_weight_is_saved(
     out.float().sum().backward()
     if backend == "inductor":
         gathered = {fqn for bucket in records["backward"].plan.gathers for fqn in bucket.fqns}
-        # Backward of a linear needs its weight and no bias; the embedding's needs nothing; recomputing needs it all.
-        assert {"layers.0.up.weight", "layers.1.down.weight", "head.weight"} <= gathered
-        assert "embed.weight" not in gathered
-        assert ("layers.0.up.bias" in gathered) == (make is Checkpointed)
+        # Backward of a linear needs its weight and no bias, a norm may be computed again, the embedding's needs nothing.
+        # Recomputing needs it all, but for what the last sum of a block reads, which the next one has saved.
+        products = {"up.bias", "down.bias"}
+        not_read = {"layers.0.down.bias"} if make is Checkpointed else {f"layers.{i}.{name}" for i in (0, 1) for name in products}
+        assert gathered == {fqn for fqn, _ in model.named_parameters()} - not_read - {"embed.weight"}
 
 
 @pytest.mark.parametrize("frozen_in_bf16", [True, False])
@@ -228,9 +229,10 @@ def test_the_generated_code_runs_in_the_planned_order(records: dict[str, GraphRe
     # One unit ahead, waited for at its use. The plan lists launches in this order, and the group is the plan's.
     assert order_of(forward) == "GGwMGwMGwMGwMwM"
     assert [bucket.unit for bucket in records["forward"].plan.gathers] == [f"Linear:layers.{i}" for i in range(5)]
-    # Backward: the last unit first. The gradient of its weight needs no gather, so it is computed and launched (R) while
-    # the gather runs; each reduction is waited for after the next unit's was launched.
-    assert order_of(backward) == "GMRGwMRGwMwMRGwMwMRGwMwwMRww"
+    # Backward: the last unit first. The gradient of its weight needs no gather, so it is computed while the gather runs.
+    # The next gather has its turn before each reduction (R), which is waited for after the next unit's was launched.
+    # (torch 2.15 brings two launches together behind our pass, in their order.)
+    assert order_of(backward) in ("GMGwMRGwMRwGwMRwGwMRwwMRww", "GMGRwMGwMRwGwMRwGwMRwwMRww")
     assert [bucket.unit for bucket in records["backward"].plan.gathers] == [f"Linear:layers.{4 - i}" for i in range(5)]
     assert [bucket.unit for bucket in records["backward"].plan.reduces] == [f"Linear:layers.{4 - i}" for i in range(5)]
 

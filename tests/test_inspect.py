@@ -101,12 +101,14 @@ def test_report_shows_collectives_buckets_bytes_and_passes(saved: Saved) -> None
         """\
 Stack: 3 graphs, 8 collectives, 12.0 KiB a rank
 
-00_joint: 16 unshards and 16 reduce_grads -> 12 gathered again where backward needs them, 4 kept
-  unit              params  names                                       in backward  reduced  gathered
-  (Stack)                4  embed.weight norm.weight norm.bias +1       keep               4   2.0 KiB
-  layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  regather           6   2.2 KiB
-  layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  regather           6   2.2 KiB
-  passes: merge 0 (- ms), slices 0 (- ms), keep 16 (- ms), parts 0 (- ms)
+00_joint: 16 unshards and 16 reduce_grads -> 8 gathered again in backward, 4 kept
+  unit              params  names                                  in backward     reduced  gathered
+  (Stack)                4  embed.weight norm.weight norm.bias +1  kept                  4   2.0 KiB
+  layers.0 (Block)       4  norm.weight norm.bias up.weight +1     gathered again        4   2.1 KiB
+  layers.0 (Block)       2  up.bias down.bias                      not needed            2      98 B
+  layers.1 (Block)       4  norm.weight norm.bias up.weight +1     gathered again        4   2.1 KiB
+  layers.1 (Block)       2  up.bias down.bias                      not needed            2      98 B
+  passes: merge 0 (- ms), slices 0 (- ms), parts 0 (- ms), keep 16 (- ms)
 
 01_forward: 16 unshards and 0 reduce_grads -> 3 collectives, 3.3 KiB a rank
   #  collective  unit              params  names                                       dtype  bytes/rank   bucket
@@ -115,10 +117,10 @@ Stack: 3 graphs, 8 collectives, 12.0 KiB a rank
   2  all_gather  layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  bf16      1.1 KiB  2.3 KiB
   passes: insert 3 (- ms), overlap - (- ms), check 3 (- ms)
 
-02_backward: 6 unshards and 16 reduce_grads -> 5 collectives, 8.7 KiB a rank
+02_backward: 8 unshards and 16 reduce_grads -> 5 collectives, 8.7 KiB a rank
   #  collective  unit              params  names                                       dtype  bytes/rank   bucket
-  0  all_gather  layers.1 (Block)       3  norm.weight up.weight down.weight           bf16      1.1 KiB  2.1 KiB
-  1  all_gather  layers.0 (Block)       3  norm.weight up.weight down.weight           bf16      1.1 KiB  2.1 KiB
+  0  all_gather  layers.1 (Block)       4  norm.weight norm.bias up.weight +1          bf16      1.1 KiB  2.2 KiB
+  1  all_gather  layers.0 (Block)       4  norm.weight norm.bias up.weight +1          bf16      1.1 KiB  2.2 KiB
   2  all_to_all  layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  fp32      2.3 KiB  4.5 KiB
   3  all_to_all  layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  fp32      2.3 KiB  4.5 KiB
   4  all_to_all  (Stack)                4  embed.weight norm.weight norm.bias +1       fp32      2.1 KiB  4.1 KiB

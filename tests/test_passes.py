@@ -16,13 +16,14 @@ from fsdp_compile.passes import Bucket, ParamSpec, Plan, markers
 from fsdp_compile.passes.check import check
 from fsdp_compile.passes.copies import to_host
 from fsdp_compile.passes.insert import ROLE, insert
-from fsdp_compile.passes.keep import AC_GRAPH_ID, keep
+from fsdp_compile.passes.keep import keep
 from fsdp_compile.passes.merge import merge
 from fsdp_compile.passes.overlap import overlap
 from fsdp_compile.passes.parts import parts
 from fsdp_compile.passes.planner import plan_graph, plan_joint
 from fsdp_compile.passes.provenance import annotate, find_unshards
 from fsdp_compile.passes.slices import keep_slice, slices, use_first_gather
+from fsdp_compile.passes.tags import AC_GRAPH_ID
 
 BF16 = torch.bfloat16
 aten = torch.ops.aten
@@ -368,11 +369,60 @@ def test_a_cast_of_what_was_gathered_is_made_again_as_well() -> None:
     build = Builder()
     x = build.input("x", 5, 3, dtype=BF16)
     weight = build.unshard(build.input("shard", 2, 3), spec(), reader="up")
-    cast = build.call(aten._to_copy.default, build.call(aten.t.default, weight), dtype=BF16)
+    turned = build.call(aten.t.default, weight)
+    cast = build.call(aten._to_copy.default, turned, dtype=BF16)
     product = build.call(aten.mm.default, x, cast)
     graph = build.output(build.call(aten._to_copy.default, product, dtype=torch.float32))  # an activation, not a weight
     keep(graph, plan_joint(graph))
-    assert tagged(graph) == [weight.name, cast.name]
+    assert tagged(graph) == [weight.name, turned.name, cast.name]
+
+
+def joint_graph() -> Builder:
+    """A product, a bias, and a table that no formula of a gradient reads; then their gradients."""
+    build = Builder()
+    x, mask = build.input("x", 5, 3), build.input("mask", 4, 3)
+    shards = build.input("a", 2, 3), build.input("b", 2), build.input("c", 3, 4)
+    tangent = build.input("tangents_1", 5, 4)
+    specs = spec("w"), spec("bias", (4,), order=1), spec("table", (5, 4), order=2, local_length=3)
+    weight, bias, table = (build.unshard(*each, reader="up") for each in zip(shards, specs))
+    masked = build.call(aten.mul.Tensor, weight, mask)
+    added = build.call(aten.add.Tensor, build.call(aten.mm.default, x, build.call(aten.t.default, masked)), bias)
+    out = build.call(aten.add.Tensor, added, table)
+    grad = build.call(aten.mul.Tensor, tangent, build.call(aten.cos.default, out))
+    grad_x = build.call(aten.mm.default, grad, masked)
+    grad_bias = build.reduce(build.call(aten.sum.dim_IntList, grad, [0]), specs[1], of=bias)
+    build.output(out, grad_x, grad_bias)
+    annotate(build.graph)
+    return build
+
+
+def test_backward_gathers_what_formulas_of_gradients_read() -> None:
+    graph = joint_graph().graph
+    plan = plan_joint(graph)
+    assert plan.regather == ("up.w", "up.bias", "up.table")
+    assert plan.again == ("up.w",)
+    assert plan.forward and plan.forward.order == (("gather", 0),)
+    assert plan.backward and plan.backward.order == (("gather", 0), ("reduce", 0))
+    assert [bucket.fqns for bucket in plan.backward.gathers] == [("up.w",)]
+    keep(graph, plan)
+    policies = {node.name: node.meta["recompute"].name for node in graph.nodes if "recompute" in node.meta}
+    assert policies == {
+        "unshard_default": "MUST_RECOMPUTE",
+        "unshard_default_1": "MUST_RECOMPUTE",
+        "unshard_default_2": "MUST_RECOMPUTE",
+        "mul_tensor": "MUST_RECOMPUTE",  # a mask over a weight
+        "t_default": "MUST_RECOMPUTE",
+        "mm_default": "MUST_SAVE",  # what reads weights and more
+        "add_tensor": "MUST_SAVE",
+        "add_tensor_1": "MUST_SAVE",
+    }
+
+
+def test_a_backward_that_gathers_more_than_planned_is_refused() -> None:
+    graph = joint_graph().graph
+    keep(graph, plan_joint(graph))
+    with pytest.raises(RuntimeError, match=r"up\.bias, up\.table.*set_reshard_after_forward\(False\)"):
+        plan_graph(graph, "backward")
 
 
 def test_what_an_extension_makes_of_parts_is_made_again() -> None:
@@ -385,9 +435,9 @@ def test_what_an_extension_makes_of_parts_is_made_again() -> None:
     graph = build.output(build.call(aten.mm.default, x, build.call(aten.t.default, made)))
     plan = plan_joint(graph)
     assert plan.regather == ("up.weight:0",)
-    keep(graph, plan)
     assert parts(graph, plan) == 1
-    assert tagged(graph) == [part.name, value.name]
+    keep(graph, plan)
+    assert tagged(graph) == [part.name, value.name, "t_default"]
     assert_expected_inline(
         text(graph),
         """\
@@ -549,8 +599,9 @@ return mm_default""",
     assert (again.kwargs["group"], again.kwargs["num_shards"], again.kwargs["local_length"]) == ("pair", 2, 2)
     plan = plan_joint(graph)
     keep(graph, plan)
-    tags = [node.meta["recompute"] for node in graph.nodes if "recompute" in node.meta]
-    assert tags == [CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE]
+    tags = {node.name: node.meta["recompute"].name for node in graph.nodes if "recompute" in node.meta}
+    assert tags.pop("keep_slice_default") == tags.pop("mm_default") == "MUST_SAVE"  # no backward, so nothing is wanted
+    assert tags == dict.fromkeys(["unshard_default", "unshard_default_1", "t_default"], "MUST_RECOMPUTE")
 
 
 def test_where_a_slice_is_cut_the_whole_is_there() -> None:
@@ -608,6 +659,38 @@ def test_a_reduction_is_waited_for_after_the_next_units_was_launched() -> None:
     assert_expected_inline(order(graph), "G0 G1 w0 C R0 G2 w1 C R1 w'0 w2 C R2 w'1 w'2")
 
 
+def three_layers_in_order(launches: list[tuple[str, int]]) -> tuple[fx.Graph, Plan]:
+    """The graph of the test above, with launches in another order than its computations ask for."""
+    b = Builder()
+    x = b.input("x", 4, 3)
+    reduced = []
+    for layer in range(3):
+        w = b.unshard(b.input(f"shard{layer}", 2, 3), spec(), f"layers.{layer}.up")
+        x = b.call(torch.ops.aten.add.Tensor, x, w)
+        reduced.append(b.reduce(x, spec(), w))
+        reduced[-1].meta["nn_module_stack"] = w.meta["nn_module_stack"]
+    graph = b.output(*reduced)
+    plan = dataclasses.replace(plan_graph(graph, "backward"), order=tuple(launches))
+    insert(graph, plan)
+    return graph, plan
+
+
+def test_launches_keep_the_plans_order_whatever_is_ready_first() -> None:
+    late = [("gather", 0), ("gather", 1), ("gather", 2), ("reduce", 0), ("reduce", 1), ("reduce", 2)]
+    graph, plan = three_layers_in_order(late)
+    overlap(graph, plan)
+    assert check(graph, plan) == 6
+    # The first reduction is ready before the last gather is due, and lets it go first.
+    assert_expected_inline(order(graph), "G0 G1 w0 C G2 w1 C R0 R1 w'0 w2 C R2 w'1 w'2")
+
+
+def test_an_order_that_cannot_be_kept_is_refused() -> None:
+    never = [("gather", 0), ("reduce", 1), ("gather", 1), ("gather", 2), ("reduce", 0), ("reduce", 2)]
+    graph, plan = three_layers_in_order(never)  # what the second unit sends is computed from what it gathers
+    with pytest.raises(RuntimeError, match="computed from what a later one brings"):
+        overlap(graph, plan)
+
+
 def test_replicas_reduce_one_unit_later_and_are_waited_for_another_one_later() -> None:
     b = Builder()
     x = b.input("x", 4, 3)
@@ -652,7 +735,8 @@ def order(graph: fx.Graph) -> str:
 
 def test_a_plan_survives_json() -> None:
     bucket = Bucket("Block:layers.0", ("a", "b"), "bfloat16", 64)
-    plan = Plan("forward", gathers=(bucket,), regather=("a",))
+    forward = Plan("forward", gathers=(bucket,), order=(("gather", 0),))
+    plan = Plan("joint", regather=("a",), again=("a",), keep=("b",), forward=forward, backward=Plan("backward"))
     assert Plan.from_json(plan.to_json()) == plan
     assert Plan.from_json(dataclasses.replace(plan, lookahead=2).to_json()) != plan
 

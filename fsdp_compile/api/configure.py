@@ -5,10 +5,14 @@ from __future__ import annotations
 from torch import nn
 
 from ..core.unit import units_in
+from ..graph.install import manager
+from ..passes import Plan
 from .classes import refresh
 
 
-def configure(model: nn.Module, *, bucketing: str | None = None, reduction: str | None = None) -> None:
+def configure(
+    model: nn.Module, *, bucketing: str | None = None, reduction: str | None = None, plan: Plan | None = None
+) -> None:
     """Say how the units inside ``model`` communicate; what is left out stays as it is.
 
     **bucketing** ``"size"`` (default) merges small parameters of a unit and lets large ones travel alone, by constants
@@ -16,11 +20,19 @@ def configure(model: nn.Module, *, bucketing: str | None = None, reduction: str 
 
     **reduction** ``"reduce_scatter"``, or ``"all_to_all"`` followed by a sum in rank order; ``"auto"`` (default) takes
     the second on gloo, whose reduce-scatter moves every byte twice.
+
+    **plan** is what the compiled model follows in place of its own: ``report.joint.plan`` of an inspection, edited with
+    ``dataclasses.replace`` or as JSON. Every rank gives the same one. A graph that it does not fit is refused when it
+    compiles. The eager path has no use for it.
     """
     units = units_in(model)
     if not units:
         raise ValueError(f"{type(model).__name__} holds no module that fully_shard was applied to. Shard it first.")
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"plan is a Plan (Plan.from_json reads one from a file's text), not {type(plan).__name__}.")
     for unit in units:
         unit.settings.set_communication(bucketing, reduction)
+        if plan is not None:
+            unit.settings.plan = manager.give(plan)
     for unit in units:
         refresh(unit)

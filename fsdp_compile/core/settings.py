@@ -42,6 +42,7 @@ class Settings:
     # None: FSDP2's rule, regather unless this is the root.
     reshard_after_forward: bool | None = None
     bucketing: str = "size"
+    plan: str = ""  # id of the plan that its graphs were given; ours without one
     reduction: str = "auto"
     divide_factor: float | None = None  # what gradients are divided by in place of the number of ranks
     force_sum: bool = False  # only sums travel; the division is done around them

@@ -50,6 +50,7 @@ def spec_of(unit: Unit, param: ShardedParam) -> ReadSpec:
         postdivide=postdivide,
         reduction=reduction,
         bucketing=settings.bucketing,
+        step=settings.plan,
         replicate_group=mesh.replicate_group,
         num_replicas=mesh.num_replicas,
         inner_shards=1 if inner is None else inner.num_shards,

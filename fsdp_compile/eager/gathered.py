@@ -24,8 +24,8 @@ from ..core.param import ShardedParam
 from ..core.spec import spec_of
 from ..core.unit import Unit
 from ..passes import ParamSpec, lower
+from ..passes.buckets import gather_buckets
 from ..passes.markers import require_data, require_on_cpu
-from ..passes.planner import gather_buckets
 from .collectives import Caller
 from .extension import Extension
 

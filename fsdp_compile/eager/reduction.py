@@ -19,8 +19,8 @@ from .._torch_compat import autograd
 from ..core.grads import brought_to, give, through_hooks, wait_for_offloaded
 from ..core.unit import Unit
 from ..passes import ParamSpec, lower
+from ..passes.buckets import reduce_buckets
 from ..passes.collectives import c10d
-from ..passes.planner import reduce_buckets
 from .collectives import Caller
 from .gathered import Gathered
 

@@ -64,7 +64,7 @@ class GraphReport:
         markers = f"{plural(record.num_unshards, 'unshard')} and {plural(record.num_reduces, 'reduce_grad')}"
         if self.stage == "joint":
             plan = self.plan
-            became = f"{len(plan.regather)} gathered again where backward needs them, {len(plan.keep)} kept"
+            became = f"{len(plan.again)} gathered again in backward, {len(plan.keep)} kept"
             rows = self._joint_rows()
         else:
             became = f"{plural(len(self.launches), 'collective')}, {format_bytes(self.num_bytes)} a rank"
@@ -98,10 +98,10 @@ class GraphReport:
     def _joint_rows(self) -> list[str]:
         graph = self.record.snapshots[-1]
         reduced = {marker.fqn for marker in find_reduces(graph)}
-        kept = set(self.plan.keep)
+        becomes = dict.fromkeys(self.plan.keep, "kept") | dict.fromkeys(self.plan.again, "gathered again")
         units: dict[tuple[str, str], list[Marker]] = {}
         for marker in find_unshards(graph):
-            units.setdefault((marker.unit, "keep" if marker.fqn in kept else "regather"), []).append(marker)
+            units.setdefault((marker.unit, becomes.get(marker.fqn, "not needed")), []).append(marker)
         rows = []
         for (unit, policy), markers in units.items():
             fqns = [marker.fqn for marker in markers]

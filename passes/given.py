@@ -1,0 +1,97 @@
+"""A plan that somebody edited, in the place of ours: refused where it does not fit the graph.
+
+    ours        gather 0  layers.0.up      gather 1  layers.0.down
+    given       gather 0  layers.0.up layers.0.down                     one bucket
+                keep      head.weight                                   and one gather less in backward
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from torch import fx
+
+from .buckets import gather_key, reduce_key
+from .plan import Bucket, Plan
+from .planner import gather_bucket, only, plan_joint, reduce_bucket
+from .provenance import Marker, find_reduces, find_unshards
+
+
+def fitted(given: Plan, graph: fx.Graph) -> Plan:
+    """The given plan for this joint graph, what it leaves to us filled in; raises ValueError where it does not fit."""
+    if given.stage != "joint" or given.forward is None or given.backward is None:
+        raise ValueError(f"a plan of a {given.stage} graph was given. The plan of a step is that of the joint graph.")
+    unshards = find_unshards(graph)
+    _require_equal("keeps or regathers", [*given.keep, *given.regather], [one.fqn for one in unshards])
+    for one in unshards:
+        one.node.update_kwarg("regather", one.fqn in given.regather)
+    ours = plan_joint(graph)
+    assert ours.forward is not None and ours.backward is not None
+    gathered, reduced = {one.fqn: one for one in unshards}, {one.fqn: one for one in find_reduces(graph)}
+    not_kept = [one for one in unshards if one.fqn not in given.keep]
+    return dataclasses.replace(
+        ours,
+        forward=_fitted_half(given.forward, ours.forward, gathered, reduced),
+        backward=_fitted_half(
+            only(given.backward, not_kept, list(reduced.values())), ours.backward, gathered, reduced
+        ),
+    )
+
+
+def _fitted_half(given: Plan, ours: Plan, gathered: Mapping[str, Marker], reduced: Mapping[str, Marker]) -> Plan:
+    _require_equal(f"gathers in {given.stage}", _fqns(given.gathers), _fqns(ours.gathers))
+    _require_equal(f"reduces in {given.stage}", _fqns(given.reduces), _fqns(ours.reduces))
+    plan = dataclasses.replace(
+        given,
+        gathers=_buckets(given.gathers, gathered, lambda one: gather_key(one.spec), gather_bucket),
+        reduces=_buckets(given.reduces, reduced, lambda one: reduce_key(one.spec), reduce_bucket),
+    )
+    launches = [*(("gather", index) for index in range(len(plan.gathers)))]
+    launches += [("reduce", index) for index in range(len(plan.reduces))]
+    if not plan.order:
+        return dataclasses.replace(plan, order=tuple(sorted(launches, key=lambda one: _turn(one, plan, ours))))
+    if sorted(plan.order) != sorted(launches):
+        raise ValueError(
+            f"the order of the given {given.stage} plan, {list(plan.order)}, does not name each of its buckets once. "
+            "Leave it empty to have the buckets launched where ours launch what is in them."
+        )
+    return plan
+
+
+def _turn(launch: tuple[str, int], given: Plan, ours: Plan) -> tuple[int, int]:
+    """Where our plan gathers the first one of a bucket, or reduces the last."""
+    kind, index = launch
+    theirs, own = (given.gathers, ours.gathers) if kind == "gather" else (given.reduces, ours.reduces)
+    turns = [ours.turn(kind, place) for place, bucket in enumerate(own) if {*bucket.fqns} & {*theirs[index].fqns}]
+    return (min(turns) if kind == "gather" else max(turns)), index
+
+
+def _buckets(
+    given: Sequence[Bucket],
+    markers: Mapping[str, Marker],
+    key: Callable[[Marker], object],
+    bucket_of: Callable[[str, Sequence[Marker]], Bucket],
+) -> tuple[Bucket, ...]:
+    for bucket in given:
+        if len({key(markers[fqn]) for fqn in bucket.fqns}) != 1:
+            raise ValueError(
+                f"the given plan has {', '.join(bucket.fqns) or 'nothing'} in one bucket. What shares a bucket travels "
+                "in one dtype, in one process group, and is divided alike: put them into buckets of their own."
+            )
+    return tuple(bucket_of(bucket.unit, [markers[fqn] for fqn in bucket.fqns]) for bucket in given)
+
+
+def _fqns(buckets: Iterable[Bucket]) -> list[str]:
+    return [fqn for bucket in buckets for fqn in bucket.fqns]
+
+
+def _require_equal(what: str, given: Iterable[str], needed: Iterable[str]) -> None:
+    given_times, needed_times = Counter(given), Counter(needed)
+    if given_times != needed_times:
+        raise ValueError(
+            f"the given plan does not fit this graph, which {what} each of its parameters once: too many are "
+            f"{sorted((given_times - needed_times).elements())}, and there should be "
+            f"{sorted((needed_times - given_times).elements())}. Make it from report.joint.plan of the same model."
+        )

@@ -1,0 +1,23 @@
+"""Ops that pass a tensor on as it is, or in another dtype."""
+
+from __future__ import annotations
+
+import torch
+
+aten = torch.ops.aten
+
+CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+VIEWS = (
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.alias.default,
+    aten.detach.default,
+)

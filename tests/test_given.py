@@ -1,0 +1,119 @@
+"""Plans that somebody edited and gave back: followed as they are, or refused with what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fsdp_compile import configure, inspect
+from fsdp_compile.passes import Plan
+from tests.comparing import train_and_compare
+from tests.compiling import compiled
+from tests.models import Stack, pair, shard
+from tests.ranks import Ranks
+
+
+def _planned(model: Stack, backend: str) -> Plan:
+    with inspect(model) as report:
+        torch.compile(model, backend=backend, fullgraph=True)(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
+    return report.joint.plan
+
+
+def _half(half: Plan | None, **changes: object) -> Plan:
+    assert half is not None
+    return dataclasses.replace(half, **changes)  # type: ignore[arg-type]
+
+
+def _edited(plan: Plan) -> Plan:
+    """Keep the last block's matrices, and have the first one's parameters travel apart."""
+    forward = _half(plan.forward)
+    kept = tuple(fqn for fqn in plan.regather if fqn.startswith("layers.1.") and "weight" in fqn)
+    apart = [
+        dataclasses.replace(bucket, fqns=(fqn,))
+        for bucket in forward.gathers
+        for fqn in bucket.fqns
+        if fqn.startswith("layers.0.")
+    ]
+    others = [bucket for bucket in forward.gathers if not bucket.fqns[0].startswith("layers.0.")]
+    return dataclasses.replace(
+        plan,
+        keep=(*plan.keep, *kept),
+        regather=tuple(fqn for fqn in plan.regather if fqn not in kept),
+        forward=_half(forward, gathers=(*others, *apart), order=()),
+    )
+
+
+def _train(path: str) -> tuple[Plan, Plan, str]:
+    unsharded, sharded = pair(reshard_after_forward=True)
+    edited = _edited(_planned(sharded, path))
+    sharded.zero_grad()
+    configure(sharded, plan=Plan.from_json(edited.to_json()))
+    followed = _planned(sharded, path)
+    sharded.zero_grad()
+    train_and_compare(compiled(sharded, path), sharded, unsharded)
+    return edited, followed, edited.id
+
+
+@pytest.mark.parametrize("path", ["passes", pytest.param("inductor", marks=pytest.mark.more)])
+def test_an_edited_plan_is_followed_and_trains_the_same(two_ranks: Ranks, path: str) -> None:
+    (edited, followed, id_here), (_, _, id_there) = two_ranks.run(_train, path)
+    assert id_here == id_there
+    assert followed.keep and set(followed.keep) == set(edited.keep)
+    forward, backward = _half(followed.forward), _half(followed.backward)
+    assert [bucket.fqns for bucket in forward.gathers] == [bucket.fqns for bucket in _half(edited.forward).gathers]
+    assert not {fqn for bucket in backward.gathers for fqn in bucket.fqns} & set(followed.keep)
+    assert sorted(forward.order) == sorted(("gather", index) for index in range(len(forward.gathers)))
+
+
+def _without_one(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, regather=plan.regather[1:])
+
+
+def _twice(plan: Plan) -> Plan:
+    forward = _half(plan.forward)
+    return dataclasses.replace(plan, forward=_half(forward, gathers=(*forward.gathers, forward.gathers[0])))
+
+
+def _mixed(plan: Plan) -> Plan:
+    forward = _half(plan.forward)
+    fqns = tuple(fqn for bucket in forward.gathers for fqn in bucket.fqns)
+    return dataclasses.replace(plan, forward=_half(forward, gathers=(dataclasses.replace(forward.gathers[0], fqns=fqns),)))
+
+
+def _short_order(plan: Plan) -> Plan:
+    backward = _half(plan.backward)
+    return dataclasses.replace(plan, backward=_half(backward, order=backward.order[1:]))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (_without_one, r"too many are \[\], and there should be \['.*'\]"),
+        (_twice, r"gathers in forward each of its parameters once: too many are \['"),
+        (_short_order, "does not name each of its buckets once"),
+        (lambda plan: plan.forward, "a plan of a forward graph was given"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(
+    fake_group_of_four: None, edit: Callable[[Plan], Plan], message: str
+) -> None:
+    model = shard(Stack(2), reshard_after_forward=True)
+    configure(model, plan=edit(_planned(model, "aot_eager")))
+    with pytest.raises(Exception, match=message):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(torch.zeros(2, 5, dtype=torch.long))
+
+
+def test_what_cannot_share_a_bucket_is_refused(fake_group_of_four: None) -> None:
+    model = shard(Stack(2), reshard_after_forward=True)
+    configure(model.layers[0], bucketing="none")
+    configure(model, plan=_mixed(_planned(model, "aot_eager")))
+    with pytest.raises(Exception, match=r"in one bucket\. What shares a bucket travels in one dtype"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(torch.zeros(2, 5, dtype=torch.long))
+
+
+def test_a_plan_is_a_plan(fake_group_of_four: None) -> None:
+    with pytest.raises(TypeError, match=r"plan is a Plan .* not str"):
+        configure(shard(Stack(1)), plan="plan.json")  # type: ignore[arg-type]

@@ -1,0 +1,57 @@
+"""Ranks whose batches have other lengths, in graphs of other shapes, issue the same collectives in the same order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_compile import fully_shard
+from tests.comparing import assert_same_grads
+from tests.compiling import num_graphs
+from tests.models import twins
+from tests.ranks import Ranks
+from tests.test_structure import WIDTH, Net, Noisy
+
+# Of each rank: one row is a shape of its own for compilers, and so is a batch as wide as the model.
+LENGTHS = ((1, 5, WIDTH, 300), (7, 1, 64, 3))
+
+
+def _batch(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    length = LENGTHS[rank][int(torch.randint(4, (), generator=generator))]
+    return torch.randn(length, WIDTH, generator=generator)
+
+
+def _train(path: str, num_steps: int) -> int:
+    unsharded, model = twins(lambda: Net(without=(Noisy,)))
+    for one in model.layers:
+        fully_shard(one, reshard_after_forward=True)
+    fully_shard(model, reshard_after_forward=True)
+    rank = dist.get_rank()
+    # Static shapes on one rank, dynamic ones on the other; each recompiles in steps of its own.
+    run: nn.Module = model if path == "eager" else torch.compile(model, backend=path, fullgraph=True, dynamic=rank == 1)  # type: ignore[assignment]
+    launched: list[tuple[str, Any]] = []
+    for step in range(num_steps):
+        with torch.profiler.profile(record_shapes=True) as profile:
+            run(_batch(step, rank)).pow(2).mean().backward()
+        events = sorted(profile.events() or (), key=lambda event: event.time_range.start)
+        launched += [(one.name, one.input_shapes) for one in events if one.name.startswith("c10d::")]
+        torch.stack([unsharded(_batch(step, other)).pow(2).mean() for other in range(2)]).mean().backward()
+        assert_same_grads(model, unsharded, atol=1e-4, rtol=1e-3)
+        model.zero_grad()
+        unsharded.zero_grad()
+    by_rank: list[Any] = [None, None]
+    dist.all_gather_object(by_rank, launched)
+    assert len(launched) >= 20 * num_steps and by_rank[0] == by_rank[1]
+    return num_graphs()
+
+
+@pytest.mark.parametrize("path", ["eager", *(pytest.param(path, marks=pytest.mark.more) for path in ("passes", "inductor"))])
+def test_ranks_with_other_lengths_launch_the_same(two_ranks: Ranks, path: str) -> None:
+    static, dynamic = two_ranks.run(_train, path, 20 if path == "inductor" else 8)
+    if path != "eager":
+        assert static == 4 and dynamic < 4
