@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -181,6 +182,24 @@ def group_ranks(name: str) -> tuple[int, ...]:
     """Global ranks of the process group called ``name`` (``_resolve_process_group``: 2.11 to 2.15)."""
     group = torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     return tuple(torch.distributed.get_process_group_ranks(group))
+
+
+def counter_of(name: str) -> Callable[[], int]:
+    """Asks how many collectives the process group called ``name`` was given, whoever gave them; keeps it from no end.
+
+    ``ProcessGroup._get_sequence_number_for_group``: 2.11 to 2.15. Backends without such a number: always 0.
+    """
+    group = weakref.ref(torch.distributed.distributed_c10d._resolve_process_group(name))  # type: ignore[arg-type]
+
+    def count() -> int:
+        there = group()
+        return 0 if there is None else int(there._get_sequence_number_for_group())  # type: ignore[attr-defined]
+
+    try:
+        count()
+    except RuntimeError:
+        return lambda: 0
+    return count
 
 
 def default_store() -> torch.distributed.Store | None:

@@ -12,6 +12,8 @@ registered for that tensor, ``wait_tensor`` waits for it, and Inductor treats bo
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 
@@ -23,13 +25,15 @@ c10d = torch.ops._c10d_functional
 library.define("all_gather_into_tensor(Tensor input, int group_size, str group_name) -> Tensor")
 gloo_all_gather = torch.ops.fsdpc.all_gather_into_tensor.default
 
-LAUNCHES = (
-    gloo_all_gather,
-    c10d.all_gather_into_tensor.default,
-    c10d.reduce_scatter_tensor.default,
-    c10d.all_to_all_single.default,
-    c10d.all_reduce.default,
-)
+# What each launch is called; where two are called the same, they are the same to other ranks.
+KINDS: dict[Any, str] = {
+    gloo_all_gather: "all_gather",
+    c10d.all_gather_into_tensor.default: "all_gather",
+    c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    c10d.all_to_all_single.default: "all_to_all",
+    c10d.all_reduce.default: "all_reduce",
+}
+LAUNCHES = tuple(KINDS)
 
 
 def all_gather_of(backend: str) -> compat.OpOverload:

@@ -31,6 +31,7 @@ from . import _torch_compat as compat
 from . import lower
 from .copies import to_host, wait_for_copies
 from .emit import emit
+from .ledger import note
 from .plan import Bucket, Plan, num_launches
 from .provenance import Marker, find_reduces, find_unshards
 from .slices import keep_slice
@@ -116,7 +117,9 @@ def _cut(graph: fx.Graph, node: fx.Node) -> None:
 def _emitter(graph: fx.Graph, anchor: fx.Node, role: Role) -> lower.Call:
     """A ``call`` for the lowering programs that writes nodes in front of ``anchor``."""
 
-    def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node | None:
+        if op is note:
+            return None
         with graph.inserting_before(anchor):
             node = emit(graph, op, *args, **kwargs)
         node.meta[ROLE] = role

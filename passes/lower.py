@@ -6,7 +6,8 @@
                     -> [all_reduce over the replicas -> wait] -> divide -> [to_host] -> [split], unpad
 
 The functions take ``call(op, *args)``: ``run`` executes the op, the insert pass's emitter adds a node instead. So
-both paths put the same bytes on the wire in the same order.
+both paths put the same bytes on the wire in the same order. ``note`` writes down each launch; a graph has a list of
+all its launches instead (announce.py), so there the emitter leaves it out.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from .collectives import all_gather_of, c10d
 from .copies import to_device, to_host
 from .layout import BucketLayout, ShardLayout
+from .ledger import ledger, note
 from .spec import ParamSpec
 
 aten = torch.ops.aten
@@ -29,6 +31,8 @@ Call = Callable[..., Any]
 
 def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Execute ``op`` now: the eager reading of the programs below."""
+    if op is c10d.wait_tensor.default:
+        return ledger.wait(op, *args)
     return op(*args, **kwargs)
 
 
@@ -38,11 +42,12 @@ def launch_gather(call: Call, shards: Sequence[Any], specs: Sequence[ParamSpec])
     # for the CPU, which has a tenth of the device's bandwidth and may be busy launching.
     here = [call(to_device, shard, spec.device) if spec.device else shard for shard, spec in zip(shards, specs)]
     cast = [as_sent(call, _cast(call, shard, spec.dtype)) for shard, spec in zip(here, specs)]
-    specs = [_gathered_as(spec) for spec in specs]
+    named, specs = specs, [_gathered_as(spec) for spec in specs]
     parts = [_on_the_wire(call, shard, spec.layout) for shard, spec in zip(cast, specs)]
     if specs[0].num_shards == 1:
         return parts  # nothing travels, so nothing is packed
     packed = parts[0] if len(parts) == 1 else call(aten.cat.default, [_flat(call, part) for part in parts])
+    call(note, "all_gather", named, specs[0].group, shards[0])
     return call(all_gather_of(specs[0].backend), packed, specs[0].num_shards, specs[0].group)
 
 
@@ -76,7 +81,7 @@ def _finish_gather(call: Call, gathered: Any, specs: Sequence[ParamSpec]) -> lis
 def launch_reduce(call: Call, grads: Sequence[Any], specs: Sequence[ParamSpec]) -> Any:
     """Pack one bucket of full gradients and start its reduction; specs agree on reduce dtype, divisors and group."""
     grads = [as_real(call, _cast(call, grad, spec.reduce_dtype)) for grad, spec in zip(grads, specs)]
-    specs = [_reduced_as(spec) for spec in specs]
+    named, specs = specs, [_reduced_as(spec) for spec in specs]
     first = specs[0]
     parts = []
     for part, spec in zip(grads, specs):
@@ -92,6 +97,7 @@ def launch_reduce(call: Call, grads: Sequence[Any], specs: Sequence[ParamSpec]) 
         return packed
     if len(parts) > 1:
         packed = call(aten.view.default, packed, [-1])
+    call(note, first.reduction, named, first.group)
     if first.reduction == "all_to_all":
         splits = [_rows(specs)] * first.num_shards
         return call(c10d.all_to_all_single.default, packed, splits, splits, first.group)
@@ -111,8 +117,8 @@ def launch_all_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> A
     first = specs[0]
     if first.num_replicas == 1:
         return pending
-    specs = [_reduced_as(spec) for spec in specs]
-    over_shards = _finish_over_shards(call, pending, specs)
+    over_shards = _finish_over_shards(call, pending, [_reduced_as(spec) for spec in specs])
+    call(note, "all_reduce", specs, first.replicate_group)
     return call(c10d.all_reduce.default, over_shards, first.reduce_op, first.replicate_group)
 
 

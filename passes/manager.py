@@ -15,6 +15,7 @@ from torch import fx
 
 from ._torch_compat import CustomGraphPass
 from .agree import Agreement
+from .announce import announce
 from .check import check
 from .collectives import let_inductor_see_collectives
 from .given import fitted
@@ -33,7 +34,7 @@ Pass = Callable[[fx.Graph, Plan], int]
 
 # The order of everything. A pass is (graph, plan) -> count, and only applies the plan.
 JOINT_PASSES: tuple[Pass, ...] = (merge, slices, parts, keep)
-POST_GRAD_PASSES: tuple[Pass, ...] = (insert, overlap, check)
+POST_GRAD_PASSES: tuple[Pass, ...] = (insert, overlap, check, announce)
 
 
 @dataclass

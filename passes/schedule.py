@@ -22,6 +22,7 @@ from . import _torch_compat as compat
 from ._torch_compat import BaseSchedulerNode
 from .collectives import is_launch
 from .insert import ROLE, Role
+from .ledger import begin
 from .overlap import Items, planned_order
 
 
@@ -54,16 +55,18 @@ class ScheduleInPlannedOrder:
         if not any(roles.values()):
             return snodes  # one that Inductor compiles for itself on the way, as its autotuning does
         leave_graph()
+        begins = [snode for snode, nodes in origins.items() if any(node.target is begin for node in nodes)]
         producer = {name: snode for snode in snodes for name in snode.get_buffer_names()}
-        items = Items(
-            order=snodes,
-            deps=lambda snode: [producer[dep.name] for dep in snode.unmet_dependencies if dep.name in producer],
-            role=roles.__getitem__,
+
+        def launches(snode: BaseSchedulerNode) -> bool:
             # Inductor reduces in place: the copy that it makes first comes from the all-reduce too, and is no launch.
-            is_launch=lambda snode: (
-                compat.is_collective(snode) and any(ROLE in node.meta and is_launch(node) for node in origins[snode])
-            ),
-        )
+            return compat.is_collective(snode) and any(ROLE in one.meta and is_launch(one) for one in origins[snode])
+
+        def deps(snode: BaseSchedulerNode) -> list[BaseSchedulerNode]:
+            made = [producer[dep.name] for dep in snode.unmet_dependencies if dep.name in producer]
+            return [*begins, *made] if launches(snode) else made
+
+        items = Items(order=snodes, deps=deps, role=roles.__getitem__, is_launch=launches)
         lookahead = next(role.lookahead for role in roles.values() if role is not None)
         planned = planned_order(items, lookahead)
         _pin(planned, items)

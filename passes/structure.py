@@ -151,7 +151,9 @@ def _saved(
             continue
         others = [one for one in node.all_input_nodes if one not in of_weights and not _is_size(one)]
         reads_matrix = node in products or any(map(is_matrix, weights)) or not reduces
-        adds_bias = bool(others) and all(one in products for one in others) and not weights & read
+        # The gradient of a sum reads neither operand, though backward may read the bias for another's sake.
+        is_sum = node.target is torch.ops.aten.add.Tensor
+        adds_bias = bool(others) and all(one in products for one in others) and (is_sum or not weights & read)
         if reads_matrix or adds_bias:
             products.add(node)
             if not _is_recomputed(node):
@@ -213,8 +215,9 @@ def _passes_on(node: fx.Node) -> bool:
 
 
 def _follows_a_product(node: fx.Node) -> bool:
-    """Views, casts, and the sum that is left of a product where a batch of one made it a sum of products."""
-    return _passes_on(node) or node.target is torch.ops.aten.sum.dim_IntList
+    """Views, casts, and what is left of a product where a batch of one made it a sum of products, times one."""
+    times_a_number = node.target is torch.ops.aten.mul.Tensor and len(node.all_input_nodes) == 1
+    return _passes_on(node) or times_a_number or node.target is torch.ops.aten.sum.dim_IntList
 
 
 def _is_size(node: fx.Node) -> bool:

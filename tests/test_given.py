@@ -57,7 +57,8 @@ def _train(path: str) -> tuple[Plan, Plan, str]:
     return edited, followed, edited.id
 
 
-@pytest.mark.parametrize("path", ["passes", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.more
+@pytest.mark.parametrize("path", ["passes", "inductor"])
 def test_an_edited_plan_is_followed_and_trains_the_same(two_ranks: Ranks, path: str) -> None:
     (edited, followed, id_here), (_, _, id_there) = two_ranks.run(_train, path)
     assert id_here == id_there

@@ -14,7 +14,7 @@ FLOORS = [
     {"passes", "workers"},
     {"_torch_compat"},
     {"core"},
-    {"graph", "eager"},
+    {"graph", "eager", "lookout"},
     {"api"},
     {"tools"},
     {"demo", "run"},

@@ -115,7 +115,7 @@ Stack: 3 graphs, 8 collectives, 12.0 KiB a rank
   0  all_gather  (Stack)                4  embed.weight norm.weight norm.bias +1       bf16      1.0 KiB  2.1 KiB
   1  all_gather  layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  bf16      1.1 KiB  2.3 KiB
   2  all_gather  layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  bf16      1.1 KiB  2.3 KiB
-  passes: insert 3 (- ms), overlap - (- ms), check 3 (- ms)
+  passes: insert 3 (- ms), overlap - (- ms), check 3 (- ms), announce 3 (- ms)
 
 02_backward: 8 unshards and 16 reduce_grads -> 5 collectives, 8.7 KiB a rank
   #  collective  unit              params  names                                       dtype  bytes/rank   bucket
@@ -124,7 +124,7 @@ Stack: 3 graphs, 8 collectives, 12.0 KiB a rank
   2  all_to_all  layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  fp32      2.3 KiB  4.5 KiB
   3  all_to_all  layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  fp32      2.3 KiB  4.5 KiB
   4  all_to_all  (Stack)                4  embed.weight norm.weight norm.bias +1       fp32      2.1 KiB  4.1 KiB
-  passes: insert 5 (- ms), overlap - (- ms), check 5 (- ms)
+  passes: insert 5 (- ms), overlap - (- ms), check 5 (- ms), announce 5 (- ms)
 
 #: order of launch in the graph that Inductor gets. bytes/rank: what one rank gives to a gather or gets from a
 reduction. bucket: all ranks' parts, padding included.

@@ -50,7 +50,8 @@ def _train(path: str, num_steps: int) -> int:
     return num_graphs()
 
 
-@pytest.mark.parametrize("path", ["eager", *(pytest.param(path, marks=pytest.mark.more) for path in ("passes", "inductor"))])
+@pytest.mark.more
+@pytest.mark.parametrize("path", ["eager", "passes", "inductor"])
 def test_ranks_with_other_lengths_launch_the_same(two_ranks: Ranks, path: str) -> None:
     static, dynamic = two_ranks.run(_train, path, 20 if path == "inductor" else 8)
     if path != "eager":

@@ -6,12 +6,18 @@ from torch import nn
 
 from ..core.unit import units_in
 from ..graph.install import manager
+from ..lookout.lookout import lookout
 from ..passes import Plan
 from .classes import refresh
 
 
 def configure(
-    model: nn.Module, *, bucketing: str | None = None, reduction: str | None = None, plan: Plan | None = None
+    model: nn.Module,
+    *,
+    bucketing: str | None = None,
+    reduction: str | None = None,
+    plan: Plan | None = None,
+    watch_s: float | None = None,
 ) -> None:
     """Say how the units inside ``model`` communicate; what is left out stays as it is.
 
@@ -24,7 +30,15 @@ def configure(
     **plan** is what the compiled model follows in place of its own: ``report.joint.plan`` of an inspection, edited with
     ``dataclasses.replace`` or as JSON. Every rank gives the same one. A graph that it does not fit is refused when it
     compiles. The eager path has no use for it.
+
+    **watch_s** for how many seconds (60 by default, or what FSDP_COMPILE_WATCH_S says) a rank may wait for ranks that
+    wait for something else, or have left, before all of them raise; 0, said before the first collective, has ranks not
+    compare what they issue. For the whole process, and the same on every rank.
     """
+    if watch_s is not None:
+        if watch_s < 0:
+            raise ValueError(f"watch_s={watch_s} is negative. 0 switches the comparing off.")
+        lookout.timeout_s = watch_s
     units = units_in(model)
     if not units:
         raise ValueError(f"{type(model).__name__} holds no module that fully_shard was applied to. Shard it first.")

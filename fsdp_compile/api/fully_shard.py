@@ -25,6 +25,7 @@ from ..eager.backward import clean_up_at_end, end_backward, note_reduction, redu
 from ..eager.running import running
 from ..graph.install import install_passes
 from ..graph.watch import Watch
+from ..lookout.lookout import lookout
 from .arguments import ignored_in, require_kinds
 from .classes import parts_of, refresh, take_back
 from .fsdp2_view import FSDP2View
@@ -120,6 +121,7 @@ def make_unit(
         unit.takes_inputs_to = target.device
     moved = _moved_buffers(managed, target.device)
     install_passes()
+    lookout.know(unit)
     if inner_size is not None:
         unit.post_forward = inner_mesh(target, inner_size)
 

@@ -18,17 +18,22 @@ from torch import Tensor
 
 from .._torch_compat import process_groups
 from ..core.settings import Comms
+from ..core.unit import Unit
 from ..passes.collectives import c10d, gloo_all_gather
+from ..passes.ledger import ledger, note
 
 _GATHERS = (gloo_all_gather, c10d.all_gather_into_tensor.default)
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 
 
 class Caller:
-    """Executes the ops of one bucket."""
+    """Executes the ops of one bucket, with the unit's own collectives or, where that is said, with ``comms``."""
 
-    def __init__(self, comms: Comms, out: Tensor | None = None, num_waits_before_hook: int = 0) -> None:
-        self._comms = comms
+    def __init__(
+        self, unit: Unit, out: Tensor | None = None, num_waits_before_hook: int = 0, comms: Comms | None = None
+    ) -> None:
+        self._unit = unit
+        self._comms = unit.settings.comms if comms is None else comms
         self._out = out
         self._work: Any = None
         self._num_waits_before_hook = num_waits_before_hook
@@ -40,6 +45,9 @@ class Caller:
             return self._custom_reduce_scatter(*args)
         if op is c10d.wait_tensor.default:
             return self._wait(args[0])
+        if op is note:
+            kind, specs, group = args[:3]
+            return note(kind, specs, group, unit=self._unit)
         return op(*args, **kwargs)
 
     def _gather(self, op: Callable[..., Any], packed: Tensor, num_ranks: int, group: str) -> Tensor:
@@ -67,11 +75,11 @@ class Caller:
 
     def _wait(self, launched: Tensor) -> Tensor:
         if self._work is not None:
-            self._work.wait()
+            ledger.wait(self._work.wait)
             self._work = None
             waited = launched
         else:
-            waited = c10d.wait_tensor.default(launched)
+            waited = ledger.wait(c10d.wait_tensor.default, launched)
         self._num_waits_before_hook -= 1
         if self._num_waits_before_hook == 0:
             self.show_to_hook(waited)

@@ -14,6 +14,7 @@ from ..core.extension import releases_what_arrived, without_padding
 from ..core.param import ShardedParam
 from ..core.settings import Comms
 from ..core.spec import protocol_of
+from ..core.unit import Unit
 from ..passes import ParamSpec, lower
 from .collectives import Caller
 
@@ -28,11 +29,9 @@ class Extension:
         free      the storages of what was gathered, and of the inner tensors, shrink to nothing
     """
 
-    def __init__(
-        self, param: ShardedParam, shard: DTensor, spec: ParamSpec, mp_policy: Any, device: torch.device
-    ) -> None:
-        self._param, self._shard, self._spec, self._device = param, shard, spec, device
-        self._protocol = protocol_of(param, shard, mp_policy)
+    def __init__(self, unit: Unit, param: ShardedParam, shard: DTensor, spec: ParamSpec) -> None:
+        self._unit, self._param, self._shard, self._spec, self._device = unit, param, shard, spec, unit.mesh.device
+        self._protocol = protocol_of(param, shard, unit.mp_policy)
         self._releases = releases_what_arrived(shard)
         self._sent: list[tuple[Tensor, ParamSpec]] = []
         self._in_flight: list[tuple[Any, ParamSpec, Caller]] = []
@@ -59,7 +58,7 @@ class Extension:
         self._grow()
         for index, (tensor, spec) in enumerate(sent):
             lands_there = self._kept and spec.dim == 0 and spec.num_shards > 1
-            call = Caller(Comms(), self._kept[index].data if lands_there else None)
+            call = Caller(self._unit, self._kept[index].data if lands_there else None, comms=Comms())
             self._in_flight.append((lower.launch_gather(call, [tensor], [spec]), spec, call))
 
     def land(self) -> Tensor:

@@ -45,7 +45,7 @@ class Gathered:
         # Here shards are copied to the device before they are packed, and gradients from it when shards get them.
         self.specs: list[ParamSpec] = [spec_of(unit, param).on_device() for param in self.params]
         self._extensions = {
-            index: Extension(param, shard, self.specs[index], unit.mp_policy, unit.mesh.device)
+            index: Extension(unit, param, shard, self.specs[index])
             for index, (param, shard) in enumerate(zip(self.params, self.shards))
             if has_extension(param.fqn, shard)
         }
@@ -237,7 +237,7 @@ class Gathered:
             self._allocate(bucket[0])
             # As data, no new version for autograd: the values are those that were saved.
             out = lower.as_sent(lower.run, full.data)
-        return Caller(self.unit.settings.comms, out)
+        return Caller(self.unit, out)
 
     def _allocate(self, index: int) -> None:
         assert self.fulls is not None

@@ -21,6 +21,7 @@ from ..core.unit import Unit
 from ..passes import ParamSpec, lower
 from ..passes.buckets import reduce_buckets
 from ..passes.collectives import c10d
+from ..passes.ledger import note
 from .collectives import Caller
 from .gathered import Gathered
 
@@ -77,7 +78,7 @@ class Reduction:
                 members = [indices[place] for place in bucket]
                 specs = [each[index] for index in members]
                 num_waits = (specs[0].num_shards > 1) + (specs[0].num_replicas > 1)
-                call = Caller(gathered.unit.settings.comms, num_waits_before_hook=num_waits)
+                call = Caller(gathered.unit, num_waits_before_hook=num_waits)
                 launched = lower.launch_reduce(call, [grads[index] for index in members], specs)
                 if num_waits == 0:
                     if len(members) == 1:
@@ -158,7 +159,8 @@ class Reduction:
         for members in by_key.values():
             spec = self.gathered.specs[members[0]]
             packed = torch.cat([lower.as_real(lower.run, partial[index]).reshape(-1) for index in members])
-            call = Caller(self.gathered.unit.settings.comms, num_waits_before_hook=1)
+            call = Caller(self.gathered.unit, num_waits_before_hook=1)
+            call(note, "all_reduce", [self.gathered.specs[index] for index in members], spec.replicate_group)
             launched = call(c10d.all_reduce.default, packed, spec.reduce_op, spec.replicate_group)
             summed = call(c10d.wait_tensor.default, launched)
             if spec.postdivide != 1.0:

@@ -1,0 +1,137 @@
+"""Threads that wait in a collective: where they are, and how to have the wait end.
+
+What ends a wait on gloo, tried on torch 2.11 and 2.15: ``abort`` and ``shutdown`` of a process group or its backend do
+not, the wait goes on to its own timeout. Closing the group's sockets does, within milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import linecache
+import os
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+import torch
+
+from ..passes import _torch_compat as passes_compat
+
+
+def stack_of(thread: int) -> list[FrameType]:
+    """A thread's frames, the innermost first, from the call of an operator outwards.
+
+    ``torch._ops``, ``torch._library.autograd``: 2.11 to 2.15.
+    """
+    frame = sys._current_frames().get(thread)
+    frames: list[FrameType] = []
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(("torch._ops", "torch._library.")):
+        frame = frame.f_back
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def waits_in_generated_code(frame: FrameType) -> bool:
+    """Whether a frame of code that Inductor generated is at a wait (``wait_tensor.default(``: 2.11 to 2.15)."""
+    return is_generated_code(frame) and "wait_tensor" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+
+
+def is_generated_code(frame: FrameType) -> bool:
+    """Whether Inductor generated the code of a frame (``AsyncCompile`` among its globals, ``call``: 2.11 to 2.15)."""
+    return frame.f_code.co_name == "call" and "AsyncCompile" in frame.f_globals
+
+
+def waits_in_torch_distributed(frame: FrameType) -> bool:
+    """Whether a frame is in one of torch's own collectives."""
+    name = str(frame.f_globals.get("__name__", ""))
+    return name.startswith("torch.distributed.") and not name.startswith("torch.distributed.elastic")
+
+
+def raise_in(thread: int, error: type[BaseException]) -> None:
+    """Have a thread raise ``error()`` as soon as it is back in Python."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
+
+
+def end_waits() -> None:
+    """Break all process groups of this process, so that whoever waits in one of them, here or there, raises.
+
+    ``ProcessGroup.abort``, ``_world.pg_map``: 2.11 to 2.15.
+    """
+    for group, (backend, store) in list(torch.distributed.distributed_c10d._world.pg_map.items()):
+        if "gloo" in backend:
+            addresses = set(_gloo_addresses(store, range(group.size())))
+            for connection in _connections():
+                with connection, contextlib.suppress(OSError):
+                    if {connection.getsockname()[:2], connection.getpeername()[:2]} & addresses:
+                        connection.shutdown(socket.SHUT_RDWR)
+        if backend != "gloo":
+            with contextlib.suppress(RuntimeError, AttributeError):
+                group.abort()
+
+
+def _gloo_addresses(store: torch.distributed.Store, ranks: range) -> Iterator[tuple[str, int]]:
+    """Where the ranks of a group listen, as gloo published it in the group's store: key ``cpu//0/RANK``, 2.11 to 2.15.
+
+    The value: length and bytes of the host's name, length and bytes of what begins with a ``sockaddr_storage``.
+    """
+    for rank in ranks:
+        for device in ("cpu", "cuda"):
+            key = f"{device}//0/{rank}"
+            if not store.check([key]):
+                continue
+            raw = store.get(key)
+            raw = raw[8 + struct.unpack_from("=Q", raw)[0] + 8 :]
+            (family,) = struct.unpack_from("=H", raw)
+            (port,) = struct.unpack_from("!H", raw, 2)
+            if family == socket.AF_INET:
+                yield socket.inet_ntop(socket.AF_INET, raw[4:8]), port
+            elif family == socket.AF_INET6:
+                yield socket.inet_ntop(socket.AF_INET6, raw[8:24]), port
+
+
+def _connections() -> Iterator[socket.socket]:
+    """This process's TCP connections, each as a second handle (Linux only)."""
+    for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            connection = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue  # gone by now
+        if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
+            yield connection
+        else:
+            connection.close()
+
+
+def linger_in_abort() -> None:
+    """Have a process that aborts live for some seconds more, so that other threads of it can say why.
+
+    Gloo aborts where a message is longer than what was to be received, which is how ranks that parted often end. The
+    handler is libc's ``sleep``, which takes the signal's number, six, for seconds. Left alone where there is a handler.
+    """
+    if sys.platform != "linux" or signal.getsignal(signal.SIGABRT) is not signal.SIG_DFL:
+        return
+    libc = ctypes.CDLL(None)
+    libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
+    before = libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+    if before:
+        libc.signal(signal.SIGABRT, before)  # one that Python does not know of
+
+
+def default_store() -> torch.distributed.Store | None:
+    """A connection of its own to the store of the default process group; None where there is none to be had.
+
+    ``Store.clone``: 2.11 to 2.15.
+    """
+    store = passes_compat.default_store()
+    try:
+        return None if store is None else store.clone()
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return None

@@ -1,0 +1,130 @@
+"""The sequence of collectives in one process group, as numbers that ranks can compare at any place of it.
+
+    collectives    0   1   2   3   4   ...
+    hash           h0  h1  h2  h3  h4  h5       h(n+1) = h(n) * B + collective n,  modulo a prime
+
+A graph with thirty collectives is one step: its own polynomial is computed once. Two hashes run side by side: ``wire``,
+of what the backend sees, where any difference is fatal; and ``named``, of which parameters travel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from dataclasses import dataclass, field
+
+_PRIME = (1 << 61) - 1
+_BASE = 1_000_003
+_KEPT = 1 << 14  # steps that can be looked back
+
+
+@dataclass(frozen=True)
+class Link:
+    """One collective: what the backend sees of it, and whose parameters it carries."""
+
+    wire: str
+    names: tuple[str, ...]
+    sure: bool = True  # or the names are those of the graph that was compiled first of all that look alike
+
+
+@dataclass(frozen=True)
+class Hash:
+    """Of the first so many collectives of a group."""
+
+    count: int = 0
+    wire: int = 0
+    named: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Collectives that are issued together, one after the other, by whom."""
+
+    links: tuple[Link, ...]
+    source: str
+    wire: int = field(init=False)
+    named: int = field(init=False)
+    power: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        after = Hash()
+        for link in self.links:
+            after = _after(after, link)
+        object.__setattr__(self, "wire", after.wire)
+        object.__setattr__(self, "named", after.named)
+        object.__setattr__(self, "power", pow(_BASE, len(self.links), _PRIME))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A piece where it was issued."""
+
+    before: Hash
+    piece: Piece
+    sequence: int | None  # collectives that the group had been given before, by whomever; None where all are issued
+
+
+class Chain:
+    """What this rank issued in one group: all of it as a hash, the last of it step by step."""
+
+    def __init__(self) -> None:
+        self.now = Hash()
+        self.steps: list[Step] = []
+
+    def append(self, piece: Piece, sequence: int | None = None) -> None:
+        before = self.now
+        self.steps.append(Step(before, piece, sequence))
+        self.now = Hash(
+            before.count + len(piece.links),
+            (before.wire * piece.power + piece.wire) % _PRIME,
+            (before.named * piece.power + piece.named) % _PRIME,
+        )
+        if len(self.steps) > 2 * _KEPT:
+            del self.steps[:_KEPT]
+
+    def at(self, count: int) -> Hash | None:
+        """The hash of the first ``count`` collectives; None where that is too long ago, or still to come."""
+        if count == self.now.count:
+            return self.now
+        if count > self.now.count or not self.steps or count < self.steps[0].before.count:
+            return None
+        step = self.steps[bisect_right(self.steps, count, key=lambda step: step.before.count) - 1]
+        found = step.before
+        for link in step.piece.links[: count - found.count]:
+            found = _after(found, link)
+        return found
+
+    def since(self, count: int, at_most: int) -> tuple[int, list[tuple[Link, str]]]:
+        """The collectives from number ``count`` on, each with its source, and the number of the first one kept."""
+        first = max(count, self.steps[0].before.count if self.steps else self.now.count, self.now.count - at_most)
+        found = []
+        for step in self.steps:
+            skipped = max(0, first - step.before.count)
+            found += [(link, step.piece.source) for link in step.piece.links[skipped:]]
+        return first, found
+
+    def issued(self, sequence: int | None) -> int:
+        """How many of ``now.count`` were handed to the group, which was given ``sequence`` collectives by now."""
+        if not self.steps:
+            return self.now.count
+        last = self.steps[-1]
+        if last.sequence is None or sequence is None:
+            return self.now.count
+        return last.before.count + max(0, min(sequence - last.sequence, len(last.piece.links)))
+
+
+def _after(before: Hash, link: Link) -> Hash:
+    return Hash(
+        before.count + 1,
+        (before.wire * _BASE + _number(link.wire)) % _PRIME,
+        (before.named * _BASE + _number(repr(link.names if link.sure else ()))) % _PRIME,
+    )
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") % _PRIME
+
+
+def agree(one: Link, other: Link) -> bool:
+    """Whether two ranks may have issued the same. What one of them is not sure to name rightly is no difference."""
+    return one.wire == other.wire and (one.names == other.names or not (one.sure and other.sure))

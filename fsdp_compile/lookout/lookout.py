@@ -1,0 +1,307 @@
+"""Sees to it that ranks which part are told so: every rank raises, and says what each of them does.
+
+    training            appends to the ledger (passes/ledger.py)
+    a thread beside it  every half a second:
+                        drains the ledger into a chain a group, publishes where it is, reads where its neighbours are
+                        a hash differs, or it waits for too long  ->  asks all ranks  ->  judge.py  ->  verdict
+    every rank          raises RanksParted where it launches next, or in the wait that it is in
+
+The thread starts with the first collective, in worlds of more than one rank, and ends with the process group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+from .._torch_compat import interrupting, process_groups
+from ..core.unit import Unit
+from ..passes import _torch_compat as passes_compat
+from ..passes.ledger import Called, ledger
+from .chain import Chain, Hash
+from .judge import Answer, Group, Verdict, judge
+from .names import Namer
+from .post import At, Post, Question
+from .waiting import Waiting, interrupt
+
+log = logging.getLogger("fsdp_compile")
+
+ENVIRONMENT = "FSDP_COMPILE_WATCH_S"
+DEFAULT_S = 60.0
+_PAUSE_S = 0.5
+_ANSWERS_S = 4.0  # until who has not answered is taken to say nothing
+_HEARD_S = 2.0  # until waits are ended, for others to read the verdict first
+_LAST = 64  # collectives of a group that an answer has where nothing else is asked for
+_SHOWN = 20_000  # collectives of a group that an answer has at most
+
+
+class RanksParted(RuntimeError):
+    """Ranks issue different collectives, or wait for one another."""
+
+
+class Lookout:
+    """The one of this process."""
+
+    def __init__(self) -> None:
+        self.timeout_s = float(os.environ.get(ENVIRONMENT, DEFAULT_S))
+        self._namer = Namer()
+        self._num_worlds = 0
+        self._watch: _Watch | None = None
+
+    def know(self, unit: Unit) -> None:
+        """Of a unit that was made; the first collective that anyone issues starts the thread."""
+        self._namer.know(unit)
+        if self._watch is None or self._watch.has_ended:
+            ledger.alarm = self._start
+
+    def _start(self) -> None:
+        ledger.alarm = None
+        if self.timeout_s <= 0 or not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        store = None if "fake" in dist.get_backend_config() else interrupting.default_store()
+        if store is None:
+            return
+        ledger.forget()
+        watch = _Watch(self, self._namer, Post(store, self._num_worlds, dist.get_rank()))
+        self._watch, self._num_worlds = watch, self._num_worlds + 1
+        ledger.is_kept = True
+        ledger.explain = watch.explain
+        atexit.register(watch.stop)
+        threading.Thread(target=watch.run, name="fsdp_compile lookout", daemon=True).start()
+
+    def forget(self) -> None:
+        """The world is gone, or its store. Whoever sets up another one shards anew, and so begins again."""
+        ledger.forget()
+        ledger.alarm, ledger.explain = None, None
+
+
+class _Watch:
+    """What the thread does in one world."""
+
+    def __init__(self, lookout: Lookout, namer: Namer, post: Post) -> None:
+        self._lookout, self._namer, self._post = lookout, namer, post
+        self._world: Any = weakref.ref(passes_compat.default_store())  # which is to end when it is destroyed
+        self._rank, self._ranks = dist.get_rank(), range(dist.get_world_size())
+        self._chains: dict[str, Chain] = {}
+        self._members: dict[str, tuple[int, ...]] = {}
+        self._counters: dict[str, Any] = {}
+        self._agreed: dict[tuple[int, str], int] = {}  # with whom, in which group: about how many
+        self._nameless: set[str] = set()  # groups whose ranks call the same parameters differently
+        self._waiting = Waiting()
+        self._question = 0
+        self._ask_again_at = 0.0
+        self._stop = threading.Event()
+        self._done = threading.Event()
+        self._parted: type[RanksParted] | None = None
+        if "gloo" in dist.get_backend_config():
+            interrupting.linger_in_abort()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._done.is_set()
+
+    def run(self) -> None:
+        try:
+            while self._parted is None and not self._stop.wait(_PAUSE_S) and self._is_there():
+                self._look()
+            if self._parted is None:
+                self._leave()
+        except Exception:
+            # The store is gone, with the process that kept it; or this is a mistake of ours, which must not hurt.
+            log.debug("ranks are not compared any more", exc_info=True)
+        finally:
+            self._done.set()
+            self._lookout.forget()
+
+    def stop(self) -> None:
+        """At the end of the process, before Python takes down what the thread stands on."""
+        self._stop.set()
+        self._done.wait(2 * _ANSWERS_S)
+
+    def _is_there(self) -> bool:
+        return passes_compat.default_store() is self._world() is not None
+
+    def explain(self, error: RuntimeError) -> None:
+        """Raise what the ranks find out about a wait that failed, if they do; on the thread that waited."""
+        deadline = time.monotonic() + _ANSWERS_S
+        while time.monotonic() < deadline and not self._done.is_set():
+            if self._parted is not None:
+                raise self._parted() from error
+            time.sleep(0.05)
+
+    def _look(self) -> None:
+        self._drain()
+        self._post.write_at(self._at())
+        if self._post.asked(self._question) is None:
+            question = self._doubt()
+            if question is None:
+                return
+            if self._post.ask(self._question, question):
+                self._decide(question)
+                return
+        self._be_asked()
+
+    def _at(self, left: bool = False) -> At:
+        return At({group: chain.now for group, chain in self._chains.items()}, left)
+
+    def _drain(self) -> None:
+        entries = ledger.entries
+        self._namer.forget_addresses()
+        for _ in range(len(entries)):
+            entry = entries.popleft()
+            if isinstance(entry, Called):
+                pieces = self._namer.of_call(entry)
+                for (group, piece), sequence in zip(pieces.items(), entry.sequence):
+                    self._chain(group).append(piece, sequence)
+            else:
+                self._chain(entry.group).append(self._namer.of_launch(entry))
+
+    def _chain(self, group: str) -> Chain:
+        if group not in self._chains:
+            self._members[group] = process_groups.group_ranks(group)
+            self._counters[group] = passes_compat.counter_of(group)
+            self._chains[group] = Chain()
+        return self._chains[group]
+
+    def _progress(self) -> tuple[int, ...]:
+        return tuple(chain.issued(self._counters[group]()) for group, chain in self._chains.items())
+
+    def _doubt(self) -> Question | None:
+        """What this rank would ask all: a neighbour differs, or has left it behind, or it has waited for long."""
+        doing, _, seconds = self._waiting.look(self._progress())
+        read: dict[int, At] = {}
+        for group, chain in self._chains.items():
+            for other in self._neighbours(group):
+                if other not in read:
+                    read[other] = self._post.read_at(other)
+                theirs = read[other].hashes.get(group, Hash())
+                ours = chain.at(theirs.count)
+                if ours is None:
+                    continue  # they are ahead, and compare
+                if ours.wire != theirs.wire or (ours.named != theirs.named and group not in self._nameless):
+                    return Question(self._rank, {group: self._agreed.get((other, group), 0)})
+                self._agreed[other, group] = theirs.count
+                if read[other].left and theirs.count < chain.now.count and doing == "waits" and seconds > _PAUSE_S:
+                    return Question(self._rank, waited_s=_PAUSE_S)
+        if doing == "waits" and seconds > self._lookout.timeout_s and time.monotonic() > self._ask_again_at:
+            return Question(self._rank, waited_s=self._lookout.timeout_s / 2)
+        return None
+
+    def _answer(self, question: Question, left: bool = False) -> Answer:
+        doing, where, seconds = self._waiting.look(self._progress())
+        if seconds < question.waited_s:
+            doing = "runs"
+        groups = {}
+        for group, chain in self._chains.items():
+            first, found = chain.since(question.since.get(group, chain.now.count - _LAST), _SHOWN)
+            links, sources = tuple(link for link, _ in found), tuple(source for _, source in found)
+            issued = chain.issued(self._counters[group]())
+            groups[group] = Group(self._members[group], first, links, sources, issued)
+        return Answer("has left" if left else doing, "" if left else where, groups)
+
+    def _leave(self) -> None:
+        """Say so, and where a neighbour waits for what this rank will not issue, stay until all have heard of it.
+
+        Ranks that end together end at once, and one that ends alone after its neighbours' next word. What they then
+        need may end with this process: the store, the connections whose end would be all that they hear.
+        """
+        self._drain()
+        self._post.write_at(self._at(left=True))
+        self._post.leave(self._answer(Question(self._rank), left=True))
+        deadline = time.monotonic() + 1.2 * _PAUSE_S
+        while self._post.gone() < len(self._ranks):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        else:
+            return
+        ahead = any(
+            self._post.read_at(other).hashes.get(group, Hash()).count > chain.now.count
+            for group, chain in self._chains.items()
+            for other in self._neighbours(group)
+        )
+        deadline = time.monotonic() + _ANSWERS_S
+        while ahead and time.monotonic() < deadline:
+            verdict = self._post.read_verdict(self._question)
+            if verdict is not None and verdict.text:
+                self._wait_until_heard(self._question)
+                return
+            self._question += verdict is not None
+            time.sleep(0.05)
+
+    def _neighbours(self, group: str) -> set[int]:
+        members = self._members[group]
+        place = members.index(self._rank)
+        return {members[place - 1], members[(place + 1) % len(members)]} - {self._rank}
+
+    def _be_asked(self) -> None:
+        question = self._post.asked(self._question)
+        assert question is not None
+        self._post.write_answer(self._question, self._answer(question))
+        deadline = time.monotonic() + 2 * _ANSWERS_S
+        verdict = None
+        while verdict is None and time.monotonic() < deadline and not self._stop.wait(0.05):
+            verdict = self._post.read_verdict(self._question)
+        self._believe(verdict or Verdict())
+
+    def _decide(self, question: Question) -> None:
+        """Hear everybody, and judge."""
+        answers = {self._rank: self._answer(question)}
+        deadline = time.monotonic() + _ANSWERS_S
+        while len(answers) < len(self._ranks) and time.monotonic() < deadline and not self._stop.wait(0.05):
+            for rank in self._ranks:
+                answer = None if rank in answers else self._post.read_answer(self._question, rank)
+                if answer is not None:
+                    answers[rank] = answer
+        for rank in self._ranks:
+            answers.setdefault(rank, Answer("says nothing"))
+        verdict = judge(answers, None if question.since else self._rank)
+        self._post.write_verdict(self._question, verdict)
+        self._ask_again_at = time.monotonic() + self._lookout.timeout_s / 4
+        if verdict.slow:
+            log.warning(verdict.slow)
+        self._believe(verdict)
+
+    def _believe(self, verdict: Verdict) -> None:
+        number, self._question = self._question, self._question + 1
+        self._nameless.update(verdict.nameless)
+        if verdict.text and self._parted is None:
+            self._part(number, verdict.text)
+
+    def _part(self, number: int, text: str) -> None:
+        """From here on whatever this rank issues raises, and what it waits for ends."""
+
+        def init(error: RanksParted) -> None:
+            RuntimeError.__init__(error, text)
+
+        parted = self._parted = type(RanksParted.__name__, (RanksParted,), {"__init__": init})
+
+        def alarm() -> None:
+            raise parted()
+
+        ledger.alarm = alarm
+        log.error(text)
+        interrupted: set[int] = set()
+        interrupt(parted, interrupted)
+        self._wait_until_heard(number)
+        while not self._stop.wait(0.2) and self._is_there():
+            if interrupt(parted, interrupted):
+                interrupting.end_waits()
+
+    def _wait_until_heard(self, number: int) -> None:
+        """Until all ranks that are there have read the verdict: what this one does next ends their waits as well."""
+        heard = self._post.heard(number, 1)
+        deadline = time.monotonic() + _HEARD_S
+        while heard < len(self._ranks) and time.monotonic() < deadline:
+            time.sleep(0.05)
+            heard = self._post.heard(number)
+
+
+lookout = Lookout()

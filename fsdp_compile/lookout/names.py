@@ -1,0 +1,158 @@
+"""Entries of the ledger, which are quick to write, as links of chains, which every rank calls alike.
+
+    eager        unit, "0.weight"                              ->  layers.3.0.weight      where the root finds it
+    graph        "up.weight", first of all the shard at 7f..   ->  layers.3.up.weight     by the shard's address
+    marker       "weight", the shard at 7f..                   ->  layers.3.up.weight     likewise
+                 "weight"                                      ->  weight
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..core.param import ShardedParam
+from ..core.unit import Unit
+from ..passes import ParamSpec
+from ..passes.ledger import Called, GraphText, Issued, Launch
+from .chain import Link, Piece
+
+_WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_modules|_fsdp_wrapped_module)\.")
+_COPY = re.compile(r"@\d+$")  # the same parameter once more in one graph
+_MOST = 4096  # pieces that are remembered; each belongs to a bucket, or to a graph
+
+
+class Namer:
+    """Knows the units of this process; used by the thread that compares, while others train."""
+
+    def __init__(self) -> None:
+        self._units: weakref.WeakSet[Unit] = weakref.WeakSet()
+        self._by_address: dict[int, tuple[weakref.ref[ShardedParam], str]] = {}
+        self._names: weakref.WeakKeyDictionary[Unit, tuple[int, dict[str, str]]] = weakref.WeakKeyDictionary()
+        self._texts: dict[str, GraphText] = {}
+        self._pieces: dict[tuple[Any, ...], tuple[Any, Piece]] = {}
+        self._placed: dict[tuple[Any, ...], tuple[Any, Piece]] = {}  # those that an address says the names of
+
+    def know(self, unit: Unit) -> None:
+        self._units.add(unit)
+
+    def of_launch(self, issued: Issued) -> Piece:
+        """What was issued eagerly, as a piece of one link."""
+        address = _address(issued.shard)
+        key = (issued.kind, address, id(issued.unit), *map(id, issued.specs))
+        pieces = self._placed if address else self._pieces
+        known = pieces.get(key)
+        if known is None:
+            specs, reduces = issued.specs, issued.kind != "all_gather"
+            dtype = specs[0].reduce_dtype if reduces else specs[0].dtype
+            num_bytes = sum(spec.reduce_bytes if reduces else spec.gather_bytes for spec in specs)
+            wire = _wire(issued.kind, str(dtype).removeprefix("torch."), num_bytes, len(specs))
+            link = Link(wire, *self._eager_names(issued.unit, specs, address))
+            # The specs stay alive with the piece, so that their ids stay theirs.
+            known = issued.specs, Piece((link,), "eager")
+            _remember(pieces, key, known)
+        return known[1]
+
+    def of_call(self, called: Called) -> dict[str, Piece]:
+        """What a graph issues, a piece a group."""
+        text = self._texts.get(called.text)
+        if text is None:
+            text = self._texts[called.text] = GraphText.loads(called.text)
+        addresses = tuple(map(_address, called.shards))
+        pieces = self._placed if addresses else self._pieces
+        found: dict[str, Piece] = {}
+        for group in text.groups:
+            key = (called.text, group, addresses)
+            known = pieces.get(key)
+            if known is None:
+                firsts = list(zip(text.firsts, map(self._at, addresses)))
+                links = [_link_of(one, firsts) for one in text.launches if one.group == group]
+                known = None, Piece(tuple(links), f"{text.stage} graph of {len(text.launches)}")
+                _remember(pieces, key, known)
+            found[group] = known[1]
+        return found
+
+    def forget_addresses(self) -> None:
+        """Between two looks shards may have moved, and others be where they were."""
+        self._by_address.clear()
+        self._placed.clear()
+
+    def _eager_names(self, unit: Any, specs: Sequence[ParamSpec], address: int) -> tuple[tuple[str, ...], bool]:
+        """What the parameters are called, and whether that is certain."""
+        shown = None if unit is not None or len(specs) > 1 else self._at(address)
+        known = {} if unit is None else self._names_in(unit)
+        names = tuple(_with_part(shown or known.get(spec.fqn, spec.fqn), spec.part) for spec in specs)
+        return names, shown is not None or unit is not None
+
+    def _names_in(self, unit: Unit) -> dict[str, str]:
+        known = self._names.get(unit)
+        if known is None or known[0] != unit.version:
+            paths: dict[Any, str] = {}
+            for root in unit.root.modules:
+                for path, module in root.named_modules():
+                    paths.setdefault(module, path)
+            names = {}
+            for param in unit.params:
+                slot = next((slot for slot in param.slots if slot.module in paths), None)
+                if slot is not None:
+                    names[param.fqn] = _WRAPPERS.sub("", f"{paths[slot.module]}.{slot.name}").lstrip(".")
+            known = self._names[unit] = unit.version, names
+        return known[1]
+
+    def _at(self, address: int) -> str | None:
+        """The parameter whose shard lies there now."""
+        if not address:
+            return None
+        if address not in self._by_address:
+            self._by_address = dict(self._look())
+        ref, name = self._by_address.get(address, (None, ""))
+        param = ref() if ref is not None else None
+        return name if param is not None and param.address == address else None
+
+    def _look(self) -> Iterable[tuple[int, tuple[weakref.ref[ShardedParam], str]]]:
+        for unit in list(self._units):
+            names = self._names_in(unit)
+            for param in unit.params:
+                if param.address:
+                    yield param.address, (weakref.ref(param), names.get(param.fqn, param.fqn))
+
+
+def _remember(pieces: dict[tuple[Any, ...], tuple[Any, Piece]], key: tuple[Any, ...], known: tuple[Any, Piece]) -> None:
+    if len(pieces) >= _MOST:
+        pieces.clear()
+    pieces[key] = known
+
+
+def _wire(kind: str, dtype: str, num_bytes: int, num_params: int) -> str:
+    return f"{kind} {dtype} {num_bytes} bytes a rank, {num_params} parameter{'s' if num_params > 1 else ''}"
+
+
+def _address(shard: Any) -> int:
+    try:
+        return 0 if shard is None else int(shard.data_ptr())
+    except RuntimeError:
+        return 0  # a subclass that has no memory of its own
+
+
+def _with_part(name: str, part: int) -> str:
+    return name if part < 0 else f"{name}:{part}"
+
+
+def _link_of(launch: Launch, firsts: Sequence[tuple[str, str | None]]) -> Link:
+    wire = _wire(launch.kind, launch.dtype, launch.num_bytes, len(launch.names))
+    first, shown = firsts[launch.unit] if 0 <= launch.unit < len(firsts) else ("", None)
+    names = tuple(_COPY.sub("", name) for name in launch.names)
+    if shown is None:
+        return Link(wire, names, sure=False)
+    return Link(wire, tuple(_moved(name, _COPY.sub("", first).partition(":")[0], shown) for name in names))
+
+
+def _moved(name: str, first: str, shown: str) -> str:
+    """A name in a graph's frame as one in the model, given what another parameter of the unit is called in each."""
+    same = 0
+    while same < min(len(first), len(shown)) and first[-1 - same] == shown[-1 - same]:
+        same += 1
+    there, here = first[: len(first) - same], shown[: len(shown) - same]
+    return here + name.removeprefix(there) if name.startswith(there) else name

@@ -1,0 +1,86 @@
+"""What this process is at, seen from a thread of its own: training costs nothing for being watched.
+
+    a thread is in the ledger's ``wait``                      waits: eagerly, for a collective of ours
+    a thread is at a wait in code that Inductor generated     waits
+    the main thread is in torch.distributed                   waits elsewhere
+    anything else                                             runs
+
+On a GPU waiting takes no time of the CPU: there a rank runs until its own thread waits for the device.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Hashable, Iterator
+from types import FrameType
+
+from .._torch_compat import interrupting
+from ..passes.ledger import Ledger
+
+_WAIT = Ledger.wait.__code__
+
+
+class Waiting:
+    """What the process is at, and since when."""
+
+    def __init__(self) -> None:
+        self._seen: Hashable = None
+        self._since = time.monotonic()
+
+    def look(self, progress: Hashable) -> tuple[str, str, float]:
+        """What it is doing, where, and for how long at the same place, with the same ``progress``, in seconds."""
+        doing, thread = _doing()
+        stack = interrupting.stack_of(thread)
+        seen = (doing, thread, progress, tuple((id(frame), frame.f_lasti) for frame in stack))
+        if seen != self._seen:
+            self._seen, self._since = seen, time.monotonic()
+        return doing, _where(stack), time.monotonic() - self._since
+
+
+def interrupt(error: type[BaseException], done: set[int]) -> bool:
+    """Have the threads that wait, or are between two waits of generated code, raise; whether any is left to wait."""
+    threads = set(_interruptible())
+    for thread in threads - done:
+        interrupting.raise_in(thread, error)
+    done |= threads
+    return bool(threads)
+
+
+def _doing() -> tuple[str, int]:
+    main = threading.main_thread().ident or 0
+    for thread in _others():
+        stack = interrupting.stack_of(thread)
+        at_wait = any(frame.f_code is _WAIT for frame in stack[:2])  # the second, while it asks why the wait failed
+        if at_wait or (stack and interrupting.waits_in_generated_code(stack[0])):
+            return "waits", thread
+    stack = interrupting.stack_of(main)
+    if stack and interrupting.waits_in_torch_distributed(stack[0]):
+        return "waits elsewhere", main
+    return "runs", main
+
+
+def _interruptible() -> Iterator[int]:
+    main = threading.main_thread().ident
+    for thread in _others():
+        stack = interrupting.stack_of(thread)
+        ours = any(frame.f_code is _WAIT or interrupting.is_generated_code(frame) for frame in stack)
+        if ours or (thread == main and stack and interrupting.waits_in_torch_distributed(stack[0])):
+            yield thread
+
+
+def _others() -> list[int]:
+    this = threading.get_ident()
+    return [thread.ident for thread in threading.enumerate() if thread.ident not in (None, this)]
+
+
+def _where(stack: list[FrameType]) -> str:
+    """The innermost line that is neither torch's nor ours, nor generated."""
+    for frame in stack:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        path = frame.f_code.co_filename
+        is_torchs = package == "torch" or "/torch/" in path or interrupting.is_generated_code(frame)
+        if package != "fsdp_compile" and not is_torchs and os.path.isfile(path):
+            return f"{path}:{frame.f_lineno}"
+    return ""

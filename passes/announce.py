@@ -1,0 +1,56 @@
+"""A graph says, before its first launch, what it is going to launch.
+
+    before    g0 = all_gather(s0)   ...   r1 = all_to_all(...)   ...
+    after     begin([s0, s1], "forward ... all_gather w0 ... all_to_all w1 ...")   g0 = all_gather(s0)   ...   r1 = ...
+
+For ranks that part: see ledger.py. One call a graph, which takes microseconds. What it takes besides the text are
+inputs of the graph, so that it can stand first: a shard of each unit tells, when the graph runs, whose units these are.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, fx
+
+from .collectives import KINDS, is_launch
+from .insert import ROLE, Role
+from .ledger import GraphText, Launch, begin
+from .plan import Plan
+
+
+def announce(graph: fx.Graph, plan: Plan) -> int:
+    """Let the graph begin with its text; return how many launches that lists."""
+    launches = [node for node in graph.nodes if is_launch(node) and ROLE in node.meta]
+    inputs = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), Tensor)]
+    if not launches or not inputs:
+        return 0
+    shards: dict[str, tuple[fx.Node, str]] = {}  # of each unit one, with its name
+    for launch in launches:
+        role: Role = launch.meta[ROLE]
+        shard = _input_behind(launch)
+        if role.kind == "gather" and shard is not None:
+            shards.setdefault(role.unit, (shard, plan.gathers[role.bucket].fqns[0]))
+    units = list(shards)
+    text = GraphText(
+        plan.stage,
+        tuple(name for _, name in shards.values()),
+        tuple(_as_text(launch, plan, units) for launch in launches),
+    )
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        node = graph.call_function(begin, ([shard for shard, _ in shards.values()] or inputs[:1], text.dumps()))
+    node.meta["val"] = None
+    return len(launches)
+
+
+def _as_text(launch: fx.Node, plan: Plan, units: list[str]) -> Launch:
+    role: Role = launch.meta[ROLE]
+    bucket = (plan.gathers if role.kind == "gather" else plan.reduces)[role.bucket]
+    unit = units.index(role.unit) if role.unit in units else -1
+    return Launch(KINDS[launch.target], str(launch.args[-1]), bucket.dtype, bucket.num_bytes, bucket.fqns, unit)
+
+
+def _input_behind(launch: fx.Node) -> fx.Node | None:
+    """The first shard that a gather packs, where that is an input of the graph."""
+    node = launch
+    while node.op != "placeholder" and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node if node.op == "placeholder" else None

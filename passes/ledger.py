@@ -1,0 +1,145 @@
+"""What this rank issued, in order, so that ranks can be compared: one append a collective, or one a graph.
+
+    eagerly     note(kind, specs, group, shard)   before each launch: passes/lower.py says it, as it says the launch
+    compiled    begin(shards, text)               before a graph's first launch: the text says all launches of the
+                                                  graph, and stands in the code, so that one from a cache says it too;
+                                                  whose they are the shards say: equal graphs share code, names and all
+
+Nothing is computed, looked up or sent here: who compares drains the entries on a thread of its own. ``alarm`` is called
+before anything is issued: once, to have the comparing begin, and for good where ranks were found to have parted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _torch_compat as compat
+from .spec import NAMESPACE, ParamSpec, library
+
+
+class Issued(NamedTuple):
+    """One collective that was issued eagerly."""
+
+    kind: str
+    specs: Sequence[ParamSpec]
+    group: str
+    shard: Tensor | None  # what is gathered of the first parameter, which says whose it is
+    unit: Any | None  # whose parameters they are, where somebody knows
+
+
+class Called(NamedTuple):
+    """One call of a compiled graph."""
+
+    text: str
+    shards: Sequence[Tensor]  # one a unit; held until they are drained, so that nothing else gets their addresses
+    sequence: tuple[int, ...]  # collectives that each group of the graph had been given before
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One collective of a graph, as the graph's text says it."""
+
+    kind: str
+    group: str
+    dtype: str  # on the wire
+    num_bytes: int  # that one rank contributes (gather) or receives (reduction)
+    names: Sequence[str]  # of its parameters
+    unit: int  # whose they are: place among ``firsts``, or -1
+
+
+@dataclass(frozen=True)
+class GraphText:
+    """All collectives of one graph, in the order of launch."""
+
+    stage: str
+    firsts: tuple[str, ...]  # what the parameters are called whose shards ``begin`` is given, one of each unit
+    launches: tuple[Launch, ...]
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(launch.group for launch in self.launches))
+
+    def dumps(self) -> str:
+        rows = [[one.kind, one.group, one.dtype, one.num_bytes, one.names, one.unit] for one in self.launches]
+        return json.dumps([self.stage, self.firsts, rows], separators=(",", ":"))
+
+    @classmethod
+    def loads(cls, text: str) -> GraphText:
+        stage, firsts, rows = json.loads(text)
+        launches = [Launch(*row) for row in rows]
+        return cls(stage, tuple(firsts), tuple(launches))
+
+
+class Ledger:
+    """What was issued and not drained yet."""
+
+    def __init__(self) -> None:
+        self.entries: deque[Issued | Called] = deque()
+        self.is_kept = False  # whether somebody drains it
+        self.alarm: Callable[[], None] | None = None
+        self.explain: Callable[[RuntimeError], None] | None = None  # raises where somebody knows why a wait failed
+        self._groups: dict[str, tuple[bool, tuple[Any, ...]]] = {}  # of a graph, by its text
+
+    def wait(self, op: Callable[..., Any], *args: Any) -> Any:
+        """Wait for a collective that was issued eagerly, by ``op(*args)``. Where a thread waits shows in its stack."""
+        try:
+            return op(*args)
+        except RuntimeError as error:
+            if self.explain is not None:
+                self.explain(error)
+            raise
+
+    def forget(self) -> None:
+        """Of a world that is gone."""
+        self.is_kept = False
+        self.entries.clear()
+        self._groups.clear()
+
+    def note(self, kind: str, specs: Sequence[ParamSpec], group: str, shard: Any = None, unit: Any = None) -> None:
+        """A collective is launched now."""
+        if self.alarm is not None:
+            self.alarm()
+        if self.is_kept:
+            self.entries.append(Issued(kind, specs, group, shard, unit))
+
+    def begin(self, shards: Sequence[Tensor], text: str) -> None:
+        """A graph is about to launch its first collective."""
+        if self.alarm is not None:
+            self.alarm()
+        if not self.is_kept:
+            return
+        known = self._groups.get(text)
+        if known is None:
+            read = GraphText.loads(text)
+            known = self._groups[text] = bool(read.firsts), tuple(map(compat.counter_of, read.groups))
+        has_shards, counters = known
+        self.entries.append(Called(text, shards if has_shards else (), tuple([count() for count in counters])))
+
+
+ledger = Ledger()
+note = ledger.note
+
+# It does nothing that a CUDA graph would need to repeat, and must count what is replayed: so it is in none.
+library.define("begin(Tensor[] shards, str text) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
+begin = torch.ops.fsdpc.begin.default
+torch.fx.node.has_side_effect(begin)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::begin")
+def _begin_fake(shards: Sequence[Tensor], text: str) -> None:
+    return None
+
+
+def _begin_kernel(shards: Sequence[Tensor], text: str) -> None:
+    ledger.begin(shards, text)
+
+
+library.impl("begin", _begin_kernel, "CompositeExplicitAutograd")
+compat.leave_all_to_python(_begin_kernel)

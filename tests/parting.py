@@ -1,0 +1,86 @@
+"""A rank of a world whose ranks part in one way or another: ``python -m tests.parting CASE MODE RANK WORLD PORT``.
+
+Prints one line of JSON when it has trained, or raised.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_compile import fully_shard
+
+
+class Branching(nn.Module):
+    """Blocks ``a`` and ``b`` stand side by side, and an argument says which of them runs."""
+
+    def __init__(self, width_of_b: int) -> None:
+        super().__init__()
+        self.front, self.a, self.b, self.back = (nn.Linear(16, width) for width in (16, 16, width_of_b, 16))
+
+    def forward(self, x: Tensor, branch: str) -> Tensor:
+        x = self.front(x)
+        if branch == "a":
+            x = self.a(x)
+        elif branch == "b":
+            x = self.b(x)[:, :16]
+        return self.back(x)
+
+
+def branch_of(case: str, rank: int, step: int) -> str:
+    if step < 2 or case in ("fewer", "slow", "destroyed"):
+        return "a"
+    if case == "one":
+        return "a" if rank == 0 else ""
+    return "a" if rank == 0 else "b"
+
+
+def train(case: str, mode: str, rank: int) -> None:
+    torch.manual_seed(0)
+    model = Branching(32 if case == "sizes" else 16)
+    for layer in (model.front, model.a, model.b, model.back):
+        fully_shard(layer)
+        if mode == "blocks":
+            layer.compile()
+    fully_shard(model)
+    run = model if mode in ("eager", "blocks") else torch.compile(model, backend=mode)
+    for step in range(400 if case == "equal" else 5):
+        if case in ("fewer", "destroyed") and rank == 1 and step == 3:
+            return
+        if case == "slow" and rank == 1 and step == 2:
+            time.sleep(6)
+        length = 4 + rank * step if case == "slow" else 4
+        run(torch.randn(length, 16), branch_of(case, rank, step)).sum().backward()
+        if case == "equal":
+            time.sleep(0.02)  # a step that somebody would wait for
+
+
+def main(case: str, mode: str, rank: int, world: int, port: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=300),
+    )
+    said = {"raised": "", "text": "", "seconds": 0.0}
+    start = time.monotonic()
+    try:
+        train(case, mode, rank)
+    except Exception as error:
+        said = {"raised": type(error).__name__, "text": str(error)}
+    said["seconds"] = time.monotonic() - start
+    print(json.dumps(said), flush=True)
+    if case == "destroyed":
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))

@@ -1,0 +1,155 @@
+"""Ranks that part raise, all of them, and say what each of them does; ranks that only differ train on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp_compile.lookout.chain import Chain, Link, Piece
+from fsdp_compile.lookout.judge import Answer, Group, judge
+
+WATCH_S = 3
+ROOT = Path(__file__).parent.parent
+
+
+def part(case: str, mode: str, world: int = 2) -> list[tuple[int, dict[str, str], str]]:
+    """Exit status, last words and errors of each rank."""
+    env = {**os.environ, "FSDP_COMPILE_WATCH_S": str(WATCH_S), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.parting", case, mode]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(world), str(port)],
+            env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    try:
+        outcomes = [(process.communicate(timeout=200), process) for process in processes]
+        return [
+            (process.returncode, json.loads(out.strip().splitlines()[-1]) if out.strip() else {}, err)
+            for (out, err), process in outcomes
+        ]
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+MODES = ["eager", *(pytest.param(mode, marks=pytest.mark.more) for mode in ("inductor", "blocks", "aot_eager"))]
+
+
+@pytest.mark.parametrize("mode", ["eager", "inductor", *MODES[2:]])
+def test_other_parameters_of_equal_shapes(mode: str) -> None:
+    """Which train wrong, without a word, where nobody compares."""
+    for status, said, err in part("equal", mode):
+        assert (status, said["raised"]) == (0, "RanksParted"), err
+        rank_0, rank_1 = _lines(said["text"])
+        assert "a.weight" in rank_0 and "b.weight" in rank_1, said["text"]
+        assert said["text"] in err  # logged as well
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_other_parameters_of_other_shapes(mode: str) -> None:
+    """Gloo aborts the rank that receives more than it expects; it says why before it dies, and the others raise."""
+    outcomes = part("sizes", mode)
+    assert {status for status, _, _ in outcomes} <= {0, -signal.SIGABRT}
+    assert [said["raised"] for status, said, _ in outcomes if status == 0] == ["RanksParted"] * sum(
+        status == 0 for status, _, _ in outcomes
+    )
+    for _, _, err in outcomes:
+        assert "rank 0: " in err and "rank 1: " in err and "b.weight" in err, err
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_parameter_that_one_rank_uses(mode: str) -> None:
+    for status, said, err in part("one", mode):
+        assert "rank 0: " in err and "rank 1: " in err and "a.weight" in err, err
+        assert (status, said.get("raised")) == (0, "RanksParted") or status == -signal.SIGABRT, err
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_that_ends_earlier(mode: str) -> None:
+    (_, raised, err), (_, ended, _) = part("fewer", mode)
+    assert ended["raised"] == ""
+    assert raised["raised"] == "RanksParted", err
+    rank_0, rank_1 = _lines(raised["text"])
+    assert "waits" in rank_0 and "front.weight" in rank_0, raised["text"]
+    assert "issues nothing more -- has left" in rank_1, raised["text"]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("mode", MODES)
+def test_a_slow_rank_with_other_lengths_is_none_that_parted(mode: str) -> None:
+    outcomes = part("slow", mode)
+    for status, said, err in outcomes:
+        assert (status, said["raised"]) == (0, ""), err
+    assert "it waits for rank 1, runs" in outcomes[0][2]
+
+
+@pytest.mark.more
+def test_of_three_ranks_all_raise() -> None:
+    for status, said, err in part("equal", "eager", world=3):
+        assert (status, said["raised"]) == (0, "RanksParted"), err
+        rank_0, *others = _lines(said["text"])
+        assert rank_0.startswith("rank 0: ") and "a.weight" in rank_0
+        assert all("b.weight" in other for other in others), said["text"]
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines()[1:-1]]
+
+
+def links(*names: str) -> tuple[Link, ...]:
+    return tuple(Link("all_gather float32 8 bytes a rank, 1 parameter", (name,)) for name in names)
+
+
+def test_a_chain_is_the_same_however_it_was_cut_into_pieces() -> None:
+    whole, parts = Chain(), Chain()
+    whole.append(Piece(links("a", "b", "c"), "graph"))
+    for link in links("a", "b", "c"):
+        parts.append(Piece((link,), "eager"))
+    assert [whole.at(count) for count in range(4)] == [parts.at(count) for count in range(4)]
+    assert whole.at(4) is None
+    other = Chain()
+    other.append(Piece(links("a", "c", "b"), "graph"))
+    assert whole.at(1) == other.at(1) and whole.at(2) != other.at(2)
+
+
+def group(*names: str, issued: int | None = None) -> Group:
+    made = links(*names)
+    return Group((0, 1), 0, made, ("eager",) * len(made), len(made) if issued is None else issued)
+
+
+def test_who_waits_for_one_that_is_busy_is_not_told_to_raise() -> None:
+    waits, busy = Answer("waits", "train.py:3", {"0": group("a", "b")}), Answer("runs", "data.py:7", {"0": group("a")})
+    verdict = judge({0: waits, 1: busy}, waiting=0)
+    assert verdict.text == ""
+    assert "waits for rank 1, runs at data.py:7" in verdict.slow
+
+
+def test_who_waits_for_one_that_waits_elsewhere_is() -> None:
+    waits, elsewhere = Answer("waits", "", {"0": group("a", "b")}), Answer("waits elsewhere", "x.py:1", {"0": group("a")})
+    text = judge({0: waits, 1: elsewhere}, waiting=0).text
+    assert "rank 0: eager, all_gather of b" in text and "rank 1: issues nothing more -- waits elsewhere at x.py:1" in text
+
+
+def test_a_slow_network_is_no_difference() -> None:
+    same = Answer("waits", "", {"0": group("a", "b")})
+    assert judge({0: same, 1: same}, waiting=0).text == ""
+
+
+def test_names_that_are_not_sure_are_no_difference() -> None:
+    unsure = Group((0, 1), 0, (Link(links("b")[0].wire, ("b",), sure=False),), ("graph",), 1)
+    verdict = judge({0: Answer("runs", "", {"0": group("a")}), 1: Answer("runs", "", {"0": unsure})})
+    assert verdict.text == "" and verdict.nameless == ("0",)
