@@ -12,6 +12,7 @@ before anything is issued: once, to have the comparing begin, and for good where
 from __future__ import annotations
 
 import json
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class Issued(NamedTuple):
     specs: Sequence[ParamSpec]
     group: str
     shard: Tensor | None  # what is gathered of the first parameter, which says whose it is
-    unit: Any | None  # whose parameters they are, where somebody knows
+    unit: Callable[[], Any] | None  # whose parameters they are, where somebody knows: a weak reference
 
 
 class Called(NamedTuple):
@@ -103,11 +104,11 @@ class Ledger:
         self._groups.clear()
 
     def note(self, kind: str, specs: Sequence[ParamSpec], group: str, shard: Any = None, unit: Any = None) -> None:
-        """A collective is launched now."""
+        """A collective is launched now. A ``unit`` is not kept alive by that."""
         if self.alarm is not None:
             self.alarm()
         if self.is_kept:
-            self.entries.append(Issued(kind, specs, group, shard, unit))
+            self.entries.append(Issued(kind, specs, group, shard, None if unit is None else weakref.ref(unit)))
 
     def begin(self, shards: Sequence[Tensor], text: str) -> None:
         """A graph is about to launch its first collective."""

@@ -41,7 +41,8 @@ class Namer:
     def of_launch(self, issued: Issued) -> Piece:
         """What was issued eagerly, as a piece of one link."""
         address = _address(issued.shard)
-        key = (issued.kind, address, id(issued.unit), *map(id, issued.specs))
+        unit = None if issued.unit is None else issued.unit()
+        key = (issued.kind, address, id(unit), *map(id, issued.specs))
         pieces = self._placed if address else self._pieces
         known = pieces.get(key)
         if known is None:
@@ -49,7 +50,7 @@ class Namer:
             dtype = specs[0].reduce_dtype if reduces else specs[0].dtype
             num_bytes = sum(spec.reduce_bytes if reduces else spec.gather_bytes for spec in specs)
             wire = _wire(issued.kind, str(dtype).removeprefix("torch."), num_bytes, len(specs))
-            link = Link(wire, *self._eager_names(issued.unit, specs, address))
+            link = Link(wire, *self._eager_names(unit, specs, address))
             # The specs stay alive with the piece, so that their ids stay theirs.
             known = issued.specs, Piece((link,), "eager")
             _remember(pieces, key, known)
