@@ -73,7 +73,8 @@ class Items(Generic[T]):
         needs: dict[T, int] = {}
         for item in self.order:
             own = self.launches[item].turn if item in self.launches and item not in self.seconds else -1
-            needs[item] = max([own, *(needs[dep] for dep in self.deps[item])])
+            # What a launch waits for besides data may stand behind it still, and needs no launch.
+            needs[item] = max([own, *(needs.get(dep, -1) for dep in self.deps[item])])
         return needs
 
     def _follow_reductions(self) -> tuple[dict[T, list[T]], dict[T, T]]:

@@ -36,7 +36,7 @@ from .spec import ParamSpec
 from .structure import Structure, is_matrix, structure_of
 from .views import CASTS, VIEWS
 
-AHEAD = "(vectors)"  # the unit of those that travel ahead of their own
+AHEAD = "vectors:ahead"  # the unit of those that travel ahead of their own
 
 # Where a bucket is to be launched: a place in a graph, and what tells two of one place apart.
 Place = tuple[int, int, str]

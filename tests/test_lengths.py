@@ -17,12 +17,12 @@ from tests.ranks import Ranks
 from tests.test_structure import WIDTH, Net, Noisy
 
 # Of each rank: one row is a shape of its own for compilers, and so is a batch as wide as the model.
-LENGTHS = ((1, 5, WIDTH, 300), (7, 1, 64, 3))
+LENGTHS = ((1, WIDTH, 300), (7, 1, 3))
 
 
 def _batch(step: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    length = LENGTHS[rank][int(torch.randint(4, (), generator=generator))]
+    length = LENGTHS[rank][step if step < 3 else int(torch.randint(3, (), generator=generator))]
     return torch.randn(length, WIDTH, generator=generator)
 
 
@@ -53,6 +53,6 @@ def _train(path: str, num_steps: int) -> int:
 @pytest.mark.more
 @pytest.mark.parametrize("path", ["eager", "passes", "inductor"])
 def test_ranks_with_other_lengths_launch_the_same(two_ranks: Ranks, path: str) -> None:
-    static, dynamic = two_ranks.run(_train, path, 20 if path == "inductor" else 8)
+    static, dynamic = two_ranks.run(_train, path, 12 if path == "inductor" else 8)
     if path != "eager":
-        assert static == 4 and dynamic < 4
+        assert static == 3 and dynamic < 3

@@ -27,7 +27,7 @@ def _code(language: str) -> list[str]:
 
 @no_kernels_built()  # what a step computes is for the recipes' rows in tests/matrix
 def _run_examples(folder: str) -> None:
-    shard_and_compile, inspect, costs, accumulate, explain, whole_step, compare = _code("python")
+    shard_and_compile, inspect, edit, costs, accumulate, explain, whole_step, compare = _code("python")
     batch = torch.zeros(2, 5, dtype=torch.long)
     names = {"torch": torch, "model": Stack(1), "batch": batch, "batches": [batch, batch]}
     exec(shard_and_compile, names)
@@ -36,6 +36,7 @@ def _run_examples(folder: str) -> None:
         os.chdir(folder)
     exec(inspect if dist.get_rank() == 0 else "import fsdp_compile; model(batch).sum().backward()", names)
     if dist.get_rank() == 0:
+        exec(edit, names)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(costs, names)
         assert printed.getvalue().count(" waiting; peak ") == 2 and "for all_gather" in printed.getvalue()

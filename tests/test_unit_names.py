@@ -92,7 +92,7 @@ def test_forward_and_backward_call_it_the_same(
     reductions = [launch.unit for launch in report.backward.launches if launch.kind == "reduce_scatter"]
     assert set(reductions) == set(units)
     assert reductions.index(last) < reductions.index(first), "backward begins with the last unit"
-    assert {launch.unit for launch in report.backward.launches} == set(units)
+    assert {launch.unit for launch in report.backward.launches} - {"ahead (vectors)"} == set(units)
 
 
 def test_units_of_two_models_in_one_graph_have_names_of_their_own(fake_group_of_four: None) -> None:
