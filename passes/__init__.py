@@ -9,6 +9,7 @@
                                     with offloaded shards, copies from the CPU before and back to it after
                            overlap  launch a unit ahead, wait at the use
                            check    the result is legal
+                           announce the graph says what it launches, before it does
     --- Inductor lowers, fuses, sorts ---
     scheduler's nodes      schedule the same order again, on what will be generated
 

@@ -7,6 +7,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,6 +144,11 @@ def fake_mode_of(values: Iterable[object]) -> AbstractContextManager[object]:
         if isinstance(value, (list, tuple)):
             return fake_mode_of(value)
     raise AssertionError("a lowered op without a tensor argument")
+
+
+def is_generated_code(frame: FrameType) -> bool:
+    """Whether Inductor generated the code of a frame (``AsyncCompile`` among its globals, ``call``: 2.11 to 2.15)."""
+    return frame.f_code.co_name == "call" and "AsyncCompile" in frame.f_globals
 
 
 def leave_all_to_python(*functions: Callable[..., Any]) -> None:

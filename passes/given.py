@@ -48,8 +48,8 @@ def _fitted_half(given: Plan, ours: Plan, gathered: Mapping[str, Marker], reduce
         gathers=_buckets(given.gathers, gathered, lambda one: gather_key(one.spec), gather_bucket),
         reduces=_buckets(given.reduces, reduced, lambda one: reduce_key(one.spec), reduce_bucket),
     )
-    launches = [*(("gather", index) for index in range(len(plan.gathers)))]
-    launches += [("reduce", index) for index in range(len(plan.reduces))]
+    buckets = {"gather": plan.gathers, "reduce": plan.reduces}
+    launches = [(kind, index) for kind, these in buckets.items() for index in range(len(these))]
     if not plan.order:
         return dataclasses.replace(plan, order=tuple(sorted(launches, key=lambda one: _turn(one, plan, ours))))
     if sorted(plan.order) != sorted(launches):

@@ -35,6 +35,7 @@ from .ledger import note
 from .plan import Bucket, Plan, num_launches
 from .provenance import Marker, find_reduces, find_unshards
 from .slices import keep_slice
+from .structure import closure
 from .views import VIEWS
 
 aten = torch.ops.aten
@@ -169,10 +170,5 @@ def _copy_before_outputs(graph: fx.Graph, marker: fx.Node, result: fx.Node) -> N
 def _assert_independent(members: list[Marker], bucket: Bucket) -> None:
     """A reduced gradient that another member's gradient depends on cannot share its bucket."""
     nodes = {marker.node for marker in members}
-    reached, work = set(), list(nodes)
-    while work:
-        for user in work.pop().users:
-            if user not in reached:
-                reached.add(user)
-                work.append(user)
+    reached = closure((user for node in nodes for user in node.users), lambda node: node.users)
     assert not reached & nodes, f"the gradients of {bucket.fqns} depend on each other"

@@ -47,9 +47,10 @@ def keep(graph: fx.Graph, plan: Plan) -> int:
     for marker in unshards:
         kept = marker.fqn in plan.keep
         tag(marker.node, CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE)
+    plan_id = plan.id  # a hash of all of it
     for node in (*unshard_nodes(graph), *reduce_nodes(graph)):
         node.meta[STEP] = plan
-        node.update_kwarg("step", plan.id)
+        node.update_kwarg("step", plan_id)
     for node in graph.find_nodes(op="call_function", target=keep_slice):
         tag(node, CheckpointPolicy.MUST_SAVE)
     return len(unshards)
@@ -71,7 +72,10 @@ def _have_backward_gather(graph: fx.Graph, structure: Structure) -> None:
     given: dict[fx.Node, list[fx.Node]] = {}
     for marker in find_unshards(graph):
         if marker.node in structure.again and marker.node not in structure.read:
-            later = [one.node for one in reduces if place[one.node] >= structure.again[marker.node]]
-            given.setdefault(own.get(marker.fqn, (later or [reduces[-1].node])[0]), []).append(marker.node)
+            reduction = own.get(marker.fqn)
+            if reduction is None:
+                needed = structure.again[marker.node]
+                reduction = next((one.node for one in reduces if place[one.node] >= needed), reduces[-1].node)
+            given.setdefault(reduction, []).append(marker.node)
     for node, gathers in given.items():
         node.args = (node.args[0], gathers)

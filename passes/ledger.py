@@ -25,13 +25,33 @@ from . import _torch_compat as compat
 from .spec import NAMESPACE, ParamSpec, library
 
 
+class Place(NamedTuple):
+    """Where a shard lies: its memory is held until the entry is drained, so that nothing else gets the address.
+
+    Not the shard, which holds what autograd has of it: ``swap_tensors`` refuses a tensor of which that is left.
+    """
+
+    address: int
+    memory: torch.UntypedStorage | None
+
+    @classmethod
+    def of(cls, shard: Tensor | None) -> Place:
+        try:
+            return _NOWHERE if shard is None else cls(shard.data_ptr(), shard.untyped_storage())
+        except RuntimeError:
+            return _NOWHERE  # a subclass that has no memory of its own
+
+
+_NOWHERE = Place(0, None)
+
+
 class Issued(NamedTuple):
     """One collective that was issued eagerly."""
 
     kind: str
     specs: Sequence[ParamSpec]
     group: str
-    shard: Tensor | None  # what is gathered of the first parameter, which says whose it is
+    first: Place  # of what is gathered of the first parameter, which says whose it is
     unit: Callable[[], Any] | None  # whose parameters they are, where somebody knows: a weak reference
 
 
@@ -39,7 +59,7 @@ class Called(NamedTuple):
     """One call of a compiled graph."""
 
     text: str
-    shards: Sequence[Tensor]  # one a unit; held until they are drained, so that nothing else gets their addresses
+    firsts: Sequence[Place]  # of a shard of each unit
     sequence: tuple[int, ...]  # collectives that each group of the graph had been given before
 
 
@@ -108,7 +128,8 @@ class Ledger:
         if self.alarm is not None:
             self.alarm()
         if self.is_kept:
-            self.entries.append(Issued(kind, specs, group, shard, None if unit is None else weakref.ref(unit)))
+            whose = None if unit is None else weakref.ref(unit)
+            self.entries.append(Issued(kind, specs, group, Place.of(shard), whose))
 
     def begin(self, shards: Sequence[Tensor], text: str) -> None:
         """A graph is about to launch its first collective."""
@@ -121,7 +142,8 @@ class Ledger:
             read = GraphText.loads(text)
             known = self._groups[text] = bool(read.firsts), tuple(map(compat.counter_of, read.groups))
         has_shards, counters = known
-        self.entries.append(Called(text, shards if has_shards else (), tuple([count() for count in counters])))
+        firsts = [Place.of(shard) for shard in shards] if has_shards else ()
+        self.entries.append(Called(text, firsts, tuple([count() for count in counters])))
 
 
 ledger = Ledger()

@@ -160,7 +160,7 @@ def _warn_if_displaced(op: str, fqn: str) -> None:
     for _ in range(12):
         if frame is None:
             return
-        if "AsyncCompile" in frame.f_globals and frame.f_code.co_name == "call":
+        if compat.is_generated_code(frame):
             warnings.warn(
                 f"{op} of {fqn} runs unlowered inside a graph compiled by Inductor: a later setting of "
                 "torch._inductor.config.post_grad_custom_pre_pass (or torch.compile(options=...)) replaced "

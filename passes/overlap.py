@@ -67,8 +67,9 @@ class Items(Generic[T]):
         self.reductions = {item: its for item, its in self.launches.items() if its.kind != "gather"}
         self.epilogues, self.second_of = self._follow_reductions()
         self.seconds = set(self.second_of.values())
+        self.needs = self._last_launch_needed()
 
-    def last_launch_needed(self) -> dict[T, int]:
+    def _last_launch_needed(self) -> dict[T, int]:
         """For each item, the last turn among the launches that it comes from; -1 of one that needs none."""
         needs: dict[T, int] = {}
         for item in self.order:
@@ -170,8 +171,7 @@ def _beside_the_first(items: Items[T], steps: Sequence[tuple[T | None, list[T]]]
     if first is None:
         return []
     end = len(items.order) if second is None else items.position[second]
-    needs = items.last_launch_needed()
-    return [item for item in items.order[:end] if items.role[item] is None and needs[item] < 0]
+    return [item for item in items.order[:end] if items.role[item] is None and items.needs[item] < 0]
 
 
 class _Schedule(Generic[T]):
@@ -184,14 +184,13 @@ class _Schedule(Generic[T]):
         # Not launched yet; a bucket's second launch is part of what follows its first.
         first = [launch for launch in items.launches if launch not in items.seconds]
         self._waiting = sorted(first, key=lambda launch: items.launches[launch].turn)
-        self._needs = items.last_launch_needed()
         # Reductions just launched; and those that are not waited for, each with the unit that was being reduced then.
         self._launched: list[T] = []
         self._in_flight: list[tuple[T, str]] = []
 
     def compute(self, item: T) -> None:
         """Emit an item; before it whatever it needs, and all launches that have their turn before one of these."""
-        while self._waiting and self._turn(self._waiting[0]) <= self._needs[item]:
+        while self._waiting and self._turn(self._waiting[0]) <= self.items.needs[item]:
             self._launch(self._waiting.pop(0))
         self.emit(item)
 

@@ -11,14 +11,13 @@ Else the partitioner would save ``v``, which is a full parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import markers
 from .plan import Plan
 from .provenance import find_unshards
+from .structure import closure
 from .tags import tag
 
 
@@ -29,8 +28,8 @@ def parts(graph: fx.Graph, plan: Plan) -> int:
     if not made:
         return 0
     again = [one.node for one in find_unshards(graph) if one.spec.part >= 0 and one.spec.regather]
-    behind = _reached(again, lambda node: node.users)
-    before = _reached(made, lambda node: node.all_input_nodes)
+    behind = closure(again, lambda node: node.users)
+    before = closure(made, lambda node: node.all_input_nodes)
     between = behind & before - {*again, *made}
     for node in between:
         tag(node, CheckpointPolicy.MUST_RECOMPUTE)
@@ -38,13 +37,3 @@ def parts(graph: fx.Graph, plan: Plan) -> int:
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
         graph.erase_node(node)
     return len(between)
-
-
-def _reached(starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    reached, work = set(starts), list(starts)
-    while work:
-        for node in step(work.pop()):
-            if node not in reached:
-                reached.add(node)
-                work.append(node)
-    return reached

@@ -34,7 +34,7 @@ from .provenance import Marker, find_reduces, find_unshards
 from .slices import keep_slice, whole_of
 from .spec import ParamSpec
 from .structure import Structure, is_matrix, structure_of
-from .views import CASTS, VIEWS
+from .views import passes_on
 
 AHEAD = "vectors:ahead"  # the unit of those that travel ahead of their own
 
@@ -262,7 +262,7 @@ def _first_read(gathered: fx.Node, place: Mapping[fx.Node, int]) -> int:
     first, work = len(place), [gathered]
     while work:
         for user in work.pop().users:
-            if user.target in VIEWS or user.target in CASTS or user.target in (keep_slice, markers.unshard):
+            if passes_on(user) or user.target in (keep_slice, markers.unshard):
                 work.append(user)
             else:
                 first = min(first, place[user])
@@ -271,7 +271,7 @@ def _first_read(gathered: fx.Node, place: Mapping[fx.Node, int]) -> int:
 
 def _computed(grad: fx.Node, place: Mapping[fx.Node, int]) -> int:
     """Where a graph has computed a gradient but for views and casts, which may stand anywhere behind that."""
-    while (grad.target in VIEWS or grad.target in CASTS) and isinstance(grad.args[0], fx.Node):
+    while passes_on(grad) and isinstance(grad.args[0], fx.Node):
         grad = grad.args[0]
     return place[grad]
 

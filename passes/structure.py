@@ -30,7 +30,7 @@ from . import markers
 from .provenance import reduce_nodes, unshard_nodes
 from .slices import keep_slice, whole_of
 from .tags import AC_GRAPH_ID
-from .views import CASTS, VIEWS
+from .views import CASTS, passes_on
 
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 _OURS = (markers.unshard, markers.reduce_grad, markers.resume, keep_slice)
@@ -57,11 +57,11 @@ def structure_of(graph: fx.Graph) -> Structure:
     """Which gathers a backward cannot do without: a function of the graph's edges, and of no activation's size."""
     place = {node: index for index, node in enumerate(graph.nodes)}
     tangents = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
-    fed = _closure(tangents, lambda node: node.users)
+    fed = closure(tangents, lambda node: node.users)
     # And what custom functions compute in their backward besides.
     backward = fed | {one for one in graph.nodes if compat.is_of_backward(one) and one.target is not markers.unshard}
-    backward = _closure(backward, lambda node: node.users)
-    forward = _closure(_results_of_forward(graph, backward), lambda node: node.all_input_nodes)
+    backward = closure(backward, lambda node: node.users)
+    forward = closure(_results_of_forward(graph, backward), lambda node: node.all_input_nodes)
     # One that is to be kept, and that forward does not read, has nothing to be kept from.
     gathers = {node for node in unshard_nodes(graph) if node.kwargs["regather"] or node not in forward}
     of_weights, beside = _of_weights(graph, gathers, backward)
@@ -70,10 +70,11 @@ def structure_of(graph: fx.Graph) -> Structure:
     saved = _saved(graph, of_weights, forward - backward, read, bool(reduce_nodes(graph)))
     needed = _first_needed(graph, place, backward, forward, saved)
     again = {node: int(needed[node]) for node in graph.nodes if node in gathers and needed[node] < _NEVER}
+    elsewhere = {*forward, *fed, *of_weights}
     late = {
         node
         for node in graph.nodes
-        if node.op == "call_function" and node not in forward | fed and node not in of_weights
+        if node.op == "call_function" and node not in elsewhere
         if node.target not in _OURS and not _weights_read(node, of_weights) <= in_forward
         if "recompute" not in node.meta and not any("recompute" in user.meta for user in node.users)
     }
@@ -120,7 +121,7 @@ def _of_weights(
             found[node] = weights
             if of_constants:
                 alone.add(node)
-    feeding = _closure(
+    feeding = closure(
         (one for node in found if node not in gathers for one in node.all_input_nodes),
         lambda node: [] if node.target in _OURS else node.all_input_nodes,
     )
@@ -140,7 +141,7 @@ def _saved(
     for node in graph.nodes:
         if node.op != "call_function" or node not in forward or node in of_weights or node.target in _OURS:
             continue
-        if _passes_on(node) and kept & set(node.all_input_nodes[:1]):
+        if passes_on(node) and kept & set(node.all_input_nodes[:1]):
             kept.add(node)
         elif kept & set(node.all_input_nodes):
             products.add(node)
@@ -210,14 +211,10 @@ def is_matrix(gather: fx.Node) -> bool:
     return sum(length != 1 for length in size) > 1
 
 
-def _passes_on(node: fx.Node) -> bool:
-    return node.target in VIEWS or node.target in CASTS
-
-
 def _follows_a_product(node: fx.Node) -> bool:
     """Views, casts, and what is left of a product where a batch of one made it a sum of products, times one."""
     times_a_number = node.target is torch.ops.aten.mul.Tensor and len(node.all_input_nodes) == 1
-    return _passes_on(node) or times_a_number or node.target is torch.ops.aten.sum.dim_IntList
+    return passes_on(node) or times_a_number or node.target is torch.ops.aten.sum.dim_IntList
 
 
 def _is_size(node: fx.Node) -> bool:
@@ -245,7 +242,8 @@ def _can_be_done_again(node: fx.Node) -> bool:
     )
 
 
-def _closure(starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+def closure(starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """What steps lead to from some nodes, these included, but for the graph's output."""
     reached = set(starts)
     work = list(reached)
     while work:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import fx
 
 aten = torch.ops.aten
 
@@ -21,3 +22,8 @@ VIEWS = (
     aten.alias.default,
     aten.detach.default,
 )
+
+
+def passes_on(node: fx.Node) -> bool:
+    """Whether a node is a view or a cast: its value is its first input's."""
+    return node.target in VIEWS or node.target in CASTS

@@ -39,12 +39,8 @@ def stack_of(thread: int) -> list[FrameType]:
 
 def waits_in_generated_code(frame: FrameType) -> bool:
     """Whether a frame of code that Inductor generated is at a wait (``wait_tensor.default(``: 2.11 to 2.15)."""
-    return is_generated_code(frame) and "wait_tensor" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-
-
-def is_generated_code(frame: FrameType) -> bool:
-    """Whether Inductor generated the code of a frame (``AsyncCompile`` among its globals, ``call``: 2.11 to 2.15)."""
-    return frame.f_code.co_name == "call" and "AsyncCompile" in frame.f_globals
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return passes_compat.is_generated_code(frame) and "wait_tensor" in line
 
 
 def waits_in_torch_distributed(frame: FrameType) -> bool:

@@ -40,7 +40,7 @@ class Namer:
 
     def of_launch(self, issued: Issued) -> Piece:
         """What was issued eagerly, as a piece of one link."""
-        address = _address(issued.shard)
+        address = issued.first.address
         unit = None if issued.unit is None else issued.unit()
         key = (issued.kind, address, id(unit), *map(id, issued.specs))
         pieces = self._placed if address else self._pieces
@@ -61,7 +61,7 @@ class Namer:
         text = self._texts.get(called.text)
         if text is None:
             text = self._texts[called.text] = GraphText.loads(called.text)
-        addresses = tuple(map(_address, called.shards))
+        addresses = tuple(first.address for first in called.firsts)
         pieces = self._placed if addresses else self._pieces
         found: dict[str, Piece] = {}
         for group in text.groups:
@@ -128,13 +128,6 @@ def _remember(pieces: dict[tuple[Any, ...], tuple[Any, Piece]], key: tuple[Any, 
 
 def _wire(kind: str, dtype: str, num_bytes: int, num_params: int) -> str:
     return f"{kind} {dtype} {num_bytes} bytes a rank, {num_params} parameter{'s' if num_params > 1 else ''}"
-
-
-def _address(shard: Any) -> int:
-    try:
-        return 0 if shard is None else int(shard.data_ptr())
-    except RuntimeError:
-        return 0  # a subclass that has no memory of its own
 
 
 def _with_part(name: str, part: int) -> str:

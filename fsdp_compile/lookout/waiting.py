@@ -17,6 +17,7 @@ from collections.abc import Hashable, Iterator
 from types import FrameType
 
 from .._torch_compat import interrupting
+from ..passes import _torch_compat as passes_compat
 from ..passes.ledger import Ledger
 
 _WAIT = Ledger.wait.__code__
@@ -65,7 +66,7 @@ def _interruptible() -> Iterator[int]:
     main = threading.main_thread().ident
     for thread in _others():
         stack = interrupting.stack_of(thread)
-        ours = any(frame.f_code is _WAIT or interrupting.is_generated_code(frame) for frame in stack)
+        ours = any(frame.f_code is _WAIT or passes_compat.is_generated_code(frame) for frame in stack)
         if ours or (thread == main and stack and interrupting.waits_in_torch_distributed(stack[0])):
             yield thread
 
@@ -80,7 +81,7 @@ def _where(stack: list[FrameType]) -> str:
     for frame in stack:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         path = frame.f_code.co_filename
-        is_torchs = package == "torch" or "/torch/" in path or interrupting.is_generated_code(frame)
+        is_torchs = package == "torch" or "/torch/" in path or passes_compat.is_generated_code(frame)
         if package != "fsdp_compile" and not is_torchs and os.path.isfile(path):
             return f"{path}:{frame.f_lineno}"
     return ""
