@@ -225,6 +225,17 @@ def sort_topologically(graph: torch.fx.Graph) -> None:
     stable_topological_sort(graph)
 
 
+def cut(joint: torch.fx.GraphModule, num_results: int) -> tuple[torch.fx.Graph, torch.fx.Graph]:
+    """Forward and backward as AOTAutograd's partitioner cuts them; ``joint`` is spent.
+
+    ``partitioners.min_cut_rematerialization_partition``: 2.11 to 2.15.
+    """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    forward, backward = min_cut_rematerialization_partition(joint, (), num_fwd_outputs=num_results)
+    return forward.graph, backward.graph
+
+
 def partitioner_has_a_budget(graph: torch.fx.Graph) -> bool:
     """Whether the user has the partitioner compute activations again until they fit.
 

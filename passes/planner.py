@@ -20,7 +20,7 @@ that was cut from none (evaluation, compiled autograd) is planned for itself, by
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -67,6 +67,13 @@ def plan_joint(graph: fx.Graph) -> Plan:
         ),
         backward=_plan_backward(graph, structure, unshards, reduces, place),
     )
+
+
+def plan_keeping(graph: fx.Graph, kept: Collection[str]) -> Plan:
+    """The plan of a step that keeps these parameters, and regathers all others, whatever their units were told."""
+    for one in find_unshards(graph):
+        one.node.update_kwarg("regather", one.fqn not in kept)
+    return plan_joint(graph)
 
 
 def _plan_backward(

@@ -1,0 +1,217 @@
+"""Which parameters stay gathered from forward to backward, where a byte budget leaves room for some.
+
+    bytes alive, all gathered again                  what keeping a bucket adds, from its last read in forward
+                                                     to where backward would have gathered it
+              ____ budget _____________________
+                     /---\\                                    |======== w2 (shortest) ======|
+               /----/     \\----\\                          |============= w1 ==================|
+         /----/                 \\----                |================== w0 =======================|
+         forward     |  backward
+
+A bucket that is kept is one gather less in backward, and saves the seconds that the replay without it is shorter. Two
+lists of candidates are filled, one by seconds saved a byte and second held, one by the shortest life first, each until
+nothing more fits; they, their first halves, the plan as the units were told, everything gathered again and everything
+kept are tried (trial.py), and the fastest of those within the budget wins; the one with the lowest peak where none is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from .choice import Candidate
+from .collectives import is_launch
+from .cost import Groups
+from .insert import ROLE, Role
+from .memory import lifetimes
+from .plan import Plan
+from .profiles import HardwareProfile
+from .provenance import find_unshards
+from .replay import Event, Launch, simulate
+from .slices import whole_of
+from .trial import Half, Trial, trial_of
+
+AGAIN, AS_TOLD, KEPT = "everything gathered again", "as reshard_after_forward says", "everything kept"
+WORTH, SHORT = "kept by seconds saved a byte", "kept by the shortest life"
+# Of the predicted room a list may be off by what the partitioner saves otherwise; then it is filled once more, lower.
+_REFILLS = 3
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate, and its trial."""
+
+    name: str
+    trial: Trial
+
+    def as_candidate(self) -> Candidate:
+        trial = self.trial
+        return Candidate(self.name, len(trial.kept), trial.peak_bytes, trial.seconds, trial.exposed_s)
+
+
+@dataclass(frozen=True)
+class Resident:
+    """One bucket of backward's gathers, and what it would mean to keep it."""
+
+    fqns: tuple[str, ...]
+    num_bytes: int
+    since: int  # position of its last reader in forward
+    until: int  # position in backward where it would be launched
+    held_s: float  # between the two
+    saved_s: float
+
+
+def choose(
+    joint: fx.Graph,
+    budget_bytes: Callable[[Trial], int],
+    profile: HardwareProfile,
+    groups: Groups | None = None,
+) -> tuple[Tried, list[Tried]]:
+    """The candidate to take, and those that lost, fastest first.
+
+    ``joint`` has gone through all passes but ``keep``, and stays as it is. The budget may depend on what is there
+    before the step begins, which the first trial tells.
+    """
+    told = frozenset(one.fqn for one in find_unshards(joint) if not one.spec.regather)
+    tried: dict[frozenset[str], Tried] = {}
+
+    def try_one(name: str, kept: Collection[str]) -> Trial:
+        key = frozenset(kept)
+        if key not in tried:
+            tried[key] = Tried(name, trial_of(joint, key, profile, groups))
+        return tried[key].trial
+
+    again = try_one(AGAIN, ())
+    budget = budget_bytes(again)
+    may_stay = keepable(joint, again.plan)
+    residents = residents_of(again, may_stay)
+    try_one(KEPT, may_stay)
+    try_one(AS_TOLD, told)
+    for name, order in ((WORTH, _by_worth(residents)), (SHORT, sorted(residents, key=lambda one: one.held_s))):
+        room = budget
+        for _ in range(_REFILLS):
+            kept, peak_bytes = fill(again, order, room)
+            over = try_one(name, kept).peak_bytes - budget
+            if over <= 0 or not kept:
+                break
+            room = peak_bytes - over
+        half = order[: sum(one.fqns[0] in kept for one in order) // 2]  # gathers that stay may queue otherwise
+        try_one(f"half of those {name}", fill(again, half, budget)[0])
+    best = min(
+        tried.values(),
+        key=lambda one: (
+            (0, one.trial.seconds, one.trial.peak_bytes)
+            if one.trial.peak_bytes <= budget
+            else (1, one.trial.peak_bytes, one.trial.seconds)
+        ),
+    )
+    return best, sorted((one for one in tried.values() if one is not best), key=lambda one: one.trial.seconds)
+
+
+def keepable(joint: fx.Graph, again: Plan) -> list[str]:
+    """The parameters that backward gathers again, and that forward has whole: not those that it keeps slices of."""
+    assert again.forward is not None
+    read = {fqn for bucket in again.forward.gathers for fqn in bucket.fqns} & {*again.again}
+    return [
+        one.fqn
+        for one in find_unshards(joint)
+        if one.fqn in read and one.spec.num_shards > 1 and one.spec.inner_shards == 1 and one.spec.part < 0
+        if whole_of(one.node) is None
+    ]
+
+
+def residents_of(again: Trial, may_stay: Collection[str]) -> list[Resident]:
+    """The buckets of backward that may be kept whole, in the order of their launches."""
+    backward, forward = again.plan.backward, again.plan.forward
+    assert backward is not None and forward is not None
+    last_read = _last_reads(again.forward.graph, forward)
+    position = {node: index for index, node in enumerate(again.backward.graph.nodes)}
+    launched = {
+        role.bucket: node
+        for node in again.backward.graph.nodes
+        if (role := _gathering(node)) is not None and is_launch(node)
+    }
+    forward_s, backward_s = _clock(again.forward), _clock(again.backward)
+    found = []
+    for index, bucket in enumerate(backward.gathers):
+        if not {*bucket.fqns} <= {*may_stay} or index not in launched:
+            continue
+        since, until = max(last_read[fqn] for fqn in bucket.fqns), position[launched[index]]
+        waits_s = again.forward.timeline.total_s - forward_s[since]
+        found.append(
+            Resident(
+                bucket.fqns,
+                bucket.num_bytes * bucket.num_ranks,
+                since,
+                until,
+                waits_s + backward_s[until],
+                again.backward.timeline.total_s - _seconds_without(again.backward, index),
+            )
+        )
+    return found
+
+
+def fill(again: Trial, order: Sequence[Resident], room: int) -> tuple[list[str], int]:
+    """As many of these as fit, each if it does beside those before it; and the peak that this should have."""
+    forward = [again.held_bytes + one for one in again.forward.live_bytes]
+    backward = [again.held_bytes + again.returned_bytes + one for one in again.backward.live_bytes]
+    kept: list[str] = []
+    for one in order:
+        highest = max([0, *forward[one.since + 1 :], *backward[: one.until]])
+        if highest + one.num_bytes > room:
+            continue
+        for index in range(one.since + 1, len(forward)):
+            forward[index] += one.num_bytes
+        for index in range(one.until):
+            backward[index] += one.num_bytes
+        kept += one.fqns
+    return kept, max(*forward, *backward)
+
+
+def _by_worth(residents: Sequence[Resident]) -> list[Resident]:
+    """Those that save time, most for a byte and second first."""
+    saving = [one for one in residents if one.saved_s > 0]
+    return sorted(saving, key=lambda one: one.num_bytes * max(one.held_s, 1e-9) / one.saved_s)
+
+
+def _last_reads(graph: fx.Graph, plan: Plan) -> dict[str, int]:
+    """The position of the last node of a forward graph that needs what a parameter's bucket brought."""
+    last: dict[int, int] = {}
+    for life in lifetimes(graph, fused=True):
+        role = _gathering(life.storage.node)
+        if role is not None:
+            last[role.bucket] = max(last.get(role.bucket, 0), life.last)
+    return {fqn: last.get(index, 0) for index, bucket in enumerate(plan.gathers) for fqn in bucket.fqns}
+
+
+def _clock(half: Half) -> list[float]:
+    """When each node of a graph begins."""
+    points = iter(half.timeline.memory)
+    now_s, begins = 0.0, []
+    for node in half.graph.nodes:
+        if node.op == "call_function":
+            now_s = next(points).at_s
+        begins.append(now_s)
+    return begins
+
+
+def _seconds_without(half: Half, bucket: int) -> float:
+    """How long a backward takes that finds a bucket gathered."""
+    roles = ((node.name, _gathering(node)) for node in half.graph.nodes)
+    left_out = {name for name, role in roles if role is not None and role.bucket == bucket}
+    # A wait's event has the name of its launch.
+    return simulate(_bare(event) for event in half.events if event.name not in left_out).total_s
+
+
+def _bare(event: Event) -> Event:
+    """Without memory, and what a launch needs: of those, some are left out."""
+    bare = dataclasses.replace(event, allocs=(), frees=())
+    return dataclasses.replace(bare, needs=()) if isinstance(bare, Launch) else bare
+
+
+def _gathering(node: fx.Node) -> Role | None:
+    role = node.meta.get(ROLE)
+    return role if isinstance(role, Role) and role.kind == "gather" else None
