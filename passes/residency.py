@@ -10,13 +10,15 @@
 
 A bucket that is kept is one gather less in backward, and saves the seconds that the replay without it is shorter. Two
 lists of candidates are filled, one by seconds saved a byte and second held, one by the shortest life first, each until
-nothing more fits; they, their first halves, the plan as the units were told, everything gathered again and everything
-kept are tried (trial.py), and the fastest of those within the budget wins; the one with the lowest peak where none is.
+nothing more fits, and the first in half of the room as well; they, the plan as the units were told, everything gathered
+again and everything kept are tried (trial.py), and the fastest of those within the budget wins; the one with the lowest
+peak where none is.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -56,6 +58,7 @@ class Tried:
 class Resident:
     """One bucket of backward's gathers, and what it would mean to keep it."""
 
+    unit: str
     fqns: tuple[str, ...]
     num_bytes: int
     since: int  # position of its last reader in forward
@@ -86,20 +89,22 @@ def choose(
 
     again = try_one(AGAIN, ())
     budget = budget_bytes(again)
-    may_stay = keepable(joint, again.plan)
-    residents = residents_of(again, may_stay)
+    may_stay = {*keepable(joint, again.plan)}
+    residents = residents_of(again)
+    keeping = [one for one in residents if {*one.fqns} <= may_stay]
     try_one(KEPT, may_stay)
     try_one(AS_TOLD, told)
-    for name, order in ((WORTH, _by_worth(residents)), (SHORT, sorted(residents, key=lambda one: one.held_s))):
+    for name, order in ((WORTH, _by_worth(keeping)), (SHORT, sorted(keeping, key=lambda one: one.held_s))):
         room = budget
         for _ in range(_REFILLS):
-            kept, peak_bytes = fill(again, order, room)
-            over = try_one(name, kept).peak_bytes - budget
+            kept = fill(again, residents, order, room)
+            over = try_one(name, _fqns(kept)).peak_bytes - budget
             if over <= 0 or not kept:
                 break
-            room = peak_bytes - over
-        half = order[: sum(one.fqns[0] in kept for one in order) // 2]  # gathers that stay may queue otherwise
-        try_one(f"half of those {name}", fill(again, half, budget)[0])
+            room = peak_with(again, residents, kept) - over
+    # Of the plan that keeps a little less the collectives may queue less.
+    half = fill(again, residents, _by_worth(keeping), (budget + again.peak_bytes) // 2)
+    try_one(f"{WORTH}, in half of the room", _fqns(half))
     best = min(
         tried.values(),
         key=lambda one: (
@@ -123,8 +128,8 @@ def keepable(joint: fx.Graph, again: Plan) -> list[str]:
     ]
 
 
-def residents_of(again: Trial, may_stay: Collection[str]) -> list[Resident]:
-    """The buckets of backward that may be kept whole, in the order of their launches."""
+def residents_of(again: Trial) -> list[Resident]:
+    """The buckets of backward, in the order of their launches."""
     backward, forward = again.plan.backward, again.plan.forward
     assert backward is not None and forward is not None
     last_read = _last_reads(again.forward.graph, forward)
@@ -137,44 +142,56 @@ def residents_of(again: Trial, may_stay: Collection[str]) -> list[Resident]:
     forward_s, backward_s = _clock(again.forward), _clock(again.backward)
     found = []
     for index, bucket in enumerate(backward.gathers):
-        if not {*bucket.fqns} <= {*may_stay} or index not in launched:
-            continue
-        since, until = max(last_read[fqn] for fqn in bucket.fqns), position[launched[index]]
+        since, until = max(last_read.get(fqn, 0) for fqn in bucket.fqns), position[launched[index]]
         waits_s = again.forward.timeline.total_s - forward_s[since]
+        saved_s = again.backward.timeline.total_s - _seconds_without(again.backward, index)
+        num_bytes = bucket.num_bytes * bucket.num_ranks
         found.append(
-            Resident(
-                bucket.fqns,
-                bucket.num_bytes * bucket.num_ranks,
-                since,
-                until,
-                waits_s + backward_s[until],
-                again.backward.timeline.total_s - _seconds_without(again.backward, index),
-            )
+            Resident(bucket.unit, bucket.fqns, num_bytes, since, until, waits_s + backward_s[until], saved_s)
         )
     return found
 
 
-def fill(again: Trial, order: Sequence[Resident], room: int) -> tuple[list[str], int]:
-    """As many of these as fit, each if it does beside those before it; and the peak that this should have."""
-    forward = [again.held_bytes + one for one in again.forward.live_bytes]
-    backward = [again.held_bytes + again.returned_bytes + one for one in again.backward.live_bytes]
-    kept: list[str] = []
+def fill(again: Trial, residents: Sequence[Resident], order: Sequence[Resident], room: int) -> list[Resident]:
+    """As many of these as fit, each if it does beside those before it."""
+    kept: list[Resident] = []
     for one in order:
-        highest = max([0, *forward[one.since + 1 :], *backward[: one.until]])
-        if highest + one.num_bytes > room:
-            continue
-        for index in range(one.since + 1, len(forward)):
-            forward[index] += one.num_bytes
-        for index in range(one.until):
-            backward[index] += one.num_bytes
-        kept += one.fqns
-    return kept, max(*forward, *backward)
+        if peak_with(again, residents, [*kept, one]) <= room:
+            kept.append(one)
+    return kept
+
+
+def peak_with(again: Trial, residents: Sequence[Resident], kept: Sequence[Resident]) -> int:
+    """The peak that a step should have with these kept.
+
+    What is still gathered is launched where the unit begins that is gathered before it, so earlier, the more is kept.
+    """
+    forward, backward = [0] * (len(again.forward.live_bytes) + 1), [0] * (len(again.backward.live_bytes) + 1)
+    stays = {one.fqns for one in kept}
+    steps = [list(step) for _, step in itertools.groupby(residents, key=lambda one: one.unit)]
+    launch = 0
+    for step, following in itertools.zip_longest(steps, steps[1:]):
+        for one in step:
+            is_kept = one.fqns in stays
+            backward[0 if is_kept else min(launch, one.until)] += one.num_bytes
+            backward[one.until] -= one.num_bytes
+            if is_kept:
+                forward[one.since + 1] += one.num_bytes
+        if following and any(one.fqns not in stays for one in step):
+            launch = following[0].until
+    highest = max(map(sum, zip(again.forward.live_bytes, itertools.accumulate(forward))))
+    later = max(map(sum, zip(again.backward.live_bytes, itertools.accumulate(backward))))
+    return again.held_bytes + max(highest, again.returned_bytes + later)
 
 
 def _by_worth(residents: Sequence[Resident]) -> list[Resident]:
     """Those that save time, most for a byte and second first."""
     saving = [one for one in residents if one.saved_s > 0]
     return sorted(saving, key=lambda one: one.num_bytes * max(one.held_s, 1e-9) / one.saved_s)
+
+
+def _fqns(residents: Sequence[Resident]) -> list[str]:
+    return [fqn for one in residents for fqn in one.fqns]
 
 
 def _last_reads(graph: fx.Graph, plan: Plan) -> dict[str, int]:
