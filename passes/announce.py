@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from .collectives import KINDS, is_launch
 from .insert import ROLE, Role
-from .ledger import GraphText, Launch, begin
+from .ledger import GraphText, Launch, Member, begin
 from .plan import Plan
 
 
@@ -23,29 +23,29 @@ def announce(graph: fx.Graph, plan: Plan) -> int:
     inputs = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), Tensor)]
     if not launches or not inputs:
         return 0
-    shards: dict[str, tuple[fx.Node, str]] = {}  # of each unit one, with its name
+    shards: dict[str, tuple[fx.Node, str, Member]] = {}  # of each unit one, with its name
     for launch in launches:
         role: Role = launch.meta[ROLE]
         shard = _input_behind(launch)
         if role.kind == "gather" and shard is not None:
-            shards.setdefault(role.unit, (shard, plan.gathers[role.bucket].fqns[0]))
-    units = list(shards)
+            shards.setdefault(role.members[0].unit, (shard, plan.gathers[role.bucket].fqns[0], role.members[0]))
     text = GraphText(
         plan.stage,
-        tuple(name for _, name in shards.values()),
-        tuple(_as_text(launch, plan, units) for launch in launches),
+        launches[0].meta[ROLE].step,
+        tuple((name, member) for _, name, member in shards.values()),
+        tuple(_as_text(launch, plan) for launch in launches),
     )
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
-        node = graph.call_function(begin, ([shard for shard, _ in shards.values()] or inputs[:1], text.dumps()))
+        node = graph.call_function(begin, ([shard for shard, *_ in shards.values()] or inputs[:1], text.dumps()))
     node.meta["val"] = None
     return len(launches)
 
 
-def _as_text(launch: fx.Node, plan: Plan, units: list[str]) -> Launch:
+def _as_text(launch: fx.Node, plan: Plan) -> Launch:
     role: Role = launch.meta[ROLE]
     bucket = (plan.gathers if role.kind == "gather" else plan.reduces)[role.bucket]
-    unit = units.index(role.unit) if role.unit in units else -1
-    return Launch(KINDS[launch.target], str(launch.args[-1]), bucket.dtype, bucket.num_bytes, bucket.fqns, unit)
+    kind, group = KINDS[launch.target], str(launch.args[-1])
+    return Launch(kind, group, bucket.dtype, bucket.num_bytes, bucket.fqns, role.members)
 
 
 def _input_behind(launch: fx.Node) -> fx.Node | None:

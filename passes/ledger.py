@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,7 @@ class Place(NamedTuple):
 
 
 _NOWHERE = Place(0, None)
+_MOST = 4096  # graphs that ran, of which some may be of models that are gone
 
 
 class Issued(NamedTuple):
@@ -58,9 +60,16 @@ class Issued(NamedTuple):
 class Called(NamedTuple):
     """One call of a compiled graph."""
 
-    text: str
+    text: GraphText
     firsts: Sequence[Place]  # of a shard of each unit
     sequence: tuple[int, ...]  # collectives that each group of the graph had been given before
+
+
+class Member(NamedTuple):
+    """A parameter in a graph's text."""
+
+    unit: str  # as the graph, and all that are cut from the same one, call the unit
+    fqn: str  # in its unit; with the number of the part behind a colon, where parts travel
 
 
 @dataclass(frozen=True)
@@ -71,8 +80,8 @@ class Launch:
     group: str
     dtype: str  # on the wire
     num_bytes: int  # that one rank contributes (gather) or receives (reduction)
-    names: Sequence[str]  # of its parameters
-    unit: int  # whose they are: place among ``firsts``, or -1
+    names: tuple[str, ...]  # of its parameters
+    members: tuple[Member, ...]  # the same
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,9 @@ class GraphText:
     """All collectives of one graph, in the order of launch."""
 
     stage: str
-    firsts: tuple[str, ...]  # what the parameters are called whose shards ``begin`` is given, one of each unit
+    step: str  # the id of the plan of the step
+    # The parameters whose shards ``begin`` is given, one of each unit that is gathered: what it is called, and which.
+    firsts: tuple[tuple[str, Member], ...]
     launches: tuple[Launch, ...]
 
     @property
@@ -88,14 +99,35 @@ class GraphText:
         return tuple(dict.fromkeys(launch.group for launch in self.launches))
 
     def dumps(self) -> str:
-        rows = [[one.kind, one.group, one.dtype, one.num_bytes, one.names, one.unit] for one in self.launches]
-        return json.dumps([self.stage, self.firsts, rows], separators=(",", ":"))
+        rows = [[one.kind, one.group, one.dtype, one.num_bytes, one.names, one.members] for one in self.launches]
+        return json.dumps([self.stage, self.step, self.firsts, rows], separators=(",", ":"))
 
     @classmethod
     def loads(cls, text: str) -> GraphText:
-        stage, firsts, rows = json.loads(text)
-        launches = [Launch(*row) for row in rows]
-        return cls(stage, tuple(firsts), tuple(launches))
+        stage, step, firsts, rows = json.loads(text)
+        launches = [
+            Launch(kind, group, dtype, num_bytes, tuple(names), tuple(starmap(Member, members)))
+            for kind, group, dtype, num_bytes, names, members in rows
+        ]
+        return cls(stage, step, tuple((name, Member(*one)) for name, one in firsts), tuple(launches))
+
+
+def with_part(fqn: str, part: int) -> str:
+    return fqn if part < 0 else f"{fqn}:{part}"
+
+
+class _Text:
+    """What is known of a graph by its text."""
+
+    def __init__(self, text: str) -> None:
+        self.read = GraphText.loads(text)
+        self._counters: tuple[Callable[[], int], ...] | None = None
+
+    def sequence(self) -> tuple[int, ...]:
+        """How many collectives each group of the graph was given so far."""
+        if self._counters is None:
+            self._counters = tuple(map(compat.counter_of, self.read.groups))
+        return tuple([count() for count in self._counters])
 
 
 class Ledger:
@@ -106,7 +138,9 @@ class Ledger:
         self.is_kept = False  # whether somebody drains it
         self.alarm: Callable[[], None] | None = None
         self.explain: Callable[[RuntimeError], None] | None = None  # raises where somebody knows why a wait failed
-        self._groups: dict[str, tuple[bool, tuple[Any, ...]]] = {}  # of a graph, by its text
+        self._texts: dict[str, _Text] = {}
+        # Graphs that ran, the last one last, with the addresses of the shards that they were given.
+        self._ran: dict[tuple[_Text, tuple[int, ...]], None] = {}
 
     def wait(self, op: Callable[..., Any], *args: Any) -> Any:
         """Wait for a collective that was issued eagerly, by ``op(*args)``. Where a thread waits shows in its stack."""
@@ -121,7 +155,8 @@ class Ledger:
         """Of a world that is gone."""
         self.is_kept = False
         self.entries.clear()
-        self._groups.clear()
+        self._texts.clear()
+        self._ran.clear()
 
     def note(self, kind: str, specs: Sequence[ParamSpec], group: str, shard: Any = None, unit: Any = None) -> None:
         """A collective is launched now. A ``unit`` is not kept alive by that."""
@@ -135,15 +170,27 @@ class Ledger:
         """A graph is about to launch its first collective."""
         if self.alarm is not None:
             self.alarm()
-        if not self.is_kept:
-            return
-        known = self._groups.get(text)
+        known = self._texts.get(text)
         if known is None:
-            read = GraphText.loads(text)
-            known = self._groups[text] = bool(read.firsts), tuple(map(compat.counter_of, read.groups))
-        has_shards, counters = known
-        firsts = [Place.of(shard) for shard in shards] if has_shards else ()
-        self.entries.append(Called(text, firsts, tuple([count() for count in counters])))
+            known = self._texts[text] = _Text(text)
+        firsts = [Place.of(shard) for shard in shards] if known.read.firsts else []
+        ran = known, tuple([first.address for first in firsts])
+        self._ran.pop(ran, None)
+        if len(self._ran) >= _MOST:
+            self._ran.clear()
+        self._ran[ran] = None
+        if self.is_kept:
+            self.entries.append(Called(known.read, firsts, known.sequence()))
+
+    @property
+    def has_run(self) -> bool:
+        """Whether any compiled graph of ours ran."""
+        return bool(self._ran)
+
+    def ran(self) -> Iterator[tuple[GraphText, tuple[int, ...]]]:
+        """Graphs that ran, the last one first, with the addresses of the first shards of their units."""
+        for known, addresses in reversed(self._ran):
+            yield known.read, addresses
 
 
 ledger = Ledger()

@@ -22,6 +22,7 @@ from ..core.grads import brought_to, is_asked_for, wait_for_offloaded
 from ..core.unit import Unit
 from .gathered import Gathered
 from .reduction import Reduction, hold_back, with_pending
+from .route import Routed, may_run_ahead
 from .running import Call, Recording, Running, running
 from .trace import span
 
@@ -36,17 +37,22 @@ def enter_backward(call: Call) -> None:
     if call.task != task:
         call.task = task
         run.in_backward.add(call)
+    if isinstance(call.gathered, Routed):
+        iteration.routes.setdefault(call.gathered.route)
+        call.gathered.route.begin_backward()
     if not settings.unshard_in_backward:
         return
     call.gathered.wait()
     if settings.backward_prefetch:
         for target in map(running, settings.backward_prefetch):
+            if not may_run_ahead(call.gathered, target):
+                continue
             iteration.touched.setdefault(target)
             target.current().launch()
         return
     for earlier in iteration.before(call):
         if earlier.run is not run:
-            if earlier.unit.settings.unshard_in_backward:
+            if earlier.unit.settings.unshard_in_backward and may_run_ahead(call.gathered, earlier.run):
                 earlier.gathered.launch()
             break
 
@@ -80,9 +86,15 @@ def arrive(recording: Recording, index: int, grad: Tensor | None, leaf: Any) -> 
         recording.delivered.add(index)
         if grad is not None:
             result = _reduce_asked_for(call.run, gathered, index, grad)
-    elif grad is not None:
-        iteration.hooks.hold_back(gathered.shards[index])
-        recording.grads[index] = grad
+    else:
+        if grad is not None:
+            iteration.hooks.hold_back(gathered.shards[index])
+        if isinstance(gathered, Routed) and gathered.route.reduces:
+            iteration.routes.setdefault(gathered.route)
+            gathered.route.begin_backward()
+            gathered.route.arrive(gathered, index, grad)
+        elif grad is not None:
+            recording.grads[index] = grad
     if recording.arrived == recording.read:
         with span("post_backward", call.unit):
             complete(recording)
@@ -110,6 +122,9 @@ def _reduce(run: Running, gathered: Gathered, grads: dict[int, Tensor], delivere
     if not accumulation.sync:
         hold_back(gathered, grads)
         return
+    if isinstance(gathered, Routed):
+        run.reduced_in = autograd.backward_task()
+        return  # each gradient went the way of the compiled step when it came
     grads = with_pending(gathered, grads)
     if unit.settings.reduce_unused:
         _require_reduce_dtype(unit, gathered)
@@ -167,6 +182,9 @@ def end_backward(root: Unit, task: int | None = None) -> None:
     if others:
         iteration.tasks = others
         return  # inside another backward, which goes on
+    for route in iteration.routes:
+        route.end_backward()
+    iteration.routes.clear()
     if not iteration.manual_finalization:
         reduce_left_over(root)
     for run in iteration.touched:

@@ -31,6 +31,7 @@ from ..core.unit import Unit
 from ..passes.markers import require_data
 from .backward import clean_up_at_end, enter_backward
 from .reads import end_at_inputs, read
+from .route import end_way, follow, may_run_ahead
 from .running import Call, Running, recover, running
 from .trace import span
 
@@ -57,6 +58,8 @@ def begin_forward(
     if iteration.in_stale_backward():
         recover(unit.root)
     iteration.forward_number += unit.outer is None and iteration.depth == 0
+    if not reads_are_compiled:
+        follow(unit)
     call = _call_of_pass(run)
     if not reads_are_compiled:
         try:
@@ -78,7 +81,7 @@ def _gather_ahead(run: Running, call: Call) -> None:
     call.gathered.wait()
     asked_for = [running(unit) for unit in run.unit.settings.forward_prefetch]
     for target in asked_for or ([] if following is None else [following]):
-        if target is not run and target.unit.params:
+        if target is not run and target.unit.params and may_run_ahead(call.gathered, target):
             run.iteration.touched.setdefault(target)  # which may not run this time
             target.current().launch()
 
@@ -109,7 +112,7 @@ def abandon_forward(unit: Unit, call: Call) -> None:
             iteration.abandon_forward()
             for one in iteration.touched:
                 if one.gathered is not None and one.held_call is None:
-                    one.gathered.free()
+                    one.gathered.give_up()
 
 
 def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
@@ -130,6 +133,7 @@ def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
     run.not_run_yet.discard(module)
     if not run.not_run_yet:
         _end_pass(call, awaits_backward=bool(outputs))
+        end_way(call.gathered, unit)
     if iteration.depth == 0:
         for one in iteration.end_forward():
             if one.pass_call is not None:  # members of a list that did not run

@@ -115,11 +115,7 @@ class Reduction:
     def complete(self) -> None:
         """Wait, and give the shards their gradients."""
         for index, local in self.finish().items():
-            shard = self.gathered.shards[index]
-            if autograd.tensor_hooks(shard):
-                local = brought_to(shard, local, read_at_once=True)
-                local = through_hooks(self.gathered.params[index].fqn, shard, local)
-            give(shard, local)
+            deliver(self.gathered, index, local)
 
     def _spec(self, spec: ParamSpec) -> ParamSpec:
         twin = self.gathered.unit.settings.reduce_groups.get(spec.group)
@@ -172,6 +168,15 @@ class Reduction:
                 grad_dtype = self.gathered.spec_for(index, partial[index]).grad_dtype
                 done[index] = flat.view(partial[index].shape).to(grad_dtype)
         return done
+
+
+def deliver(gathered: Gathered, index: int, local: Tensor) -> None:
+    """Give a shard its gradient."""
+    shard = gathered.shards[index]
+    if autograd.tensor_hooks(shard):
+        local = brought_to(shard, local, read_at_once=True)
+        local = through_hooks(gathered.params[index].fqn, shard, local)
+    give(shard, local)
 
 
 class Traffic:

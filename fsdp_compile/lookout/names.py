@@ -16,7 +16,7 @@ from typing import Any
 from ..core.param import ShardedParam
 from ..core.unit import Unit
 from ..passes import ParamSpec
-from ..passes.ledger import Called, GraphText, Issued, Launch
+from ..passes.ledger import Called, Issued, Launch, with_part
 from .chain import Link, Piece
 
 _WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_modules|_fsdp_wrapped_module)\.")
@@ -31,7 +31,6 @@ class Namer:
         self._units: weakref.WeakSet[Unit] = weakref.WeakSet()
         self._by_address: dict[int, tuple[weakref.ref[ShardedParam], str]] = {}
         self._names: weakref.WeakKeyDictionary[Unit, tuple[int, dict[str, str]]] = weakref.WeakKeyDictionary()
-        self._texts: dict[str, GraphText] = {}
         self._pieces: dict[tuple[Any, ...], tuple[Any, Piece]] = {}
         self._placed: dict[tuple[Any, ...], tuple[Any, Piece]] = {}  # those that an address says the names of
 
@@ -58,19 +57,20 @@ class Namer:
 
     def of_call(self, called: Called) -> dict[str, Piece]:
         """What a graph issues, a piece a group."""
-        text = self._texts.get(called.text)
-        if text is None:
-            text = self._texts[called.text] = GraphText.loads(called.text)
-        addresses = tuple(first.address for first in called.firsts)
+        text, addresses = called.text, tuple(first.address for first in called.firsts)
         pieces = self._placed if addresses else self._pieces
         found: dict[str, Piece] = {}
         for group in text.groups:
-            key = (called.text, group, addresses)
+            key = (id(text), group, addresses)
             known = pieces.get(key)
             if known is None:
-                firsts = list(zip(text.firsts, map(self._at, addresses)))
-                links = [_link_of(one, firsts) for one in text.launches if one.group == group]
-                known = None, Piece(tuple(links), f"{text.stage} graph of {len(text.launches)}")
+                shown = {
+                    one.unit: (name, self._at(address)) for (name, one), address in zip(text.firsts, addresses)
+                }
+                launches = [one for one in text.launches if one.group == group]
+                links = [_link_of(one, *shown.get(one.members[0].unit, ("", None))) for one in launches]
+                # The text stays alive with the piece, so that its id stays its own.
+                known = text, Piece(tuple(links), f"{text.stage} graph of {len(text.launches)}")
                 _remember(pieces, key, known)
             found[group] = known[1]
         return found
@@ -84,7 +84,7 @@ class Namer:
         """What the parameters are called, and whether that is certain."""
         shown = None if unit is not None or len(specs) > 1 else self._at(address)
         known = {} if unit is None else self._names_in(unit)
-        names = tuple(_with_part(shown or known.get(spec.fqn, spec.fqn), spec.part) for spec in specs)
+        names = tuple(with_part(shown or known.get(spec.fqn, spec.fqn), spec.part) for spec in specs)
         return names, shown is not None or unit is not None
 
     def _names_in(self, unit: Unit) -> dict[str, str]:
@@ -130,13 +130,9 @@ def _wire(kind: str, dtype: str, num_bytes: int, num_params: int) -> str:
     return f"{kind} {dtype} {num_bytes} bytes a rank, {num_params} parameter{'s' if num_params > 1 else ''}"
 
 
-def _with_part(name: str, part: int) -> str:
-    return name if part < 0 else f"{name}:{part}"
-
-
-def _link_of(launch: Launch, firsts: Sequence[tuple[str, str | None]]) -> Link:
+def _link_of(launch: Launch, first: str, shown: str | None) -> Link:
+    """A launch of a graph, given what a parameter of its unit is called there and, if that is known, in the model."""
     wire = _wire(launch.kind, launch.dtype, launch.num_bytes, len(launch.names))
-    first, shown = firsts[launch.unit] if 0 <= launch.unit < len(firsts) else ("", None)
     names = tuple(_COPY.sub("", name) for name in launch.names)
     if shown is None:
         return Link(wire, names, sure=False)
