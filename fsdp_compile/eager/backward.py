@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from .._torch_compat import autograd, dtensors, dynamo
 from ..core.grads import brought_to, is_asked_for, wait_for_offloaded
 from ..core.unit import Unit
+from .follow import may_run_ahead
 from .gathered import Gathered
 from .reduction import Reduction, hold_back, with_pending
-from .route import Routed, may_run_ahead
+from .route import Routed
 from .running import Call, Recording, Running, running
 from .trace import span
 

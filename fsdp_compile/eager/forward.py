@@ -30,8 +30,8 @@ from ..core.param import BY_MARKER, READS, ShardedParam
 from ..core.unit import Unit
 from ..passes.markers import require_data
 from .backward import clean_up_at_end, enter_backward
+from .follow import end_way, follow, may_run_ahead
 from .reads import end_at_inputs, read
-from .route import end_way, follow, may_run_ahead
 from .running import Call, Running, recover, running
 from .trace import span
 

@@ -11,29 +11,23 @@ travel together, when, and which of them backward gathers again is what their gr
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from .._torch_compat import dynamo
-from ..core.extension import has_extension
+from .._torch_compat import subclasses
 from ..core.grads import wait_for_offloaded
-from ..core.param import ShardedParam
 from ..core.unit import Unit
 from ..passes import ParamSpec, lower
-from ..passes.ledger import GraphText, ledger
+from ..passes.ledger import GraphText
 from .collectives import Caller
 from .gathered import Gathered
 from .reduction import deliver, with_pending
-from .running import Running, running
-
-_logger = logging.getLogger(__name__)
+from .running import running
 
 _MOST_IN_FLIGHT = 2  # reductions that are not waited for
 
@@ -298,98 +292,35 @@ class Routed(Gathered):
         return fulls[index]
 
     def free(self) -> None:
-        """Behind forward, what backward gathers again; else everything."""
+        """Let go of what is here; behind forward, of that alone which backward gathers again.
+
+        Tensors that autograd saved alias the rest, which goes when they go: for all that is known backward runs twice.
+        """
         keeps = self.route.in_forward and bool(self.route.again)
-        for flight, _, _ in self._awaited if not keeps else ():
-            flight.land()
+        again = {index for index in self._here if (self.unit, index) in self.route.again}
+        self._give_back(again)
+        self._here -= again
         if not keeps:
+            for flight, _, _ in self._awaited:
+                flight.land()
             self._awaited.clear()
-        gone = {index for index in self._here if not keeps or (self.unit, index) in self.route.again}
-        self._here -= gone
-        self.is_full = self.is_full and keeps
-        self._give_back(gone)
+            for index in self._here:
+                self._forget(index)
+            self._here.clear()
+            self.is_full = False
+
+    def give_away(self, tensors: list[Tensor]) -> None:
+        given = subclasses.addresses_in(*tensors)
+        for index in [one for one in self._here if self.fulls and given & subclasses.addresses_in(self.fulls[one])]:
+            self._here.discard(index)
+            self._forget(index)
+
+    def _forget(self, index: int) -> None:
+        if self.fulls is not None:
+            self.fulls[index] = None
 
     def give_up(self) -> None:
         self.route.leave()
-
-
-def follow(unit: Unit) -> None:
-    """Have the eager forward that begins go the way of the compiled step, where it stands in the place of one."""
-    run = running(unit)
-    if isinstance(run.gathered, Routed):
-        if run.gathered.route.in_forward:
-            return
-        run.gathered.route.leave()
-    run.followed = False
-    if not ledger.has_run or not dynamo.is_called_through_compile():
-        return
-    route = _route_of(unit)
-    if route is not None:
-        for one, routed in route.routed.items():
-            known = running(one)
-            if known.gathered is not None:
-                known.gathered.free()
-            known.gathered, known.followed = routed, True
-
-
-def may_run_ahead(gathered: Gathered, target: Running) -> bool:
-    """Whether a unit's gathers may be launched from another unit: all that go one way, and what goes no way."""
-    if isinstance(gathered, Routed):
-        return isinstance(target.gathered, Routed) and target.gathered.route is gathered.route
-    return not target.followed
-
-
-def end_way(gathered: Gathered, unit: Unit) -> None:
-    """A unit's forward ended, and with it that of the route where the unit is the outermost one."""
-    if isinstance(gathered, Routed) and gathered.route.top is unit:
-        gathered.route.end_forward()
-
-
-def _route_of(top: Unit) -> Route | None:
-    """The way of the graph that ran last of those that gather the most of these units."""
-    inside = top.inside()
-    by_address = {param.address: (unit, param) for unit in inside for param in unit.params if param.address}
-    stage = "forward" if torch.is_grad_enabled() else "inference"
-    best: tuple[GraphText, dict[str, Unit]] | None = None
-    for text, addresses in ledger.ran():
-        if text.stage == stage:
-            units = _units_of(text, addresses, by_address)
-            if units and (best is None or len(units) > len(best[1])):
-                best = text, units
-    if best is None:
-        return None
-    forward, units = best
-    backward = None
-    if stage == "forward":
-        syncs = top.accumulation.sync
-        texts = (text for text, _ in ledger.ran() if (text.stage, text.step) == ("backward", forward.step))
-        backward = next((text for text in texts if _reduces(text) == syncs), None)
-        if backward is None:
-            return None
-    try:
-        return Route(top, units, forward, backward)
-    except ValueError as error:
-        _logger.info("%s runs eagerly, and not as the compiled step did: %s", top.name, error)
-        return None
-
-
-def _units_of(
-    text: GraphText, addresses: tuple[int, ...], by_address: Mapping[int, tuple[Unit, ShardedParam]]
-) -> dict[str, Unit]:
-    """The units that a graph reads, by what it calls them; none where one of them is another model's."""
-    units = {}
-    for (_, member), address in zip(text.firsts, addresses):
-        unit, param = by_address.get(address, (None, None))
-        if unit is None or param is None or param.fqn != member.fqn or unit.post_forward is not None:
-            return {}
-        if any(isinstance(one.shard, DTensor) and has_extension(one.fqn, one.shard) for one in unit.params):
-            return {}
-        units[member.unit] = unit
-    return units
-
-
-def _reduces(text: GraphText) -> bool:
-    return any(launch.kind != "all_gather" for launch in text.launches)
 
 
 def _caller(stop: Stop, num_waits_before_hook: int = 0) -> Caller:
