@@ -54,7 +54,7 @@ class Issued(NamedTuple):
     specs: Sequence[ParamSpec]
     group: str
     first: Place  # of what is gathered of the first parameter, which says whose it is
-    unit: Callable[[], Any] | None  # whose parameters they are, where somebody knows: a weak reference
+    units: tuple[Callable[[], Any], ...]  # whose parameters they are, where somebody knows: one of all, or one of each
 
 
 class Called(NamedTuple):
@@ -158,13 +158,14 @@ class Ledger:
         self._texts.clear()
         self._ran.clear()
 
-    def note(self, kind: str, specs: Sequence[ParamSpec], group: str, shard: Any = None, unit: Any = None) -> None:
-        """A collective is launched now. A ``unit`` is not kept alive by that."""
+    def note(
+        self, kind: str, specs: Sequence[ParamSpec], group: str, shard: Any = None, units: Sequence[Any] = ()
+    ) -> None:
+        """A collective is launched now. The ``units`` are not kept alive by that."""
         if self.alarm is not None:
             self.alarm()
         if self.is_kept:
-            whose = None if unit is None else weakref.ref(unit)
-            self.entries.append(Issued(kind, specs, group, Place.of(shard), whose))
+            self.entries.append(Issued(kind, specs, group, Place.of(shard), tuple(map(weakref.ref, units))))
 
     def begin(self, shards: Sequence[Tensor], text: str) -> None:
         """A graph is about to launch its first collective."""
@@ -189,7 +190,7 @@ class Ledger:
 
     def ran(self) -> Iterator[tuple[GraphText, tuple[int, ...]]]:
         """Graphs that ran, the last one first, with the addresses of the first shards of their units."""
-        for known, addresses in reversed(self._ran):
+        for known, addresses in reversed(list(self._ran)):  # backward may run on another thread
             yield known.read, addresses
 
 

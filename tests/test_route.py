@@ -75,8 +75,8 @@ def _train(case: Case) -> list[int]:
             layer.compile(backend=case.backend)
     run = model if case.blocks else compiled(model, case.backend, fullgraph=False)
     begun: list[Any] = []
-    follow = forward.follow
-    forward.follow = lambda unit: (begun.append(unit), follow(unit))[1]  # type: ignore[assignment]
+    enter_route = forward.enter_route
+    forward.enter_route = lambda unit: (begun.append(unit), enter_route(unit))[1]  # type: ignore[assignment]
     counts, launched = [], []
 
     def step(number: int) -> None:
@@ -112,7 +112,7 @@ def _train(case: Case) -> list[int]:
                         for param in one.parameters():
                             param.mul_(1.01)
     finally:
-        forward.follow = follow
+        forward.enter_route = enter_route
     by_rank: list[Any] = [None] * world
     dist.all_gather_object(by_rank, launched)
     assert all(one == by_rank[0] for one in by_rank) and launched

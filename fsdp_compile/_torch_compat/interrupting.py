@@ -39,8 +39,9 @@ def stack_of(thread: int) -> list[FrameType]:
 
 def waits_in_generated_code(frame: FrameType) -> bool:
     """Whether a frame of code that Inductor generated is at a wait (``wait_tensor.default(``: 2.11 to 2.15)."""
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    return passes_compat.is_generated_code(frame) and "wait_tensor" in line
+    if not passes_compat.is_generated_code(frame):
+        return False
+    return "wait_tensor" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
 
 
 def waits_in_torch_distributed(frame: FrameType) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import dynamo
+from .._torch_compat import autograd, dynamo
 from ..core.extension import has_extension
 from ..core.param import ShardedParam
 from ..core.unit import Unit
@@ -20,36 +20,59 @@ from .running import Running, running
 _logger = logging.getLogger(__name__)
 
 
-def follow(unit: Unit) -> None:
-    """Have the eager forward that begins go the way of the compiled step, where it stands in the place of one."""
+def enter_route(unit: Unit) -> None:
+    """Have the eager forward that begins launch what a compiled one does, where it stands in the place of one."""
     run = running(unit)
-    if isinstance(run.gathered, Routed):
-        if run.gathered.route.in_forward:
-            return
-        run.gathered.route.leave()
-    run.followed = False
-    if not ledger.has_run or not dynamo.is_called_through_compile():
-        return
-    route = _route_of(unit)
-    if route is not None:
-        for one, routed in route.routed.items():
-            known = running(one)
-            if known.gathered is not None:
-                known.gathered.free()
-            known.gathered, known.followed = routed, True
+    route = _around(unit)
+    if route is None:
+        if run.route is not None:
+            run.route.give_up_forward()
+        run.route = route = _find(unit)
+    run.followed = route is not None and unit in route.routed
+    if route is not None and unit in route.routed:
+        routed = route.routed[unit]
+        if run.gathered is not None and run.gathered is not routed:
+            run.gathered.free()
+        run.gathered = routed
 
 
-def may_run_ahead(gathered: Gathered, target: Running) -> bool:
-    """Whether a unit's gathers may be launched from another unit: all that go one way, and what goes no way."""
-    if isinstance(gathered, Routed):
-        return isinstance(target.gathered, Routed) and target.gathered.route is gathered.route
-    return not target.followed
-
-
-def end_way(gathered: Gathered, unit: Unit) -> None:
+def end_route(unit: Unit) -> None:
     """A unit's forward ended, and with it that of the route where the unit is the outermost one."""
-    if isinstance(gathered, Routed) and gathered.route.top is unit:
-        gathered.route.end_forward()
+    route = running(unit).route
+    if route is not None and route.top is unit:
+        route.end_forward()
+
+
+def abandon_route(unit: Unit) -> None:
+    """It raised."""
+    route = running(unit).route
+    if route is not None and route.top is unit:
+        route.give_up_forward()
+
+
+def run_ahead(gathered: Gathered, target: Running) -> Gathered | None:
+    """What to launch of a unit from another one: on a route, of units on it; else of those that were on none."""
+    if isinstance(gathered, Routed):
+        return gathered.route.routed.get(target.unit)
+    return None if target.followed else target.current()
+
+
+def _around(unit: Unit) -> Route | None:
+    """The route whose forward runs around this one."""
+    run = running(unit)
+    one: Unit | None = unit
+    while one is not None:
+        route = running(one).route
+        if route is not None and route.stage == "forward" and (one is not unit or run.calls or run.pass_call):
+            return route
+        one = one.outer
+    return None
+
+
+def _find(unit: Unit) -> Route | None:
+    if not ledger.has_run or autograd.in_functorch() or not dynamo.is_called_through_compile():
+        return None
+    return _route_of(unit)
 
 
 def _route_of(top: Unit) -> Route | None:
@@ -57,7 +80,9 @@ def _route_of(top: Unit) -> Route | None:
     inside = top.inside()
     by_address = {param.address: (unit, param) for unit in inside for param in unit.params if param.address}
     stage = "forward" if torch.is_grad_enabled() else "inference"
-    syncs = top.accumulation.sync
+    syncs = _synchronizes(top)
+    if any(_synchronizes(unit) != syncs for unit in inside):
+        return None
     backwards: dict[str, GraphText] = {}  # that do with gradients what is done now; the last one of each step
     for text, _ in ledger.ran():
         if text.stage == "backward" and any(one.kind != "all_gather" for one in text.launches) == syncs:
@@ -77,6 +102,10 @@ def _route_of(top: Unit) -> Route | None:
     except ValueError as error:
         _logger.info("%s runs eagerly, and not as the compiled step did: %s", top.name, error)
         return None
+
+
+def _synchronizes(unit: Unit) -> bool:
+    return unit.accumulation.sync and not unit.accumulation.decides_in_backward
 
 
 def _units_of(

@@ -30,7 +30,7 @@ from ..core.param import BY_MARKER, READS, ShardedParam
 from ..core.unit import Unit
 from ..passes.markers import require_data
 from .backward import clean_up_at_end, enter_backward
-from .follow import end_way, follow, may_run_ahead
+from .follow import abandon_route, end_route, enter_route, run_ahead
 from .reads import end_at_inputs, read
 from .running import Call, Running, recover, running
 from .trace import span
@@ -59,7 +59,7 @@ def begin_forward(
         recover(unit.root)
     iteration.forward_number += unit.outer is None and iteration.depth == 0
     if not reads_are_compiled:
-        follow(unit)
+        enter_route(unit)
     call = _call_of_pass(run)
     if not reads_are_compiled:
         try:
@@ -81,9 +81,10 @@ def _gather_ahead(run: Running, call: Call) -> None:
     call.gathered.wait()
     asked_for = [running(unit) for unit in run.unit.settings.forward_prefetch]
     for target in asked_for or ([] if following is None else [following]):
-        if target is not run and target.unit.params and may_run_ahead(call.gathered, target):
+        ahead = run_ahead(call.gathered, target) if target is not run and target.unit.params else None
+        if ahead is not None:
             run.iteration.touched.setdefault(target)  # which may not run this time
-            target.current().launch()
+            ahead.launch()
 
 
 def _call_of_pass(run: Running) -> Call:
@@ -106,6 +107,7 @@ def abandon_forward(unit: Unit, call: Call) -> None:
     if autograd.backward_task() is None:
         call.forget_reads()
         run.pass_call = None
+        abandon_route(unit)
         if not run.calls:
             call.gathered.free()
         if iteration.depth == 0:
@@ -133,7 +135,7 @@ def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
     run.not_run_yet.discard(module)
     if not run.not_run_yet:
         _end_pass(call, awaits_backward=bool(outputs))
-        end_way(call.gathered, unit)
+        end_route(unit)
     if iteration.depth == 0:
         for one in iteration.end_forward():
             if one.pass_call is not None:  # members of a list that did not run

@@ -5,14 +5,15 @@
     free       give the storages back to the allocator; tensors that autograd saved still alias them
     launch     ... and what is gathered again lands where those tensors look
 
-One object serves every forward call of the unit. What the calls read is in ``reads``, what backward does
-with gradients in ``backward``; the bytes on the wire are those of ``passes.lower``, as in a compiled graph.
+One object serves every forward call of the unit (but see ``route``). What the calls read is in ``reads``, what backward
+does with gradients in ``backward``; the bytes on the wire are those of ``passes.lower``, as in a compiled graph.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ class Gathered:
 
     def _launch(self, in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]]) -> None:
         # A later read may be recorded, and another one may not be inside a transform of torch.func.
-        with torch.inference_mode(False), torch.no_grad(), autograd.without_functorch():
+        with without_autograd():
             for extension in self._extensions.values():
                 extension.ask()  # first: one that raises, on this rank alone, leaves nothing that others do not join
             sources, specs = self._sources()
@@ -129,7 +130,7 @@ class Gathered:
         self.launch()
         if self._in_flight is not None:
             try:
-                with torch.inference_mode(False), torch.no_grad(), autograd.without_functorch():
+                with without_autograd():
                     self._land(self._in_flight)
             except BaseException:
                 self._drop()
@@ -159,7 +160,7 @@ class Gathered:
     def _drop(self) -> None:
         """Wait for what is in flight, and have nothing of it: as if it had not been launched."""
         in_flight, self._in_flight = self._in_flight or [], None
-        with torch.inference_mode(False), torch.no_grad(), autograd.without_functorch():
+        with without_autograd():
             for _, specs, launched, call in in_flight:
                 lower.finish_gather(call, launched, specs)
             for extension in self._extensions.values():
@@ -277,3 +278,10 @@ class Gathered:
                 self._allocate(index)
                 if again.untyped_storage().data_ptr() != full.untyped_storage().data_ptr():
                     full.data.copy_(again)
+
+
+@contextmanager
+def without_autograd() -> Iterator[None]:
+    """As collectives run: recorded nowhere, whatever stands around the read that needs them."""
+    with torch.inference_mode(False), torch.no_grad(), autograd.without_functorch():
+        yield

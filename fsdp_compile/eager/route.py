@@ -11,10 +11,11 @@ travel together, when, and which of them backward gathers again is what their gr
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,13 +24,18 @@ from .._torch_compat import subclasses
 from ..core.grads import wait_for_offloaded
 from ..core.unit import Unit
 from ..passes import ParamSpec, lower
+from ..passes.collectives import c10d
 from ..passes.ledger import GraphText
 from .collectives import Caller
-from .gathered import Gathered
-from .reduction import deliver, with_pending
+from .gathered import Gathered, without_autograd
+from .reduction import deliver, hold_back, with_pending
 from .running import running
 
-_MOST_IN_FLIGHT = 2  # reductions that are not waited for
+Stage = Literal["forward", "between", "backward", "over"]
+
+_MOST_IN_FLIGHT = 1  # reductions that are not waited for
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,13 +80,13 @@ class Route:
     def __init__(self, top: Unit, units: dict[str, Unit], forward: GraphText, backward: GraphText | None) -> None:
         self.top = top
         self.routed = {unit: Routed(unit, self) for unit in units.values()}
-        self._forward = tuple(self._stops(forward, units))
         self._backward = () if backward is None else tuple(self._stops(backward, units))
         # What backward gathers again. Nothing else is freed behind forward: backward could not have it back.
         self.again = {member for stop in self._backward if stop.kind == "all_gather" for member in stop.members}
-        self.reduces = any(stop.kind != "all_gather" for stop in self._backward)
-        self.in_forward, self.in_backward = True, False
-        self._left = deque(self._forward)
+        self.reduced = {member for stop in self._backward if stop.kind != "all_gather" for member in stop.members}
+        self._check_reductions()
+        self.stage: Stage = "forward"
+        self._left = deque(self._stops(forward, units))
         self._reads: Counter[tuple[Unit, int]] = Counter()  # that autograd recorded
         self._arrived: Counter[tuple[Unit, int]] = Counter()  # gradients of these
         self._grads: dict[tuple[Unit, int], Tensor] = {}
@@ -103,40 +109,78 @@ class Route:
                 raise ValueError(f"{launch.names} travel otherwise now")
             yield Stop(launch.kind, tuple(members))
 
+    def _check_reductions(self) -> None:
+        """ValueError where gradients are summed over shards or over replicas alone, or parameters were frozen since."""
+        over_shards = [stop.members for stop in self._backward if stop.kind not in ("all_gather", "all_reduce")]
+        over_replicas = {stop.members for stop in self._backward if stop.kind == "all_reduce"}
+        replicated = {one for one in over_shards if self._spec(one[0]).num_replicas > 1}
+        if replicated != over_replicas:
+            raise ValueError("gradients are summed over shards or over replicas alone")
+        if not all(self.routed[unit].shards[index].requires_grad for unit, index in self.reduced):
+            raise ValueError("parameters were frozen since")
+
+    def _spec(self, member: tuple[Unit, int]) -> ParamSpec:
+        unit, index = member
+        return self.routed[unit].specs[index]
+
     # Where the step is.
 
     def end_forward(self) -> None:
         """The outermost forward ended; what it did not read travels all the same."""
-        if self.in_forward:
-            while self._left:
-                self._issue(self._left.popleft())
-            self.in_forward = False
+        if self.stage == "forward":
+            self._flush()
+            self.stage = "between"
             if not self._backward:
                 self.leave()
 
+    def give_up_forward(self) -> None:
+        """The forward did not come to its end."""
+        if self.stage == "forward":
+            self.leave()
+
     def begin_backward(self) -> None:
-        if not self.in_backward:
-            self.in_forward, self.in_backward = False, True
+        if self.stage != "backward":
+            self.stage = "backward"
             self._left = deque(self._backward)
             self._arrived.clear()
 
-    def end_backward(self) -> None:
-        """Launch what is left, with zeros for gradients that did not come, and give the shards their gradients."""
-        if self.in_backward:
-            while self._left:
-                self._issue(self._left.popleft())
-            self._drain(0)
-            if any(unit.offload for unit in self.routed):
-                wait_for_offloaded()
+    def end_backward(self, keeps: bool) -> None:
+        """Launch what is left; shards get their gradients, and what no collective took waits with what is held back.
+
+        Where nothing came, somebody asked for gradients of inputs alone, and no shard gets any.
+        """
+        if self.stage != "backward":
+            return
+        any_came = bool(self._arrived)
+        self._flush()
+        self._drain(0, any_came)
+        for (unit, index), grad in self._grads.items():
+            hold_back(self.routed[unit], {index: grad})
+        self._grads.clear()
+        if any(unit.offload for unit in self.routed):
+            wait_for_offloaded()
+        if keeps:
+            self.stage = "between"
+        else:
             self.leave()
+
+    def give_up_reducing(self) -> None:
+        """Gradients go to autograd, which somebody asked for them: each by itself, as on any eager rank."""
+        self._left = deque(stop for stop in self._left if stop.kind == "all_gather")
+
+    def flush(self) -> None:
+        """Another route begins its backward; what is left of this one comes before that."""
+        if self.stage == "backward":
+            self._flush()
 
     def leave(self) -> None:
         """The step is over, or was given up; its units are gathered as they would be without it."""
-        self.in_forward = self.in_backward = False
+        self.stage = "over"
         self._left.clear()
         self._grads.clear()
-        for reducing in self._reducing:
-            lower.finish_reduce(reducing.call, reducing.launched, reducing.specs)
+        for one in self._reducing:
+            if one.over_replicas or one.specs[0].num_shards > 1:
+                c10d.wait_tensor.default(one.launched)
         self._reducing.clear()
         for unit, routed in self.routed.items():
             routed.free()
@@ -146,19 +190,32 @@ class Route:
     # How it goes on.
 
     def reach(self, routed: Routed, must: bool) -> None:
-        """Launch everything up to the last gather that a unit has a part in; as far as gradients are there."""
+        """Launch everything up to the last gather that a unit has a part in.
+
+        A reduction that has not got its gradients holds up what comes behind it; where the unit ``must`` be there, that
+        overtakes it: other ranks that run eagerly do so too, and those that run compiled are told to have parted.
+        """
         gathers = [place for place, stop in enumerate(self._left, 1) if stop.gathers(routed.unit)]
+        passed: list[Stop] = []
         for _ in range(gathers[-1] if gathers else 0):
-            if not self._has_gradients(self._left[0]):
-                if must:
-                    raise RuntimeError(self._held_up(self._left[0], routed))
-                return
-            self._issue(self._left.popleft())
+            stop = self._left.popleft()
+            if self._has_gradients(stop) and not (passed and stop.kind != "all_gather"):
+                self._issue(stop)
+                continue
+            passed.append(stop)
+            if not must:
+                break
+            _logger.info("%s is gathered ahead of a reduction that has no gradients yet", routed.unit.name)
+        self._left.extendleft(reversed(passed))
 
     def expect(self, routed: Routed, index: int) -> None:
         """Autograd recorded a read, whose gradient is to come. What is read again for backward has had its read."""
-        if self.in_forward:
+        if self.stage == "forward":
             self._reads[routed.unit, index] += 1
+
+    def takes(self, routed: Routed, index: int) -> bool:
+        """Whether the gradient of a parameter travels on this route."""
+        return (routed.unit, index) in self.reduced
 
     def arrive(self, routed: Routed, index: int, grad: Tensor | None) -> None:
         """A gradient of one read is there, or will not come: launch the reductions that waited for it."""
@@ -187,8 +244,12 @@ class Route:
             return True
         return all(self._arrived[member] >= max(self._reads[member], 1) for member in stop.members)
 
+    def _flush(self) -> None:
+        while self._left:
+            self._issue(self._left.popleft())
+
     def _issue(self, stop: Stop) -> None:
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             if stop.kind == "all_gather":
                 self._gather(stop)
             elif stop.kind == "all_reduce":
@@ -197,7 +258,7 @@ class Route:
                 self._reduce(stop)
 
     def _gather(self, stop: Stop) -> None:
-        specs = [self.routed[unit].specs[index] for unit, index in stop.members]
+        specs = [self._spec(member) for member in stop.members]
         call = _caller(stop)
         sources = [self.routed[unit].source(index) for unit, index in stop.members]
         flight = Flight(lower.launch_gather(call, sources, specs), specs, call)
@@ -208,23 +269,23 @@ class Route:
         grads, specs = [], []
         for unit, index in stop.members:
             routed = self.routed[unit]
-            spec = routed.specs[index]
             grad = self._grads.pop((unit, index), None)
             if grad is None:
+                spec = routed.specs[index]
                 grad = torch.zeros(spec.size, dtype=spec.reduce_dtype, device=unit.mesh.device)
-            grad = with_pending(routed, {index: grad}, only=routed.params[index].fqn)[index]
+            if unit.accumulation.sync and self._arrived:
+                grad = with_pending(routed, {index: grad}, only=routed.params[index].fqn)[index]
             grads.append(grad)
             specs.append(routed.spec_for(index, grad))
         call = _caller(stop, num_waits_before_hook=(specs[0].num_shards > 1) + (specs[0].num_replicas > 1))
         self._reducing.append(Reducing(stop, specs, lower.launch_reduce(call, grads, specs), call))
 
     def _over_replicas(self, stop: Stop) -> None:
-        reducing = next((one for one in self._reducing if one.stop.members == stop.members), None)
-        assert reducing is not None, "the sum over the shards comes before the one over the replicas"
+        reducing = next(one for one in self._reducing if one.stop.members == stop.members)
         reducing.launched = lower.launch_all_reduce(reducing.call, reducing.launched, reducing.specs)
         reducing.over_replicas = True
 
-    def _drain(self, most: int) -> None:
+    def _drain(self, most: int, delivers: bool = True) -> None:
         """Have at most so many reductions in flight; those that wait for their second collective stay."""
         while len(self._reducing) > most:
             oldest = self._reducing[0]
@@ -233,21 +294,12 @@ class Route:
             self._reducing.popleft()
             with torch.no_grad():
                 reduced = lower.finish_all_reduce(oldest.call, oldest.launched, oldest.specs)
-            for (unit, index), local in zip(oldest.stop.members, reduced):
+            for (unit, index), local in zip(oldest.stop.members, reduced) if delivers else ():
                 deliver(self.routed[unit], index, local)
-
-    def _held_up(self, stop: Stop, routed: Routed) -> str:
-        unit, index = stop.members[0]
-        return (
-            f"{routed.unit.name} runs eagerly on this rank, among ranks that run it compiled. They reduce the gradient "
-            f"of {self.routed[unit].params[index].fqn} of {unit.name} before they gather this unit for backward, and "
-            "eagerly it is not complete by then. Have all ranks run compiled (a higher "
-            "torch._dynamo.config.recompile_limit, or dynamic=True), or all of them eagerly."
-        )
 
 
 class Routed(Gathered):
-    """A unit's full parameters, gathered as the route says: some with those of other units, some not at all."""
+    """A unit's full parameters in one step, gathered as the route says: some with other units', some not at all."""
 
     def __init__(self, unit: Unit, route: Route) -> None:
         super().__init__(unit)
@@ -260,7 +312,7 @@ class Routed(Gathered):
         return bool(self._awaited)
 
     def serves(self, unit: Unit) -> bool:
-        return (self.route.in_forward or self.route.in_backward) and super().serves(unit)
+        return self.route.stage in ("forward", "backward") and super().serves(unit)
 
     def free_if_stale(self) -> None:
         """Each step has its own route, which gathers what the shards hold then."""
@@ -273,36 +325,50 @@ class Routed(Gathered):
 
     def wait(self) -> list[Tensor]:
         self.route.reach(self, must=True)
-        awaited, self._awaited = self._awaited, []
-        with torch.inference_mode(False), torch.no_grad():
-            self._keep({index: flight.land()[place] for flight, place, index in awaited})
-        self._here.update(index for _, _, index in awaited)
+        self._land_awaited()
+        if self.route.stage == "backward" and self.fulls is not None:
+            # A unit that was called twice, and is freed between the two: compiled, it is gathered once for both.
+            for index, full in enumerate(self.fulls):
+                if full is not None and index not in self._here and (self.unit, index) in self.route.again:
+                    self._gather_alone(index)
         self.is_full = True
-        assert self.fulls is not None
-        return self.fulls
+        return self.fulls or []
 
     def full(self, index: int) -> Tensor:
-        fulls = self.wait()
+        self.wait()
         if index not in self._here:
-            raise RuntimeError(
-                f"{self.unit.name} runs eagerly on this rank, among ranks that run it compiled, and reads "
-                f"{self.params[index].fqn} where they do not gather it (a branch, or a module that is called again). "
-                "Have all ranks run compiled, or all of them eagerly."
-            )
-        return fulls[index]
+            self._gather_alone(index)
+        assert self.fulls is not None
+        full: Tensor = self.fulls[index]
+        return full
+
+    def _gather_alone(self, index: int) -> None:
+        """What the graph does not gather here: right where all ranks run eagerly; others are told that they parted."""
+        _logger.info("%s of %s is gathered by itself: no compiled rank does so", self.params[index].fqn, self.unit.name)
+        specs, call = [self.specs[index]], Caller(self.unit)
+        with without_autograd():
+            launched = lower.launch_gather(call, [self.source(index)], specs)
+        self.await_flight(Flight(launched, specs, call), 0, index)
+        self._land_awaited()
+
+    def _land_awaited(self) -> None:
+        awaited, self._awaited = self._awaited, []
+        with without_autograd():
+            self._keep({index: flight.land()[place] for flight, place, index in awaited})
+        self._here.update(index for _, _, index in awaited)
 
     def free(self) -> None:
-        """Let go of what is here; behind forward, of that alone which backward gathers again.
+        """Let go of what is here; until backward, of that alone which backward gathers again.
 
         Tensors that autograd saved alias the rest, which goes when they go: for all that is known backward runs twice.
         """
-        keeps = self.route.in_forward and bool(self.route.again)
         again = {index for index in self._here if (self.unit, index) in self.route.again}
         self._give_back(again)
         self._here -= again
-        if not keeps:
-            for flight, _, _ in self._awaited:
-                flight.land()
+        if self.route.stage in ("backward", "over") or not self.route.again:
+            with without_autograd():
+                for flight, _, _ in self._awaited:
+                    flight.land()
             self._awaited.clear()
             for index in self._here:
                 self._forget(index)
@@ -324,6 +390,5 @@ class Routed(Gathered):
 
 
 def _caller(stop: Stop, num_waits_before_hook: int = 0) -> Caller:
-    unit = stop.members[0][0]
-    alone = all(one is unit for one, _ in stop.members)
-    return Caller(unit, num_waits_before_hook=num_waits_before_hook, names_unit=alone)
+    units = [unit for unit, _ in stop.members]
+    return Caller(units[0], num_waits_before_hook=num_waits_before_hook, units=units)

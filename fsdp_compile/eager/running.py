@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -20,6 +20,9 @@ from ..core.hooks import LateHooks
 from ..core.unit import Unit
 from .gathered import Gathered
 from .reduction import Traffic
+
+if TYPE_CHECKING:
+    from .route import Route
 
 
 @dataclass(eq=False)
@@ -40,7 +43,9 @@ class Running:
     backward_task: int | None = None
     in_backward: set[Call] = field(default_factory=set)
     reduced_in: int | None = None
-    followed: bool = False  # its last forward launched what a compiled one does (route.py)
+    # Of the last forward that began here among compiled ranks; and whether the unit's own last forward was on one.
+    route: Route | None = None
+    followed: bool = False
     warned_of_view: bool = False
     own_iteration: Iteration = field(default_factory=lambda: Iteration())
 
@@ -74,6 +79,7 @@ class Running:
         self.not_run_yet.clear()
         if self.gathered is not None:
             self.gathered.give_up()
+        self.route = None
 
 
 def running(unit: Unit) -> Running:
@@ -142,7 +148,7 @@ class Iteration:
         # The backward that runs will be differentiated itself: what it read is read again.
         self.creates_graph = False
         self.touched: dict[Running, None] = {}
-        self.routes: dict[Any, None] = {}  # that the backward that runs goes (route.py)
+        self.routes: dict[Route, None] = {}  # that the backward that runs is on
         # Reads that have some of their gradients, and the backward in which the first one came.
         self.incomplete: dict[Recording, int | None] = {}
         self.hooks = LateHooks()
@@ -216,5 +222,7 @@ def recover(root: Unit) -> None:
         unit.accumulation.forget()
         running(unit).forget()
     iteration.touched.clear()
+    for route in iteration.routes:
+        route.leave()
     iteration.routes.clear()
     iteration.hooks.release()

@@ -40,8 +40,8 @@ class Namer:
     def of_launch(self, issued: Issued) -> Piece:
         """What was issued eagerly, as a piece of one link."""
         address = issued.first.address
-        unit = None if issued.unit is None else issued.unit()
-        key = (issued.kind, address, id(unit), *map(id, issued.specs))
+        units = [unit() for unit in issued.units]
+        key = (issued.kind, address, *map(id, units), *map(id, issued.specs))
         pieces = self._placed if address else self._pieces
         known = pieces.get(key)
         if known is None:
@@ -49,7 +49,7 @@ class Namer:
             dtype = specs[0].reduce_dtype if reduces else specs[0].dtype
             num_bytes = sum(spec.reduce_bytes if reduces else spec.gather_bytes for spec in specs)
             wire = _wire(issued.kind, str(dtype).removeprefix("torch."), num_bytes, len(specs))
-            link = Link(wire, *self._eager_names(unit, specs, address))
+            link = Link(wire, *self._eager_names(units, specs, address))
             # The specs stay alive with the piece, so that their ids stay theirs.
             known = issued.specs, Piece((link,), "eager")
             _remember(pieces, key, known)
@@ -80,12 +80,15 @@ class Namer:
         self._by_address.clear()
         self._placed.clear()
 
-    def _eager_names(self, unit: Any, specs: Sequence[ParamSpec], address: int) -> tuple[tuple[str, ...], bool]:
+    def _eager_names(
+        self, units: Sequence[Any], specs: Sequence[ParamSpec], address: int
+    ) -> tuple[tuple[str, ...], bool]:
         """What the parameters are called, and whether that is certain."""
-        shown = None if unit is not None or len(specs) > 1 else self._at(address)
-        known = {} if unit is None else self._names_in(unit)
-        names = tuple(with_part(shown or known.get(spec.fqn, spec.fqn), spec.part) for spec in specs)
-        return names, shown is not None or unit is not None
+        if None in units or not units:
+            shown = self._at(address) if len(specs) == 1 else None
+            return tuple(with_part(shown or spec.fqn, spec.part) for spec in specs), shown is not None
+        known = [self._names_in(unit) for unit in (units if len(units) == len(specs) else [units[0]] * len(specs))]
+        return tuple(with_part(one.get(spec.fqn, spec.fqn), spec.part) for one, spec in zip(known, specs)), True
 
     def _names_in(self, unit: Unit) -> dict[str, str]:
         known = self._names.get(unit)
