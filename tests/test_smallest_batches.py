@@ -193,25 +193,24 @@ def test_without_reductions_a_checkpointed_region_is_gathered_for_in_any_case(
 class Whole(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.recurrence, self.frozen, self.norm = Recurrence(), Frozen(), LastNorm()
+        self.recurrence, self.up, self.norm = Recurrence(), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.recurrence(x)
-        return self.norm((h + self.frozen(x)).unsqueeze(1)).sum() / 8
+        return self.norm(self.up(self.recurrence(x))).pow(3).sum() / 8
 
 
 # Of each rank in each step: rows and length.
-SIZES = (((2, 1), (2, 3), (0, 3), (1, 1)), ((2, 3), (2, 1), (2, 2), (0, 1)))
+SIZES = (((2, 1), (0, 3), (2, 3), (1, 1)), ((2, 3), (2, 3), (2, 1), (0, 1)))
 
 
-def _train(path: str) -> None:
+def _train(path: str, num_steps: int) -> None:
     unsharded, model = twins(Whole)
     for one in model.children():
         fully_shard(one, reshard_after_forward=True)
     fully_shard(model, reshard_after_forward=True)
     run = compiled(model, path)
     launched: list[tuple[str, Any]] = []
-    for step in range(len(SIZES[0])):
+    for step in range(num_steps):
         batches = [torch.randn(*sizes[step], WIDTH, generator=torch.Generator().manual_seed(step)) for sizes in SIZES]
         with torch.profiler.profile(record_shapes=True) as profile:
             run(batches[dist.get_rank()]).backward()
@@ -227,6 +226,6 @@ def _train(path: str) -> None:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("path", ["decomposed", "inductor"])
-def test_ranks_with_one_element_and_with_no_rows_train_the_same(two_ranks: Ranks, path: str) -> None:
-    two_ranks.run(_train, path)
+@pytest.mark.parametrize(("path", "num_steps"), [("decomposed", 4), ("inductor", 2)])
+def test_ranks_with_one_element_and_with_no_rows_train_the_same(two_ranks: Ranks, path: str, num_steps: int) -> None:
+    two_ranks.run(_train, path, num_steps)
