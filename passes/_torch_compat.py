@@ -254,9 +254,26 @@ def written_inputs(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     }
 
 
+def inputs_with_gradients(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Inputs of a joint graph that it returns gradients of.
+
+    ``meta["desc"]`` of inputs and of the output, ``GradAOTOutput.grad_of``: 2.11 to 2.15.
+    """
+    descriptions = {getattr(one, "grad_of", None) for one in graph.output_node().meta.get("desc") or ()} - {None}
+    return {node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in descriptions}
+
+
 def is_of_backward(node: torch.fx.Node) -> bool:
     """Whether a node of a joint graph was traced while backward was (``meta["partitioner_tag"]``: 2.11 to 2.15)."""
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def keep_in_backward(node: torch.fx.Node) -> None:
+    """Have the partitioner compute a node in backward, whatever goes into it.
+
+    ``meta["partitioner_tag"]``: 2.11 to 2.15.
+    """
+    node.meta["partitioner_tag"] = "must_be_in_backward"
 
 
 def served_from_a_cache() -> bool:
