@@ -56,6 +56,7 @@ class Role:
     unit: str
     turn: int  # of its launch among all launches of the graph
     lookahead: int
+    phase: int = 0
 
 
 def insert(graph: fx.Graph, plan: Plan) -> int:
@@ -68,7 +69,7 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         members = [unshards.pop(fqn) for fqn in bucket.fqns]
         anchor = min((marker.node for marker in members), key=position.__getitem__)
         specs = [marker.spec for marker in members]
-        call = _emitter(graph, anchor, Role("gather", index, bucket.unit, plan.turn("gather", index), plan.lookahead))
+        call = _emitter(graph, anchor, _role("gather", index, bucket, plan))
         fulls = lower.finish_gather(call, lower.launch_gather(call, [m.shard for m in members], specs), specs)
         _replace(graph, members, fulls)
         num_launched += num_launches(bucket)
@@ -77,7 +78,7 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         _assert_independent(members, bucket)
         anchor = max((marker.node for marker in members), key=position.__getitem__)
         specs = [marker.spec for marker in members]
-        call = _emitter(graph, anchor, Role("reduce", index, bucket.unit, plan.turn("reduce", index), plan.lookahead))
+        call = _emitter(graph, anchor, _role("reduce", index, bucket, plan))
         reduced = lower.finish_reduce(call, lower.launch_reduce(call, [m.shard for m in members], specs), specs)
         _replace(graph, members, reduced)
         num_launched += num_launches(bucket)
@@ -87,6 +88,10 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
     assert not unshards and not reduces, f"markers that the plan leaves out: {[*unshards, *reduces]}"
     compat.sort_topologically(graph)
     return num_launched
+
+
+def _role(kind: str, index: int, bucket: Bucket, plan: Plan) -> Role:
+    return Role(kind, index, bucket.unit, plan.turn(kind, index), plan.lookahead, bucket.phase)
 
 
 def _wait_at_the_end(graph: fx.Graph, plan: Plan) -> None:
