@@ -316,7 +316,8 @@ def test_the_same_matrices_are_gathered_again_as_where_backward_is_a_graph(
     again = set(stages["joint"].plan.again)
     assert again <= expected
     assert again & matrices == expected & matrices
-    _assert_no_weight_lives_from_phase_to_phase(stages["whole"].graph)
+    if backend == "passes" or without is BY_HAND:
+        _assert_no_weight_lives_from_phase_to_phase(stages["whole"].graph)
 
 
 def _assert_no_weight_lives_from_phase_to_phase(graph: fx.Graph) -> None:
@@ -325,8 +326,13 @@ def _assert_no_weight_lives_from_phase_to_phase(graph: fx.Graph) -> None:
     weights = [life for life in lifetimes(graph) if kinds[life.storage] == GATHERED]
     assert weights
     for life in weights:
-        readers = {phase_of(node) for node in nodes[life.first : life.last + 1] if ROLE not in node.meta}
-        assert len(readers) == 1, f"{life.storage.node} lives through phases {readers}"
+        first, last = (_phase_of_any(node) for node in (life.storage.node, nodes[life.last]))
+        assert first == last, f"{life.storage.node} of phase {first} is there until {nodes[life.last]} of phase {last}"
+
+
+def _phase_of_any(node: fx.Node) -> int:
+    """Of compute, and of communication."""
+    return node.meta[ROLE].phase if ROLE in node.meta else phase_of(node)
 
 
 class PostNorm(nn.Module):
@@ -455,7 +461,8 @@ def _train(backend: str, make: Callable[[], Stack], num_batches: int, num_gather
         assert wire.calls["gather"] == len(plan.gathers) == num_gathers
         assert wire.reductions == len(plan.reduces)
         for record in wholes:
-            _assert_no_weight_lives_from_phase_to_phase(record.graph) if options else None
+            if options.get("reshard_after_forward") and unsharded.head.weight is not unsharded.embed.weight:
+                _assert_no_weight_lives_from_phase_to_phase(record.graph)
 
 
 # As gathered on aot_eager, one collective a parameter, and on Inductor, in buckets. Of 28 parameters, 24 in four blocks.
