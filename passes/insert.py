@@ -58,6 +58,7 @@ class Role:
     lookahead: int
     members: tuple[Member, ...] = ()  # of the bucket
     step: str = ""  # the plan that the graph is a part of
+    phase: int = 0
 
 
 def insert(graph: fx.Graph, plan: Plan) -> int:
@@ -95,7 +96,7 @@ def _role(kind: str, index: int, plan: Plan, members: Sequence[Marker]) -> Role:
     bucket = (plan.gathers if kind == "gather" else plan.reduces)[index]
     named = tuple(Member(one.unit, with_part(one.spec.fqn, one.spec.part)) for one in members)
     step = members[0].spec.step
-    return Role(kind, index, bucket.unit, plan.turn(kind, index), plan.lookahead, named, step)
+    return Role(kind, index, bucket.unit, plan.turn(kind, index), plan.lookahead, named, step, bucket.phase)
 
 
 def _wait_at_the_end(graph: fx.Graph, plan: Plan) -> None:

@@ -28,7 +28,7 @@ from .slices import keep_slice
 from .structure import Structure, structure_of
 from .tags import tag
 
-# In the meta of a joint graph's markers: the plan of the step, for the graphs that are cut from it.
+# In the meta of markers: the plan of the step, made where AOTAutograd had all of it in one graph.
 STEP = "fsdp_step"
 
 
@@ -50,13 +50,20 @@ def keep(graph: fx.Graph, plan: Plan) -> int:
     for marker in unshards:
         kept = marker.fqn in plan.keep
         tag(marker.node, CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE)
-    plan_id = plan.id  # a hash of all of it
-    for node in (*unshard_nodes(graph), *reduce_nodes(graph)):
-        node.meta[STEP] = plan
-        node.update_kwarg("step", plan_id)
+    follow(graph, plan)
     for node in graph.find_nodes(op="call_function", target=keep_slice):
         tag(node, CheckpointPolicy.MUST_SAVE)
     return len(unshards)
+
+
+def follow(graph: fx.Graph, plan: Plan) -> int:
+    """Write the plan of the step on all markers, for whoever lowers them; return how many these are."""
+    found = (*unshard_nodes(graph), *reduce_nodes(graph))
+    plan_id = plan.id  # a hash of all of it
+    for node in found:
+        node.meta[STEP] = plan
+        node.update_kwarg("step", plan_id)
+    return len(found)
 
 
 def let_go(graph: fx.Graph) -> None:

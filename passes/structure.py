@@ -67,7 +67,7 @@ def structure_of(graph: fx.Graph) -> Structure:
     forward = closure(_results_of_forward(graph, backward), lambda node: node.all_input_nodes)
     # One that is to be kept, and that forward does not read, has nothing to be kept from.
     gathers = {node for node in unshard_nodes(graph) if node.kwargs["regather"] or node not in forward}
-    of_weights, beside = _of_weights(graph, gathers, backward)
+    of_weights, beside = made_of_weights(graph, gathers, backward)
     in_forward = {node for node in unshard_nodes(graph) if node in forward and whole_of(node) is None}
     read = _NONE.union(*(_weights_read(node, of_weights) for node in backward))
     unread = read_in_larger_batches(graph, of_weights, backward)
@@ -94,7 +94,7 @@ def _results_of_forward(graph: fx.Graph, backward: set[fx.Node]) -> list[fx.Node
     return [node for node in (*graph.output_node().all_input_nodes, *written) if node not in backward]
 
 
-def _of_weights(
+def made_of_weights(
     graph: fx.Graph, gathers: set[fx.Node], backward: set[fx.Node]
 ) -> tuple[dict[fx.Node, Weights], set[fx.Node]]:
     """The gathers and what is made of them alone; and what constants were made for that.
