@@ -292,8 +292,10 @@ CHECKPOINTED = (Recomputed, ProductsSaved, FrozenBehind, Attends, Pools)
 
 
 @pytest.mark.usefixtures("fake_group_of_four")
-@pytest.mark.parametrize("without", [BY_HAND, CHECKPOINTED])
-@pytest.mark.parametrize("backend", ["passes", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    ("backend", "without"),
+    [("passes", BY_HAND), ("passes", CHECKPOINTED), pytest.param("inductor", BY_HAND, marks=pytest.mark.more)],
+)
 def test_the_same_matrices_are_gathered_again_as_where_backward_is_a_graph(
     backend: str, without: tuple[type[Layer], ...]
 ) -> None:
@@ -476,13 +478,15 @@ CASES: dict[str, tuple[Callable[..., Stack], int, dict[str, Any], tuple[int | No
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in ("nothing kept", "tied") else pytest.param(case, marks=pytest.mark.more) for case in CASES]
+)
 def test_numbers_gathers_and_memory(two_ranks: Any, case: str) -> None:
     two_ranks.run(_train_case, "aot_eager", case)
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["nothing kept", "checkpointed"])
 def test_numbers_gathers_and_memory_on_inductor(two_ranks: Any, case: str) -> None:
     two_ranks.run(_train_case, "inductor", case)
 

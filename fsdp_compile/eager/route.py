@@ -295,7 +295,9 @@ class Route:
             with torch.no_grad():
                 reduced = lower.finish_all_reduce(oldest.call, oldest.launched, oldest.specs)
             for (unit, index), local in zip(oldest.stop.members, reduced) if delivers else ():
-                deliver(self.routed[unit], index, local)
+                # What no rank has a gradient of arrives as zeros, and its shard is to have none.
+                if self._arrived[unit, index] or local.any():
+                    deliver(self.routed[unit], index, local)
 
 
 class Routed(Gathered):
