@@ -11,6 +11,7 @@ before anything is issued: once, to have the comparing begin, and for good where
 
 from __future__ import annotations
 
+import hashlib
 import json
 import weakref
 from collections import deque
@@ -25,25 +26,7 @@ from torch import Tensor
 from . import _torch_compat as compat
 from .spec import NAMESPACE, ParamSpec, library
 
-
-class Place(NamedTuple):
-    """Where a shard lies: its memory is held until the entry is drained, so that nothing else gets the address.
-
-    Not the shard, which holds what autograd has of it: ``swap_tensors`` refuses a tensor of which that is left.
-    """
-
-    address: int
-    memory: torch.UntypedStorage | None
-
-    @classmethod
-    def of(cls, shard: Tensor | None) -> Place:
-        try:
-            return _NOWHERE if shard is None else cls(shard.data_ptr(), shard.untyped_storage())
-        except RuntimeError:
-            return _NOWHERE  # a subclass that has no memory of its own
-
-
-_NOWHERE = Place(0, None)
+_DIGEST = 16  # letters in front of a graph's text, by which it is known
 _MOST = 4096  # graphs that ran, of which some may be of models that are gone
 
 
@@ -53,7 +36,8 @@ class Issued(NamedTuple):
     kind: str
     specs: Sequence[ParamSpec]
     group: str
-    first: Place  # of what is gathered of the first parameter, which says whose it is
+    address: int  # of what is gathered of the first parameter, which says whose it is
+    memory: object  # there: held until the entry is drained, so that nothing else gets the address
     units: tuple[Callable[[], Any], ...]  # whose parameters they are, where somebody knows: one of all, or one of each
 
 
@@ -61,7 +45,9 @@ class Called(NamedTuple):
     """One call of a compiled graph."""
 
     text: GraphText
-    firsts: Sequence[Place]  # of a shard of each unit
+    addresses: tuple[int, ...]  # of a shard of each unit
+    # Not the shards, which hold what autograd has of them: ``swap_tensors`` refuses a tensor of which that is left.
+    memory: Sequence[object]
     sequence: tuple[int, ...]  # collectives that each group of the graph had been given before
 
 
@@ -100,11 +86,12 @@ class GraphText:
 
     def dumps(self) -> str:
         rows = [[one.kind, one.group, one.dtype, one.num_bytes, one.names, one.members] for one in self.launches]
-        return json.dumps([self.stage, self.step, self.firsts, rows], separators=(",", ":"))
+        said = json.dumps([self.stage, self.step, self.firsts, rows], separators=(",", ":"))
+        return hashlib.sha256(said.encode()).hexdigest()[:_DIGEST] + said
 
     @classmethod
     def loads(cls, text: str) -> GraphText:
-        stage, step, firsts, rows = json.loads(text)
+        stage, step, firsts, rows = json.loads(text[_DIGEST:])
         launches = [
             Launch(kind, group, dtype, num_bytes, tuple(names), tuple(starmap(Member, members)))
             for kind, group, dtype, num_bytes, names, members in rows
@@ -138,7 +125,7 @@ class Ledger:
         self.is_kept = False  # whether somebody drains it
         self.alarm: Callable[[], None] | None = None
         self.explain: Callable[[RuntimeError], None] | None = None  # raises where somebody knows why a wait failed
-        self._texts: dict[str, _Text] = {}
+        self._texts: dict[str, _Text] = {}  # by their digests
         # Graphs that ran, the last one last, with the addresses of the shards that they were given.
         self._ran: dict[tuple[_Text, tuple[int, ...]], None] = {}
 
@@ -165,23 +152,28 @@ class Ledger:
         if self.alarm is not None:
             self.alarm()
         if self.is_kept:
-            self.entries.append(Issued(kind, specs, group, Place.of(shard), tuple(map(weakref.ref, units))))
+            address = 0 if shard is None else _address(shard)
+            memory = shard.untyped_storage() if address else None
+            self.entries.append(Issued(kind, specs, group, address, memory, tuple(map(weakref.ref, units))))
 
     def begin(self, shards: Sequence[Tensor], text: str) -> None:
         """A graph is about to launch its first collective."""
         if self.alarm is not None:
             self.alarm()
-        known = self._texts.get(text)
+        digest = text[:_DIGEST]  # hashing all of it would take as long as the rest
+        known = self._texts.get(digest)
         if known is None:
-            known = self._texts[text] = _Text(text)
-        firsts = [Place.of(shard) for shard in shards] if known.read.firsts else []
-        ran = known, tuple([first.address for first in firsts])
+            known = self._texts[digest] = _Text(text)
+        if not known.read.firsts:
+            shards = ()
+        ran = known, tuple([_address(shard) for shard in shards])
         self._ran.pop(ran, None)
         if len(self._ran) >= _MOST:
             self._ran.clear()
         self._ran[ran] = None
         if self.is_kept:
-            self.entries.append(Called(known.read, firsts, known.sequence()))
+            memory = [shard.untyped_storage() for shard, address in zip(shards, ran[1]) if address]
+            self.entries.append(Called(known.read, ran[1], memory, known.sequence()))
 
     @property
     def has_run(self) -> bool:
@@ -192,6 +184,13 @@ class Ledger:
         """Graphs that ran, the last one first, with the addresses of the first shards of their units."""
         for known, addresses in reversed(list(self._ran)):  # backward may run on another thread
             yield known.read, addresses
+
+
+def _address(shard: Tensor) -> int:
+    try:
+        return shard.data_ptr()
+    except RuntimeError:
+        return 0  # a subclass that has no memory of its own
 
 
 ledger = Ledger()

@@ -39,7 +39,7 @@ class Namer:
 
     def of_launch(self, issued: Issued) -> Piece:
         """What was issued eagerly, as a piece of one link."""
-        address = issued.first.address
+        address = issued.address
         units = [unit() for unit in issued.units]
         key = (issued.kind, address, *map(id, units), *map(id, issued.specs))
         pieces = self._placed if address else self._pieces
@@ -57,7 +57,7 @@ class Namer:
 
     def of_call(self, called: Called) -> dict[str, Piece]:
         """What a graph issues, a piece a group."""
-        text, addresses = called.text, tuple(first.address for first in called.firsts)
+        text, addresses = called.text, called.addresses
         pieces = self._placed if addresses else self._pieces
         found: dict[str, Piece] = {}
         for group in text.groups:
