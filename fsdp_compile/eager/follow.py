@@ -62,7 +62,7 @@ def _around(unit: Unit) -> Route | None:
     run = running(unit)
     one: Unit | None = unit
     while one is not None:
-        route = running(one).route
+        route: Route | None = running(one).route
         if route is not None and route.stage == "forward" and (one is not unit or run.calls or run.pass_call):
             return route
         one = one.outer

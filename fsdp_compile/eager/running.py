@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,9 +20,6 @@ from ..core.hooks import LateHooks
 from ..core.unit import Unit
 from .gathered import Gathered
 from .reduction import Traffic
-
-if TYPE_CHECKING:
-    from .route import Route
 
 
 @dataclass(eq=False)
@@ -43,8 +40,8 @@ class Running:
     backward_task: int | None = None
     in_backward: set[Call] = field(default_factory=set)
     reduced_in: int | None = None
-    # Of the last forward that began here among compiled ranks; and whether the unit's own last forward was on one.
-    route: Route | None = None
+    # The ``Route`` of the last forward that began here among compiled ranks; whether the unit's own last one was on one.
+    route: Any = None
     followed: bool = False
     warned_of_view: bool = False
     own_iteration: Iteration = field(default_factory=lambda: Iteration())
@@ -148,7 +145,7 @@ class Iteration:
         # The backward that runs will be differentiated itself: what it read is read again.
         self.creates_graph = False
         self.touched: dict[Running, None] = {}
-        self.routes: dict[Route, None] = {}  # that the backward that runs is on
+        self.routes: dict[Any, None] = {}  # that the backward that runs is on
         # Reads that have some of their gradients, and the backward in which the first one came.
         self.incomplete: dict[Recording, int | None] = {}
         self.hooks = LateHooks()
