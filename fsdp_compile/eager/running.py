@@ -40,7 +40,7 @@ class Running:
     backward_task: int | None = None
     in_backward: set[Call] = field(default_factory=set)
     reduced_in: int | None = None
-    # The ``Route`` of the last forward that began here among compiled ranks; whether the unit's own last one was on one.
+    # The ``Route`` of the last forward that began here among compiled ranks; and whether the unit itself was on one.
     route: Any = None
     followed: bool = False
     warned_of_view: bool = False
