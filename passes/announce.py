@@ -9,6 +9,7 @@ inputs of the graph, so that it can stand first: a shard of each unit tells, whe
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, fx
 
 from .collectives import KINDS, is_launch
@@ -26,9 +27,10 @@ def announce(graph: fx.Graph, plan: Plan) -> int:
     shards: dict[str, tuple[fx.Node, str, Member]] = {}  # of each unit one, with its name
     for launch in launches:
         role: Role = launch.meta[ROLE]
-        shard = _input_behind(launch)
+        shard = _input_behind(launch, role.shown)
         if role.kind == "gather" and shard is not None:
-            shards.setdefault(role.members[0].unit, (shard, plan.gathers[role.bucket].fqns[0], role.members[0]))
+            shown = role.members[role.shown]
+            shards.setdefault(shown.unit, (shard, plan.gathers[role.bucket].fqns[role.shown], shown))
     text = GraphText(
         plan.stage,
         launches[0].meta[ROLE].step,
@@ -48,9 +50,10 @@ def _as_text(launch: fx.Node, plan: Plan) -> Launch:
     return Launch(kind, group, bucket.dtype, bucket.num_bytes, bucket.fqns, role.members)
 
 
-def _input_behind(launch: fx.Node) -> fx.Node | None:
-    """The first shard that a gather packs, where that is an input of the graph."""
+def _input_behind(launch: fx.Node, place: int) -> fx.Node | None:
+    """The shard that a gather packs in this place, where that is an input of the graph."""
     node = launch
     while node.op != "placeholder" and node.all_input_nodes:
-        node = node.all_input_nodes[0]
+        packs = node.target is torch.ops.aten.cat.default
+        node = node.args[0][place] if packs else node.all_input_nodes[0]  # type: ignore[index,assignment]
     return node if node.op == "placeholder" else None

@@ -57,6 +57,7 @@ class Role:
     turn: int  # of its launch among all launches of the graph
     lookahead: int
     members: tuple[Member, ...] = ()  # of the bucket
+    shown: int = 0  # the first of them that has rows on every rank
     step: str = ""  # the plan that the graph is a part of
     phase: int = 0
 
@@ -95,8 +96,9 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
 def _role(kind: str, index: int, plan: Plan, members: Sequence[Marker]) -> Role:
     bucket = (plan.gathers if kind == "gather" else plan.reduces)[index]
     named = tuple(Member(one.unit, with_part(one.spec.fqn, one.spec.part)) for one in members)
+    shown = next((place for place, one in enumerate(members) if one.spec.layout.is_everywhere), 0)
     step = members[0].spec.step
-    return Role(kind, index, bucket.unit, plan.turn(kind, index), plan.lookahead, named, step, bucket.phase)
+    return Role(kind, index, bucket.unit, plan.turn(kind, index), plan.lookahead, named, shown, step, bucket.phase)
 
 
 def _wait_at_the_end(graph: fx.Graph, plan: Plan) -> None:

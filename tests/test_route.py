@@ -46,6 +46,7 @@ class Case:
     replicated: bool = False
     frozen: tuple[str, ...] = ()
     holds_back: bool = False  # every other step is without sync
+    decides_late: bool = False  # to synchronize: between forward and backward
     evaluates: bool = False  # before each step, without gradients
     twice: bool = False  # backward, through the same graph
     tolerance: float = 1e-5
@@ -83,6 +84,8 @@ def _train(case: Case) -> list[int]:
             with torch.no_grad():
                 run(_other(case.batch(number, rank)))
         loss = run(case.batch(number, rank)).float().pow(2).mean()
+        if case.decides_late:
+            model.set_requires_gradient_sync(True)
         loss.backward(retain_graph=case.twice)
         if case.twice:
             loss.backward()
@@ -91,7 +94,7 @@ def _train(case: Case) -> list[int]:
         for number in range(NUM_STEPS):
             begun.clear()
             holds_back = case.holds_back and number % 2 == 0
-            model.set_requires_gradient_sync(not holds_back)
+            model.set_requires_gradient_sync(not (holds_back or case.decides_late))
             with ExitStack() as stack:
                 # Buffers that are donated are no more for a second backward.
                 stack.enter_context(torch._functorch.config.patch(donated_buffer=not case.twice))
@@ -138,6 +141,17 @@ def test_a_rank_that_falls_back_trains_on(two_ranks: Ranks, how: str, backend: s
     assert falls_back == [around, around, 3, 3, around if how == "stance" else 3]
 
 
+class Shifted(nn.Module):
+    """Its first parameter is on one rank alone."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.shift, self.up = nn.Parameter(torch.ones(1, dim)), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.up(x * self.shift)
+
+
 CASES = {
     "checkpointed": Case(Checkpointed),
     "tied": Case(partial(Stack, tied=True)),
@@ -148,6 +162,8 @@ CASES = {
     ),
     "frozen": Case(frozen=("layers.0.up.weight", "layers.1.down.bias", "embed.weight")),
     "accumulating": Case(holds_back=True),
+    "synchronizing late": Case(decides_late=True),
+    "a parameter with one row": Case(partial(Stack, block=Shifted)),
     "backward twice": Case(twice=True),
     "blocks that accumulate": Case(blocks=True, holds_back=True, evaluates=True),
     "many kinds of layers": Case(lambda: Net(without=(Noisy,)), _rows, {"reshard_after_forward": True}),

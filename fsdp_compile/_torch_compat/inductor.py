@@ -61,7 +61,8 @@ def set_whole_pass(one_pass: Callable[[torch.fx.GraphModule], torch.fx.GraphModu
 
     That one computes again what activation checkpointing says, where backward was traced into the graph of its forward;
     no backend is asked, and no setting takes a pass. ``remat_using_tags_for_fwd_loss_bwd_graph`` in
-    ``_functorch._activation_checkpointing``, which is looked up at each call: 2.15. Older versions have none.
+    ``_functorch._activation_checkpointing``, which is looked up at each call: 2.11 to 2.15. In 2.11 no node says that
+    it is of a backward, so nothing happens there.
     """
     try:
         from torch._functorch._activation_checkpointing import remat_using_tags_for_fwd_loss_bwd_graph_pass as theirs

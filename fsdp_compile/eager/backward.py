@@ -106,7 +106,7 @@ def arrive(recording: Recording, index: int, grad: Tensor | None, leaf: Any) -> 
     else:
         if grad is not None:
             iteration.hooks.hold_back(gathered.shards[index])
-        if isinstance(gathered, Routed) and gathered.route.takes(gathered, index) and call.unit.accumulation.sync:
+        if isinstance(gathered, Routed) and (gathered.unit, index) in gathered.route.reduced:
             _go_back(gathered.route, iteration)
             gathered.route.arrive(gathered, index, grad)
         elif grad is not None:
@@ -138,9 +138,10 @@ def _reduce(run: Running, gathered: Gathered, grads: dict[int, Tensor], delivere
     if not accumulation.sync:
         hold_back(gathered, grads)
         return
-    if isinstance(gathered, Routed) and gathered.route.stage == "backward" and gathered.route.reduced:
-        run.reduced_in = autograd.backward_task()
+    if isinstance(gathered, Routed) and gathered.route.stage == "backward":
         hold_back(gathered, grads)  # what the graph reduces went its way as it came; the end reduces what it does not
+        if gathered.route.reduced:
+            run.reduced_in = autograd.backward_task()
         return
     grads = with_pending(gathered, grads)
     if unit.settings.reduce_unused:

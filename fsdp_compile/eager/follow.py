@@ -83,25 +83,33 @@ def _route_of(top: Unit) -> Route | None:
     syncs = _synchronizes(top)
     if any(_synchronizes(unit) != syncs for unit in inside):
         return None
-    backwards: dict[str, GraphText] = {}  # that do with gradients what is done now; the last one of each step
+    reduces = syncs and any(param.shard.requires_grad for unit in inside for param in unit.params)
+    backwards: dict[str, list[GraphText]] = {}  # of each step, the last one first
     for text, _ in ledger.ran():
-        if text.stage == "backward" and any(one.kind != "all_gather" for one in text.launches) == syncs:
-            backwards.setdefault(text.step, text)
-    best: tuple[GraphText, dict[str, Unit]] | None = None
+        if text.stage == "backward":
+            backwards.setdefault(text.step, []).append(text)
+    best: tuple[int, GraphText, dict[str, Unit], GraphText | None] | None = None
     for text, addresses in ledger.ran():
-        if text.stage == stage and (stage == "inference" or text.step in backwards):
+        if text.stage == stage:
             units = _units_of(text, addresses, by_address)
-            if units and (best is None or len(units) > len(best[1])):
-                best = text, units
+            if units and (best is None or len(units) > best[0]):
+                known = backwards.get(text.step, []) if stage == "forward" else []
+                backward = next((one for one in known if _reduces(one) == reduces), None)
+                # One that neither gathers nor reduces has no text.
+                if backward is not None or stage == "inference" or not (known or reduces):
+                    best = len(units), text, units, backward
     if best is None:
         return None
-    forward, units = best
-    backward = backwards[forward.step] if stage == "forward" else None
+    _, forward, units, backward = best
     try:
         return Route(top, units, forward, backward)
     except ValueError as error:
         _logger.info("%s runs eagerly, and not as the compiled step did: %s", top.name, error)
         return None
+
+
+def _reduces(text: GraphText) -> bool:
+    return any(launch.kind != "all_gather" for launch in text.launches)
 
 
 def _synchronizes(unit: Unit) -> bool:

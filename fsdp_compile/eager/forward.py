@@ -140,6 +140,7 @@ def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
         for one in iteration.end_forward():
             if one.pass_call is not None:  # members of a list that did not run
                 _end_pass(one.pass_call, awaits_backward=bool(outputs))
+                end_route(one.unit)
         for one in iteration.touched:
             # Launched ahead for a forward that took another way this time.
             if one.gathered is not None and one.gathered.launched and one.held_call is None:

@@ -83,6 +83,7 @@ class Route:
         self._backward = () if backward is None else tuple(self._stops(backward, units))
         # What backward gathers again. Nothing else is freed behind forward: backward could not have it back.
         self.again = {member for stop in self._backward if stop.kind == "all_gather" for member in stop.members}
+        # What it reduces, whether or not gradients are still to be reduced when it runs: the graph does.
         self.reduced = {member for stop in self._backward if stop.kind != "all_gather" for member in stop.members}
         self._check_reductions()
         self.stage: Stage = "forward"
@@ -123,12 +124,12 @@ class Route:
         unit, index = member
         return self.routed[unit].specs[index]
 
-    # Where the step is.
-
     def end_forward(self) -> None:
         """The outermost forward ended; what it did not read travels all the same."""
         if self.stage == "forward":
             self._flush()
+            for routed in self.routed.values():
+                routed.drop()
             self.stage = "between"
             if not self._backward:
                 self.leave()
@@ -165,13 +166,14 @@ class Route:
             self.leave()
 
     def give_up_reducing(self) -> None:
-        """Gradients go to autograd, which somebody asked for them: each by itself, as on any eager rank."""
+        """Somebody asked autograd for gradients: each is reduced by itself, as on any eager rank."""
         self._left = deque(stop for stop in self._left if stop.kind == "all_gather")
 
     def flush(self) -> None:
         """Another route begins its backward; what is left of this one comes before that."""
         if self.stage == "backward":
             self._flush()
+            self._drain(0, bool(self._arrived))
 
     def leave(self) -> None:
         """The step is over, or was given up; its units are gathered as they would be without it."""
@@ -182,12 +184,12 @@ class Route:
             if one.over_replicas or one.specs[0].num_shards > 1:
                 c10d.wait_tensor.default(one.launched)
         self._reducing.clear()
+        if running(self.top).route is self:
+            running(self.top).route = None
         for unit, routed in self.routed.items():
             routed.free()
             if running(unit).gathered is routed:
                 running(unit).gathered = None
-
-    # How it goes on.
 
     def reach(self, routed: Routed, must: bool) -> None:
         """Launch everything up to the last gather that a unit has a part in.
@@ -212,10 +214,6 @@ class Route:
         """Autograd recorded a read, whose gradient is to come. What is read again for backward has had its read."""
         if self.stage == "forward":
             self._reads[routed.unit, index] += 1
-
-    def takes(self, routed: Routed, index: int) -> bool:
-        """Whether the gradient of a parameter travels on this route."""
-        return (routed.unit, index) in self.reduced
 
     def arrive(self, routed: Routed, index: int, grad: Tensor | None) -> None:
         """A gradient of one read is there, or will not come: launch the reductions that waited for it."""
@@ -368,14 +366,18 @@ class Routed(Gathered):
         self._give_back(again)
         self._here -= again
         if self.route.stage in ("backward", "over") or not self.route.again:
-            with without_autograd():
-                for flight, _, _ in self._awaited:
-                    flight.land()
-            self._awaited.clear()
+            self.drop()
             for index in self._here:
                 self._forget(index)
             self._here.clear()
             self.is_full = False
+
+    def drop(self) -> None:
+        """Wait for what was launched and not read, and have nothing of it."""
+        with without_autograd():
+            for flight, _, _ in self._awaited:
+                flight.land()
+        self._awaited.clear()
 
     def give_away(self, tensors: list[Tensor]) -> None:
         given = subclasses.addresses_in(*tensors)
