@@ -29,7 +29,7 @@ from .chain import Chain, Hash
 from .judge import Answer, Group, Verdict, judge
 from .names import Namer
 from .post import At, Post, Question
-from .waiting import Waiting, interrupt
+from .waiting import Waiting, interrupt, where
 
 log = logging.getLogger("fsdp_compile")
 
@@ -196,7 +196,7 @@ class _Watch:
         return None
 
     def _answer(self, question: Question, left: bool = False) -> Answer:
-        doing, where, seconds = self._waiting.look(self._progress())
+        doing, thread, seconds = self._waiting.look(self._progress())
         if seconds < question.waited_s:
             doing = "runs"
         groups = {}
@@ -205,7 +205,7 @@ class _Watch:
             links, sources = tuple(link for link, _ in found), tuple(source for _, source in found)
             issued = chain.issued(self._counters[group]())
             groups[group] = Group(self._members[group], first, links, sources, issued)
-        return Answer("has left" if left else doing, "" if left else where, groups)
+        return Answer("has left" if left else doing, "" if left else where(thread), groups)
 
     def _leave(self) -> None:
         """Say so, and where a neighbour waits for what this rank will not issue, stay until all have heard of it.
