@@ -21,7 +21,6 @@ import torch
 
 from ..passes import _torch_compat as passes_compat
 
-
 _OF_OPERATORS = ("torch._ops", "torch._library.")
 
 
