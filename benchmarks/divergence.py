@@ -119,24 +119,20 @@ def _run(case: str, how: str, world: int, cache: Path, options: argparse.Namespa
 
 
 def _in_words(said: Sequence[tuple[int | None, dict[str, Any]]], limit_s: int) -> str:
-    words = []
+    ranks: dict[str, list[str]] = {}  # by what became of them
     for rank, (status, one) in enumerate(said):
         if "off" in one:
-            words.append("right" if one["off"] <= TOLERANCE else f"WRONG by {one['off']:.0%}, no word")
+            word = "right" if one["off"] <= TOLERANCE else f"WRONG by {one['off']:.0%}, no word"
         elif "raised" in one:
-            words.append(f"raises {one['raised']}")
+            word = f"raises {one['raised']}"
         elif status is None:
-            words.append(f"hangs (over {limit_s} s)")
+            word = f"hangs (over {limit_s} s)"
         else:
-            words.append(f"dies: {signal.Signals(-status).name}" if status < 0 else f"exit {status}")
-        words[-1] = f"{words[-1]} ({rank})"
-    grouped: dict[str, list[str]] = {}
-    for word in words:
-        text, _, rank_text = word.rpartition(" ")
-        grouped.setdefault(text, []).append(rank_text.strip("()"))
-    if len(grouped) == 1:
-        return next(iter(grouped))
-    return "; ".join(f"{', '.join(ranks)}: {text}" for text, ranks in grouped.items())
+            word = f"dies: {signal.Signals(-status).name}" if status < 0 else f"exit {status}"
+        ranks.setdefault(word, []).append(str(rank))
+    if len(ranks) == 1:
+        return next(iter(ranks))
+    return "; ".join(f"{', '.join(these)}: {word}" for word, these in ranks.items())
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

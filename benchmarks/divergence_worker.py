@@ -155,7 +155,6 @@ def main(case: str, how: str, rank: int, world: int, port: int, timeout_s: int) 
         said["off"] = train(case, how, rank, world)
     except Exception as error:
         said["raised"], said["text"] = type(error).__name__, str(error)[:2000]
-    said["at"] = time.time()
     print(json.dumps(said), flush=True)
     # Who has trained stays until the others have: a group that goes early is another case.
     with contextlib.suppress(Exception):

@@ -31,10 +31,11 @@ from . import _torch_compat as compat
 from . import lower
 from .copies import to_host, wait_for_copies
 from .emit import emit
-from .ledger import Member, note, with_part
+from .ledger import Member, note
 from .plan import Bucket, Plan, num_launches
 from .provenance import Marker, find_reduces, find_unshards
 from .slices import keep_slice
+from .spec import with_part
 from .structure import closure
 from .views import VIEWS
 

@@ -99,10 +99,6 @@ class GraphText:
         return cls(stage, step, tuple((name, Member(*one)) for name, one in firsts), tuple(launches))
 
 
-def with_part(fqn: str, part: int) -> str:
-    return fqn if part < 0 else f"{fqn}:{part}"
-
-
 class _Text:
     """What is known of a graph by its text."""
 

@@ -8,13 +8,12 @@
 A unit's gathers are launched when the unit before it begins to compute, not earlier: a gather that is early holds
 memory. Before the first unit, what needs no launch is computed. A reduction is launched as soon as its gradients are
 there and waited for when the next unit has launched its own; where that wait starts the all-reduce over replicas, it is
-waited for one unit later still. Everything else keeps its order. A graph
-with several phases, a whole step, is ordered as if each phase were a graph: the first unit of backward is launched when
-that begins, and not while forward still holds it. Launches are in the plan's order, gathers and
-reductions alike, wherever compute went: two ranks that launch in different orders hang. So what is computed for a
-launch may be pulled ahead for one that has its turn later, and a reduction waits for a gather that has its turn before.
-Inductor fuses and sorts after the FX passes, so the same rule is applied once more to what it will generate, through
-its documented hook for scheduler passes.
+waited for one unit later still. Everything else keeps its order. A graph with several phases, a whole step, is ordered
+as if each phase were a graph: the first unit of backward is launched when that begins, and not while forward still
+holds it. Launches are in the plan's order, gathers and reductions alike, wherever compute went: two ranks
+that launch in different orders hang. So what is computed for a launch may be pulled ahead for one that has its turn
+later, and a reduction waits for a gather that has its turn before. Inductor fuses and sorts after the FX passes, so the
+same rule is applied once more to what it will generate, through its documented hook for scheduler passes.
 """
 
 from __future__ import annotations

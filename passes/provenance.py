@@ -24,7 +24,7 @@ from torch import fx
 
 from . import markers
 from .phases import phase_of
-from .spec import ParamSpec
+from .spec import ParamSpec, with_part
 from .views import VIEWS
 
 _FQN = "fsdp_fqn"
@@ -142,7 +142,7 @@ def _named(nodes: list[fx.Node]) -> list[Marker]:
     for node in nodes:
         spec = ParamSpec.of(dict(node.kwargs))
         fqn, unit = node.meta[_FQN], node.meta[_UNIT]
-        fqn += "" if spec.part < 0 else f":{spec.part}"
+        fqn = with_part(fqn, spec.part)
         base, copy = fqn, 2
         while fqn in seen:  # the same parameter gathered twice in one graph
             fqn, copy = f"{base}@{copy}", copy + 1
@@ -157,7 +157,7 @@ def settle_names(graph: fx.Graph) -> None:
     A gather from slices has that of the gather that these were cut from: no cut graph has both.
     """
     for marker in (*find_unshards(graph), *find_reduces(graph)):
-        part = "" if marker.spec.part < 0 else f":{marker.spec.part}"
+        part = with_part("", marker.spec.part)
         cut_from = [one for one in marker.shard.all_input_nodes if one.target is marker.node.target is markers.unshard]
         marker.node.meta[_FQN] = cut_from[0].meta[_FQN] if cut_from else marker.fqn.removesuffix(part)
 

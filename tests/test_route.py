@@ -20,6 +20,7 @@ from tests.comparing import assert_same_grads
 from tests.compiling import compiled
 from tests.models import Block, Checkpointed, Stack, shard, twins
 from tests.ranks import Ranks
+from tests.recording import Wire
 from tests.test_structure import WIDTH, Net, Noisy
 
 NUM_STEPS = 5
@@ -50,13 +51,6 @@ class Case:
     evaluates: bool = False  # before each step, without gradients
     twice: bool = False  # backward, through the same graph
     tolerance: float = 1e-5
-
-
-def _launched(step: Callable[[], Any]) -> list[tuple[str, Any]]:
-    with torch.profiler.profile(record_shapes=True) as profile:
-        step()
-    events = sorted(profile.events() or (), key=lambda event: event.time_range.start)
-    return [(one.name, one.input_shapes) for one in events if one.name.startswith("c10d::")]
 
 
 def _train(case: Case) -> list[int]:
@@ -102,7 +96,9 @@ def _train(case: Case) -> list[int]:
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 if rank == 1 and case.how == "limit":  # each step has another length
                     stack.enter_context(torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False))
-                launched += _launched(partial(step, number))
+                with Wire() as wire:
+                    step(number)
+                launched += wire.launches
             counts.append(len(begun))
             losses = [unsharded(case.batch(number, other)).float().pow(2).mean() for other in range(world)]
             (torch.stack(losses).mean() * (2 if case.twice else 1)).backward()

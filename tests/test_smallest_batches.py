@@ -18,7 +18,7 @@ from tests.comparing import assert_same_grads
 from tests.compiling import compiled
 from tests.models import twins
 from tests.ranks import Ranks
-from tests.recording import recorded
+from tests.recording import Wire, recorded
 from tests.test_graphs import Stages
 
 WIDTH = 24
@@ -212,10 +212,9 @@ def _train(path: str, num_steps: int) -> None:
     launched: list[tuple[str, Any]] = []
     for step in range(num_steps):
         batches = [torch.randn(*sizes[step], WIDTH, generator=torch.Generator().manual_seed(step)) for sizes in SIZES]
-        with torch.profiler.profile(record_shapes=True) as profile:
+        with Wire() as wire:
             run(batches[dist.get_rank()]).backward()
-        events = sorted(profile.events() or (), key=lambda event: event.time_range.start)
-        launched += [(one.name, one.input_shapes) for one in events if one.name.startswith("c10d::")]
+        launched += wire.launches
         torch.stack([unsharded(batch) for batch in batches]).mean().backward()
         assert_same_grads(model, unsharded, atol=1e-5, rtol=1e-3)
         model.zero_grad()

@@ -77,7 +77,7 @@ class Reduction:
             for bucket in reduce_buckets([each[index] for index in indices]):
                 members = [indices[place] for place in bucket]
                 specs = [each[index] for index in members]
-                num_waits = (specs[0].num_shards > 1) + (specs[0].num_replicas > 1)
+                num_waits = specs[0].num_reductions
                 call = Caller(gathered.unit, num_waits_before_hook=num_waits)
                 launched = lower.launch_reduce(call, [grads[index] for index in members], specs)
                 if num_waits == 0:

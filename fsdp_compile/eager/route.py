@@ -152,9 +152,7 @@ class Route:
         """
         if self.stage != "backward":
             return
-        any_came = bool(self._arrived)
-        self._flush()
-        self._drain(0, any_came)
+        self.flush()
         for (unit, index), grad in self._grads.items():
             hold_back(self.routed[unit], {index: grad})
         self._grads.clear()
@@ -275,7 +273,7 @@ class Route:
                 grad = with_pending(routed, {index: grad}, only=routed.params[index].fqn)[index]
             grads.append(grad)
             specs.append(routed.spec_for(index, grad))
-        call = _caller(stop, num_waits_before_hook=(specs[0].num_shards > 1) + (specs[0].num_replicas > 1))
+        call = _caller(stop, num_waits_before_hook=specs[0].num_reductions)
         self._reducing.append(Reducing(stop, specs, lower.launch_reduce(call, grads, specs), call))
 
     def _over_replicas(self, stop: Stop) -> None:

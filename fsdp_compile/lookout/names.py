@@ -15,8 +15,8 @@ from typing import Any
 
 from ..core.param import ShardedParam
 from ..core.unit import Unit
-from ..passes import ParamSpec
-from ..passes.ledger import Called, Issued, Launch, with_part
+from ..passes.ledger import Called, Issued, Launch
+from ..passes.spec import ParamSpec, with_part
 from .chain import Link, Piece
 
 _WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_modules|_fsdp_wrapped_module)\.")
