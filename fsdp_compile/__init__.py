@@ -20,6 +20,7 @@ from .api.module import share_comm_ctx as share_comm_ctx
 from .api.replicate import replicate as replicate
 from .core.mesh import ShardPlacementResult as ShardPlacementResult
 from .graph.install import install_passes as install_passes
+from .lookout.lookout import RanksParted as RanksParted
 from .tools.breaks import BreakReport as BreakReport
 from .tools.breaks import GraphBreak as GraphBreak
 from .tools.breaks import explain_breaks as explain_breaks

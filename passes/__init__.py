@@ -4,6 +4,8 @@
                            slices   where a slice of it is kept for backward, that stands between gather and readers
                            parts    what an extension makes of gathered tensors is made again
                            keep     tag each gathered parameter: save it, or gather again in backward; and its readers
+    or, where nothing is to be split because backward was traced into the graph of its forward:
+    whole step             parts, regather (backward gathers again), merge; before Inductor: write_out
     --- AOTAutograd's partitioner splits forward from backward ---
     forward, backward      insert   markers become collectives, bucketed
                                     with offloaded shards, copies from the CPU before and back to it after

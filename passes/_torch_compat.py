@@ -51,6 +51,18 @@ def lower_as_collective(op: torch._ops.OpOverload) -> None:
     register_lowering(op)(lowering)
 
 
+@functools.cache
+def lower_as_written(op: torch._ops.OpOverload) -> None:
+    """Let Inductor write what ``op``, tensor -> the same tensor, is given (``TensorBox.realize``: 2.11 to 2.15)."""
+    from torch._inductor.lowering import register_lowering
+
+    def lowering(result: Any) -> Any:
+        result.realize()
+        return result
+
+    register_lowering(op, type_promotion_kind=None)(lowering)
+
+
 def is_collective(snode: BaseSchedulerNode) -> bool:
     """Whether a kernel launches a collective (``ir._CollectiveKernel``, ``ir._WaitKernel``: 2.11 to 2.15)."""
     from torch._inductor import ir
@@ -265,9 +277,40 @@ def written_inputs(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     }
 
 
+def inputs_with_gradients(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Inputs of a joint graph that it returns gradients of.
+
+    ``meta["desc"]`` of inputs and of the output, ``GradAOTOutput.grad_of``: 2.11 to 2.15.
+    """
+    descriptions = {getattr(one, "grad_of", None) for one in graph.output_node().meta.get("desc") or ()} - {None}
+    return {node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in descriptions}
+
+
 def is_of_backward(node: torch.fx.Node) -> bool:
     """Whether a node of a joint graph was traced while backward was (``meta["partitioner_tag"]``: 2.11 to 2.15)."""
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def keep_in_backward(node: torch.fx.Node) -> None:
+    """Have the partitioner compute a node in backward, whatever goes into it.
+
+    ``meta["partitioner_tag"]``: 2.11 to 2.15.
+    """
+    node.meta["partitioner_tag"] = "must_be_in_backward"
+
+
+def is_of_traced_backward(node: torch.fx.Node) -> bool:
+    """Whether a node comes from a backward that Dynamo traced into its forward's graph (``autograd_backward``: 2.15).
+
+    Cut backward graphs say it of all of their nodes.
+    """
+    return bool(node.meta.get("autograd_backward"))
+
+
+def backward_call_of(node: torch.fx.Node) -> str | None:
+    """Which traced ``backward()`` a node comes from, where it says so (``meta["from_node"]``: 2.15)."""
+    origins = node.meta.get("from_node")
+    return str(origins[0].name) if origins and is_of_traced_backward(node) else None
 
 
 def served_from_a_cache() -> bool:

@@ -9,11 +9,12 @@ inputs of the graph, so that it can stand first: a shard of each unit tells, whe
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, fx
 
 from .collectives import KINDS, is_launch
 from .insert import ROLE, Role
-from .ledger import GraphText, Launch, begin
+from .ledger import GraphText, Launch, Member, begin
 from .plan import Plan
 
 
@@ -23,34 +24,36 @@ def announce(graph: fx.Graph, plan: Plan) -> int:
     inputs = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), Tensor)]
     if not launches or not inputs:
         return 0
-    shards: dict[str, tuple[fx.Node, str]] = {}  # of each unit one, with its name
+    shards: dict[str, tuple[fx.Node, str, Member]] = {}  # of each unit one, with its name
     for launch in launches:
         role: Role = launch.meta[ROLE]
-        shard = _input_behind(launch)
+        shard = _input_behind(launch, role.shown)
         if role.kind == "gather" and shard is not None:
-            shards.setdefault(role.unit, (shard, plan.gathers[role.bucket].fqns[0]))
-    units = list(shards)
+            shown = role.members[role.shown]
+            shards.setdefault(shown.unit, (shard, plan.gathers[role.bucket].fqns[role.shown], shown))
     text = GraphText(
         plan.stage,
-        tuple(name for _, name in shards.values()),
-        tuple(_as_text(launch, plan, units) for launch in launches),
+        launches[0].meta[ROLE].step,
+        tuple((name, member) for _, name, member in shards.values()),
+        tuple(_as_text(launch, plan) for launch in launches),
     )
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
-        node = graph.call_function(begin, ([shard for shard, _ in shards.values()] or inputs[:1], text.dumps()))
+        node = graph.call_function(begin, ([shard for shard, *_ in shards.values()] or inputs[:1], text.dumps()))
     node.meta["val"] = None
     return len(launches)
 
 
-def _as_text(launch: fx.Node, plan: Plan, units: list[str]) -> Launch:
+def _as_text(launch: fx.Node, plan: Plan) -> Launch:
     role: Role = launch.meta[ROLE]
     bucket = (plan.gathers if role.kind == "gather" else plan.reduces)[role.bucket]
-    unit = units.index(role.unit) if role.unit in units else -1
-    return Launch(KINDS[launch.target], str(launch.args[-1]), bucket.dtype, bucket.num_bytes, bucket.fqns, unit)
+    kind, group = KINDS[launch.target], str(launch.args[-1])
+    return Launch(kind, group, bucket.dtype, bucket.num_bytes, bucket.fqns, role.members)
 
 
-def _input_behind(launch: fx.Node) -> fx.Node | None:
-    """The first shard that a gather packs, where that is an input of the graph."""
+def _input_behind(launch: fx.Node, place: int) -> fx.Node | None:
+    """The shard that a gather packs in this place, where that is an input of the graph."""
     node = launch
     while node.op != "placeholder" and node.all_input_nodes:
-        node = node.all_input_nodes[0]
+        packs = node.target is torch.ops.aten.cat.default
+        node = node.args[0][place] if packs else node.all_input_nodes[0]  # type: ignore[index,assignment]
     return node if node.op == "placeholder" else None

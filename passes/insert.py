@@ -20,7 +20,7 @@ of offloaded shards              h0, h1 = to_device(s0), to_device(s1)   are wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +31,11 @@ from . import _torch_compat as compat
 from . import lower
 from .copies import to_host, wait_for_copies
 from .emit import emit
-from .ledger import note
+from .ledger import Member, note
 from .plan import Bucket, Plan, num_launches
 from .provenance import Marker, find_reduces, find_unshards
 from .slices import keep_slice
+from .spec import with_part
 from .structure import closure
 from .views import VIEWS
 
@@ -56,6 +57,10 @@ class Role:
     unit: str
     turn: int  # of its launch among all launches of the graph
     lookahead: int
+    members: tuple[Member, ...] = ()  # of the bucket
+    shown: int = 0  # the first of them that has rows on every rank
+    step: str = ""  # the plan that the graph is a part of
+    phase: int = 0
 
 
 def insert(graph: fx.Graph, plan: Plan) -> int:
@@ -68,7 +73,7 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         members = [unshards.pop(fqn) for fqn in bucket.fqns]
         anchor = min((marker.node for marker in members), key=position.__getitem__)
         specs = [marker.spec for marker in members]
-        call = _emitter(graph, anchor, Role("gather", index, bucket.unit, plan.turn("gather", index), plan.lookahead))
+        call = _emitter(graph, anchor, _role("gather", index, plan, members))
         fulls = lower.finish_gather(call, lower.launch_gather(call, [m.shard for m in members], specs), specs)
         _replace(graph, members, fulls)
         num_launched += num_launches(bucket)
@@ -77,7 +82,7 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         _assert_independent(members, bucket)
         anchor = max((marker.node for marker in members), key=position.__getitem__)
         specs = [marker.spec for marker in members]
-        call = _emitter(graph, anchor, Role("reduce", index, bucket.unit, plan.turn("reduce", index), plan.lookahead))
+        call = _emitter(graph, anchor, _role("reduce", index, plan, members))
         reduced = lower.finish_reduce(call, lower.launch_reduce(call, [m.shard for m in members], specs), specs)
         _replace(graph, members, reduced)
         num_launched += num_launches(bucket)
@@ -87,6 +92,14 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
     assert not unshards and not reduces, f"markers that the plan leaves out: {[*unshards, *reduces]}"
     compat.sort_topologically(graph)
     return num_launched
+
+
+def _role(kind: str, index: int, plan: Plan, members: Sequence[Marker]) -> Role:
+    bucket = (plan.gathers if kind == "gather" else plan.reduces)[index]
+    named = tuple(Member(one.unit, with_part(one.spec.fqn, one.spec.part)) for one in members)
+    shown = next((place for place, one in enumerate(members) if one.spec.layout.is_everywhere), 0)
+    step = members[0].spec.step
+    return Role(kind, index, bucket.unit, plan.turn(kind, index), plan.lookahead, named, shown, step, bucket.phase)
 
 
 def _wait_at_the_end(graph: fx.Graph, plan: Plan) -> None:

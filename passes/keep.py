@@ -7,6 +7,7 @@
     ...                                  ...
     gx = mm(gy, t(v))                    (backward gathers w again; the shard is what is saved)
     rg = reduce_grad(gg)                 rg = reduce_grad(gg, [g])      (and g, whether or not it comes to be read)
+    return gx                            return beside(gx, [g])         (where nothing is reduced)
 
 A slice that stands for a parameter until backward is saved. An untagged gather would be left to min-cut, which saves
 collectives' results: ZeRO-2's memory by accident. It saves what is made of a gather as well (a cast, a mask laid over
@@ -19,13 +20,15 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import _torch_compat as compat
+from . import markers
+from .emit import emit
 from .plan import Plan
 from .provenance import find_reduces, find_unshards, reduce_nodes, unshard_nodes
 from .slices import keep_slice
 from .structure import Structure, structure_of
 from .tags import tag
 
-# In the meta of a joint graph's markers: the plan of the step, for the graphs that are cut from it.
+# In the meta of markers: the plan of the step, made where AOTAutograd had all of it in one graph.
 STEP = "fsdp_step"
 
 
@@ -47,25 +50,39 @@ def keep(graph: fx.Graph, plan: Plan) -> int:
     for marker in unshards:
         kept = marker.fqn in plan.keep
         tag(marker.node, CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE)
-    plan_id = plan.id  # a hash of all of it
-    for node in (*unshard_nodes(graph), *reduce_nodes(graph)):
-        node.meta[STEP] = plan
-        node.update_kwarg("step", plan_id)
+    follow(graph, plan)
     for node in graph.find_nodes(op="call_function", target=keep_slice):
         tag(node, CheckpointPolicy.MUST_SAVE)
     return len(unshards)
 
 
+def follow(graph: fx.Graph, plan: Plan) -> int:
+    """Write the plan of the step on all markers, for whoever lowers them; return how many these are."""
+    found = (*unshard_nodes(graph), *reduce_nodes(graph))
+    plan_id = plan.id  # a hash of all of it
+    for node in found:
+        node.meta[STEP] = plan
+        node.update_kwarg("step", plan_id)
+    return len(found)
+
+
 def let_go(graph: fx.Graph) -> None:
-    """In a graph that was cut, take back what ``keep`` gave reductions to read: the gathers are there."""
+    """In a graph that was cut, take back what ``keep`` gave gradients to read: the gathers are there."""
     for node in reduce_nodes(graph):
         node.args = node.args[:1]
+    for node in graph.find_nodes(op="call_function", target=markers.beside):
+        node.replace_all_uses_with(node.all_input_nodes[0])
+        graph.erase_node(node)
 
 
 def _have_backward_gather(graph: fx.Graph, structure: Structure) -> None:
     """Let reductions read the gathers that backward may need, and may not: each its own, where it has one."""
     reduces = find_reduces(graph)
+    for one in reduces:
+        if one.node not in structure.fed:  # without elements, zeros: the partitioner might reduce them in forward
+            compat.keep_in_backward(one.node)
     if not reduces:
+        _have_a_gradient_read(graph, structure)
         return
     own = {marker.fqn: marker.node for marker in reduces}
     place = {node: index for index, node in enumerate(graph.nodes)}
@@ -79,3 +96,16 @@ def _have_backward_gather(graph: fx.Graph, structure: Structure) -> None:
             given.setdefault(reduction, []).append(marker.node)
     for node, gathers in given.items():
         node.args = (node.args[0], gathers)
+
+
+def _have_a_gradient_read(graph: fx.Graph, structure: Structure) -> None:
+    """The same in a graph without reductions, where frozen weights stand between an input and its gradient."""
+    gathers = [node for node in structure.again if node not in structure.read]
+    returned = [node for node in graph.output_node().all_input_nodes if node in structure.fed]
+    if not gathers or not returned:
+        return
+    last = max(returned, key=list(graph.nodes).index)
+    with graph.inserting_before(graph.output_node()):
+        held = emit(graph, markers.beside, last, gathers)
+    held.meta = {key: value for key, value in last.meta.items() if key != "recompute"} | {"val": held.meta["val"]}
+    graph.output_node().replace_input_with(last, held)

@@ -44,6 +44,11 @@ class ShardLayout:
     def even(self) -> bool:
         return self.size[self.dim] == self.chunk * self.num_shards
 
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether every rank holds a part that is not empty."""
+        return self.size[self.dim] > self.chunk * (self.num_shards - 1)
+
     def span(self, rank: int) -> tuple[int, int]:
         """First and last-plus-one index along ``dim`` that ``rank`` holds; equal when it holds nothing."""
         length = self.size[self.dim]

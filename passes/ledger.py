@@ -11,11 +11,13 @@ before anything is issued: once, to have the comparing begin, and for good where
 
 from __future__ import annotations
 
+import hashlib
 import json
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -24,25 +26,8 @@ from torch import Tensor
 from . import _torch_compat as compat
 from .spec import NAMESPACE, ParamSpec, library
 
-
-class Place(NamedTuple):
-    """Where a shard lies: its memory is held until the entry is drained, so that nothing else gets the address.
-
-    Not the shard, which holds what autograd has of it: ``swap_tensors`` refuses a tensor of which that is left.
-    """
-
-    address: int
-    memory: torch.UntypedStorage | None
-
-    @classmethod
-    def of(cls, shard: Tensor | None) -> Place:
-        try:
-            return _NOWHERE if shard is None else cls(shard.data_ptr(), shard.untyped_storage())
-        except RuntimeError:
-            return _NOWHERE  # a subclass that has no memory of its own
-
-
-_NOWHERE = Place(0, None)
+_DIGEST = 16  # letters in front of a graph's text, by which it is known
+_MOST = 4096  # graphs that ran, of which some may be of models that are gone
 
 
 class Issued(NamedTuple):
@@ -51,16 +36,26 @@ class Issued(NamedTuple):
     kind: str
     specs: Sequence[ParamSpec]
     group: str
-    first: Place  # of what is gathered of the first parameter, which says whose it is
-    unit: Callable[[], Any] | None  # whose parameters they are, where somebody knows: a weak reference
+    address: int  # of what is gathered of the first parameter, which says whose it is
+    memory: object  # there: held until the entry is drained, so that nothing else gets the address
+    units: tuple[Callable[[], Any], ...]  # whose parameters they are, where somebody knows: one of all, or one of each
 
 
 class Called(NamedTuple):
     """One call of a compiled graph."""
 
-    text: str
-    firsts: Sequence[Place]  # of a shard of each unit
+    text: GraphText
+    addresses: tuple[int, ...]  # of a shard of each unit
+    # Not the shards, which hold what autograd has of them: ``swap_tensors`` refuses a tensor of which that is left.
+    memory: Sequence[object]
     sequence: tuple[int, ...]  # collectives that each group of the graph had been given before
+
+
+class Member(NamedTuple):
+    """A parameter in a graph's text."""
+
+    unit: str  # as the graph, and all that are cut from the same one, call the unit
+    fqn: str  # in its unit; with the number of the part behind a colon, where parts travel
 
 
 @dataclass(frozen=True)
@@ -71,8 +66,8 @@ class Launch:
     group: str
     dtype: str  # on the wire
     num_bytes: int  # that one rank contributes (gather) or receives (reduction)
-    names: Sequence[str]  # of its parameters
-    unit: int  # whose they are: place among ``firsts``, or -1
+    names: tuple[str, ...]  # of its parameters
+    members: tuple[Member, ...]  # the same
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,9 @@ class GraphText:
     """All collectives of one graph, in the order of launch."""
 
     stage: str
-    firsts: tuple[str, ...]  # what the parameters are called whose shards ``begin`` is given, one of each unit
+    step: str  # the id of the plan of the step
+    # The parameters whose shards ``begin`` is given, one of each unit that is gathered: what it is called, and which.
+    firsts: tuple[tuple[str, Member], ...]
     launches: tuple[Launch, ...]
 
     @property
@@ -88,14 +85,32 @@ class GraphText:
         return tuple(dict.fromkeys(launch.group for launch in self.launches))
 
     def dumps(self) -> str:
-        rows = [[one.kind, one.group, one.dtype, one.num_bytes, one.names, one.unit] for one in self.launches]
-        return json.dumps([self.stage, self.firsts, rows], separators=(",", ":"))
+        rows = [[one.kind, one.group, one.dtype, one.num_bytes, one.names, one.members] for one in self.launches]
+        said = json.dumps([self.stage, self.step, self.firsts, rows], separators=(",", ":"))
+        return hashlib.sha256(said.encode()).hexdigest()[:_DIGEST] + said
 
     @classmethod
     def loads(cls, text: str) -> GraphText:
-        stage, firsts, rows = json.loads(text)
-        launches = [Launch(*row) for row in rows]
-        return cls(stage, tuple(firsts), tuple(launches))
+        stage, step, firsts, rows = json.loads(text[_DIGEST:])
+        launches = [
+            Launch(kind, group, dtype, num_bytes, tuple(names), tuple(starmap(Member, members)))
+            for kind, group, dtype, num_bytes, names, members in rows
+        ]
+        return cls(stage, step, tuple((name, Member(*one)) for name, one in firsts), tuple(launches))
+
+
+class _Text:
+    """What is known of a graph by its text."""
+
+    def __init__(self, text: str) -> None:
+        self.read = GraphText.loads(text)
+        self._counters: tuple[Callable[[], int], ...] | None = None
+
+    def sequence(self) -> tuple[int, ...]:
+        """How many collectives each group of the graph was given so far."""
+        if self._counters is None:
+            self._counters = tuple(map(compat.counter_of, self.read.groups))
+        return tuple([count() for count in self._counters])
 
 
 class Ledger:
@@ -106,7 +121,9 @@ class Ledger:
         self.is_kept = False  # whether somebody drains it
         self.alarm: Callable[[], None] | None = None
         self.explain: Callable[[RuntimeError], None] | None = None  # raises where somebody knows why a wait failed
-        self._groups: dict[str, tuple[bool, tuple[Any, ...]]] = {}  # of a graph, by its text
+        self._texts: dict[str, _Text] = {}  # by their digests
+        # Graphs that ran, the last one last, with the addresses of the shards that they were given.
+        self._ran: dict[tuple[_Text, tuple[int, ...]], None] = {}
 
     def wait(self, op: Callable[..., Any], *args: Any) -> Any:
         """Wait for a collective that was issued eagerly, by ``op(*args)``. Where a thread waits shows in its stack."""
@@ -121,29 +138,55 @@ class Ledger:
         """Of a world that is gone."""
         self.is_kept = False
         self.entries.clear()
-        self._groups.clear()
+        self._texts.clear()
+        self._ran.clear()
 
-    def note(self, kind: str, specs: Sequence[ParamSpec], group: str, shard: Any = None, unit: Any = None) -> None:
-        """A collective is launched now. A ``unit`` is not kept alive by that."""
+    def note(
+        self, kind: str, specs: Sequence[ParamSpec], group: str, shard: Any = None, units: Sequence[Any] = ()
+    ) -> None:
+        """A collective is launched now. The ``units`` are not kept alive by that."""
         if self.alarm is not None:
             self.alarm()
         if self.is_kept:
-            whose = None if unit is None else weakref.ref(unit)
-            self.entries.append(Issued(kind, specs, group, Place.of(shard), whose))
+            address = 0 if shard is None else _address(shard)
+            memory = shard.untyped_storage() if address else None
+            self.entries.append(Issued(kind, specs, group, address, memory, tuple(map(weakref.ref, units))))
 
     def begin(self, shards: Sequence[Tensor], text: str) -> None:
         """A graph is about to launch its first collective."""
         if self.alarm is not None:
             self.alarm()
-        if not self.is_kept:
-            return
-        known = self._groups.get(text)
+        digest = text[:_DIGEST]  # hashing all of it would take as long as the rest
+        known = self._texts.get(digest)
         if known is None:
-            read = GraphText.loads(text)
-            known = self._groups[text] = bool(read.firsts), tuple(map(compat.counter_of, read.groups))
-        has_shards, counters = known
-        firsts = [Place.of(shard) for shard in shards] if has_shards else ()
-        self.entries.append(Called(text, firsts, tuple([count() for count in counters])))
+            known = self._texts[digest] = _Text(text)
+        if not known.read.firsts:
+            shards = ()
+        ran = known, tuple([_address(shard) for shard in shards])
+        self._ran.pop(ran, None)
+        if len(self._ran) >= _MOST:
+            self._ran.clear()
+        self._ran[ran] = None
+        if self.is_kept:
+            memory = [shard.untyped_storage() for shard, address in zip(shards, ran[1]) if address]
+            self.entries.append(Called(known.read, ran[1], memory, known.sequence()))
+
+    @property
+    def has_run(self) -> bool:
+        """Whether any compiled graph of ours ran."""
+        return bool(self._ran)
+
+    def ran(self) -> Iterator[tuple[GraphText, tuple[int, ...]]]:
+        """Graphs that ran, the last one first, with the addresses of the first shards of their units."""
+        for known, addresses in reversed(list(self._ran)):  # backward may run on another thread
+            yield known.read, addresses
+
+
+def _address(shard: Tensor) -> int:
+    try:
+        return shard.data_ptr()
+    except RuntimeError:
+        return 0  # a subclass that has no memory of its own
 
 
 ledger = Ledger()

@@ -22,21 +22,34 @@ from .check import check
 from .collectives import let_inductor_see_collectives
 from .given import fitted
 from .insert import insert
-from .keep import keep, let_go
+from .keep import follow, keep, let_go
 from .merge import merge
 from .overlap import overlap
 from .parts import parts
+from .phases import has_phases, number_phases
 from .plan import Plan
-from .planner import plan_graph, plan_joint
-from .provenance import annotate, groups_of, has_markers, reduce_nodes, settle_names, unshard_nodes
+from .planner import plan_graph, plan_joint, plan_whole, step_of
+from .provenance import (
+    annotate,
+    groups_of,
+    has_markers,
+    name_reductions,
+    reduce_nodes,
+    settle_names,
+    settle_names_of_phases,
+    unshard_nodes,
+)
+from .regather import regather
 from .schedule import leave_graph, schedule_this_graph
 from .settle import Settled
 from .slices import slices, use_first_gather
+from .write_out import write_out
 
 Pass = Callable[[fx.Graph, Plan], int]
 
 # The order of everything. A pass is (graph, plan) -> count, and only applies the plan.
 JOINT_PASSES: tuple[Pass, ...] = (merge, slices, parts, keep)
+WHOLE_PASSES: tuple[Pass, ...] = (parts, regather, merge, follow)
 POST_GRAD_PASSES: tuple[Pass, ...] = (insert, overlap, check, announce)
 
 
@@ -87,8 +100,11 @@ class PassManager(CustomGraphPass):
                 annotate(graph)
                 for one_pass in (merge, parts):  # no joint graph was there to do it on
                     one_pass(graph, Plan(stage))
+            elif stage == "whole" and step_of(graph) is None:
+                self._prepare_whole(graph)
             let_go(graph)
-            use_first_gather(graph)
+            if stage != "whole":
+                use_first_gather(graph)
             plan = plan_graph(graph, stage)
             self._agreement.check(plan, groups_of(graph))
             if not schedule_this_graph():
@@ -98,7 +114,7 @@ class PassManager(CustomGraphPass):
                     f"in this {stage} graph is Inductor's own, not the planned one. The numbers are right.",
                     stacklevel=2,
                 )
-            self._run(graph, stage, plan, POST_GRAD_PASSES)
+            self._run(graph, stage, plan, ((write_out,) if stage == "whole" else ()) + POST_GRAD_PASSES)
 
     def joint(self, module: fx.GraphModule, inputs: Any) -> fx.GraphModule:
         """AOTAutograd's joint hook: markers are named, merged and tagged."""
@@ -109,6 +125,18 @@ class PassManager(CustomGraphPass):
             self._run(module.graph, "joint", None, JOINT_PASSES)
             module.recompile()
         return module
+
+    def whole(self, module: fx.GraphModule) -> fx.GraphModule:
+        """For graphs that are not to be cut, before a backend has them: one with a backward gathers again there."""
+        if has_markers(module.graph) and has_phases(module.graph):
+            self._prepare_whole(module.graph)
+            module.recompile()
+        return module
+
+    def _prepare_whole(self, graph: fx.Graph) -> None:
+        number_phases(graph)
+        annotate(graph)
+        self._run(graph, "joint", None, WHOLE_PASSES)
 
     def uuid(self) -> str:
         return source_hash()
@@ -143,6 +171,16 @@ class PassManager(CustomGraphPass):
         self._agreement.check(plan, groups_of(graph))
         return plan
 
+    def _plan_of_whole(self, graph: fx.Graph) -> Plan:
+        if any(node.kwargs["step"] in self._given for node in unshard_nodes(graph)):
+            raise ValueError(
+                "a plan was given for a model whose backward is traced into the graph of its forward, which follows "
+                "none. Set torch._dynamo.config.trace_autograd_ops to False, or give no plan."
+            )
+        plan = plan_whole(graph)
+        self._agreement.check(plan, groups_of(graph))
+        return plan
+
     def _run(self, graph: fx.Graph, stage: str, plan: Plan | None, passes: tuple[Pass, ...]) -> None:
         watched = bool(self.observers)
         counts = len(unshard_nodes(graph)), len(reduce_nodes(graph))
@@ -154,6 +192,10 @@ class PassManager(CustomGraphPass):
             if plan is None and one_pass is keep:
                 settle_names(graph)
                 plan = self._plan_of_step(graph)
+            elif plan is None and one_pass is follow:
+                name_reductions(graph)
+                settle_names_of_phases(graph)
+                plan = self._plan_of_whole(graph)
             count = one_pass(graph, plan or Plan(stage))
             elapsed = time.perf_counter() - start
             records.append(PassRecord(one_pass.__name__, count, elapsed, before, _code(graph) if watched else ""))
@@ -167,6 +209,9 @@ class PassManager(CustomGraphPass):
 
 
 def _stage(graph: fx.Graph) -> str:
+    step = step_of(graph)
+    if has_phases(graph) if step is None else step.stage == "whole":
+        return "whole"
     placeholders = graph.find_nodes(op="placeholder")
     if reduce_nodes(graph) or any(node.name.startswith("tangents") for node in placeholders):
         return "backward"

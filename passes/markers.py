@@ -39,6 +39,8 @@ _BACKWARD = 'Tensor? leaf=None, Tensor? ticket=None, str then="reduce"'
 library.define(f"unshard(Tensor shard, {_BACKWARD}, *, {_SPEC}) -> Tensor")
 # What else backward is to gather stands beside a gradient, in graphs between two passes.
 library.define(f"reduce_grad(Tensor grad, Tensor[]? beside=None, *, {_SPEC}) -> Tensor")
+# The same beside any other gradient, where there are no reductions.
+library.define("beside(Tensor grad, Tensor[] gathered) -> Tensor")
 # Around each tensor that an all-gather extension made of gathered parts; a pass takes it away.
 library.define("made_of_parts(Tensor full) -> Tensor")
 # What backward runs when it runs, so not in any graph: the ticket's holder adds what earlier backwards held back.
@@ -47,6 +49,7 @@ library.define("resume(Tensor grad, Tensor ticket) -> Tensor")
 unshard = torch.ops.fsdpc.unshard.default
 reduce_grad = torch.ops.fsdpc.reduce_grad.default
 made_of_parts = torch.ops.fsdpc.made_of_parts.default
+beside = torch.ops.fsdpc.beside.default
 resume = torch.ops.fsdpc.resume.default
 fx.node.has_side_effect(resume)  # two of them are not one: the first takes what is pending
 
@@ -90,6 +93,11 @@ def _made_of_parts_fake(full: Tensor) -> Tensor:
     return torch.empty_like(full)
 
 
+@torch.library.register_fake(f"{NAMESPACE}::beside")
+def _beside_fake(grad: Tensor, gathered: list[Tensor]) -> Tensor:
+    return torch.empty_like(grad)
+
+
 @torch.library.register_fake(f"{NAMESPACE}::resume")
 def _resume_fake(grad: Tensor, ticket: Tensor) -> Tensor:
     return torch.empty_like(grad, memory_format=torch.contiguous_format)
@@ -104,6 +112,7 @@ library.impl("reduce_grad", _reduce_grad_kernel, "CompositeExplicitAutograd")
 library.impl("resume", _resume_kernel, "CompositeExplicitAutograd")
 compat.leave_all_to_python(_unshard_kernel, _reduce_grad_kernel, _resume_kernel)
 library.impl("made_of_parts", torch.clone, "CompositeExplicitAutograd")  # a functional op may not return its input
+library.impl("beside", lambda grad, gathered: grad.clone(), "CompositeExplicitAutograd")
 
 
 def _save_spec(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:

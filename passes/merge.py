@@ -9,6 +9,7 @@
     r  = r1 + r2
 
 AOTAutograd's own common-subexpression pass keeps apart what only forward uses, and never moves a sum through an op.
+Where a graph has several phases (phases.py), each has its own gather and its own reduction.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import fx
 
 from . import markers
+from .phases import lifetime, phase_of
 from .plan import Plan
 from .provenance import reduce_nodes, unshard_nodes
 
@@ -47,7 +49,7 @@ def _merge_gathers(graph: fx.Graph) -> int:
     first: dict[tuple[object, ...], fx.Node] = {}
     num_merged = 0
     for node in unshard_nodes(graph):
-        key = (node.args, repr(sorted(node.kwargs.items())))
+        key = (node.args, repr(sorted(node.kwargs.items())), lifetime(node))
         kept = first.setdefault(key, node)
         if kept is not node:
             node.replace_all_uses_with(kept)
@@ -67,7 +69,7 @@ def _merge_reductions(graph: fx.Graph) -> int:
         right = total.args[1] if total.args[0] is left else total.args[0]
         if not isinstance(right, fx.Node) or right is left or right.target is not left.target:
             continue
-        if _only_user(right) is not total or right.kwargs != left.kwargs:
+        if _only_user(right) is not total or right.kwargs != left.kwargs or phase_of(right) != phase_of(left):
             continue
         grads = [total.args[0].args[0], total.args[1].args[0]]  # type: ignore[union-attr]
         with graph.inserting_before(total):

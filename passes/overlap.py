@@ -8,11 +8,12 @@
 A unit's gathers are launched when the unit before it begins to compute, not earlier: a gather that is early holds
 memory. Before the first unit, what needs no launch is computed. A reduction is launched as soon as its gradients are
 there and waited for when the next unit has launched its own; where that wait starts the all-reduce over replicas, it is
-waited for one unit later still. Everything else keeps its order. Launches are in the plan's order, gathers and
-reductions alike, wherever compute went: two ranks that launch in different orders hang. So what is computed for a
-launch may be pulled ahead for one that has its turn later, and a reduction waits for a gather that has its turn before.
-Inductor fuses and sorts after the FX passes, so the same rule is applied once more to what it will generate, through
-its documented hook for scheduler passes.
+waited for one unit later still. Everything else keeps its order. A graph with several phases, a whole step, is ordered
+as if each phase were a graph: the first unit of backward is launched when that begins, and not while forward still
+holds it. Launches are in the plan's order, gathers and reductions alike, wherever compute went: two ranks
+that launch in different orders hang. So what is computed for a launch may be pulled ahead for one that has its turn
+later, and a reduction waits for a gather that has its turn before. Inductor fuses and sorts after the FX passes, so the
+same rule is applied once more to what it will generate, through its documented hook for scheduler passes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import fx
 from . import _torch_compat as compat
 from .collectives import is_launch
 from .insert import ROLE, Role
+from .phases import phase_of
 from .plan import Plan
 
 T = TypeVar("T", bound=Hashable)
@@ -38,6 +40,7 @@ def overlap(graph: fx.Graph, plan: Plan) -> int:
         deps=lambda node: node.all_input_nodes,
         role=lambda node: node.meta.get(ROLE),
         is_launch=lambda node: ROLE in node.meta and is_launch(node),
+        phase=phase_of,
     )
     planned = planned_order(items, plan.lookahead)
     cursor = next(reversed([node for node in graph.nodes if node.op == "placeholder"]), compat.root_of(graph))
@@ -48,7 +51,7 @@ def overlap(graph: fx.Graph, plan: Plan) -> int:
 
 
 class Items(Generic[T]):
-    """What the order is made of: FX nodes, or the scheduler's nodes, seen through four questions."""
+    """What the order is made of: FX nodes, or the scheduler's nodes, seen through five questions."""
 
     def __init__(
         self,
@@ -56,6 +59,7 @@ class Items(Generic[T]):
         deps: Callable[[T], Iterable[T]],
         role: Callable[[T], Role | None],
         is_launch: Callable[[T], bool],
+        phase: Callable[[T], int],
     ) -> None:
         self.order = order
         self.position = {item: index for index, item in enumerate(order)}
@@ -68,6 +72,16 @@ class Items(Generic[T]):
         self.epilogues, self.second_of = self._follow_reductions()
         self.seconds = set(self.second_of.values())
         self.needs = self._last_launch_needed()
+        self.begins_phase = self._first_of_phases(phase)
+
+    def _first_of_phases(self, phase: Callable[[T], int]) -> dict[T, int]:
+        """What computes first in each phase but the first one, of what needs a launch: constants stand anywhere."""
+        first: dict[T, int] = {}
+        last = 0
+        for item in self.order:
+            if self.role[item] is None and self.needs[item] >= 0 and phase(item) > last:
+                first[item] = last = phase(item)
+        return first
 
     def _last_launch_needed(self) -> dict[T, int]:
         """For each item, the last turn among the launches that it comes from; -1 of one that needs none."""
@@ -108,11 +122,19 @@ def planned_order(items: Items[T], lookahead: int) -> list[T]:
         schedule.launch_until(steps[0][1])  # no unit comes before the first one: launched at the start of the graph
         for item in _beside_the_first(items, steps):
             schedule.compute(item)
+    phases = [items.gathers[launches[0]].phase for _, launches in steps]
     for item in items.order:
         if items.role[item] is not None:
             continue  # communication is emitted when compute asks for it
+        if item in items.begins_phase:
+            schedule.drain()
+            if items.begins_phase[item] in phases:
+                schedule.launch_until(steps[phases.index(items.begins_phase[item])][1])
         if item in begins:
-            schedule.launch_until(steps[min(begins[item] + lookahead, len(steps) - 1)][1])
+            ahead = min(begins[item] + lookahead, len(steps) - 1)
+            while phases[ahead] != phases[begins[item]]:
+                ahead -= 1
+            schedule.launch_until(steps[ahead][1])
         schedule.compute(item)
         schedule.reduce_what_is_ready()
     schedule.finish()
@@ -133,7 +155,7 @@ def assert_planned(order: Iterable[T], items: Items[T]) -> None:
 
 
 def _gather_steps(items: Items[T]) -> list[tuple[T | None, list[T]]]:
-    """Gathers in the plan's order, neighbours of one unit together, each step with its first reader."""
+    """Gathers in the plan's order, neighbours of one unit and phase together, each step with its first reader."""
     first_reader: dict[T, T] = {}
     feeding: dict[T, set[T]] = {}  # communication item -> gathers that it carries on
     for item in items.order:
@@ -151,7 +173,7 @@ def _gather_steps(items: Items[T]) -> list[tuple[T | None, list[T]]]:
     steps: list[tuple[T | None, list[T]]] = []
     previous = None
     for gather in sorted(items.gathers, key=lambda gather: items.gathers[gather].bucket):
-        unit = items.gathers[gather].unit
+        unit = items.gathers[gather].phase, items.gathers[gather].unit
         if unit != previous:
             steps.append((None, []))
             previous = unit
@@ -206,13 +228,17 @@ class _Schedule(Generic[T]):
             self._launch(self._waiting.pop(0))
         self._settle()
 
+    def drain(self) -> None:
+        """Launch the reductions that have their turn and their gradients; wait for all that are in flight."""
+        self.reduce_what_is_ready()
+        while self._in_flight:
+            self._complete(*self._in_flight.pop(0))
+
     def finish(self) -> None:
         """Emit what nothing asked for: the last launches, and whatever only outputs read."""
         while self._waiting:
             self._launch(self._waiting.pop(0))
-        self.reduce_what_is_ready()
-        while self._in_flight:
-            self._complete(*self._in_flight.pop(0))
+        self.drain()
         for item in self.items.order:
             self.emit(item)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from .choice import Choice
 
-STAGES = ("joint", "forward", "backward", "inference")
+STAGES = ("joint", "forward", "backward", "inference", "whole")
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Bucket:
     num_bytes: int  # that one rank contributes (gather) or receives (reduction)
     num_ranks: int = 2  # that shard the bucket; one rank needs no collective
     num_replicas: int = 1  # copies of each shard, whose gradients a second collective sums
+    phase: int = 0  # of a graph that has several: forward, backward, the forward of another batch, ...
 
 
 def num_launches(bucket: Bucket) -> int:
@@ -34,13 +35,14 @@ def num_launches(bucket: Bucket) -> int:
 class Plan:
     """Decisions for one graph; a pure function of the markers' arguments and of what computes with them.
 
-    A joint graph's is the plan of the step: it has those of the two graphs that are cut from it.
+    A joint graph's is the plan of the step: it has those of the two graphs that are cut from it. That of a whole step,
+    which is not cut, has the launches of all its phases, one after another.
     """
 
     stage: str
-    regather: tuple[str, ...] = ()  # joint: not kept behind forward
-    again: tuple[str, ...] = ()  # joint: of these, what backward gathers
-    keep: tuple[str, ...] = ()  # joint: gathered once, saved for backward
+    regather: tuple[str, ...] = ()  # joint, whole: not kept behind forward
+    again: tuple[str, ...] = ()  # joint, whole: of these, what backward gathers
+    keep: tuple[str, ...] = ()  # joint, whole: gathered once, saved for backward
     gathers: tuple[Bucket, ...] = ()  # in the order of launch
     reduces: tuple[Bucket, ...] = ()
     order: tuple[tuple[str, int], ...] = ()  # of all launches: "gather" or "reduce", and which bucket

@@ -14,7 +14,8 @@
 Where a marker stands says nothing: Inductor moves what has no place of its own, in inference graphs before our passes
 see them. What computes with a parameter has its place, and so has what computes its gradient. And what the partitioner
 makes of the joint graph says nothing either: the graphs that are cut from it execute what was planned here. A graph
-that was cut from none (evaluation, compiled autograd) is planned for itself, by the same rules.
+that was cut from none (evaluation, compiled autograd) is planned for itself, by the same rules; a step that is one
+graph as if it had been cut between its phases.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from . import _torch_compat as compat
 from . import markers
 from .buckets import gather_buckets, reduce_buckets
 from .keep import STEP
+from .phases import is_backward, phase_of
 from .plan import Bucket, Plan
-from .provenance import Marker, find_reduces, find_unshards
+from .provenance import Marker, find_reduces, find_unshards, reduce_nodes, unshard_nodes
 from .slices import keep_slice, whole_of
 from .spec import ParamSpec
 from .structure import Structure, is_matrix, structure_of
@@ -94,6 +96,43 @@ def _plan_backward(
     )
 
 
+def plan_whole(graph: fx.Graph) -> Plan:
+    """The plan of a step that is one graph: its phases one after another, each planned like a graph of its own."""
+    unshards, reduces = find_unshards(graph), find_reduces(graph)
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    needed = {one.node: _first_read(one.node, place) for one in unshards}
+    first = {(phase_of(one.node), one.shard): one for one in unshards if not is_backward(phase_of(one.node))}
+    plan = Plan(
+        stage="whole",
+        regather=tuple(one.fqn for one in first.values() if one.spec.regather),
+        again=tuple(_read_before(one, first).fqn for one in unshards if is_backward(phase_of(one.node))),
+        keep=tuple(one.fqn for one in first.values() if not one.spec.regather),
+    )
+    for phase in sorted({phase_of(one.node) for one in (*unshards, *reduces)}):
+        gathers = [one for one in unshards if phase_of(one.node) == phase]
+        reductions = [one for one in reduces if phase_of(one.node) == phase]
+        if is_backward(phase):
+            gathers = _ahead_of_their_units(gathers, reductions, needed, place)
+        one_phase = _plan(
+            "whole", gathers, reductions, lambda one: needed[one.node], lambda one: place[one.node], phase
+        )
+        offsets = {"gather": len(plan.gathers), "reduce": len(plan.reduces)}
+        plan = dataclasses.replace(
+            plan,
+            gathers=plan.gathers + one_phase.gathers,
+            reduces=plan.reduces + one_phase.reduces,
+            order=plan.order + tuple((kind, offsets[kind] + index) for kind, index in one_phase.order),
+        )
+    return plan
+
+
+def _read_before(again: Marker, first: Mapping[tuple[int, fx.Node], Marker]) -> Marker:
+    """Of a gather in backward, the one of the same weight in the forward before it; itself where there is none."""
+    whole = whole_of(again.node)
+    shard = again.shard if whole is None else whole.args[0]
+    return first.get((phase_of(again.node) - 1, shard), again)  # type: ignore[arg-type]
+
+
 def _ahead_of_their_units(
     gathers: Sequence[Marker],
     reduces: Sequence[Marker],
@@ -122,14 +161,21 @@ def _ahead_of_their_units(
 def plan_graph(graph: fx.Graph, stage: str) -> Plan:
     """The plan of a forward, backward or inference graph: what the joint graph's says, where it was cut from one."""
     unshards, reduces = find_unshards(graph), find_reduces(graph)
-    step = next((one.node.meta[STEP] for one in (*unshards, *reduces) if STEP in one.node.meta), None)
-    planned = {"forward": step.forward, "backward": step.backward}.get(stage) if step is not None else None
+    step = step_of(graph)
+    planned = None
+    if step is not None:
+        planned = {"forward": step.forward, "backward": step.backward, "whole": step}.get(stage)
     if planned is not None:
         return _present(planned, unshards, reduces)
     place = {node: index for index, node in enumerate(graph.nodes)}
     return _plan(
         stage, unshards, reduces, lambda one: _first_read(one.node, place), lambda one: _computed(one.shard, place)
     )
+
+
+def step_of(graph: fx.Graph) -> Plan | None:
+    """The plan of the step, where the markers say one."""
+    return next((node.meta[STEP] for node in (*unshard_nodes(graph), *reduce_nodes(graph)) if STEP in node.meta), None)
 
 
 def _as_the_whole(marker: Marker, named: dict[fx.Node, str]) -> Marker:
@@ -181,6 +227,7 @@ def _plan(
     reduces: Sequence[Marker],
     read_at: Callable[[Marker], int],
     computed_at: Callable[[Marker], int],
+    phase: int = 0,
 ) -> Plan:
     # A gather is launched for its first member, a reduction once its last member's gradient is there.
     gathers = _placed_buckets(
@@ -197,8 +244,8 @@ def _plan(
     )
     plan = Plan(
         stage=stage,
-        gathers=tuple(bucket for _, bucket in gathers),
-        reduces=tuple(bucket for _, bucket in reductions),
+        gathers=tuple(dataclasses.replace(bucket, phase=phase) for _, bucket in gathers),
+        reduces=tuple(dataclasses.replace(bucket, phase=phase) for _, bucket in reductions),
     )
     order = _order(gathers, [place[0] for place, _ in reductions], plan.lookahead)
     return dataclasses.replace(plan, order=order)

@@ -23,7 +23,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from . import markers
-from .spec import ParamSpec
+from .phases import phase_of
+from .spec import ParamSpec, with_part
+from .views import VIEWS
 
 _FQN = "fsdp_fqn"
 _UNIT = "fsdp_unit"
@@ -87,15 +89,50 @@ def annotate(graph: fx.Graph) -> None:
     gathers = unshard_nodes(graph)
     by_shard: dict[fx.Node, list[fx.Node]] = {}
     for node in gathers:
-        by_shard.setdefault(node.args[0], []).append(node)  # type: ignore[arg-type]
+        by_shard.setdefault(_behind_views(node.args[0]), []).append(node)  # type: ignore[arg-type]
     _write_names(list(by_shard.values()))
     by_sequence = {node.meta["seq_nr"]: node for node in gathers if "seq_nr" in node.meta}
     for node in reduce_nodes(graph):
         gather = by_sequence.get(node.meta.get("seq_nr"))
-        if gather is not None and gather.kwargs["fqn"] == node.kwargs["fqn"]:
-            for key in (_FQN, _UNIT):
-                if key in gather.meta:
-                    node.meta[key] = gather.meta[key]
+        if gather is not None and gather.kwargs["fqn"] == node.kwargs["fqn"] and not phase_of(node):
+            _name_alike(node, gather)
+
+
+def name_reductions(graph: fx.Graph) -> None:
+    """Write names on the reductions of a graph with phases, where nothing links them to their merged gathers.
+
+    Equal units end backward in the reverse order of their forward. Those that were frozen, and do not, leave no telling
+    which ones did: what is not as often reduced as gathered stays nameless.
+    """
+    gathered: dict[tuple[object, ...], list[fx.Node]] = {}
+    reduced: dict[tuple[object, ...], list[fx.Node]] = {}
+    for node in unshard_nodes(graph):
+        gathered.setdefault((phase_of(node), *_alike(node)), []).append(node)
+    for node in reduce_nodes(graph):
+        reduced.setdefault((phase_of(node), *_alike(node)), []).append(node)
+    for (phase, *alike), nodes in reduced.items():
+        assert isinstance(phase, int)
+        gathers = gathered.get((phase - 1, *alike), [])
+        if gathers and len(nodes) % len(gathers) == 0:  # as often: of several losses, one after another
+            for index, node in enumerate(nodes):
+                _name_alike(node, gathers[-1 - index % len(gathers)])
+
+
+def _name_alike(reduction: fx.Node, gather: fx.Node) -> None:
+    for key in (_FQN, _UNIT):
+        if key in gather.meta:
+            reduction.meta[key] = gather.meta[key]
+
+
+def _alike(node: fx.Node) -> tuple[object, ...]:
+    """What equal parameters of equal units have in common."""
+    return tuple(node.kwargs[key] for key in ("unit", "fqn", "part"))
+
+
+def _behind_views(node: fx.Node) -> fx.Node:
+    while node.target in VIEWS and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def _named(nodes: list[fx.Node]) -> list[Marker]:
@@ -105,7 +142,7 @@ def _named(nodes: list[fx.Node]) -> list[Marker]:
     for node in nodes:
         spec = ParamSpec.of(dict(node.kwargs))
         fqn, unit = node.meta[_FQN], node.meta[_UNIT]
-        fqn += "" if spec.part < 0 else f":{spec.part}"
+        fqn = with_part(fqn, spec.part)
         base, copy = fqn, 2
         while fqn in seen:  # the same parameter gathered twice in one graph
             fqn, copy = f"{base}@{copy}", copy + 1
@@ -120,9 +157,24 @@ def settle_names(graph: fx.Graph) -> None:
     A gather from slices has that of the gather that these were cut from: no cut graph has both.
     """
     for marker in (*find_unshards(graph), *find_reduces(graph)):
-        part = "" if marker.spec.part < 0 else f":{marker.spec.part}"
+        part = with_part("", marker.spec.part)
         cut_from = [one for one in marker.shard.all_input_nodes if one.target is marker.node.target is markers.unshard]
         marker.node.meta[_FQN] = cut_from[0].meta[_FQN] if cut_from else marker.fqn.removesuffix(part)
+
+
+def settle_names_of_phases(graph: fx.Graph) -> None:
+    """Write on each marker of a graph with phases the one name that it keeps: w, and w@2 of what phase 1 gathers again.
+
+    And w@2 of what the second backward reduces.
+    """
+    for found, num_phases in ((find_unshards(graph), 1), (find_reduces(graph), 2)):
+        times = Counter[tuple[str, int]]()
+        for marker in found:
+            base, time = marker.node.meta[_FQN], phase_of(marker.node) // num_phases + 1
+            name = base if time == 1 else f"{base}@{time}"
+            times[name, marker.spec.part] += 1
+            again = times[name, marker.spec.part]
+            marker.node.meta[_FQN] = name if again == 1 else f"{name}.{again}"
 
 
 def _count_nameless(nodes: list[fx.Node]) -> None:
@@ -130,7 +182,7 @@ def _count_nameless(nodes: list[fx.Node]) -> None:
     counted = Counter[tuple[object, ...]]()
     for node in nodes:
         if _FQN not in node.meta:
-            alike = tuple(node.kwargs[key] for key in ("unit", "fqn", "part"))
+            alike = _alike(node)
             node.meta[_FQN], node.meta[_UNIT] = f"#{counted[alike]}.{node.kwargs['fqn']}", f"#{counted[alike]}"
             counted[alike] += 1
 

@@ -24,6 +24,7 @@ from .collectives import is_launch
 from .insert import ROLE, Role
 from .ledger import begin
 from .overlap import Items, planned_order
+from .phases import phase_of
 
 
 def schedule_this_graph() -> bool:
@@ -66,7 +67,10 @@ class ScheduleInPlannedOrder:
             made = [producer[dep.name] for dep in snode.unmet_dependencies if dep.name in producer]
             return [*begins, *made] if launches(snode) else made
 
-        items = Items(order=snodes, deps=deps, role=roles.__getitem__, is_launch=launches)
+        def phase(snode: BaseSchedulerNode) -> int:
+            return max(map(phase_of, origins[snode]), default=0)
+
+        items = Items(order=snodes, deps=deps, role=roles.__getitem__, is_launch=launches, phase=phase)
         lookahead = next(role.lookahead for role in roles.values() if role is not None)
         planned = planned_order(items, lookahead)
         _pin(planned, items)

@@ -48,17 +48,24 @@ def slices(graph: fx.Graph, plan: Plan) -> int:
         if not spec.regather or spec.inner_shards == 1:
             continue
         readers = list(node.users)
-        inner = inner_spec(spec)
-        start, stop = inner.layout.span(spec.inner_rank)
-        with graph.inserting_after(node):
-            piece = emit(graph, keep_slice, node, spec.dim, start, stop - start)
-        with graph.inserting_after(piece):
-            again = emit(graph, markers.unshard, piece, **inner.kwargs())
-        again.meta = node.meta | {"val": again.meta["val"]}
+        again = gather_from_slice(graph, node, node.next)
         for reader in readers:
             reader.replace_input_with(node, again)
         num_sliced += 1
     return num_sliced
+
+
+def gather_from_slice(graph: fx.Graph, gather: fx.Node, reader: fx.Node) -> fx.Node:
+    """Cut a slice behind a gather, and gather the parameter from such slices in front of ``reader``."""
+    spec = ParamSpec.of(dict(gather.kwargs))
+    inner = inner_spec(spec)
+    start, stop = inner.layout.span(spec.inner_rank)
+    with graph.inserting_after(gather):
+        piece = emit(graph, keep_slice, gather, spec.dim, start, stop - start)
+    with graph.inserting_before(reader):
+        again = emit(graph, markers.unshard, piece, **inner.kwargs())
+    again.meta = gather.meta | {"val": again.meta["val"]}
+    return again
 
 
 def use_first_gather(graph: fx.Graph) -> None:

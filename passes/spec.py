@@ -15,6 +15,11 @@ NAMESPACE = "fsdpc"
 library = torch.library.Library(NAMESPACE, "DEF")
 
 
+def with_part(name: str, part: int) -> str:
+    """What one of the tensors is called that an extension sends of a parameter; -1 is the parameter itself."""
+    return name if part < 0 else f"{name}:{part}"
+
+
 @dataclass(frozen=True)
 class ParamSpec:
     """What a marker knows of its parameter.
@@ -75,6 +80,11 @@ class ParamSpec:
     def reduce_bytes(self) -> int:
         """Bytes that one rank receives from the reduction."""
         return self.layout.padded_numel * self.reduce_dtype.itemsize
+
+    @property
+    def num_reductions(self) -> int:
+        """Collectives that its gradient takes: one over the ranks that shard it, one over the replicas."""
+        return (self.num_shards > 1) + (self.num_replicas > 1)
 
     def on_device(self) -> ParamSpec:
         """The same for what is on the device already, and stays there."""

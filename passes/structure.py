@@ -11,7 +11,8 @@
 The partitioner's min-cut weighs activations, whose sizes may differ between ranks, so what decides on collectives is
 taken from it. A matrix is gathered again where a gradient's formula reads it or a checkpointed region does; its readers
 are products, which min-cut would save in any case. What reads a vector (a norm's scale) is cheap to compute again and
-as large as an activation, so min-cut may choose; and backward gathers the vector whatever it chose.
+as large as an activation, so min-cut may choose; and backward gathers the vector whatever it chose. What the formulas
+read depends on lengths in a few places, where a batch is at its smallest: unread.py has them.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from . import markers
 from .provenance import reduce_nodes, unshard_nodes
 from .slices import keep_slice, whole_of
 from .tags import AC_GRAPH_ID
+from .unread import read_in_larger_batches
 from .views import CASTS, passes_on
 
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-_OURS = (markers.unshard, markers.reduce_grad, markers.resume, keep_slice)
+_OURS = (markers.unshard, markers.reduce_grad, markers.beside, markers.resume, keep_slice)
 _NEVER = math.inf
 
 Weights = frozenset[fx.Node]  # gathers
@@ -51,6 +53,7 @@ class Structure:
     again: dict[fx.Node, int]  # the gathers that backward may need, and the place of the first node that may
     read: set[fx.Node]  # those of them that backward reads in any case
     late: set[fx.Node]  # what reads weights that forward does not, though no gradient goes into it
+    fed: set[fx.Node]  # what a gradient goes into
 
 
 def structure_of(graph: fx.Graph) -> Structure:
@@ -64,11 +67,13 @@ def structure_of(graph: fx.Graph) -> Structure:
     forward = closure(_results_of_forward(graph, backward), lambda node: node.all_input_nodes)
     # One that is to be kept, and that forward does not read, has nothing to be kept from.
     gathers = {node for node in unshard_nodes(graph) if node.kwargs["regather"] or node not in forward}
-    of_weights, beside = _of_weights(graph, gathers, backward)
+    of_weights, beside = made_of_weights(graph, gathers, backward)
     in_forward = {node for node in unshard_nodes(graph) if node in forward and whole_of(node) is None}
     read = _NONE.union(*(_weights_read(node, of_weights) for node in backward))
-    saved = _saved(graph, of_weights, forward - backward, read, bool(reduce_nodes(graph)))
-    needed = _first_needed(graph, place, backward, forward, saved)
+    unread = read_in_larger_batches(graph, of_weights, backward)
+    would_read = read.union(*(of_weights.get(node, _NONE) for node in unread))
+    saved = _saved(graph, of_weights, forward - backward, would_read, bool(reduce_nodes(graph)))
+    needed = _first_needed(graph, place, backward, forward, saved, unread)
     again = {node: int(needed[node]) for node in graph.nodes if node in gathers and needed[node] < _NEVER}
     elsewhere = {*forward, *fed, *of_weights}
     late = {
@@ -78,7 +83,9 @@ def structure_of(graph: fx.Graph) -> Structure:
         if node.target not in _OURS and not _weights_read(node, of_weights) <= in_forward
         if "recompute" not in node.meta and not any("recompute" in user.meta for user in node.users)
     }
-    return Structure(of_weights, beside, in_forward, saved, again, set(read) & set(again), late)
+    # Without elements, what no gradient goes into may as well be computed in forward.
+    surely = _NONE.union(*(_weights_read(node, of_weights) for node in fed))
+    return Structure(of_weights, beside, in_forward, saved, again, set(surely) & set(again), late, fed)
 
 
 def _results_of_forward(graph: fx.Graph, backward: set[fx.Node]) -> list[fx.Node]:
@@ -87,7 +94,7 @@ def _results_of_forward(graph: fx.Graph, backward: set[fx.Node]) -> list[fx.Node
     return [node for node in (*graph.output_node().all_input_nodes, *written) if node not in backward]
 
 
-def _of_weights(
+def made_of_weights(
     graph: fx.Graph, gathers: set[fx.Node], backward: set[fx.Node]
 ) -> tuple[dict[fx.Node, Weights], set[fx.Node]]:
     """The gathers and what is made of them alone; and what constants were made for that.
@@ -133,7 +140,8 @@ def _saved(
 ) -> set[fx.Node]:
     """Forward's products with matrices, and the sums of these with a bias that backward has no other need of.
 
-    And whatever else reads a weight in a graph without reductions, where nothing could have backward gather it.
+    And whatever else reads a weight in a graph without reductions: frozen vectors are not gathered for what min-cut
+    might compute again, unless a checkpointed region has them.
     """
     saved: set[fx.Node] = set()
     products: set[fx.Node] = set()  # and what becomes of them on the way to the bias
@@ -163,12 +171,17 @@ def _saved(
 
 
 def _first_needed(
-    graph: fx.Graph, place: Mapping[fx.Node, int], backward: set[fx.Node], forward: set[fx.Node], saved: set[fx.Node]
+    graph: fx.Graph,
+    place: Mapping[fx.Node, int],
+    backward: set[fx.Node],
+    forward: set[fx.Node],
+    saved: set[fx.Node],
+    unread: Mapping[fx.Node, int],
 ) -> dict[fx.Node, float]:
     """For each node of forward, the first place of backward that may need it: read it, or what is computed of it."""
     needed: dict[fx.Node, float] = {}
     for node in reversed(graph.nodes):
-        first: float = _NEVER
+        first: float = unread.get(node, _NEVER)
         for user in node.users:
             if user in backward:
                 first = min(first, place[user])

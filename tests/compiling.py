@@ -3,6 +3,7 @@
     "eager"      not compiled: fsdp_compile's hooks
     "aot_eager"  joint graphs with our markers, run as they are: one collective a parameter
     "passes"     the same, then our passes on the forward and the backward graph, as under Inductor; no code is generated
+    "decomposed" the same, with Inductor's decompositions of ops
     "inductor"   what users have by default, and seconds of g++ a graph: a row of tests/matrix for each way of training
 """
 
@@ -44,10 +45,24 @@ def _run_passes(module: fx.GraphModule, inputs: Any) -> Any:
 @register_backend(name="passes")
 def passes(module: fx.GraphModule, inputs: Any) -> Any:
     """AOTAutograd with the partitioner and our passes."""
-    backend = aot_autograd(
-        fw_compiler=_run_passes, bw_compiler=_run_passes, partition_fn=min_cut_rematerialization_partition
+    return _aot_with_passes()(module, inputs)
+
+
+@register_backend(name="decomposed")
+def decomposed(module: fx.GraphModule, inputs: Any) -> Any:
+    """What the joint graph is under Inductor, without what Inductor makes of it."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return _aot_with_passes(decompositions=select_decomp_table())(module, inputs)
+
+
+def _aot_with_passes(**settings: Any) -> Any:
+    return aot_autograd(
+        fw_compiler=_run_passes,
+        bw_compiler=_run_passes,
+        partition_fn=min_cut_rematerialization_partition,
+        **settings,
     )
-    return backend(module, inputs)
 
 
 @contextlib.contextmanager

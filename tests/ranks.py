@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_compile.lookout.lookout import lookout
 from fsdp_compile.passes import collectives
 from fsdp_compile.workers import Crew, Send
 
@@ -49,7 +50,10 @@ def _call(fn: Callable[..., Any], *args: Any) -> Any:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
-    return fn(*args)
+    result = fn(*args)
+    if lookout.failure is not None:
+        raise lookout.failure  # on its thread it is only logged
+    return result
 
 
 @functools.cache  # it holds as long as the library is referred to

@@ -38,22 +38,25 @@ class Collectives(TorchDispatchMode):
 
 
 class Wire:
-    """Counts what this rank asks the process group for, whoever asks."""
+    """What this rank asks the process group for, whoever asks: each launch with its sizes, in order, and their count."""
 
     def __init__(self) -> None:
+        self.launches: list[tuple[str, Any]] = []
         self.calls: Counter[str] = Counter()
 
     def __enter__(self) -> Wire:
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]).__enter__()
+        cpu = torch.profiler.ProfilerActivity.CPU
+        self._profile = torch.profiler.profile(activities=[cpu], record_shapes=True).__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         # gloo's threads record for a moment after their work is done, and must not write where nothing is any more.
         time.sleep(0.05)
         self._profile.__exit__(*error)
-        for event in self._profile.events() or ():
+        for event in sorted(self._profile.events() or (), key=lambda event: event.time_range.start):
             if not event.name.startswith("c10d::"):
                 continue
+            self.launches.append((event.name, event.input_shapes))
             kind = next((kind for kind in ("gather", "alltoall", "reduce_scatter", "allreduce") if kind in event.name), "")
             if kind:
                 self.calls[kind] += 1

@@ -14,6 +14,7 @@ from tests.comparing import assert_same_grads
 from tests.compiling import num_graphs
 from tests.models import twins
 from tests.ranks import Ranks
+from tests.recording import Wire
 from tests.test_structure import WIDTH, Net, Noisy
 
 # Of each rank: one row is a shape of its own for compilers, and so is a batch as wide as the model.
@@ -36,10 +37,9 @@ def _train(path: str, num_steps: int) -> int:
     run: nn.Module = model if path == "eager" else torch.compile(model, backend=path, fullgraph=True, dynamic=rank == 1)  # type: ignore[assignment]
     launched: list[tuple[str, Any]] = []
     for step in range(num_steps):
-        with torch.profiler.profile(record_shapes=True) as profile:
+        with Wire() as wire:
             run(_batch(step, rank)).pow(2).mean().backward()
-        events = sorted(profile.events() or (), key=lambda event: event.time_range.start)
-        launched += [(one.name, one.input_shapes) for one in events if one.name.startswith("c10d::")]
+        launched += wire.launches
         torch.stack([unsharded(_batch(step, other)).pow(2).mean() for other in range(2)]).mean().backward()
         assert_same_grads(model, unsharded, atol=1e-4, rtol=1e-3)
         model.zero_grad()

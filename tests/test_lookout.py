@@ -144,6 +144,11 @@ def test_who_waits_for_one_that_waits_elsewhere_is() -> None:
     assert "rank 0: eager, all_gather of b" in text and "rank 1: issues nothing more -- waits elsewhere at x.py:1" in text
 
 
+def test_who_said_that_it_waits_before_the_other_went_on_is_not() -> None:
+    waited, went_on = (Answer("waits", "", {"0": group("a", issued=1)}), Answer("runs", "", {"0": group("a", "b")}))
+    assert judge({0: waited, 1: went_on}, waiting=0).text == ""
+
+
 def test_a_slow_network_is_no_difference() -> None:
     same = Answer("waits", "", {"0": group("a", "b")})
     assert judge({0: same, 1: same}, waiting=0).text == ""

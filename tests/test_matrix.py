@@ -74,6 +74,7 @@ def test_every_public_name_has_a_row() -> None:
         name
         for name, value in vars(fsdp_compile).items()
         if not name.startswith("_") and not inspect.ismodule(value)
+        and not (isinstance(value, type) and issubclass(value, Exception))  # which no run shows
     }
     methods = {name for name, value in vars(fsdp_compile.FSDPModule).items() if callable(value) and name[0] != "_"}
     shown = {name for row in ROWS for name in row.shows.split()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
 import shutil
@@ -53,6 +54,30 @@ def get_joint_pass() -> Any:
     Not in any cache key; the hash of our source is, through the post-grad pass.
     """
     return functorch_config.joint_custom_pass
+
+
+def set_whole_pass(one_pass: Callable[[torch.fx.GraphModule], torch.fx.GraphModule]) -> None:
+    """Have AOTAutograd call ``one_pass`` on each graph that it does not cut, behind its own pass for these.
+
+    That one computes again what activation checkpointing says, where backward was traced into the graph of its forward;
+    no backend is asked, and no setting takes a pass. ``remat_using_tags_for_fwd_loss_bwd_graph`` in
+    ``_functorch._activation_checkpointing``, which is looked up at each call: 2.11 to 2.15. In 2.11 no node says that
+    it is of a backward, so nothing happens there.
+    """
+    try:
+        from torch._functorch._activation_checkpointing import remat_using_tags_for_fwd_loss_bwd_graph_pass as theirs
+    except ImportError:
+        return
+    compute_again: Any = theirs.remat_using_tags_for_fwd_loss_bwd_graph
+    if hasattr(compute_again, "fsdp_compile"):
+        return
+
+    @functools.wraps(compute_again)
+    def then_ours(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        return one_pass(compute_again(module))
+
+    then_ours.fsdp_compile = True  # type: ignore[attr-defined]
+    theirs.remat_using_tags_for_fwd_loss_bwd_graph = then_ours  # type: ignore[assignment]
 
 
 def set_joint_pass(value: Any) -> None:

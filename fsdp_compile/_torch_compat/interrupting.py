@@ -21,26 +21,30 @@ import torch
 
 from ..passes import _torch_compat as passes_compat
 
+_OF_OPERATORS = ("torch._ops", "torch._library.")
 
-def stack_of(thread: int) -> list[FrameType]:
+
+def stack_of(thread: int, most: int = sys.maxsize) -> list[FrameType]:
     """A thread's frames, the innermost first, from the call of an operator outwards.
 
-    ``torch._ops``, ``torch._library.autograd``: 2.11 to 2.15.
+    ``torch._ops``, ``torch._library.autograd``: 2.11 to 2.15. While Dynamo compiles, what is behind one of its frames
+    was seen to be no frame at all (2.15).
     """
     frame = sys._current_frames().get(thread)
     frames: list[FrameType] = []
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith(("torch._ops", "torch._library.")):
+    while isinstance(frame, FrameType) and str(frame.f_globals.get("__name__")).startswith(_OF_OPERATORS):
         frame = frame.f_back
-    while frame is not None:
+    while isinstance(frame, FrameType) and len(frames) < most:
         frames.append(frame)
-        frame = frame.f_back
+        frame = frame.f_back if len(frames) < most else None
     return frames
 
 
 def waits_in_generated_code(frame: FrameType) -> bool:
     """Whether a frame of code that Inductor generated is at a wait (``wait_tensor.default(``: 2.11 to 2.15)."""
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    return passes_compat.is_generated_code(frame) and "wait_tensor" in line
+    if not passes_compat.is_generated_code(frame):
+        return False
+    return "wait_tensor" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
 
 
 def waits_in_torch_distributed(frame: FrameType) -> bool:

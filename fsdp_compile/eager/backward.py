@@ -20,9 +20,11 @@ from torch.distributed.tensor import DTensor
 from .._torch_compat import autograd, dtensors, dynamo
 from ..core.grads import brought_to, is_asked_for, wait_for_offloaded
 from ..core.unit import Unit
+from .follow import run_ahead
 from .gathered import Gathered
 from .reduction import Reduction, hold_back, with_pending
-from .running import Call, Recording, Running, running
+from .route import Route, Routed
+from .running import Call, Iteration, Recording, Running, running
 from .trace import span
 
 
@@ -36,19 +38,37 @@ def enter_backward(call: Call) -> None:
     if call.task != task:
         call.task = task
         run.in_backward.add(call)
+    if isinstance(call.gathered, Routed):
+        _go_back(call.gathered.route, iteration)
     if not settings.unshard_in_backward:
         return
     call.gathered.wait()
     if settings.backward_prefetch:
         for target in map(running, settings.backward_prefetch):
-            iteration.touched.setdefault(target)
-            target.current().launch()
+            ahead = run_ahead(call.gathered, target)
+            if ahead is not None:
+                iteration.touched.setdefault(target)
+                ahead.launch()
         return
     for earlier in iteration.before(call):
         if earlier.run is not run:
-            if earlier.unit.settings.unshard_in_backward:
+            if earlier.unit.settings.unshard_in_backward and _are_on_one_route(call.gathered, earlier.gathered):
                 earlier.gathered.launch()
             break
+
+
+def _go_back(route: Route, iteration: Iteration) -> None:
+    """Backward is on a route; what is left of those that it was on before comes first."""
+    if route not in iteration.routes:
+        for one in iteration.routes:
+            one.flush()
+        iteration.routes[route] = None
+    route.begin_backward()
+
+
+def _are_on_one_route(one: Gathered, other: Gathered) -> bool:
+    routes = [gathered.route if isinstance(gathered, Routed) else None for gathered in (one, other)]
+    return routes[0] is routes[1]
 
 
 def leave_backward(call: Call) -> None:
@@ -78,11 +98,19 @@ def arrive(recording: Recording, index: int, grad: Tensor | None, leaf: Any) -> 
     result = None
     if is_asked_for(gathered.shards[index], leaf):
         recording.delivered.add(index)
+        if isinstance(gathered, Routed):
+            _go_back(gathered.route, iteration)
+            gathered.route.give_up_reducing()
         if grad is not None:
             result = _reduce_asked_for(call.run, gathered, index, grad)
-    elif grad is not None:
-        iteration.hooks.hold_back(gathered.shards[index])
-        recording.grads[index] = grad
+    else:
+        if grad is not None:
+            iteration.hooks.hold_back(gathered.shards[index])
+        if isinstance(gathered, Routed) and (gathered.unit, index) in gathered.route.reduced:
+            _go_back(gathered.route, iteration)
+            gathered.route.arrive(gathered, index, grad)
+        elif grad is not None:
+            recording.grads[index] = grad
     if recording.arrived == recording.read:
         with span("post_backward", call.unit):
             complete(recording)
@@ -109,6 +137,11 @@ def _reduce(run: Running, gathered: Gathered, grads: dict[int, Tensor], delivere
     unit, accumulation = run.unit, run.unit.accumulation
     if not accumulation.sync:
         hold_back(gathered, grads)
+        return
+    if isinstance(gathered, Routed) and gathered.route.stage == "backward":
+        hold_back(gathered, grads)  # what the graph reduces went its way as it came; the end reduces what it does not
+        if gathered.route.reduced:
+            run.reduced_in = autograd.backward_task()
         return
     grads = with_pending(gathered, grads)
     if unit.settings.reduce_unused:
@@ -167,6 +200,9 @@ def end_backward(root: Unit, task: int | None = None) -> None:
     if others:
         iteration.tasks = others
         return  # inside another backward, which goes on
+    for route in iteration.routes:
+        route.end_backward(keeps=iteration.creates_graph)
+    iteration.routes.clear()
     if not iteration.manual_finalization:
         reduce_left_over(root)
     for run in iteration.touched:

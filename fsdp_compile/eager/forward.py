@@ -30,6 +30,7 @@ from ..core.param import BY_MARKER, READS, ShardedParam
 from ..core.unit import Unit
 from ..passes.markers import require_data
 from .backward import clean_up_at_end, enter_backward
+from .follow import abandon_route, end_route, enter_route, run_ahead
 from .reads import end_at_inputs, read
 from .running import Call, Running, recover, running
 from .trace import span
@@ -57,6 +58,8 @@ def begin_forward(
     if iteration.in_stale_backward():
         recover(unit.root)
     iteration.forward_number += unit.outer is None and iteration.depth == 0
+    if not reads_are_compiled:
+        enter_route(unit)
     call = _call_of_pass(run)
     if not reads_are_compiled:
         try:
@@ -78,9 +81,10 @@ def _gather_ahead(run: Running, call: Call) -> None:
     call.gathered.wait()
     asked_for = [running(unit) for unit in run.unit.settings.forward_prefetch]
     for target in asked_for or ([] if following is None else [following]):
-        if target is not run and target.unit.params:
+        ahead = run_ahead(call.gathered, target) if target is not run and target.unit.params else None
+        if ahead is not None:
             run.iteration.touched.setdefault(target)  # which may not run this time
-            target.current().launch()
+            ahead.launch()
 
 
 def _call_of_pass(run: Running) -> Call:
@@ -103,13 +107,14 @@ def abandon_forward(unit: Unit, call: Call) -> None:
     if autograd.backward_task() is None:
         call.forget_reads()
         run.pass_call = None
+        abandon_route(unit)
         if not run.calls:
             call.gathered.free()
         if iteration.depth == 0:
             iteration.abandon_forward()
             for one in iteration.touched:
                 if one.gathered is not None and one.held_call is None:
-                    one.gathered.free()
+                    one.gathered.give_up()
 
 
 def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
@@ -130,10 +135,12 @@ def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
     run.not_run_yet.discard(module)
     if not run.not_run_yet:
         _end_pass(call, awaits_backward=bool(outputs))
+        end_route(unit)
     if iteration.depth == 0:
         for one in iteration.end_forward():
             if one.pass_call is not None:  # members of a list that did not run
                 _end_pass(one.pass_call, awaits_backward=bool(outputs))
+                end_route(one.unit)
         for one in iteration.touched:
             # Launched ahead for a forward that took another way this time.
             if one.gathered is not None and one.gathered.launched and one.held_call is None:

@@ -5,13 +5,15 @@
     free       give the storages back to the allocator; tensors that autograd saved still alias them
     launch     ... and what is gathered again lands where those tensors look
 
-One object serves every forward call of the unit. What the calls read is in ``reads``, what backward does
-with gradients in ``backward``; the bytes on the wire are those of ``passes.lower``, as in a compiled graph.
+One object serves every forward call of the unit (but see ``route``). What the calls read is in ``reads``, what backward
+does with gradients in ``backward``; the bytes on the wire are those of ``passes.lower``, as in a compiled graph.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,7 +58,7 @@ class Gathered:
                 f"({unit.post_forward.num_shards}) does not go with it. Use True or False for its module."
             )
         self.index = {param.fqn: index for index, param in enumerate(self.params)}
-        self.fulls: list[Tensor] | None = None
+        self.fulls: list[Any] | None = None  # tensors; None for one that was never gathered
         self._num_bytes: list[int] = []
         self._in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] | None = None
         self._versions: list[int] = []
@@ -109,7 +111,7 @@ class Gathered:
 
     def _launch(self, in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]]) -> None:
         # A later read may be recorded, and another one may not be inside a transform of torch.func.
-        with torch.inference_mode(False), torch.no_grad(), autograd.without_functorch():
+        with without_autograd():
             for extension in self._extensions.values():
                 extension.ask()  # first: one that raises, on this rank alone, leaves nothing that others do not join
             sources, specs = self._sources()
@@ -128,7 +130,7 @@ class Gathered:
         self.launch()
         if self._in_flight is not None:
             try:
-                with torch.inference_mode(False), torch.no_grad(), autograd.without_functorch():
+                with without_autograd():
                     self._land(self._in_flight)
             except BaseException:
                 self._drop()
@@ -137,6 +139,10 @@ class Gathered:
             self.is_full = True
         assert self.fulls is not None
         return self.fulls
+
+    def full(self, index: int) -> Tensor:
+        """One of them."""
+        return self.wait()[index]
 
     def free(self) -> None:
         """Give the storages back; a gather that nobody waited for is waited for first."""
@@ -147,17 +153,21 @@ class Gathered:
             self.is_full = False
             self._give_back()
 
+    def give_up(self) -> None:
+        """The step ends here."""
+        self.free()
+
     def _drop(self) -> None:
         """Wait for what is in flight, and have nothing of it: as if it had not been launched."""
         in_flight, self._in_flight = self._in_flight or [], None
-        with torch.inference_mode(False), torch.no_grad(), autograd.without_functorch():
+        with without_autograd():
             for _, specs, launched, call in in_flight:
                 lower.finish_gather(call, launched, specs)
             for extension in self._extensions.values():
                 extension.drop()
         self._give_back()
 
-    def _give_back(self) -> None:
+    def _give_back(self, indices: Collection[int] | None = None) -> None:
         if self.unit.settings.keep_storage:
             return
         local_tensors = map(dtensors.local_tensor, self.shards)
@@ -166,7 +176,7 @@ class Gathered:
         for extension in self._extensions.values():
             extension.free()
         for index, full in enumerate(self.fulls or ()):
-            if index in self._extensions:
+            if index in self._extensions or full is None or (indices is not None and index not in indices):
                 continue
             storage = full.untyped_storage()
             if storage.data_ptr() not in shards:  # with one rank, what is gathered may be the shard itself
@@ -203,7 +213,8 @@ class Gathered:
 
     def _addresses(self) -> set[int]:
         """Where the storages of the full parameters are."""
-        plain = [full for index, full in enumerate(self.fulls or ()) if index not in self._extensions]
+        fulls = [(index, full) for index, full in enumerate(self.fulls or ()) if full is not None]
+        plain = [full for index, full in fulls if index not in self._extensions]
         of_extensions = [extension.addresses() for extension in self._extensions.values()]
         return subclasses.addresses_in(*plain).union(*of_extensions)
 
@@ -211,10 +222,12 @@ class Gathered:
         """What this rank contributes to the gather."""
         if self._slices is not None:
             return self._slices, self._slice_specs()
-        device = self.unit.mesh.device
-        shards = [dtensors.local_tensor(shard).detach() for shard in self.shards]
-        shards = [shard if shard.device == device else shard.to(device, non_blocking=True) for shard in shards]
-        return shards, self.specs
+        return [self.source(index) for index in range(len(self.shards))], self.specs
+
+    def source(self, index: int) -> Tensor:
+        """What this rank has of one parameter, where it is gathered."""
+        device, shard = self.unit.mesh.device, dtensors.local_tensor(self.shards[index]).detach()
+        return shard if shard.device == device else shard.to(device, non_blocking=True)
 
     def _slice_specs(self) -> list[ParamSpec]:
         mesh = self.unit.post_forward
@@ -250,17 +263,25 @@ class Gathered:
         for bucket, specs, launched, call in in_flight:
             fulls.update(zip(bucket, lower.finish_gather(call, launched, specs)))
         fulls.update({index: extension.land() for index, extension in self._extensions.items()})
+        self._keep(fulls)
+
+    def _keep(self, arrived: Mapping[int, Tensor]) -> None:
+        """Take full parameters as they came the first time, and copy those that came again to where they were."""
         if self.fulls is None:
-            self.fulls = [fulls[index] for index in range(len(self.shards))]
-            self._num_bytes = [
-                0 if index in self._extensions else full.untyped_storage().nbytes()
-                for index, full in enumerate(self.fulls)
-            ]
-            return
-        for index, full in enumerate(self.fulls):
-            if index in self._extensions:
-                continue
-            again = fulls[index]
-            self._allocate(index)
-            if again.untyped_storage().data_ptr() != full.untyped_storage().data_ptr():
-                full.data.copy_(again)
+            self.fulls, self._num_bytes = [None] * len(self.shards), [0] * len(self.shards)
+        for index, again in arrived.items():
+            full = self.fulls[index]
+            if full is None:
+                self.fulls[index] = again
+                self._num_bytes[index] = 0 if index in self._extensions else again.untyped_storage().nbytes()
+            elif index not in self._extensions:
+                self._allocate(index)
+                if again.untyped_storage().data_ptr() != full.untyped_storage().data_ptr():
+                    full.data.copy_(again)
+
+
+@contextmanager
+def without_autograd() -> Iterator[None]:
+    """As collectives run: recorded nowhere, whatever stands around the read that needs them."""
+    with torch.inference_mode(False), torch.no_grad(), autograd.without_functorch():
+        yield

@@ -20,13 +20,14 @@ from torch.distributed.tensor import DTensor
 from .._torch_compat import autograd, dynamo
 from ..core.containers import map_tensors, tensors_in
 from . import backward
+from .route import Routed
 from .running import Call, Recording
 
 
 def read(call: Call, fqn: str) -> Any:
     """The gathered parameter; None for one whose place the user gave to something else."""
     call.was_read = True
-    fulls = call.gathered.wait()
+    call.gathered.wait()
     index = call.gathered.index.get(fqn)
     if index is None:
         return None
@@ -34,7 +35,7 @@ def read(call: Call, fqn: str) -> Any:
     # Parameters are constants to torch.func.
     recorded = shard.requires_grad and torch.is_grad_enabled() and not autograd.in_functorch()
     if (index, recorded) not in call.tensors:
-        full = _recorded(call, index, shard) if recorded else fulls[index]
+        full = _recorded(call, index, shard) if recorded else call.gathered.full(index)
         call.tensors[index, recorded] = call.gathered.params[index].as_read(full)
     return call.tensors[index, recorded]
 
@@ -64,8 +65,11 @@ class _Read(torch.autograd.Function):
         ctx.recording, ctx.index = recording, index
         ctx.set_materialize_grads(False)
         autograd.take_gradients_as_produced(ctx)
+        gathered = recording.call.gathered
+        if isinstance(gathered, Routed) and index not in recording.read:
+            gathered.route.expect(gathered, index)
         recording.read.add(index)
-        return recording.call.gathered.wait()[index].detach()
+        return gathered.full(index).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:

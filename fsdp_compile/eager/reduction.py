@@ -77,7 +77,7 @@ class Reduction:
             for bucket in reduce_buckets([each[index] for index in indices]):
                 members = [indices[place] for place in bucket]
                 specs = [each[index] for index in members]
-                num_waits = (specs[0].num_shards > 1) + (specs[0].num_replicas > 1)
+                num_waits = specs[0].num_reductions
                 call = Caller(gathered.unit, num_waits_before_hook=num_waits)
                 launched = lower.launch_reduce(call, [grads[index] for index in members], specs)
                 if num_waits == 0:
@@ -115,11 +115,7 @@ class Reduction:
     def complete(self) -> None:
         """Wait, and give the shards their gradients."""
         for index, local in self.finish().items():
-            shard = self.gathered.shards[index]
-            if autograd.tensor_hooks(shard):
-                local = brought_to(shard, local, read_at_once=True)
-                local = through_hooks(self.gathered.params[index].fqn, shard, local)
-            give(shard, local)
+            deliver(self.gathered, index, local)
 
     def _spec(self, spec: ParamSpec) -> ParamSpec:
         twin = self.gathered.unit.settings.reduce_groups.get(spec.group)
@@ -172,6 +168,15 @@ class Reduction:
                 grad_dtype = self.gathered.spec_for(index, partial[index]).grad_dtype
                 done[index] = flat.view(partial[index].shape).to(grad_dtype)
         return done
+
+
+def deliver(gathered: Gathered, index: int, local: Tensor) -> None:
+    """Give a shard its gradient."""
+    shard = gathered.shards[index]
+    if autograd.tensor_hooks(shard):
+        local = brought_to(shard, local, read_at_once=True)
+        local = through_hooks(gathered.params[index].fqn, shard, local)
+    give(shard, local)
 
 
 class Traffic:

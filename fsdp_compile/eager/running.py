@@ -40,6 +40,9 @@ class Running:
     backward_task: int | None = None
     in_backward: set[Call] = field(default_factory=set)
     reduced_in: int | None = None
+    # The ``Route`` of the last forward that began here among compiled ranks; and whether the unit itself was on one.
+    route: Any = None
+    followed: bool = False
     warned_of_view: bool = False
     own_iteration: Iteration = field(default_factory=lambda: Iteration())
 
@@ -72,7 +75,8 @@ class Running:
         self.in_backward.clear()
         self.not_run_yet.clear()
         if self.gathered is not None:
-            self.gathered.free()
+            self.gathered.give_up()
+        self.route = None
 
 
 def running(unit: Unit) -> Running:
@@ -141,6 +145,7 @@ class Iteration:
         # The backward that runs will be differentiated itself: what it read is read again.
         self.creates_graph = False
         self.touched: dict[Running, None] = {}
+        self.routes: dict[Any, None] = {}  # that the backward that runs is on
         # Reads that have some of their gradients, and the backward in which the first one came.
         self.incomplete: dict[Recording, int | None] = {}
         self.hooks = LateHooks()
@@ -214,4 +219,7 @@ def recover(root: Unit) -> None:
         unit.accumulation.forget()
         running(unit).forget()
     iteration.touched.clear()
+    for route in iteration.routes:
+        route.leave()
+    iteration.routes.clear()
     iteration.hooks.release()

@@ -25,6 +25,7 @@ def install_passes() -> None:
     joint = inductor.get_joint_pass()
     if not isinstance(joint, JointPass):
         inductor.set_joint_pass(JointPass(joint))
+    inductor.set_whole_pass(manager.whole)
     scheduler_passes = inductor.get_scheduler_passes(ScheduleInPlannedOrder)
     if not any(isinstance(one_pass, ScheduleInPlannedOrder) for one_pass in scheduler_passes):
         inductor.set_scheduler_passes([*scheduler_passes, ScheduleInPlannedOrder(source_hash())])

@@ -70,8 +70,10 @@ def judge(answers: Mapping[int, Answer], waiting: int | None = None) -> Verdict:
         return Verdict(nameless=tuple(nameless), slow=_slow(answers, waiting, group, busy))
     for group in sorted(answers[waiting].groups):
         members = {rank: answer.groups[group] for rank, answer in answers.items() if group in answer.groups}
-        if len({one.issued for one in members.values()}) > 1:
-            place = min(one.issued for one in members.values())
+        # Of those alone that are waited for: another one may have gone on since this one said that it waits.
+        issued = {one.issued for rank, one in members.items() if rank in involved}
+        if len(issued) > 1:
+            place = min(issued)
             return Verdict(_text(answers, group, members, place, "wait for one another"), tuple(nameless))
     return Verdict(nameless=tuple(nameless))  # all are in the same place: the network is slow
 

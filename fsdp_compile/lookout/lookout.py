@@ -29,7 +29,7 @@ from .chain import Chain, Hash
 from .judge import Answer, Group, Verdict, judge
 from .names import Namer
 from .post import At, Post, Question
-from .waiting import Waiting, interrupt
+from .waiting import Waiting, interrupt, where
 
 log = logging.getLogger("fsdp_compile")
 
@@ -54,11 +54,15 @@ class Lookout:
         self._namer = Namer()
         self._num_worlds = 0
         self._watch: _Watch | None = None
+        self.failure: Exception | None = None  # that ended the comparing early
 
     def know(self, unit: Unit) -> None:
-        """Of a unit that was made; the first collective that anyone issues starts the thread."""
+        """Of a unit that was made; the first collective that anyone issues starts the thread.
+
+        Once a world: one that ended early on this rank would compare what other ranks have long left behind.
+        """
         self._namer.know(unit)
-        if self._watch is None or self._watch.has_ended:
+        if self._watch is None or not self._watch.is_in_this_world():
             ledger.alarm = self._start
 
     def _start(self) -> None:
@@ -103,18 +107,15 @@ class _Watch:
         if "gloo" in dist.get_backend_config():
             interrupting.linger_in_abort()
 
-    @property
-    def has_ended(self) -> bool:
-        return self._done.is_set()
-
     def run(self) -> None:
         try:
-            while self._parted is None and not self._stop.wait(_PAUSE_S) and self._is_there():
+            while self._parted is None and not self._stop.wait(_PAUSE_S) and self.is_in_this_world():
                 self._look()
             if self._parted is None:
                 self._leave()
-        except Exception:
+        except Exception as error:
             # The store is gone, with the process that kept it; or this is a mistake of ours, which must not hurt.
+            self._lookout.failure = error
             log.debug("ranks are not compared any more", exc_info=True)
         finally:
             self._done.set()
@@ -125,7 +126,7 @@ class _Watch:
         self._stop.set()
         self._done.wait(2 * _ANSWERS_S)
 
-    def _is_there(self) -> bool:
+    def is_in_this_world(self) -> bool:
         return passes_compat.default_store() is self._world() is not None
 
     def explain(self, error: RuntimeError) -> None:
@@ -195,7 +196,7 @@ class _Watch:
         return None
 
     def _answer(self, question: Question, left: bool = False) -> Answer:
-        doing, where, seconds = self._waiting.look(self._progress())
+        doing, thread, seconds = self._waiting.look(self._progress())
         if seconds < question.waited_s:
             doing = "runs"
         groups = {}
@@ -204,7 +205,7 @@ class _Watch:
             links, sources = tuple(link for link, _ in found), tuple(source for _, source in found)
             issued = chain.issued(self._counters[group]())
             groups[group] = Group(self._members[group], first, links, sources, issued)
-        return Answer("has left" if left else doing, "" if left else where, groups)
+        return Answer("has left" if left else doing, "" if left else where(thread), groups)
 
     def _leave(self) -> None:
         """Say so, and where a neighbour waits for what this rank will not issue, stay until all have heard of it.
@@ -291,7 +292,7 @@ class _Watch:
         interrupted: set[int] = set()
         interrupt(parted, interrupted)
         self._wait_until_heard(number)
-        while not self._stop.wait(0.2) and self._is_there():
+        while not self._stop.wait(0.2) and self.is_in_this_world():
             if interrupt(parted, interrupted):
                 interrupting.end_waits()
 

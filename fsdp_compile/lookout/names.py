@@ -15,8 +15,8 @@ from typing import Any
 
 from ..core.param import ShardedParam
 from ..core.unit import Unit
-from ..passes import ParamSpec
-from ..passes.ledger import Called, GraphText, Issued, Launch
+from ..passes.ledger import Called, Issued, Launch
+from ..passes.spec import ParamSpec, with_part
 from .chain import Link, Piece
 
 _WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_modules|_fsdp_wrapped_module)\.")
@@ -31,7 +31,6 @@ class Namer:
         self._units: weakref.WeakSet[Unit] = weakref.WeakSet()
         self._by_address: dict[int, tuple[weakref.ref[ShardedParam], str]] = {}
         self._names: weakref.WeakKeyDictionary[Unit, tuple[int, dict[str, str]]] = weakref.WeakKeyDictionary()
-        self._texts: dict[str, GraphText] = {}
         self._pieces: dict[tuple[Any, ...], tuple[Any, Piece]] = {}
         self._placed: dict[tuple[Any, ...], tuple[Any, Piece]] = {}  # those that an address says the names of
 
@@ -40,9 +39,9 @@ class Namer:
 
     def of_launch(self, issued: Issued) -> Piece:
         """What was issued eagerly, as a piece of one link."""
-        address = issued.first.address
-        unit = None if issued.unit is None else issued.unit()
-        key = (issued.kind, address, id(unit), *map(id, issued.specs))
+        address = issued.address
+        units = [unit() for unit in issued.units]
+        key = (issued.kind, address, *map(id, units), *map(id, issued.specs))
         pieces = self._placed if address else self._pieces
         known = pieces.get(key)
         if known is None:
@@ -50,7 +49,7 @@ class Namer:
             dtype = specs[0].reduce_dtype if reduces else specs[0].dtype
             num_bytes = sum(spec.reduce_bytes if reduces else spec.gather_bytes for spec in specs)
             wire = _wire(issued.kind, str(dtype).removeprefix("torch."), num_bytes, len(specs))
-            link = Link(wire, *self._eager_names(unit, specs, address))
+            link = Link(wire, *self._eager_names(units, specs, address))
             # The specs stay alive with the piece, so that their ids stay theirs.
             known = issued.specs, Piece((link,), "eager")
             _remember(pieces, key, known)
@@ -58,19 +57,20 @@ class Namer:
 
     def of_call(self, called: Called) -> dict[str, Piece]:
         """What a graph issues, a piece a group."""
-        text = self._texts.get(called.text)
-        if text is None:
-            text = self._texts[called.text] = GraphText.loads(called.text)
-        addresses = tuple(first.address for first in called.firsts)
+        text, addresses = called.text, called.addresses
         pieces = self._placed if addresses else self._pieces
         found: dict[str, Piece] = {}
         for group in text.groups:
-            key = (called.text, group, addresses)
+            key = (id(text), group, addresses)
             known = pieces.get(key)
             if known is None:
-                firsts = list(zip(text.firsts, map(self._at, addresses)))
-                links = [_link_of(one, firsts) for one in text.launches if one.group == group]
-                known = None, Piece(tuple(links), f"{text.stage} graph of {len(text.launches)}")
+                shown = {
+                    one.unit: (name, self._at(address)) for (name, one), address in zip(text.firsts, addresses)
+                }
+                launches = [one for one in text.launches if one.group == group]
+                links = [_link_of(one, *shown.get(one.members[0].unit, ("", None))) for one in launches]
+                # The text stays alive with the piece, so that its id stays its own.
+                known = text, Piece(tuple(links), f"{text.stage} graph of {len(text.launches)}")
                 _remember(pieces, key, known)
             found[group] = known[1]
         return found
@@ -80,12 +80,15 @@ class Namer:
         self._by_address.clear()
         self._placed.clear()
 
-    def _eager_names(self, unit: Any, specs: Sequence[ParamSpec], address: int) -> tuple[tuple[str, ...], bool]:
+    def _eager_names(
+        self, units: Sequence[Any], specs: Sequence[ParamSpec], address: int
+    ) -> tuple[tuple[str, ...], bool]:
         """What the parameters are called, and whether that is certain."""
-        shown = None if unit is not None or len(specs) > 1 else self._at(address)
-        known = {} if unit is None else self._names_in(unit)
-        names = tuple(_with_part(shown or known.get(spec.fqn, spec.fqn), spec.part) for spec in specs)
-        return names, shown is not None or unit is not None
+        if None in units or not units:
+            shown = self._at(address) if len(specs) == 1 else None
+            return tuple(with_part(shown or spec.fqn, spec.part) for spec in specs), shown is not None
+        known = [self._names_in(unit) for unit in (units if len(units) == len(specs) else [units[0]] * len(specs))]
+        return tuple(with_part(one.get(spec.fqn, spec.fqn), spec.part) for one, spec in zip(known, specs)), True
 
     def _names_in(self, unit: Unit) -> dict[str, str]:
         known = self._names.get(unit)
@@ -130,13 +133,9 @@ def _wire(kind: str, dtype: str, num_bytes: int, num_params: int) -> str:
     return f"{kind} {dtype} {num_bytes} bytes a rank, {num_params} parameter{'s' if num_params > 1 else ''}"
 
 
-def _with_part(name: str, part: int) -> str:
-    return name if part < 0 else f"{name}:{part}"
-
-
-def _link_of(launch: Launch, firsts: Sequence[tuple[str, str | None]]) -> Link:
+def _link_of(launch: Launch, first: str, shown: str | None) -> Link:
+    """A launch of a graph, given what a parameter of its unit is called there and, if that is known, in the model."""
     wire = _wire(launch.kind, launch.dtype, launch.num_bytes, len(launch.names))
-    first, shown = firsts[launch.unit] if 0 <= launch.unit < len(firsts) else ("", None)
     names = tuple(_COPY.sub("", name) for name in launch.names)
     if shown is None:
         return Link(wire, names, sure=False)

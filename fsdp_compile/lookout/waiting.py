@@ -14,7 +14,6 @@ import os
 import threading
 import time
 from collections.abc import Hashable, Iterator
-from types import FrameType
 
 from .._torch_compat import interrupting
 from ..passes import _torch_compat as passes_compat
@@ -30,14 +29,17 @@ class Waiting:
         self._seen: Hashable = None
         self._since = time.monotonic()
 
-    def look(self, progress: Hashable) -> tuple[str, str, float]:
-        """What it is doing, where, and for how long at the same place, with the same ``progress``, in seconds."""
+    def look(self, progress: Hashable) -> tuple[str, int, float]:
+        """What it is doing, on which thread, and if it waits, for how long with the same ``progress``, in seconds.
+
+        Only of a thread that waits the whole stack is walked: Dynamo's frames are not to be touched while it compiles.
+        """
         doing, thread = _doing()
-        stack = interrupting.stack_of(thread)
+        stack = [] if doing == "runs" else interrupting.stack_of(thread)
         seen = (doing, thread, progress, tuple((id(frame), frame.f_lasti) for frame in stack))
         if seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
-        return doing, _where(stack), time.monotonic() - self._since
+        return doing, thread, time.monotonic() - self._since
 
 
 def interrupt(error: type[BaseException], done: set[int]) -> bool:
@@ -52,11 +54,11 @@ def interrupt(error: type[BaseException], done: set[int]) -> bool:
 def _doing() -> tuple[str, int]:
     main = threading.main_thread().ident or 0
     for thread in _others():
-        stack = interrupting.stack_of(thread)
-        at_wait = any(frame.f_code is _WAIT for frame in stack[:2])  # the second, while it asks why the wait failed
+        stack = interrupting.stack_of(thread, 2)  # the second, while it asks why the wait failed
+        at_wait = any(frame.f_code is _WAIT for frame in stack)
         if at_wait or (stack and interrupting.waits_in_generated_code(stack[0])):
             return "waits", thread
-    stack = interrupting.stack_of(main)
+    stack = interrupting.stack_of(main, 1)
     if stack and interrupting.waits_in_torch_distributed(stack[0]):
         return "waits elsewhere", main
     return "runs", main
@@ -76,9 +78,9 @@ def _others() -> list[int]:
     return [thread.ident for thread in threading.enumerate() if thread.ident not in (None, this)]
 
 
-def _where(stack: list[FrameType]) -> str:
-    """The innermost line that is neither torch's nor ours, nor generated."""
-    for frame in stack:
+def where(thread: int) -> str:
+    """The innermost line of a thread that is neither torch's nor ours, nor generated."""
+    for frame in interrupting.stack_of(thread):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         path = frame.f_code.co_filename
         is_torchs = package == "torch" or "/torch/" in path or passes_compat.is_generated_code(frame)

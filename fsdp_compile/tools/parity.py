@@ -162,7 +162,7 @@ def _trial(model: nn.Module) -> Iterator[None]:
             for unit in units:
                 gathered = running(unit).gathered
                 if gathered is not None:
-                    gathered.free()
+                    gathered.give_up()
         finally:
             before.put_back()
             put_generators_back()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..passes import GraphRecord, Plan
+from ..passes.phases import is_backward, phase_of
 from ..passes.provenance import Marker, find_reduces, find_unshards
 from .collectives import Collective, collectives_of, num_bytes_of
 from .graph_code import runnable_code
@@ -21,7 +22,7 @@ class GraphReport:
 
     @property
     def stage(self) -> str:
-        """joint, forward, backward or inference."""
+        """joint, forward, backward or inference; whole where backward was traced into the graph of its forward."""
         return self.record.stage
 
     @property
@@ -103,6 +104,8 @@ class GraphReport:
         becomes = dict.fromkeys(self.plan.keep, "kept") | dict.fromkeys(self.plan.again, "gathered again")
         units: dict[tuple[str, str], list[Marker]] = {}
         for marker in find_unshards(graph):
+            if is_backward(phase_of(marker.node)):
+                continue  # of a whole step, what its row says already
             units.setdefault((marker.unit, becomes.get(marker.fqn, "not needed")), []).append(marker)
         rows = []
         for (unit, policy), markers in units.items():

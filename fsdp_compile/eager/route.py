@@ -1,0 +1,396 @@
+"""A step that a rank runs eagerly among ranks that run it compiled: it launches what the compiled step does, in order.
+
+    compiled    begin("gather norms, gather 0, gather 1, ...")      the text of a graph that this rank ran before
+    eagerly     unit 0 is read     launch all up to "gather 0", and land what unit 0 has a part in
+                a gradient came    launch all up to the last reduction that has its gradients
+
+Where Dynamo gives up on a frame (the limit of recompilations), or is told to (``set_stance("force_eager")``), the frame
+runs in Python under the very call that was to run compiled code. The other ranks know nothing of that. Which parameters
+travel together, when, and which of them backward gathers again is what their graph says; this rank ran it as well.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .._torch_compat import subclasses
+from ..core.grads import wait_for_offloaded
+from ..core.unit import Unit
+from ..passes import ParamSpec, lower
+from ..passes.collectives import c10d
+from ..passes.ledger import GraphText
+from .collectives import Caller
+from .gathered import Gathered, without_autograd
+from .reduction import deliver, hold_back, with_pending
+from .running import running
+
+Stage = Literal["forward", "between", "backward", "over"]
+
+_MOST_IN_FLIGHT = 1  # reductions that are not waited for
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """One collective on the way."""
+
+    kind: str  # "all_gather", "all_reduce" of what was reduced over shards, or one of the reductions over shards
+    members: tuple[tuple[Unit, int], ...]  # and places among the unit's gathered parameters
+
+    def gathers(self, unit: Unit) -> bool:
+        return self.kind == "all_gather" and any(one is unit for one, _ in self.members)
+
+
+class Flight:
+    """One all-gather under way; it lands once, for all units that have a part in it."""
+
+    def __init__(self, launched: Any, specs: list[ParamSpec], call: Caller) -> None:
+        self._launched, self._specs, self._call = launched, specs, call
+        self._landed: list[Tensor] | None = None
+
+    def land(self) -> list[Tensor]:
+        if self._landed is None:
+            self._landed = lower.finish_gather(self._call, self._launched, self._specs)
+            self._launched = None
+        return self._landed
+
+
+@dataclass
+class Reducing:
+    """One bucket of gradients under way."""
+
+    stop: Stop
+    specs: list[ParamSpec]
+    launched: Any
+    call: Caller
+    over_replicas: bool = False
+
+
+class Route:
+    """All collectives of one step, and how far it has come."""
+
+    def __init__(self, top: Unit, units: dict[str, Unit], forward: GraphText, backward: GraphText | None) -> None:
+        self.top = top
+        self.routed = {unit: Routed(unit, self) for unit in units.values()}
+        self._backward = () if backward is None else tuple(self._stops(backward, units))
+        # What backward gathers again. Nothing else is freed behind forward: backward could not have it back.
+        self.again = {member for stop in self._backward if stop.kind == "all_gather" for member in stop.members}
+        # What it reduces, whether or not gradients are still to be reduced when it runs: the graph does.
+        self.reduced = {member for stop in self._backward if stop.kind != "all_gather" for member in stop.members}
+        self._check_reductions()
+        self.stage: Stage = "forward"
+        self._left = deque(self._stops(forward, units))
+        self._reads: Counter[tuple[Unit, int]] = Counter()  # that autograd recorded
+        self._arrived: Counter[tuple[Unit, int]] = Counter()  # gradients of these
+        self._grads: dict[tuple[Unit, int], Tensor] = {}
+        self._reducing: deque[Reducing] = deque()
+
+    def _stops(self, text: GraphText, units: dict[str, Unit]) -> Iterator[Stop]:
+        """The collectives of a graph; ValueError where the parameters would not travel so now."""
+        for launch in text.launches:
+            members = []
+            for member in launch.members:
+                routed = self.routed.get(units[member.unit]) if member.unit in units else None
+                if routed is None or member.fqn not in routed.index:
+                    raise ValueError(f"{member.fqn} of {member.unit} is not known")
+                members.append((routed.unit, routed.index[member.fqn]))
+            specs = [self.routed[unit].specs[index] for unit, index in members]
+            gathers = launch.kind == "all_gather"
+            group = specs[0].replicate_group if launch.kind == "all_reduce" else specs[0].group
+            num_bytes = sum(spec.gather_bytes if gathers else spec.reduce_bytes for spec in specs)
+            if (group, num_bytes) != (launch.group, launch.num_bytes):
+                raise ValueError(f"{launch.names} travel otherwise now")
+            yield Stop(launch.kind, tuple(members))
+
+    def _check_reductions(self) -> None:
+        """ValueError where gradients are summed over shards or over replicas alone, or parameters were frozen since."""
+        over_shards = [stop.members for stop in self._backward if stop.kind not in ("all_gather", "all_reduce")]
+        over_replicas = {stop.members for stop in self._backward if stop.kind == "all_reduce"}
+        replicated = {one for one in over_shards if self._spec(one[0]).num_replicas > 1}
+        if replicated != over_replicas:
+            raise ValueError("gradients are summed over shards or over replicas alone")
+        if not all(self.routed[unit].shards[index].requires_grad for unit, index in self.reduced):
+            raise ValueError("parameters were frozen since")
+
+    def _spec(self, member: tuple[Unit, int]) -> ParamSpec:
+        unit, index = member
+        return self.routed[unit].specs[index]
+
+    def end_forward(self) -> None:
+        """The outermost forward ended; what it did not read travels all the same."""
+        if self.stage == "forward":
+            self._flush()
+            for routed in self.routed.values():
+                routed.drop()
+            self.stage = "between"
+            if not self._backward:
+                self.leave()
+
+    def give_up_forward(self) -> None:
+        """The forward did not come to its end."""
+        if self.stage == "forward":
+            self.leave()
+
+    def begin_backward(self) -> None:
+        if self.stage != "backward":
+            self.stage = "backward"
+            self._left = deque(self._backward)
+            self._arrived.clear()
+
+    def end_backward(self, keeps: bool) -> None:
+        """Launch what is left; shards get their gradients, and what no collective took waits with what is held back.
+
+        Where nothing came, somebody asked for gradients of inputs alone, and no shard gets any.
+        """
+        if self.stage != "backward":
+            return
+        self.flush()
+        for (unit, index), grad in self._grads.items():
+            hold_back(self.routed[unit], {index: grad})
+        self._grads.clear()
+        if any(unit.offload for unit in self.routed):
+            wait_for_offloaded()
+        if keeps:
+            self.stage = "between"
+        else:
+            self.leave()
+
+    def give_up_reducing(self) -> None:
+        """Somebody asked autograd for gradients: each is reduced by itself, as on any eager rank."""
+        self._left = deque(stop for stop in self._left if stop.kind == "all_gather")
+
+    def flush(self) -> None:
+        """Another route begins its backward; what is left of this one comes before that."""
+        if self.stage == "backward":
+            self._flush()
+            self._drain(0, bool(self._arrived))
+
+    def leave(self) -> None:
+        """The step is over, or was given up; its units are gathered as they would be without it."""
+        self.stage = "over"
+        self._left.clear()
+        self._grads.clear()
+        for one in self._reducing:
+            if one.over_replicas or one.specs[0].num_shards > 1:
+                c10d.wait_tensor.default(one.launched)
+        self._reducing.clear()
+        if running(self.top).route is self:
+            running(self.top).route = None
+        for unit, routed in self.routed.items():
+            routed.free()
+            if running(unit).gathered is routed:
+                running(unit).gathered = None
+
+    def reach(self, routed: Routed, must: bool) -> None:
+        """Launch everything up to the last gather that a unit has a part in.
+
+        A reduction that has not got its gradients holds up what comes behind it; where the unit ``must`` be there, that
+        overtakes it: other ranks that run eagerly do so too, and those that run compiled are told to have parted.
+        """
+        gathers = [place for place, stop in enumerate(self._left, 1) if stop.gathers(routed.unit)]
+        passed: list[Stop] = []
+        for _ in range(gathers[-1] if gathers else 0):
+            stop = self._left.popleft()
+            if self._has_gradients(stop) and not (passed and stop.kind != "all_gather"):
+                self._issue(stop)
+                continue
+            passed.append(stop)
+            if not must:
+                break
+            _logger.info("%s is gathered ahead of a reduction that has no gradients yet", routed.unit.name)
+        self._left.extendleft(reversed(passed))
+
+    def expect(self, routed: Routed, index: int) -> None:
+        """Autograd recorded a read, whose gradient is to come. What is read again for backward has had its read."""
+        if self.stage == "forward":
+            self._reads[routed.unit, index] += 1
+
+    def arrive(self, routed: Routed, index: int, grad: Tensor | None) -> None:
+        """A gradient of one read is there, or will not come: launch the reductions that waited for it."""
+        member = (routed.unit, index)
+        self._arrived[member] += 1
+        if grad is not None:
+            known = self._grads.get(member)
+            if known is None:
+                alone = {index: grad}
+                routed.unalias(alone)
+                self._grads[member] = alone[index]
+            else:
+                self._grads[member] = known + grad
+        ready = 0
+        for place, stop in enumerate(self._left, 1):
+            if not self._has_gradients(stop):
+                break
+            if stop.kind != "all_gather":
+                ready = place
+        for _ in range(ready):
+            self._issue(self._left.popleft())
+        self._drain(_MOST_IN_FLIGHT)
+
+    def _has_gradients(self, stop: Stop) -> bool:
+        if stop.kind in ("all_gather", "all_reduce"):
+            return True
+        return all(self._arrived[member] >= max(self._reads[member], 1) for member in stop.members)
+
+    def _flush(self) -> None:
+        while self._left:
+            self._issue(self._left.popleft())
+
+    def _issue(self, stop: Stop) -> None:
+        with without_autograd():
+            if stop.kind == "all_gather":
+                self._gather(stop)
+            elif stop.kind == "all_reduce":
+                self._over_replicas(stop)
+            else:
+                self._reduce(stop)
+
+    def _gather(self, stop: Stop) -> None:
+        specs = [self._spec(member) for member in stop.members]
+        call = _caller(stop)
+        sources = [self.routed[unit].source(index) for unit, index in stop.members]
+        flight = Flight(lower.launch_gather(call, sources, specs), specs, call)
+        for place, (unit, index) in enumerate(stop.members):
+            self.routed[unit].await_flight(flight, place, index)
+
+    def _reduce(self, stop: Stop) -> None:
+        grads, specs = [], []
+        for unit, index in stop.members:
+            routed = self.routed[unit]
+            grad = self._grads.pop((unit, index), None)
+            if grad is None:
+                spec = routed.specs[index]
+                grad = torch.zeros(spec.size, dtype=spec.reduce_dtype, device=unit.mesh.device)
+            if unit.accumulation.sync and self._arrived:
+                grad = with_pending(routed, {index: grad}, only=routed.params[index].fqn)[index]
+            grads.append(grad)
+            specs.append(routed.spec_for(index, grad))
+        call = _caller(stop, num_waits_before_hook=specs[0].num_reductions)
+        self._reducing.append(Reducing(stop, specs, lower.launch_reduce(call, grads, specs), call))
+
+    def _over_replicas(self, stop: Stop) -> None:
+        reducing = next(one for one in self._reducing if one.stop.members == stop.members)
+        reducing.launched = lower.launch_all_reduce(reducing.call, reducing.launched, reducing.specs)
+        reducing.over_replicas = True
+
+    def _drain(self, most: int, delivers: bool = True) -> None:
+        """Have at most so many reductions in flight; those that wait for their second collective stay."""
+        while len(self._reducing) > most:
+            oldest = self._reducing[0]
+            if oldest.specs[0].num_replicas > 1 and not oldest.over_replicas:
+                return
+            self._reducing.popleft()
+            with torch.no_grad():
+                reduced = lower.finish_all_reduce(oldest.call, oldest.launched, oldest.specs)
+            for (unit, index), local in zip(oldest.stop.members, reduced) if delivers else ():
+                # What no rank has a gradient of arrives as zeros, and its shard is to have none.
+                if self._arrived[unit, index] or local.any():
+                    deliver(self.routed[unit], index, local)
+
+
+class Routed(Gathered):
+    """A unit's full parameters in one step, gathered as the route says: some with other units', some not at all."""
+
+    def __init__(self, unit: Unit, route: Route) -> None:
+        super().__init__(unit)
+        self.route = route
+        self._awaited: list[tuple[Flight, int, int]] = []  # place in the flight, and among the parameters
+        self._here: set[int] = set()
+
+    @property
+    def launched(self) -> bool:
+        return bool(self._awaited)
+
+    def serves(self, unit: Unit) -> bool:
+        return self.route.stage in ("forward", "backward") and super().serves(unit)
+
+    def free_if_stale(self) -> None:
+        """Each step has its own route, which gathers what the shards hold then."""
+
+    def await_flight(self, flight: Flight, place: int, index: int) -> None:
+        self._awaited.append((flight, place, index))
+
+    def launch(self) -> None:
+        self.route.reach(self, must=False)
+
+    def wait(self) -> list[Tensor]:
+        self.route.reach(self, must=True)
+        self._land_awaited()
+        if self.route.stage == "backward" and self.fulls is not None:
+            # A unit that was called twice, and is freed between the two: compiled, it is gathered once for both.
+            for index, full in enumerate(self.fulls):
+                if full is not None and index not in self._here and (self.unit, index) in self.route.again:
+                    self._gather_alone(index)
+        self.is_full = True
+        return self.fulls or []
+
+    def full(self, index: int) -> Tensor:
+        self.wait()
+        if index not in self._here:
+            self._gather_alone(index)
+        assert self.fulls is not None
+        full: Tensor = self.fulls[index]
+        return full
+
+    def _gather_alone(self, index: int) -> None:
+        """What the graph does not gather here: right where all ranks run eagerly; others are told that they parted."""
+        _logger.info("%s of %s is gathered by itself: no compiled rank does so", self.params[index].fqn, self.unit.name)
+        specs, call = [self.specs[index]], Caller(self.unit)
+        with without_autograd():
+            launched = lower.launch_gather(call, [self.source(index)], specs)
+        self.await_flight(Flight(launched, specs, call), 0, index)
+        self._land_awaited()
+
+    def _land_awaited(self) -> None:
+        awaited, self._awaited = self._awaited, []
+        with without_autograd():
+            self._keep({index: flight.land()[place] for flight, place, index in awaited})
+        self._here.update(index for _, _, index in awaited)
+
+    def free(self) -> None:
+        """Let go of what is here; until backward, of that alone which backward gathers again.
+
+        Tensors that autograd saved alias the rest, which goes when they go: for all that is known backward runs twice.
+        """
+        again = {index for index in self._here if (self.unit, index) in self.route.again}
+        self._give_back(again)
+        self._here -= again
+        if self.route.stage in ("backward", "over") or not self.route.again:
+            self.drop()
+            for index in self._here:
+                self._forget(index)
+            self._here.clear()
+            self.is_full = False
+
+    def drop(self) -> None:
+        """Wait for what was launched and not read, and have nothing of it."""
+        with without_autograd():
+            for flight, _, _ in self._awaited:
+                flight.land()
+        self._awaited.clear()
+
+    def give_away(self, tensors: list[Tensor]) -> None:
+        given = subclasses.addresses_in(*tensors)
+        for index in [one for one in self._here if self.fulls and given & subclasses.addresses_in(self.fulls[one])]:
+            self._here.discard(index)
+            self._forget(index)
+
+    def _forget(self, index: int) -> None:
+        if self.fulls is not None:
+            self.fulls[index] = None
+
+    def give_up(self) -> None:
+        self.route.leave()
+
+
+def _caller(stop: Stop, num_waits_before_hook: int = 0) -> Caller:
+    units = [unit for unit, _ in stop.members]
+    return Caller(units[0], num_waits_before_hook=num_waits_before_hook, units=units)

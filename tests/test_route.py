@@ -1,0 +1,293 @@
+"""A rank that runs eagerly among ranks that run compiled launches what they launch, and trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_compile.eager import forward
+from tests.comparing import assert_same_grads
+from tests.compiling import compiled
+from tests.models import Block, Checkpointed, Stack, shard, twins
+from tests.ranks import Ranks
+from tests.recording import Wire
+from tests.test_structure import WIDTH, Net, Noisy
+
+NUM_STEPS = 5
+
+
+def _tokens(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(0, 31, (2, 3 + step), generator=generator)
+
+
+def _rows(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(3 + step, WIDTH, generator=generator)
+
+
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[], nn.Module] = Stack
+    batch: Callable[[int, int], Tensor] = _tokens
+    options: dict[str, Any] = field(default_factory=dict)
+    how: str = "stance"  # or "limit": that of recompilations
+    blocks: bool = False  # compiled one by one, not the whole model
+    backend: str = "passes"
+    replicated: bool = False
+    frozen: tuple[str, ...] = ()
+    holds_back: bool = False  # every other step is without sync
+    decides_late: bool = False  # to synchronize: between forward and backward
+    evaluates: bool = False  # before each step, without gradients
+    twice: bool = False  # backward, through the same graph
+    tolerance: float = 1e-5
+
+
+def _train(case: Case) -> list[int]:
+    """Rank 1 falls back after two steps; how many forwards of units each step ran eagerly."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    unsharded, model = twins(case.make)
+    options = dict(case.options)
+    if case.replicated:
+        options["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    for one in (unsharded, model):
+        for fqn in case.frozen:
+            one.get_parameter(fqn).requires_grad_(False)
+    shard(model, **options)
+    if case.blocks:
+        for layer in model.layers:
+            layer.compile(backend=case.backend)
+    run = model if case.blocks else compiled(model, case.backend, fullgraph=False)
+    begun: list[Any] = []
+    enter_route = forward.enter_route
+    forward.enter_route = lambda unit: (begun.append(unit), enter_route(unit))[1]  # type: ignore[assignment]
+    counts, launched = [], []
+
+    def step(number: int) -> None:
+        if case.evaluates:
+            with torch.no_grad():
+                run(_other(case.batch(number, rank)))
+        loss = run(case.batch(number, rank)).float().pow(2).mean()
+        if case.decides_late:
+            model.set_requires_gradient_sync(True)
+        loss.backward(retain_graph=case.twice)
+        if case.twice:
+            loss.backward()
+
+    try:
+        for number in range(NUM_STEPS):
+            begun.clear()
+            holds_back = case.holds_back and number % 2 == 0
+            model.set_requires_gradient_sync(not (holds_back or case.decides_late))
+            with ExitStack() as stack:
+                # Buffers that are donated are no more for a second backward.
+                stack.enter_context(torch._functorch.config.patch(donated_buffer=not case.twice))
+                if rank == 1 and case.how == "stance" and number in (2, 3):
+                    stack.enter_context(torch.compiler.set_stance("force_eager"))
+                if rank == 1 and case.how == "limit":  # each step has another length
+                    stack.enter_context(torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False))
+                with Wire() as wire:
+                    step(number)
+                launched += wire.launches
+            counts.append(len(begun))
+            losses = [unsharded(case.batch(number, other)).float().pow(2).mean() for other in range(world)]
+            (torch.stack(losses).mean() * (2 if case.twice else 1)).backward()
+            if not holds_back:
+                assert_same_grads(model, unsharded, atol=case.tolerance, rtol=10 * case.tolerance)
+                for one in (model, unsharded):
+                    one.zero_grad()
+                    with torch.no_grad():
+                        for param in one.parameters():
+                            param.mul_(1.01)
+    finally:
+        forward.enter_route = enter_route
+    by_rank: list[Any] = [None] * world
+    dist.all_gather_object(by_rank, launched)
+    assert all(one == by_rank[0] for one in by_rank) and launched
+    return counts
+
+
+def _other(batch: Tensor) -> Tensor:
+    return batch.flip(0)
+
+
+@pytest.mark.parametrize(
+    ("how", "backend", "blocks"),
+    [
+        ("limit", "passes", False),
+        ("limit", "passes", True),
+        pytest.param("limit", "inductor", False, marks=pytest.mark.more),
+        pytest.param("stance", "inductor", True, marks=pytest.mark.more),
+    ],
+)
+def test_a_rank_that_falls_back_trains_on(two_ranks: Ranks, how: str, backend: str, blocks: bool) -> None:
+    stays, falls_back = two_ranks.run(_train, Case(how=how, blocks=blocks, backend=backend))
+    around = 1 if blocks else 0  # the root, which is not compiled then
+    assert stays == [around] * NUM_STEPS
+    assert falls_back == [around, around, 3, 3, around if how == "stance" else 3]
+
+
+class Shifted(nn.Module):
+    """Its first parameter is on one rank alone."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.shift, self.up = nn.Parameter(torch.ones(1, dim)), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.up(x * self.shift)
+
+
+CASES = {
+    "checkpointed": Case(Checkpointed),
+    "tied": Case(partial(Stack, tied=True)),
+    "kept behind forward": Case(options={"reshard_after_forward": False}),
+    "in bfloat16": Case(
+        options={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+        tolerance=3e-2,
+    ),
+    "frozen": Case(frozen=("layers.0.up.weight", "layers.1.down.bias", "embed.weight")),
+    "accumulating": Case(holds_back=True),
+    "synchronizing late": Case(decides_late=True),
+    "a parameter with one row": Case(partial(Stack, block=Shifted)),
+    "backward twice": Case(twice=True),
+    "blocks that accumulate": Case(blocks=True, holds_back=True, evaluates=True),
+    "many kinds of layers": Case(lambda: Net(without=(Noisy,)), _rows, {"reshard_after_forward": True}),
+}
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", CASES)
+def test_it_does_in_every_mode(two_ranks: Ranks, name: str) -> None:
+    stays, falls_back = two_ranks.run(_by_name, name)
+    assert max(falls_back) > max(stays)
+
+
+def _by_name(name: str) -> list[int]:
+    return _train(CASES[name])
+
+
+@pytest.mark.more
+def test_on_replicated_meshes(four_ranks: Ranks) -> None:
+    _, falls_back, *_ = four_ranks.run(_train, Case(replicated=True))
+    assert falls_back == [0, 0, 3, 3, 0]
+
+
+class Rows(nn.Module):
+    """Blocks alone: its root has no parameters. The first one may be called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(16) for _ in range(2))
+        self.twice, self.fails = False, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        if self.fails:
+            raise KeyError("on the way")
+        return self.layers[1](self.layers[0](x) if self.twice else x)
+
+
+def _all_fall_back(what: str) -> None:
+    """Every rank compiles, and then every rank runs eagerly: what worked without a graph still does."""
+    unsharded, model = twins(Rows)
+    for one in (unsharded, model):
+        one.twice = what == "called twice"
+        one.layers[1].up.weight.requires_grad_(what != "thawed")
+    shard(model, reshard_after_forward=True)
+    run = compiled(model, "passes", fullgraph=False)
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def batch(number: int, rank: int = rank) -> Tensor:
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        return torch.randn(3, 16, generator=generator)
+
+    def reference(*numbers: int) -> None:
+        for number in numbers:
+            torch.stack([unsharded(batch(number, other)).pow(2).mean() for other in range(world)]).mean().backward()
+
+    def check() -> None:
+        assert_same_grads(model, unsharded, atol=1e-5, rtol=1e-4)
+        for one in (model, unsharded):
+            one.zero_grad()
+
+    for number in range(2):
+        run(batch(number)).pow(2).mean().backward()
+        reference(number)
+        check()
+    with torch.compiler.set_stance("force_eager"):
+        if what == "inputs alone":
+            ours, theirs = (batch(2).requires_grad_() for _ in range(2))
+            (grad,) = torch.autograd.grad(run(ours).pow(2).mean(), [ours])
+            (expected,) = torch.autograd.grad(unsharded(theirs).pow(2).mean(), [theirs])
+            torch.testing.assert_close(grad, expected)
+            assert all(param.grad is None for param in model.parameters())
+        elif what == "asked for":
+            grads = torch.autograd.grad(run(batch(2)).pow(2).mean(), list(model.parameters()))
+            reference(2)
+            for param, grad in zip(model.parameters(), grads, strict=True):
+                assert param.grad is None
+                param.grad = grad
+            check()
+        elif what == "penalty":
+            ours, theirs = (batch(2).requires_grad_() for _ in range(2))
+            grad, expected = (
+                torch.autograd.grad(one(x).sum(), [x], create_graph=True)[0]
+                for one, x in ((run, ours), (unsharded, theirs))
+            )
+            torch.testing.assert_close(grad, expected)
+            grad.pow(2).sum().backward()
+            everybody = [batch(2, other).requires_grad_() for other in range(world)]
+            unsharded.zero_grad()
+            for x in everybody:
+                (first,) = torch.autograd.grad(unsharded(x).sum(), [x], create_graph=True)
+                (first.pow(2).sum() / world).backward()
+            check()
+        elif what == "sync decided late":
+            model.set_requires_gradient_sync(False)
+            loss = run(batch(2)).pow(2).mean()
+            model.set_requires_gradient_sync(True)
+            loss.backward()
+            reference(2)
+            check()
+        elif what == "two forwards first":
+            losses = [run(batch(number)).pow(2).mean() for number in (2, 3)]
+            for loss in losses:
+                loss.backward()
+            reference(2, 3)
+            check()
+        elif what == "after an error":
+            model.fails = True
+            with pytest.raises(KeyError):
+                run(batch(2))
+            model.fails = False
+        elif what == "thawed":
+            for one in (unsharded, model):
+                one.layers[1].up.weight.requires_grad_()
+        run(batch(4)).pow(2).mean().backward()
+        reference(4)
+        check()
+    run(batch(5)).pow(2).mean().backward()
+    reference(5)
+    check()
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "called twice", "inputs alone", "asked for", "penalty", "sync decided late", "two forwards first",
+        "after an error", "thawed",
+    ],
+)  # fmt: skip
+def test_where_all_ranks_fall_back_all_is_as_it_was(two_ranks: Ranks, what: str) -> None:
+    two_ranks.run(_all_fall_back, what)
