@@ -12,8 +12,10 @@
                            overlap  launch a unit ahead, wait at the use
                            check    the result is legal
                            announce the graph says what it launches, before it does
-    --- Inductor lowers, fuses, sorts ---
-    scheduler's nodes      schedule the same order again, on what will be generated
+    --- Inductor lowers ---
+    kernels                anchor   launches stay between the products that they stand between
+    --- Inductor fuses, sorts ---
+    kernels                schedule the same order again, on what will be generated
 
 The list that runs is in manager.py. What a graph would cost, without running it:
 
@@ -21,6 +23,7 @@ The list that runs is in manager.py. What a graph would cost, without running it
     events     of a lowered graph          replay  simulate: their time line, what is exposed and why
 """
 
+from .anchor import AnchorLaunches as AnchorLaunches
 from .cost import Group as Group
 from .cost import collective_seconds as collective_seconds
 from .cost import graph_seconds as graph_seconds
