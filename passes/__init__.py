@@ -12,8 +12,10 @@
                            overlap  launch a unit ahead, wait at the use
                            check    the result is legal
                            announce the graph says what it launches, before it does
-    --- Inductor lowers, fuses, sorts ---
-    scheduler's nodes      schedule the same order again, on what will be generated
+    --- Inductor lowers ---
+    kernels                anchor   launches stay between the products that they stand between
+    --- Inductor fuses, sorts ---
+    kernels                schedule the same order again, on what will be generated
 
 The list that runs is in manager.py. What a graph would cost, without running it:
 
@@ -27,6 +29,7 @@ With a byte budget, what is kept from forward to backward is chosen by that:
                                            choice     the reasons, which the plan carries
 """
 
+from .anchor import AnchorLaunches as AnchorLaunches
 from .budget import Budget as Budget
 from .choice import Candidate as Candidate
 from .choice import Choice as Choice
