@@ -52,7 +52,7 @@ class ScheduleInPlannedOrder:
         leave_graph()
         compat.drop_temporary_dependencies(snodes)
         items = Items(
-            order=snodes,
+            order=kernels.in_order_of_graph(),
             deps=kernels.deps,
             role=kernels.role.__getitem__,
             is_launch=kernels.is_launch,
