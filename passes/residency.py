@@ -164,20 +164,20 @@ def fill(again: Trial, residents: Sequence[Resident], order: Sequence[Resident],
 def peak_with(again: Trial, residents: Sequence[Resident], kept: Sequence[Resident]) -> int:
     """The peak that a step should have with these kept.
 
-    What is still gathered is launched where the unit begins that is gathered before it, so earlier, the more is kept.
+    What is gathered behind the first unit, where that is kept, is launched when backward begins.
     """
     forward, backward = [0] * (len(again.forward.live_bytes) + 1), [0] * (len(again.backward.live_bytes) + 1)
     stays = {one.fqns for one in kept}
     steps = [list(step) for _, step in itertools.groupby(residents, key=lambda one: one.unit)]
     launch = 0
-    for step, following in itertools.zip_longest(steps, steps[1:]):
+    for index, (step, following) in enumerate(itertools.zip_longest(steps, steps[1:])):
         for one in step:
             is_kept = one.fqns in stays
             backward[0 if is_kept else min(launch, one.until)] += one.num_bytes
             backward[one.until] -= one.num_bytes
             if is_kept:
                 forward[one.since + 1] += one.num_bytes
-        if following and any(one.fqns not in stays for one in step):
+        if following and (index > 0 or any(one.fqns not in stays for one in step)):
             launch = following[0].until
     highest = max(map(sum, zip(again.forward.live_bytes, itertools.accumulate(forward))))
     later = max(map(sum, zip(again.backward.live_bytes, itertools.accumulate(backward))))

@@ -95,9 +95,10 @@ def test_a_bucket_is_worth_what_backward_waits_for_it_and_lives_from_its_last_to
     ("budget", "kept", "peak"),
     [
         (10, (), PEAK),
-        (PEAK + 1, WEIGHTS[4:], PEAK - 8),  # w3 alone is on its way at the peak, and no gradient beside it
-        (PEAK + 16, WEIGHTS[3:], PEAK + 8),
-        (PEAK + 31, WEIGHTS[3:], PEAK + 8),  # with a third one, it is expected to be reached, and not tried
+        (PEAK, WEIGHTS[3:], PEAK),  # w2 is launched when w3 is read, as it is where w3 was gathered
+        (PEAK + 15, WEIGHTS[3:], PEAK),
+        (PEAK + 16, WEIGHTS[2:], PEAK + 16),
+        (PEAK + 31, WEIGHTS[2:], PEAK + 16),
         (PEAK + 32, WEIGHTS[1:], PEAK + 32),
         (1 << 20, WEIGHTS[1:], PEAK + 32),
     ],
@@ -124,7 +125,7 @@ def test_units_that_were_told_to_keep_are_gathered_again_where_the_budget_wants_
         node.update_kwarg("regather", False)
     assert plan_joint(graph).keep == WEIGHTS
     best, _ = choose(graph, lambda again: (PEAK + 16) * KIB, TOY, GROUPS)
-    assert best.trial.kept == frozenset(WEIGHTS[3:])
+    assert best.trial.kept == frozenset(WEIGHTS[2:])
     assert plan_joint(graph).keep == WEIGHTS
 
 
