@@ -17,7 +17,7 @@ class Kernels:
 
     def __init__(self, snodes: list[BaseSchedulerNode]) -> None:
         self.snodes = snodes
-        self.origins = {snode: _origins(snode) for snode in snodes}
+        self.origins = {snode: [one for part in snode.get_nodes() for one in _call_origins(part)] for snode in snodes}
         self.role = {snode: _role(nodes) for snode, nodes in self.origins.items()}
         self.begins = [one for one, nodes in self.origins.items() if any(node.target is begin for node in nodes)]
         self._producer = {name: snode for snode in snodes for name in snode.get_buffer_names()}
@@ -39,12 +39,16 @@ class Kernels:
         return max(map(phase_of, self.origins[snode]), default=0)
 
     def in_order_of_graph(self) -> list[BaseSchedulerNode]:
-        """Each where the last of its FX nodes stood, but behind what it depends on."""
+        """Each where the first of what is fused in it stood, but behind what it depends on.
+
+        A comparison that forward saves for backward stands at the end of the FX graph, its kernel is the activation's.
+        """
         graphs = {node.graph for nodes in self.origins.values() for node in nodes}
         stood = {node: index for graph in graphs for index, node in enumerate(graph.nodes)}
         place: dict[BaseSchedulerNode, int] = {}
         for snode in self.snodes:
-            own = max((stood[node] for node in self.origins[snode]), default=-1)
+            parts = [[stood[node] for node in _call_origins(part)] for part in snode.get_nodes()]
+            own = min((max(its) for its in parts if its), default=-1)
             place[snode] = max([own, *(place[dep] for dep in self.deps(snode) if dep in place)])
         return sorted(self.snodes, key=place.__getitem__)
 
@@ -53,12 +57,8 @@ def is_our_launch(node: fx.Node) -> bool:
     return ROLE in node.meta and is_launch(node)
 
 
-def _origins(snode: BaseSchedulerNode) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    for part in snode.get_nodes():
-        if part.node is not None:
-            found.extend(origin for origin in part.node.get_origins() if origin.op == "call_function")
-    return found
+def _call_origins(part: BaseSchedulerNode) -> list[fx.Node]:
+    return [] if part.node is None else [one for one in part.node.get_origins() if one.op == "call_function"]
 
 
 def _role(origins: list[fx.Node]) -> Role | None:

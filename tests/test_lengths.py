@@ -15,7 +15,7 @@ from tests.compiling import num_graphs
 from tests.models import twins
 from tests.ranks import Ranks
 from tests.recording import Wire
-from tests.test_structure import LAYERS, WIDTH, Attends, Layer, Net, Noisy, Projections, Recomputed
+from tests.test_structure import WIDTH, Net, Noisy
 
 # Of each rank: one row is a shape of its own for compilers, and so is a batch as wide as the model.
 LENGTHS = ((1, WIDTH, 300), (7, 1, 3))
@@ -27,16 +27,8 @@ def _batch(step: int, rank: int) -> Tensor:
     return torch.randn(length, WIDTH, generator=generator)
 
 
-# Of the kinds of layers all but dropout, whose numbers are another rank's; on Inductor few, for each length compiles anew.
-WITHOUT: dict[str, tuple[type[Layer], ...]] = {
-    "eager": (Noisy,),
-    "passes": (Noisy,),
-    "inductor": tuple({*LAYERS} - {Layer, Projections, Recomputed, Attends}),
-}
-
-
 def _train(path: str, num_steps: int) -> int:
-    unsharded, model = twins(lambda: Net(without=WITHOUT[path]))
+    unsharded, model = twins(lambda: Net(without=(Noisy,)))
     for one in model.layers:
         fully_shard(one, reshard_after_forward=True)
     fully_shard(model, reshard_after_forward=True)
@@ -54,7 +46,7 @@ def _train(path: str, num_steps: int) -> int:
         unsharded.zero_grad()
     by_rank: list[Any] = [None, None]
     dist.all_gather_object(by_rank, launched)
-    assert len(launched) >= 2 * len(model.layers) * num_steps and by_rank[0] == by_rank[1]
+    assert len(launched) >= 20 * num_steps and by_rank[0] == by_rank[1]
     return num_graphs()
 
 
