@@ -4,6 +4,7 @@
                                    saved activations, gathered parameters, buffers. Not the states of optimizers
     0.9                            that share of what is free on the device when the graph is planned first, and what
                                    its inputs hold already
+    "fsdp2"                        what FSDP2, eagerly, is predicted to need for the step
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from .plan import Plan
 from .planner import plan_joint, plan_keeping
 from .profiles import PROFILES, HardwareProfile
 from .provenance import find_unshards, groups_of
-from .residency import choose
+from .residency import choose, told_to_keep
 from .settle import Decision, Settled
-from .trial import Trial
+from .trial import Trial, trial_of
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -36,23 +37,29 @@ _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*")
 
 @dataclass(frozen=True)
 class Budget:
-    """What a user allows one model's step."""
+    """What a user allows one model's step: one of the first three."""
 
-    num_bytes: int | None  # None: a share
-    share: float = 1.0
+    num_bytes: int | None = None
+    share: float | None = None  # of what is free
+    like_fsdp2: bool = False
     profile: HardwareProfile | None = None  # None: that of the device
     num_units: int = 0  # of the model: a graph that reads fewer does not hold its step
 
     @classmethod
     def of(cls, said: int | float | str) -> Budget:
         """ValueError or TypeError for what is no budget."""
-        what = "Give bytes (an int), text such as '70GiB' or '800MiB', or a share of free memory (a float in (0, 1])."
+        what = (
+            "Give bytes (an int), text such as '70GiB' or '800MiB', a share of free memory (a float in (0, 1]), or "
+            "'fsdp2'."
+        )
         if isinstance(said, bool) or not isinstance(said, (int, float, str)):
             raise TypeError(f"memory_budget is {said!r}. {what}")
         if isinstance(said, float):
             if not 0 < said <= 1:
                 raise ValueError(f"memory_budget={said!r} is a float, so a share, and not in (0, 1]. {what}")
-            return cls(None, said)
+            return cls(share=said)
+        if said == "fsdp2":
+            return cls(like_fsdp2=True)
         if isinstance(said, str):
             found = _TEXT.fullmatch(said)
             scale = {name.lower(): scale for name, scale in _UNITS.items()}.get(found[2].lower()) if found else None
@@ -63,11 +70,14 @@ class Budget:
             raise ValueError(f"memory_budget={said!r} is not above 0. {what}")
         return cls(said)
 
-    def bytes_for(self, trial: Trial, device: torch.device) -> int:
-        """What the step of a graph may hold, with its inputs."""
+    def bytes_for(self, graph: fx.Graph, trial: Trial, profile: HardwareProfile) -> int:
+        """What the step of a joint graph may hold, with its inputs, of which the trial of any plan tells."""
         if self.num_bytes is not None:
             return self.num_bytes
-        return int(self.share * free_bytes(device)) + trial.held_bytes
+        if self.like_fsdp2:
+            return trial_of(graph, told_to_keep(graph), profile, like_fsdp2=True).peak_bytes
+        assert self.share is not None
+        return int(self.share * free_bytes(device_of(graph))) + trial.held_bytes
 
 
 def plan_within(budget: Budget, graph: fx.Graph, settled: Settled, budget_id: str) -> Plan:
@@ -101,13 +111,12 @@ def plan_within(budget: Budget, graph: fx.Graph, settled: Settled, budget_id: st
 
 
 def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Decision:
-    device = _device_of(graph)
-    profile = budget.profile or default_profile(device)
+    profile = budget.profile or default_profile(device_of(graph))
     found = 0
 
     def allowed(trial: Trial) -> int:
         nonlocal found
-        found = budget.bytes_for(trial, device)
+        found = budget.bytes_for(graph, trial, profile)
         return found
 
     best, lost = choose(graph, allowed, profile)
@@ -123,7 +132,7 @@ def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Decision:
     return Decision(tuple(sorted(best.trial.kept)), choice)
 
 
-def _device_of(graph: fx.Graph) -> torch.device:
+def device_of(graph: fx.Graph) -> torch.device:
     """Where a graph computes."""
     devices = {one.node.meta["val"].device for one in find_unshards(graph)}
     return next(iter(sorted(devices, key=str)))

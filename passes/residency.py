@@ -78,7 +78,6 @@ def choose(
     ``joint`` has gone through all passes but ``keep``, and stays as it is. The budget may depend on what is there
     before the step begins, which the first trial tells.
     """
-    told = frozenset(one.fqn for one in find_unshards(joint) if not one.spec.regather)
     tried: dict[frozenset[str], Tried] = {}
 
     def try_one(name: str, kept: Collection[str]) -> Trial:
@@ -93,7 +92,7 @@ def choose(
     residents = residents_of(again)
     keeping = [one for one in residents if {*one.fqns} <= may_stay]
     try_one(KEPT, may_stay)
-    try_one(AS_TOLD, told)
+    try_one(AS_TOLD, told_to_keep(joint))
     for name, order in ((WORTH, _by_worth(keeping)), (SHORT, sorted(keeping, key=lambda one: one.held_s))):
         room = budget
         for _ in range(_REFILLS):
@@ -114,6 +113,11 @@ def choose(
         ),
     )
     return best, sorted((one for one in tried.values() if one is not best), key=lambda one: one.trial.seconds)
+
+
+def told_to_keep(joint: fx.Graph) -> frozenset[str]:
+    """The parameters of units that were not told to reshard after forward."""
+    return frozenset(one.fqn for one in find_unshards(joint) if not one.spec.regather)
 
 
 def keepable(joint: fx.Graph, again: Plan) -> list[str]:

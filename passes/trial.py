@@ -20,6 +20,7 @@ from torch import fx
 
 from . import _torch_compat as compat
 from .aliases import storages_of
+from .by_hooks import pack_units, save_all
 from .cost import Groups
 from .events import events_of
 from .insert import insert
@@ -69,11 +70,24 @@ class Trial:
         return self.forward.timeline.exposed_s + self.backward.timeline.exposed_s
 
 
-def trial_of(joint: fx.Graph, kept: Collection[str], profile: HardwareProfile, groups: Groups | None = None) -> Trial:
-    """Predict the step of a joint graph that has gone through all passes but ``keep``; the graph stays as it is."""
+def trial_of(
+    joint: fx.Graph,
+    kept: Collection[str],
+    profile: HardwareProfile,
+    groups: Groups | None = None,
+    like_fsdp2: bool = False,
+) -> Trial:
+    """Predict the step of a joint graph that has gone through all passes but ``keep``; the graph stays as it is.
+
+    ``like_fsdp2``: not as it is compiled, but as FSDP2 runs it eagerly (by_hooks.py).
+    """
     module = fx.GraphModule(joint.owning_module or {}, copy.deepcopy(joint))  # type: ignore[arg-type]
+    if like_fsdp2:
+        pack_units(module.graph)
     plan = plan_keeping(module.graph, kept)
     keep(module.graph, plan)
+    if like_fsdp2:
+        save_all(module.graph)
     num_results = num_forward_results(module.graph)
     forward, backward = compat.cut(module, num_results)
     names = [one.name if isinstance(one, fx.Node) else "" for one in _results(forward)]
@@ -83,7 +97,7 @@ def trial_of(joint: fx.Graph, kept: Collection[str], profile: HardwareProfile, g
         half = plan_graph(graph, stage)
         insert(graph, half)
         overlap(graph, half)
-    curve = memory_curve(forward, fused=True)
+    curve = memory_curve(forward, fused=not like_fsdp2)
     storages = storages_of(forward)
     results = [storages[one] if isinstance(one, fx.Node) else () for one in _results(forward)]
     made = {one for these in results[:num_results] for one in these if one.node.op == "call_function"}
@@ -94,11 +108,12 @@ def trial_of(joint: fx.Graph, kept: Collection[str], profile: HardwareProfile, g
         if any(one in made or one.node.op == "placeholder" for one in these)
     }
     given_up = [name for name in saved_inputs(backward) if name not in callers]
+    later = memory_curve(backward, given_up, fused=not like_fsdp2)
     return Trial(
         frozenset(kept),
         plan,
         _half(forward, curve.live_bytes, (), profile, groups),
-        _half(backward, memory_curve(backward, given_up, fused=True).live_bytes, given_up, profile, groups),
+        _half(backward, later.live_bytes, given_up, profile, groups),
         held_bytes=curve.input_bytes,
         returned_bytes=sum(one.num_bytes for one in made),
     )

@@ -85,7 +85,7 @@ def _budget(said: int | float | str, profile: HardwareProfile | str | Path | Non
         )
     budget = Budget.of(said)
     device = units[0].mesh.device.type
-    if budget.num_bytes is None and device != "cuda":
+    if budget.share is not None and device != "cuda":
         raise ValueError(
             f"memory_budget={said!r} is a share of free memory, and the ranks compute on {device!r}, where they share "
             "memory with one another and with other programs. Give bytes, such as '2GiB'."
