@@ -135,6 +135,7 @@ def planned_order(items: Items[T], lookahead: int) -> list[T]:
             while phases[ahead] != phases[begins[item]]:
                 ahead -= 1
             schedule.launch_until(steps[ahead][1])
+            schedule.reduce_what_is_ready()  # a reduction may have its turn behind these, and be ready
         schedule.compute(item)
         schedule.reduce_what_is_ready()
         if steps and schedule.is_next(steps[0][1]):  # behind reductions of units that were found gathered
