@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -129,46 +131,49 @@ def test_units_that_were_told_to_keep_are_gathered_again_where_the_budget_wants_
     assert plan_joint(graph).keep == WEIGHTS
 
 
-def norms_and_products() -> fx.Graph:
-    """y1 = relu(x * g0) @ w0, y2 = relu(y1 * g1) @ w1: two units of a vector and a matrix."""
+def products_and_scales() -> fx.Graph:
+    """y1 = relu((x @ w0) * g0), y2 = relu((y1 @ w1) * g1), returned doubled: two units of a matrix and a vector."""
     b = Builder()
-    its = {"g": spec("scale", (64,), bucketing="none"), "w": spec("weight", (64, 64), bucketing="none")}
-    shards = [b.input(f"primals_{place + 1}", *size) for place, size in enumerate([(32,), (32, 64)] * 2)]
-    x, tangent = b.input("primals_5", 256, 64), b.input("tangents_1", 256, 64)
-    whole = [b.unshard(one, its["gw"[place % 2]], str(place // 2)) for place, one in enumerate(shards)]
-    y, products = x, []
-    for g, w in (whole[:2], whole[2:]):
-        active = b.call(aten.relu.default, b.call(aten.mul.Tensor, y, g))
-        products.append((y, active, g, w))
-        y = b.call(aten.mm.default, active, w)
-    grad, grads = tangent, []
-    for y_in, active, g, w in reversed(products):
-        of_w = b.call(aten.mm.default, b.call(aten.t.default, active), grad)
-        grad = b.call(aten.threshold_backward.default, b.call(aten.mm.default, grad, b.call(aten.t.default, w)), active, 0)
-        of_g = b.call(aten.sum.dim_IntList, b.call(aten.mul.Tensor, grad, y_in), [0])
-        grads[:0] = [b.reduce(of_g, its["g"], of=g), b.reduce(of_w, its["w"], of=w)]
+    its = {"w": spec("weight", (64, 64), bucketing="none"), "g": spec("scale", (64,), bucketing="none")}
+    shards = [b.input(f"primals_{place + 1}", *size) for place, size in enumerate([(32, 64), (32,)] * 2)]
+    x, grad = b.input("primals_5", 256, 64), b.input("tangents_1", 256, 64)
+    whole = [b.unshard(one, its["wg"[place % 2]], str(place // 2)) for place, one in enumerate(shards)]
+    y, layers = x, []
+    for w, g in (whole[:2], whole[2:]):
+        product = b.call(aten.mm.default, y, w)
+        read, y = y, b.call(aten.relu.default, b.call(aten.mul.Tensor, product, g))
+        layers.append((read, w, product, g, y))
+    result = b.call(aten.mul.Tensor, y, 2.0)
+    grads = []
+    for read, w, product, g, made in reversed(layers):
+        grad = b.call(aten.threshold_backward.default, grad, made, 0)
+        of_g = b.call(aten.sum.dim_IntList, b.call(aten.mul.Tensor, grad, product), [0])
         grad = b.call(aten.mul.Tensor, grad, g)
-    graph = b.output(y, *grads, None)  # type: ignore[arg-type]
+        of_w = b.call(aten.mm.default, b.call(aten.t.default, read), grad)
+        grads[:0] = [b.reduce(of_w, its["w"], of=w), b.reduce(of_g, its["g"], of=g)]
+        grad = b.call(aten.mm.default, grad, b.call(aten.t.default, w))
+    graph = b.output(result, *grads, grad)
     annotate(graph)
     settle_names(graph)
     return graph
 
 
+HELD_BY_TWO = 2 * 8.125 + 64
+
+
 def test_fsdp2_packs_a_unit_and_saves_what_a_compiler_computes_again() -> None:
-    ours, theirs = (trial_of(norms_and_products(), (), TOY, GROUPS, like_fsdp2=like) for like in (False, True))
-    for trial, num_buckets in ((ours, 4), (theirs, 2)):
+    graph = products_and_scales()
+    before = str(graph)
+    ours, theirs = (trial_of(graph, (), TOY, GROUPS, like_fsdp2=like) for like in (False, True))
+    for trial, num_buckets, activations in ((ours, 4, 1), (theirs, 2, 2)):
         assert trial.plan.forward is not None and trial.plan.backward is not None
         assert len(trial.plan.forward.gathers) == len(trial.plan.backward.reduces) == num_buckets
-    activation, unit = 64, 16 + 64 * 4 / KIB
-    assert ours.peak_bytes < theirs.peak_bytes
-    # Both activations are saved beside x and y1; two products of 64 KiB stand while a third is made.
-    saved = sum(
-        one.meta["val"].numel() * 4
-        for one in theirs.backward.graph.find_nodes(op="placeholder")
-        if one.name.startswith("relu")
-    )
-    assert saved == 2 * activation * KIB and unit > 16
-    assert not any(one.name.startswith("relu") for one in ours.backward.graph.find_nodes(op="placeholder"))
+        saved = trial.backward.graph.find_nodes(op="placeholder")
+        assert sum(one.name.startswith("relu") for one in saved) == activations
+    # When backward begins: both products and both activations, the tangent and the first gradient beside what was
+    # returned; the last unit, packed, on its way.
+    assert theirs.peak_bytes == int((HELD_BY_TWO + 64 + 6 * 64 + 8.125 + 16.25) * KIB) > ours.peak_bytes
+    assert str(graph) == before
 
 
 # --- what a user says ------------------------------------------------------------------------------------------------
@@ -177,12 +182,13 @@ def test_fsdp2_packs_a_unit_and_saves_what_a_compiler_computes_again() -> None:
 def test_budgets_are_bytes_text_or_shares() -> None:
     said = {70 << 30: "70GiB", 800 << 20: "800MiB", 1_500_000_000: "1.5 GB", 2048: "2k", 17: "17"}
     assert all(Budget.of(text) == Budget.of(num_bytes) == Budget(num_bytes) for num_bytes, text in said.items())
-    assert Budget.of(1.0) == Budget(None, 1.0) and Budget.of(1) == Budget(1)
+    assert Budget.of(1.0) == Budget(share=1.0) and Budget.of(1) == Budget(1)
+    assert Budget.of("fsdp2") == Budget(like_fsdp2=True)
 
 
 @pytest.mark.parametrize("said", ["", "much", "70 GIBS", "-1GiB", "0MiB", 0, -5, 0.0, 1.5, float("nan")])
 def test_what_is_no_budget_is_refused(said: Any) -> None:
-    with pytest.raises(ValueError, match=r"memory_budget=.*Give bytes \(an int\), text such as '70GiB'"):
+    with pytest.raises(ValueError, match=r"memory_budget=.*Give bytes \(an int\), text such as '70GiB'.* or 'fsdp2'"):
         Budget.of(said)
 
 
@@ -373,3 +379,48 @@ def test_a_larger_budget_keeps_more_and_trains_the_same(two_ranks: Ranks) -> Non
     num_kept = [len(kept) for _, kept, _ in here]
     assert num_kept == sorted(num_kept) and 0 < num_kept[0] < num_kept[2]
     assert all(predicted <= budget for budget, _, predicted in here)
+
+
+def _beside_fsdp2(settings: Settings) -> tuple[int, int, int]:
+    """What FSDP2 was predicted to need, what was chosen to be needed instead, and what FSDP2 did need, eagerly."""
+    mesh, batch = init_device_mesh("cpu", (2,)), batch_of(settings, dist.get_rank())
+    model = shard_with_ours(build_model(settings), mesh)
+    configure(model, memory_budget="fsdp2")
+    choice = _planned(model, batch).choice
+    assert choice is not None
+    theirs = build_model(settings)
+    for block in theirs.blocks:
+        torch.distributed.fsdp.fully_shard(block, mesh=mesh)
+    torch.distributed.fsdp.fully_shard(theirs, mesh=mesh)
+
+    def step() -> None:
+        theirs.zero_grad()
+        theirs(batch).backward()
+
+    step()
+    shards = sum(one.to_local().nbytes for one in theirs.parameters())
+    return choice.budget_bytes, choice.chosen.peak_bytes, shards + _peak_above(step)
+
+
+def _peak_above(step: Callable[[], None]) -> int:
+    """What PyTorch's allocator had given out at most, on any thread, and not taken back; by the profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    changes: list[tuple[int, int]] = []
+    events = list(profiled.profiler.kineto_results.experimental_event_tree())
+    while events:
+        event = events.pop()
+        events.extend(event.children)
+        if event.name == "[memory]":
+            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
+    return max(itertools.accumulate(change for _, change in sorted(changes, key=lambda one: one[0])))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("batch", [(1, 64), (4, 256)], ids=str)
+def test_what_fsdp2_needs_is_predicted(two_ranks: Ranks, batch: tuple[int, int]) -> None:
+    settings = Settings(layers=3, dim=256, batch=batch[0], seq=batch[1], head_dim=64)
+    for predicted, chosen, measured in two_ranks.run(_beside_fsdp2, settings):
+        # 1 to 10 % off where this was written: autograd holds a result here and there for longer.
+        assert predicted == pytest.approx(measured, rel=0.15)
+        assert chosen <= predicted

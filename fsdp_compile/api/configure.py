@@ -38,12 +38,13 @@ def configure(
     compiles. The eager path has no use for it.
 
     **memory_budget** what forward and backward of one rank may hold at their peak: bytes (``70 << 30``), text
-    (``"70GiB"``, ``"800MiB"``), or a share of the memory that is free on the GPU when the model is first compiled (a
-    float in (0, 1]). Shards, gradients, saved activations, gathered parameters and buffers count; the states of
-    optimizers, and what stands outside of the compiled model, do not. Which parameters stay gathered from forward to
-    backward is then chosen by predicted bytes and seconds, whatever ``reshard_after_forward`` says (a number of ranks
-    holds); the first rank chooses for all, by its own batch. ``report.joint.plan.choice`` has the reasons. Holds from
-    the next compilation on, in place of a plan that was given before. The eager path has no use for it.
+    (``"70GiB"``, ``"800MiB"``), a share of the memory that is free on the GPU when the model is first compiled (a
+    float in (0, 1]), or ``"fsdp2"``: what FSDP2 is predicted to need. Shards, gradients, saved activations, gathered
+    parameters and buffers count; the states of optimizers, and what stands outside of the compiled model, do not.
+    Which parameters stay gathered from forward to backward is then chosen by predicted bytes and seconds, whatever
+    ``reshard_after_forward`` says (a number of ranks holds); the first rank chooses for all, by its own batch.
+    ``report.joint.plan.choice`` has the reasons. Holds from the next compilation on, in place of a plan that was given
+    before. The eager path has no use for it.
 
     **profile** the hardware that the choice is predicted for: a name or a file for ``passes.load_profile``, or a
     profile; by default the built-in one of the device.
