@@ -20,6 +20,7 @@ from fsdp_compile.demo.training import Settings, batch_of, build_model, shard_wi
 from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import Budget, GraphRecord, Group, Plan
 from fsdp_compile.passes.budget import default_profile
+from fsdp_compile.passes.choice import Candidate
 from fsdp_compile.passes.planner import plan_joint
 from fsdp_compile.passes.provenance import annotate, settle_names
 from fsdp_compile.passes.residency import AGAIN, KEPT, choose, peak_with, residents_of
@@ -350,8 +351,8 @@ def test_a_rank_that_nobody_answers_says_what_it_waited_for() -> None:
 SIZES = Settings(layers=2, dim=256, batch=2, seq=128, head_dim=64)
 
 
-def _trained(shares: tuple[float, ...]) -> list[tuple[int, tuple[str, ...], int]]:
-    """Of each budget: its bytes, what is kept, the predicted peak; gradients are those without sharding."""
+def _trained(shares: tuple[float, ...]) -> list[tuple[int, tuple[str, ...], Candidate]]:
+    """Of each budget: its bytes, what is kept, and what that was predicted to take; gradients are as unsharded."""
     found = []
     batch = batch_of(SIZES, dist.get_rank())
     unsharded = build_model(SIZES)
@@ -368,17 +369,20 @@ def _trained(shares: tuple[float, ...]) -> list[tuple[int, tuple[str, ...], int]
         model.zero_grad()
         (plan,) = plans
         assert plan.choice is not None
-        found.append((budget, plan.keep, plan.choice.chosen.peak_bytes))
+        found.append((budget, plan.keep, plan.choice.chosen))
     return found
 
 
 @pytest.mark.more
-def test_a_larger_budget_keeps_more_and_trains_the_same(two_ranks: Ranks) -> None:
-    here, there = two_ranks.run(_trained, (0.3, 0.7, 1.0))
-    assert [(kept, predicted) for _, kept, predicted in here] == [(kept, peak) for _, kept, peak in there]
-    num_kept = [len(kept) for _, kept, _ in here]
-    assert num_kept == sorted(num_kept) and 0 < num_kept[0] < num_kept[2]
-    assert all(predicted <= budget for budget, _, predicted in here)
+def test_a_larger_budget_is_no_slower_and_trains_the_same(two_ranks: Ranks) -> None:
+    here, there = two_ranks.run(_trained, (0.0, 0.3, 0.7, 1.0))
+    assert here == there
+    assert all(len(kept) == chosen.num_kept > 0 for _, kept, chosen in here[1:])
+    assert all(chosen.peak_bytes <= budget for budget, _, chosen in here)
+    seconds = [chosen.seconds for *_, chosen in here]
+    # Lists that are filled up to different bytes are different lists, so a larger budget may miss by a little.
+    assert all(later <= 1.02 * min(seconds[: place + 1]) for place, later in enumerate(seconds))
+    assert seconds[-1] < seconds[0]
 
 
 def _beside_fsdp2(settings: Settings) -> tuple[int, int, int]:
@@ -398,6 +402,7 @@ def _beside_fsdp2(settings: Settings) -> tuple[int, int, int]:
         theirs(batch).backward()
 
     step()
+    step()  # the first one leaves what the second frees
     shards = sum(one.to_local().nbytes for one in theirs.parameters())
     return choice.budget_bytes, choice.chosen.peak_bytes, shards + _peak_above(step)
 
