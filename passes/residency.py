@@ -9,10 +9,10 @@
          forward     |  backward
 
 A bucket that is kept is one gather less in backward, and saves the seconds that the replay without it is shorter. Two
-lists of candidates are filled, one by seconds saved a byte and second held, one by the shortest life first, each until
-nothing more fits, and the first in half of the room as well; they, the plan as the units were told, everything gathered
-again and everything kept are tried (trial.py), and the fastest of those within the budget wins; the one with the lowest
-peak where none is.
+lists of candidates are filled, one by seconds saved a byte and second held, one by the shortest life first, each to as
+many bytes as prove to fit, and the first to half of the room as well. They are tried (trial.py), and so are the plan as
+the units were told, everything gathered again and everything kept. The fastest of those within the budget wins; the one
+with the lowest peak where none is.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from .trial import Half, Trial, trial_of
 
 AGAIN, AS_TOLD, KEPT = "everything gathered again", "as reshard_after_forward says", "everything kept"
 WORTH, SHORT = "kept by seconds saved a byte", "kept by the shortest life"
-# Of the predicted room a list may be off by what the partitioner saves otherwise; then it is filled once more, lower.
-_REFILLS = 3
+# How often a list is filled: what the partitioner saves otherwise, and launches that change their places, make the peak
+# another one than the list was filled to, and the bytes to fill it to are searched for.
+_FILLS = 5
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,15 @@ def choose(
     try_one(KEPT, may_stay)
     try_one(AS_TOLD, told_to_keep(joint))
     for name, order in ((WORTH, _by_worth(keeping)), (SHORT, sorted(keeping, key=lambda one: one.held_s))):
-        room = budget
-        for _ in range(_REFILLS):
-            kept = fill(again, residents, order, room)
-            over = try_one(name, _fqns(kept)).peak_bytes - budget
-            if over <= 0 or not kept:
+        fits, over, room = again.peak_bytes, budget, budget
+        for _ in range(_FILLS):
+            if try_one(name, _fqns(fill(again, residents, order, room))).peak_bytes <= budget:
+                fits = room
+            else:
+                over = room
+            if fits >= over:
                 break
-            room = peak_with(again, residents, kept) - over
+            room = (fits + over) // 2
     # Of the plan that keeps a little less the collectives may queue less.
     half = fill(again, residents, _by_worth(keeping), (budget + again.peak_bytes) // 2)
     try_one(f"{WORTH}, in half of the room", _fqns(half))
