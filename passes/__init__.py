@@ -12,15 +12,27 @@
                            overlap  launch a unit ahead, wait at the use
                            check    the result is legal
                            announce the graph says what it launches, before it does
-    --- Inductor lowers, fuses, sorts ---
-    scheduler's nodes      schedule the same order again, on what will be generated
+    --- Inductor lowers ---
+    kernels                anchor   launches stay between the products that they stand between
+    --- Inductor fuses, sorts ---
+    kernels                schedule the same order again, on what will be generated
 
 The list that runs is in manager.py. What a graph would cost, without running it:
 
     profiles   what hardware can do        cost    seconds of a node, of a collective      memory   bytes alive
     events     of a lowered graph          replay  simulate: their time line, what is exposed and why
+
+With a byte budget, what is kept from forward to backward is chosen by that:
+
+    budget     a budget, and its plan      residency  the candidates, and the best of them
+    trial      of one candidate            settle     one rank decides, the others adopt
+                                           choice     the reasons, which the plan carries
 """
 
+from .anchor import AnchorLaunches as AnchorLaunches
+from .budget import Budget as Budget
+from .choice import Candidate as Candidate
+from .choice import Choice as Choice
 from .cost import Group as Group
 from .cost import collective_seconds as collective_seconds
 from .cost import graph_seconds as graph_seconds

@@ -11,12 +11,17 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._inductor.custom_graph_pass as custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass  # 2.11 to 2.15
 
 if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode as BaseSchedulerNode  # 2.11 to 2.15
 else:
     BaseSchedulerNode = Any  # to import it takes a second, which only those who compile should wait
+
+
+# What a pass on kernels must be for Inductor to cache what it made: 2.15. In 2.11 a CustomGraphPass.
+SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)
 
 
 def add_order_dependency(after: BaseSchedulerNode, before: BaseSchedulerNode) -> None:
@@ -30,6 +35,37 @@ def add_order_dependency(after: BaseSchedulerNode, before: BaseSchedulerNode) ->
     target = next(iter(after.get_buffer_names()), None)
     if source is not None and target is not None:
         after.add_fake_dep(WeakDep(source, mutating_buf=target, is_fake=True))
+
+
+@functools.cache
+def _temporary_dependency() -> Any:
+    """A class of dependencies for ordering alone, told from Inductor's own (``WeakDep.rename``: 2.11 to 2.15)."""
+    from torch._inductor.dependencies import WeakDep
+
+    class Temporary(WeakDep):
+        def rename(self, renames: dict[str, str]) -> Temporary:
+            renamed = super().rename(renames)
+            return type(self)(renamed.name, renamed.mutating_buf, renamed.is_fake)
+
+    return Temporary
+
+
+def add_temporary_dependency(after: BaseSchedulerNode, before: BaseSchedulerNode) -> None:
+    """As ``add_order_dependency``, until ``drop_temporary_dependencies``."""
+    source, target = (next(iter(one.get_buffer_names()), None) for one in (before, after))
+    if source is not None and target is not None:
+        after.add_fake_dep(_temporary_dependency()(source, mutating_buf=target, is_fake=True))
+
+
+def drop_temporary_dependencies(snodes: list[BaseSchedulerNode]) -> None:
+    """Forget them, in kernels and in what these were fused from (``unmet_dependencies``: 2.11 to 2.15)."""
+    temporary = _temporary_dependency()
+    for snode in snodes:
+        for part in {snode, *snode.get_nodes()}:
+            for dep in [one for one in part.unmet_dependencies if isinstance(one, temporary)]:
+                part.unmet_dependencies.discard(dep)
+            for dep in [one for one in part.read_writes.reads if isinstance(one, temporary)]:
+                part.read_writes.reads.discard(dep)
 
 
 @functools.cache
@@ -69,6 +105,32 @@ def is_collective(snode: BaseSchedulerNode) -> bool:
 
     kernels = [part.node for part in snode.get_nodes()]
     return any(isinstance(one, ir._CollectiveKernel) and not isinstance(one, ir._WaitKernel) for one in kernels)
+
+
+def is_wait(snode: BaseSchedulerNode) -> bool:
+    """Whether a kernel waits for a collective (``ir._WaitKernel``: 2.11 to 2.15)."""
+    from torch._inductor import ir
+
+    return any(isinstance(part.node, ir._WaitKernel) for part in snode.get_nodes())
+
+
+def is_heavy(snode: BaseSchedulerNode) -> bool:
+    """Whether a kernel is a product, a convolution, an attention, an operator that Inductor generates no loops for.
+
+    ``is_extern``, ``is_template``: 2.11 to 2.15.
+    """
+    return snode.is_extern() or snode.is_template()
+
+
+def dependencies_added(snodes: list[BaseSchedulerNode]) -> None:
+    """Tell Inductor what kernels, in topological order, depend on since it looked: its fusion asks for that.
+
+    ``ancestors``, ``get_operation_names``: 2.11 to 2.15.
+    """
+    producer = {name: snode for snode in snodes for name in snode.get_buffer_names()}
+    for snode in snodes:
+        for made in {producer[dep.name] for dep in snode.unmet_dependencies if dep.name in producer} - {snode}:
+            snode.ancestors |= made.get_operation_names() | made.ancestors
 
 
 def is_deterministic() -> bool:
@@ -235,6 +297,17 @@ def sort_topologically(graph: torch.fx.Graph) -> None:
     from torch._inductor.pattern_matcher import stable_topological_sort
 
     stable_topological_sort(graph)
+
+
+def cut(joint: torch.fx.GraphModule, num_results: int) -> tuple[torch.fx.Graph, torch.fx.Graph]:
+    """Forward and backward as AOTAutograd's partitioner cuts them; ``joint`` is spent.
+
+    ``partitioners.min_cut_rematerialization_partition``: 2.11 to 2.15.
+    """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    forward, backward = min_cut_rematerialization_partition(joint, (), num_fwd_outputs=num_results)
+    return forward.graph, backward.graph
 
 
 def partitioner_has_a_budget(graph: torch.fx.Graph) -> bool:

@@ -47,7 +47,7 @@ class Agreement:
         self, store: torch.distributed.Store, plan: Plan, fqns: list[str], ranks: tuple[int, ...]
     ) -> None:
         names = hashlib.sha256(repr((plan.stage, fqns, ranks)).encode()).hexdigest()[:16]
-        ours = plan.to_json()
+        ours = plan.decisions()
         planned = self._planned.setdefault(names, [])
         if ours in planned or compat.served_from_a_cache():
             return

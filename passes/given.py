@@ -15,7 +15,7 @@ from torch import fx
 
 from .buckets import gather_key, reduce_key
 from .plan import Bucket, Plan
-from .planner import gather_bucket, only, plan_joint, reduce_bucket
+from .planner import gather_bucket, only, plan_keeping, reduce_bucket
 from .provenance import Marker, find_reduces, find_unshards
 
 
@@ -25,9 +25,7 @@ def fitted(given: Plan, graph: fx.Graph) -> Plan:
         raise ValueError(f"a plan of a {given.stage} graph was given. The plan of a step is that of the joint graph.")
     unshards = find_unshards(graph)
     _require_equal("keeps or regathers", [*given.keep, *given.regather], [one.fqn for one in unshards])
-    for one in unshards:
-        one.node.update_kwarg("regather", one.fqn in given.regather)
-    ours = plan_joint(graph)
+    ours = plan_keeping(graph, given.keep)
     assert ours.forward is not None and ours.backward is not None
     gathered, reduced = {one.fqn: one for one in unshards}, {one.fqn: one for one in find_reduces(graph)}
     not_kept = [one for one in unshards if one.fqn not in given.keep]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import time
 import warnings
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch import fx
 from ._torch_compat import CustomGraphPass
 from .agree import Agreement
 from .announce import announce
+from .budget import Budget, plan_within
 from .check import check
 from .collectives import let_inductor_see_collectives
 from .given import fitted
@@ -39,6 +41,7 @@ from .provenance import (
 )
 from .regather import regather
 from .schedule import leave_graph, schedule_this_graph
+from .settle import Settled
 from .slices import slices, use_first_gather
 from .write_out import write_out
 
@@ -81,6 +84,8 @@ class PassManager(CustomGraphPass):
         self.observers: list[Callable[[GraphRecord], None]] = []
         self._agreement = Agreement()
         self._given: dict[str, Plan] = {}
+        self._budgets: dict[str, tuple[str, Budget]] = {}  # by what markers say, a name that ranks agree about
+        self.settled = Settled()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PassManager:
         return self  # Inductor copies the defaults of its settings, and who observes this one observes all
@@ -141,12 +146,28 @@ class PassManager(CustomGraphPass):
         self._given[plan.id] = plan
         return plan.id
 
+    def give_budget(self, budget: Budget) -> str:
+        """Have graphs whose markers say the id that is returned be planned within the budget; each call is another.
+
+        An id of this process alone, so that no cache has the graph, planned for a budget that was another one or by
+        another rank: each rank that needs the choice finds those that it asks at the joint graph.
+        """
+        name = f"budget {len(self._budgets)}"
+        budget_id = f"{name}, {os.getpid()}.{time.time_ns()}"
+        self._budgets[budget_id] = name, budget
+        return budget_id
+
     def _plan_of_step(self, graph: fx.Graph) -> Plan:
         asked_for = {str(node.kwargs["step"]) for node in unshard_nodes(graph)}
         if len(asked_for) > 1:
-            raise ValueError("a graph reads models that were given different plans. Compile them apart.")
-        given = self._given.get("".join(asked_for))
-        plan = plan_joint(graph) if given is None else fitted(given, graph)
+            raise ValueError("a graph reads models that were given different plans, or budgets. Compile them apart.")
+        asked = "".join(asked_for)
+        if asked in self._budgets:
+            name, budget = self._budgets[asked]
+            plan = plan_within(budget, graph, self.settled, name)
+        else:
+            given = self._given.get(asked)
+            plan = plan_joint(graph) if given is None else fitted(given, graph)
         self._agreement.check(plan, groups_of(graph))
         return plan
 

@@ -118,7 +118,7 @@ def planned_order(items: Items[T], lookahead: int) -> list[T]:
     schedule = _Schedule(items)
     steps = _gather_steps(items)
     begins = {first_reader: index for index, (first_reader, _) in enumerate(steps) if first_reader is not None}
-    if steps:
+    if steps and schedule.is_next(steps[0][1]):
         schedule.launch_until(steps[0][1])  # no unit comes before the first one: launched at the start of the graph
         for item in _beside_the_first(items, steps):
             schedule.compute(item)
@@ -135,8 +135,11 @@ def planned_order(items: Items[T], lookahead: int) -> list[T]:
             while phases[ahead] != phases[begins[item]]:
                 ahead -= 1
             schedule.launch_until(steps[ahead][1])
+            schedule.reduce_what_is_ready()  # a reduction may have its turn behind these, and be ready
         schedule.compute(item)
         schedule.reduce_what_is_ready()
+        if steps and schedule.is_next(steps[0][1]):  # behind reductions of units that were found gathered
+            schedule.launch_until(steps[0][1])
     schedule.finish()
     assert_planned(schedule.done, items)
     return schedule.done
@@ -221,6 +224,10 @@ class _Schedule(Generic[T]):
         last = max(map(self._turn, launches))
         while self._waiting and self._turn(self._waiting[0]) <= last:
             self._launch(self._waiting.pop(0))
+
+    def is_next(self, launches: Sequence[T]) -> bool:
+        """Whether the next turn is one of theirs."""
+        return bool(self._waiting) and self._waiting[0] in launches
 
     def reduce_what_is_ready(self) -> None:
         """Launch the reductions that have their turn and their gradients; wait for what the unit before sent."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from .choice import Choice
 
 STAGES = ("joint", "forward", "backward", "inference", "whole")
 
@@ -47,6 +49,7 @@ class Plan:
     lookahead: int = 1  # how many units ahead of its use a gather is launched
     forward: Plan | None = None
     backward: Plan | None = None
+    choice: Choice | None = field(default=None, compare=False)  # joint: why, where a budget chose what is kept
 
     def turn(self, kind: str, bucket: int) -> int:
         """The place of a bucket's launch among all launches of the graph."""
@@ -55,14 +58,27 @@ class Plan:
     @property
     def id(self) -> str:
         """Equal for equal plans, on every rank and in every process."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
+        return hashlib.sha256(self.decisions().encode()).hexdigest()[:12]
+
+    def decisions(self) -> str:
+        """As JSON, what ranks must agree on: all but the reasons."""
+        return dataclasses.replace(self, choice=None).to_json()
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1)
+        return json.dumps(_without_empty_choices(dataclasses.asdict(self)), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         return _from_fields(json.loads(text))
+
+
+def _without_empty_choices(fields: dict[str, Any]) -> dict[str, Any]:
+    if fields["choice"] is None:
+        del fields["choice"]
+    for name in ("forward", "backward"):
+        if fields[name] is not None:
+            _without_empty_choices(fields[name])
+    return fields
 
 
 def _from_fields(fields: dict[str, Any]) -> Plan:
@@ -74,4 +90,6 @@ def _from_fields(fields: dict[str, Any]) -> Plan:
     fields["order"] = tuple((kind, bucket) for kind, bucket in fields["order"])
     for name in ("forward", "backward"):
         fields[name] = None if fields[name] is None else _from_fields(fields[name])
+    if fields.get("choice") is not None:
+        fields["choice"] = Choice.of(fields["choice"])
     return Plan(**fields)

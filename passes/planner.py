@@ -21,7 +21,7 @@ graph as if it had been cut between its phases.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -71,6 +71,13 @@ def plan_joint(graph: fx.Graph) -> Plan:
     )
 
 
+def plan_keeping(graph: fx.Graph, kept: Collection[str]) -> Plan:
+    """The plan of a step that keeps these parameters, and regathers all others, whatever their units were told."""
+    for one in find_unshards(graph):
+        one.node.update_kwarg("regather", one.fqn not in kept)
+    return plan_joint(graph)
+
+
 def _plan_backward(
     graph: fx.Graph,
     structure: Structure,
@@ -80,12 +87,18 @@ def _plan_backward(
 ) -> Plan:
     named = {marker.node: marker.fqn for marker in unshards}
     again = [_as_the_whole(one, named) for one in unshards if one.node in structure.again]
+    kept: dict[str, int] = {}
+    for one in unshards:
+        if one.node not in structure.of_weights:
+            read = _first_read(one.node, place, of=structure.fed)
+            kept[one.unit] = min(read, kept.get(one.unit, read))
     return _plan(
         "backward",
         _ahead_of_their_units(again, reduces, structure.again, place),
         reduces,
         lambda one: structure.again[one.node],
         lambda one: place[one.node],  # autograd's order; what stands before it may depend on a batch of one
+        kept=kept,
     )
 
 
@@ -221,7 +234,9 @@ def _plan(
     read_at: Callable[[Marker], int],
     computed_at: Callable[[Marker], int],
     phase: int = 0,
+    kept: Mapping[str, int] | None = None,
 ) -> Plan:
+    """``kept`` says where the graph first reads the units that it finds gathered."""
     # A gather is launched for its first member, a reduction once its last member's gradient is there.
     gathers = _placed_buckets(
         unshards,
@@ -240,23 +255,30 @@ def _plan(
         gathers=tuple(dataclasses.replace(bucket, phase=phase) for _, bucket in gathers),
         reduces=tuple(dataclasses.replace(bucket, phase=phase) for _, bucket in reductions),
     )
-    order = _order(gathers, [place[0] for place, _ in reductions], plan.lookahead)
+    order = _order(gathers, [place[0] for place, _ in reductions], kept or {}, plan.lookahead)
     return dataclasses.replace(plan, order=order)
 
 
 def _order(
-    gathers: Sequence[tuple[Place, Bucket]], computed: Sequence[int], lookahead: int
+    gathers: Sequence[tuple[Place, Bucket]], computed: Sequence[int], kept: Mapping[str, int], lookahead: int
 ) -> tuple[tuple[str, int], ...]:
     """Every launch in one order: a unit's gathers where the unit before it begins, reductions where they are ready."""
     begins: list[int] = []  # of each unit in turn: where it is first read
-    events: list[tuple[int, int, str, int]] = []
-    unit = None
+    turns: list[int] = []  # of each gather
     for index, ((place, *_), bucket) in enumerate(gathers):
-        if bucket.unit != unit:
+        if index == 0 or bucket.unit != gathers[index - 1][1].unit:
             begins.append(place)
-            unit = bucket.unit
-        turn = len(begins) - 1
-        events.append((begins[max(0, turn - lookahead)] if turn else -1, 0, "gather", index))
+        turns.append(len(begins) - 1)
+    gathered = {bucket.unit for _, bucket in gathers}
+    found = sorted(place for unit, place in kept.items() if unit not in gathered)
+
+    def launched_at(turn: int) -> int:
+        before = sorted([*begins[:turn], *(place for place in found[1:] if place < begins[turn])])
+        # With the graph begins what it reads first.
+        first = turn == 0 and len(before) < lookahead
+        return -1 if first else before[max(0, len(before) - lookahead)]
+
+    events = [(launched_at(turn), 0, "gather", index) for index, turn in enumerate(turns)]
     events += [(place, 1, "reduce", index) for index, place in enumerate(computed)]
     return tuple((kind, index) for _, _, kind, index in sorted(events))
 
@@ -304,14 +326,17 @@ def _placed_buckets(
     return sorted(buckets, key=lambda placed: placed[0])
 
 
-def _first_read(gathered: fx.Node, place: Mapping[fx.Node, int]) -> int:
-    """Where a graph first computes with a parameter, looking through views and casts; its end when it never does."""
+def _first_read(gathered: fx.Node, place: Mapping[fx.Node, int], of: Collection[fx.Node] | None = None) -> int:
+    """Where a graph first computes with a parameter, looking through views and casts; its end when it never does.
+
+    ``of`` are the nodes that count, by default all.
+    """
     first, work = len(place), [gathered]
     while work:
         for user in work.pop().users:
             if passes_on(user) or user.target in (keep_slice, markers.unshard):
                 work.append(user)
-            else:
+            elif of is None or user in of:
                 first = min(first, place[user])
     return first
 

@@ -16,15 +16,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import fx
-
 from . import _torch_compat as compat
 from ._torch_compat import BaseSchedulerNode
-from .collectives import is_launch
-from .insert import ROLE, Role
-from .ledger import begin
+from .kernels import Kernels
 from .overlap import Items, planned_order
-from .phases import phase_of
 
 
 def schedule_this_graph() -> bool:
@@ -51,46 +46,22 @@ class ScheduleInPlannedOrder:
         self.source_hash = source_hash
 
     def __call__(self, snodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-        origins = {snode: _origins(snode) for snode in snodes}
-        roles = {snode: _role(nodes) for snode, nodes in origins.items()}
-        if not any(roles.values()):
-            return snodes  # one that Inductor compiles for itself on the way, as its autotuning does
+        kernels = Kernels(snodes)
+        if not kernels.are_ours:
+            return snodes
         leave_graph()
-        begins = [snode for snode, nodes in origins.items() if any(node.target is begin for node in nodes)]
-        producer = {name: snode for snode in snodes for name in snode.get_buffer_names()}
-
-        def launches(snode: BaseSchedulerNode) -> bool:
-            # Inductor reduces in place: the copy that it makes first comes from the all-reduce too, and is no launch.
-            return compat.is_collective(snode) and any(ROLE in one.meta and is_launch(one) for one in origins[snode])
-
-        def deps(snode: BaseSchedulerNode) -> list[BaseSchedulerNode]:
-            made = [producer[dep.name] for dep in snode.unmet_dependencies if dep.name in producer]
-            return [*begins, *made] if launches(snode) else made
-
-        def phase(snode: BaseSchedulerNode) -> int:
-            return max(map(phase_of, origins[snode]), default=0)
-
-        items = Items(order=snodes, deps=deps, role=roles.__getitem__, is_launch=launches, phase=phase)
-        lookahead = next(role.lookahead for role in roles.values() if role is not None)
+        compat.drop_temporary_dependencies(snodes)
+        items = Items(
+            order=kernels.in_order_of_graph(),
+            deps=kernels.deps,
+            role=kernels.role.__getitem__,
+            is_launch=kernels.is_launch,
+            phase=kernels.phase,
+        )
+        lookahead = next(role.lookahead for role in kernels.role.values() if role is not None)
         planned = planned_order(items, lookahead)
         _pin(planned, items)
         return planned
-
-
-def _origins(snode: BaseSchedulerNode) -> list[fx.Node]:
-    """The FX nodes that a kernel came from."""
-    found: list[fx.Node] = []
-    for part in snode.get_nodes():
-        if part.node is not None:
-            found.extend(origin for origin in part.node.get_origins() if origin.op == "call_function")
-    return found
-
-
-def _role(origins: list[fx.Node]) -> Role | None:
-    """A kernel is communication when all of it is; a kernel that computes as well is compute."""
-    if not origins or any(ROLE not in node.meta for node in origins):
-        return None
-    return origins[0].meta[ROLE]
 
 
 def _pin(planned: list[BaseSchedulerNode], items: Items[BaseSchedulerNode]) -> None:

@@ -18,8 +18,8 @@ from torch._inductor.utils import run_and_get_code
 
 from fsdp_compile import fully_shard, install_passes
 from fsdp_compile._torch_compat import inductor
-from fsdp_compile.graph.install import ComposedPass, JointPass
-from fsdp_compile.passes import GraphRecord, ScheduleInPlannedOrder, source_hash
+from fsdp_compile.graph.install import AnchorToo, ComposedPass, JointPass
+from fsdp_compile.passes import AnchorLaunches, GraphRecord, ScheduleInPlannedOrder, source_hash
 from fsdp_compile.passes._torch_compat import CustomGraphPass
 from tests.recording import recorded
 
@@ -48,6 +48,7 @@ def fresh_config() -> Iterator[None]:
     with (
         inductor_config.patch(
             post_grad_custom_pre_pass=None,
+            _pre_fusion_custom_pass=None,
             reorder_for_compute_comm_overlap=False,
             reorder_for_compute_comm_overlap_passes=[],
         ),
@@ -97,6 +98,18 @@ def test_a_joint_pass_that_was_there_before_still_runs(records: list[GraphRecord
     inductor.set_joint_pass(theirs)
     step(fully_shard(nn.Linear(8, 8)))
     assert len(seen) == 1 and stages(records)[0] == "joint"
+
+
+def test_a_pass_before_fusion_that_was_there_before_still_runs() -> None:
+    seen: list[int] = []
+    inductor_config._pre_fusion_custom_pass = lambda snodes: [seen.append(len(snodes)), snodes][1]
+    anchored = mock.Mock(side_effect=lambda snodes: snodes)
+    with mock.patch.object(AnchorLaunches, "__call__", anchored):
+        step(fully_shard(nn.Linear(8, 8)))
+    assert len(seen) == 2 and all(seen) and anchored.call_count == 2
+    install_passes()
+    assert isinstance(inductor.get_pre_fusion_pass(), AnchorToo)
+    assert not isinstance(inductor.get_pre_fusion_pass().theirs, AnchorToo)
 
 
 def test_a_displaced_pass_warns_and_the_numbers_stay(records: list[GraphRecord]) -> None:

@@ -681,7 +681,7 @@ def test_launches_keep_the_plans_order_whatever_is_ready_first() -> None:
     overlap(graph, plan)
     assert check(graph, plan) == 6
     # The first reduction is ready before the last gather is due, and lets it go first.
-    assert_expected_inline(order(graph), "G0 G1 w0 C G2 w1 C R0 R1 w'0 w2 C R2 w'1 w'2")
+    assert_expected_inline(order(graph), "G0 G1 w0 C G2 R0 w1 C R1 w'0 w2 C R2 w'1 w'2")
 
 
 def test_an_order_that_cannot_be_kept_is_refused() -> None:

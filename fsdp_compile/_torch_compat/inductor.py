@@ -80,6 +80,15 @@ def set_whole_pass(one_pass: Callable[[torch.fx.GraphModule], torch.fx.GraphModu
     theirs.remat_using_tags_for_fwd_loss_bwd_graph = then_ours  # type: ignore[assignment]
 
 
+def get_pre_fusion_pass() -> Any:
+    """What Inductor calls on kernels before it fuses them, ``_pre_fusion_custom_pass`` (2.11 to 2.15)."""
+    return inductor_config._pre_fusion_custom_pass
+
+
+def set_pre_fusion_pass(value: Any) -> None:
+    _set_in_all_threads(inductor_config, "_pre_fusion_custom_pass", value)
+
+
 def set_joint_pass(value: Any) -> None:
     _set_in_all_threads(functorch_config, "joint_custom_pass", value)
 

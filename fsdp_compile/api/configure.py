@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
 from torch import nn
 
-from ..core.unit import units_in
+from ..core.unit import Unit, units_in
 from ..graph.install import manager
 from ..lookout.lookout import lookout
-from ..passes import Plan
+from ..passes import Budget, HardwareProfile, Plan, load_profile
 from .classes import refresh
 
 
@@ -17,6 +21,8 @@ def configure(
     bucketing: str | None = None,
     reduction: str | None = None,
     plan: Plan | None = None,
+    memory_budget: int | float | str | None = None,
+    profile: HardwareProfile | str | Path | None = None,
     watch_s: float | None = None,
 ) -> None:
     """Say how the units inside ``model`` communicate; what is left out stays as it is.
@@ -31,6 +37,18 @@ def configure(
     ``dataclasses.replace`` or as JSON. Every rank gives the same one. A graph that it does not fit is refused when it
     compiles. The eager path has no use for it.
 
+    **memory_budget** what forward and backward of one rank may hold at their peak: bytes (``70 << 30``), text
+    (``"70GiB"``, ``"800MiB"``), a share of the memory that is free on the GPU when the model is first compiled (a
+    float in (0, 1]), or ``"fsdp2"``: what FSDP2 is predicted to need. Shards, gradients, saved activations, gathered
+    parameters and buffers count; the states of optimizers, and what stands outside of the compiled model, do not.
+    Which parameters stay gathered from forward to backward is then chosen by predicted bytes and seconds, whatever
+    ``reshard_after_forward`` says (a number of ranks holds); the first rank chooses for all, by its own batch.
+    ``report.joint.plan.choice`` has the reasons. Holds from the next compilation on, in place of a plan that was given
+    before. The eager path has no use for it.
+
+    **profile** the hardware that the choice is predicted for: a name or a file for ``passes.load_profile``, or a
+    profile; by default the built-in one of the device.
+
     **watch_s** for how many seconds (60 by default, or what FSDP_COMPILE_WATCH_S says) a rank may wait for ranks that
     wait for something else, or have left, before all of them raise; 0, said before the first collective, has ranks not
     compare what they issue. For the whole process, and the same on every rank.
@@ -44,9 +62,34 @@ def configure(
         raise ValueError(f"{type(model).__name__} holds no module that fully_shard was applied to. Shard it first.")
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan is a Plan (Plan.from_json reads one from a file's text), not {type(plan).__name__}.")
+    if plan is not None and memory_budget is not None:
+        raise ValueError("A plan says what is kept for backward, and memory_budget has that chosen. Give one of them.")
+    if profile is not None and memory_budget is None:
+        raise ValueError("profile is what memory_budget is predicted by. Give memory_budget as well.")
+    budget = None if memory_budget is None else _budget(memory_budget, profile, units)
+    given = manager.give(plan) if plan is not None else manager.give_budget(budget) if budget is not None else None
     for unit in units:
         unit.settings.set_communication(bucketing, reduction)
-        if plan is not None:
-            unit.settings.plan = manager.give(plan)
+        if given is not None:
+            unit.settings.plan = given
     for unit in units:
         refresh(unit)
+
+
+def _budget(said: int | float | str, profile: HardwareProfile | str | Path | None, units: Sequence[Unit]) -> Budget:
+    if isinstance(profile, (str, Path)):
+        profile = load_profile(profile)
+    if profile is not None and not isinstance(profile, HardwareProfile):
+        raise TypeError(
+            f"profile is a HardwareProfile, its name or the path of its file, not {type(profile).__name__}. "
+            "`fsdp-compile calibrate --out` writes one."
+        )
+    budget = Budget.of(said)
+    device = units[0].mesh.device.type
+    if budget.share is not None and device != "cuda":
+        raise ValueError(
+            f"memory_budget={said!r} is a share of free memory, and the ranks compute on {device!r}, where they share "
+            "memory with one another and with other programs. Give bytes, such as '2GiB'."
+        )
+    num_units = sum(bool(unit.params) for unit in units)
+    return dataclasses.replace(budget, profile=profile, num_units=num_units)

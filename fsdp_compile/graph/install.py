@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .._torch_compat import inductor
-from ..passes import PassManager, ScheduleInPlannedOrder, source_hash
+from ..passes import AnchorLaunches, PassManager, ScheduleInPlannedOrder, source_hash
 from ..passes._torch_compat import CustomGraphPass
 
 manager = PassManager()
@@ -26,6 +26,10 @@ def install_passes() -> None:
     if not isinstance(joint, JointPass):
         inductor.set_joint_pass(JointPass(joint))
     inductor.set_whole_pass(manager.whole)
+    before_fusion = inductor.get_pre_fusion_pass()
+    if not isinstance(before_fusion, (AnchorLaunches, AnchorToo)):
+        ours = AnchorLaunches(source_hash())
+        inductor.set_pre_fusion_pass(ours if before_fusion is None else AnchorToo(before_fusion, ours))
     scheduler_passes = inductor.get_scheduler_passes(ScheduleInPlannedOrder)
     if not any(isinstance(one_pass, ScheduleInPlannedOrder) for one_pass in scheduler_passes):
         inductor.set_scheduler_passes([*scheduler_passes, ScheduleInPlannedOrder(source_hash())])
@@ -50,6 +54,17 @@ class ComposedPass(inductor.InferenceAwareGraphPass):  # type: ignore[misc]
         """None, "do not cache", as soon as one of the user's passes has no uuid."""
         uuids = [one_pass.uuid() if isinstance(one_pass, CustomGraphPass) else None for one_pass in self.theirs]
         return None if None in uuids else (*uuids, self.ours.uuid())
+
+
+class AnchorToo:
+    """The user's pass before fusion, then ours. No pass with a uuid, so graphs are not cached: theirs may have none."""
+
+    def __init__(self, theirs: Any, ours: AnchorLaunches) -> None:
+        self.theirs = theirs
+        self.ours = ours
+
+    def __call__(self, snodes: list[Any]) -> list[Any]:
+        return self.ours(self.theirs(snodes))
 
 
 class JointPass:

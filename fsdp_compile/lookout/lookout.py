@@ -24,7 +24,7 @@ import torch.distributed as dist
 from .._torch_compat import interrupting, process_groups
 from ..core.unit import Unit
 from ..passes import _torch_compat as passes_compat
-from ..passes.ledger import Called, ledger
+from ..passes.ledger import Called, Issued, ledger
 from .chain import Chain, Hash
 from .judge import Answer, Group, Verdict, judge
 from .names import Namer
@@ -115,7 +115,8 @@ class _Watch:
                 self._leave()
         except Exception as error:
             # The store is gone, with the process that kept it; or this is a mistake of ours, which must not hurt.
-            self._lookout.failure = error
+            if self.is_in_this_world():  # else its groups may be gone while they were looked at
+                self._lookout.failure = error
             log.debug("ranks are not compared any more", exc_info=True)
         finally:
             self._done.set()
@@ -156,13 +157,19 @@ class _Watch:
         entries = ledger.entries
         self._namer.forget_addresses()
         for _ in range(len(entries)):
-            entry = entries.popleft()
-            if isinstance(entry, Called):
-                pieces = self._namer.of_call(entry)
-                for (group, piece), sequence in zip(pieces.items(), entry.sequence):
-                    self._chain(group).append(piece, sequence)
-            else:
-                self._chain(entry.group).append(self._namer.of_launch(entry))
+            try:
+                self._append(entries.popleft())
+            except RuntimeError:
+                if self.is_in_this_world():
+                    raise  # else its group is gone: nobody is to be told of it
+
+    def _append(self, entry: Issued | Called) -> None:
+        if isinstance(entry, Called):
+            pieces = self._namer.of_call(entry)
+            for (group, piece), sequence in zip(pieces.items(), entry.sequence):
+                self._chain(group).append(piece, sequence)
+        else:
+            self._chain(entry.group).append(self._namer.of_launch(entry))
 
     def _chain(self, group: str) -> Chain:
         if group not in self._chains:

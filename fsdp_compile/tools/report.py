@@ -67,6 +67,8 @@ class GraphReport:
             plan = self.plan
             became = f"{len(plan.again)} gathered again in backward, {len(plan.keep)} kept"
             rows = self._joint_rows()
+            if plan.choice is not None:
+                rows += str(plan.choice).splitlines()
         else:
             became = f"{plural(len(self.launches), 'collective')}, {format_bytes(self.num_bytes)} a rank"
             rows = self._launch_rows()

@@ -1,0 +1,157 @@
+"""A byte budget for a step: how it is said, and how a graph's plan is chosen by it.
+
+    70 << 30, "70GiB", "800 MB"    what forward and backward of one rank may hold at their peak: shards, gradients,
+                                   saved activations, gathered parameters, buffers. Not the states of optimizers
+    0.9                            that share of what is free on the device when the graph is planned first, and what
+                                   its inputs hold already
+    "fsdp2"                        what FSDP2, eagerly, is predicted to need for the step
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from . import _torch_compat as compat
+from .choice import Choice, as_size
+from .plan import Plan
+from .planner import plan_joint, plan_keeping
+from .profiles import PROFILES, HardwareProfile
+from .provenance import find_unshards, groups_of
+from .residency import choose, told_to_keep
+from .settle import Decision, Settled
+from .trial import Trial, trial_of
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("", 1024), ("iB", 1024), ("B", 1000))
+}
+_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a user allows one model's step: one of the first three."""
+
+    num_bytes: int | None = None
+    share: float | None = None  # of what is free
+    like_fsdp2: bool = False
+    profile: HardwareProfile | None = None  # None: that of the device
+    num_units: int = 0  # of the model: a graph that reads fewer does not hold its step
+
+    @classmethod
+    def of(cls, said: int | float | str) -> Budget:
+        """ValueError or TypeError for what is no budget."""
+        what = (
+            "Give bytes (an int), text such as '70GiB' or '800MiB', a share of free memory (a float in (0, 1]), or "
+            "'fsdp2'."
+        )
+        if isinstance(said, bool) or not isinstance(said, (int, float, str)):
+            raise TypeError(f"memory_budget is {said!r}. {what}")
+        if isinstance(said, float):
+            if not 0 < said <= 1:
+                raise ValueError(f"memory_budget={said!r} is a float, so a share, and not in (0, 1]. {what}")
+            return cls(share=said)
+        if said == "fsdp2":
+            return cls(like_fsdp2=True)
+        if isinstance(said, str):
+            found = _TEXT.fullmatch(said)
+            scale = {name.lower(): scale for name, scale in _UNITS.items()}.get(found[2].lower()) if found else None
+            if found is None or scale is None:
+                raise ValueError(f"memory_budget={said!r} is no number of bytes. {what}")
+            said = int(float(found[1]) * scale)
+        if said <= 0:
+            raise ValueError(f"memory_budget={said!r} is not above 0. {what}")
+        return cls(said)
+
+    def bytes_for(self, graph: fx.Graph, trial: Trial, profile: HardwareProfile) -> int:
+        """What the step of a joint graph may hold, with its inputs, of which the trial of any plan tells."""
+        if self.num_bytes is not None:
+            return self.num_bytes
+        if self.like_fsdp2:
+            return trial_of(graph, told_to_keep(graph), profile, like_fsdp2=True).peak_bytes
+        assert self.share is not None
+        return int(self.share * free_bytes(device_of(graph))) + trial.held_bytes
+
+
+def plan_within(budget: Budget, graph: fx.Graph, settled: Settled, budget_id: str) -> Plan:
+    """The plan of a joint graph by its budget: chosen here, or adopted from the rank that chooses for all.
+
+    Where the graph is not the whole step of the model, the plan is that without a budget: equal on all ranks.
+    """
+    if compat.partitioner_has_a_budget(graph):
+        raise ValueError(
+            "memory_budget and torch's activation_memory_budget are not supported together yet: what the partitioner "
+            "computes again to meet its own is not known when parameters are chosen. Leave one of them out."
+        )
+    unshards = find_unshards(graph)
+    units = {one.unit for one in unshards}
+    if len(units) < budget.num_units:
+        warnings.warn(
+            f"memory_budget is not applied to a graph that reads {len(units)} of the {budget.num_units} units of its "
+            "model: what the rest of the step holds is not in it. Compile the model as a whole, with "
+            "fullgraph=True, and see explain_breaks. Until then parameters are kept or gathered again as "
+            "reshard_after_forward says.",
+            stacklevel=2,
+        )
+        return plan_joint(graph)
+    names = tuple(sorted(one.fqn for one in unshards))
+    ranks = [compat.group_ranks(group) for group in groups_of(graph)]
+    decision = settled.decision(budget_id, names, ranks, lambda rank: _decide(budget, graph, rank))
+    strangers = sorted({*decision.keep} - {*names})
+    if strangers:
+        raise RuntimeError(f"another rank chose to keep {', '.join(strangers)}, which this graph does not gather.")
+    return dataclasses.replace(plan_keeping(graph, decision.keep), choice=decision.choice)
+
+
+def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Decision:
+    profile = budget.profile or default_profile(device_of(graph))
+    found = 0
+
+    def allowed(trial: Trial) -> int:
+        nonlocal found
+        found = budget.bytes_for(graph, trial, profile)
+        return found
+
+    best, lost = choose(graph, allowed, profile)
+    choice = Choice(found, profile.name, rank, best.as_candidate(), tuple(one.as_candidate() for one in lost))
+    if not choice.is_met:
+        warnings.warn(
+            f"memory_budget is {as_size(found)} ({found:,} bytes), and the smallest plan of this step needs "
+            f"{as_size(choice.chosen.peak_bytes)} ({choice.chosen.peak_bytes:,} bytes): {choice.chosen.name}, which "
+            "is used. To come down, checkpoint activations (torch.utils.checkpoint), or take a smaller batch or "
+            "shorter sequences.",
+            stacklevel=2,
+        )
+    return Decision(tuple(sorted(best.trial.kept)), choice)
+
+
+def device_of(graph: fx.Graph) -> torch.device:
+    """Where a graph computes."""
+    devices = {one.node.meta["val"].device for one in find_unshards(graph)}
+    return next(iter(sorted(devices, key=str)))
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can still be allocated on a GPU."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def default_profile(device: torch.device) -> HardwareProfile:
+    """The built-in profile of a device's kind."""
+    if device.type == "cpu":
+        return PROFILES["cpu"]
+    if device.type == "cuda":
+        called = torch.cuda.get_device_name(device).lower()
+        return next((one for name, one in PROFILES.items() if name in called), PROFILES["h100"])
+    raise ValueError(
+        f"There is no built-in hardware profile for {device.type!r}. Give configure(model, profile=...) a name, or the "
+        "path of a file that `fsdp-compile calibrate` wrote."
+    )

@@ -1,0 +1,64 @@
+"""Why a plan keeps what it keeps: the budget, and what each way to keep parameters was predicted to take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to keep parameters from forward to backward, and what a step with it was predicted to take."""
+
+    name: str
+    num_kept: int  # parameters
+    peak_bytes: int
+    seconds: float
+    exposed_s: float  # of these, waiting for collectives
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a byte budget made of a step. It explains a plan and is no part of it: ranks may predict other figures."""
+
+    budget_bytes: int
+    profile: str  # name of the hardware's
+    rank: int  # that decided, by its own batch
+    chosen: Candidate
+    lost: tuple[Candidate, ...]
+
+    @property
+    def is_met(self) -> bool:
+        return self.chosen.peak_bytes <= self.budget_bytes
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Choice:
+        """What ``dataclasses.asdict`` took apart."""
+        lost = tuple(Candidate(**one) for one in fields["lost"])
+        return cls(**{**fields, "chosen": Candidate(**fields["chosen"]), "lost": lost})
+
+    def __str__(self) -> str:
+        budget = f"budget {as_size(self.budget_bytes)}, predicted on {self.profile!r} by rank {self.rank}"
+        rows = [("->", self.chosen), *(("  ", one) for one in self.lost)]
+        width = max(len(one.name) for _, one in rows)
+        return "\n".join(
+            [
+                budget + ("" if self.is_met else ", which nothing fits into"),
+                *(
+                    f"  {mark} {one.name:<{width}}  {one.num_kept:>5} kept  peak {as_size(one.peak_bytes):>10}  "
+                    f"{one.seconds * 1e3:.3f} ms, {one.exposed_s * 1e3:.3f} of them waiting"
+                    + ("" if one.peak_bytes <= self.budget_bytes else "  (over the budget)")
+                    for mark, one in rows
+                ),
+            ]
+        )
+
+
+def as_size(num_bytes: float) -> str:
+    """Bytes for people: 800.0 MiB."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            return f"{num_bytes:.0f} bytes" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError

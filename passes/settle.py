@@ -1,0 +1,110 @@
+"""One rank decides, the others adopt: through the store, and without a collective.
+
+    rank 0   compiles, decides, writes         -> fsdp_compile/budget/0/...
+    rank 1   compiles, waits for that, adopts  -> fsdp_compile/budget/1/...    for ranks that share no group with rank 0
+    rank 1   compiles again (another length): what it adopted holds, and nobody is asked
+
+What is decided by activations' sizes or by free memory differs between ranks. The first rank of the groups that a graph
+speaks to decides. With replicas no two ranks have the same groups: each follows the lowest rank that it shares one
+with, which leads to the corner of the mesh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from . import _torch_compat as compat
+from .choice import Choice
+
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is kept from forward to backward, and why."""
+
+    keep: tuple[str, ...]
+    choice: Choice
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Decision:
+        fields = json.loads(text)
+        if "error" in fields:
+            raise RuntimeError(f"the rank that chooses what is kept for memory_budget could not: {fields['error']}")
+        return cls(tuple(fields["keep"]), Choice.of(fields["choice"]))
+
+
+class Settled:
+    """What was decided or adopted by this rank so far, by the parameters that a graph reads."""
+
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+        self.timeout_s = timeout_s
+        self._decisions: dict[tuple[str, tuple[str, ...]], Decision] = {}
+        self._store: object = None
+
+    def decision(
+        self, about: str, names: tuple[str, ...], groups: Iterable[Sequence[int]], decide: Callable[[int], Decision]
+    ) -> Decision:
+        """What holds for these parameters; ``about`` tells one budget from the next, alike on all ranks."""
+        store = compat.default_store()
+        if store is not self._store:  # the process group was made anew
+            self._store, self._decisions = store, {}
+        if (about, names) not in self._decisions:
+            self._decisions[about, names] = self._settle(about, names, [set(one) for one in groups], store, decide)
+        return self._decisions[about, names]
+
+    def _settle(
+        self,
+        about: str,
+        names: tuple[str, ...],
+        groups: list[set[int]],
+        store: torch.distributed.Store | None,
+        decide: Callable[[int], Decision],
+    ) -> Decision:
+        rank = torch.distributed.get_rank() if store is not None else 0
+        others = {one for group in groups for one in group} - {rank}
+        if store is None or not others:
+            return decide(rank)
+        topic = hashlib.sha256(repr((about, names)).encode()).hexdigest()[:16]
+        first = min(others)
+        if first < rank:
+            text = self._wait(store, f"fsdp_compile/budget/{first}/{topic}", first, names)
+        else:
+            try:
+                text = decide(rank).to_json()
+            except Exception as error:
+                _publish(store, f"fsdp_compile/budget/{rank}/{topic}", json.dumps({"error": f"rank {rank}: {error}"}))
+                raise
+        _publish(store, f"fsdp_compile/budget/{rank}/{topic}", text)
+        return Decision.from_json(text)
+
+    def _wait(self, store: torch.distributed.Store, key: str, rank: int, names: tuple[str, ...]) -> str:
+        until = time.monotonic() + self.timeout_s
+        pause_s = 0.01
+        while not store.check([key]):
+            if time.monotonic() > until:
+                raise RuntimeError(
+                    f"rank {rank} chooses for this one what is kept for memory_budget, and has not said for "
+                    f"{self.timeout_s:.0f} s what that is in a graph of {len(names)} parameters ({names[0]}, ...). It "
+                    "compiled no such graph: call configure with the same memory_budget on every rank, in the same "
+                    "order, and have all ranks compile the model in the same step. Or leave memory_budget out."
+                )
+            time.sleep(pause_s)  # in Python, so that an interruption gets through
+            pause_s = min(2 * pause_s, 0.5)
+        return store.get(key).decode()
+
+
+def _publish(store: torch.distributed.Store, key: str, text: str) -> None:
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # of fake groups in tests; else the others time out
+        store.set(key, text)

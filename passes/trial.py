@@ -1,0 +1,151 @@
+"""What a step would take with these parameters kept: cut a copy of the joint graph, lower both halves, weigh and time.
+
+    joint graph, kept          forward                                 backward
+    {w1}                 ->    G0 w0 y0 | G1 w1 y1 -> y0, y1, w1  ...  y1, w1 | gx1 | G0 w0 | gx0
+    bytes alive                --------/---------------------\\         \\____________________/------
+    of them that stay          inputs: shards, buffers, the batch; what forward returns to its caller, until the end
+
+The real graph is cut later, by the same partitioner, so what min-cut saves beside what is kept is known here and not
+guessed. Not known: what Inductor's pattern matchers make of the graph before it is cut, and whatever stands outside of
+it (a loss of the caller's, optimizers, gradients of an earlier backward).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import fx
+
+from . import _torch_compat as compat
+from .aliases import storages_of
+from .by_hooks import pack_units, save_all
+from .cost import Groups
+from .events import events_of
+from .insert import insert
+from .keep import keep, let_go
+from .memory import memory_curve, saved_inputs
+from .overlap import overlap
+from .plan import Plan
+from .planner import plan_graph, plan_keeping
+from .profiles import HardwareProfile
+from .replay import Event, Timeline, simulate
+from .slices import use_first_gather
+from .structure import closure
+
+
+@dataclass(frozen=True)
+class Half:
+    """A lowered forward or backward graph, and its prediction."""
+
+    graph: fx.Graph
+    live_bytes: tuple[int, ...]  # at each node, without what stays
+    events: tuple[Event, ...]  # one for each call, in the graph's order
+    timeline: Timeline
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One step as it would be."""
+
+    kept: frozenset[str]
+    plan: Plan
+    forward: Half
+    backward: Half
+    held_bytes: int  # from begin to end: the callers' inputs
+    returned_bytes: int  # while backward runs: what forward returned, and its caller may hold
+
+    @property
+    def peak_bytes(self) -> int:
+        backward = self.returned_bytes + max(self.backward.live_bytes, default=0)
+        return self.held_bytes + max(*self.forward.live_bytes, backward)
+
+    @property
+    def seconds(self) -> float:
+        return self.forward.timeline.total_s + self.backward.timeline.total_s
+
+    @property
+    def exposed_s(self) -> float:
+        return self.forward.timeline.exposed_s + self.backward.timeline.exposed_s
+
+
+def trial_of(
+    joint: fx.Graph,
+    kept: Collection[str],
+    profile: HardwareProfile,
+    groups: Groups | None = None,
+    like_fsdp2: bool = False,
+) -> Trial:
+    """Predict the step of a joint graph that has gone through all passes but ``keep``; the graph stays as it is.
+
+    ``like_fsdp2``: not as it is compiled, but as FSDP2 runs it eagerly (by_hooks.py).
+    """
+    module = fx.GraphModule(joint.owning_module or {}, copy.deepcopy(joint))  # type: ignore[arg-type]
+    if like_fsdp2:
+        pack_units(module.graph)
+    plan = plan_keeping(module.graph, kept)
+    keep(module.graph, plan)
+    if like_fsdp2:
+        save_all(module.graph)
+    num_results = num_forward_results(module.graph)
+    forward, backward = compat.cut(module, num_results)
+    names = [one.name if isinstance(one, fx.Node) else "" for one in _results(forward)]
+    for graph, stage in ((forward, "forward"), (backward, "backward")):
+        let_go(graph)
+        use_first_gather(graph)
+        half = plan_graph(graph, stage)
+        insert(graph, half)
+        overlap(graph, half)
+    curve = memory_curve(forward, fused=not like_fsdp2)
+    storages = storages_of(forward)
+    results = [storages[one] if isinstance(one, fx.Node) else () for one in _results(forward)]
+    made = {one for these in results[:num_results] for one in these if one.node.op == "call_function"}
+    # What is saved of an input, or of what is returned, is the caller's while backward runs, under whatever name.
+    callers = {
+        name
+        for name, these in zip(names[num_results:], results[num_results:])
+        if any(one in made or one.node.op == "placeholder" for one in these)
+    }
+    given_up = [name for name in saved_inputs(backward) if name not in callers]
+    later = memory_curve(backward, given_up, fused=not like_fsdp2)
+    return Trial(
+        frozenset(kept),
+        plan,
+        _half(forward, curve.live_bytes, (), profile, groups),
+        _half(backward, later.live_bytes, given_up, profile, groups),
+        held_bytes=curve.input_bytes,
+        returned_bytes=sum(one.num_bytes for one in made),
+    )
+
+
+def _half(
+    graph: fx.Graph,
+    live_bytes: tuple[int, ...],
+    given_up: Collection[str],
+    profile: HardwareProfile,
+    groups: Groups | None,
+) -> Half:
+    events = events_of(graph, profile, groups, given_up)
+    return Half(graph, live_bytes, tuple(events), simulate(events))
+
+
+def num_forward_results(joint: fx.Graph) -> int:
+    """How many results of a joint graph are its forward's: the gradients of the inputs come behind, one for each."""
+    inputs = joint.find_nodes(op="placeholder")
+    tangents = [node for node in inputs if node.name.startswith("tangents")]
+    results = _results(joint)
+    num_results = len(results) - (len(inputs) - len(tangents))
+    of_backward = closure(tangents, lambda node: node.users)
+    if num_results < 0 or any(one in of_backward for one in results[:num_results]):
+        raise RuntimeError(
+            f"the joint graph returns {len(results)} results for {len(inputs) - len(tangents)} inputs, so what it "
+            "returns of its forward is not known, and memory_budget cannot predict its peak. Leave memory_budget out."
+        )
+    return num_results
+
+
+def _results(graph: fx.Graph) -> tuple[object, ...]:
+    results = graph.output_node().args[0]
+    assert isinstance(results, (tuple, list))
+    return tuple(results)

@@ -1,0 +1,432 @@
+"""A byte budget: what is kept until backward is chosen by predicted bytes and seconds, once, and by one rank for all."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compile import configure, inspect
+from fsdp_compile.demo.training import Settings, batch_of, build_model, shard_with_ours
+from fsdp_compile.graph.install import manager
+from fsdp_compile.passes import Budget, GraphRecord, Group, Plan
+from fsdp_compile.passes.budget import default_profile
+from fsdp_compile.passes.choice import Candidate
+from fsdp_compile.passes.planner import plan_joint
+from fsdp_compile.passes.provenance import annotate, settle_names
+from fsdp_compile.passes.residency import AGAIN, KEPT, choose, peak_with, residents_of
+from fsdp_compile.passes.trial import trial_of
+from tests.comparing import assert_same_grads
+from tests.compiling import passes
+from tests.models import BreakBlock, Stack, pair, shard
+from tests.ranks import Ranks
+from tests.test_cost import TOY
+from tests.test_passes import Builder, spec
+
+aten = torch.ops.aten
+KIB, MIB = 1 << 10, 1 << 20
+GROUPS = {"g": Group(2, 2)}
+WEIGHTS = tuple(f"{layer}.weight" for layer in range(5))
+
+
+# --- the choice, by hand ---------------------------------------------------------------------------------------------
+
+
+def five_products() -> fx.Graph:
+    """y1 = x @ w0, ..., y5 = y4 @ w4. Each weight is 16 KiB, its shard a half; each activation 64 KiB."""
+    b = Builder()
+    shards = [b.input(f"primals_{layer + 1}", 32, 64) for layer in range(5)]
+    x, tangent = b.input("primals_6", 256, 64), b.input("tangents_1", 256, 64)
+    its_spec = spec("weight", (64, 64))
+    weights = [b.unshard(one, its_spec, str(layer)) for layer, one in enumerate(shards)]
+    ys = [x]
+    for weight in weights:
+        ys.append(b.call(aten.mm.default, ys[-1], weight))
+    grad, grads = tangent, []
+    for layer in reversed(range(5)):
+        of_weight = b.call(aten.mm.default, b.call(aten.t.default, ys[layer]), grad)
+        grads.insert(0, b.reduce(of_weight, its_spec, of=weights[layer]))
+        if layer:
+            grad = b.call(aten.mm.default, grad, b.call(aten.t.default, weights[layer]))
+    graph = b.output(ys[-1], *grads, None)  # type: ignore[arg-type]
+    annotate(graph)
+    settle_names(graph)
+    return graph
+
+
+# The shards and x, all the time.
+HELD = 5 * 8 + 64
+# While backward multiplies with w4: y1 to y3 and y5, the tangent and its product; w4, and w3 on its way; w4's gradient
+# and what is left of it when it is reduced.
+PEAK = HELD + 6 * 64 + 2 * 16 + 16 + 8
+
+
+def test_a_trial_weighs_the_step_as_it_would_be() -> None:
+    graph = five_products()
+    before = str(graph)
+    again, kept = (trial_of(graph, which, TOY, GROUPS) for which in ((), WEIGHTS[1:]))
+    assert again.plan.again == WEIGHTS[1:]  # x needs no gradient
+    assert (again.held_bytes, again.returned_bytes) == (HELD * KIB, 64 * KIB)
+    assert again.peak_bytes == PEAK * KIB
+    assert kept.peak_bytes == (PEAK + 2 * 16) * KIB  # w1 and w2 would not have been there yet
+    assert again.forward.timeline.total_s == kept.forward.timeline.total_s and again.seconds > kept.seconds
+    assert str(graph) == before
+
+
+def test_a_bucket_is_worth_what_backward_waits_for_it_and_lives_from_its_last_to_its_next_read() -> None:
+    again = trial_of(five_products(), (), TOY, GROUPS)
+    residents = residents_of(again)
+    assert [one.fqns for one in residents] == [(name,) for name in reversed(WEIGHTS[1:])]
+    assert [one.held_s for one in residents] == sorted(one.held_s for one in residents)
+    assert all(one.num_bytes == 16 * KIB and one.saved_s > 0 for one in residents)
+    for num_kept in range(5):
+        kept = trial_of(five_products(), WEIGHTS[5 - num_kept :], TOY, GROUPS)
+        # Off by less than a bucket: where nothing is gathered again, there is more time between two reductions.
+        assert abs(peak_with(again, residents, residents[:num_kept]) - kept.peak_bytes) < 16 * KIB
+
+
+@pytest.mark.parametrize(
+    ("budget", "kept", "peak"),
+    [
+        (10, (), PEAK),
+        (PEAK, WEIGHTS[3:], PEAK),  # w2 is launched when w3 is read, as it is where w3 was gathered
+        (PEAK + 15, WEIGHTS[3:], PEAK),
+        (PEAK + 16, WEIGHTS[2:], PEAK + 16),
+        (PEAK + 31, WEIGHTS[2:], PEAK + 16),
+        (PEAK + 32, WEIGHTS[1:], PEAK + 32),
+        (1 << 20, WEIGHTS[1:], PEAK + 32),
+    ],
+)
+def test_what_was_read_last_is_kept_first(budget: int, kept: tuple[str, ...], peak: int) -> None:
+    best, lost = choose(five_products(), lambda again: budget * KIB, TOY, GROUPS)
+    assert (best.trial.kept, best.trial.peak_bytes) == (frozenset(kept), peak * KIB)
+    names = {one.name for one in (best, *lost)}
+    assert {AGAIN, KEPT} <= names and len(names) == 1 + len(lost)
+    assert all(one.trial.seconds >= best.trial.seconds for one in lost if one.trial.peak_bytes <= budget * KIB)
+
+
+def test_nothing_is_kept_where_no_time_is_saved() -> None:
+    instant = dataclasses.replace(
+        TOY, inside=dataclasses.replace(TOY.inside, latency_s=0.0, step_s=0.0, bytes_per_s=1e30)
+    )
+    best, _ = choose(five_products(), lambda again: 1 << 30, instant, GROUPS)
+    assert best.name == AGAIN
+
+
+def test_units_that_were_told_to_keep_are_gathered_again_where_the_budget_wants_it() -> None:
+    graph = five_products()
+    for node in graph.find_nodes(op="call_function", target=torch.ops.fsdpc.unshard.default):
+        node.update_kwarg("regather", False)
+    assert plan_joint(graph).keep == WEIGHTS
+    best, _ = choose(graph, lambda again: (PEAK + 16) * KIB, TOY, GROUPS)
+    assert best.trial.kept == frozenset(WEIGHTS[2:])
+    assert plan_joint(graph).keep == WEIGHTS
+
+
+def products_and_scales() -> fx.Graph:
+    """y1 = relu((x @ w0) * g0), y2 = relu((y1 @ w1) * g1), returned doubled: two units of a matrix and a vector."""
+    b = Builder()
+    its = {"w": spec("weight", (64, 64), bucketing="none"), "g": spec("scale", (64,), bucketing="none")}
+    shards = [b.input(f"primals_{place + 1}", *size) for place, size in enumerate([(32, 64), (32,)] * 2)]
+    x, grad = b.input("primals_5", 256, 64), b.input("tangents_1", 256, 64)
+    whole = [b.unshard(one, its["wg"[place % 2]], str(place // 2)) for place, one in enumerate(shards)]
+    y, layers = x, []
+    for w, g in (whole[:2], whole[2:]):
+        product = b.call(aten.mm.default, y, w)
+        read, y = y, b.call(aten.relu.default, b.call(aten.mul.Tensor, product, g))
+        layers.append((read, w, product, g, y))
+    result = b.call(aten.mul.Tensor, y, 2.0)
+    grads = []
+    for read, w, product, g, made in reversed(layers):
+        grad = b.call(aten.threshold_backward.default, grad, made, 0)
+        of_g = b.call(aten.sum.dim_IntList, b.call(aten.mul.Tensor, grad, product), [0])
+        grad = b.call(aten.mul.Tensor, grad, g)
+        of_w = b.call(aten.mm.default, b.call(aten.t.default, read), grad)
+        grads[:0] = [b.reduce(of_w, its["w"], of=w), b.reduce(of_g, its["g"], of=g)]
+        grad = b.call(aten.mm.default, grad, b.call(aten.t.default, w))
+    graph = b.output(result, *grads, grad)
+    annotate(graph)
+    settle_names(graph)
+    return graph
+
+
+HELD_BY_TWO = 2 * 8.125 + 64
+
+
+def test_fsdp2_packs_a_unit_and_saves_what_a_compiler_computes_again() -> None:
+    graph = products_and_scales()
+    before = str(graph)
+    ours, theirs = (trial_of(graph, (), TOY, GROUPS, like_fsdp2=like) for like in (False, True))
+    for trial, num_buckets, activations in ((ours, 4, 1), (theirs, 2, 2)):
+        assert trial.plan.forward is not None and trial.plan.backward is not None
+        assert len(trial.plan.forward.gathers) == len(trial.plan.backward.reduces) == num_buckets
+        saved = trial.backward.graph.find_nodes(op="placeholder")
+        assert sum(one.name.startswith("relu") for one in saved) == activations
+    # When backward begins: both products and both activations, the tangent and the first gradient beside what was
+    # returned; the last unit, packed, on its way.
+    assert theirs.peak_bytes == int((HELD_BY_TWO + 64 + 6 * 64 + 8.125 + 16.25) * KIB) > ours.peak_bytes
+    assert str(graph) == before
+
+
+# --- what a user says ------------------------------------------------------------------------------------------------
+
+
+def test_budgets_are_bytes_text_or_shares() -> None:
+    said = {70 << 30: "70GiB", 800 << 20: "800MiB", 1_500_000_000: "1.5 GB", 2048: "2k", 17: "17"}
+    assert all(Budget.of(text) == Budget.of(num_bytes) == Budget(num_bytes) for num_bytes, text in said.items())
+    assert Budget.of(1.0) == Budget(share=1.0) and Budget.of(1) == Budget(1)
+    assert Budget.of("fsdp2") == Budget(like_fsdp2=True)
+
+
+@pytest.mark.parametrize("said", ["", "much", "70 GIBS", "-1GiB", "0MiB", 0, -5, 0.0, 1.5, float("nan")])
+def test_what_is_no_budget_is_refused(said: Any) -> None:
+    with pytest.raises(ValueError, match=r"memory_budget=.*Give bytes \(an int\), text such as '70GiB'.* or 'fsdp2'"):
+        Budget.of(said)
+
+
+@pytest.mark.parametrize("said", [True, [1], torch.tensor(5)])
+def test_what_cannot_be_a_budget_is_refused(said: Any) -> None:
+    with pytest.raises(TypeError, match=r"memory_budget is .*Give bytes"):
+        Budget.of(said)
+
+
+def test_configure_refuses_what_does_not_go_together(fake_group_of_four: None) -> None:
+    model = shard(Stack(1))
+    with pytest.raises(ValueError, match=r"A plan says what is kept .* Give one of them"):
+        configure(model, memory_budget="1GiB", plan=Plan("joint"))
+    with pytest.raises(ValueError, match=r"profile is what memory_budget is predicted by"):
+        configure(model, profile="cpu")
+    with pytest.raises(ValueError, match=r"no hardware profile 'h1000': give one of cpu, "):
+        configure(model, memory_budget="1GiB", profile="h1000")
+    with pytest.raises(TypeError, match=r"profile is a HardwareProfile, its name .* not int"):
+        configure(model, memory_budget="1GiB", profile=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"share of free memory, and the ranks compute on 'cpu'.*Give bytes"):
+        configure(model, memory_budget=0.9)
+    with pytest.raises(ValueError, match=r"There is no built-in hardware profile for 'xpu'"):
+        default_profile(torch.device("xpu"))
+    assert not model.layers[0].up.weight.grad and manager.give_budget(Budget(1)) != manager.give_budget(Budget(1))
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+
+def _planned(model: nn.Module, batch: Tensor, backend: str = "aot_eager") -> Plan:
+    with inspect(model) as report:
+        torch.compile(model, backend=backend, fullgraph=True)(batch).sum().backward()
+    assert report.joint.plan.choice is None or str(report.joint.plan.choice).splitlines()[0] in str(report)
+    return report.joint.plan
+
+
+TOKENS = torch.zeros(2, 5, dtype=torch.long)
+
+
+def test_the_reasons_are_printed_and_no_part_of_the_plan(fake_group_of_four: None) -> None:
+    model = shard(Stack(2))
+    without = _planned(model, TOKENS)
+    assert without.choice is None and '"choice"' not in without.to_json()
+    configure(model, memory_budget="1GiB", profile="h100")
+    plan = _planned(model, TOKENS)
+    choice = plan.choice
+    assert choice is not None and choice.is_met and choice.budget_bytes == 1 << 30 and choice.profile == "h100"
+    assert choice.chosen.num_kept == len(plan.keep) > len(without.keep)
+    assert AGAIN in {one.name for one in choice.lost}
+    assert all(one.seconds >= choice.chosen.seconds > 0 and one.peak_bytes > 0 for one in choice.lost)
+    bare = dataclasses.replace(plan, choice=None)
+    assert plan == bare and plan.id == bare.id and plan.decisions() == bare.to_json()
+    assert Plan.from_json(plan.to_json()).choice == choice
+    assert f"-> {choice.chosen.name}" in str(choice)
+
+
+def test_a_budget_that_nothing_fits_into_is_met_as_well_as_can_be(fake_group_of_four: None) -> None:
+    model = shard(Stack(2))
+    configure(model, memory_budget="1KiB")
+    with pytest.warns(UserWarning, match=r"1\.0 KiB \(1,024 bytes\), and the smallest plan .* checkpoint activations") as seen:
+        plan = _planned(model, TOKENS)
+    assert plan.choice is not None and not plan.choice.is_met
+    (said,) = [str(one.message) for one in seen if "memory_budget is" in str(one.message)]
+    assert f"({plan.choice.chosen.peak_bytes:,} bytes)" in said
+    assert plan.choice.chosen.peak_bytes == min(one.peak_bytes for one in (plan.choice.chosen, *plan.choice.lost))
+
+
+def test_a_graph_that_is_not_the_step_is_planned_as_without_a_budget(fake_group_of_four: None) -> None:
+    plans = []
+    for budget in (None, "1GiB"):
+        torch._dynamo.reset()
+        model = shard(Stack(2, block=BreakBlock))
+        with warnings.catch_warnings(record=True) as seen, inspect(model) as report:
+            warnings.simplefilter("always")
+            configure(model, memory_budget=budget)
+            torch.compile(model, backend="aot_eager")(TOKENS).sum().backward()
+        plans.append([record.plan for record in report.records if record.stage == "joint"])
+        told = [one for one in seen if "memory_budget is not applied to a graph that reads" in str(one.message)]
+        assert bool(told) == (budget is not None)
+    assert plans[0] == plans[1] and len(plans[0]) > 1
+
+
+def test_the_partitioner_has_no_budget_beside_ours(fake_group_of_four: None) -> None:
+    model = shard(Stack(1))
+    configure(model, memory_budget="1GiB")
+    refused = pytest.raises(Exception, match=r"activation_memory_budget are not supported together yet")
+    with torch._functorch.config.patch(activation_memory_budget=0.5), refused:
+        _planned(model, TOKENS)
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def _with_other_lengths() -> list[Plan]:
+    """Rank 1 has a longer batch, and then, alone, another one; each rank's plans, as it made them."""
+    rank = dist.get_rank()
+    unsharded, model = pair(make=lambda: Stack(3))
+    configure(model, memory_budget=_between(model, TOKENS, 0.5))
+    run = torch.compile(model, backend=passes, fullgraph=True, dynamic=False)
+    plans: list[Plan] = []
+    observe = _observer(plans)
+    manager.observers.append(observe)
+    for of_ranks in ((5, 9), (5, 11)):
+        batches = [torch.arange(3 * length).reshape(3, length) % 31 for length in of_ranks]
+        run(batches[rank]).pow(2).mean().backward()
+        torch.stack([unsharded(one).pow(2).mean() for one in batches]).mean().backward()
+        assert_same_grads(model, unsharded)
+        model.zero_grad()
+        unsharded.zero_grad()
+    manager.observers.remove(observe)
+    return plans
+
+
+def _observer(plans: list[Plan]) -> Callable[[GraphRecord], None]:
+    """Appends the plan of each step that is compiled."""
+    return lambda record: plans.append(record.plan) if record.stage == "joint" else None
+
+
+def _between(model: nn.Module, tokens: Tensor, share: float) -> int:
+    """A budget so far from what the smallest plan needs to what keeping everything does."""
+    configure(model, memory_budget="1TiB")
+    choice = _planned(model, tokens).choice
+    model.zero_grad()
+    assert choice is not None
+    peaks = {one.name: one.peak_bytes for one in (choice.chosen, *choice.lost)}
+    return int(peaks[AGAIN] + share * (peaks[KEPT] - peaks[AGAIN]))
+
+
+def test_the_first_rank_chooses_and_a_rank_that_compiles_again_asks_nobody(two_ranks: Ranks) -> None:
+    (chosen,), adopted = two_ranks.run(_with_other_lengths)
+    assert chosen.choice is not None and chosen.choice.rank == 0 and chosen.keep
+    assert adopted == [chosen, chosen] and {one.choice for one in adopted} == {chosen.choice}
+
+
+def _alone() -> str:
+    """Rank 1 compiles what rank 0 never does."""
+    if dist.get_rank() == 0:
+        return ""
+    _, model = pair()
+    manager.settled.timeout_s = 0.3
+    manager.give_budget(Budget(1))  # rank 0 has none of this name
+    configure(model, memory_budget="1GiB")
+    try:
+        torch.compile(model, backend="aot_eager", fullgraph=True)(TOKENS)
+    except Exception as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_that_nobody_answers_says_what_it_waited_for() -> None:
+    ranks = Ranks(2)
+    try:
+        _, said = ranks.run(_alone)
+    finally:
+        ranks.stop()
+    assert "rank 0 chooses for this one what is kept for memory_budget, and has not said for 0 s" in said
+    assert "call configure with the same memory_budget on every rank" in said
+
+
+SIZES = Settings(layers=2, dim=256, batch=2, seq=128, head_dim=64)
+
+
+def _trained(shares: tuple[float, ...]) -> list[tuple[int, tuple[str, ...], Candidate]]:
+    """Of each budget: its bytes, what is kept, and what that was predicted to take; gradients are as unsharded."""
+    found = []
+    batch = batch_of(SIZES, dist.get_rank())
+    unsharded = build_model(SIZES)
+    torch.stack([unsharded(batch_of(SIZES, rank)) for rank in range(2)]).mean().backward()
+    model = shard_with_ours(build_model(SIZES), init_device_mesh("cpu", (2,)))
+    for budget in [_between(model, batch, share) for share in shares]:
+        configure(model, memory_budget=budget)
+        plans: list[Plan] = []
+        observe = _observer(plans)
+        manager.observers.append(observe)
+        torch.compile(model, fullgraph=True)(batch).backward()
+        manager.observers.remove(observe)
+        assert_same_grads(model, unsharded, atol=1e-5, rtol=1e-3)
+        model.zero_grad()
+        (plan,) = plans
+        assert plan.choice is not None
+        found.append((budget, plan.keep, plan.choice.chosen))
+    return found
+
+
+@pytest.mark.more
+def test_a_larger_budget_is_no_slower_and_trains_the_same(two_ranks: Ranks) -> None:
+    here, there = two_ranks.run(_trained, (0.0, 0.3, 1.0))
+    assert here == there
+    assert all(len(kept) == chosen.num_kept > 0 for _, kept, chosen in here[1:])
+    assert all(chosen.peak_bytes <= budget for budget, _, chosen in here)
+    seconds = [chosen.seconds for *_, chosen in here]
+    # Lists that are filled up to different bytes are different lists, so a larger budget may miss by a little.
+    assert all(later <= 1.02 * min(seconds[: place + 1]) for place, later in enumerate(seconds))
+    assert seconds[-1] < seconds[0]
+
+
+def _beside_fsdp2(settings: Settings) -> tuple[int, int, int]:
+    """What FSDP2 was predicted to need, what was chosen to be needed instead, and what FSDP2 did need, eagerly."""
+    mesh, batch = init_device_mesh("cpu", (2,)), batch_of(settings, dist.get_rank())
+    model = shard_with_ours(build_model(settings), mesh)
+    configure(model, memory_budget="fsdp2")
+    choice = _planned(model, batch).choice
+    assert choice is not None
+    theirs = build_model(settings)
+    for block in theirs.blocks:
+        torch.distributed.fsdp.fully_shard(block, mesh=mesh)
+    torch.distributed.fsdp.fully_shard(theirs, mesh=mesh)
+
+    def step() -> None:
+        theirs.zero_grad()
+        theirs(batch).backward()
+
+    step()
+    step()  # the first one leaves what the second frees
+    shards = sum(one.to_local().nbytes for one in theirs.parameters())
+    return choice.budget_bytes, choice.chosen.peak_bytes, shards + _peak_above(step)
+
+
+def _peak_above(step: Callable[[], None]) -> int:
+    """What PyTorch's allocator had given out at most, on any thread, and not taken back; by the profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    changes: list[tuple[int, int]] = []
+    events = list(profiled.profiler.kineto_results.experimental_event_tree())
+    while events:
+        event = events.pop()
+        events.extend(event.children)
+        if event.name == "[memory]":
+            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
+    return max(itertools.accumulate(change for _, change in sorted(changes, key=lambda one: one[0])))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("batch", [(1, 64), (4, 256)], ids=str)
+def test_what_fsdp2_needs_is_predicted(two_ranks: Ranks, batch: tuple[int, int]) -> None:
+    settings = Settings(layers=3, dim=256, batch=batch[0], seq=batch[1], head_dim=64)
+    for predicted, chosen, measured in two_ranks.run(_beside_fsdp2, settings):
+        # 1 to 10 % off where this was written: autograd holds a result here and there for longer.
+        assert predicted == pytest.approx(measured, rel=0.15)
+        assert chosen <= predicted
