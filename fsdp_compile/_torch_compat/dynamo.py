@@ -20,15 +20,19 @@ except ImportError:
 from ..passes._torch_compat import leave_all_to_python as leave_all_to_python
 
 
-def recompile_call(module: nn.Module) -> None:
-    """Let ``module.compile()``, called before the module got its ``_call_impl``, compile that one.
+def compiles_with(compiled: Any) -> Callable[[Any], Any] | None:
+    """What made ``module.compile()``'s result of ``module._call_impl``, to make another; None where it is not known.
 
     ``_compiled_call_impl`` is a closure of the context that compiles, as its free variable ``self``: 2.11 to 2.15.
     """
-    compiled = module._compiled_call_impl
-    if compiled is not None:
-        cells = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or ()))
-        module._compiled_call_impl = cells["self"].cell_contents(module._call_impl)
+    function = getattr(compiled, "__func__", compiled)
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+    return cells["self"].cell_contents if hasattr(compiled, "_torchdynamo_orig_callable") and "self" in cells else None
+
+
+def wrapper_compiles_with(wrapper: Any) -> Callable[[Any], Any] | None:
+    """The same for what ``torch.compile(module)`` returned (``OptimizedModule.dynamo_ctx``: 2.11 to 2.15)."""
+    return None if hasattr(wrapper.forward, "_torchdynamo_disable") else wrapper.dynamo_ctx
 
 
 def register_opaque(cls: type, guard: Callable[[Any], list[Any]], constant_methods: tuple[str, ...]) -> None:
@@ -148,14 +152,18 @@ def reads_are_compiled(module: nn.Module) -> bool:
     True where Dynamo is at work around an eager frame (it compiles the frames inside), and where the user compiled the
     forward itself. ``get_eval_frame_callback``, ``_torchdynamo_orig_callable``: 2.11 to 2.15.
     """
-    if callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):
-        return True
+    return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()) or forward_is_compiled(module)
+
+
+def forward_is_compiled(module: nn.Module) -> bool:
+    """Whether the user compiled the module's ``forward``: ``module.forward = torch.compile(module.forward)``."""
     return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable") and not hasattr(
         module.__dict__["forward"], "_torchdynamo_disable"
     )
 
 
 leave_to_python(reads_are_compiled)
+leave_to_python(forward_is_compiled)
 
 
 def forget_compiled(classes: set[type]) -> int:

@@ -166,6 +166,7 @@ class _Copies:
             accumulation=accumulation,
             outer=None,
             is_root=True,
+            given=None,
             version=0,
             warned_of_eager=False,
             watch=None,

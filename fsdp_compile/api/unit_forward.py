@@ -42,6 +42,17 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return as_given(unit, output)
 
 
+def forward_inside(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The part of it that is compiled where the eager path stands around the graph; see ``api/compiled.py``."""
+    unit: Unit = self.__dict__[STATE]
+    args, kwargs = as_taken(unit, args, kwargs)
+    try:  # as above
+        output = type(self)._fsdp_compile_original._call_impl(self, *args, **kwargs)
+    except BaseException:
+        raise
+    return as_given(unit, output)
+
+
 def as_taken(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The inputs of a unit's forward, where and in the dtype in which it takes them."""
     if unit.takes_inputs_to is not None:
