@@ -13,7 +13,7 @@ in bf16 that its module reads as fp32), which is as large: casts are tagged like
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import fx
@@ -53,11 +53,17 @@ def keep(graph: fx.Graph, plan: Plan) -> int:
         policy = CheckpointPolicy.MUST_RECOMPUTE if marker.fqn in regather else CheckpointPolicy.MUST_SAVE
         tag(marker.node, policy)
         if policy is CheckpointPolicy.MUST_RECOMPUTE:
-            for cast in _casts_of(marker.node):
-                tag(cast, policy)
+            tag_casts([marker.node])
     for node in graph.find_nodes(op="call_function", target=keep_slice):
         tag(node, CheckpointPolicy.MUST_SAVE)
     return len(unshards)
+
+
+def tag_casts(fulls: Iterable[fx.Node]) -> None:
+    """Have backward cast full parameters again, gathered in the graph or taken by it, that it finds gathered anyway."""
+    for full in fulls:
+        for cast in _casts_of(full):
+            tag(cast, CheckpointPolicy.MUST_RECOMPUTE)
 
 
 def tag(node: fx.Node, policy: CheckpointPolicy) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,6 +50,14 @@ def register_opaque(cls: type, guard: Callable[[Any], list[Any]], constant_metho
         opaque_object.register_opaque_type(cls, typ="reference", guard_fn=guard, members=members)
 
 
+def mark_free_to_save(tensor: torch.Tensor) -> None:
+    """Have a graph save ``tensor`` itself for backward, as it does parameters, and nothing that it makes of it.
+
+    What ``torch._dynamo.mark_static_address(tensor, guard=False)`` does, in a tenth of the time: 2.11 to 2.15.
+    """
+    tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
+
+
 def changed_while_traced(value: object) -> bool:
     """Whether code that Dynamo is tracing has written to a dict, list or the like: the object itself is as it was.
 
@@ -80,6 +89,32 @@ def _dynamo_output() -> Any:
         return InstructionTranslator.current_tx().output
     except AttributeError:
         return None
+
+
+# What Dynamo traces, by the context that it hands on to AOTAutograd, where that takes tensors which are free to save.
+_taking: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def note_free_to_save() -> None:
+    """Note that what Dynamo traces takes such tensors (``_guards.TracingContext.try_get``: 2.11 to 2.15)."""
+    context, output = torch._guards.TracingContext.try_get(), _dynamo_output()
+    if context is not None and output is not None:
+        _taking[context] = weakref.ref(output)
+
+
+def inputs_free_to_save(joint: torch.fx.Graph) -> list[torch.fx.Node]:
+    """They among the inputs of a joint graph, which begin with those of Dynamo's graph.
+
+    Its inputs are ``OutputGraph.graph``'s, and the mark is in ``meta["tensor_dict"]``: 2.11 to 2.15.
+    """
+    context = torch._guards.TracingContext.try_get()
+    output = _taking[context]() if context in _taking else None
+    if output is None:
+        return []
+    taken = output.graph.find_nodes(op="placeholder")
+    inputs = joint.find_nodes(op="placeholder")
+    marked = [node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type") for node in taken]
+    return [given for given, mark in zip(inputs, marked) if mark == "unguarded"]
 
 
 def _tracers_apart() -> list[Any]:

@@ -80,7 +80,7 @@ def stand_before(module: Any) -> None:
 def stand_before_wrappers(model: nn.Module) -> None:
     """Stand before the units inside ``model`` that ``torch.compile(unit)`` wrapped."""
     for wrapper in model.modules():
-        if isinstance(wrapper, dynamo.OptimizedModule) and unit_of(wrapper._orig_mod) is not None:
+        if isinstance(wrapper, dynamo.OptimizedModule) and unit_of(dynamo.behind_compile(wrapper)) is not None:
             _stand_before_wrapper(wrapper)
 
 
@@ -88,7 +88,7 @@ def _stand_before_wrapper(wrapper: Any) -> None:
     compiles = dynamo.wrapper_compiles_with(wrapper)
     if compiles is None or getattr(wrapper.forward, "__name__", "") == _forward.__name__:
         return
-    wrapper.forward = types.MethodType(_forward, (wrapper._orig_mod, Compiled(compiles, whole=wrapper.forward)))
+    wrapper.forward = types.MethodType(_forward, (dynamo.behind_compile(wrapper), Compiled(compiles, whole=wrapper.forward)))
 
 
 def _forward(self: tuple[Any, Compiled], *args: Any, **kwargs: Any) -> Any:

@@ -52,7 +52,10 @@ def read_all(call: Call) -> list[Tensor]:
         outputs = _ReadAll.apply(_recording(call), new, *[_leaf(shards[index]) for index in new])
         for index, full in zip(new, outputs):
             _have_read(call, index, True, full)
-    return [call.plain[index, True] if recorded[index] else fulls[index] for index in range(len(shards))]
+    given = [call.plain[index, True] if recorded[index] else fulls[index] for index in range(len(shards))]
+    for full in given:
+        dynamo.mark_free_to_save(full)  # its storage is emptied; that of a cast would not be
+    return given
 
 
 def _is_recorded(shard: DTensor) -> bool:

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from .._torch_compat import inductor
+from .._torch_compat import dynamo, inductor
 from ..passes import PassManager, ScheduleInPlannedOrder, source_hash
 from ..passes._torch_compat import CustomGraphPass
+from ..passes.keep import tag_casts
 
 manager = PassManager()
 
@@ -60,6 +61,7 @@ class JointPass:
     def __call__(self, module: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
         if self.theirs is not None:
             module = self.theirs(module, inputs)
+        tag_casts(dynamo.inputs_free_to_save(module.graph))
         return manager.joint(module, inputs)
 
 

@@ -64,6 +64,8 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         taken = [_taken(unit, param, slot) for slot in param.slots]
         if None in taken:
             return None
+        if taken[0] == "full":
+            dynamo.note_free_to_save()
         return taken[0]
 
     def mode(self, fqn: str) -> Mode:
