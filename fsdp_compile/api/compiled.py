@@ -88,7 +88,8 @@ def _stand_before_wrapper(wrapper: Any) -> None:
     compiles = dynamo.wrapper_compiles_with(wrapper)
     if compiles is None or getattr(wrapper.forward, "__name__", "") == _forward.__name__:
         return
-    wrapper.forward = types.MethodType(_forward, (dynamo.behind_compile(wrapper), Compiled(compiles, whole=wrapper.forward)))
+    compiled = Compiled(compiles, whole=wrapper.forward)
+    wrapper.forward = types.MethodType(_forward, (dynamo.behind_compile(wrapper), compiled))
 
 
 def _forward(self: tuple[Any, Compiled], *args: Any, **kwargs: Any) -> Any:

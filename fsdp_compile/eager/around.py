@@ -22,6 +22,9 @@ from .trace import span
 # Dynamo compiles frames inside of a forward that it left to Python; what is ours around them is not for it.
 _not_traced = functools.partial(torch.compiler.disable, reason="the eager path runs in Python")
 
+# Called with each unit around whose graph the eager path stands.
+around_observers: list[Callable[[Unit], None]] = []
+
 
 def eager_forward(unit: Unit, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call ``forward(module, ...)`` between the two ends of the eager path."""
@@ -74,6 +77,8 @@ def stands_around(unit: Unit) -> bool:
 @_not_traced
 def _give_all(call: Call) -> None:
     """Have the reads of compiled code take what is gathered."""
+    for observe in around_observers:
+        observe(call.unit)
     fulls = dict(zip(call.gathered.index, read_all(call)))
     call.unit.give(tuple(fulls.get(param.fqn) for param in call.unit.params))
 
