@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard, replicate
@@ -171,6 +172,55 @@ def _on_meshes() -> None:
 @pytest.mark.more
 def test_hybrid_meshes_slices_and_replicas(four_ranks: Ranks) -> None:
     four_ranks.run(_on_meshes)
+
+
+class Again(Stack):
+    """Calls its first layer once more."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in [*self.layers, self.layers[0]]:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def _together() -> None:
+    _train(functools.partial(Again, 3))
+    unsharded, model = twins(functools.partial(Stack, 4))
+    for first in (0, 2):
+        fully_shard(list(model.layers[first : first + 2]))
+    fully_shard(model)
+    compile_blocks(model)
+    with no_markers():
+        train_and_compare(model, model, unsharded)
+
+
+def test_blocks_called_twice_and_units_of_two_blocks(two_ranks: Ranks) -> None:
+    two_ranks.run(_together)
+
+
+class EvenBlock(Block):
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+
+def _tensor_parallel() -> None:
+    mesh = mesh_of("dp", "tp")
+    unsharded, model = twins(functools.partial(Stack, block=EvenBlock))
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        for linear in (layer.up, layer.down):
+            assert isinstance(linear.weight, DTensor)
+    shard(model, mesh=mesh["dp"])
+    compile_blocks(model)
+    with no_markers():
+        train_and_compare(model, model, unsharded, place=dist.get_rank() // 2, num_places=2)
+
+
+@pytest.mark.more
+def test_with_tensor_parallelism(four_ranks: Ranks) -> None:
+    four_ranks.run(_tensor_parallel)
 
 
 class Inner(Block):
@@ -464,6 +514,16 @@ def test_a_model_compiled_whole_is_one_graph_whatever_its_blocks_are(two_ranks: 
     assert two_ranks.run(_whole_model_over_compiled_blocks) == [1, 1]
 
 
+def _broken_around_compiled_blocks() -> None:
+    unsharded, model = pair(make=functools.partial(Stack, 3, block=BreakBlock))
+    compile_blocks(model, fullgraph=False)
+    train_and_compare(torch.compile(model, backend="aot_eager"), model, unsharded)
+
+
+def test_nor_where_it_breaks_do_the_numbers_change(two_ranks: Ranks) -> None:
+    two_ranks.run(_broken_around_compiled_blocks)
+
+
 def _copied() -> None:
     unsharded, model = twins()
     model.layers[0] = torch.compile(model.layers[0], backend="aot_eager")
@@ -577,6 +637,35 @@ def test_blocks_of_other_sizes_are_graphs_of_their_own(two_ranks: Ranks) -> None
     assert two_ranks.run(_unequal) == [2, 2]
 
 
+class Counting:
+    """A reduction of the user's own."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output: Tensor, input: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        self.num_calls += 1
+        return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
+
+
+def _custom_reduction() -> tuple[int, int]:
+    unsharded, model = pair()
+    compile_blocks(model)
+    comm = Counting()
+    for layer in model.layers:
+        layer.set_custom_reduce_scatter(comm)
+    train_and_compare(model, model, unsharded, steps=2)
+    return num_graphs(), comm.num_calls
+
+
+def test_what_only_the_eager_path_can_honour_keeps_no_block_from_being_compiled(two_ranks: Ranks) -> None:
+    num, calls = two_ranks.run(_custom_reduction)[0]
+    assert num == 1 and calls > 0
+
+
 def _settings_of_the_eager_path() -> None:
     model = compile_blocks(pair(make=functools.partial(Stack, 3))[1])
     first, second, third = model.layers
@@ -586,9 +675,7 @@ def _settings_of_the_eager_path() -> None:
     with events.noted():
         model(mine())
     assert ", ".join(events[:7]) == "gather root, have root, gather 0, have 0, gather 1, gather 2, compute 0"
-    model.unshard()
-    model.reshard()
 
 
-def test_prefetching_is_as_the_user_says(two_ranks: Ranks, recwarn: Any) -> None:
+def test_prefetching_is_as_the_user_says(two_ranks: Ranks) -> None:
     two_ranks.run(_settings_of_the_eager_path)

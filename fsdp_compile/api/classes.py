@@ -17,10 +17,9 @@ from torch import nn
 
 from .._torch_compat import autograd
 from ..core.captures import refuse_script
-from ..core.extension import halves_of
 from ..core.param import READS, ReadSpec
 from ..core.shared import shared
-from ..core.spec import eager_only, spec_of
+from ..core.spec import can_be_given, eager_only, spec_of
 from ..core.unit import Unit, original_class, unit_of
 from ..eager.forward import eager_read
 from ..graph.read import getter
@@ -122,7 +121,7 @@ def refresh(unit: Unit) -> None:
     _follow(unit)
     for module in _readers(unit):
         _set_class(module)
-    unit.gives_to_graphs = eager_only(unit) is None and not any(any(halves_of(param.shard)) for param in unit.params)
+    unit.gives_to_graphs = all(can_be_given(param) for param in unit.params)
     unit.watch.say_unheeded()
 
 
@@ -220,9 +219,9 @@ def sharded_class(
     if mixin is None:
         return type(f"Sharded{cls.__name__}", (ShardedModule, cls), namespace)
     name = f"FSDP{cls.__name__}"
+    namespace["_fsdp_compile_inside"] = with_code_of_its_own(forward_inside, f"{name}._call_inside")
     if eager_only is None:
         namespace["_call_impl"] = with_code_of_its_own(unit_forward, f"{name}._call_impl")
-        namespace["_fsdp_compile_inside"] = with_code_of_its_own(forward_inside, f"{name}._call_inside")
     else:
         namespace["_call_impl"] = eager_forward_for(name, eager_only)
     return type(name, (mixin, cls), namespace)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from .._torch_compat import dynamo
-from ..core.unit import Unit, unit_of
+from ..core.unit import STATE, Unit, unit_of
 from ..eager.around import forward_around_graph, stands_around
 
 _COMPILED = "_fsdp_compile_compiled"  # the attribute in which a module has what ``compile()`` made of it
@@ -41,8 +41,8 @@ class Compiled:
     def call(self, module: Any, args: Any, kwargs: Any) -> Any:
         """Call the module."""
         self._follow(module)
-        unit: Unit | None = unit_of(module)
-        if self._inside is not None and unit is not None and stands_around(unit):
+        unit: Unit = module.__dict__[STATE]
+        if stands_around(unit):
             return forward_around_graph(unit, module, self._inside, args, kwargs)
         return self._whole(*args, **kwargs)
 
@@ -52,8 +52,7 @@ class Compiled:
         if cls is self._cls:
             return
         self._cls = cls
-        inside = getattr(cls, "_fsdp_compile_inside", None)
-        self._inside = None if inside is None else self._compiles(inside)
+        self._inside = self._compiles(cls._fsdp_compile_inside)
         if self._given_whole is None:
             self._whole = self._compiles(module._call_impl)
 

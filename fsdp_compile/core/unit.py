@@ -53,7 +53,7 @@ class Unit:
     outer: Unit | None = None
     is_root: bool = True
     takes_inputs_to: torch.device | None = None  # of the outermost unit, on accelerators
-    # Whether graphs can take its full parameters: what an all-gather extension makes is put together in the graph.
+    # Whether graphs can take its full parameters; what an all-gather extension makes is put together in the graph.
     gives_to_graphs: bool = True
     # By place among ``params``: what an eager call around compiled code gives it; None where none stands around.
     given: tuple[torch.Tensor | None, ...] | None = field(default=None, repr=False)
