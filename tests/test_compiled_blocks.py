@@ -184,6 +184,24 @@ class Again(Stack):
         return self.head(self.norm(x))
 
 
+def _evaluated_first() -> None:
+    unsharded, model = pair()
+    compile_blocks(model)
+    with no_markers():
+        for mode in (torch.inference_mode, torch.no_grad):
+            with mode():
+                torch.testing.assert_close(model(mine()), unsharded(mine()), atol=1e-5, rtol=1e-4)
+            for unit in _units_inside(model):
+                assert all(full.untyped_storage().nbytes() == 0 for full in unit.running.gathered.fulls)
+        train_and_compare(model, model, unsharded)
+        with torch.inference_mode():
+            torch.testing.assert_close(model(mine()), unsharded(mine()), atol=1e-4, rtol=1e-3)
+
+
+def test_evaluation_before_training_and_after_it(two_ranks: Ranks) -> None:
+    two_ranks.run(_evaluated_first)
+
+
 def _together() -> None:
     _train(functools.partial(Again, 3))
     unsharded, model = twins(functools.partial(Stack, 4))
