@@ -25,7 +25,7 @@ from ..eager.forward import eager_read
 from ..graph.read import getter
 from ..graph.sink import arrange_edges, follow_shards, forget_edges
 from .copies import deep_copy
-from .unit_forward import eager_forward_for, forward_inside, unit_forward, with_code_of_its_own
+from .unit_forward import INSIDE, eager_forward_for, forward_inside, unit_forward, with_code_of_its_own
 
 
 class ShardedModule:
@@ -219,7 +219,7 @@ def sharded_class(
     if mixin is None:
         return type(f"Sharded{cls.__name__}", (ShardedModule, cls), namespace)
     name = f"FSDP{cls.__name__}"
-    namespace["_fsdp_compile_inside"] = with_code_of_its_own(forward_inside, f"{name}._call_inside")
+    namespace[INSIDE] = with_code_of_its_own(forward_inside, f"{name}._call_inside")
     if eager_only is None:
         namespace["_call_impl"] = with_code_of_its_own(unit_forward, f"{name}._call_impl")
     else:

@@ -24,6 +24,7 @@ from torch import nn
 from .._torch_compat import dynamo
 from ..core.unit import STATE, Unit, unit_of
 from ..eager.around import forward_around_graph, stands_around
+from .unit_forward import INSIDE
 
 _COMPILED = "_fsdp_compile_compiled"  # the attribute in which a module has what ``compile()`` made of it
 
@@ -52,7 +53,7 @@ class Compiled:
         if cls is self._cls:
             return
         self._cls = cls
-        self._inside = self._compiles(cls._fsdp_compile_inside)
+        self._inside = self._compiles(getattr(cls, INSIDE))
         if self._given_whole is None:
             self._whole = self._compiles(module._call_impl)
 

@@ -27,6 +27,9 @@ from ..eager.around import begin, eager_forward, end
 from ..eager.running import Call
 
 
+INSIDE = "_fsdp_compile_inside"  # the name of ``forward_inside`` in a generated class
+
+
 def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a unit's module: cast, gather when something eager reads, call, free or keep, cast."""
     unit: Unit = self.__dict__[STATE]

@@ -90,7 +90,8 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
             said.update(new)
             warnings.warn(
                 f"{', '.join(new)} has no effect where {unit.name} is compiled: there compiler passes decide when to "
-                "gather, reduce and free. It holds where the module runs eagerly.",
+                "gather, reduce and free. It holds where the module runs eagerly, or is compiled by itself in a model "
+                "that does.",
                 stacklevel=2,
             )
 
