@@ -26,7 +26,6 @@ from ..core.unit import STATE, Unit
 from ..eager.around import begin, eager_forward, end
 from ..eager.running import Call
 
-
 INSIDE = "_fsdp_compile_inside"  # the name of ``forward_inside`` in a generated class
 
 
