@@ -20,7 +20,7 @@ from fsdp_compile.core.param import READS
 from fsdp_compile.eager import forward
 from tests.comparing import assert_same_grads
 from tests.compiling import compiled
-from tests.models import Block, Checkpointed, Stack, shard, twins
+from tests.models import Block, Checkpointed, PartlyUsedBlock, Stack, shard, twins
 from tests.ranks import Ranks
 from tests.recording import Wire
 from tests.test_structure import WIDTH, Net, Noisy
@@ -43,7 +43,7 @@ class Case:
     make: Callable[[], nn.Module] = Stack
     batch: Callable[[int, int], Tensor] = _tokens
     options: dict[str, Any] = field(default_factory=dict)
-    how: str = "stance"  # or "limit": that of recompilations
+    how: str = "stance"  # or "limit": that of recompilations; or "never": it compiles nothing from the beginning
     blocks: bool = False  # compiled one by one, not the whole model
     both: bool = False  # the whole model, and its blocks
     nested: bool = False  # a unit inside of each block
@@ -101,7 +101,7 @@ def _train(case: Case) -> list[int]:
             with ExitStack() as stack:
                 # Buffers that are donated are no more for a second backward.
                 stack.enter_context(torch._functorch.config.patch(donated_buffer=not case.twice))
-                if rank == 1 and case.how == "stance" and number in (2, 3):
+                if rank == 1 and (case.how == "never" or (case.how == "stance" and number in (2, 3))):
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 if rank == 1 and case.how == "limit":  # each step has another length
                     stack.enter_context(torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False))
@@ -144,6 +144,35 @@ def test_a_rank_that_falls_back_trains_on(two_ranks: Ranks, how: str, backend: s
     around = 1 if blocks else 0  # the root, which is not compiled then
     assert stays == [around] * NUM_STEPS
     assert falls_back == [around, around, 3, 3, around if how == "stance" else 3]
+
+
+class Again(Stack):
+    """Calls its first layer once more."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in [*self.layers, self.layers[0]]:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+BLOCKS = {
+    "tied": Case(partial(Stack, tied=True), blocks=True, how="never"),
+    "called twice": Case(partial(Again, 3), blocks=True, how="never"),
+    "partly used": Case(partial(Stack, 3, block=PartlyUsedBlock), blocks=True, how="never"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "called twice" else pytest.mark.more) for kind in BLOCKS]
+)
+def test_around_compiled_blocks_ranks_launch_the_same_whatever_they_compile(two_ranks: Ranks, kind: str) -> None:
+    stays, never = two_ranks.run(_of_blocks, kind)
+    assert max(stays) == 1 < min(never)
+
+
+def _of_blocks(kind: str) -> list[int]:
+    return _train(BLOCKS[kind])
 
 
 class Inner(Block):
