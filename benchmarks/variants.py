@@ -178,10 +178,20 @@ def import_ours() -> Any:
     return module
 
 
-def _ours(model: nn.Module, mesh: DeviceMesh, settings: Settings, *, compiled: bool, **knobs: str) -> Forward:
+def _ours(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    settings: Settings,
+    *,
+    compiled: bool,
+    compile_blocks: bool = False,
+    **knobs: str,
+) -> Forward:
     fsdp_compile = import_ours()
     policy = fsdp_compile.MixedPrecisionPolicy(**_dtypes(settings))
     for block in blocks(model):
+        if compile_blocks:
+            block.compile()
         fsdp_compile.fully_shard(block, mesh=mesh, mp_policy=policy)
     fsdp_compile.fully_shard(model, mesh=mesh, mp_policy=policy)
     _set_knobs(model, knobs)
@@ -276,6 +286,11 @@ _ALL = (
         "ours",
         "fsdp_compile under torch.compile, reduction=auto (on gloo: all_to_all + sum)",
         partial(_ours, compiled=True),
+    ),
+    Variant(
+        "ours_blocks",
+        "fsdp_compile, each block compiled, reduction=auto",
+        partial(_ours, compiled=False, compile_blocks=True),
     ),
     Variant(
         "ours_rs",

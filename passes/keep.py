@@ -25,7 +25,7 @@ from .emit import emit
 from .plan import Plan
 from .provenance import find_reduces, find_unshards, reduce_nodes, unshard_nodes
 from .slices import keep_slice
-from .structure import Structure, structure_of
+from .structure import Structure, closure, made_of_weights, structure_of
 from .tags import tag
 
 # In the meta of markers: the plan of the step, made where AOTAutograd had all of it in one graph.
@@ -54,6 +54,16 @@ def keep(graph: fx.Graph, plan: Plan) -> int:
     for node in graph.find_nodes(op="call_function", target=keep_slice):
         tag(node, CheckpointPolicy.MUST_SAVE)
     return len(unshards)
+
+
+def make_again(graph: fx.Graph, taken: list[fx.Node]) -> None:
+    """Tag likewise what a graph makes of full parameters that it takes, which its caller gathers again for backward."""
+    if taken:
+        tangents = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
+        made, _ = made_of_weights(graph, set(taken), closure(tangents, lambda node: node.users))
+        for node in made:
+            if node.op != "placeholder":
+                tag(node, CheckpointPolicy.MUST_RECOMPUTE)
 
 
 def follow(graph: fx.Graph, plan: Plan) -> int:

@@ -1,10 +1,10 @@
 """Compiling in tests: the backends, and one function that compiles a model on one of them.
 
-    "eager"      not compiled: fsdp_compile's hooks
-    "aot_eager"  joint graphs with our markers, run as they are: one collective a parameter
-    "passes"     the same, then our passes on the forward and the backward graph, as under Inductor; no code is generated
-    "decomposed" the same, with Inductor's decompositions of ops
-    "inductor"   what users have by default, and seconds of g++ a graph: a row of tests/matrix for each way of training
+"eager"      not compiled: fsdp_compile's hooks
+"aot_eager"  joint graphs with our markers, run as they are: one collective a parameter
+"passes"     the same, then our passes on the forward and the backward graph, as under Inductor; no code is generated
+"decomposed" the same, with Inductor's decompositions of ops
+"inductor"   what users have by default, and seconds of g++ a graph: a row of tests/matrix for each way of training
 """
 
 from __future__ import annotations
@@ -29,6 +29,13 @@ PATHS = ("eager", "aot_eager")
 def compiled(model: nn.Module, path: str | None, fullgraph: bool = True) -> Any:
     """The model compiled on the backend of that name; the model itself on the path "eager", or None."""
     return model if path in ("eager", None) else torch.compile(model, backend=path, fullgraph=fullgraph)
+
+
+def compile_blocks(model: Any, backend: str = "aot_eager", fullgraph: bool = True) -> Any:
+    """The model, whose layers are compiled one by one."""
+    for layer in model.layers:
+        layer.compile(backend=backend, fullgraph=fullgraph)
+    return model
 
 
 def num_graphs() -> int:

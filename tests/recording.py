@@ -57,7 +57,9 @@ class Wire:
             if not event.name.startswith("c10d::"):
                 continue
             self.launches.append((event.name, event.input_shapes))
-            kind = next((kind for kind in ("gather", "alltoall", "reduce_scatter", "allreduce") if kind in event.name), "")
+            kind = next(
+                (kind for kind in ("gather", "alltoall", "reduce_scatter", "allreduce") if kind in event.name), ""
+            )
             if kind:
                 self.calls[kind] += 1
 
@@ -79,3 +81,15 @@ def recorded(seen: Any = None) -> Iterator[Any]:
             yield seen
     finally:
         manager.observers.remove(seen.append)
+
+
+class NoMarkers(list[Any]):
+    """Graphs with markers that compiled; the passes see no others."""
+
+
+@contextmanager
+def no_markers() -> Iterator[None]:
+    """A block in which no graph with markers compiles."""
+    with recorded(NoMarkers()) as seen:
+        yield
+    assert not seen, f"{len(seen)} graphs gather for themselves"

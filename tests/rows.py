@@ -763,6 +763,7 @@ ROWS = (
             "test_graphs.py::test_the_generated_code_runs_in_the_planned_order",
             "test_passes.py::test_gathers_run_one_unit_ahead",
             "test_settings.py::test_gathers_run_one_unit_ahead_in_forward_and_in_backward",
+            "test_around_graphs.py::test_gathers_run_one_block_ahead_and_reductions_one_behind",
         ),
         "Differs: launched one unit ahead explicitly. Streams: gpu.",
     ),
@@ -773,8 +774,9 @@ ROWS = (
             "test_graphs.py::test_the_generated_code_runs_in_the_planned_order",
             "test_passes.py::test_a_reduction_is_waited_for_after_the_next_units_was_launched",
             "test_settings.py::test_gathers_run_one_unit_ahead_in_forward_and_in_backward",
+            "test_around_graphs.py::test_gathers_run_one_block_ahead_and_reductions_one_behind",
         ),
-        "Eager and compiled.",
+        "Eager, compiled, and around blocks that are compiled one by one.",
     ),
     Row(
         "D18",

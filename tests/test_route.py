@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp_compile import fully_shard
+from fsdp_compile.core.param import READS
 from fsdp_compile.eager import forward
 from tests.comparing import assert_same_grads
 from tests.compiling import compiled
-from tests.models import Block, Checkpointed, Stack, shard, twins
+from tests.models import Block, Checkpointed, PartlyUsedBlock, Stack, shard, twins
 from tests.ranks import Ranks
 from tests.recording import Wire
 from tests.test_structure import WIDTH, Net, Noisy
@@ -41,8 +43,10 @@ class Case:
     make: Callable[[], nn.Module] = Stack
     batch: Callable[[int, int], Tensor] = _tokens
     options: dict[str, Any] = field(default_factory=dict)
-    how: str = "stance"  # or "limit": that of recompilations
+    how: str = "stance"  # or "limit": that of recompilations; or "never": it compiles nothing from the beginning
     blocks: bool = False  # compiled one by one, not the whole model
+    both: bool = False  # the whole model, and its blocks
+    nested: bool = False  # a unit inside of each block
     backend: str = "passes"
     replicated: bool = False
     frozen: tuple[str, ...] = ()
@@ -54,7 +58,7 @@ class Case:
 
 
 def _train(case: Case) -> list[int]:
-    """Rank 1 falls back after two steps; how many forwards of units each step ran eagerly."""
+    """Rank 1 falls back after two steps; of how many units each step read parameters eagerly."""
     rank, world = dist.get_rank(), dist.get_world_size()
     unsharded, model = twins(case.make)
     options = dict(case.options)
@@ -63,14 +67,19 @@ def _train(case: Case) -> list[int]:
     for one in (unsharded, model):
         for fqn in case.frozen:
             one.get_parameter(fqn).requires_grad_(False)
+    for layer in model.layers if case.nested else ():
+        fully_shard(layer.mlp, **options)
     shard(model, **options)
-    if case.blocks:
+    if case.blocks or case.both:
         for layer in model.layers:
             layer.compile(backend=case.backend)
     run = model if case.blocks else compiled(model, case.backend, fullgraph=False)
-    begun: list[Any] = []
-    enter_route = forward.enter_route
-    forward.enter_route = lambda unit: (begun.append(unit), enter_route(unit))[1]  # type: ignore[assignment]
+    read: set[Any] = set()
+
+    def observe(module: nn.Module, name: str) -> None:
+        read.add(module.__dict__[READS][name][1])
+
+    forward.read_observers.append(observe)
     counts, launched = [], []
 
     def step(number: int) -> None:
@@ -86,20 +95,20 @@ def _train(case: Case) -> list[int]:
 
     try:
         for number in range(NUM_STEPS):
-            begun.clear()
+            read.clear()
             holds_back = case.holds_back and number % 2 == 0
             model.set_requires_gradient_sync(not (holds_back or case.decides_late))
             with ExitStack() as stack:
                 # Buffers that are donated are no more for a second backward.
                 stack.enter_context(torch._functorch.config.patch(donated_buffer=not case.twice))
-                if rank == 1 and case.how == "stance" and number in (2, 3):
+                if rank == 1 and (case.how == "never" or (case.how == "stance" and number in (2, 3))):
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 if rank == 1 and case.how == "limit":  # each step has another length
                     stack.enter_context(torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False))
                 with Wire() as wire:
                     step(number)
                 launched += wire.launches
-            counts.append(len(begun))
+            counts.append(len(read))
             losses = [unsharded(case.batch(number, other)).float().pow(2).mean() for other in range(world)]
             (torch.stack(losses).mean() * (2 if case.twice else 1)).backward()
             if not holds_back:
@@ -110,7 +119,7 @@ def _train(case: Case) -> list[int]:
                         for param in one.parameters():
                             param.mul_(1.01)
     finally:
-        forward.enter_route = enter_route
+        forward.read_observers.remove(observe)
     by_rank: list[Any] = [None] * world
     dist.all_gather_object(by_rank, launched)
     assert all(one == by_rank[0] for one in by_rank) and launched
@@ -135,6 +144,46 @@ def test_a_rank_that_falls_back_trains_on(two_ranks: Ranks, how: str, backend: s
     around = 1 if blocks else 0  # the root, which is not compiled then
     assert stays == [around] * NUM_STEPS
     assert falls_back == [around, around, 3, 3, around if how == "stance" else 3]
+
+
+class Again(Stack):
+    """Calls its first layer once more."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in [*self.layers, self.layers[0]]:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+BLOCKS = {
+    "tied": Case(partial(Stack, tied=True), blocks=True, how="never"),
+    "called twice": Case(partial(Again, 3), blocks=True, how="never"),
+    "partly used": Case(partial(Stack, 3, block=PartlyUsedBlock), blocks=True, how="never"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "called twice" else pytest.mark.more) for kind in BLOCKS]
+)
+def test_around_compiled_blocks_ranks_launch_the_same_whatever_they_compile(two_ranks: Ranks, kind: str) -> None:
+    stays, never = two_ranks.run(_of_blocks, kind)
+    assert max(stays) == 1 < min(never)
+
+
+def _of_blocks(kind: str) -> list[int]:
+    return _train(BLOCKS[kind])
+
+
+class Inner(Block):
+    """A block, and one inside of it that is a unit as well."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.mlp = Block(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.mlp(x))
 
 
 class Shifted(nn.Module):
@@ -162,6 +211,9 @@ CASES = {
     "a parameter with one row": Case(partial(Stack, block=Shifted)),
     "backward twice": Case(twice=True),
     "blocks that accumulate": Case(blocks=True, holds_back=True, evaluates=True),
+    "whole over blocks": Case(both=True),
+    "units in blocks": Case(partial(Stack, 3, block=Inner), blocks=True, nested=True, how="limit"),
+    "units in blocks of one model": Case(partial(Stack, 3, block=Inner), both=True, nested=True),
     "many kinds of layers": Case(lambda: Net(without=(Noisy,)), _rows, {"reshard_after_forward": True}),
 }
 

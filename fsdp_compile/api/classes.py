@@ -15,17 +15,17 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from .._torch_compat import autograd, dynamo
+from .._torch_compat import autograd
 from ..core.captures import refuse_script
 from ..core.param import READS, ReadSpec
 from ..core.shared import shared
-from ..core.spec import eager_only, spec_of
+from ..core.spec import can_be_given, eager_only, spec_of
 from ..core.unit import Unit, original_class, unit_of
 from ..eager.forward import eager_read
 from ..graph.read import getter
 from ..graph.sink import arrange_edges, follow_shards, forget_edges
 from .copies import deep_copy
-from .unit_forward import eager_forward_for, unit_forward, with_code_of_its_own
+from .unit_forward import INSIDE, eager_forward_for, forward_inside, unit_forward, with_code_of_its_own
 
 
 class ShardedModule:
@@ -121,9 +121,7 @@ def refresh(unit: Unit) -> None:
     _follow(unit)
     for module in _readers(unit):
         _set_class(module)
-    if eager_only(unit) is not None:
-        for module in unit.modules:
-            dynamo.recompile_call(module)  # module.compile() kept the method that it found
+    unit.gives_to_graphs = all(can_be_given(param) for param in unit.params)
     unit.watch.say_unheeded()
 
 
@@ -133,6 +131,8 @@ def _follow(unit: Unit) -> None:
             if slot.param is not None:
                 param.follow(slot.param)
                 param.keep_grad_dtype()
+    if unit.given is None:
+        unit.give(None)  # guards look there before anybody gives
     follow_shards(unit)
 
 
@@ -219,6 +219,7 @@ def sharded_class(
     if mixin is None:
         return type(f"Sharded{cls.__name__}", (ShardedModule, cls), namespace)
     name = f"FSDP{cls.__name__}"
+    namespace[INSIDE] = with_code_of_its_own(forward_inside, f"{name}._call_inside")
     if eager_only is None:
         namespace["_call_impl"] = with_code_of_its_own(unit_forward, f"{name}._call_impl")
     else:

@@ -29,6 +29,7 @@ from ..eager.backward import end_backward
 from ..eager.reduction import Traffic
 from ..eager.running import running
 from ..graph.watch import Watch
+from .compiled import stand_before_wrappers
 from .fsdp2_view import FSDP2View
 
 OURS = "_fsdp_compile_"  # what our attributes of modules begin with
@@ -54,6 +55,7 @@ def deep_copy(
     copied = _copy_as(original_class(module), module, memo)
     for unit in copies.attach(module, inside, memo):
         refresh(unit)
+    stand_before_wrappers(copied)
     return copied
 
 
@@ -166,6 +168,7 @@ class _Copies:
             accumulation=accumulation,
             outer=None,
             is_root=True,
+            given=None,
             version=0,
             warned_of_eager=False,
             watch=None,

@@ -28,6 +28,7 @@ from ..graph.watch import Watch
 from ..lookout.lookout import lookout
 from .arguments import ignored_in, require_kinds
 from .classes import parts_of, refresh, take_back
+from .compiled import stand_before, stand_before_wrappers
 from .fsdp2_view import FSDP2View
 from .module import FSDPModule
 
@@ -143,7 +144,8 @@ def make_unit(
         _demote_inner_roots(unit)
         refresh(unit)
         for one in modules:
-            dynamo.recompile_call(one)
+            stand_before(one)
+            stand_before_wrappers(one)
     logger.debug(
         "%s: one unit of %d parameters, sharded over %d ranks and replicated %d times",
         unit.label,

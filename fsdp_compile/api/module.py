@@ -18,6 +18,7 @@ from ..eager.running import Call, recover, running
 from ..passes._torch_compat import group_ranks
 from .accumulate import set_all_reduce, set_sync
 from .classes import ShardedModule, refresh
+from .compiled import stand_before
 from .fsdp2_view import FSDP2View
 from .handles import GradientReductionHandle, UnshardHandle
 
@@ -30,6 +31,11 @@ class FSDPModule(ShardedModule, _FSDP2):
     It is FSDP2's class by name alone, so that code which asks ``isinstance(module, FSDPModule)`` finds what it looks
     for: no method of torch's is inherited.
     """
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile this module's forward in place, as ``nn.Module`` does."""
+        super().compile(*args, **kwargs)
+        stand_before(self)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters; until ``reshard``, or the end of a forward, eager reads give the full ones."""

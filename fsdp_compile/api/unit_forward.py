@@ -26,6 +26,8 @@ from ..core.unit import STATE, Unit
 from ..eager.around import begin, eager_forward, end
 from ..eager.running import Call
 
+INSIDE = "_fsdp_compile_inside"  # the name of ``forward_inside`` in a generated class
+
 
 def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a unit's module: cast, gather when something eager reads, call, free or keep, cast."""
@@ -37,6 +39,17 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             output = call(self, *args, **kwargs)
         else:
             output = eager_forward(unit, self, call, args, kwargs)
+    except BaseException:
+        raise
+    return as_given(unit, output)
+
+
+def forward_inside(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The part of it that is compiled where the eager path stands around the graph; see ``api/compiled.py``."""
+    unit: Unit = self.__dict__[STATE]
+    args, kwargs = as_taken(unit, args, kwargs)
+    try:  # as above
+        output = type(self)._fsdp_compile_original._call_impl(self, *args, **kwargs)
     except BaseException:
         raise
     return as_given(unit, output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_]+")
 STAMP = "_fsdp_compile_sharded"
 
 
+@functools.cache
 def beside(name: str, what: str) -> str:
     """The attribute in which a module has ``what`` belongs to its parameter ``name``: one each, as guards take time.
 

@@ -77,6 +77,12 @@ def eager_only(unit: Unit) -> str | None:
     return unit.settings.comms.custom
 
 
+def can_be_given(param: ShardedParam) -> bool:
+    """Whether a graph can take the full parameter and honours all that was asked for, whoever gathers and reduces."""
+    as_produced = param.grad_dtype is None and autograd.GRADIENTS_COME_AS_PRODUCED
+    return not as_produced and not any(halves_of(param.shard))
+
+
 def protocol_of(param: ShardedParam, shard: Any, mp_policy: Any) -> Protocol:
     """How to speak to the extension that a shard has; raises where it does not listen."""
     local = dtensors.local_tensor(shard)

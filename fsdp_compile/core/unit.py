@@ -53,6 +53,10 @@ class Unit:
     outer: Unit | None = None
     is_root: bool = True
     takes_inputs_to: torch.device | None = None  # of the outermost unit, on accelerators
+    # Whether graphs can take its full parameters; what an all-gather extension makes is put together in the graph.
+    gives_to_graphs: bool = True
+    # By place among ``params``: what an eager call around compiled code gives it; None where none stands around.
+    given: tuple[torch.Tensor | None, ...] | None = field(default=None, repr=False)
     # Counts changes of what the specs say.
     version: int = 0
     warned_of_eager: bool = False
@@ -89,6 +93,12 @@ class Unit:
     def computes_elsewhere(self) -> bool:
         """Whether shards are not where they are gathered, and are copied there and back."""
         return self.offload and self.mesh.device.type != "cpu"
+
+    def give(self, fulls: tuple[torch.Tensor | None, ...] | None) -> None:
+        """Have compiled reads take full parameters, or, with None, gather for themselves again."""
+        self.given = fulls
+        for place, param in enumerate(self.params):
+            param.put_beside("full", None if fulls is None else fulls[place])
 
     def mode_of(self, param: ShardedParam) -> Mode:
         """What compiled backwards do with the parameter's gradient."""

@@ -10,20 +10,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch_compat import dynamo
+from .._torch_compat import autograd, dynamo
 from ..core.captures import refuse_run
 from ..core.unit import Unit
 from .forward import abandon_forward, begin_forward, end_forward
 from .mistakes import read_around
+from .reads import read_all
+from .route import Routed
 from .running import Call
 from .trace import span
 
 # Dynamo compiles frames inside of a forward that it left to Python; what is ours around them is not for it.
 _not_traced = functools.partial(torch.compiler.disable, reason="the eager path runs in Python")
 
+# Called with each unit around whose graph the eager path stands.
+around_observers: list[Callable[[Unit], None]] = []
+
 
 def eager_forward(unit: Unit, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call ``forward(module, ...)`` between the two ends of the eager path."""
+    if dynamo.forward_is_compiled(module) and stands_around(unit):
+        return forward_around_graph(unit, module, forward, args, kwargs)
     are_compiled = dynamo.reads_are_compiled(module)
     call = None
     try:
@@ -35,16 +42,61 @@ def eager_forward(unit: Unit, module: nn.Module, forward: Callable[..., Any], ar
     return end(unit, module, call, output)
 
 
+def forward_around_graph(unit: Unit, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The same around a ``forward`` that is compiled by itself: its graph takes what is gathered here."""
+    call, given = None, unit.given
+    try:
+        call, args, kwargs = begin(unit, module, args, kwargs, are_compiled=False, around_graph=True)
+        if isinstance(call.gathered, Routed):  # in the place of a larger graph, in which each read is by itself
+            with torch.compiler.set_stance("force_eager"):
+                output = forward(module, *args, **kwargs)
+        else:
+            _give_all(call)
+            output = forward(module, *args, **kwargs)
+    except BaseException as error:
+        unit.give(given)
+        _fail(unit, call, error)
+        raise
+    unit.give(given)
+    return end(unit, module, call, output)
+
+
 dynamo.leave_to_python(eager_forward)
+dynamo.leave_to_python(forward_around_graph)
+
+
+def stands_around(unit: Unit) -> bool:
+    """Whether the eager path gathers and reduces around a forward of the unit that is compiled by itself.
+
+    Not around the outermost unit's, where one graph has it all, and its passes do better. Nor where it cannot: under
+    compiled autograd backward has no end, and to transforms of torch.func what is gathered here is a constant.
+    """
+    return (
+        unit.gives_to_graphs
+        and unit.outer is not None
+        and not autograd.uses_compiled_autograd()
+        and not autograd.in_functorch()
+    )
 
 
 @_not_traced
-def begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any, are_compiled: bool) -> tuple[Call, Any, Any]:
+def _give_all(call: Call) -> None:
+    """Have the reads of compiled code take what is gathered."""
+    for observe in around_observers:
+        observe(call.unit)
+    fulls = dict(zip(call.gathered.index, read_all(call)))
+    call.unit.give(tuple(fulls.get(param.fqn) for param in call.unit.params))
+
+
+@_not_traced
+def begin(
+    unit: Unit, module: nn.Module, args: Any, kwargs: Any, are_compiled: bool, around_graph: bool = False
+) -> tuple[Call, Any, Any]:
     """Before the module is called: its call, and the inputs to call it with."""
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         refuse_run(unit.name)
     with span("pre_forward", unit), _naming_circles(unit, "inputs"):
-        return begin_forward(unit, module, args, kwargs, are_compiled)
+        return begin_forward(unit, module, args, kwargs, are_compiled, around_graph)
 
 
 @_not_traced

@@ -51,8 +51,8 @@ def enter_backward(call: Call) -> None:
                 ahead.launch()
         return
     for earlier in iteration.before(call):
-        if earlier.run is not run:
-            if earlier.unit.settings.unshard_in_backward and _are_on_one_route(call.gathered, earlier.gathered):
+        if earlier.run is not run and _are_on_one_route(call.gathered, earlier.gathered):
+            if earlier.unit.settings.unshard_in_backward:
                 earlier.gathered.launch()
             break
 

@@ -20,14 +20,20 @@ from .running import Running, running
 _logger = logging.getLogger(__name__)
 
 
-def enter_route(unit: Unit) -> None:
-    """Have the eager forward that begins launch what a compiled one does, where it stands in the place of one."""
+def enter_route(unit: Unit, around_graph: bool) -> None:
+    """Have the eager forward that begins launch what a compiled one does, where it stands in the place of one.
+
+    One that stands around a graph of its own does so only where a larger graph had the unit's parameters.
+    """
     run = running(unit)
     route = _around(unit)
     if route is None:
         if run.route is not None:
             run.route.give_up_forward()
-        run.route = route = _find(unit)
+        route = _find(unit)
+        if around_graph and route is not None and unit not in route.routed:
+            route = None  # what is inside of that graph has another one's
+        run.route = route
     run.followed = route is not None and unit in route.routed
     if route is not None and unit in route.routed:
         routed = route.routed[unit]

@@ -32,6 +32,7 @@ from ..passes.markers import require_data
 from .backward import clean_up_at_end, enter_backward
 from .follow import abandon_route, end_route, enter_route, run_ahead
 from .reads import end_at_inputs, read
+from .route import Routed
 from .running import Call, Running, recover, running
 from .trace import span
 
@@ -40,7 +41,7 @@ read_observers: list[Callable[[nn.Module, str], None]] = []
 
 
 def begin_forward(
-    unit: Unit, module: nn.Module, args: Any, kwargs: Any, reads_are_compiled: bool
+    unit: Unit, module: nn.Module, args: Any, kwargs: Any, reads_are_compiled: bool, around_graph: bool = False
 ) -> tuple[Call, Any, Any]:
     """Gather for an eager forward; the call that its reads go to, and the inputs to call the module with."""
     run = running(unit)
@@ -59,7 +60,7 @@ def begin_forward(
         recover(unit.root)
     iteration.forward_number += unit.outer is None and iteration.depth == 0
     if not reads_are_compiled:
-        enter_route(unit)
+        enter_route(unit, around_graph)
     call = _call_of_pass(run)
     if not reads_are_compiled:
         try:
@@ -77,7 +78,8 @@ def begin_forward(
 
 def _gather_ahead(run: Running, call: Call) -> None:
     """Gather the unit, and launch the gathers of those that come next."""
-    following = run.iteration.begin_unit(run)
+    route_of = call.gathered.route.top if isinstance(call.gathered, Routed) else None
+    following = run.iteration.begin_unit(run, route_of)
     call.gathered.wait()
     asked_for = [running(unit) for unit in run.unit.settings.forward_prefetch]
     for target in asked_for or ([] if following is None else [following]):

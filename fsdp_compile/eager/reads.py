@@ -32,20 +32,49 @@ def read(call: Call, fqn: str) -> Any:
     if index is None:
         return None
     shard = call.gathered.shards[index]
-    # Parameters are constants to torch.func.
-    recorded = shard.requires_grad and torch.is_grad_enabled() and not autograd.in_functorch()
+    recorded = _is_recorded(shard)
     if (index, recorded) not in call.tensors:
-        full = _recorded(call, index, shard) if recorded else call.gathered.full(index)
-        call.tensors[index, recorded] = call.gathered.params[index].as_read(full)
+        full = _Read.apply(_recording(call), index, _leaf(shard)) if recorded else call.gathered.full(index)
+        _have_read(call, index, recorded, full)
     return call.tensors[index, recorded]
 
 
-def _recorded(call: Call, index: int, shard: DTensor) -> Tensor:
+def read_all(call: Call) -> list[Tensor]:
+    """Every gathered parameter, as a plain tensor, for a graph that runs inside the call.
+
+    They have one node: the graph has one as well, whose backward is through with all of them at once. And a parameter
+    that the graph did not take has its part in that backward, or its unit would wait for it to the end.
+    """
+    call.was_read = True
+    fulls, shards = call.gathered.wait(), call.gathered.shards
+    recorded = [_is_recorded(shard) for shard in shards]
+    new = [index for index in range(len(shards)) if recorded[index] and (index, True) not in call.plain]
+    if new:
+        outputs = _ReadAll.apply(_recording(call), new, *[_leaf(shards[index]) for index in new])
+        for index, full in zip(new, outputs):
+            _have_read(call, index, True, full)
+    given = [call.plain[index, True] if recorded[index] else fulls[index] for index in range(len(shards))]
+    for full in given:
+        dynamo.mark_free_to_save(full)  # its storage is emptied; that of a cast would not be
+    return given
+
+
+def _is_recorded(shard: DTensor) -> bool:
+    # Parameters are constants to torch.func.
+    return shard.requires_grad and torch.is_grad_enabled() and not autograd.in_functorch()
+
+
+def _have_read(call: Call, index: int, recorded: bool, full: Tensor) -> None:
+    call.plain[index, recorded] = full
+    call.tensors[index, recorded] = call.gathered.params[index].as_read(full)
+
+
+def _recording(call: Call) -> Recording:
     recording = None if call.recording is None else call.recording()
     if recording is None:
         recording = Recording(call)
         call.recording = weakref.ref(recording)
-    return _Read.apply(recording, index, _leaf(shard))
+    return recording
 
 
 def _leaf(shard: DTensor) -> Tensor:
@@ -77,6 +106,24 @@ class _Read(torch.autograd.Function):
         return None, None, backward.arrive(ctx.recording, ctx.index, grad, leaf)
 
 
+class _ReadAll(torch.autograd.Function):
+    """The same for all that a graph may read."""
+
+    @staticmethod
+    def forward(ctx: Any, recording: Recording, indices: list[int], *shards: DTensor) -> tuple[Tensor, ...]:
+        ctx.recording, ctx.indices = recording, indices
+        ctx.set_materialize_grads(False)
+        recording.read.update(indices)
+        fulls = recording.call.gathered.wait()
+        return tuple(fulls[index].detach() for index in indices)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        leaves = [leaf for leaf, _ in ctx.next_functions]
+        arrived = zip(ctx.indices, grads, leaves, strict=True)
+        return None, None, *[backward.arrive(ctx.recording, index, grad, leaf) for index, grad, leaf in arrived]
+
+
 class _Inputs(torch.autograd.Function):
     """The inputs of a unit, as they are; backward through them is the end of the unit's backward."""
 
@@ -92,7 +139,7 @@ class _Inputs(torch.autograd.Function):
         return (None, *grads)
 
 
-dynamo.leave_all_to_python(_Read.backward, _Inputs.backward)
+dynamo.leave_all_to_python(_Read.backward, _ReadAll.backward, _Inputs.backward)
 
 
 def end_at_inputs(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -102,6 +102,7 @@ class Call:
         # What reads see, by whether autograd was recording; autograd's nodes refer to the call, so not for longer than
         # a forward runs.
         self.tensors: dict[tuple[int, bool], Any] = {}
+        self.plain: dict[tuple[int, bool], Tensor] = {}  # the same before they are made the DTensors that they were
         # Weak: which calls await backward must not depend on when cycles are collected, or ranks differ.
         self.recording: weakref.ref[Recording] | None = None
 
@@ -112,6 +113,7 @@ class Call:
     def forget_reads(self) -> None:
         """Let go of the tensors that reads saw; whoever needs one holds it."""
         self.tensors.clear()
+        self.plain.clear()
         self.recording = None  # what is recomputed for backward may never get gradients
 
 
@@ -133,9 +135,10 @@ class Iteration:
         self.traffic = Traffic()
         self.is_last_backward = True
         self.manual_finalization = False
-        # Forward: units in the order in which they began, of the forward before and of the one that runs.
-        self.forward_order: list[Running] = []
-        self._this_forward: list[Running] = []
+        # Forward: units in the order in which they began, of the forward before and of the one that runs; those on a
+        # route by themselves, under its outermost unit. Other ranks run it as a graph, and know of the rest alone.
+        self._last_forward: dict[Unit | None, list[Running]] = {}
+        self._this_forward: dict[Unit | None, list[Running]] = {}
         self.depth = 0  # unit forwards that run, outside of backward
         self.forward_number = 0  # counts forwards of the root
         # Backward: calls in the order in which their forwards ended.
@@ -158,24 +161,22 @@ class Iteration:
         self.manual_finalization |= inner.manual_finalization
         self.traffic = inner.traffic
 
-    def begin_unit(self, run: Running) -> Running | None:
-        """Note that a unit's forward begins; the unit that came after it the last time."""
+    def begin_unit(self, run: Running, route_of: Unit | None) -> Running | None:
+        """Note that a unit's forward begins, be it on a route; the unit that came after it there the last time."""
         self.touched.setdefault(run)
-        place = len(self._this_forward)
-        self._this_forward.append(run)
-        after = place + 1
-        if self.forward_order[place : place + 1] == [run] and after < len(self.forward_order):
-            return self.forward_order[after]
-        return None
+        last, this = self._last_forward.get(route_of, []), self._this_forward.setdefault(route_of, [])
+        place = len(this)
+        this.append(run)
+        return last[place + 1] if last[place : place + 1] == [run] and place + 1 < len(last) else None
 
     def end_forward(self) -> list[Running]:
         """The outermost forward ended; the units that took part."""
-        self.forward_order, self._this_forward = self._this_forward, []
+        self._last_forward, self._this_forward = self._this_forward, {}
         self._calls = [call for call in self._calls if call() is not None]
-        return self.forward_order
+        return [run for runs in self._last_forward.values() for run in runs]
 
     def abandon_forward(self) -> None:
-        self._this_forward = []
+        self._this_forward = {}
 
     def awaits_backward(self, call: Call) -> None:
         call.place = len(self._calls)

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from .._torch_compat import inductor
+from .._torch_compat import dynamo, inductor
 from ..passes import AnchorLaunches, PassManager, ScheduleInPlannedOrder, source_hash
 from ..passes._torch_compat import CustomGraphPass
+from ..passes.keep import make_again
 
 manager = PassManager()
 
@@ -76,6 +77,7 @@ class JointPass:
     def __call__(self, module: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
         if self.theirs is not None:
             module = self.theirs(module, inputs)
+        make_again(module.graph, dynamo.inputs_free_to_save(module.graph))
         return manager.joint(module, inputs)
 
 

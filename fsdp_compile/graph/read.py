@@ -86,6 +86,8 @@ def make(eager_read, gather, wrap, mesh):
     def read(self):
         traced = torch.compiler.is_dynamo_compiling()
         takes = {sink}.watch.takes({fqn!r}) if traced else None
+        if takes == "full":
+            return {full}
         if takes is not None:
             param = takes, {local}, {edge}
         else:
@@ -127,6 +129,9 @@ def getter(name: str, spec: ReadSpec, eager_read: Callable[..., Any]) -> propert
         marked = "" if spec.extension is not None else f", {arguments}"
         read, wrap, arguments = "traced_dtensor_read", wrapper(spec.read_as), f"gather, wrap, mesh{marked}"
         mesh = spec.read_as.mesh if dtensors.MESH_IS_GRAPH_INPUT else None
+    places["full"] = "self.{}".format(beside(name, "full"))
+    if spec.read_as is not None:
+        places["full"] = "wrap({})".format(places["full"] + ("" if mesh is None else ", mesh"))
     code = GETTER.format(name=name, fqn=spec.fqn, read=read, arguments=arguments, **places)
     namespace: dict[str, Any] = {}
     exec(code, globals(), namespace)

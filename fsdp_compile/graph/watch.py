@@ -14,14 +14,17 @@ import warnings
 import weakref
 from typing import Any, Literal
 
+from torch.distributed.tensor import DTensor
+
 from .._torch_compat import autograd, dynamo
 from ..core.accumulation import Mode
 from ..core.captures import refuse_traced
 from ..core.param import ShardedParam, Slot
 from ..core.unit import Unit
 
-# What a graph takes of a parameter: the local tensor of a frozen one; its edge, which is the local tensor; or both.
-Taken = Literal["local", "edge", "both"] | None  # None: what is registered, for it is not the shard that we know
+# What a graph takes of a parameter: the full one, where the eager path stands around the graph and gives it; the local
+# tensor of a frozen one; its edge, which is the local tensor; or both of these.
+Taken = Literal["full", "local", "edge", "both"] | None  # None: what is registered, which is not our shard
 
 
 class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
@@ -38,7 +41,9 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         if unit is None:
             return []
         with autograd.quick_attributes():
-            seen: list[Any] = [_taken(param, slot) for param in unit.params for slot in param.slots]
+            seen: list[Any] = [_taken(unit, param, slot) for param in unit.params for slot in param.slots]
+            if unit.given is not None:
+                return seen  # gradients are the eager path's
             seen += [param.apart.names for param in unit.params if param.apart is not None]
         replicated = {param.mesh.num_replicas > 1 for param in unit.params}
         return [*seen, *(unit.accumulation.mode_of(one) for one in sorted(replicated))]
@@ -47,7 +52,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         """What graphs take of a parameter; None where the user put something else in its place, or into it."""
         unit, param = self._of(fqn)
         refuse_traced(fqn, unit.mode_of(param))
-        around: Unit | None = unit
+        around: Unit | None = unit if unit.given is None else None
         while around is not None:  # which may have no parameters of its own
             around.watch._was_asked = True
             around.watch.say_unheeded()
@@ -56,9 +61,11 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
             return None  # gradients must reach leaves of the graph: the DTensor itself, and not its edge
         if any(dynamo.changed_while_traced(slot.module._parameters) for slot in param.slots):
             return None  # by torch.func.functional_call inside what is compiled
-        taken = [_taken(param, slot) for slot in param.slots]
+        taken = [_taken(unit, param, slot) for slot in param.slots]
         if None in taken:
             return None
+        if taken[0] == "full":
+            dynamo.note_free_to_save()
         return taken[0]
 
     def mode(self, fqn: str) -> Mode:
@@ -83,7 +90,8 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
             said.update(new)
             warnings.warn(
                 f"{', '.join(new)} has no effect where {unit.name} is compiled: there compiler passes decide when to "
-                "gather, reduce and free. It holds where the module runs eagerly.",
+                "gather, reduce and free. It holds where the module runs eagerly, or is compiled by itself in a model "
+                "that does.",
                 stacklevel=2,
             )
 
@@ -106,8 +114,10 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         return self  # Dynamo of torch 2.11 keeps a copy
 
 
-def _taken(param: ShardedParam, slot: Slot) -> Taken:
+def _taken(unit: Unit, param: ShardedParam, slot: Slot) -> Taken:
     registered = slot.module._parameters.get(slot.name)
+    if unit.given is not None:
+        return "full" if registered is param.param and isinstance(registered, DTensor) else None
     if registered is not param.shard or param.has_other_data:
         return None
     return param.sink.takes if registered.requires_grad else "local"

@@ -18,9 +18,11 @@ from pathlib import Path
 from torch import nn
 
 from .._torch_compat import dynamo, inductor
-from ..core.unit import original_class
+from ..core.unit import Unit, original_class
+from ..eager.around import around_observers
 from ..graph.install import manager
 from ..passes import GraphRecord, Plan
+from .around import Around, around, table_of
 from .report import GraphReport
 from .tables import format_bytes, plural
 
@@ -45,11 +47,13 @@ def inspect(model: nn.Module) -> Iterator[Report]:
     num_graphs_before = dynamo.num_dynamo_graphs()
     observe = report.records.append
     manager.observers.append(observe)
+    around_observers.append(report.stood_around)
     try:
         with inductor.no_compile_caches():
             yield report
     finally:
         manager.observers.remove(observe)
+        around_observers.remove(report.stood_around)
         report.num_dynamo_graphs = dynamo.num_dynamo_graphs() - num_graphs_before
 
 
@@ -61,7 +65,14 @@ class Report:
         self.records: list[GraphRecord] = []
         self.num_forgotten = 0  # frames that had been compiled before the block
         self.num_dynamo_graphs = 0  # captured in the block, also those without sharded parameters
+        # Units that are compiled by themselves inside a model that runs eagerly, and what is sent around their graphs.
+        self.around: dict[Unit, Around] = {}
         self._num_sharded_classes = num_sharded_classes
+
+    def stood_around(self, unit: Unit) -> None:
+        """Note what the eager path does around the graph of a unit that it stands around."""
+        if unit not in self.around:
+            self.around[unit] = around(unit)
 
     @property
     def graphs(self) -> list[GraphReport]:
@@ -113,8 +124,14 @@ class Report:
                 "#: order of launch in the graph that Inductor gets. bytes/rank: what one rank gives to a gather or "
                 "gets from a reduction. bucket: all ranks' parts, padding included."
             )
+        if self.around:
+            notes.append(
+                "Units that are compiled by themselves take gathered weights: their graphs have no collective for "
+                "them, and are not shown where they have no other. The eager path gathers and reduces around them, one "
+                "unit ahead and one behind."
+            )
         if not stages:
-            return [*notes, self._why_nothing()]
+            return notes if self.around else [*notes, self._why_nothing()]
         notes.append(
             "Compile caches were not read in the block (no pass runs when they hit) and not written. What was compiled "
             "stays in use after it; another process may be served from a cache."
@@ -153,7 +170,13 @@ class Report:
         title = f"{self.model}: {plural(len(graphs), 'graph')}"
         if graphs:
             title += f", {plural(num_collectives, 'collective')}, {total} a rank"
-        return "\n\n".join([title, *map(str, graphs), "\n".join(textwrap.fill(note, 110) for note in self.notes)])
+        if self.around:
+            gathers = sum(one.num_gathers * (1 + one.gathers_again) for one in self.around.values())
+            reductions = sum(one.num_reductions for one in self.around.values())
+            title += f"; {plural(gathers, 'gather')} and {plural(reductions, 'reduction')} a step around "
+            title += plural(len(self.around), "compiled unit")
+        tables = [*map(str, graphs), *([table_of(self.around.values())] if self.around else [])]
+        return "\n\n".join([title, *tables, "\n".join(textwrap.fill(note, 110) for note in self.notes)])
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write every graph before and after each pass, the plans and the report; return the files.

@@ -66,7 +66,7 @@ ROWS: tuple[Row, ...] = (
     Row("fully_shard", plain, shows="fully_shard FSDPModule"),
     Row("uneven shards, three ranks", plain, ranks=3),
     Row("random numbers of the backend's own", own_random_numbers, 2, own_random=True),
-    Row("blocks compiled one by one", partial(block_by_block, before=False), 1, 2),
+    Row("blocks compiled one by one", partial(block_by_block, before=False), 1, 2, shows="compile"),
     Row("blocks compiled before they are sharded", partial(block_by_block, before=True), 1, 2),
     Row(
         "4 micro-batches, set_requires_gradient_sync",

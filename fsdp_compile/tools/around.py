@@ -1,0 +1,64 @@
+"""What runs around the graphs of units that are compiled by themselves, which is in no graph: their collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..core.unit import Unit
+from ..eager.running import running
+from ..passes.planner import gather_buckets, reduce_buckets
+from .tables import format_bytes, format_unit, table
+
+
+@dataclass(frozen=True)
+class Around:
+    """The collectives of one forward and one backward of a unit that trains, if its gradients are reduced."""
+
+    unit: str  # "layers.0 (Block)"
+    num_params: int
+    num_gathers: int  # in forward
+    gathered_bytes: int  # one rank's part
+    gathers_again: bool  # the same in backward
+    num_reductions: int
+    reduced_bytes: int
+
+
+def around(unit: Unit) -> Around:
+    """What the eager path sends around the unit's graphs."""
+    gathered = running(unit).current()
+    specs = gathered.specs
+    train = [spec for spec, shard in zip(specs, gathered.shards) if shard.requires_grad]
+    sent = [spec for spec in specs if spec.num_shards > 1]
+    reduced = [spec for spec in train if spec.num_shards > 1 or spec.num_replicas > 1]
+    return Around(
+        unit=format_unit(_labelled(unit)),
+        num_params=len(specs),
+        num_gathers=len(gather_buckets(sent)),
+        gathered_bytes=sum(spec.gather_bytes for spec in sent),
+        gathers_again=unit.regather,
+        num_reductions=len(reduce_buckets(reduced)),
+        reduced_bytes=sum(spec.reduce_bytes for spec in reduced),
+    )
+
+
+def _labelled(unit: Unit) -> str:
+    """As plans name units: class and path."""
+    paths = {module: path for root in unit.root.modules for path, module in root.named_modules()}
+    return f"{unit.label}:{paths.get(unit.modules[0], '')}"
+
+
+def table_of(units: Iterable[Around]) -> str:
+    """One line for all that differ in nothing but their names."""
+    alike: dict[tuple[int, int, int, bool, int, int], list[str]] = {}
+    for one in units:
+        sent = (one.num_gathers, one.gathered_bytes, one.gathers_again, one.num_reductions, one.reduced_bytes)
+        alike.setdefault((one.num_params, *sent), []).append(one.unit)
+    rows = [["unit", "params", "gathers", "bytes/rank", "in backward", "reductions", "bytes/rank"]]
+    for (params, gathers, gathered, again, reductions, reduced), names in alike.items():
+        more = f" and {len(names) - 1} like it" if len(names) > 1 else ""
+        in_backward = "again" if again else "kept"
+        cells = [str(gathers), format_bytes(gathered), in_backward, str(reductions), format_bytes(reduced)]
+        rows.append([names[0] + more, str(params), *cells])
+    lines = table(rows, right=(1, 2, 3, 5, 6))
+    return "\n".join(["around graphs, by the eager path:", *[f"  {line}" for line in lines]])

@@ -1,0 +1,394 @@
+"""What the eager path does around graphs of compiled blocks: what is launched when and freed, ways to compile."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile import fully_shard
+from fsdp_compile.core.unit import Unit, unit_of
+from fsdp_compile.eager import around, backward, forward, gathered, reduction
+from tests.comparing import batches, loss_of, mine, reference_backward, train_and_compare
+from tests.compiling import compile_blocks, num_graphs
+from tests.models import Block, BreakBlock, Stack, pair, shard, twins
+from tests.ranks import Ranks
+from tests.recording import no_markers
+from tests.test_eager_regions import CheckpointedBlock
+
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)]
+
+
+# --- what is launched when, and what is freed -------------------------------------------------------------------------
+
+
+class Events(list[str]):
+    """What happens to the units of a model, in order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._names = {module: path or "root" for path, module in model.named_modules()}
+
+    def note(self, what: str, unit: Unit) -> None:
+        self.append(f"{what} {self._names[unit.modules[0]]}".replace("layers.", ""))
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        launch, wait, give = gathered.Gathered._launch, gathered.Gathered._land, around._give_all
+        enter, reduce, complete = backward.enter_backward, reduction.Reduction.__init__, reduction.Reduction.complete
+
+        def on_launch(one: Any, in_flight: Any) -> None:
+            self.note("gather", one.unit)
+            launch(one, in_flight)
+
+        def on_wait(one: Any, in_flight: Any) -> None:
+            wait(one, in_flight)
+            self.note("have", one.unit)
+
+        def on_give(call: Any) -> None:
+            give(call)
+            self.note("compute", call.unit)
+
+        def on_enter(call: Any) -> None:
+            enter(call)
+            self.note("backward", call.unit)
+
+        def on_reduce(one: Any, gathered: Any, *args: Any) -> None:
+            reduce(one, gathered, *args)
+            self.note("reduce", gathered.unit)
+
+        def on_complete(one: Any) -> None:
+            self.note("wait for", one.gathered.unit)
+            complete(one)
+
+        with (
+            mock.patch.object(gathered.Gathered, "_launch", on_launch),
+            mock.patch.object(gathered.Gathered, "_land", on_wait),
+            mock.patch.object(around, "_give_all", on_give),
+            mock.patch.object(forward, "enter_backward", on_enter),
+            mock.patch.object(reduction.Reduction, "__init__", on_reduce),
+            mock.patch.object(reduction.Reduction, "complete", on_complete),
+        ):
+            yield
+
+
+def _order() -> tuple[str, str]:
+    model = compile_blocks(pair(make=functools.partial(Stack, 3))[1])
+    loss_of(model(mine())).backward()
+    events = Events(model)
+    with events.noted():
+        loss = loss_of(model(mine()))
+        in_forward = ", ".join(events)
+        events.clear()
+        loss.backward()
+    return in_forward, ", ".join(events)
+
+
+def test_gathers_run_one_block_ahead_and_reductions_one_behind(two_ranks: Ranks) -> None:
+    for in_forward, in_backward in two_ranks.run(_order):
+        assert in_forward == (
+            "gather root, have root, gather 0, have 0, gather 1, compute 0, have 1, gather 2, compute 1, "
+            "have 2, compute 2"
+        )
+        assert in_backward == (
+            "gather 2, backward root, "
+            "have 2, gather 1, backward 2, reduce 2, "
+            "have 1, gather 0, backward 1, wait for 2, reduce 1, "
+            "have 0, backward 0, wait for 1, reduce 0, "
+            "wait for 0, reduce root, wait for root"
+        )
+
+
+def _compiled_nodes(out: Tensor) -> list[Any]:
+    """The nodes of compiled graphs behind ``out``."""
+    found, seen, waiting = [], set(), [out.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "saved_tensors") and "CompiledFunction" in type(node).__name__:
+            found.append(node)
+        waiting += [one for one, _ in node.next_functions]
+    return found
+
+
+def units_inside(model: nn.Module) -> list[Unit]:
+    return [unit for unit in map(unit_of, model.modules()) if unit is not None and unit.outer is not None]
+
+
+def saved_full_weights(model: Any, call: Callable[..., Tensor] | None = None) -> int:
+    """Bytes of full weights, or of anything of their size, that are alive between forward and backward."""
+    params = [param.shard for unit in units_inside(model) for param in unit.params]
+    sizes = {shard.numel() for shard in params if shard.ndim == 2}
+    out = (call or model)(mine())
+    fulls = [full for unit in units_inside(model) for full in unit.running.gathered.fulls]
+    nodes = _compiled_nodes(out)
+    assert nodes
+    saved = [one for node in nodes for one in node.saved_tensors if one is not None and one.numel() in sizes]
+    assert saved, "backward reads weights"
+    loss_of(out).backward()
+    out = (call or model)(mine())
+    saved = [one for node in _compiled_nodes(out) for one in node.saved_tensors if one.numel() in sizes]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in [*fulls, *saved]}
+    return sum(storages.values())
+
+
+def _autocast(backend: str) -> int:
+    model = compile_blocks(pair(make=functools.partial(Stack, 2, 40))[1], backend)
+
+    def call(tokens: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(tokens)
+
+    return saved_full_weights(model, call)
+
+
+def _memory(backend: str) -> list[int]:
+    alive = []
+    for make, reshard in ((Stack, None), (functools.partial(Stack, block=CheckpointedBlock), None), (Stack, False)):
+        model = compile_blocks(pair(make=make, reshard_after_forward=reshard)[1], backend)
+        alive.append(saved_full_weights(model))
+    return alive
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_full_weight_lives_between_forward_and_backward(two_ranks: Ranks, backend: str) -> None:
+    resharded, recomputed, kept = two_ranks.run(_memory, backend)[0]
+    assert resharded == recomputed == 0
+    assert kept > 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nor_under_autocast(two_ranks: Ranks, backend: str) -> None:
+    assert two_ranks.run(_autocast, backend)[0] == 0
+
+
+# --- ways to compile, and ways to fail --------------------------------------------------------------------------------
+
+
+def _ways(order: str) -> None:
+    unsharded, model = twins(functools.partial(Stack, 4))
+    options: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
+    names = list(unsharded.state_dict())
+    for index, layer in enumerate(model.layers):
+        if order == "compile, shard":
+            layer.compile(**options)
+        elif order == "wrap, shard":
+            model.layers[index] = torch.compile(layer, **options)
+        fully_shard(model.layers[index])
+        if order == "shard, compile":
+            layer.compile(**options)
+        elif order == "shard, wrap":
+            model.layers[index] = torch.compile(layer, **options)
+    fully_shard(model)
+    for layer in model.layers:
+        if order == "last":
+            layer.compile(**options)
+        elif order == "forward":
+            layer.forward = torch.compile(layer.forward, **options)
+    with no_markers():
+        loss_of(model(mine())).backward()
+        if "wrap" in order:
+            assert "layers.0._orig_mod.norm.weight" in model.state_dict()
+            reference_backward(unsharded, batches(0))
+            ours = {name.replace("_orig_mod.", ""): param for name, param in model.named_parameters()}
+            for name, param in unsharded.named_parameters():
+                torch.testing.assert_close(ours[name].grad.full_tensor(), param.grad, atol=1e-6, rtol=1e-4)
+        else:
+            model.zero_grad()
+            assert list(model.state_dict()) == names
+            train_and_compare(model, model, unsharded)
+        assert num_graphs() == 1
+
+
+@pytest.mark.parametrize("order", ["compile, shard", "shard, compile", "last", "forward", "wrap, shard", "shard, wrap"])
+def test_however_blocks_are_compiled(two_ranks: Ranks, order: str) -> None:
+    two_ranks.run(_ways, order)
+
+
+def _whole_model_over_compiled_blocks() -> int:
+    unsharded, model = pair(make=functools.partial(Stack, 3))
+    compile_blocks(model)
+    train_and_compare(torch.compile(model, backend="aot_eager", fullgraph=True), model, unsharded)
+    return num_graphs()
+
+
+def test_a_model_compiled_whole_is_one_graph_whatever_its_blocks_are(two_ranks: Ranks) -> None:
+    assert two_ranks.run(_whole_model_over_compiled_blocks) == [1, 1]
+
+
+def _broken_around_compiled_blocks() -> None:
+    unsharded, model = pair(make=functools.partial(Stack, 3, block=BreakBlock))
+    compile_blocks(model, fullgraph=False)
+    train_and_compare(torch.compile(model, backend="aot_eager"), model, unsharded)
+
+
+def test_nor_where_it_breaks_do_the_numbers_change(two_ranks: Ranks) -> None:
+    two_ranks.run(_broken_around_compiled_blocks)
+
+
+def _copied() -> None:
+    unsharded, model = twins()
+    model.layers[0] = torch.compile(model.layers[0], backend="aot_eager")
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    loss_of(model(mine())).backward()
+    twin = copy.deepcopy(model)
+    twin.layers[1].compile(backend="aot_eager")
+    twin.zero_grad()
+    with no_markers():
+        loss_of(twin(mine())).backward()
+    reference_backward(unsharded, batches(0))
+    ours = {name.replace("_orig_mod.", ""): param for name, param in twin.named_parameters()}
+    for name, param in unsharded.named_parameters():
+        torch.testing.assert_close(ours[name].grad.full_tensor(), param.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_a_copy_of_a_model_with_compiled_blocks(two_ranks: Ranks) -> None:
+    two_ranks.run(_copied)
+
+
+class Raising(Block):
+    raises = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.raises:
+            raise ValueError("on purpose")
+        return super().forward(x)
+
+
+def _after_an_error() -> None:
+    unsharded, model = pair(make=lambda: Stack(3, block=Raising))
+    compile_blocks(model, fullgraph=False)
+    loss_of(model(mine())).backward()
+    model.zero_grad()
+    model.layers[1].raises = True
+    with pytest.raises(ValueError, match="on purpose"):
+        model(mine())
+    for layer in model.layers:
+        assert isinstance(layer.up.weight, DTensor)
+        assert layer.up._fsdp_compile_full__weight is None
+        assert all(full.untyped_storage().nbytes() == 0 for full in unit_of(layer).running.gathered.fulls)
+    model.layers[1].raises = False
+    train_and_compare(model, model, unsharded)
+
+
+def test_an_error_in_a_compiled_block_leaves_nothing_gathered(two_ranks: Ranks) -> None:
+    two_ranks.run(_after_an_error)
+
+
+def _in_place_of_parameters() -> None:
+    unsharded, model = pair()
+    compile_blocks(model)
+    loss_of(model(mine())).backward()
+    others = {name: param.detach() * 0.5 for name, param in unsharded.named_parameters()}
+    out = torch.func.functional_call(model, others, (mine(),))
+    torch.testing.assert_close(out, torch.func.functional_call(unsharded, others, (mine(),)))
+    model.zero_grad()
+    train_and_compare(model, model, unsharded)
+    low = {name: param.detach().clone() for name, param in unsharded.state_dict().items()}
+    for name, param in model.state_dict().items():
+        low[name] = torch.distributed.tensor.distribute_tensor(low[name] * 0.5, param.device_mesh, param.placements)
+    model.load_state_dict(low, assign=True)
+    unsharded.load_state_dict({name: param * 0.5 for name, param in unsharded.state_dict().items()})
+    train_and_compare(model, model, unsharded)
+
+
+def test_other_tensors_in_place_of_parameters(two_ranks: Ranks) -> None:
+    two_ranks.run(_in_place_of_parameters)
+
+
+def _asked_for() -> None:
+    unsharded, model = pair()
+    compile_blocks(model)
+    loss = loss_of(model(mine()))
+    params = list(model.parameters())
+    grads = torch.autograd.grad(loss, params)
+    reference_backward(unsharded, batches(0))
+    for grad, theirs in zip(grads, unsharded.parameters()):
+        torch.testing.assert_close(grad.full_tensor(), theirs.grad, atol=1e-6, rtol=1e-4)
+    assert all(param.grad is None for param in params)
+    seen: list[str] = []
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda param, name=name: seen.append(name))
+        param.register_hook(lambda grad: grad * 2)
+    loss_of(model(mine())).backward()
+    assert sorted(seen) == sorted(name for name, _ in model.named_parameters())
+    for param, theirs in zip(params, unsharded.parameters()):
+        torch.testing.assert_close(param.grad.full_tensor(), theirs.grad * 2, atol=1e-6, rtol=1e-4)
+
+
+def test_gradients_that_are_asked_for_and_hooks(two_ranks: Ranks) -> None:
+    two_ranks.run(_asked_for)
+
+
+def _unequal() -> int:
+    unsharded, model = twins(functools.partial(Stack, 2))
+    for one in (unsharded, model):
+        torch.manual_seed(1)
+        for layer in one.layers:
+            layer.mlp = nn.Linear(16, 16)
+        one.layers.append(Block(16))
+        one.layers[2].up, one.layers[2].down = nn.Linear(16, 50), nn.Linear(50, 16)
+    compile_blocks(shard(model))
+    train_and_compare(model, model, unsharded)
+    return num_graphs()
+
+
+def test_blocks_of_other_sizes_are_graphs_of_their_own(two_ranks: Ranks) -> None:
+    assert two_ranks.run(_unequal) == [2, 2]
+
+
+class Counting:
+    """A reduction of the user's own."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output: Tensor, input: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        self.num_calls += 1
+        return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
+
+
+def _custom_reduction() -> tuple[int, int]:
+    unsharded, model = pair()
+    compile_blocks(model)
+    comm = Counting()
+    for layer in model.layers:
+        layer.set_custom_reduce_scatter(comm)
+    train_and_compare(model, model, unsharded, steps=2)
+    return num_graphs(), comm.num_calls
+
+
+def test_what_only_the_eager_path_can_honour_keeps_no_block_from_being_compiled(two_ranks: Ranks) -> None:
+    num, calls = two_ranks.run(_custom_reduction)[0]
+    assert num == 1 and calls > 0
+
+
+def _settings_of_the_eager_path() -> None:
+    model = compile_blocks(pair(make=functools.partial(Stack, 3))[1])
+    first, second, third = model.layers
+    first.set_modules_to_forward_prefetch([second, third])
+    loss_of(model(mine())).backward()
+    events = Events(model)
+    with events.noted():
+        model(mine())
+    assert ", ".join(events[:7]) == "gather root, have root, gather 0, have 0, gather 1, gather 2, compute 0"
+
+
+def test_prefetching_is_as_the_user_says(two_ranks: Ranks) -> None:
+    two_ranks.run(_settings_of_the_eager_path)

@@ -1,0 +1,313 @@
+"""Blocks compiled one by one: their graphs take gathered weights, and the eager path gathers and reduces around them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compile import MixedPrecisionPolicy, fully_shard, replicate
+from tests.comparing import assert_same_grads, batches, loss_of, mine, reference_backward, train_and_compare
+from tests.compiling import compile_blocks, num_graphs
+from tests.models import (
+    Block,
+    BreakBlock,
+    Checkpointed,
+    FrozenBlock,
+    PartlyUsedBlock,
+    Stack,
+    TiedInBlock,
+    TwiceBlock,
+    mesh_of,
+    pair,
+    shard,
+    twins,
+)
+from tests.ranks import Ranks
+from tests.recording import no_markers
+from tests.test_around_graphs import saved_full_weights, units_inside
+from tests.test_eager_regions import CheckpointedBlock, DisabledFunctionBlock, ReentrantStack
+
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)]
+
+
+def _train(make: Callable[[], Stack], backend: str = "aot_eager", fullgraph: bool = True, **options: Any) -> None:
+    unsharded, model = pair(make=make, **options)
+    compile_blocks(model, backend, fullgraph)
+    with no_markers():
+        train_and_compare(model, model, unsharded)
+
+
+# --- numbers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_equal_blocks_train_as_unsharded_with_one_graph(two_ranks: Ranks, backend: str) -> None:
+    assert two_ranks.run(_many_blocks, backend) == [[1, 2, 2], [1, 2, 2]]
+
+
+def _many_blocks(backend: str) -> list[int]:
+    """Graphs after training, after evaluation, and after accumulation."""
+    unsharded, model = pair(make=functools.partial(Stack, 12))
+    compile_blocks(model, backend)
+    counts = []
+    with no_markers():
+        train_and_compare(model, model, unsharded)
+        counts.append(num_graphs())
+        for training in (False, True):
+            model.train(training), unsharded.train(training)
+            with torch.no_grad():
+                torch.testing.assert_close(model(mine()), unsharded(mine()), atol=1e-5, rtol=1e-4)
+        counts.append(num_graphs())
+        _accumulate(unsharded, model)
+        counts.append(num_graphs())
+    return counts
+
+
+def _accumulate(unsharded: nn.Module, model: Any) -> None:
+    """Two backwards without a reduction, one with it; then flags set between forward and backward."""
+    for switch_late in (False, True):
+        unsharded.zero_grad(), model.zero_grad()
+        for number, sync in enumerate((False, False, True)):
+            if not switch_late:
+                model.set_requires_gradient_sync(sync)
+            loss = loss_of(model(mine(number)))
+            model.set_requires_gradient_sync(sync)
+            loss.backward()
+            reference_backward(unsharded, batches(number))
+        assert_same_grads(model, unsharded)
+
+
+@pytest.mark.parametrize(
+    ("make", "fullgraph"),
+    [
+        (functools.partial(Stack, tied=True), True),
+        (Checkpointed, True),
+        (ReentrantStack, True),
+        *((functools.partial(Stack, 2, 16, 31, False, block), True) for block in (FrozenBlock, PartlyUsedBlock)),
+        *((functools.partial(Stack, 2, 16, 31, False, block), True) for block in (TiedInBlock, TwiceBlock)),
+        *((functools.partial(Stack, 2, 16, 31, False, block), False) for block in (BreakBlock, DisabledFunctionBlock)),
+        (functools.partial(Stack, block=CheckpointedBlock), True),
+    ],
+)
+def test_models_of_every_kind(two_ranks: Ranks, make: Callable[[], Stack], fullgraph: bool) -> None:
+    two_ranks.run(_train, make, "aot_eager", fullgraph)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    "make", [Checkpointed, *(functools.partial(Stack, block=one) for one in (CheckpointedBlock, FrozenBlock))]
+)
+def test_models_of_some_kinds_on_inductor(two_ranks: Ranks, make: Callable[[], Stack]) -> None:
+    two_ranks.run(_train, make, "inductor")
+
+
+def _settings() -> None:
+    for reshard in (True, False):
+        _train(Stack, reshard_after_forward=reshard)
+    # the frozen parts of a model that trains none of a block's parameters but a bias
+    unsharded, model = pair()
+    for one in (unsharded, model):
+        one.layers[0].requires_grad_(False)
+        one.layers[1].up.weight.requires_grad_(False)
+    compile_blocks(model)
+    train_and_compare(model, model, unsharded)
+    for one in (unsharded, model):
+        one.requires_grad_(True)
+    train_and_compare(model, model, unsharded)
+
+
+def test_resharding_and_freezing(two_ranks: Ranks) -> None:
+    two_ranks.run(_settings)
+
+
+def _on_meshes() -> None:
+    hybrid = mesh_of("replicas", "shards")
+    unsharded, model = pair(mesh=hybrid)
+    compile_blocks(model)
+    with no_markers():
+        train_and_compare(model, model, unsharded)
+        for number, sync in enumerate((False, True)):
+            model.set_requires_all_reduce(sync)
+            loss_of(model(mine(number))).backward()
+            reference_backward(unsharded, batches(number))
+        assert_same_grads(model, unsharded)
+    _train(Stack, reshard_after_forward=2)
+    unsharded, copied = twins()
+    for layer in copied.layers:
+        replicate(layer).compile(backend="aot_eager", fullgraph=True)
+    replicate(copied)
+    with no_markers():
+        train_and_compare(copied, copied, unsharded)
+
+
+@pytest.mark.more
+def test_hybrid_meshes_slices_and_replicas(four_ranks: Ranks) -> None:
+    four_ranks.run(_on_meshes)
+
+
+class Again(Stack):
+    """Calls its first layer once more."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in [*self.layers, self.layers[0]]:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def _evaluated_first() -> None:
+    unsharded, model = pair()
+    compile_blocks(model)
+    with no_markers():
+        for mode in (torch.inference_mode, torch.no_grad):
+            with mode():
+                torch.testing.assert_close(model(mine()), unsharded(mine()), atol=1e-5, rtol=1e-4)
+            for unit in units_inside(model):
+                assert all(full.untyped_storage().nbytes() == 0 for full in unit.running.gathered.fulls)
+        train_and_compare(model, model, unsharded)
+        with torch.inference_mode():
+            torch.testing.assert_close(model(mine()), unsharded(mine()), atol=1e-4, rtol=1e-3)
+
+
+def test_evaluation_before_training_and_after_it(two_ranks: Ranks) -> None:
+    two_ranks.run(_evaluated_first)
+
+
+def _together() -> None:
+    _train(functools.partial(Again, 3))
+    unsharded, model = twins(functools.partial(Stack, 4))
+    for first in (0, 2):
+        fully_shard(list(model.layers[first : first + 2]))
+    fully_shard(model)
+    compile_blocks(model)
+    with no_markers():
+        train_and_compare(model, model, unsharded)
+
+
+def test_blocks_called_twice_and_units_of_two_blocks(two_ranks: Ranks) -> None:
+    two_ranks.run(_together)
+
+
+class EvenBlock(Block):
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+
+def _tensor_parallel() -> None:
+    mesh = mesh_of("dp", "tp")
+    unsharded, model = twins(functools.partial(Stack, block=EvenBlock))
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        for linear in (layer.up, layer.down):
+            assert isinstance(linear.weight, DTensor)
+    shard(model, mesh=mesh["dp"])
+    compile_blocks(model)
+    with no_markers():
+        train_and_compare(model, model, unsharded, place=dist.get_rank() // 2, num_places=2)
+
+
+@pytest.mark.more
+def test_with_tensor_parallelism(four_ranks: Ranks) -> None:
+    four_ranks.run(_tensor_parallel)
+
+
+class Inner(Block):
+    """A unit in a unit, and in front of it."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.mlp = Block(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(super().forward(x))
+
+
+def _nested() -> int:
+    unsharded, model = twins(lambda: Stack(4, block=Inner))
+    for layer in model.layers:
+        fully_shard(layer.mlp)
+    compile_blocks(shard(model))
+    train_and_compare(model, model, unsharded)
+    return num_graphs()
+
+
+def test_a_unit_inside_a_compiled_block_gathers_in_its_graph(two_ranks: Ranks) -> None:
+    assert two_ranks.run(_nested) == [1, 1]
+
+
+def _low_precision(backend: str) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    _, model = pair(mp_policy=policy)
+    _, other = pair(mp_policy=policy)
+    compile_blocks(model, backend)
+    optims = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, other)]
+    for step in range(3):
+        losses = [loss_of(one(mine(step))) for one in (model, other)]
+        torch.testing.assert_close(losses[0], losses[1], atol=1e-2, rtol=1e-2)
+        for loss in losses:
+            loss.backward()
+        for (fqn, mine_), theirs in zip(model.named_parameters(), other.parameters()):
+            assert mine_.grad.dtype is torch.float32
+            close = functools.partial(torch.testing.assert_close, atol=2e-2, rtol=5e-2)
+            close(mine_.grad.full_tensor(), theirs.grad.full_tensor(), msg=lambda text: f"{fqn}: {text}")  # noqa: B023
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+    assert saved_full_weights(model) == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mixed_precision_as_on_the_eager_path(two_ranks: Ranks, backend: str) -> None:
+    two_ranks.run(_low_precision, backend)
+
+
+class Dropped(nn.Module):
+    """Linear in its weight, so the gradient times the weight is the output, if both have the same mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(1.0, 2.0, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x * self.weight, 0.5, self.training)
+
+
+def _dropout() -> None:
+    model = nn.Sequential(Dropped(), nn.Linear(64, 3))
+    fully_shard(model[0]).compile(fullgraph=True)
+    fully_shard(model)
+    for recomputed in (False, True):
+        seen: list[Tensor] = []
+        with mock.patch.dict(model[0]._forward_hooks):
+            model[0].register_forward_hook(lambda module, args, output: seen.append(output))  # noqa: B023
+            torch.manual_seed(dist.get_rank())
+            x = torch.ones(8, 64, requires_grad=True)
+            if recomputed:
+                checkpoint(model[0], x, use_reentrant=False)
+            else:
+                model[0](x)
+        total = seen[0].detach().sum()
+        assert bool((seen[0] == 0).any())
+        model.zero_grad()
+        seen[0].sum().backward()
+        dist.all_reduce(total)
+        grad: Any = model[0].weight.grad
+        mean = (grad.full_tensor() * torch.linspace(1.0, 2.0, 64)).sum()
+        torch.testing.assert_close(mean, total / dist.get_world_size())
+
+
+@pytest.mark.more
+def test_backward_has_the_mask_of_forward(two_ranks: Ranks) -> None:
+    two_ranks.run(_dropout)
