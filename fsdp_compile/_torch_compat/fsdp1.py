@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 # ``_HYBRID_SHARD_ZERO2``: 2.11 to 2.15.
@@ -33,3 +35,15 @@ def chosen_by_policy(
 def behind_checkpointing(module: Any) -> Any:
     """The module itself, where ``checkpoint_wrapper`` or ``offload_wrapper`` stands around it (2.11 to 2.15)."""
     return module._checkpoint_wrapped_module if isinstance(module, ActivationWrapper) else module
+
+
+def dtype_of_hook(hook: Any) -> torch.dtype | str | None:
+    """In what torch's own hooks reduce: a dtype, or ``"own"``; None for any other hook.
+
+    ``distributed.algorithms._comm_hooks.default_hooks``: 2.11 to 2.15.
+    """
+    if hook is default_hooks.fp16_compress_hook:
+        return torch.float16
+    if hook is default_hooks.bf16_compress_hook:
+        return torch.bfloat16
+    return "own" if hook in (default_hooks.allreduce_hook, default_hooks.reduce_scatter_hook) else None

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,9 @@ from .accumulation import Accumulation, Mode
 from .mesh import ShardMesh
 from .param import ShardedParam
 from .settings import Settings
+
+# What FSDP1's wrappers add to paths (fsdp1/region.py), which users' names leave out.
+_WRAPPED = re.compile(r"\.?\b_fsdp_wrapped_module\b")
 
 STATE = "_fsdp_compile_state"  # the attribute in which a module has its unit
 
@@ -65,7 +69,8 @@ class Unit:
         """Path and class of the modules, for messages."""
         paths = {module: path for root in self.root.modules for path, module in root.named_modules()}
         classes = [original_class(one).__name__ for one in self.modules]
-        return ", ".join(f"{paths.get(one) or '(root)'} ({cls})" for one, cls in zip(self.modules, classes))
+        plain = [_WRAPPED.sub("", paths.get(one, "")).lstrip(".") or "(root)" for one in self.modules]
+        return ", ".join(f"{path} ({cls})" for path, cls in zip(plain, classes))
 
     @property
     def root(self) -> Unit:

@@ -1,13 +1,14 @@
 """FullyShardedDataParallel: a module around the user's, whose parameters our core shards.
 
-    FSDP(model, auto_wrap_policy={Block})          the tree                          the core
+    FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
 
-        model: Model                               FSDP
-          embed                                      _fsdp_wrapped_module: Model     a unit: embed, head
-          layers.0: Block          -->                 embed
-          head                                         layers.0: FSDP
-                                                         _fsdp_wrapped_module: Block     a unit
-                                                       head
+        model: Model            the tree                                the core
+          embed                   FSDP
+          layers.0: Block           _fsdp_wrapped_module: Model           a unit: embed, head
+          head                        embed
+                                      layers.0: FSDP
+                                        _fsdp_wrapped_module: Block       a unit
+                                      head
 
 The wrapper casts inputs and knows names; what gathers, computes and reduces is the unit inside it, eagerly or compiled,
 as if ``fully_shard`` had been called.
@@ -15,37 +16,23 @@ as if ``fully_shard`` had been called.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    CPUOffloadPolicy,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import ShardingStrategy
 
-from .._torch_compat import fsdp1
-from ..api.fully_shard import fully_shard
-from ..api.replicate import replicate
-from ..core.containers import cast_floating, tensors_in
-from .ignored import ignored_in
-from .policies import choose, wrap_children
-from .prepare import ask_for_gradients_in, cast_buffers, materialize, send_from_first, unsharded_params
-from .ranks import KEEPS_GATHERED, device_for, mesh_for
-from .region import WRAPPED, Wrapper, clean, wrappers_in
-from .state_dicts import has_clean_state_dicts
+from ..api.accumulate import no_sync
+from ..api.clip import clip_grad_norm
+from ..api.full_params import full_params, require_idle
+from .comm_hooks import hook_reductions
+from .construct import Constructed
+from .ranks import HYBRID
+from .region import clean, wrappers_in
 
 
-class FullyShardedDataParallel(Wrapper):
+class FullyShardedDataParallel(Constructed):
     """Shard the parameters of ``module`` that no inner wrapper has; FSDP1's class by name, arguments and meaning.
 
     Parameters keep their names and shapes (``use_orig_params=True``), whatever ``use_orig_params`` says: they are
@@ -53,207 +40,8 @@ class FullyShardedDataParallel(Wrapper):
     asks for what happens anyway.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        process_group: Any = None,
-        sharding_strategy: ShardingStrategy | None = None,
-        cpu_offload: CPUOffload | None = None,
-        auto_wrap_policy: Any = None,
-        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
-        mixed_precision: MixedPrecision | None = None,
-        ignored_modules: Iterable[nn.Module] | None = None,
-        param_init_fn: Callable[[nn.Module], Any] | None = None,
-        device_id: int | torch.device | None = None,
-        sync_module_states: bool = False,
-        forward_prefetch: bool = False,
-        limit_all_gathers: bool = True,
-        use_orig_params: bool = False,
-        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
-        device_mesh: DeviceMesh | None = None,
-    ) -> None:
-        super().__init__()
-        _require_kinds(module, sharding_strategy, cpu_offload, mixed_precision, device_mesh)
-        self.ignored = ignored_in(module, ignored_modules, ignored_states)
-        params = [param for _, _, _, param in unsharded_params(module, self.ignored)]
-        self.sharding_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
-        self.compute_device = device_for(device_id, params, device_mesh)
-        self.device_mesh = mesh_for(
-            self.sharding_strategy, process_group, device_mesh, self.compute_device, auto_wrap_policy is None
-        )
-        self.mixed_precision = mixed_precision or MixedPrecision()
-        self.cpu_offload = cpu_offload or CPUOffload()
-        self.forward_prefetch, self.use_orig_params = forward_prefetch, use_orig_params
-        self.backward_prefetch, self.limit_all_gathers = backward_prefetch, limit_all_gathers
-        self._say_what_plans()
-        self._settle_strategy()
-
-        if auto_wrap_policy is not None:
-            self._wrap_children(
-                module,
-                auto_wrap_policy,
-                {
-                    "process_group": None,
-                    "sharding_strategy": sharding_strategy,
-                    "cpu_offload": cpu_offload,
-                    "backward_prefetch": backward_prefetch,
-                    "mixed_precision": mixed_precision,
-                    "param_init_fn": param_init_fn,
-                    "device_id": device_id,
-                    "sync_module_states": sync_module_states,
-                    "forward_prefetch": forward_prefetch,
-                    "limit_all_gathers": limit_all_gathers,
-                    "use_orig_params": use_orig_params,
-                    "ignored_states": self.ignored.params,
-                    "device_mesh": self.device_mesh,
-                },
-            )
-
-        materialize(module, self.ignored, self.compute_device, param_init_fn)
-        if sync_module_states:
-            send_from_first(module, self.ignored, self.device_mesh, self.compute_device)
-        precision = self.mixed_precision
-        reduce_dtype = precision.reduce_dtype or precision.param_dtype
-        if precision.keep_low_precision_grads and reduce_dtype is not None:
-            ask_for_gradients_in(module, self.ignored, reduce_dtype)
-        self.saved_buffer_dtypes: dict[str, torch.dtype] = {}
-        if precision.buffer_dtype is not None:
-            self.saved_buffer_dtypes = cast_buffers(module, self.ignored, precision.buffer_dtype)
-        self._shard(module, reduce_dtype)
-        self._fsdp_wrapped_module = module
-        self._gives_inputs_dtype = False
-        for one in self.fsdp_modules(self):
-            one._settle_casts(is_root=one is self)
-        has_clean_state_dicts(self)
-
-    def _say_what_plans(self) -> None:
-        """Arguments that ask for an order of collectives: what decides on it here."""
-        if self.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
-            warnings.warn(
-                f"backward_prefetch={self.backward_prefetch} has no effect: compiled, the plan says what backward "
-                "gathers when (fsdp_compile.inspect shows it); eagerly, the next unit is gathered while one computes.",
-                stacklevel=3,
-            )
-        if not self.limit_all_gathers:
-            warnings.warn(
-                "limit_all_gathers=False has no effect: one gather is launched ahead eagerly, and as many as the plan "
-                "says in compiled code.",
-                stacklevel=3,
-            )
-
-    def _settle_strategy(self) -> None:
-        if self.device_mesh.ndim == 1 and self.device_mesh.size() == 1:
-            if self.sharding_strategy is not ShardingStrategy.NO_SHARD:
-                warnings.warn(
-                    f"The group has one rank: NO_SHARD in place of {self.sharding_strategy}, which is the same.",
-                    stacklevel=3,
-                )
-            self.sharding_strategy = ShardingStrategy.NO_SHARD
-        elif self.sharding_strategy is ShardingStrategy.NO_SHARD:
-            warnings.warn(
-                "NO_SHARD is deprecated in FSDP1. fsdp_compile.replicate(model) does the same, and is what runs here.",
-                FutureWarning,
-                stacklevel=3,
-            )
-
-    def _wrap_children(self, module: nn.Module, policy: Any, kwargs: dict[str, Any]) -> None:
-        """Wrap what the policy chooses below ``module``."""
-        chosen, exact = choose(module, policy, self.ignored, kwargs)
-
-        def wrap(child: nn.Module, its: dict[str, Any]) -> FullyShardedDataParallel:
-            its = dict(its)
-            if its["process_group"] is not None and its["device_mesh"] is self.device_mesh:
-                its["device_mesh"] = None  # the policy gave this one a group of its own
-            said = {name: its.pop(name) for name in ("backward_prefetch", "limit_all_gathers")}
-            with warnings.catch_warnings():
-                if its["sharding_strategy"] is kwargs["sharding_strategy"]:
-                    warnings.filterwarnings("ignore", message=".*NO_SHARD", module=__name__)  # said of the root
-                wrapper = FullyShardedDataParallel(child, **its)
-            wrapper.backward_prefetch, wrapper.limit_all_gathers = said["backward_prefetch"], said["limit_all_gathers"]
-            wrapper._gives_inputs_dtype = child in exact
-            return wrapper
-
-        wrap_children(module, chosen, wrap)
-
-    def _shard(self, module: nn.Module, reduce_dtype: torch.dtype | None) -> None:
-        """Have the core shard, or replicate, what the module's region has."""
-        given: Any = module
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
-            warnings.warn(
-                f"FSDP got a {type(module).__name__}, which has no forward: its members are one unit, gathered when "
-                "the first of them is called. Wrap them one by one, or what calls them.",
-                stacklevel=4,
-            )
-            given = [child for child in module.children() if not isinstance(child, Wrapper)]
-            if not given:
-                return
-        policy = MixedPrecisionPolicy(
-            param_dtype=self.mixed_precision.param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
-        )
-        offload = CPUOffloadPolicy() if self.cpu_offload.offload_params else OffloadPolicy()
-        ignored = set(self.ignored.params)
-        if self.sharding_strategy is ShardingStrategy.NO_SHARD:
-            replicate(given, mesh=self.device_mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
-            return
-        fully_shard(
-            given,
-            mesh=self.device_mesh,
-            # None: what FSDP1 does as well, the root alone stays gathered.
-            reshard_after_forward=False if self.sharding_strategy in KEEPS_GATHERED else None,
-            mp_policy=policy,
-            offload_policy=offload,
-            ignored_params=ignored,
-        )
-
-    def _settle_casts(self, is_root: bool) -> None:
-        """What inputs are cast to, now that it is known whether this is the outermost wrapper."""
-        precision = self.mixed_precision
-        casts = precision.cast_forward_inputs or (is_root and precision.cast_root_forward_inputs)
-        self._inputs_dtype = precision.param_dtype if casts else None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module, with inputs in the dtype that it computes in."""
-        if self._inputs_dtype is not None:
-            args, kwargs = cast_floating(args, self._inputs_dtype), cast_floating(kwargs, self._inputs_dtype)
-        if not self._gives_inputs_dtype:
-            return self._fsdp_wrapped_module(*args, **kwargs)
-        dtypes = [one.dtype for one in tensors_in((args, kwargs)) if one.is_floating_point()]
-        args, kwargs = cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
-        output = self._fsdp_wrapped_module(*args, **kwargs)
-        return cast_floating(output, dtypes[0]) if dtypes else output
-
-    @property
-    def module(self) -> Any:
-        """The wrapped module; where activation checkpointing stands around it, what is inside that."""
-        return fsdp1.behind_checkpointing(self._fsdp_wrapped_module)
-
-    def __getattr__(self, name: str) -> Any:
-        """What the wrapper has not, the wrapped module may have."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == WRAPPED:
-                raise
-            return getattr(self._fsdp_wrapped_module, name)
-
-    def __getitem__(self, key: Any) -> Any:
-        """Of a wrapped ``nn.Sequential``, its members."""
-        return self._fsdp_wrapped_module[key]  # type: ignore[index]
-
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The ranks that share a parameter out, or, with NO_SHARD, all hold it."""
-        return self.device_mesh.get_group(self.device_mesh.ndim - 1)
-
-    @property
-    def rank(self) -> int:
-        """This rank's place in the process group."""
-        return self.process_group.rank()
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks share a parameter out."""
-        return self.process_group.size()
+    def _new(self, module: nn.Module, **kwargs: Any) -> FullyShardedDataParallel:
+        return FullyShardedDataParallel(module, **kwargs)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
@@ -272,15 +60,115 @@ class FullyShardedDataParallel(Wrapper):
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield clean(name), buffer
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        if self._summons:
+            raise RuntimeError("The model is moved or cast inside summon_full_params. Leave that block first.")
+        return super()._apply(fn, recurse)
 
-def _require_kinds(module: Any, strategy: Any, cpu_offload: Any, mixed_precision: Any, mesh: Any) -> None:
-    """Raise for an argument that is no such thing."""
-    for name, given, kind in (
-        ("module", module, nn.Module),
-        ("sharding_strategy", strategy, ShardingStrategy),
-        ("cpu_offload", cpu_offload, CPUOffload),
-        ("mixed_precision", mixed_precision, MixedPrecision),
-        ("device_mesh", mesh, DeviceMesh),
-    ):
-        if not isinstance(given, kind) and (given is not None or kind is nn.Module):
-            raise TypeError(f"{name} is a {type(given).__name__}. Pass a {kind.__name__}.")
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Call ``fn`` with every module from inside out while full parameters are in it, and keep what it writes."""
+        self._require_idle("apply a function")
+        with self._summoned([self], writeback=True):
+            super().apply(fn)  # inner wrappers do as this one
+        return self
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Have full parameters in the place of shards; what is written to them stays, if ``writeback``.
+
+        ``recurse``: also in inner wrappers; ``rank0_only``: other ranks keep their shards; ``with_grads``: ``.grad`` is
+        full, too. Every rank enters and leaves it.
+        """
+        wrappers = FullyShardedDataParallel.fsdp_modules(module)
+        if not recurse:
+            wrappers = [one for one in wrappers if one is module]
+        if writeback and rank0_only:
+            raise NotImplementedError(
+                "summon_full_params(writeback=True, rank0_only=True): other ranks would not have what rank 0 writes. "
+                "Pass one of them."
+            )
+        if with_grads and offload_to_cpu:
+            raise NotImplementedError("summon_full_params(with_grads=True, offload_to_cpu=True): pass one of them.")
+        if offload_to_cpu and any(one.sharding_strategy is ShardingStrategy.NO_SHARD for one in wrappers):
+            raise NotImplementedError(
+                "summon_full_params(offload_to_cpu=True) with NO_SHARD: parameters are whole. Call .cpu() on them."
+            )
+        context = FullyShardedDataParallel._summoned(wrappers, writeback, rank0_only, offload_to_cpu, with_grads)
+        with context:
+            yield
+
+    @staticmethod
+    @contextmanager
+    def _summoned(
+        wrappers: list[FullyShardedDataParallel],
+        writeback: bool,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        units = [one.unit for one in wrappers if one.unit is not None]
+        require_idle(units, "have full parameters")
+        if any(one._summons for one in wrappers):
+            raise AssertionError("Full parameters are there already, by an outer summon_full_params or apply.")
+        with full_params(units, writeback, rank0_only, offload_to_cpu, with_grads):
+            for one in wrappers:
+                one._summons = True
+            try:
+                yield
+            finally:
+                for one in wrappers:
+                    one._summons = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this context add full gradients up and send nothing; the first one after it reduces the sum."""
+        self._require_root("no_sync")
+        self._require_idle("stop synchronizing")
+        with no_sync(self):
+            yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm, as one vector, is at most ``max_norm``; the norm, on every rank."""
+        self._require_root("clip_grad_norm_")
+        self._require_idle("clip gradients")
+        return clip_grad_norm(self.parameters(), max_norm, norm_type, self.compute_device)
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Have ``hook`` reduce gradients: ``(state, gradients, shards)``, or ``(state, gradients)`` with NO_SHARD.
+
+        torch's hooks that compress to fp16 and bf16 become the dtype of the reduction; any other runs eagerly.
+        """
+        if not callable(hook):
+            raise ValueError(f"register_comm_hook got a {type(hook).__name__} for a hook. Pass a function.")
+        if not self.check_is_root():
+            raise AssertionError("register_comm_hook is called on an inner wrapper. Call it on the outermost one.")
+        wrappers = self.fsdp_modules(self)
+        for one in wrappers:
+            if one.sharding_strategy in HYBRID:
+                raise AssertionError(f"register_comm_hook: {one.sharding_strategy} reduces twice, and takes no hook.")
+            if one._has_comm_hook:
+                raise AssertionError("register_comm_hook: there is a hook already. Register one, once.")
+        for one in wrappers:
+            one._has_comm_hook = True
+            if one.unit is not None:
+                hook_reductions(one.unit, one.process_group, state, hook)
+
+    def _require_root(self, method: str) -> None:
+        if not self.check_is_root():
+            raise RuntimeError(f"{method} is called on an inner wrapper. Call it on the outermost one.")
+
+    def _require_idle(self, doing: str) -> None:
+        if self._summons:
+            raise ValueError(f"Cannot {doing} inside summon_full_params. Leave that block first.")
+        try:
+            require_idle([one.unit for one in self.fsdp_modules(self) if one.unit is not None], doing)
+        except AssertionError as error:
+            raise ValueError(*error.args) from None
