@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
 from .._torch_compat import autograd, dtensors
@@ -41,6 +42,21 @@ def part_of(param: ShardedParam, full: Tensor) -> Tensor:
     """This rank's part of a full tensor."""
     start, stop = param.layout.span(param.mesh.rank)
     return full.narrow(param.layout.dim, start, stop - start)
+
+
+@torch.no_grad()
+def shard_of(param: ShardedParam, full: Tensor) -> DTensor:
+    """A DTensor like the shard with this rank's part of a full tensor."""
+    if param.dtensor is not None:
+        mesh, placements = param.dtensor.mesh, param.dtensor.placements
+        full = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
+    return like_shard(param, part_of(param, full).clone())
+
+
+def like_shard(param: ShardedParam, local: Tensor) -> DTensor:
+    """A DTensor like the shard with another local tensor in it, where the shard's is and in its dtype."""
+    shard: DTensor = param.param
+    return dtensors.dtensor_like(shard, local.to(dtensors.local_tensor(shard).device, shard.dtype))
 
 
 def require_idle(units: Iterable[Unit], doing: str) -> None:

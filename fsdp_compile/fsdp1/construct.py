@@ -39,6 +39,7 @@ from .policies import choose, wrap_children
 from .prepare import ask_for_gradients_in, cast_buffers, materialize, send_from_first, unsharded_params
 from .ranks import KEEPS_GATHERED, device_for, mesh_for
 from .region import WRAPPED, Wrapper, wrappers_in
+from .settings import default_settings
 from .state_dicts import has_clean_state_dicts
 
 
@@ -116,8 +117,9 @@ class Constructed(Wrapper):
         self._shard(module, reduce_dtype)
         self._fsdp_wrapped_module = module
         self._gives_inputs_dtype: bool = False
-        self._summons: bool = False  # full parameters are there
+        self.has_full_params: bool = False  # inside summon_full_params
         self._has_comm_hook: bool = False
+        self.state_dict_settings = default_settings()
         for one in constructed_in(self):
             one._is_root = one is self
             one._settle_casts()
@@ -214,7 +216,7 @@ class Constructed(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module, with inputs in the dtype that it computes in."""
-        if self._summons:
+        if self.has_full_params:
             raise ValueError("A forward began inside summon_full_params. Leave that block first.")
         if self._inputs_dtype is not None:
             args, kwargs = cast_floating(args, self._inputs_dtype), cast_floating(kwargs, self._inputs_dtype)

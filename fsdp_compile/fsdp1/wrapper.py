@@ -21,15 +21,23 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import (
+    OptimStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 
 from ..api.accumulate import no_sync
 from ..api.clip import clip_grad_norm
 from ..api.full_params import full_params, require_idle
 from .comm_hooks import hook_reductions
 from .construct import Constructed
+from .optim_state import OptimState, optim_state, optim_state_to_load
 from .ranks import HYBRID
 from .region import clean, wrappers_in
+from .settings import common, default_settings, settings_of
 
 
 class FullyShardedDataParallel(Constructed):
@@ -61,7 +69,7 @@ class FullyShardedDataParallel(Constructed):
             yield clean(name), buffer
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        if self._summons:
+        if self.has_full_params:
             raise RuntimeError("The model is moved or cast inside summon_full_params. Leave that block first.")
         return super()._apply(fn, recurse)
 
@@ -116,16 +124,89 @@ class FullyShardedDataParallel(Constructed):
     ) -> Iterator[None]:
         units = [one.unit for one in wrappers if one.unit is not None]
         require_idle(units, "have full parameters")
-        if any(one._summons for one in wrappers):
+        if any(one.has_full_params for one in wrappers):
             raise AssertionError("Full parameters are there already, by an outer summon_full_params or apply.")
         with full_params(units, writeback, rank0_only, offload_to_cpu, with_grads):
             for one in wrappers:
-                one._summons = True
+                one.has_full_params = True
             try:
                 yield
             finally:
                 for one in wrappers:
-                    one._summons = False
+                    one.has_full_params = False
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings | None:
+        """Say which kind of state dict all wrappers from ``module`` on give and take; what was said before."""
+        settings = settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
+        before = FullyShardedDataParallel.get_state_dict_type(module)
+        for one in FullyShardedDataParallel.fsdp_modules(module):
+            one.state_dict_settings = settings
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
+        """Which kind of state dict all wrappers from ``module`` on give and take; None without any."""
+        return common([one.state_dict_settings for one in FullyShardedDataParallel.fsdp_modules(module)])
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """``set_state_dict_type`` for a block."""
+        cls = FullyShardedDataParallel
+        before = cls.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        try:
+            yield
+        finally:
+            for one in cls.fsdp_modules(module):
+                one.state_dict_settings = before or default_settings()
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module, optim: Any, optim_state_dict: OptimState | None = None, group: Any = None
+    ) -> OptimState:
+        """The optimizer's state by parameters' names, of the kind that ``set_state_dict_type`` said.
+
+        ``optim_state_dict``: to take in the place of ``optim.state_dict()``. The ranks are those that hold the shards,
+        whatever ``group`` says.
+        """
+        return optim_state(model, optim, optim_state_dict, FullyShardedDataParallel._settings_in(model))
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: Any,
+        optim_state_dict: OptimState,
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,
+    ) -> OptimState:
+        """What ``optim.load_state_dict`` takes, of a state that ``optim_state_dict`` gave, on these ranks or others.
+
+        With ``rank0_only`` configured, that of rank 0 of ``group`` counts.
+        """
+        settings = FullyShardedDataParallel._settings_in(model)
+        loadable = optim_state_to_load(model, optim, optim_state_dict, settings, is_named_optimizer, group)
+        if load_directly:
+            optim.load_state_dict(loadable)
+        return loadable
+
+    @staticmethod
+    def _settings_in(model: nn.Module) -> StateDictSettings:
+        settings = FullyShardedDataParallel.get_state_dict_type(model)
+        if settings is None:
+            raise ValueError(f"The {type(model).__name__} has nothing in it that is wrapped in FSDP. Wrap it first.")
+        return settings
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -166,7 +247,7 @@ class FullyShardedDataParallel(Constructed):
             raise RuntimeError(f"{method} is called on an inner wrapper. Call it on the outermost one.")
 
     def _require_idle(self, doing: str) -> None:
-        if self._summons:
+        if self.has_full_params:
             raise ValueError(f"Cannot {doing} inside summon_full_params. Leave that block first.")
         try:
             require_idle([one.unit for one in self.fsdp_modules(self) if one.unit is not None], doing)
