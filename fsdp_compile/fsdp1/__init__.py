@@ -25,4 +25,5 @@ from torch.distributed.fsdp import StateDictConfig as StateDictConfig
 from torch.distributed.fsdp import StateDictSettings as StateDictSettings
 from torch.distributed.fsdp import StateDictType as StateDictType
 
+from .grad_scaler import ShardedGradScaler as ShardedGradScaler
 from .wrapper import FullyShardedDataParallel as FullyShardedDataParallel

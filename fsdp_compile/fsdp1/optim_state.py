@@ -73,6 +73,11 @@ def optim_state_to_load(
     return {"state": states, "param_groups": groups}
 
 
+def numbers_of(model: nn.Module, optim: Any) -> dict[str, int]:
+    """The optimizer's parameters: their numbers in its state dict, by their names in the model."""
+    return {name: number for number, name, _ in _params_of(model, optim)}
+
+
 def _saved(
     settings: StateDictSettings, sharded: ShardedParam | None, param: Any, value: Any, offload: bool
 ) -> Any:
@@ -84,7 +89,7 @@ def _saved(
 def _groups_to_load(model: nn.Module, optim: Any, given: list[Any], by_name: bool) -> list[Any]:
     """The given groups' settings, in the order in which the optimizer has groups and parameters."""
     group_of = {name: group for group in given for name in group["params"]}
-    keys = {name: key for key, name, _ in _params_of(model, optim)}
+    keys = numbers_of(model, optim)
     names = {param: name for _, name, param in _params_of(model, optim)}
     groups = []
     for group in optim.param_groups:

@@ -34,13 +34,14 @@ from ..api.clip import clip_grad_norm
 from ..api.full_params import full_params, require_idle
 from .comm_hooks import hook_reductions
 from .construct import Constructed
+from .older import OlderOptimState
 from .optim_state import OptimState, optim_state, optim_state_to_load
 from .ranks import HYBRID
 from .region import clean, wrappers_in
 from .settings import common, default_settings, settings_of
 
 
-class FullyShardedDataParallel(Constructed):
+class FullyShardedDataParallel(Constructed, OlderOptimState):
     """Shard the parameters of ``module`` that no inner wrapper has; FSDP1's class by name, arguments and meaning.
 
     Parameters keep their names and shapes (``use_orig_params=True``), whatever ``use_orig_params`` says: they are
