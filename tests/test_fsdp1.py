@@ -110,8 +110,17 @@ def check_numbers(case: str, backend: str | None) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-@pytest.mark.parametrize("case", SAME_NUMBERS)
+def more(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.more)
+
+
+COMPILED = ("SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "cpu_offload")
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [*((case, None) for case in SAME_NUMBERS), ("nothing", "aot_eager"), *(more(case, "aot_eager") for case in COMPILED)],
+)
 def test_trains_like_torchs_fsdp1_and_the_unsharded_model(two_ranks: Ranks, case: str, backend: str | None) -> None:
     for seen in two_ranks.run(check_numbers, case, backend):
         assert seen["graphs"] == (backend is not None)
@@ -181,8 +190,10 @@ def with_prefix(model: Any, name: str) -> str:
     return next(one for one, _ in model.named_buffers() if one.replace("_fsdp_wrapped_module.", "") == name)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-@pytest.mark.parametrize("case", PRECISIONS)
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [*((case, None) for case in PRECISIONS), more("buffers", "aot_eager"), more("low precision gradients", "aot_eager")],
+)
 def test_mixed_precision_is_torchs(two_ranks: Ranks, case: str, backend: str | None) -> None:
     """Computing, reducing, buffers, gradients; batch norms stay in fp32, and buffers are saved as they were."""
     two_ranks.run(check_precision, case, backend)

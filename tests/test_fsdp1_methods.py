@@ -77,8 +77,10 @@ def check_summoned(strategy: ShardingStrategy, backend: str | None) -> None:
     assert num_graphs() == graphs, "nothing is compiled again"
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+COMPILED = pytest.param(STRATEGIES[0], "aot_eager", marks=pytest.mark.more)
+
+
+@pytest.mark.parametrize(("strategy", "backend"), [*((strategy, None) for strategy in STRATEGIES), COMPILED])
 def test_full_parameters_are_seen_and_written(two_ranks: Ranks, strategy: ShardingStrategy, backend: str | None) -> None:
     """With gradients, kept or not; training goes on, and compiled code is that from before."""
     two_ranks.run(check_summoned, strategy, backend)
@@ -124,7 +126,7 @@ def check_apply(backend: str | None) -> None:
     assert_alike(train(model, backend), train_unsharded(unsharded))
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.more)])
 def test_apply_sees_full_parameters(two_ranks: Ranks, backend: str | None) -> None:
     two_ranks.run(check_apply, backend)
 
@@ -185,8 +187,7 @@ def check_no_sync(strategy: ShardingStrategy, backend: str | None) -> dict[str, 
     return counted
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "backend"), [*((strategy, None) for strategy in STRATEGIES), COMPILED])
 def test_no_sync_adds_up_and_sends_nothing(two_ranks: Ranks, strategy: ShardingStrategy, backend: str | None) -> None:
     for counted in two_ranks.run(check_no_sync, strategy, backend):
         assert counted["held"] == 0 < counted["reduced"]
@@ -231,8 +232,10 @@ def check_clip(norm_type: float, backend: str | None) -> None:
             assert_same_grads(ours, unsharded)
 
 
-@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.more)])
-@pytest.mark.parametrize("norm_type", [2.0, 1, float("inf")])
+@pytest.mark.parametrize(
+    ("norm_type", "backend"),
+    [(2.0, None), (1, None), (float("inf"), None), pytest.param(2.0, "aot_eager", marks=pytest.mark.more)],
+)
 def test_gradients_are_clipped_as_one_vector(two_ranks: Ranks, norm_type: float, backend: str | None) -> None:
     """Sharded, replicated and ignored ones together; the norm is torch's FSDP1's and the unsharded model's."""
     two_ranks.run(check_clip, norm_type, backend)
@@ -341,8 +344,10 @@ def check_compressing_hook(name: str, backend: str | None) -> None:
     assert num_graphs() == (backend is not None)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-@pytest.mark.parametrize("name", ["bf16", "fp16", "none"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("bf16", None), ("fp16", None), ("none", None), pytest.param("bf16", "aot_eager", marks=pytest.mark.more)],
+)
 def test_torchs_hooks_are_the_dtype_of_the_reduction(two_ranks: Ranks, name: str, backend: str | None) -> None:
     """So they are in the graph. (torch's own asks the CPU for streams that it has not.)"""
     two_ranks.run(check_compressing_hook, name, backend)

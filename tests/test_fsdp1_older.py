@@ -140,7 +140,7 @@ def check_scaler(backend: str | None) -> None:
     torch.testing.assert_close(seen[0][0], seen[1][0], atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.more)])
 def test_ranks_skip_a_step_together(two_ranks: Ranks, backend: str | None) -> None:
     """An infinity on one rank lowers the scale on all; losses and scales are those of torch's FSDP1 and its scaler."""
     two_ranks.run(check_scaler, backend)

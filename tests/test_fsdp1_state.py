@@ -262,10 +262,17 @@ def check_resumed(kind: StateDictType, strategy: ShardingStrategy, backend: str 
 
 
 @pytest.mark.parametrize(
-    ("strategy", "backend"),
-    [(STRATEGIES[0], None), (STRATEGIES[0], "aot_eager"), (STRATEGIES[1], None), (STRATEGIES[2], None)],
+    ("kind", "strategy", "backend"),
+    [
+        (FULL, STRATEGIES[0], None),
+        (SHARDED, STRATEGIES[0], None),
+        (LOCAL, STRATEGIES[0], None),
+        (FULL, STRATEGIES[1], None),
+        (SHARDED, STRATEGIES[2], None),
+        pytest.param(FULL, STRATEGIES[0], "aot_eager", marks=pytest.mark.more),
+        pytest.param(SHARDED, STRATEGIES[0], "aot_eager", marks=pytest.mark.more),
+    ],
 )
-@pytest.mark.parametrize("kind", [FULL, SHARDED, LOCAL])
 def test_training_goes_on_from_a_state_of_each_type(
     two_ranks: Ranks, kind: StateDictType, strategy: ShardingStrategy, backend: str | None
 ) -> None:

@@ -170,7 +170,7 @@ class Constructed(Wrapper):
             said = {name: its.pop(name) for name in ("backward_prefetch", "limit_all_gathers")}
             with warnings.catch_warnings():
                 if its["sharding_strategy"] is kwargs["sharding_strategy"]:
-                    warnings.filterwarnings("ignore", message=".*NO_SHARD", module=__name__)  # said of the root
+                    warnings.filterwarnings("ignore", message="NO_SHARD|The group has one rank")  # said of the root
                 wrapper = self._new(child, **its)
             wrapper.backward_prefetch, wrapper.limit_all_gathers = said["backward_prefetch"], said["limit_all_gathers"]
             wrapper._gives_inputs_dtype = child in exact
