@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import runpy
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +52,7 @@ from tests.ranks import Ranks
 
 BLOCKS = ModuleWrapPolicy({Block})
 BF16 = torch.bfloat16
+EXAMPLE = Path(__file__).parents[1] / "examples" / "fsdp1_moves_in.py"
 
 
 def hybrid_pair() -> tuple[Any, Any]:
@@ -549,6 +552,23 @@ def check_container() -> None:
 def test_a_list_without_forward_is_one_unit(two_ranks: Ranks) -> None:
     """With a warning; under FSDP1 its members would compute with shards."""
     two_ranks.run(check_container)
+
+
+# --- the example ---------------------------------------------------------------------------------------------------
+
+
+def check_example() -> list[list[float]]:
+    example = runpy.run_path(str(EXAMPLE))
+    torch.manual_seed(0)
+    model = nn.Sequential(example["Block"](), nn.Linear(example["WIDTH"], example["WIDTH"]))
+    with silenced():
+        return [example["script"](fsdp, copy.deepcopy(model), False) for fsdp in (THEIRS, OURS)]
+
+
+def test_the_examples_script_trains_alike_under_either_class(two_ranks: Ranks) -> None:
+    for theirs, ours in two_ranks.run(check_example):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+        assert ours[-1] < ours[0]
 
 
 # --- the whole of it on Inductor -----------------------------------------------------------------------------------
