@@ -31,7 +31,7 @@ What a user of `torch.distributed.fsdp.FullyShardedDataParallel` may rely on, an
 
 ROWS = (
     # 2A: the constructor
-    Row("2A1", "`module`", (f"{METHODS}::test_wrappers_know_their_tree", f"{INIT}::test_enable_wrap_and_wrap_take_our_class", f"{INIT}::test_a_list_without_forward_is_one_unit"), "Differs: `named_parameters()` and `named_buffers()` leave out `_fsdp_wrapped_module.` always, not only inside `summon_full_params`; `named_modules()` has it."),
+    Row("2A1", "`module`", (f"{METHODS}::test_wrappers_know_their_tree", f"{METHODS}::test_reports_and_messages_leave_wrappers_out_of_names", f"{INIT}::test_enable_wrap_and_wrap_take_our_class", f"{INIT}::test_a_list_without_forward_is_one_unit"), "Differs: `named_parameters()` and `named_buffers()` leave out `_fsdp_wrapped_module.` always, not only inside `summon_full_params`; `named_modules()` has it."),
     Row("2A2", "`process_group`", (f"{NUMBERS} [process_group]", f"{NUMBERS} [HYBRID_SHARD]", f"{INIT}::test_shards_inside_a_node_and_replicates_over_nodes", f"{INIT}::test_a_group_of_one_rank_is_not_sharded", MISTAKES), "One, or (shard, replicate). A pair with a strategy that is not hybrid raises ValueError."),
     Row("2A3", "`sharding_strategy`", (f"{NUMBERS} [FULL_SHARD]", MISTAKES), "2B has each."),
     Row("2A4", "`cpu_offload`", (f"{NUMBERS} [cpu_offload]",), "Beside the unsharded model: torch's FSDP1 copies to a device, and the CPU is none. Real copies: test_offload.py for `CPUOffloadPolicy`, which this becomes."),

@@ -122,7 +122,7 @@ COMPILED = ("SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", 
 
 @pytest.mark.parametrize(
     ("case", "backend"),
-    [*((case, None) for case in SAME_NUMBERS), ("nothing", "aot_eager"), *(more(case, "aot_eager") for case in COMPILED)],
+    [*((case, None) for case in SAME_NUMBERS), pytest.param("nothing", "aot_eager", marks=pytest.mark.compat), *(more(case, "aot_eager") for case in COMPILED)],
 )
 def test_trains_like_torchs_fsdp1_and_the_unsharded_model(two_ranks: Ranks, case: str, backend: str | None) -> None:
     for seen in two_ranks.run(check_numbers, case, backend):

@@ -16,11 +16,13 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import fsdp_compile
+from fsdp_compile.core.unit import unit_of
 from fsdp_compile.fsdp1.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.comparing import assert_same_grads, batches, full, loss_of, mine, reference_backward
-from tests.compiling import compiled, num_graphs
+from tests.compiling import compiled, no_kernels_built, num_graphs
 from tests.fsdp1_scripts import OURS, THEIRS, assert_alike, is_block, silenced, train, train_unsharded, under_theirs
-from tests.models import Block, Stack
+from tests.models import Block, BreakBlock, Stack
 from tests.ranks import Ranks
 from tests.recording import Wire
 
@@ -105,6 +107,7 @@ def check_partly_summoned() -> list[set[str]]:
         return whole()
 
 
+@pytest.mark.compat
 def test_full_parameters_of_one_wrapper_or_on_one_rank(two_ranks: Ranks) -> None:
     """``recurse``, inner wrappers, modules that are none; ``rank0_only``; and an error inside."""
     first, second = two_ranks.run(check_partly_summoned)
@@ -151,6 +154,25 @@ def check_tree() -> None:
 def test_wrappers_know_their_tree(two_ranks: Ranks) -> None:
     """``check_is_root``, ``fsdp_modules``, ``module``; copies too."""
     two_ranks.run(check_tree)
+
+
+def check_names() -> str:
+    model = OURS(Stack(1, block=BreakBlock), auto_wrap_policy=ModuleWrapPolicy({BreakBlock}))
+    breaks = fsdp_compile.explain_breaks(model, mine())
+    assert "layers.0 (BreakBlock)" in str(breaks) and "wrapped" not in str(breaks), str(breaks)
+    assert unit_of(model.module).name == "(root) (Stack)"
+    model = OURS(Stack(1), auto_wrap_policy=BLOCKS)
+    run = torch.compile(model)
+    with no_kernels_built(), fsdp_compile.inspect(run) as report:
+        run(mine()).sum().backward()
+    return str(report)
+
+
+@pytest.mark.more
+def test_reports_and_messages_leave_wrappers_out_of_names(two_ranks: Ranks) -> None:
+    """``inspect``, ``explain_breaks``, and what errors call a unit."""
+    for report in two_ranks.run(check_names):
+        assert "layers.0 (Block)" in report and "wrapped" not in report
 
 
 # --- no_sync -------------------------------------------------------------------------------------------------------

@@ -124,6 +124,7 @@ def check_configured() -> list[int]:
     return [len(first)]
 
 
+@pytest.mark.compat
 def test_rank_0_alone_may_get_it(two_ranks: Ranks) -> None:
     """Others get nothing; and a module that is not wrapped passes wrapped ones' state on."""
     assert two_ranks.run(check_configured) == [[len(small().state_dict())], [0]]

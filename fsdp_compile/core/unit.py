@@ -69,8 +69,7 @@ class Unit:
         """Path and class of the modules, for messages."""
         paths = {module: path for root in self.root.modules for path, module in root.named_modules()}
         classes = [original_class(one).__name__ for one in self.modules]
-        plain = [_WRAPPED.sub("", paths.get(one, "")).lstrip(".") or "(root)" for one in self.modules]
-        return ", ".join(f"{path} ({cls})" for path, cls in zip(plain, classes))
+        return ", ".join(f"{plain_path(paths.get(one, ''))} ({cls})" for one, cls in zip(self.modules, classes))
 
     @property
     def root(self) -> Unit:
@@ -110,6 +109,11 @@ def units_in(model: nn.Module) -> list[Unit]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"Pass the model that fully_shard was applied to, not a {type(model).__name__}.")
     return list(dict.fromkeys(unit for module in model.modules() if (unit := unit_of(module)) is not None))
+
+
+def plain_path(path: str) -> str:
+    """A module's path as a user knows it, for messages."""
+    return _WRAPPED.sub("", path).lstrip(".") or "(root)"
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
