@@ -31,7 +31,7 @@ _FQN = "fsdp_fqn"
 _UNIT = "fsdp_unit"
 # One step of a path: in brackets, quoted or not, or behind a dot.
 _STEP = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^'"\]]*)\]|\.?([^.\[]+)""")
-_WRAPPERS = ("_modules", "__dict__", "_orig_mod", "_checkpoint_wrapped_module")
+_WRAPPERS = ("_modules", "__dict__", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _MEMBER = re.compile(r"^(\[\d+\])\.")  # what the FQN begins with in a unit of several modules
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fsdp_compile import FSDPModule
 from tests.compiling import no_kernels_built
-from tests.models import Stack
+from tests.models import Block, Stack
 from tests.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +27,7 @@ def _code(language: str) -> list[str]:
 
 @no_kernels_built()  # what a step computes is for the recipes' rows in tests/matrix
 def _run_examples(folder: str) -> None:
-    shard_and_compile, inspect, edit, costs, accumulate, explain, whole_step, compare = _code("python")
+    shard_and_compile, inspect, edit, costs, accumulate, explain, whole_step, compare, fsdp1 = _code("python")
     batch = torch.zeros(2, 5, dtype=torch.long)
     names = {"torch": torch, "model": Stack(1), "batch": batch, "batches": [batch, batch]}
     exec(shard_and_compile, names)
@@ -48,6 +48,9 @@ def _run_examples(folder: str) -> None:
     finally:
         torch._dynamo.config.compiled_autograd = False
     exec(compare, names)
+    names |= {"model": Stack(1), "Block": Block}
+    exec(fsdp1, names)
+    assert names["model"](batch).shape == (2, 5, 31)
 
 
 @pytest.mark.more

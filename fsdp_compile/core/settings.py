@@ -20,6 +20,8 @@ class Comms:
 
     all_gather: Any = None
     reduce_scatter: Any = None
+    # In the place of the sum over replicas, of which it gives a mean: FSDP1's communication hooks.
+    all_reduce: Callable[[Tensor], Tensor] | None = None
     all_reduce_hook: Callable[[Tensor], None] | None = None
     all_reduce_hook_stream: Any = None
     # Where gathers land when not in memory of the caching allocator: (size, dtype, device) -> tensor.
@@ -32,6 +34,8 @@ class Comms:
             return "set_custom_all_gather"
         if self.reduce_scatter is not None:
             return "set_custom_reduce_scatter"
+        if self.all_reduce is not None:
+            return "register_comm_hook"
         return None if self.all_reduce_hook is None else "set_all_reduce_hook"
 
 

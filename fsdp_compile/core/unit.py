@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,9 @@ from .accumulation import Accumulation, Mode
 from .mesh import ShardMesh
 from .param import ShardedParam
 from .settings import Settings
+
+# What FSDP1's wrappers add to paths (fsdp1/region.py), which users' names leave out.
+_WRAPPED = re.compile(r"\.?\b_fsdp_wrapped_module\b")
 
 STATE = "_fsdp_compile_state"  # the attribute in which a module has its unit
 
@@ -69,7 +73,7 @@ class Unit:
         """Path and class of the modules, for messages."""
         paths = {module: path for root in self.root.modules for path, module in root.named_modules()}
         classes = [original_class(one).__name__ for one in self.modules]
-        return ", ".join(f"{paths.get(one) or '(root)'} ({cls})" for one, cls in zip(self.modules, classes))
+        return ", ".join(f"{plain_path(paths.get(one, ''))} ({cls})" for one, cls in zip(self.modules, classes))
 
     @property
     def root(self) -> Unit:
@@ -115,6 +119,11 @@ def units_in(model: nn.Module) -> list[Unit]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"Pass the model that fully_shard was applied to, not a {type(model).__name__}.")
     return list(dict.fromkeys(unit for module in model.modules() if (unit := unit_of(module)) is not None))
+
+
+def plain_path(path: str) -> str:
+    """A module's path as a user knows it, for messages."""
+    return _WRAPPED.sub("", path).lstrip(".") or "(root)"
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

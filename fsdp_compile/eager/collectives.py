@@ -49,6 +49,8 @@ class Caller:
             return self._gather(op, *args)
         if op is c10d.reduce_scatter_tensor.default and self._comms.reduce_scatter is not None:
             return self._custom_reduce_scatter(*args)
+        if op is c10d.all_reduce.default and self._comms.all_reduce is not None:
+            return self._comms.all_reduce(args[0])
         if op is c10d.wait_tensor.default:
             return self._wait(args[0])
         if op is note:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .._torch_compat import dynamo
-from ..core.unit import original_class
+from ..core.unit import original_class, plain_path
 from ..eager import forward as eager
 
 
@@ -106,7 +106,7 @@ def _eager_reads(observe: Any) -> Iterator[None]:
 
 
 def _name(path: str, module: nn.Module) -> str:
-    return f"{path or '(root)'} ({original_class(module).__name__})"
+    return f"{plain_path(path)} ({original_class(module).__name__})"
 
 
 def _modules_at(names: dict[nn.Module, str], filename: str, line: int) -> tuple[str, ...]:

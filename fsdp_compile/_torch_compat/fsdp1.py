@@ -1,0 +1,49 @@
+"""FSDP1: what its scripts say with private names, and what torch keeps behind public ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+
+# ``_HYBRID_SHARD_ZERO2``: 2.11 to 2.15.
+HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
+
+
+def classes_in_full_precision(mixed_precision: MixedPrecision | None) -> tuple[type[nn.Module], ...]:
+    """The classes that compute in their own dtype (``MixedPrecision._module_classes_to_ignore``: 2.11 to 2.15)."""
+    return () if mixed_precision is None else tuple(mixed_precision._module_classes_to_ignore)
+
+
+def is_policy(policy: Any) -> bool:
+    """Whether it is an object that decides on a whole tree, as ``ModuleWrapPolicy`` and ``CustomPolicy`` are."""
+    return hasattr(policy, "_run_policy")
+
+
+def chosen_by_policy(
+    policy: Any, root: nn.Module, ignored_modules: set[nn.Module], kwargs: dict[str, Any]
+) -> dict[nn.Module, dict[str, Any]]:
+    """The modules that a policy wraps, with what each is wrapped with (``wrap._Policy._run_policy``: 2.11 to 2.15)."""
+    chosen: dict[nn.Module, dict[str, Any]] = policy._run_policy(root, ignored_modules, kwargs)
+    return chosen
+
+
+def behind_checkpointing(module: Any) -> Any:
+    """The module itself, where ``checkpoint_wrapper`` or ``offload_wrapper`` stands around it (2.11 to 2.15)."""
+    return module._checkpoint_wrapped_module if isinstance(module, ActivationWrapper) else module
+
+
+def dtype_of_hook(hook: Any) -> torch.dtype | str | None:
+    """In what torch's own hooks reduce: a dtype, or ``"own"``; None for any other hook.
+
+    ``distributed.algorithms._comm_hooks.default_hooks``: 2.11 to 2.15.
+    """
+    if hook is default_hooks.fp16_compress_hook:
+        return torch.float16
+    if hook is default_hooks.bf16_compress_hook:
+        return torch.bfloat16
+    return "own" if hook in (default_hooks.allreduce_hook, default_hooks.reduce_scatter_hook) else None

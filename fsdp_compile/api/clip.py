@@ -1,0 +1,81 @@
+"""The norm of all gradients as one vector, whatever meshes they are cut over.
+
+    gradients                     per mesh and the dimensions that share them out        all
+    DTensors, plain tensors  -->  sum of |g|^p here --all-reduce over those-->  added -->  ^(1/p)
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .._torch_compat import dtensors
+
+
+@torch.no_grad()
+def clip_grad_norm(params: Iterable[Tensor], max_norm: float, norm_type: float, device: torch.device) -> Tensor:
+    """Scale gradients in place so that their norm is at most ``max_norm``; the norm before, on ``device``.
+
+    Every rank calls it. Norms are computed in fp32; the result has the widest dtype of the gradients.
+    """
+    norm_type = float(norm_type)
+    params = list(dict.fromkeys(params))
+    grads = [param.grad for param in params if param.grad is not None]
+    # By parameters, not gradients: every rank has the same ones, whatever its backward reached.
+    norms: dict[Any, list[Tensor]] = {_ways_cut(param): [] for param in params}
+    for param in params:
+        if param.grad is not None:
+            local = dtensors.local_tensor(param.grad) if isinstance(param.grad, DTensor) else param.grad
+            if local.numel():
+                norm = torch.linalg.vector_norm(local, norm_type, dtype=torch.float32)
+                norms[_ways_cut(param)].append(norm.to(device))
+    total = torch.zeros((), device=device)
+    for (mesh, dims), some in norms.items():
+        here = torch.linalg.vector_norm(torch.stack(some), norm_type) if some else torch.zeros((), device=device)
+        if math.isinf(norm_type):
+            _all_reduce(here, mesh, dims, dist.ReduceOp.MAX)
+            total = torch.maximum(total, here)
+        else:
+            here = here**norm_type
+            _all_reduce(here, mesh, dims, dist.ReduceOp.SUM)
+            total += here
+    if not math.isinf(norm_type):
+        total = total ** (1.0 / norm_type)
+    if not grads:
+        warnings.warn(
+            "clip_grad_norm_ was called before any gradient was there: it returns zero. Call it after backward.",
+            stacklevel=4,
+        )
+        return total
+    scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+    for grad in grads:
+        local = dtensors.local_tensor(grad) if isinstance(grad, DTensor) else grad
+        local.mul_(scale.to(local.device, local.dtype))
+    dtype = grads[0].dtype
+    for grad in grads:
+        dtype = torch.promote_types(dtype, grad.dtype)
+    return total.to(dtype)
+
+
+def _ways_cut(param: Tensor) -> tuple[Any, tuple[int, ...]]:
+    """The mesh of a parameter, and those of its dimensions over which it is shared out."""
+    if not isinstance(param, DTensor):
+        return None, ()
+    dims = tuple(
+        dim
+        for dim, placement in enumerate(param.placements)
+        if placement.is_shard() or isinstance(placement, dtensors.StridedShard)
+    )
+    return param.device_mesh, dims
+
+
+def _all_reduce(value: Tensor, mesh: Any, dims: tuple[int, ...], op: Any) -> None:
+    for dim in dims:
+        dist.all_reduce(value, op, group=mesh.get_group(dim))

@@ -1,0 +1,295 @@
+"""A wrapper as its constructor's arguments make it: what becomes of each, and how the wrapped module is called.
+
+    module, ignored_*                 ignored.py    what stays as it is
+    device_id, process_group,
+      device_mesh, sharding_strategy  ranks.py      the mesh
+    auto_wrap_policy                  policies.py   wrappers of its own for what is below
+    param_init_fn, sync_module_states,
+      mixed_precision's dtypes        prepare.py    values and dtypes before sharding
+    the rest                          fully_shard, or replicate
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
+
+from .._torch_compat import fsdp1
+from ..api.fully_shard import fully_shard
+from ..api.replicate import replicate
+from ..core.containers import cast_floating, tensors_in
+from ..core.unit import Unit, unit_of
+from .ignored import ignored_in
+from .policies import choose, wrap_children
+from .prepare import ask_for_gradients_in, cast_buffers, materialize, send_from_first, unsharded_params
+from .ranks import KEEPS_GATHERED, device_for, mesh_for
+from .region import WRAPPED, Wrapper, wrappers_in
+from .settings import default_settings
+from .state_dicts import has_clean_state_dicts
+
+
+class Constructed(Wrapper):
+    """A module around the user's that casts inputs and passes the rest on."""
+
+    _is_root: bool  # no other one is around it
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], Any] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        _require_kinds(module, sharding_strategy, cpu_offload, mixed_precision, device_mesh)
+        self.ignored = ignored_in(module, ignored_modules, ignored_states)
+        params = [param for _, _, _, param in unsharded_params(module, self.ignored)]
+        self.sharding_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+        self.compute_device = device_for(device_id, params, device_mesh)
+        self.device_mesh = mesh_for(
+            self.sharding_strategy, process_group, device_mesh, self.compute_device, auto_wrap_policy is None
+        )
+        self.mixed_precision = mixed_precision or MixedPrecision()
+        self.cpu_offload = cpu_offload or CPUOffload()
+        self.forward_prefetch, self.use_orig_params = forward_prefetch, use_orig_params
+        self.backward_prefetch, self.limit_all_gathers = backward_prefetch, limit_all_gathers
+        self._say_what_plans()
+        self._settle_strategy()
+
+        if auto_wrap_policy is not None:
+            self._wrap_children(
+                module,
+                auto_wrap_policy,
+                {
+                    "process_group": None,
+                    "sharding_strategy": sharding_strategy,
+                    "cpu_offload": cpu_offload,
+                    "backward_prefetch": backward_prefetch,
+                    "mixed_precision": mixed_precision,
+                    "param_init_fn": param_init_fn,
+                    "device_id": device_id,
+                    "sync_module_states": sync_module_states,
+                    "forward_prefetch": forward_prefetch,
+                    "limit_all_gathers": limit_all_gathers,
+                    "use_orig_params": use_orig_params,
+                    "ignored_states": self.ignored.params,
+                    "device_mesh": self.device_mesh,
+                },
+            )
+
+        materialize(module, self.ignored, self.compute_device, param_init_fn)
+        if sync_module_states:
+            send_from_first(module, self.ignored, self.device_mesh, self.compute_device)
+        precision = self.mixed_precision
+        reduce_dtype = precision.reduce_dtype or precision.param_dtype
+        if precision.keep_low_precision_grads and reduce_dtype is not None:
+            ask_for_gradients_in(module, self.ignored, reduce_dtype)
+        self.saved_buffer_dtypes: dict[str, torch.dtype] = {}
+        if precision.buffer_dtype is not None:
+            self.saved_buffer_dtypes = cast_buffers(module, self.ignored, precision.buffer_dtype)
+        self._shard(module, reduce_dtype)
+        self._fsdp_wrapped_module = module
+        self._gives_inputs_dtype: bool = False
+        self.has_full_params: bool = False  # inside summon_full_params
+        self._has_comm_hook: bool = False
+        self.state_dict_settings = default_settings()
+        for one in constructed_in(self):
+            one._is_root = one is self
+            one._settle_casts()
+        has_clean_state_dicts(self)
+
+    def _new(self, module: nn.Module, **kwargs: Any) -> Constructed:
+        """A wrapper for a module below."""
+        raise NotImplementedError
+
+    def _say_what_plans(self) -> None:
+        """Arguments that ask for an order of collectives: what decides on it here."""
+        if self.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
+            warnings.warn(
+                f"backward_prefetch={self.backward_prefetch} has no effect: compiled, the plan says what backward "
+                "gathers when (fsdp_compile.inspect shows it); eagerly, the next unit is gathered while one computes.",
+                stacklevel=3,
+            )
+        if not self.limit_all_gathers:
+            warnings.warn(
+                "limit_all_gathers=False has no effect: one gather is launched ahead eagerly, and as many as the plan "
+                "says in compiled code.",
+                stacklevel=3,
+            )
+
+    def _settle_strategy(self) -> None:
+        if self.device_mesh.ndim == 1 and self.device_mesh.size() == 1:
+            if self.sharding_strategy is not ShardingStrategy.NO_SHARD:
+                warnings.warn(
+                    f"The group has one rank: NO_SHARD in place of {self.sharding_strategy}, which is the same.",
+                    stacklevel=3,
+                )
+            self.sharding_strategy = ShardingStrategy.NO_SHARD
+        elif self.sharding_strategy is ShardingStrategy.NO_SHARD:
+            warnings.warn(
+                "NO_SHARD is deprecated in FSDP1. fsdp_compile.replicate(model) does the same, and is what runs here.",
+                FutureWarning,
+                stacklevel=3,
+            )
+
+    def _wrap_children(self, module: nn.Module, policy: Any, kwargs: dict[str, Any]) -> None:
+        """Wrap what the policy chooses below ``module``."""
+        chosen, exact = choose(module, policy, self.ignored, kwargs)
+
+        def wrap(child: nn.Module, its: dict[str, Any]) -> Constructed:
+            its = dict(its)
+            if its["process_group"] is not None and its["device_mesh"] is self.device_mesh:
+                its["device_mesh"] = None  # the policy gave this one a group of its own
+            said = {name: its.pop(name) for name in ("backward_prefetch", "limit_all_gathers")}
+            with warnings.catch_warnings():
+                if its["sharding_strategy"] is kwargs["sharding_strategy"]:
+                    warnings.filterwarnings("ignore", message="NO_SHARD|The group has one rank")  # said of the root
+                wrapper = self._new(child, **its)
+            wrapper.backward_prefetch, wrapper.limit_all_gathers = said["backward_prefetch"], said["limit_all_gathers"]
+            wrapper._gives_inputs_dtype = child in exact
+            return wrapper
+
+        wrap_children(module, chosen, wrap)
+
+    def _shard(self, module: nn.Module, reduce_dtype: torch.dtype | None) -> None:
+        """Have the core shard, or replicate, what the module's region has."""
+        given: Any = module
+        if is_container(module):
+            warnings.warn(
+                f"FSDP got a {type(module).__name__}, which has no forward: its members are one unit, gathered when "
+                "the first of them is called. Wrap them one by one, or what calls them.",
+                stacklevel=4,
+            )
+            given = [child for child in module.children() if not isinstance(child, Wrapper)]
+            if not given:
+                return
+        policy = MixedPrecisionPolicy(
+            param_dtype=self.mixed_precision.param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+        )
+        offload = CPUOffloadPolicy() if self.cpu_offload.offload_params else OffloadPolicy()
+        ignored = set(self.ignored.params)
+        if self.sharding_strategy is ShardingStrategy.NO_SHARD:
+            replicate(given, mesh=self.device_mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
+            return
+        fully_shard(
+            given,
+            mesh=self.device_mesh,
+            # None: what FSDP1 does as well, the root alone stays gathered.
+            reshard_after_forward=False if self.sharding_strategy in KEEPS_GATHERED else None,
+            mp_policy=policy,
+            offload_policy=offload,
+            ignored_params=ignored,
+        )
+
+    def _settle_casts(self) -> None:
+        """What inputs are cast to, now that it is known whether this is the outermost wrapper."""
+        precision = self.mixed_precision
+        casts = precision.cast_forward_inputs or (self._is_root and precision.cast_root_forward_inputs)
+        self._inputs_dtype = precision.param_dtype if casts else None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module, with inputs in the dtype that it computes in."""
+        if self.has_full_params:
+            raise ValueError("A forward began inside summon_full_params. Leave that block first.")
+        if self._inputs_dtype is not None:
+            args, kwargs = cast_floating(args, self._inputs_dtype), cast_floating(kwargs, self._inputs_dtype)
+        if not self._gives_inputs_dtype:
+            return self._fsdp_wrapped_module(*args, **kwargs)
+        dtypes = [one.dtype for one in tensors_in((args, kwargs)) if one.is_floating_point()]
+        args, kwargs = cast_floating(args, torch.float32), cast_floating(kwargs, torch.float32)
+        output = self._fsdp_wrapped_module(*args, **kwargs)
+        return cast_floating(output, dtypes[0]) if dtypes else output
+
+    @property
+    def module(self) -> Any:
+        """The wrapped module; where activation checkpointing stands around it, what is inside that."""
+        return fsdp1.behind_checkpointing(self._fsdp_wrapped_module)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapper has not, the wrapped module may have."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == WRAPPED:
+                raise
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Of a wrapped ``nn.Sequential``, its members."""
+        return self._fsdp_wrapped_module[key]  # type: ignore[index]
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that share a parameter out, or, with NO_SHARD, all hold it."""
+        return self.device_mesh.get_group(self.device_mesh.ndim - 1)
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the process group."""
+        return self.process_group.rank()
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks share a parameter out."""
+        return self.process_group.size()
+
+    @property
+    def unit(self) -> Unit | None:
+        """What the core made of the wrapped module; None around a list of nothing but wrappers."""
+        wrapped = self._fsdp_wrapped_module
+        of_members = (unit_of(child) for child in wrapped.children()) if is_container(wrapped) else ()
+        return unit_of(wrapped) or next((unit for unit in of_members if unit is not None), None)
+
+    def check_is_root(self) -> bool:
+        """Whether no other wrapper is around this one."""
+        return self._is_root
+
+
+def constructed_in(module: nn.Module) -> list[Constructed]:
+    """The wrappers from ``module`` on, outermost first."""
+    return [one for one in wrappers_in(module) if isinstance(one, Constructed)]
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether it has members, and no forward that calls them."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
+
+
+def _require_kinds(module: Any, strategy: Any, cpu_offload: Any, mixed_precision: Any, mesh: Any) -> None:
+    """Raise for an argument that is no such thing."""
+    for name, given, kind in (
+        ("module", module, nn.Module),
+        ("sharding_strategy", strategy, ShardingStrategy),
+        ("cpu_offload", cpu_offload, CPUOffload),
+        ("mixed_precision", mixed_precision, MixedPrecision),
+        ("device_mesh", mesh, DeviceMesh),
+    ):
+        if not isinstance(given, kind) and (given is not None or kind is nn.Module):
+            raise TypeError(f"{name} is a {type(given).__name__}. Pass a {kind.__name__}.")

@@ -1,0 +1,60 @@
+"""ShardedGradScaler: torch's scaler, for gradients of which a rank has a part.
+
+torch's own asks DTensors, one mesh at a time. Here every rank looks at its local parts, whatever they are parts of, and
+all are told whether any found an infinity: so sharded, replicated and ignored parameters may be in one optimizer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
+
+from .._torch_compat import amp, dtensors
+
+
+class ShardedGradScaler(GradScaler):
+    """``torch.amp.GradScaler`` whose ranks skip a step together; they are those of ``process_group``, or all."""
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(
+            device,
+            init_scale=init_scale,
+            backoff_factor=backoff_factor,
+            growth_factor=growth_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        self.process_group = process_group
+
+    @torch.no_grad()
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Divide gradients in place; by device, whether some are infinite. ``unscale_`` calls it (2.11 to 2.15)."""
+        by_kind: dict[Any, list[Tensor]] = defaultdict(list)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    grad = dtensors.local_tensor(param.grad) if isinstance(param.grad, DTensor) else param.grad
+                    by_kind[grad.device, grad.dtype].append(grad)
+        for (device, _), grads in by_kind.items():
+            found_here = torch.zeros_like(found_inf, device=device)
+            amp.unscale(grads, found_here, inv_scale.to(device))
+            found_inf += found_here.to(found_inf.device)
+        dist.all_reduce(found_inf, group=self.process_group)
+        return {found_inf.device: found_inf}

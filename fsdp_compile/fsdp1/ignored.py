@@ -1,0 +1,70 @@
+"""What stays as it is: modules with all that is in them, or parameters one by one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..core.unit import unit_of
+from .region import Wrapper, wrappers_in
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """What one wrapper leaves alone, and what those inside it do."""
+
+    modules: frozenset[nn.Module]
+    params: frozenset[nn.Parameter]
+
+
+def ignored_in(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> Ignored:
+    """What the two arguments name, and what the wrappers in ``module`` were told to ignore."""
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError("Both ignored_modules and ignored_states were given. Pass one: ignored_states takes either.")
+    named: list[Any] = _listed("ignored_modules", ignored_modules) or _listed("ignored_states", ignored_states)
+    if ignored_modules is not None:
+        _require("ignored_modules", named, nn.Module)
+    elif named:
+        _require("ignored_states", named, nn.Parameter if isinstance(named[0], nn.Parameter) else nn.Module)
+    tops = [one for one in named if isinstance(one, nn.Module)]
+    for top in tops:
+        if isinstance(top, Wrapper) or unit_of(top) is not None:
+            raise ValueError(
+                f"A {type(top).__name__} among the modules to ignore is wrapped in FSDP already. Name it where the "
+                "wrapper around it is made, before it is wrapped itself."
+            )
+    modules = {one for top in tops for one in top.modules() if not isinstance(one, Wrapper)}
+    if module in modules:
+        warnings.warn(
+            f"The {type(module).__name__} to wrap is itself among the modules to ignore: nothing of it is sharded.",
+            stacklevel=4,
+        )
+    params = {one for one in named if isinstance(one, nn.Parameter)}
+    params.update(param for one in modules for param in one.parameters(recurse=False))
+    for inner in wrappers_in(module):
+        modules |= inner.ignored.modules
+        params |= inner.ignored.params
+    return Ignored(frozenset(modules), frozenset(params))
+
+
+def _listed(argument: str, given: Any) -> list[Any]:
+    if given is None:
+        return []
+    if isinstance(given, (nn.Module, nn.Parameter)) or not isinstance(given, Iterable):
+        what = "modules" if argument == "ignored_modules" else "parameters or modules"
+        raise TypeError(f"{argument} is a {type(given).__name__}. Pass a list of {what}.")
+    return list(given)
+
+
+def _require(argument: str, named: list[Any], kind: type) -> None:
+    others = sorted({type(one).__name__ for one in named if not isinstance(one, kind)})
+    if others:
+        either = " or all modules" if argument == "ignored_states" else ""
+        raise ValueError(
+            f"{argument} holds {', '.join(others)} beside {kind.__name__}. Pass "
+            f"{'all parameters' if either else 'modules'}{either}."
+        )

@@ -1,0 +1,114 @@
+"""The optimizer-state functions that FSDP1 had before ``optim_state_dict``, which scripts still call.
+
+    full_optim_state_dict, sharded_optim_state_dict                              optim_state_dict, of one type
+    shard_full_..., scatter_full_..., flatten_sharded_optim_state_dict           optim_state_dict_to_load, of one type
+    rekey_optim_state_dict                                                       names for numbers, and back
+
+They take ``optim``, or, older still, what the optimizer was made from: ``optim_input``, or else ``model.parameters()``.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FullOptimStateDictConfig, OptimStateKeyType, StateDictSettings, StateDictType
+
+from .optim_state import OptimState, numbers_of, optim_state, optim_state_to_load
+from .settings import settings_of
+
+
+class OlderOptimState:
+    """These functions, as FullyShardedDataParallel has them."""
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module, optim: Any, optim_input: Any = None, rank0_only: bool = True, group: Any = None
+    ) -> OptimState:
+        """The optimizer's state by names, in whole tensors on the CPU; on rank 0 alone, unless told otherwise."""
+        _warn("full_optim_state_dict", "optim_state_dict")
+        return optim_state(model, optim, None, _full(rank0_only))
+
+    @staticmethod
+    def sharded_optim_state_dict(model: nn.Module, optim: Any, group: Any = None) -> OptimState:
+        """The optimizer's state by names, in DTensors."""
+        _warn("sharded_optim_state_dict", "optim_state_dict")
+        return optim_state(model, optim, None, settings_of(StateDictType.SHARDED_STATE_DICT))
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: OptimState, model: nn.Module, optim_input: Any = None, optim: Any = None
+    ) -> OptimState:
+        """What ``optim.load_state_dict`` takes, of whole tensors that every rank has."""
+        _warn("shard_full_optim_state_dict", "optim_state_dict_to_load")
+        optim = _optimizer(model, optim, optim_input)
+        return optim_state_to_load(model, optim, full_optim_state_dict, _full(False), False, None)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: OptimState | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Any = None,
+        group: Any = None,
+    ) -> OptimState:
+        """What ``optim.load_state_dict`` takes, of whole tensors that rank 0 has."""
+        _warn("scatter_full_optim_state_dict", "optim_state_dict_to_load")
+        optim = _optimizer(model, optim, optim_input)
+        return optim_state_to_load(model, optim, full_optim_state_dict or {}, _full(True), False, group)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: OptimState, model: nn.Module, optim: Any
+    ) -> OptimState:
+        """What ``optim.load_state_dict`` takes, of DTensors."""
+        _warn("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
+        settings = settings_of(StateDictType.SHARDED_STATE_DICT)
+        return optim_state_to_load(model, optim, sharded_optim_state_dict, settings, False, None)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: OptimState,
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Any = None,
+    ) -> OptimState:
+        """The same state with names for numbers (PARAM_NAME), or numbers for names (PARAM_ID)."""
+        numbers = numbers_of(model, _optimizer(model, optim, optim_input))
+        has_names = {isinstance(key, str) for key in optim_state_dict["state"]}
+        if len(has_names) > 1:
+            raise ValueError("The optimizer state has names and numbers for keys. Pass one that has either.")
+        to_names = optim_state_key_type is OptimStateKeyType.PARAM_NAME
+        keys: dict[Any, Any] = {number: name for name, number in numbers.items()} if to_names else dict(numbers)
+        if has_names == {to_names}:
+            return optim_state_dict
+        return {
+            "state": {keys[key]: state for key, state in optim_state_dict["state"].items()},
+            "param_groups": [
+                {**group, "params": [keys.get(key, key) for key in group["params"]]}
+                for group in optim_state_dict["param_groups"]
+            ],
+        }
+
+
+def _full(rank0_only: bool) -> StateDictSettings:
+    config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
+    return settings_of(StateDictType.FULL_STATE_DICT, None, config)
+
+
+def _optimizer(model: nn.Module, optim: Any, optim_input: Any) -> Any:
+    """The optimizer, or something that has its groups of parameters."""
+    if optim is not None and optim_input is not None:
+        raise ValueError("Both optim and optim_input were given. Pass optim.")
+    if optim is not None:
+        return optim
+    given = list(model.parameters() if optim_input is None else optim_input)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    return types.SimpleNamespace(param_groups=[{**group, "params": list(group["params"])} for group in groups])
+
+
+def _warn(older: str, newer: str) -> None:
+    warnings.warn(f"{older} is deprecated in FSDP1, and does what {newer} does.", FutureWarning, stacklevel=3)

@@ -1,0 +1,100 @@
+"""Which modules below a root are wrapped, and with what: a policy's choice, and what mixed precision adds to it.
+
+    policy                                    asked
+    ModuleWrapPolicy, CustomPolicy, ...       once, for the whole tree
+    a function (module, recurse,              from the root down: recurse=True, whether to look inside;
+      nonwrapped_numel) -> bool               on the way up: recurse=False, whether to wrap
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from .._torch_compat import fsdp1
+from ..core.unit import unit_of
+from .ignored import Ignored
+from .region import Wrapper
+
+Chosen = dict[nn.Module, dict[str, Any]]
+
+
+def choose(root: nn.Module, policy: Any, ignored: Ignored, kwargs: dict[str, Any]) -> tuple[Chosen, set[nn.Module]]:
+    """The modules to wrap, by arguments, and those among them that compute in their own dtype."""
+    for path, module in root.named_modules():
+        if isinstance(module, Wrapper) or unit_of(module) is not None:
+            raise ValueError(
+                f"auto_wrap_policy was given, but {path or 'the module itself'} is wrapped in FSDP already. Wrap all "
+                "by the policy, or all by hand."
+            )
+    if fsdp1.is_policy(policy):
+        chosen = fsdp1.chosen_by_policy(policy, root, set(ignored.modules), kwargs)
+    elif callable(policy):
+        chosen = {}
+        _ask(root, policy, ignored, kwargs, chosen)
+    else:
+        raise TypeError(f"auto_wrap_policy is a {type(policy).__name__}. Pass a function, or a ModuleWrapPolicy.")
+    chosen.pop(root, None)  # whose wrapper is the one being made
+    classes = fsdp1.classes_in_full_precision(kwargs["mixed_precision"])
+    exact = {
+        module
+        for module in root.modules()
+        if isinstance(module, classes) and module is not root and module not in ignored.modules
+    }
+    if exact:
+        names = ", ".join(sorted({type(module).__name__ for module in exact}))
+        warnings.warn(
+            f"mixed_precision leaves {names} in the dtype of their parameters: each is wrapped by itself, without "
+            "mixed precision, and gives outputs in the dtype of its inputs.",
+            stacklevel=4,
+        )
+    for module in exact:
+        chosen[module] = {**chosen.get(module, kwargs), "mixed_precision": None}
+    return chosen, exact
+
+
+def _ask(
+    module: nn.Module,
+    policy: Callable[..., Any],
+    ignored: Ignored,
+    kwargs: dict[str, Any],
+    chosen: Chosen,
+    is_root: bool = True,
+) -> int:
+    """Note in ``chosen`` what a function chooses from ``module`` on; how many elements that is."""
+    numel = sum(param.numel() for param in module.parameters() if param not in ignored.params)
+    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return 0
+    wrapped = sum(
+        _ask(child, policy, ignored, kwargs, chosen, is_root=False)
+        for child in module.children()
+        if child not in ignored.modules
+    )
+    if not is_root and policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
+        chosen[module] = dict(kwargs)
+        return numel
+    return wrapped
+
+
+def wrap_children(root: nn.Module, chosen: Chosen, wrap: Callable[[nn.Module, dict[str, Any]], nn.Module]) -> None:
+    """Put a wrapper around each chosen module, in every place that it has; inner ones first."""
+    wrappers: dict[nn.Module, nn.Module] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        for name, child in list(module._modules.items()):
+            if child is None:
+                continue
+            visit(child)
+            if child in chosen:
+                if child not in wrappers:
+                    wrappers[child] = wrap(child, chosen[child])
+                setattr(module, name, wrappers[child])
+
+    visit(root)

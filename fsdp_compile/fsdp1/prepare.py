@@ -1,0 +1,92 @@
+"""What happens to a region before it is sharded: made of meta tensors, sent from rank 0, cast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .._torch_compat import autograd
+from ..core.param import READS
+from .ignored import Ignored
+from .region import region_of, tensors_of
+
+
+def unsharded_params(module: nn.Module, ignored: Ignored) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    """The parameters of a region that are neither ignored nor sharded: (path, module, name, parameter)."""
+    for path, one, name, param in tensors_of(module, ignored.modules, buffers=False):
+        if param not in ignored.params and name not in one.__dict__.get(READS, {}):
+            yield path, one, name, param
+
+
+def materialize(module: nn.Module, ignored: Ignored, device: torch.device, init_fn: Any) -> None:
+    """Give what is on the meta device memory and values: by ``init_fn``, or by each module's ``reset_parameters``."""
+    on_meta = [tensor for _, _, _, tensor in unsharded_params(module, ignored) if tensor.is_meta]
+    on_meta += [one for _, _, _, one in tensors_of(module, ignored.modules, params=False) if one.is_meta]
+    if not on_meta:
+        return
+    if init_fn is not None and not callable(init_fn):
+        raise ValueError(f"param_init_fn is a {type(init_fn).__name__}. Pass a function of a module.")
+    places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+    for _, one, name, param in unsharded_params(module, ignored):
+        places.setdefault(param, []).append((one, name))
+    for one, path in {one: path for path, one in region_of(module, ignored.modules)}.items():
+        _materialize_one(one, path, device, init_fn)
+    for (first, name), *others in places.values():  # to_empty knows nothing of weights that are tied
+        for one, other in others:
+            one._parameters[other] = first._parameters[name]
+
+
+def _materialize_one(
+    module: nn.Module, path: str, device: torch.device, init_fn: Callable[[nn.Module], Any] | None
+) -> None:
+    if init_fn is not None:
+        init_fn(module)
+        return
+    if not any(True for _ in module.parameters(recurse=False)) and not any(True for _ in module.buffers(recurse=False)):
+        return
+    reset = getattr(module, "reset_parameters", None)
+    if reset is None:
+        raise AttributeError(
+            f"{path or '(root)'} ({type(module).__name__}) is on the meta device and has no reset_parameters(), so "
+            "FSDP cannot give it values. Add that method, or pass param_init_fn."
+        )
+    with torch.no_grad():
+        module.to_empty(device=device, recurse=False)
+        reset()
+
+
+def send_from_first(module: nn.Module, ignored: Ignored, mesh: DeviceMesh, device: torch.device) -> None:
+    """Have the parameters and buffers of rank 0 on all ranks of the mesh, in place."""
+    tensors = [param for _, _, _, param in unsharded_params(module, ignored)]
+    tensors += [buffer for _, _, _, buffer in tensors_of(module, ignored.modules, params=False)]
+    for tensor in dict.fromkeys(tensors):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        with torch.no_grad():
+            sent = local.detach().to(device).contiguous()
+            for dim in range(mesh.ndim):  # replicas first, so that the first of each row has it
+                group = mesh.get_group(dim)
+                dist.broadcast(sent, src=dist.get_global_rank(group, 0), group=group)
+            local.copy_(sent)
+
+
+def cast_buffers(module: nn.Module, ignored: Ignored, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Cast the region's floating-point buffers; by name, the dtypes that they had, in which they are saved."""
+    had = {}
+    for path, one, name, buffer in list(tensors_of(module, ignored.modules, params=False)):
+        if buffer.is_floating_point() and buffer.dtype != dtype:
+            had[path] = buffer.dtype
+            one._buffers[name] = buffer.to(dtype)
+    return had
+
+
+def ask_for_gradients_in(module: nn.Module, ignored: Ignored, dtype: torch.dtype) -> None:
+    """Have the region's parameters ask for gradients of ``dtype``, and their shards after them."""
+    for _, _, _, param in unsharded_params(module, ignored):
+        if param.is_floating_point():
+            autograd.restore_grad_dtype(param, dtype)

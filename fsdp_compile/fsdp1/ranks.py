@@ -1,0 +1,138 @@
+"""Which ranks, on which device: a process group, a pair of them or a mesh, read as the mesh that fully_shard takes.
+
+    sharding_strategy       groups given                 mesh                            made by
+    FULL_SHARD              none | one | 1-D mesh        1-D                             fully_shard
+    SHARD_GRAD_OP           the same                     1-D, kept gathered              fully_shard
+    NO_SHARD                the same                     1-D                             replicate
+    HYBRID_SHARD            none | (shard, replicate)    2-D: replicate over nodes,      fully_shard
+    _HYBRID_SHARD_ZERO2       | 2-D mesh                 shard inside one                fully_shard
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
+
+from .._torch_compat.fsdp1 import HYBRID_SHARD_ZERO2
+
+HYBRID = (ShardingStrategy.HYBRID_SHARD, HYBRID_SHARD_ZERO2)
+KEEPS_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, HYBRID_SHARD_ZERO2)
+
+
+def device_for(device_id: Any, params: Iterable[Tensor], mesh: DeviceMesh | None) -> torch.device:
+    """Where to compute: as ``device_id`` says, or the mesh, or the parameters, or this machine's accelerator."""
+    devices = {param.device for param in params if not param.is_meta}
+    if len({one for one in devices if one.type != "cpu"}) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise RuntimeError(f"FSDP wraps a module on one device, but this one is on {names}. Move it to one of them.")
+    if len(devices) > 1 and device_id is None:
+        raise RuntimeError("The module is partly on the CPU and partly on an accelerator: pass device_id.")
+    there = next((one for one in devices if one.type != "cpu"), None)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device_id is not None:
+        asked = _device_of(device_id, accelerator)
+        if there is not None and there != asked:
+            raise ValueError(f"device_id is {asked}, but the module is on {there}. Pass the device that it is on.")
+        return asked
+    if mesh is not None and mesh.device_type == "cpu":
+        return torch.device("cpu")
+    if there is None and accelerator is None:
+        return torch.device("cpu")
+    return _current(there or accelerator or torch.device("cpu"))
+
+
+def _device_of(device_id: Any, accelerator: torch.device | None) -> torch.device:
+    if isinstance(device_id, bool) or not isinstance(device_id, (int, torch.device)):
+        raise TypeError(f"device_id is {device_id!r}. Pass a torch.device, or the number of an accelerator.")
+    if isinstance(device_id, int) and accelerator is None:
+        raise ValueError(f"device_id={device_id}: this machine has no accelerator. Pass torch.device('cpu').")
+    device = device_id if isinstance(device_id, torch.device) else torch.device(accelerator.type, device_id)  # type: ignore[union-attr]
+    if device.type == "cpu":
+        return torch.device("cpu")
+    current = _current(device)
+    if device.index not in (None, current.index):
+        raise ValueError(
+            f"device_id is {device}, but the current device is {current}. Call "
+            f"torch.accelerator.set_device_index({device.index}) before FSDP: collectives run on the current device."
+        )
+    return current
+
+
+def _current(device: torch.device) -> torch.device:
+    return device if device.index is not None else torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def mesh_for(
+    strategy: ShardingStrategy,
+    process_group: Any,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    wraps_by_hand: bool,
+) -> DeviceMesh:
+    """The mesh to shard over, or to replicate over."""
+    if process_group is not None and mesh is not None:
+        raise ValueError("Both process_group and device_mesh were given. Pass one.")
+    if not dist.is_initialized():
+        raise ValueError("There is no default process group. Call torch.distributed.init_process_group() before FSDP.")
+    if mesh is not None and mesh.device_type != device.type:
+        raise ValueError(f"device_mesh is of {mesh.device_type}, but the module is to compute on {device}.")
+    if strategy in HYBRID:
+        return _mesh_of_two(strategy, process_group, mesh, device.type, wraps_by_hand)
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"{strategy} takes a 1-D device_mesh, but got {mesh.ndim} dimensions: {mesh}. Slice it by dimension "
+                "name, or pass ShardingStrategy.HYBRID_SHARD to replicate over the first and shard over the second."
+            )
+        return mesh
+    if process_group is None:
+        return init_device_mesh(device.type, (dist.get_world_size(),))
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise ValueError(f"{strategy} takes one process group, but got a {type(process_group).__name__}.")
+    return DeviceMesh.from_group(process_group, device.type)
+
+
+def _mesh_of_two(
+    strategy: ShardingStrategy, process_group: Any, mesh: DeviceMesh | None, device_type: str, wraps_by_hand: bool
+) -> DeviceMesh:
+    if mesh is not None:
+        if mesh.ndim != 2:
+            raise ValueError(f"{strategy} takes a 2-D device_mesh (replicate, shard), but got {mesh.ndim} dimensions.")
+        return mesh
+    if process_group is None:
+        if wraps_by_hand:
+            raise ValueError(
+                f"{strategy} without auto_wrap_policy needs a process_group pair (shard, replicate) or a 2-D "
+                "device_mesh, the same for all wrapped modules."
+            )
+        return _mesh_of_nodes(device_type)
+    is_pair = isinstance(process_group, tuple) and len(process_group) == 2
+    if not is_pair or not all(isinstance(one, dist.ProcessGroup) for one in process_group):
+        raise ValueError(
+            f"{strategy} takes a pair of process groups, (shard, replicate), but got a {type(process_group).__name__}."
+        )
+    shard, replicate = process_group
+    rows: list[Any] = [None] * replicate.size()
+    dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
+    return DeviceMesh.from_group(
+        [replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def _mesh_of_nodes(device_type: str) -> DeviceMesh:
+    """Sharded inside a node, replicated over nodes: torchrun says how many ranks a node has, or its devices do."""
+    world = dist.get_world_size()
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    if not per_node:
+        per_node = world if device_type == "cpu" else torch.accelerator.device_count()
+    per_node = min(per_node, world)
+    if world % per_node:
+        raise ValueError(f"{world} ranks do not divide into nodes of {per_node}. Pass a 2-D device_mesh.")
+    return init_device_mesh(device_type, (world // per_node, per_node), mesh_dim_names=("replicate", "shard"))

@@ -1,0 +1,62 @@
+"""Which kind of state dict a wrapper gives: set for a whole tree, and the same in all of it.
+
+    state_dict_type        a parameter, and its optimizer's state         configurations
+    FULL_STATE_DICT        whole tensors; the default                     offload_to_cpu, rank0_only
+    SHARDED_STATE_DICT     DTensors, without communication                offload_to_cpu
+    LOCAL_STATE_DICT       this rank's parts, plain                       offload_to_cpu
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
+_CONFIGS: dict[StateDictType, tuple[type, type]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+}
+
+
+def settings_of(kind: Any, config: Any = None, optim_config: Any = None) -> StateDictSettings:
+    """The type with its configurations, the defaults where there are none; raises where they are another type's."""
+    if kind not in _CONFIGS:
+        raise TypeError(f"state_dict_type is {kind!r}. Pass a StateDictType.")
+    given: list[Any] = []
+    for name, one, cls in zip(("state_dict_config", "optim_state_dict_config"), (config, optim_config), _CONFIGS[kind]):
+        if one is not None and type(one) is not cls:
+            raise RuntimeError(f"{name} is a {type(one).__name__}, but {kind.name} goes with a {cls.__name__}.")
+        given.append(cls() if one is None else one)
+    return StateDictSettings(kind, *given)
+
+
+def default_settings() -> StateDictSettings:
+    """Whole tensors, where parameters are, on all ranks."""
+    return settings_of(StateDictType.FULL_STATE_DICT)
+
+
+def common(settings: Sequence[StateDictSettings]) -> StateDictSettings | None:
+    """The settings of all; raises where they are not one."""
+    for one in settings[1:]:
+        if one != settings[0]:
+            raise AssertionError(
+                f"The wrappers have different state dict settings: {settings[0]} and {one}. Call set_state_dict_type "
+                "on the outermost module."
+            )
+    return settings[0] if settings else None
+
+
+def rank0_only(config: Any) -> bool:
+    """Whether other ranks get nothing."""
+    return bool(getattr(config, "rank0_only", False))

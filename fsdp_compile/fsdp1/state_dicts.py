@@ -1,0 +1,114 @@
+"""State dicts of wrapped modules: names without wrappers, and values of the kind that was asked for.
+
+    state_dict()            the module's own, with wrappers' names and DTensor shards
+      hook of a wrapper  -> clean names; in its region FULL: whole tensors, SHARDED: DTensors, LOCAL: local tensors
+    load_state_dict(given)
+      hook of a wrapper  -> wrappers' names; whole and local tensors become shards
+      hook at the end    -> clean names in what is said to be missing or unexpected
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import StateDictSettings, StateDictType
+from torch.distributed.tensor import DTensor
+
+from .._torch_compat import dtensors
+from ..api.full_params import gathered, like_shard, shard_of
+from ..core.param import READS, ShardedParam
+from .region import PREFIX, clean, region_of
+from .settings import rank0_only
+
+
+def has_clean_state_dicts(wrapper: Any) -> None:
+    """Have the state dicts that ``wrapper`` gives and takes leave itself out of names, and be of the kind asked for."""
+    wrapper.register_state_dict_post_hook(_save)
+    wrapper.register_load_state_dict_pre_hook(_load)
+    wrapper.register_load_state_dict_post_hook(_report)
+
+
+@torch.no_grad()
+def saved_as(kind: StateDictType, param: ShardedParam, value: Any, whole: dict[Any, Tensor] | None = None) -> Any:
+    """A DTensor shaped like the parameter's shard, or that shard, as a state dict of this kind has it.
+
+    ``whole`` keeps what was gathered already, by parameter: one that is tied is gathered once.
+    """
+    if kind is StateDictType.SHARDED_STATE_DICT:
+        return value
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        return dtensors.local_tensor(value)
+    if whole is not None and param in whole:
+        return whole[param]
+    full = gathered(param, dtensors.local_tensor(value))
+    if param.dtensor is not None:
+        full = param.as_read(full).full_tensor()
+    if whole is not None:
+        whole[param] = full
+    return full
+
+
+def loaded_as(kind: StateDictType, param: ShardedParam, value: Any) -> Any:
+    """What a state dict of this kind has of a parameter, as a DTensor like its shard; or as it is, if it fits not."""
+    if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    shard: Any = param.param
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        return like_shard(param, value) if value.shape == dtensors.local_tensor(shard).shape else value
+    return shard_of(param, value) if value.shape == shard.shape else value
+
+
+def _params_in(wrapper: Any, prefix: str) -> Iterator[tuple[str, ShardedParam]]:
+    """The sharded parameters of a wrapper's region, by key."""
+    for path, module in region_of(wrapper._fsdp_wrapped_module):
+        for name, (param, _, _) in module.__dict__.get(READS, {}).items():
+            yield prefix + (f"{path}.{name}" if path else name), param
+
+
+def _save(wrapper: Any, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+    del local_metadata
+    own = prefix + PREFIX
+    keys = [key for key in state_dict if key.startswith(prefix)]
+    for key in keys:  # all of them, so that their order stays
+        value = state_dict.pop(key)
+        state_dict[prefix + key[len(own) :] if key.startswith(own) else key] = value
+    versions = getattr(state_dict, "_metadata", {})
+    for path in [path for path in versions if f"{path}.".startswith(own)]:
+        versions[clean(path)] = versions.pop(path)
+
+    settings: StateDictSettings = wrapper.state_dict_settings
+    whole: dict[Any, Tensor] = {}
+    for key, param in _params_in(wrapper, prefix):
+        if isinstance(state_dict.get(key), DTensor):  # not inside summon_full_params
+            state_dict[key] = saved_as(settings.state_dict_type, param, state_dict[key], whole)
+    for name, dtype in wrapper.saved_buffer_dtypes.items():
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        if rank0_only(settings.state_dict_config) and dist.get_rank() != 0:
+            del state_dict[key]
+        elif settings.state_dict_config.offload_to_cpu and isinstance(state_dict[key], Tensor):
+            state_dict[key] = state_dict[key].cpu()
+
+
+def _load(wrapper: Any, state_dict: Any, prefix: str, *unused: Any) -> None:
+    if wrapper.has_full_params:
+        raise RuntimeError(
+            "load_state_dict was called inside summon_full_params. Call it outside: it takes whole tensors as they are."
+        )
+    kind = wrapper.state_dict_settings.state_dict_type
+    for key, param in _params_in(wrapper, prefix):
+        if key in state_dict:
+            state_dict[key] = loaded_as(kind, param, state_dict[key])
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        if not key.startswith(prefix + PREFIX):
+            state_dict[prefix + PREFIX + key[len(prefix) :]] = state_dict.pop(key)
+
+
+def _report(wrapper: Any, incompatible: Any) -> None:
+    for keys in incompatible:
+        keys[:] = [clean(key) for key in keys]

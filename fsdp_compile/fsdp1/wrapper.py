@@ -1,0 +1,256 @@
+"""FullyShardedDataParallel: a module around the user's, whose parameters our core shards.
+
+    FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+
+        model: Model            the tree                                the core
+          embed                   FSDP
+          layers.0: Block           _fsdp_wrapped_module: Model           a unit: embed, head
+          head                        embed
+                                      layers.0: FSDP
+                                        _fsdp_wrapped_module: Block       a unit
+                                      head
+
+The wrapper casts inputs and knows names; what gathers, computes and reduces is the unit inside it, eagerly or compiled,
+as if ``fully_shard`` had been called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    OptimStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
+from ..api.accumulate import no_sync
+from ..api.clip import clip_grad_norm
+from ..api.full_params import full_params, require_idle
+from .comm_hooks import hook_reductions
+from .construct import Constructed
+from .older import OlderOptimState
+from .optim_state import OptimState, optim_state, optim_state_to_load
+from .ranks import HYBRID
+from .region import clean, wrappers_in
+from .settings import common, default_settings, settings_of
+
+
+class FullyShardedDataParallel(Constructed, OlderOptimState):
+    """Shard the parameters of ``module`` that no inner wrapper has; FSDP1's class by name, arguments and meaning.
+
+    Parameters keep their names and shapes (``use_orig_params=True``), whatever ``use_orig_params`` says: they are
+    DTensors. Gathers are launched ahead as the plan says, or eagerly in last forward's order, so ``forward_prefetch``
+    asks for what happens anyway.
+    """
+
+    def _new(self, module: nn.Module, **kwargs: Any) -> FullyShardedDataParallel:
+        return FullyShardedDataParallel(module, **kwargs)
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """The wrappers from ``module`` on; ``root_only``: those that are in no other of them."""
+        found = [one for one in wrappers_in(module) if isinstance(one, FullyShardedDataParallel)]
+        inner = {one for outer in found for one in wrappers_in(outer._fsdp_wrapped_module)}
+        return [one for one in found if not root_only or one not in inner]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters by the names that they had before wrapping."""
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield clean(name), param
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The buffers by the names that they had before wrapping."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield clean(name), buffer
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        if self.has_full_params:
+            raise RuntimeError("The model is moved or cast inside summon_full_params. Leave that block first.")
+        return super()._apply(fn, recurse)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Call ``fn`` with every module from inside out while full parameters are in it, and keep what it writes."""
+        self._require_idle("apply a function")
+        with self._summoned([self], writeback=True):
+            super().apply(fn)  # inner wrappers do as this one
+        return self
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Have full parameters in the place of shards; what is written to them stays, if ``writeback``.
+
+        ``recurse``: also in inner wrappers; ``rank0_only``: other ranks keep their shards; ``with_grads``: ``.grad`` is
+        full, too. Every rank enters and leaves it.
+        """
+        wrappers = FullyShardedDataParallel.fsdp_modules(module)
+        if not recurse:
+            wrappers = [one for one in wrappers if one is module]
+        if writeback and rank0_only:
+            raise NotImplementedError(
+                "summon_full_params(writeback=True, rank0_only=True): other ranks would not have what rank 0 writes. "
+                "Pass one of them."
+            )
+        if with_grads and offload_to_cpu:
+            raise NotImplementedError("summon_full_params(with_grads=True, offload_to_cpu=True): pass one of them.")
+        if offload_to_cpu and any(one.sharding_strategy is ShardingStrategy.NO_SHARD for one in wrappers):
+            raise NotImplementedError(
+                "summon_full_params(offload_to_cpu=True) with NO_SHARD: parameters are whole. Call .cpu() on them."
+            )
+        context = FullyShardedDataParallel._summoned(wrappers, writeback, rank0_only, offload_to_cpu, with_grads)
+        with context:
+            yield
+
+    @staticmethod
+    @contextmanager
+    def _summoned(
+        wrappers: list[FullyShardedDataParallel],
+        writeback: bool,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        units = [one.unit for one in wrappers if one.unit is not None]
+        require_idle(units, "have full parameters")
+        if any(one.has_full_params for one in wrappers):
+            raise AssertionError("Full parameters are there already, by an outer summon_full_params or apply.")
+        with full_params(units, writeback, rank0_only, offload_to_cpu, with_grads):
+            for one in wrappers:
+                one.has_full_params = True
+            try:
+                yield
+            finally:
+                for one in wrappers:
+                    one.has_full_params = False
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings | None:
+        """Say which kind of state dict all wrappers from ``module`` on give and take; what was said before."""
+        settings = settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
+        before = FullyShardedDataParallel.get_state_dict_type(module)
+        for one in FullyShardedDataParallel.fsdp_modules(module):
+            one.state_dict_settings = settings
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
+        """Which kind of state dict all wrappers from ``module`` on give and take; None without any."""
+        return common([one.state_dict_settings for one in FullyShardedDataParallel.fsdp_modules(module)])
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """``set_state_dict_type`` for a block."""
+        cls = FullyShardedDataParallel
+        before = cls.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        try:
+            yield
+        finally:
+            for one in cls.fsdp_modules(module):
+                one.state_dict_settings = before or default_settings()
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module, optim: Any, optim_state_dict: OptimState | None = None, group: Any = None
+    ) -> OptimState:
+        """The optimizer's state by parameters' names, of the kind that ``set_state_dict_type`` said.
+
+        ``optim_state_dict``: to take in the place of ``optim.state_dict()``. The ranks are those that hold the shards,
+        whatever ``group`` says.
+        """
+        return optim_state(model, optim, optim_state_dict, FullyShardedDataParallel._settings_in(model))
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: Any,
+        optim_state_dict: OptimState,
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,
+    ) -> OptimState:
+        """What ``optim.load_state_dict`` takes, of a state that ``optim_state_dict`` gave, on these ranks or others.
+
+        With ``rank0_only`` configured, that of rank 0 of ``group`` counts.
+        """
+        settings = FullyShardedDataParallel._settings_in(model)
+        loadable = optim_state_to_load(model, optim, optim_state_dict, settings, is_named_optimizer, group)
+        if load_directly:
+            optim.load_state_dict(loadable)
+        return loadable
+
+    @staticmethod
+    def _settings_in(model: nn.Module) -> StateDictSettings:
+        settings = FullyShardedDataParallel.get_state_dict_type(model)
+        if settings is None:
+            raise ValueError(f"The {type(model).__name__} has nothing in it that is wrapped in FSDP. Wrap it first.")
+        return settings
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this context add full gradients up and send nothing; the first one after it reduces the sum."""
+        self._require_root("no_sync")
+        self._require_idle("stop synchronizing")
+        with no_sync(self):
+            yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm, as one vector, is at most ``max_norm``; the norm, on every rank."""
+        self._require_root("clip_grad_norm_")
+        self._require_idle("clip gradients")
+        return clip_grad_norm(self.parameters(), max_norm, norm_type, self.compute_device)
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Have ``hook`` reduce gradients: ``(state, gradients, shards)``, or ``(state, gradients)`` with NO_SHARD.
+
+        torch's hooks that compress to fp16 and bf16 become the dtype of the reduction; any other runs eagerly.
+        """
+        if not callable(hook):
+            raise ValueError(f"register_comm_hook got a {type(hook).__name__} for a hook. Pass a function.")
+        if not self.check_is_root():
+            raise AssertionError("register_comm_hook is called on an inner wrapper. Call it on the outermost one.")
+        wrappers = self.fsdp_modules(self)
+        for one in wrappers:
+            if one.sharding_strategy in HYBRID:
+                raise AssertionError(f"register_comm_hook: {one.sharding_strategy} reduces twice, and takes no hook.")
+            if one._has_comm_hook:
+                raise AssertionError("register_comm_hook: there is a hook already. Register one, once.")
+        for one in wrappers:
+            one._has_comm_hook = True
+            if one.unit is not None:
+                hook_reductions(one.unit, one.process_group, state, hook)
+
+    def _require_root(self, method: str) -> None:
+        if not self.check_is_root():
+            raise RuntimeError(f"{method} is called on an inner wrapper. Call it on the outermost one.")
+
+    def _require_idle(self, doing: str) -> None:
+        if self.has_full_params:
+            raise ValueError(f"Cannot {doing} inside summon_full_params. Leave that block first.")
+        try:
+            require_idle([one.unit for one in self.fsdp_modules(self) if one.unit is not None], doing)
+        except AssertionError as error:
+            raise ValueError(*error.args) from None

@@ -1,0 +1,167 @@
+"""FSDP1's older optimizer-state functions, and its gradient scaler."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import OptimStateKeyType, ShardingStrategy
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchsScaler
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile.fsdp1 import ShardedGradScaler
+from fsdp_compile.fsdp1.wrap import CustomPolicy
+from tests.comparing import full, loss_of, mine
+from tests.compiling import compiled
+from tests.fsdp1_scripts import OURS, THEIRS, is_block, silenced, under_theirs
+from tests.models import Stack
+from tests.ranks import Ranks
+from tests.test_fsdp1_state import made, optimizer, steps
+
+
+def same_state(given: Any, expected: Any) -> None:
+    assert given["param_groups"] == expected["param_groups"]
+    assert set(given["state"]) == set(expected["state"])
+    for key, entries in expected["state"].items():
+        for name, value in entries.items():
+            assert isinstance(given["state"][key][name], DTensor) == isinstance(value, DTensor)
+            torch.testing.assert_close(full(given["state"][key][name]), full(value), rtol=0, atol=0)
+
+
+def check_older() -> None:
+    model = made(OURS, 0)
+    optim = optimizer(model)
+    steps(model, optim, range(2))
+    expected = optim.state_dict()
+    is_first = dist.get_rank() == 0
+    with pytest.warns(FutureWarning, match="full_optim_state_dict is deprecated in FSDP1, and does what optim_state_dict"):
+        on_first = OURS.full_optim_state_dict(model, optim)
+    with silenced():
+        whole = OURS.full_optim_state_dict(model, optim, rank0_only=False)
+        sharded = OURS.sharded_optim_state_dict(model, optim)
+        assert bool(on_first) == is_first
+        assert not any(isinstance(value, DTensor) for state in whole["state"].values() for value in state.values())
+        assert isinstance(sharded["state"]["embed.weight"]["exp_avg"], DTensor)
+        same_state(OURS.shard_full_optim_state_dict(whole, model), expected)
+        same_state(OURS.shard_full_optim_state_dict(whole, model, optim=optim), expected)
+        same_state(OURS.shard_full_optim_state_dict(whole, model, optim_input=list(model.parameters())), expected)
+        same_state(OURS.scatter_full_optim_state_dict(on_first if is_first else None, model, optim=optim), expected)
+        same_state(OURS.flatten_sharded_optim_state_dict(sharded, model, optim), expected)
+        # The same names as torch's, whose values on the CPU are not to be relied on.
+        theirs = made(under_theirs, 0)
+        their_optim = optimizer(theirs)
+        steps(theirs, their_optim, range(2))
+        others = THEIRS.full_optim_state_dict(theirs, their_optim, rank0_only=False)
+    assert others["param_groups"] == whole["param_groups"] and set(others["state"]) == set(whole["state"])
+
+
+def test_the_older_functions_give_what_the_newer_ones_do(two_ranks: Ranks) -> None:
+    """Whole on rank 0 or all, sharded; and back by slicing, by sending, as they are. Each warns."""
+    two_ranks.run(check_older)
+
+
+def check_rekeyed() -> None:
+    torch.manual_seed(0)
+    unsharded = Stack(1, tied=True)
+    plain_optim = optimizer(unsharded, 2)
+    steps(unsharded, plain_optim, range(1))
+    by_number = plain_optim.state_dict()
+    for model, fsdp in ((made(OURS, 0), OURS), (made(under_theirs, 0), THEIRS)):
+        optim = optimizer(model, 2)
+        named = fsdp.rekey_optim_state_dict(by_number, OptimStateKeyType.PARAM_NAME, unsharded, optim=plain_optim)
+        assert set(named["state"]) == {name for name, _ in unsharded.named_parameters()}
+        again = fsdp.rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, unsharded, optim=plain_optim)
+        same_state(again, by_number)
+        mixed = {"state": {0: {}, "embed.weight": {}}, "param_groups": []}
+        with pytest.raises(ValueError):
+            fsdp.rekey_optim_state_dict(mixed, OptimStateKeyType.PARAM_ID, model, optim=optim)
+    assert OURS.rekey_optim_state_dict(named, OptimStateKeyType.PARAM_NAME, unsharded, optim=plain_optim) is named
+    # A checkpoint of a model that was never sharded goes on under ours.
+    model = made(OURS, 0)
+    optim = optimizer(model, 2)
+    model.load_state_dict(unsharded.state_dict())
+    optim.load_state_dict(OURS.optim_state_dict_to_load(model, optim, named))
+    same_state({**OURS.rekey_optim_state_dict(optim.state_dict(), OptimStateKeyType.PARAM_NAME, model, optim=optim)}, {
+        "param_groups": OURS.optim_state_dict(model, optim)["param_groups"], "state": whole_as_sharded(model, optim, named)
+    })  # fmt: skip
+
+
+def whole_as_sharded(model: Any, optim: Any, named: Any) -> Any:
+    loadable = OURS.optim_state_dict_to_load(model, optim, named, is_named_optimizer=True)
+    return loadable["state"]
+
+
+def test_numbers_become_names_and_names_numbers(two_ranks: Ranks) -> None:
+    """As torch's does, mixed keys raising ValueError; so a plain optimizer's state goes on sharded."""
+    two_ranks.run(check_rekeyed)
+
+
+def mixed_model(fsdp: Any) -> Any:
+    """Sharded, replicated and ignored parameters."""
+    torch.manual_seed(0)
+    model = Stack()
+
+    def policy(module: nn.Module) -> Any:
+        return is_block(module) and (module is model.layers[1] or {"sharding_strategy": ShardingStrategy.NO_SHARD})
+
+    with silenced():
+        return fsdp(model, auto_wrap_policy=CustomPolicy(policy), ignored_modules=[model.norm])
+
+
+def check_scaler(backend: str | None) -> None:
+    seen = []
+    for fsdp, scalers in ((OURS, ShardedGradScaler), (under_theirs, TorchsScaler)):
+        model = mixed_model(fsdp)
+        call = compiled(model, backend) if fsdp is OURS else model
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        # Its default group is looked up when torch is imported, before there is one.
+        scaler = scalers("cpu", init_scale=8.0, growth_interval=2, process_group=dist.group.WORLD)
+        losses, scales = [], []
+        for step in range(5):
+            loss = loss_of(call(mine(step)))
+            scaler.scale(loss).backward()
+            if step == 1 and dist.get_rank() == 1:  # in a part that rank 0 knows nothing of
+                model.norm.bias.grad[0] = float("inf")
+            scaler.unscale_(optim)
+            with pytest.raises(RuntimeError):
+                scaler.unscale_(optim)
+            scaler.step(optim)
+            scaler.update()
+            optim.zero_grad()
+            losses.append(float(loss))
+            scales.append(scaler.get_scale())
+        seen.append((losses, scales))
+    assert seen[0][1] == [8.0, 4.0, 4.0, 8.0, 8.0]
+    assert seen[0][1] == seen[1][1]
+    torch.testing.assert_close(seen[0][0], seen[1][0], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.more)])
+def test_ranks_skip_a_step_together(two_ranks: Ranks, backend: str | None) -> None:
+    """An infinity on one rank lowers the scale on all; losses and scales are those of torch's FSDP1 and its scaler."""
+    two_ranks.run(check_scaler, backend)
+
+
+def check_disabled() -> None:
+    model = made(OURS, 0)
+    before = {name: full(param.detach()) for name, param in model.named_parameters()}
+    optim, scaler = optimizer(model), ShardedGradScaler("cpu", enabled=False)
+    loss = loss_of(model(mine()))
+    assert scaler.scale(loss) is loss
+    loss.backward()
+    scaler.step(optim)
+    scaler.update()
+    assert any(not torch.equal(full(param.detach()), before[name]) for name, param in model.named_parameters())
+    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    scaler.scale(loss_of(model(mine(1)))).backward()
+    scaler.step(optim)
+    assert copy.deepcopy(scaler.state_dict())["scale"] == 4.0
+
+
+def test_a_scaler_that_is_off_does_nothing(two_ranks: Ranks) -> None:
+    """And without a group it asks all ranks."""
+    two_ranks.run(check_disabled)
