@@ -324,6 +324,13 @@ def partitioner_has_a_budget(graph: torch.fx.Graph) -> bool:
     )
 
 
+def has_custom_partitioner() -> bool:
+    """Whether the user cuts joint graphs otherwise than min-cut does (``custom_partitioner_fn``: 2.11 to 2.15)."""
+    from torch._inductor import config
+
+    return config.custom_partitioner_fn is not None
+
+
 def written_inputs(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """Inputs of a joint graph that its forward writes to, in the graph or behind it.
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 import warnings
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from .choice import Choice, as_size
 from .plan import Plan
 from .planner import plan_joint, plan_keeping
 from .profiles import PROFILES, HardwareProfile
-from .provenance import find_unshards, groups_of
+from .provenance import find_reduces, find_unshards, groups_of
 from .residency import choose, told_to_keep
 from .settle import Decision, Settled
 from .trial import Trial, trial_of
@@ -65,10 +66,12 @@ class Budget:
             scale = {name.lower(): scale for name, scale in _UNITS.items()}.get(found[2].lower()) if found else None
             if found is None or scale is None:
                 raise ValueError(f"memory_budget={said!r} is no number of bytes. {what}")
-            said = int(float(found[1]) * scale)
-        if said <= 0:
-            raise ValueError(f"memory_budget={said!r} is not above 0. {what}")
-        return cls(said)
+            num_bytes = int(float(found[1]) * scale)
+        else:
+            num_bytes = said
+        if num_bytes <= 0:
+            raise ValueError(f"memory_budget={said!r} is less than a byte. {what}")
+        return cls(num_bytes)
 
     def bytes_for(self, graph: fx.Graph, trial: Trial, profile: HardwareProfile) -> int:
         """What the step of a joint graph may hold, with its inputs, of which the trial of any plan tells."""
@@ -90,23 +93,28 @@ def plan_within(budget: Budget, graph: fx.Graph, settled: Settled, budget_id: st
             "memory_budget and torch's activation_memory_budget are not supported together yet: what the partitioner "
             "computes again to meet its own is not known when parameters are chosen. Leave one of them out."
         )
+    if compat.has_custom_partitioner():
+        raise ValueError(
+            "memory_budget and torch._inductor.config.custom_partitioner_fn are not supported together: what that "
+            "saves is not known when parameters are chosen. Leave one of them out."
+        )
     unshards = find_unshards(graph)
     units = {one.unit for one in unshards}
     if len(units) < budget.num_units:
         warnings.warn(
             f"memory_budget is not applied to a graph that reads {len(units)} of the {budget.num_units} units of its "
-            "model: what the rest of the step holds is not in it. Compile the model as a whole, with "
-            "fullgraph=True, and see explain_breaks. Until then parameters are kept or gathered again as "
-            "reshard_after_forward says.",
+            "model: what the rest of the step holds is not in it. Where the graph broke, see explain_breaks, and "
+            "compile the model as a whole, with fullgraph=True; leave units that forward does not use unsharded. "
+            "Until then parameters are kept or gathered again as reshard_after_forward says.",
             stacklevel=2,
         )
         return plan_joint(graph)
     names = tuple(sorted(one.fqn for one in unshards))
     ranks = [compat.group_ranks(group) for group in groups_of(graph)]
-    decision = settled.decision(budget_id, names, ranks, lambda rank: _decide(budget, graph, rank))
-    strangers = sorted({*decision.keep} - {*names})
-    if strangers:
-        raise RuntimeError(f"another rank chose to keep {', '.join(strangers)}, which this graph does not gather.")
+    # A step that holds its gradients back is another step.
+    reduced = sorted(one.fqn for one in find_reduces(graph))
+    about = f"{budget_id} {hashlib.sha256(repr(reduced).encode()).hexdigest()[:16]}"
+    decision = settled.decision(about, names, ranks, lambda rank: _decide(budget, graph, rank))
     return dataclasses.replace(plan_keeping(graph, decision.keep), choice=decision.choice)
 
 
@@ -149,8 +157,15 @@ def default_profile(device: torch.device) -> HardwareProfile:
     if device.type == "cpu":
         return PROFILES["cpu"]
     if device.type == "cuda":
-        called = torch.cuda.get_device_name(device).lower()
-        return next((one for name, one in PROFILES.items() if name in called), PROFILES["h100"])
+        called = torch.cuda.get_device_name(device)
+        found = next((one for name, one in PROFILES.items() if name in called.lower()), None)
+        if found is None:
+            warnings.warn(
+                f"There is no built-in hardware profile for {called}, so memory_budget chooses as on an h100. Give "
+                "configure(model, profile=...) a file that `fsdp-compile calibrate` wrote here.",
+                stacklevel=2,
+            )
+        return found or PROFILES["h100"]
     raise ValueError(
         f"There is no built-in hardware profile for {device.type!r}. Give configure(model, profile=...) a name, or the "
         "path of a file that `fsdp-compile calibrate` wrote."

@@ -172,10 +172,10 @@ class PassManager(CustomGraphPass):
         return plan
 
     def _plan_of_whole(self, graph: fx.Graph) -> Plan:
-        if any(node.kwargs["step"] in self._given for node in unshard_nodes(graph)):
+        if any(node.kwargs["step"] in (*self._given, *self._budgets) for node in unshard_nodes(graph)):
             raise ValueError(
-                "a plan was given for a model whose backward is traced into the graph of its forward, which follows "
-                "none. Set torch._dynamo.config.trace_autograd_ops to False, or give no plan."
+                "a plan or a memory_budget was given for a model whose backward is traced into the graph of its "
+                "forward, which follows none. Set torch._dynamo.config.trace_autograd_ops to False, or give neither."
             )
         plan = plan_whole(graph)
         self._agreement.check(plan, groups_of(graph))

@@ -87,11 +87,11 @@ def _plan_backward(
 ) -> Plan:
     named = {marker.node: marker.fqn for marker in unshards}
     again = [_as_the_whole(one, named) for one in unshards if one.node in structure.again]
+    found = {one.unit for one in unshards if one.node not in structure.of_weights}
     kept: dict[str, int] = {}
-    for one in unshards:
-        if one.node not in structure.of_weights:
-            read = _first_read(one.node, place, of=structure.fed)
-            kept[one.unit] = min(read, kept.get(one.unit, read))
+    for one in reduces:
+        if one.unit in found:  # its first gradient, as where it is first read may depend on a batch of none or one
+            kept[one.unit] = min(place[one.node], kept.get(one.unit, place[one.node]))
     return _plan(
         "backward",
         _ahead_of_their_units(again, reduces, structure.again, place),
@@ -236,7 +236,7 @@ def _plan(
     phase: int = 0,
     kept: Mapping[str, int] | None = None,
 ) -> Plan:
-    """``kept`` says where the graph first reads the units that it finds gathered."""
+    """``kept`` says where the graph has the first gradient of each unit that it finds gathered."""
     # A gather is launched for its first member, a reduction once its last member's gradient is there.
     gathers = _placed_buckets(
         unshards,
@@ -326,17 +326,14 @@ def _placed_buckets(
     return sorted(buckets, key=lambda placed: placed[0])
 
 
-def _first_read(gathered: fx.Node, place: Mapping[fx.Node, int], of: Collection[fx.Node] | None = None) -> int:
-    """Where a graph first computes with a parameter, looking through views and casts; its end when it never does.
-
-    ``of`` are the nodes that count, by default all.
-    """
+def _first_read(gathered: fx.Node, place: Mapping[fx.Node, int]) -> int:
+    """Where a graph first computes with a parameter, looking through views and casts; its end when it never does."""
     first, work = len(place), [gathered]
     while work:
         for user in work.pop().users:
             if passes_on(user) or user.target in (keep_slice, markers.unshard):
                 work.append(user)
-            elif of is None or user in of:
+            else:
                 first = min(first, place[user])
     return first
 

@@ -9,10 +9,10 @@
          forward     |  backward
 
 A bucket that is kept is one gather less in backward, and saves the seconds that the replay without it is shorter. Two
-lists of candidates are filled, one by seconds saved a byte and second held, one by the shortest life first, each to as
-many bytes as prove to fit, and the first to half of the room as well. They are tried (trial.py), and so are the plan as
-the units were told, everything gathered again and everything kept. The fastest of those within the budget wins; the one
-with the lowest peak where none is.
+lists of candidates are filled, one by seconds saved a byte and second held, one by the shortest life first, each cut
+off where it proves not to fit, and the first to half of the room as well. They are tried (trial.py), and so are
+the plan as the units were told, everything gathered again and everything kept. The fastest of those within the budget wins; the
+one with the lowest peak where none is.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from .trial import Half, Trial, trial_of
 
 AGAIN, AS_TOLD, KEPT = "everything gathered again", "as reshard_after_forward says", "everything kept"
 WORTH, SHORT = "kept by seconds saved a byte", "kept by the shortest life"
-# How often a list is filled: what the partitioner saves otherwise, and launches that change their places, make the peak
-# another one than the list was filled to, and the bytes to fill it to are searched for.
-_FILLS = 5
+# Of a list that was filled by estimate: what the partitioner saves otherwise, and launches that change their places,
+# may make the peak another one. How many of its first ones fit is searched for.
+_TRIALS = 5
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,11 @@ def choose(
     def try_one(name: str, kept: Collection[str]) -> Trial:
         key = frozenset(kept)
         if key not in tried:
-            tried[key] = Tried(name, trial_of(joint, key, profile, groups))
+            tried[key] = Tried(name, trial_of(joint, key, profile, groups).without_graphs())
         return tried[key].trial
 
-    again = try_one(AGAIN, ())
+    again = trial_of(joint, (), profile, groups)
+    tried[frozenset()] = Tried(AGAIN, again.without_graphs())
     budget = budget_bytes(again)
     may_stay = {*keepable(joint, again.plan)}
     residents = residents_of(again)
@@ -95,15 +96,17 @@ def choose(
     try_one(KEPT, may_stay)
     try_one(AS_TOLD, told_to_keep(joint))
     for name, order in ((WORTH, _by_worth(keeping)), (SHORT, sorted(keeping, key=lambda one: one.held_s))):
-        fits, over, room = again.peak_bytes, budget, budget
-        for _ in range(_FILLS):
-            if try_one(name, _fqns(fill(again, residents, order, room))).peak_bytes <= budget:
-                fits = room
+        listed = fill(again, residents, order, budget)
+        fits, over, first = 0, len(listed) + 1, len(listed)
+        for _ in range(_TRIALS):
+            called = name if first == len(listed) else f"{name}, the first {first}"
+            if try_one(called, _fqns(listed[:first])).peak_bytes <= budget:
+                fits = first
             else:
-                over = room
-            if fits >= over:
+                over = first
+            if over - fits <= 1:
                 break
-            room = (fits + over) // 2
+            first = (fits + over) // 2
     # Of the plan that keeps a little less the collectives may queue less.
     half = fill(again, residents, _by_worth(keeping), (budget + again.peak_bytes) // 2)
     try_one(f"{WORTH}, in half of the room", _fqns(half))
@@ -149,6 +152,8 @@ def residents_of(again: Trial) -> list[Resident]:
     forward_s, backward_s = _clock(again.forward), _clock(again.backward)
     found = []
     for index, bucket in enumerate(backward.gathers):
+        if index not in launched:
+            continue  # one rank has all of it
         since, until = max(last_read.get(fqn, 0) for fqn in bucket.fqns), position[launched[index]]
         waits_s = again.forward.timeline.total_s - forward_s[since]
         saved_s = again.backward.timeline.total_s - _seconds_without(again.backward, index)

@@ -24,7 +24,9 @@ import torch
 from . import _torch_compat as compat
 from .choice import Choice
 
-TIMEOUT_S = 600.0
+TIMEOUT_S = 600.0  # until a rank has begun to choose
+_PATIENCE = 12  # so many times that until it has chosen: large models take minutes
+_CHOOSING = "/choosing"
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Settled:
         if first < rank:
             text = self._wait(store, f"fsdp_compile/budget/{first}/{topic}", first, names)
         else:
+            _publish(store, f"fsdp_compile/budget/{rank}/{topic}{_CHOOSING}", "")
             try:
                 text = decide(rank).to_json()
             except Exception as error:
@@ -90,15 +93,22 @@ class Settled:
         return Decision.from_json(text)
 
     def _wait(self, store: torch.distributed.Store, key: str, rank: int, names: tuple[str, ...]) -> str:
-        until = time.monotonic() + self.timeout_s
+        began = time.monotonic()
         pause_s = 0.01
         while not store.check([key]):
-            if time.monotonic() > until:
+            waited_s = time.monotonic() - began
+            is_choosing = store.check([key + _CHOOSING])
+            if waited_s > self.timeout_s * (_PATIENCE if is_choosing else 1):
                 raise RuntimeError(
                     f"rank {rank} chooses for this one what is kept for memory_budget, and has not said for "
-                    f"{self.timeout_s:.0f} s what that is in a graph of {len(names)} parameters ({names[0]}, ...). It "
-                    "compiled no such graph: call configure with the same memory_budget on every rank, in the same "
-                    "order, and have all ranks compile the model in the same step. Or leave memory_budget out."
+                    f"{waited_s:.0f} s what that is in a graph of {len(names)} parameters ({names[0]}, ...). "
+                    + (
+                        "It began to, and did not come to an end: see what it does there, or leave memory_budget out."
+                        if is_choosing
+                        else "It compiled no such graph: call configure with the same memory_budget on every rank, in "
+                        "the same order, and have all ranks compile the model in the same step. Or leave memory_budget "
+                        "out."
+                    )
                 )
             time.sleep(pause_s)  # in Python, so that an interruption gets through
             pause_s = min(2 * pause_s, 0.5)

@@ -13,6 +13,7 @@ it (a loss of the caller's, optimizers, gradients of an earlier backward).
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -44,6 +45,10 @@ class Half:
     events: tuple[Event, ...]  # one for each call, in the graph's order
     timeline: Timeline
 
+    def without_graph(self) -> Half:
+        """The figures alone."""
+        return dataclasses.replace(self, graph=fx.Graph(), events=())
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -64,6 +69,10 @@ class Trial:
     @property
     def seconds(self) -> float:
         return self.forward.timeline.total_s + self.backward.timeline.total_s
+
+    def without_graphs(self) -> Trial:
+        """The figures alone: of many trials of a large model the graphs would take gigabytes."""
+        return dataclasses.replace(self, forward=self.forward.without_graph(), backward=self.backward.without_graph())
 
     @property
     def exposed_s(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import threading
 import warnings
@@ -110,6 +111,7 @@ def test_a_pass_before_fusion_that_was_there_before_still_runs() -> None:
     install_passes()
     assert isinstance(inductor.get_pre_fusion_pass(), AnchorToo)
     assert not isinstance(inductor.get_pre_fusion_pass().theirs, AnchorToo)
+    assert copy.deepcopy(inductor.get_pre_fusion_pass()) is inductor.get_pre_fusion_pass()  # as other threads' settings
 
 
 def test_a_displaced_pass_warns_and_the_numbers_stay(records: list[GraphRecord]) -> None:

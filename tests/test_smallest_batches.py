@@ -16,7 +16,7 @@ from fsdp_compile import fully_shard
 from fsdp_compile.passes import Plan
 from tests.comparing import assert_same_grads
 from tests.compiling import compiled
-from tests.models import twins
+from tests.models import Stack, twins
 from tests.ranks import Ranks
 from tests.recording import Wire, recorded
 from tests.test_graphs import Stages
@@ -172,6 +172,25 @@ def test_a_batch_of_no_rows_gathers_what_others_do(fake_group_of_four: None, che
     rows, none = (_plans(make, torch.randn(num_rows, 3, WIDTH), "decomposed") for num_rows in (2, 0))
     assert {"norm.weight", "block.linear1.weight", "block.norm1.weight"} <= _gathered(rows[1])
     assert none == rows
+
+
+def test_a_batch_of_no_rows_launches_in_the_order_of_others_where_units_are_kept(fake_group_of_four: None) -> None:
+    def plan(num_rows: int) -> Plan:
+        torch._dynamo.reset()
+        model = Stack(3)
+        for layer in model.layers[:2]:
+            fully_shard(layer, reshard_after_forward=True)
+        fully_shard(model.layers[2], reshard_after_forward=False)
+        fully_shard([model.norm, model.head], reshard_after_forward=False)
+        fully_shard(model, reshard_after_forward=True)
+        with recorded(Stages()) as stages:
+            tokens = torch.zeros(num_rows, 5, dtype=torch.long)
+            torch.compile(model, backend="decomposed", fullgraph=True)(tokens).sum().backward()
+        return stages["backward"].plan
+
+    rows = plan(2)
+    assert _gathered(rows) == {fqn for fqn in _gathered(rows) if fqn.startswith(("layers.0", "layers.1"))} != set()
+    assert plan(0) == rows
 
 
 @pytest.mark.compat

@@ -67,6 +67,9 @@ class AnchorToo:
     def __call__(self, snodes: list[Any]) -> list[Any]:
         return self.ours(self.theirs(snodes))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> AnchorToo:
+        return self  # as the manager: theirs may hold what cannot be copied
+
 
 class JointPass:
     """The user's joint pass, if there is one, then ours."""
