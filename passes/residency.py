@@ -10,9 +10,9 @@
 
 A bucket that is kept is one gather less in backward, and saves the seconds that the replay without it is shorter. Two
 lists of candidates are filled, one by seconds saved a byte and second held, one by the shortest life first, each cut
-off where it proves not to fit, and the first to half of the room as well. They are tried (trial.py), and so are
-the plan as the units were told, everything gathered again and everything kept. The fastest of those within the budget wins; the
-one with the lowest peak where none is.
+off where it proves not to fit, and the first to half of the room as well. They are tried (trial.py), and so are the
+plan as the units were told, everything gathered again and everything kept. The fastest of those within the budget
+wins; the one with the lowest peak where none is.
 """
 
 from __future__ import annotations
