@@ -283,15 +283,6 @@ def test_what_one_rank_has_alone_needs_no_room(fake_group_of_four: None) -> None
     assert plan.backward is not None and {one.num_ranks for one in plan.backward.gathers} <= {1, 4}
 
 
-def test_a_whole_step_has_no_budget(fake_group_of_four: None) -> None:
-    graph = five_products()
-    budget_id = manager.give_budget(Budget(1))
-    for node in graph.find_nodes(op="call_function", target=torch.ops.fsdpc.unshard.default):
-        node.update_kwarg("step", budget_id)
-    with pytest.raises(ValueError, match="a plan or a memory_budget was given for a model whose backward is traced"):
-        manager._plan_of_whole(graph)
-
-
 def test_the_partitioner_has_no_budget_beside_ours(fake_group_of_four: None) -> None:
     model = shard(Stack(1))
     configure(model, memory_budget="1GiB")

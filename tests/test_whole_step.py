@@ -255,13 +255,14 @@ def test_backward_begins_to_gather_where_it_begins() -> None:
     assert_expected_inline(" ".join(names), """layers.0.w layers.1.w layers.2.w layers.2.w@2 layers.1.w@2 layers.0.w@2 layers.2.w layers.1.w layers.0.w""")
 
 
-def test_a_given_plan_is_refused() -> None:
+@pytest.mark.parametrize("given", ["_given", "_budgets"])
+def test_a_given_plan_or_budget_is_refused(given: str) -> None:
     b = Step()
-    with mock.patch.object(manager, "_given", {"id": Plan("joint")}):
+    with mock.patch.object(manager, given, {"id": Plan("joint")}):
         loss = b.call(aten.sum.default, b.unshard(b.input("s", 2, 3), spec(step="id")))
         b.in_backward = True
         graph = b.output(b.call(aten.ones_like.default, loss))
-        with pytest.raises(ValueError, match=r"a plan was given for a model whose backward is traced into .* give no plan"):
+        with pytest.raises(ValueError, match=r"a plan or a memory_budget was given for a model whose .* give neither"):
             manager.whole(fx.GraphModule({}, graph))
 
 
