@@ -237,6 +237,30 @@ def test_nor_where_it_breaks_do_the_numbers_change(two_ranks: Ranks) -> None:
     two_ranks.run(_broken_around_compiled_blocks)
 
 
+class Calling(Block):
+    """A class with a call of its own, as models have that checkpoint there."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(2 * x)
+
+
+def _a_call_of_its_own() -> None:
+    unsharded, model = twins(functools.partial(Stack, 2, block=Calling))
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = torch.compile(layer, backend="aot_eager")
+        fully_shard(layer)
+    fully_shard(model)
+    loss_of(model(mine())).backward()
+    reference_backward(unsharded, batches(0))
+    ours = {name.replace("_orig_mod.", ""): param for name, param in model.named_parameters()}
+    for name, param in unsharded.named_parameters():
+        torch.testing.assert_close(ours[name].grad.full_tensor(), param.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_a_wrapped_block_is_called_as_its_class_says(two_ranks: Ranks) -> None:
+    two_ranks.run(_a_call_of_its_own)
+
+
 def _copied() -> None:
     unsharded, model = twins()
     model.layers[0] = torch.compile(model.layers[0], backend="aot_eager")
@@ -331,6 +355,24 @@ def _asked_for() -> None:
 
 def test_gradients_that_are_asked_for_and_hooks(two_ranks: Ranks) -> None:
     two_ranks.run(_asked_for)
+
+
+def _one_is_asked_for_while_others_wait() -> None:
+    unsharded, model = pair()
+    compile_blocks(model)
+    model.set_requires_gradient_sync(False)
+    loss_of(model(mine())).backward()
+    model.set_requires_gradient_sync(True)
+    torch.autograd.grad(loss_of(model(mine())), [model.layers[0].up.bias])
+    loss_of(model(mine())).backward()
+    reference_backward(unsharded, batches(0))
+    for param, theirs in zip(model.parameters(), unsharded.parameters()):
+        if param is not model.layers[0].up.bias:  # whose held gradient went to who asked
+            torch.testing.assert_close(param.grad.full_tensor(), 2 * theirs.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_what_others_accumulated_stays_where_one_gradient_is_asked_for(two_ranks: Ranks) -> None:
+    two_ranks.run(_one_is_asked_for_while_others_wait)
 
 
 def _unequal() -> int:

@@ -69,6 +69,17 @@ def accumulates(leaf: Any) -> bool:
         return False
 
 
+def is_left_out(leaf: Any) -> bool:
+    """Whether the backward that runs neither accumulates into this parameter nor was asked for its gradient.
+
+    A node for several parameters runs where any of them is wanted. ``_will_engine_execute_node``: 2.11 to 2.15.
+    """
+    try:
+        return leaf is not None and not torch._C._will_engine_execute_node(leaf)  # type: ignore[attr-defined]
+    except RuntimeError:
+        return False
+
+
 # Whether an autograd function can get gradients in the dtype that they were made in: ``set_output_grad_dtype``, 2.15.
 # In 2.11 autograd casts them to the dtype of the output first.
 GRADIENTS_COME_AS_PRODUCED = hasattr(torch.autograd.function.FunctionCtx, "set_output_grad_dtype")

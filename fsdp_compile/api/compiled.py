@@ -85,6 +85,8 @@ def stand_before_wrappers(model: nn.Module) -> None:
 
 
 def _stand_before_wrapper(wrapper: Any) -> None:
+    if type(dynamo.behind_compile(wrapper)).__call__ is not nn.Module.__call__:
+        return  # the wrapper compiled a call of its class's own, which is to run
     compiles = dynamo.wrapper_compiles_with(wrapper)
     if compiles is None or getattr(wrapper.forward, "__name__", "") == _forward.__name__:
         return

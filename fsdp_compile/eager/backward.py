@@ -96,7 +96,10 @@ def arrive(recording: Recording, index: int, grad: Tensor | None, leaf: Any) -> 
         iteration.incomplete.setdefault(recording, autograd.backward_task())
     recording.arrived.add(index)
     result = None
-    if is_asked_for(gathered.shards[index], leaf):
+    shard = gathered.shards[index]
+    if shard.is_leaf and not autograd.in_compiled_autograd() and autograd.is_left_out(leaf):
+        pass  # what it accumulates stays where it is, and nothing travels
+    elif is_asked_for(shard, leaf):
         recording.delivered.add(index)
         if isinstance(gathered, Routed):
             _go_back(gathered.route, iteration)
