@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_compile import FSDPModule
+import fsdp_compile
+from fsdp_compile import FSDPModule, fully_shard
 from tests.compiling import no_kernels_built
 from tests.models import Block, Stack
 from tests.ranks import Ranks
@@ -27,9 +28,9 @@ def _code(language: str) -> list[str]:
 
 @no_kernels_built()  # what a step computes is for the recipes' rows in tests/matrix
 def _run_examples(folder: str) -> None:
-    shard_and_compile, inspect, edit, costs, accumulate, explain, whole_step, compare, fsdp1 = _code("python")
+    shard_and_compile, inspect, edit, costs, budget, accumulate, explain, whole_step, compare, fsdp1 = _code("python")
     batch = torch.zeros(2, 5, dtype=torch.long)
-    names = {"torch": torch, "model": Stack(1), "batch": batch, "batches": [batch, batch]}
+    names = {"torch": torch, "fsdp_compile": fsdp_compile, "model": Stack(1), "batch": batch, "batches": [batch, batch]}
     exec(shard_and_compile, names)
     assert isinstance(names["model"]._orig_mod, FSDPModule)
     if dist.get_rank() == 0:
@@ -40,6 +41,9 @@ def _run_examples(folder: str) -> None:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(costs, names)
         assert printed.getvalue().count(" waiting; peak ") == 2 and "for all_gather" in printed.getvalue()
+    budgeted = names | {"model": fully_shard(Stack(1))}
+    exec(budget, budgeted)
+    torch.compile(budgeted["model"])(batch).sum().backward()
     exec(accumulate, names)
     exec(explain, names)
     assert names["report"]
