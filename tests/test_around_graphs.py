@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import fully_shard
+from fsdp_compile import configure, fully_shard
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager import around, backward, forward, gathered, reduction
 from tests.comparing import batches, loss_of, mine, reference_backward, train_and_compare
@@ -419,6 +419,18 @@ def _custom_reduction() -> tuple[int, int]:
 def test_what_only_the_eager_path_can_honour_keeps_no_block_from_being_compiled(two_ranks: Ranks) -> None:
     num, calls = two_ranks.run(_custom_reduction)[0]
     assert num == 1 and calls > 0
+
+
+def _no_plan_for_blocks() -> None:
+    unsharded, model = pair()
+    configure(compile_blocks(model), memory_budget="1GiB")
+    with pytest.warns(UserWarning, match="memory_budget or plan has no effect where .* is compiled by itself") as caught:
+        train_and_compare(model, model, unsharded, steps=2)
+    assert sum("memory_budget" in str(one.message) for one in caught) == 1, "said once"
+
+
+def test_a_budget_that_compiled_blocks_do_not_heed_is_said(two_ranks: Ranks) -> None:
+    two_ranks.run(_no_plan_for_blocks)
 
 
 def _settings_of_the_eager_path() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -239,7 +240,10 @@ def _nested() -> int:
     for layer in model.layers:
         fully_shard(layer.mlp)
     compile_blocks(shard(model))
-    train_and_compare(model, model, unsharded)
+    model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])  # which is heeded: no word of it
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "set_modules_to_forward_prefetch")
+        train_and_compare(model, model, unsharded)
     return num_graphs()
 
 

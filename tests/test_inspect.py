@@ -111,23 +111,24 @@ Stack: 3 graphs, 8 collectives, 12.0 KiB a rank
   passes: merge 0 (- ms), slices 0 (- ms), parts 0 (- ms), keep 16 (- ms)
 
 01_forward: 16 unshards and 0 reduce_grads -> 3 collectives, 3.3 KiB a rank
-  #  collective  unit              params  names                                       dtype  bytes/rank   bucket
-  0  all_gather  (Stack)                4  embed.weight norm.weight norm.bias +1       bf16      1.0 KiB  2.1 KiB
-  1  all_gather  layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  bf16      1.1 KiB  2.3 KiB
-  2  all_gather  layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  bf16      1.1 KiB  2.3 KiB
+  #  collective  unit              params  names                                       dtype  bytes/rank   bucket   copied
+  0  all_gather  (Stack)                4  embed.weight norm.weight norm.bias +1       bf16      1.0 KiB  2.1 KiB  3.1 KiB
+  1  all_gather  layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  bf16      1.1 KiB  2.3 KiB  3.4 KiB
+  2  all_gather  layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  bf16      1.1 KiB  2.3 KiB  3.4 KiB
   passes: insert 3 (- ms), overlap - (- ms), check 3 (- ms), announce 3 (- ms)
 
 02_backward: 8 unshards and 16 reduce_grads -> 5 collectives, 8.7 KiB a rank
-  #  collective  unit              params  names                                       dtype  bytes/rank   bucket
-  0  all_gather  layers.1 (Block)       4  norm.weight norm.bias up.weight +1          bf16      1.1 KiB  2.2 KiB
-  1  all_gather  layers.0 (Block)       4  norm.weight norm.bias up.weight +1          bf16      1.1 KiB  2.2 KiB
-  2  all_to_all  layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  fp32      2.3 KiB  4.5 KiB
-  3  all_to_all  layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  fp32      2.3 KiB  4.5 KiB
-  4  all_to_all  (Stack)                4  embed.weight norm.weight norm.bias +1       fp32      2.1 KiB  4.1 KiB
+  #  collective  unit              params  names                                       dtype  bytes/rank   bucket   copied
+  0  all_gather  layers.1 (Block)       4  norm.weight norm.bias up.weight +1          bf16      1.1 KiB  2.2 KiB  3.2 KiB
+  1  all_gather  layers.0 (Block)       4  norm.weight norm.bias up.weight +1          bf16      1.1 KiB  2.2 KiB  3.2 KiB
+  2  all_to_all  layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  fp32      2.3 KiB  4.5 KiB  6.8 KiB
+  3  all_to_all  layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  fp32      2.3 KiB  4.5 KiB  6.8 KiB
+  4  all_to_all  (Stack)                4  embed.weight norm.weight norm.bias +1       fp32      2.1 KiB  4.1 KiB  8.1 KiB
   passes: insert 5 (- ms), overlap - (- ms), check 5 (- ms), announce 5 (- ms)
 
 #: order of launch in the graph that Inductor gets. bytes/rank: what one rank gives to a gather or gets from a
-reduction. bucket: all ranks' parts, padding included.
+reduction. bucket: all ranks' parts, padding included. copied: what this rank writes once more to pack, pad
+and cut; what travels alone is sent from its shard and read where it came.
 Compile caches were not read in the block (no pass runs when they hit) and not written. What was compiled
 stays in use after it; another process may be served from a cache.""",
     )
@@ -456,7 +457,8 @@ are, one collective each.
 
 Stack had been compiled before (in 1 frame): that was dropped, and what ran in the block was compiled afresh.
 #: order of launch in the graph that Inductor gets. bytes/rank: what one rank gives to a gather or gets from a
-reduction. bucket: all ranks' parts, padding included.
+reduction. bucket: all ranks' parts, padding included. copied: what this rank writes once more to pack, pad
+and cut; what travels alone is sent from its shard and read where it came.
 Compile caches were not read in the block (no pass runs when they hit) and not written. What was compiled
 stays in use after it; another process may be served from a cache.
 No backward graph: it is compiled when backward first runs. Call backward() in the block.""",

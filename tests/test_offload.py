@@ -342,7 +342,7 @@ def test_a_report_says_what_is_copied() -> None:
     # BF16 travels; what is stored, and what the optimizer reads, is FP32. A bucket leaves the device once.
     assert copied == [("all_gather", 12, 24), ("reduce_scatter", 24, 24), ("reduce_scatter", 24, 0), ("all_reduce", 24, 24)]
     header, *rows = str(report).splitlines()[1:6]
-    assert header.endswith("bucket  host") and [row.split("  ")[-1].strip() for row in rows[:2]] == ["24 B", "24 B"]
+    assert header.endswith("bucket  copied  host") and [row.split("  ")[-1].strip() for row in rows[:2]] == ["24 B", "24 B"]
 
 
 @pytest.mark.compat

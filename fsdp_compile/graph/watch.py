@@ -52,11 +52,13 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         """What graphs take of a parameter; None where the user put something else in its place, or into it."""
         unit, param = self._of(fqn)
         refuse_traced(fqn, unit.mode_of(param))
-        around: Unit | None = unit if unit.given is None else None
-        while around is not None:  # which may have no parameters of its own
+        around: Unit | None = unit
+        while around is not None and around.given is None:  # which may have no parameters of its own
             around.watch._was_asked = True
             around.watch.say_unheeded()
             around = around.outer
+        if around is not None:
+            around.watch._say_no_plan()
         if dynamo.traces_backward():
             return None  # gradients must reach leaves of the graph: the DTensor itself, and not its edge
         if any(dynamo.changed_while_traced(slot.module._parameters) for slot in param.slots):
@@ -92,6 +94,19 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
                 f"{', '.join(new)} has no effect where {unit.name} is compiled: there compiler passes decide when to "
                 "gather, reduce and free. It holds where the module runs eagerly, or is compiled by itself in a model "
                 "that does.",
+                stacklevel=2,
+            )
+
+    def _say_no_plan(self) -> None:
+        """The same of what only a graph that gathers and reduces goes by, and the eager path around it does not."""
+        unit = self._unit()
+        said: set[str] = set() if unit is None else unit.root.watch._said
+        if unit is not None and unit.settings.plan and "plan" not in said:
+            said.add("plan")
+            warnings.warn(
+                f"memory_budget or plan has no effect where {unit.name} is compiled by itself: the eager path gathers "
+                "and reduces around its graph, as reshard_after_forward and the prefetch settings say. Compile the "
+                "whole model to have it planned.",
                 stacklevel=2,
             )
 

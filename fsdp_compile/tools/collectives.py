@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,9 @@ from ..passes.copies import to_device, to_host
 from ..passes.insert import ROLE
 from .tables import format_unit
 
+aten = torch.ops.aten
+
+_MOVES = (aten.cat.default, aten.constant_pad_nd.default, aten.clone.default)
 _KINDS = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
@@ -35,15 +39,19 @@ class Collective:
     num_bytes: int  # one rank's part
     bucket_bytes: int  # all ranks' parts, padding included; of an all_reduce over replicas, one of the equal parts
     host_bytes: int = 0  # of offloaded shards: copied from the CPU for a gather, or to it after the last reduction
+    copied_bytes: int = 0  # written once more on this rank to pack, pad and cut; none of a parameter sent as it lies
 
 
 def collectives_of(graph: fx.Graph, plan: Plan) -> list[Collective]:
     """Our collectives in the order of launch."""
-    copied: dict[tuple[str, int], int] = {}
+    to_or_from_host: Counter[tuple[str, int]] = Counter()
+    copied: Counter[tuple[str, int]] = Counter()
     for node in graph.nodes:
+        role = node.meta.get(ROLE)
         if node.target in (to_device, to_host):
-            bucket_of = node.meta[ROLE].kind, node.meta[ROLE].bucket
-            copied[bucket_of] = copied.get(bucket_of, 0) + num_bytes_of(node.meta["val"])
+            to_or_from_host[role.kind, role.bucket] += num_bytes_of(node.meta["val"])
+        elif role is not None and _only_moves(node):
+            copied[role.kind, role.bucket] += num_bytes_of(node.meta["val"])
     found = []
     for node in graph.nodes:
         role = node.meta.get(ROLE)
@@ -63,10 +71,19 @@ def collectives_of(graph: fx.Graph, plan: Plan) -> list[Collective]:
                 dtype=bucket.dtype,
                 num_bytes=bucket.num_bytes,
                 bucket_bytes=num_bytes_of(whole.meta["val"]),
-                host_bytes=copied.get((role.kind, role.bucket), 0) if is_last else 0,
+                host_bytes=to_or_from_host[role.kind, role.bucket] if is_last else 0,
+                copied_bytes=copied[role.kind, role.bucket] if is_last else 0,
             )
         )
     return found
+
+
+def _only_moves(node: fx.Node) -> bool:
+    """Whether all that a node does is to write down elsewhere what it reads."""
+    if node.target is aten.reshape.default:
+        source: torch.Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
+        return node.meta["val"].untyped_storage() is not source.untyped_storage()
+    return node.target in _MOVES
 
 
 def num_bytes_of(value: Any) -> int:

@@ -122,7 +122,8 @@ class Report:
         if any(graph.launches for graph in self.graphs):
             notes.append(
                 "#: order of launch in the graph that Inductor gets. bytes/rank: what one rank gives to a gather or "
-                "gets from a reduction. bucket: all ranks' parts, padding included."
+                "gets from a reduction. bucket: all ranks' parts, padding included. copied: what this rank writes once "
+                "more to pack, pad and cut; what travels alone is sent from its shard and read where it came."
             )
         if self.around:
             notes.append(

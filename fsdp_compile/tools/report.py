@@ -43,6 +43,11 @@ class GraphReport:
         """Bytes of one rank's parts in all collectives."""
         return sum(launch.num_bytes for launch in self.launches)
 
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that this rank writes once more to pack, pad and cut what travels."""
+        return sum(launch.copied_bytes for launch in self.launches)
+
     def collectives(self) -> str:
         """The collectives, one a line, in the order of launch: kind, parameters, dtype, bytes of the whole bucket."""
         rows = [
@@ -78,7 +83,7 @@ class GraphReport:
     def _launch_rows(self) -> list[str]:
         if not self.launches:
             return ["(no collective: one rank holds every shard)"]
-        header = ["#", "collective", "unit", "params", "names", "dtype", "bytes/rank", "bucket"]
+        header = ["#", "collective", "unit", "params", "names", "dtype", "bytes/rank", "bucket", "copied"]
         rows = [
             [
                 str(place),
@@ -89,6 +94,7 @@ class GraphReport:
                 format_dtype(one.dtype),
                 format_bytes(one.num_bytes),
                 format_bytes(one.bucket_bytes),
+                format_bytes(one.copied_bytes) if one.copied_bytes else "-",
             ]
             for place, one in enumerate(self.launches)
         ]
@@ -96,7 +102,7 @@ class GraphReport:
             header.append("host")
             for row, one in zip(rows, self.launches):
                 row.append(format_bytes(one.host_bytes))
-        return table([header, *rows], right=(0, 3, 6, 7, 8))
+        return table([header, *rows], right=(0, 3, 6, 7, 8, 9))
 
     def _joint_rows(self) -> list[str]:
         graph = self.record.snapshots[-1]
