@@ -11,6 +11,7 @@ import pytest
 
 _GIVEN_CACHE_DIR = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # before torch puts its default there
 
+from tests.building import build_graphs_at_once  # noqa: E402
 from tests.compiling import no_kernels_built  # noqa: E402
 from tests.ranks import Ranks  # noqa: E402
 
@@ -22,11 +23,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
     One cache directory, new for each run: equal kernels are compiled once, and no result depends on an old run.
     Kernels without vector instructions: g++ takes 0.7 s for one and not 1.0, Inductor's own Python a fifth less, and
-    nobody compiles probes of the processor. tests/test_matrix.py has a test of vectorized kernels (``-m more``).
+    nobody compiles probes of the processor. And all kernels of a graph in one call of g++ (building.py).
+    tests/test_matrix.py has a test of kernels as users have them (``-m more``).
     """
     if _GIVEN_CACHE_DIR is None:
         config.stash[_CACHE_DIR] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fsdp_compile_tests_")
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+    build_graphs_at_once()
 
 
 # What takes longest comes first, so that neither of the two workers has a long file left at the end.

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fsdp_compile.lookout.lookout import lookout
 from fsdp_compile.passes import collectives
 from fsdp_compile.workers import Crew, Send
+from tests.building import build_graphs_at_once
 
 #: What nearly every test imports. Nothing here may start a thread or a GPU's runtime: they do not survive a fork.
 PRELOAD = ("torch", "torch.distributed.tensor", "torch._inductor.compile_fx", "fsdp_compile", "pytest", "sympy.combinatorics")
@@ -34,6 +35,7 @@ class Ranks(Crew):
 def join(settings: dict[str, Any], rank: int, send: Send) -> None:
     """Make this process a rank of the group."""
     torch.set_num_threads(1)
+    build_graphs_at_once()
     mend_gathers_on_gloo()
     if settings["backend"] == "nccl":
         torch.cuda.set_device(rank)

@@ -16,6 +16,7 @@ import torch
 from torch._inductor import cpu_vec_isa
 
 import fsdp_compile
+from tests.building import as_inductor_builds
 from tests.matrix.rows import ROWS
 from tests.matrix.runner import measure, problems
 from tests.matrix.train import Row
@@ -44,7 +45,8 @@ def holds() -> Iterator[Callable[..., None]]:
 def _measure_vectorized(name: str, backend: str) -> dict[str, Any]:
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
     try:
-        with torch._inductor.config.patch({"cpp.vec_isa_ok": None}):  # found out, as it is by default
+        # Found out, as it is by default.
+        with torch._inductor.config.patch({"cpp.vec_isa_ok": None}), as_inductor_builds():
             assert cpu_vec_isa.pick_vec_isa()
             return measure(name, backend)
     finally:
@@ -60,7 +62,7 @@ def test_a_row_holds_on_inductor(holds: Callable[..., None], row: Row) -> None:
 @pytest.mark.more
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name in QUICK], ids=lambda row: row.name)
 def test_a_row_holds_with_vectorized_kernels(holds: Callable[..., None], row: Row) -> None:
-    """The other tests compile without them: see tests/conftest.py."""
+    """The other tests compile without them, and several at once: see tests/conftest.py and building.py."""
     holds(row, _measure_vectorized)
 
 
