@@ -253,13 +253,14 @@ def test_an_interrupt_leaves_no_process_behind_and_says_one_sentence(tmp_path: P
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup, if it is around the tests, is not meant
     )
     try:
         wait_until(lambda: len(children(process.pid)) == 2, "two workers run")
         workers = children(process.pid)
         time.sleep(1)
         process.send_signal(number)
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=180)
     finally:
         process.kill()
     assert process.returncode == cli.INTERRUPTED
