@@ -10,11 +10,17 @@ from ._torch_compat.fsdp2 import DataParallelMeshDims as DataParallelMeshDims
 from .api.accumulate import no_sync as no_sync
 from .api.adopt import Adoption as Adoption
 from .api.adopt import adopt as adopt
+from .api.auto_shard import auto_shard as auto_shard
+from .api.clip import clip_grad_norm_ as clip_grad_norm_
 from .api.configure import configure as configure
 from .api.forward_methods import register_fsdp_forward_method as register_fsdp_forward_method
+from .api.full_params import full_params as full_params
 from .api.fully_shard import fully_shard as fully_shard
 from .api.handles import GradientReductionHandle as GradientReductionHandle
 from .api.handles import UnshardHandle as UnshardHandle
+from .api.initialize import cast_buffers as cast_buffers
+from .api.initialize import materialize as materialize
+from .api.initialize import sync_module_states as sync_module_states
 from .api.module import FSDPModule as FSDPModule
 from .api.module import share_comm_ctx as share_comm_ctx
 from .api.replicate import replicate as replicate

@@ -191,9 +191,11 @@ def _ways(order: str) -> None:
         elif order == "shard, wrap":
             model.layers[index] = torch.compile(layer, **options)
     fully_shard(model)
-    for layer in model.layers:
+    for layer in list(model.layers):
         if order == "last":
             layer.compile(**options)
+        elif order == "wrap last":
+            model.layers[list(model.layers).index(layer)] = torch.compile(layer, **options)
         elif order == "forward":
             layer.forward = torch.compile(layer.forward, **options)
     with no_markers():
@@ -211,7 +213,7 @@ def _ways(order: str) -> None:
         assert num_graphs() == 1
 
 
-@pytest.mark.parametrize("order", ["compile, shard", "shard, compile", "last", "forward", "wrap, shard", "shard, wrap"])
+@pytest.mark.parametrize("order", ["compile, shard", "shard, compile", "last", "forward", "wrap, shard", "shard, wrap", "wrap last"])
 def test_however_blocks_are_compiled(two_ranks: Ranks, order: str) -> None:
     two_ranks.run(_ways, order)
 

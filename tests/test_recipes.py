@@ -231,6 +231,26 @@ def _compiled_optimizer(blocks: list[str]) -> None:
     assert_same_params(model, unsharded, atol=1e-5)
 
 
+@section("From the meta device, by a policy")
+def _from_the_meta_device(blocks: list[str]) -> None:
+    torch.manual_seed(0)
+    names = play(blocks[0], make_model=Stack)
+    model = names["model"]
+    unsharded = Stack()
+    torch.manual_seed(0)
+    for module in unsharded.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    names = play(blocks[1], model=model, batch=mine())
+    sum_backward(unsharded, batches())
+    norm = nn.utils.clip_grad_norm_(unsharded.parameters(), 1.0)
+    torch.testing.assert_close(names["norm"], norm)
+    same_grads(model, unsharded)
+    with torch.no_grad():
+        unsharded.layers[0].up.weight[0] = 0
+    assert_same_params(model._orig_mod, unsharded)
+
+
 @section("Save, load, resume")
 def _save_and_load(blocks: list[str]) -> None:
     unsharded, model = twins()

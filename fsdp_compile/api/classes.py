@@ -20,12 +20,12 @@ from ..core.captures import refuse_script
 from ..core.param import READS, ReadSpec
 from ..core.shared import shared
 from ..core.spec import can_be_given, eager_only, spec_of
-from ..core.unit import Unit, original_class, unit_of
+from ..core.unit import INSIDE, Unit, original_class, unit_of
 from ..eager.forward import eager_read
 from ..graph.read import getter
 from ..graph.sink import arrange_edges, follow_shards, forget_edges
 from .copies import deep_copy
-from .unit_forward import INSIDE, eager_forward_for, forward_inside, unit_forward, with_code_of_its_own
+from .unit_forward import eager_forward_for, forward_inside, unit_forward, with_code_of_its_own
 
 
 class ShardedModule:

@@ -13,20 +13,49 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dtensors
 
 
+def clip_grad_norm_(
+    parameters: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale the gradients of a model, or of parameters, so that their norm is at most ``max_norm``; the norm before.
+
+    Unlike ``torch.nn.utils.clip_grad_norm_``, it takes parameters on several meshes, tensor parallel and unsharded
+    ones together, and returns a plain tensor. Every rank calls it. The norm is over all ranks of the parameters' own
+    meshes: of pipeline stages, each stage has its own.
+    """
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    meshes = [param.device_mesh for param in params if isinstance(param, DTensor)]
+    device = torch.device(meshes[0].device_type) if meshes else params[0].device if params else torch.device("cpu")
+    return clip_grad_norm(params, max_norm, norm_type, device, error_if_nonfinite)
+
+
 @torch.no_grad()
-def clip_grad_norm(params: Iterable[Tensor], max_norm: float, norm_type: float, device: torch.device) -> Tensor:
+def clip_grad_norm(
+    params: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float,
+    device: torch.device,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
     """Scale gradients in place so that their norm is at most ``max_norm``; the norm before, on ``device``.
 
     Every rank calls it. Norms are computed in fp32; the result has the widest dtype of the gradients.
     """
     norm_type = float(norm_type)
     params = list(dict.fromkeys(params))
+    for param in params:
+        if isinstance(param.grad, DTensor) and any(one.is_partial() for one in param.grad.placements):
+            param.grad = param.grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
     grads = [param.grad for param in params if param.grad is not None]
     # By parameters, not gradients: every rank has the same ones, whatever its backward reached.
     norms: dict[Any, list[Tensor]] = {_ways_cut(param): [] for param in params}
@@ -54,6 +83,11 @@ def clip_grad_norm(params: Iterable[Tensor], max_norm: float, norm_type: float, 
             stacklevel=4,
         )
         return total
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {total.item()}, and scales nothing. "
+            "Look at the loss, or pass error_if_nonfinite=False."
+        )
     scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     for grad in grads:
         local = dtensors.local_tensor(grad) if isinstance(grad, DTensor) else grad

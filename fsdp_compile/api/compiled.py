@@ -6,7 +6,8 @@
                                  +-- traced into a larger graph: is no more than the module's own call
 
     layer.compile()              layer._compiled_call_impl becomes it
-    torch.compile(layer)         so does ``forward`` of what that returns, once the model around it is sharded
+    torch.compile(layer)         so does ``forward`` of what that returns, when the model around it is sharded or first
+                                 called
 
 The blocks' graphs take gathered weights as plain inputs, and no collective. So the next block's gather runs beside this
 block's compute, in forward and in backward, and so do reductions: across graphs, where no pass could put them.
@@ -22,9 +23,8 @@ import torch
 from torch import nn
 
 from .._torch_compat import dynamo
-from ..core.unit import STATE, Unit, unit_of
+from ..core.unit import INSIDE, STATE, Unit, unit_of
 from ..eager.around import forward_around_graph, stands_around
-from .unit_forward import INSIDE
 
 _COMPILED = "_fsdp_compile_compiled"  # the attribute in which a module has what ``compile()`` made of it
 

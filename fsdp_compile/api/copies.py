@@ -171,6 +171,7 @@ class _Copies:
             given=None,
             version=0,
             warned_of_eager=False,
+            knows_wrappers=False,
             watch=None,
             running=None,
         )

@@ -1,6 +1,6 @@
 """Full parameters in the shards' places, for as long as somebody wants to look at them or write to them.
 
-    with full_params(units):        module.weight: the DTensor shard --gather--> a plain parameter
+    with full_params(model):        module.weight: the DTensor shard --gather--> a plain parameter
         ...                         what is written to it           --own part--> the shard, at the end
 
 What is gathered is as it is stored, whatever precision a forward computes in. Every rank comes to it alike.
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from .._torch_compat import autograd, dtensors
 from ..core.param import ShardedParam
-from ..core.unit import Unit
+from ..core.unit import Unit, unit_of, units_in
 from ..eager.running import running
 from ..passes.collectives import all_gather_of, c10d
 
@@ -68,7 +68,43 @@ def require_idle(units: Iterable[Unit], doing: str) -> None:
 
 @contextmanager
 def full_params(
-    units: list[Unit], writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+    model: nn.Module,
+    *,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Have full parameters in the place of the shards in ``model``; what is written to them is kept, if ``writeback``.
+
+    **recurse** also those of units inside it; without, those that ``model`` was itself given to ``fully_shard`` for.
+    **rank0_only** other ranks keep their shards, so nothing can be written. **offload_to_cpu** they are copies on the
+    CPU. **with_grads** ``.grad`` is full, too, and what is written to it is kept. Every rank enters and leaves it.
+    """
+    units = units_in(model) if recurse else [unit for unit in (unit_of(model),) if unit is not None]
+    if not units:
+        raise ValueError(f"full_params: {type(model).__name__} was not given to fully_shard. Shard it first.")
+    if writeback and rank0_only:
+        raise ValueError(
+            "full_params(writeback=True, rank0_only=True): other ranks would not have what rank 0 writes. Pass "
+            "writeback=False, or leave out rank0_only."
+        )
+    try:
+        require_idle(units, "have full parameters")
+    except AssertionError as error:
+        raise RuntimeError(*error.args) from None
+    with swapped_in(units, writeback, rank0_only, offload_to_cpu, with_grads):
+        yield
+
+
+@contextmanager
+def swapped_in(
+    units: list[Unit],
+    writeback: bool,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
 ) -> Iterator[None]:
     """Have full parameters registered in the place of the units' shards."""
     owners = {param: unit for unit in units for param in unit.params}

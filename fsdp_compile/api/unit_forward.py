@@ -25,8 +25,7 @@ from ..core.containers import cast_floating, move
 from ..core.unit import STATE, Unit
 from ..eager.around import begin, eager_forward, end
 from ..eager.running import Call
-
-INSIDE = "_fsdp_compile_inside"  # the name of ``forward_inside`` in a generated class
+from .compiled import stand_before_wrappers
 
 
 def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,6 +37,9 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             output = call(self, *args, **kwargs)
         else:
+            if unit.outer is None and not unit.knows_wrappers:
+                unit.knows_wrappers = True
+                stand_before_wrappers(self)
             output = eager_forward(unit, self, call, args, kwargs)
     except BaseException:
         raise

@@ -25,6 +25,7 @@ from .settings import Settings
 _WRAPPED = re.compile(r"\.?\b_fsdp_wrapped_module\b")
 
 STATE = "_fsdp_compile_state"  # the attribute in which a module has its unit
+INSIDE = "_fsdp_compile_inside"  # the name in a generated class of its forward inside a graph of its own
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Unit:
     # Counts changes of what the specs say.
     version: int = 0
     warned_of_eager: bool = False
+    # Whether what torch.compile made of units in it was looked for, after it was sharded.
+    knows_wrappers: bool = False
     # What the paths keep of the unit, each its own: graph.watch.Watch, and eager.running.Running.
     watch: Any = field(default=None, repr=False)
     running: Any = field(default=None, repr=False)

@@ -15,11 +15,10 @@ from typing import Any
 from torch import nn
 
 from .._torch_compat import fsdp1
+from ..api.auto_shard import Chosen, ask_from_root_down
 from ..core.unit import unit_of
 from .ignored import Ignored
 from .region import Wrapper
-
-Chosen = dict[nn.Module, dict[str, Any]]
 
 
 def choose(root: nn.Module, policy: Any, ignored: Ignored, kwargs: dict[str, Any]) -> tuple[Chosen, set[nn.Module]]:
@@ -34,7 +33,7 @@ def choose(root: nn.Module, policy: Any, ignored: Ignored, kwargs: dict[str, Any
         chosen = fsdp1.chosen_by_policy(policy, root, set(ignored.modules), kwargs)
     elif callable(policy):
         chosen = {}
-        _ask(root, policy, ignored, kwargs, chosen)
+        ask_from_root_down(root, policy, ignored.params, ignored.modules, kwargs, chosen)
     else:
         raise TypeError(f"auto_wrap_policy is a {type(policy).__name__}. Pass a function, or a ModuleWrapPolicy.")
     chosen.pop(root, None)  # whose wrapper is the one being made
@@ -54,29 +53,6 @@ def choose(root: nn.Module, policy: Any, ignored: Ignored, kwargs: dict[str, Any
     for module in exact:
         chosen[module] = {**chosen.get(module, kwargs), "mixed_precision": None}
     return chosen, exact
-
-
-def _ask(
-    module: nn.Module,
-    policy: Callable[..., Any],
-    ignored: Ignored,
-    kwargs: dict[str, Any],
-    chosen: Chosen,
-    is_root: bool = True,
-) -> int:
-    """Note in ``chosen`` what a function chooses from ``module`` on; how many elements that is."""
-    numel = sum(param.numel() for param in module.parameters() if param not in ignored.params)
-    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
-        return 0
-    wrapped = sum(
-        _ask(child, policy, ignored, kwargs, chosen, is_root=False)
-        for child in module.children()
-        if child not in ignored.modules
-    )
-    if not is_root and policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
-        chosen[module] = dict(kwargs)
-        return numel
-    return wrapped
 
 
 def wrap_children(root: nn.Module, chosen: Chosen, wrap: Callable[[nn.Module, dict[str, Any]], nn.Module]) -> None:

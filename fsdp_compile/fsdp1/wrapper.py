@@ -31,7 +31,7 @@ from torch.distributed.fsdp import (
 
 from ..api.accumulate import no_sync
 from ..api.clip import clip_grad_norm
-from ..api.full_params import full_params, require_idle
+from ..api.full_params import require_idle, swapped_in
 from .comm_hooks import hook_reductions
 from .construct import Constructed
 from .older import OlderOptimState
@@ -127,7 +127,7 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
         require_idle(units, "have full parameters")
         if any(one.has_full_params for one in wrappers):
             raise AssertionError("Full parameters are there already, by an outer summon_full_params or apply.")
-        with full_params(units, writeback, rank0_only, offload_to_cpu, with_grads):
+        with swapped_in(units, writeback, rank0_only, offload_to_cpu, with_grads):
             for one in wrappers:
                 one.has_full_params = True
             try:

@@ -150,3 +150,29 @@ def branched(meter: Meter) -> None:
         return features
 
     train(meter, model, reference, compiled(meter, model), batches=inputs, lr=1e-4)
+
+
+def made_of_nothing(meter: Meter) -> None:
+    """Sharded by class on the meta device, given the values of an unsharded model, clipped, looked at whole."""
+    reference = models.Tiny()
+    torch.manual_seed(3)
+    for module in reference.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    with torch.device("meta"):
+        model = models.Tiny()
+    fsdp_compile.auto_shard(model, models.Dropping)
+    torch.manual_seed(3 if dist.get_rank() == 0 else 4)
+    fsdp_compile.materialize(model)
+    fsdp_compile.sync_module_states(fsdp_compile.cast_buffers(model, torch.float64))  # it has no buffers
+    run = compiled(meter, model)
+    train(meter, model, reference, run, num_steps=2)
+    with meter.counting():
+        backward(run, 2, models.batches(2))
+    reference_backward(reference, models.batches(2), 2)
+    norm = fsdp_compile.clip_grad_norm_(model, 0.1)
+    meter.compare("norm", norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.1))
+    meter.compare_gradients(model, reference)
+    with fsdp_compile.full_params(model):
+        for (name, full), expected in zip(model.named_parameters(), reference.parameters()):
+            meter.compare(name, full.detach(), expected.detach())

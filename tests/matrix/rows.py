@@ -199,6 +199,12 @@ ROWS: tuple[Row, ...] = (
     Row("AdamW with groups", around.grouped, recipe="Which optimizers"),
     # The second graph is the reference's: torch.cond that is called eagerly compiles itself.
     Row("torch.cond, another branch on each rank", around.branched, 2, recipe="Branches and loops"),
+    Row(
+        "from the meta device, by a policy",
+        around.made_of_nothing,
+        shows="auto_shard materialize sync_module_states cast_buffers clip_grad_norm_ full_params",
+        recipe="From the meta device, by a policy",
+    ),
     Row("inspect", tools.inspected, 2, shows="inspect Report"),
     Row("explain_breaks", tools.explained, None, shows="explain_breaks BreakReport GraphBreak"),
     Row("check_parity", tools.parity, None, shows="check_parity Parity"),
