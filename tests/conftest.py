@@ -77,9 +77,11 @@ def four_ranks() -> Iterator[Ranks]:
 @pytest.fixture
 def fake_group_of_four() -> Iterator[None]:
     """Rank 0 of a group that moves no data: for errors, shapes and graphs. No kernel is built to compute with none."""
+    import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    torch._dynamo.reset()  # or what other tests compiled counts towards the limit of recompilations
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     with no_kernels_built():
         yield

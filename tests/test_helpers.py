@@ -26,7 +26,7 @@ from fsdp_compile import (
     sync_module_states,
 )
 from fsdp_compile.core.unit import unit_of
-from tests.comparing import loss_of, mine, reference_backward
+from tests.comparing import batches, loss_of, mine, reference_backward
 from tests.models import Block, Stack, mesh_of, pair
 from tests.ranks import Ranks
 
@@ -311,7 +311,7 @@ def test_a_norm_that_is_no_number_raises_on_every_rank(two_ranks: Ranks) -> None
 
 def _looked_at() -> None:
     unsharded, model = pair()
-    reference_backward(unsharded)
+    reference_backward(unsharded, batches(0))
     loss_of(model(mine())).backward()
     shards = list(model.parameters())
     with full_params(model, with_grads=True):

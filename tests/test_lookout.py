@@ -48,7 +48,7 @@ def part(case: str, mode: str, world: int = 2) -> list[tuple[int, dict[str, str]
 MODES = ["eager", *(pytest.param(mode, marks=pytest.mark.more) for mode in ("inductor", "blocks", "aot_eager"))]
 
 
-@pytest.mark.parametrize("mode", ["eager", "inductor", *MODES[2:]])
+@pytest.mark.parametrize("mode", MODES)
 def test_other_parameters_of_equal_shapes(mode: str) -> None:
     """Which train wrong, without a word, where nobody compares."""
     for status, said, err in part("equal", mode):

@@ -242,7 +242,7 @@ def _from_the_meta_device(blocks: list[str]) -> None:
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
     names = play(blocks[1], model=model, batch=mine())
-    sum_backward(unsharded, batches())
+    sum_backward(unsharded, batches(0))
     norm = nn.utils.clip_grad_norm_(unsharded.parameters(), 1.0)
     torch.testing.assert_close(names["norm"], norm)
     same_grads(model, unsharded)

@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, TypeVar
 
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from .._torch_compat import fsdp1
 from ..core.unit import original_class, unit_of
@@ -44,7 +43,8 @@ def auto_shard(model: ModelT, policy: Any = None, **options: Any) -> ModelT:
     mp_policy = options.get("mp_policy")
     if mp_policy is not None and mp_policy.param_dtype is not None:
         exact = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
-        norms = [one for one in model.modules() if isinstance(one, _BatchNorm) and one.affine]
+        classes = fsdp1.classes_in_full_precision(MixedPrecision())
+        norms = [one for one in model.modules() if isinstance(one, classes)]
         chosen.update({one: {**options, **chosen.get(one, {}), "mp_policy": exact} for one in norms})
     chosen.pop(model, None)
     for module in _inside_out(model):
