@@ -145,7 +145,7 @@ def check_replicas() -> None:
         assert_alike(train(model), train_unsharded(copy.deepcopy(unsharded)))
     # Without groups: inside a node, of which this is one.
     model = OURS(copy.deepcopy(unsharded), auto_wrap_policy=BLOCKS, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-    assert tuple(model.device_mesh.mesh.shape) == (1, 2)
+    assert tuple(model._device_mesh.mesh.shape) == (1, 2)
 
 
 def test_shards_inside_a_node_and_replicates_over_nodes(two_ranks: Ranks) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX, ActivationWrapper
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
@@ -30,6 +30,11 @@ def chosen_by_policy(
     """The modules that a policy wraps, with what each is wrapped with (``wrap._Policy._run_policy``: 2.11 to 2.15)."""
     chosen: dict[nn.Module, dict[str, Any]] = policy._run_policy(root, ignored_modules, kwargs)
     return chosen
+
+
+def without_checkpointing(name: str) -> str:
+    """A parameter's name without the parts that such wrappers add to it (``_CHECKPOINT_PREFIX``: 2.11 to 2.15)."""
+    return name.replace(_CHECKPOINT_PREFIX, "")
 
 
 def behind_checkpointing(module: Any) -> Any:

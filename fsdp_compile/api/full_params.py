@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
-from .._torch_compat import autograd, dtensors
+from .._torch_compat import autograd, dtensors, process_groups
 from ..core.param import ShardedParam
 from ..core.unit import Unit, unit_of, units_in
 from ..eager.running import running
@@ -45,18 +45,18 @@ def part_of(param: ShardedParam, full: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def shard_of(param: ShardedParam, full: Tensor) -> DTensor:
+def shard_of(param: ShardedParam, full: Tensor, dtype: torch.dtype | None = None) -> DTensor:
     """A DTensor like the shard with this rank's part of a full tensor."""
     if param.dtensor is not None:
         mesh, placements = param.dtensor.mesh, param.dtensor.placements
         full = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
-    return like_shard(param, part_of(param, full).clone())
+    return like_shard(param, part_of(param, full).clone(), dtype)
 
 
-def like_shard(param: ShardedParam, local: Tensor) -> DTensor:
-    """A DTensor like the shard with another local tensor in it, where the shard's is and in its dtype."""
+def like_shard(param: ShardedParam, local: Tensor, dtype: torch.dtype | None = None) -> DTensor:
+    """A DTensor like the shard with another local tensor in it, where the shard's is, in its dtype or a given one."""
     shard: DTensor = param.param
-    return dtensors.dtensor_like(shard, local.to(dtensors.local_tensor(shard).device, shard.dtype))
+    return dtensors.dtensor_like(shard, local.to(dtensors.local_tensor(shard).device, dtype or shard.dtype))
 
 
 def require_idle(units: Iterable[Unit], doing: str) -> None:
@@ -79,8 +79,9 @@ def full_params(
     """Have full parameters in the place of the shards in ``model``; what is written to them is kept, if ``writeback``.
 
     **recurse** also those of units inside it; without, those that ``model`` was itself given to ``fully_shard`` for.
-    **rank0_only** other ranks keep their shards, so nothing can be written. **offload_to_cpu** they are copies on the
-    CPU. **with_grads** ``.grad`` is full, too, and what is written to it is kept. Every rank enters and leaves it.
+    **rank0_only** all but the first rank of a mesh (of each replica) keep their shards, so nothing can be written.
+    **offload_to_cpu** they are copies on the CPU. **with_grads** ``.grad`` is full, too, and what is written to it is
+    kept. Every rank enters and leaves it.
     """
     units = units_in(model) if recurse else [unit for unit in (unit_of(model),) if unit is not None]
     if not units:
@@ -113,18 +114,30 @@ def swapped_in(
         for param in owners:
             swapped.append((param, param.param))
             full = _full_parameter(param, offload_to_cpu, with_grads)
-            if not rank0_only or dist.get_rank() == 0:
+            if not rank0_only or _is_first(param):
                 for slot in param.slots:
                     slot.register(full)
-        yield
-        if writeback:
+        try:
+            yield
+        finally:  # an error in the block does not undo what was written before it
             for param, shard in swapped:
-                _require_shape(owners[param], param, shard, param.param)
-                _write_back(param, shard, param.param, with_grads)
+                if shard.requires_grad != param.param.requires_grad:
+                    shard.requires_grad_(param.param.requires_grad)
+                if writeback:
+                    _require_shape(owners[param], param, shard, param.param)
+                    _write_back(param, shard, param.param, with_grads)
     finally:
         for param, shard in swapped:
             for slot in param.slots:
                 slot.register(shard)
+
+
+def _is_first(param: ShardedParam) -> bool:
+    """Whether this rank is the first of those that share a parameter out, or, where none do, that hold it."""
+    mesh = param.mesh
+    if mesh.group or not mesh.replicate_group:
+        return mesh.rank == 0
+    return process_groups.group_ranks(mesh.replicate_group)[0] == dist.get_rank()
 
 
 def _full_parameter(param: ShardedParam, offload_to_cpu: bool, with_grads: bool) -> nn.Parameter:

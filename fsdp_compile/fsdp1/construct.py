@@ -36,7 +36,14 @@ from ..core.containers import cast_floating, tensors_in
 from ..core.unit import Unit, unit_of
 from .ignored import ignored_in
 from .policies import choose, wrap_children
-from .prepare import ask_for_gradients_in, cast_buffers, materialize, send_from_first, unsharded_params
+from .prepare import (
+    ask_for_gradients_in,
+    cast_buffers,
+    materialize,
+    require_ties_inside,
+    send_from_first,
+    unsharded_params,
+)
 from .ranks import KEEPS_GATHERED, device_for, mesh_for
 from .region import WRAPPED, Wrapper, wrappers_in
 from .settings import default_settings
@@ -69,11 +76,11 @@ class Constructed(Wrapper):
     ) -> None:
         super().__init__()
         _require_kinds(module, sharding_strategy, cpu_offload, mixed_precision, device_mesh)
-        self.ignored = ignored_in(module, ignored_modules, ignored_states)
-        params = [param for _, _, _, param in unsharded_params(module, self.ignored)]
+        self._ignored = ignored_in(module, ignored_modules, ignored_states)
+        params = [param for _, _, _, param in unsharded_params(module, self._ignored)]
         self.sharding_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         self.compute_device = device_for(device_id, params, device_mesh)
-        self.device_mesh = mesh_for(
+        self._device_mesh = mesh_for(
             self.sharding_strategy, process_group, device_mesh, self.compute_device, auto_wrap_policy is None
         )
         self.mixed_precision = mixed_precision or MixedPrecision()
@@ -99,27 +106,27 @@ class Constructed(Wrapper):
                     "forward_prefetch": forward_prefetch,
                     "limit_all_gathers": limit_all_gathers,
                     "use_orig_params": use_orig_params,
-                    "ignored_states": self.ignored.params,
-                    "device_mesh": self.device_mesh,
+                    "ignored_states": self._ignored.params,
+                    "device_mesh": self._device_mesh,
                 },
             )
 
-        materialize(module, self.ignored, self.compute_device, param_init_fn)
+        materialize(module, self._ignored, self.compute_device, param_init_fn)
         if sync_module_states:
-            send_from_first(module, self.ignored, self.device_mesh, self.compute_device)
+            send_from_first(module, self._ignored, self._device_mesh, self.compute_device)
         precision = self.mixed_precision
         reduce_dtype = precision.reduce_dtype or precision.param_dtype
         if precision.keep_low_precision_grads and reduce_dtype is not None:
-            ask_for_gradients_in(module, self.ignored, reduce_dtype)
-        self.saved_buffer_dtypes: dict[str, torch.dtype] = {}
+            ask_for_gradients_in(module, self._ignored, reduce_dtype)
+        self._saved_buffer_dtypes: dict[str, torch.dtype] = {}
         if precision.buffer_dtype is not None:
-            self.saved_buffer_dtypes = cast_buffers(module, self.ignored, precision.buffer_dtype)
+            self._saved_buffer_dtypes = cast_buffers(module, self._ignored, precision.buffer_dtype)
         self._shard(module, reduce_dtype)
         self._fsdp_wrapped_module = module
         self._gives_inputs_dtype: bool = False
-        self.has_full_params: bool = False  # inside summon_full_params
+        self._has_full_params: bool = False  # inside summon_full_params
         self._has_comm_hook: bool = False
-        self.state_dict_settings = default_settings()
+        self._state_dict_settings = default_settings()
         for one in constructed_in(self):
             one._is_root = one is self
             one._settle_casts()
@@ -145,7 +152,7 @@ class Constructed(Wrapper):
             )
 
     def _settle_strategy(self) -> None:
-        if self.device_mesh.ndim == 1 and self.device_mesh.size() == 1:
+        if self._device_mesh.ndim == 1 and self._device_mesh.size() == 1:
             if self.sharding_strategy is not ShardingStrategy.NO_SHARD:
                 warnings.warn(
                     f"The group has one rank: NO_SHARD in place of {self.sharding_strategy}, which is the same.",
@@ -161,11 +168,12 @@ class Constructed(Wrapper):
 
     def _wrap_children(self, module: nn.Module, policy: Any, kwargs: dict[str, Any]) -> None:
         """Wrap what the policy chooses below ``module``."""
-        chosen, exact = choose(module, policy, self.ignored, kwargs)
+        chosen, exact = choose(module, policy, self._ignored, kwargs)
+        require_ties_inside(module, chosen)
 
         def wrap(child: nn.Module, its: dict[str, Any]) -> Constructed:
             its = dict(its)
-            if its["process_group"] is not None and its["device_mesh"] is self.device_mesh:
+            if its["process_group"] is not None and its["device_mesh"] is self._device_mesh:
                 its["device_mesh"] = None  # the policy gave this one a group of its own
             said = {name: its.pop(name) for name in ("backward_prefetch", "limit_all_gathers")}
             with warnings.catch_warnings():
@@ -194,13 +202,13 @@ class Constructed(Wrapper):
             param_dtype=self.mixed_precision.param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
         )
         offload = CPUOffloadPolicy() if self.cpu_offload.offload_params else OffloadPolicy()
-        ignored = set(self.ignored.params)
+        ignored = set(self._ignored.params)
         if self.sharding_strategy is ShardingStrategy.NO_SHARD:
-            replicate(given, mesh=self.device_mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
+            replicate(given, mesh=self._device_mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
             return
         fully_shard(
             given,
-            mesh=self.device_mesh,
+            mesh=self._device_mesh,
             # None: what FSDP1 does as well, the root alone stays gathered.
             reshard_after_forward=False if self.sharding_strategy in KEEPS_GATHERED else None,
             mp_policy=policy,
@@ -216,7 +224,7 @@ class Constructed(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module, with inputs in the dtype that it computes in."""
-        if self.has_full_params:
+        if self._has_full_params:
             raise ValueError("A forward began inside summon_full_params. Leave that block first.")
         if self._inputs_dtype is not None:
             args, kwargs = cast_floating(args, self._inputs_dtype), cast_floating(kwargs, self._inputs_dtype)
@@ -248,7 +256,7 @@ class Constructed(Wrapper):
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The ranks that share a parameter out, or, with NO_SHARD, all hold it."""
-        return self.device_mesh.get_group(self.device_mesh.ndim - 1)
+        return self._device_mesh.get_group(self._device_mesh.ndim - 1)
 
     @property
     def rank(self) -> int:
@@ -261,9 +269,9 @@ class Constructed(Wrapper):
         return self.process_group.size()
 
     @property
-    def unit(self) -> Unit | None:
+    def _unit(self) -> Unit | None:
         """What the core made of the wrapped module; None around a list of nothing but wrappers."""
-        wrapped = self._fsdp_wrapped_module
+        wrapped = self.module
         of_members = (unit_of(child) for child in wrapped.children()) if is_container(wrapped) else ()
         return unit_of(wrapped) or next((unit for unit in of_members if unit is not None), None)
 

@@ -41,6 +41,14 @@ class ShardedGradScaler(GradScaler):
         )
         self.process_group = process_group
 
+    def scale(self, outputs: Any) -> Any:
+        """The outputs times the scale, each in its own dtype."""
+        if isinstance(outputs, Tensor):
+            scaled: Tensor = super().scale(outputs)
+            return scaled.to(outputs.dtype)
+        scaled_each = map(self.scale, outputs)
+        return type(outputs)(scaled_each) if isinstance(outputs, (list, tuple)) else scaled_each
+
     @torch.no_grad()
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -49,9 +57,14 @@ class ShardedGradScaler(GradScaler):
         by_kind: dict[Any, list[Tensor]] = defaultdict(list)
         for group in optimizer.param_groups:
             for param in group["params"]:
-                if param.grad is not None:
+                if param.grad is None:
+                    continue
+                if param.grad.is_sparse:
+                    param.grad = param.grad.coalesce()  # entries of one place may add up to an infinity
+                    grad = param.grad.values()
+                else:
                     grad = dtensors.local_tensor(param.grad) if isinstance(param.grad, DTensor) else param.grad
-                    by_kind[grad.device, grad.dtype].append(grad)
+                by_kind[grad.device, grad.dtype].append(grad)
         for (device, _), grads in by_kind.items():
             found_here = torch.zeros_like(found_inf, device=device)
             amp.unscale(grads, found_here, inv_scale.to(device))

@@ -46,8 +46,8 @@ def ignored_in(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> 
     params = {one for one in named if isinstance(one, nn.Parameter)}
     params.update(param for one in modules for param in one.parameters(recurse=False))
     for inner in wrappers_in(module):
-        modules |= inner.ignored.modules
-        params |= inner.ignored.params
+        modules |= inner._ignored.modules
+        params |= inner._ignored.params
     return Ignored(frozenset(modules), frozenset(params))
 
 

@@ -29,7 +29,7 @@ class OlderOptimState:
     ) -> OptimState:
         """The optimizer's state by names, in whole tensors on the CPU; on rank 0 alone, unless told otherwise."""
         _warn("full_optim_state_dict", "optim_state_dict")
-        return optim_state(model, optim, None, _full(rank0_only))
+        return optim_state(model, optim, None, _full(rank0_only), group)
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Any, group: Any = None) -> OptimState:
@@ -85,13 +85,13 @@ class OlderOptimState:
         keys: dict[Any, Any] = {number: name for name, number in numbers.items()} if to_names else dict(numbers)
         if has_names == {to_names}:
             return optim_state_dict
-        return {
-            "state": {keys[key]: state for key, state in optim_state_dict["state"].items()},
-            "param_groups": [
+        rekeyed: OptimState = {"state": {keys[key]: state for key, state in optim_state_dict["state"].items()}}
+        if "param_groups" in optim_state_dict:
+            rekeyed["param_groups"] = [
                 {**group, "params": [keys.get(key, key) for key in group["params"]]}
                 for group in optim_state_dict["param_groups"]
-            ],
-        }
+            ]
+        return rekeyed
 
 
 def _full(rank0_only: bool) -> StateDictSettings:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictSettings
 from torch.distributed.tensor import DTensor
 
+from .._torch_compat import fsdp1
 from ..core.param import ShardedParam
 from ..core.unit import units_in
 from .region import clean
@@ -27,24 +28,39 @@ from .state_dicts import loaded_as, saved_as
 OptimState = dict[str, Any]
 
 
-def optim_state(model: nn.Module, optim: Any, given: OptimState | None, settings: StateDictSettings) -> OptimState:
-    """The state of ``optim``, or the ``given`` one in its place, by names; nothing on ranks that get nothing."""
+def optim_state(
+    model: nn.Module,
+    optim: Any,
+    given: OptimState | None,
+    settings: StateDictSettings,
+    group: dist.ProcessGroup | None = None,
+) -> OptimState:
+    """The state of ``optim``, or the ``given`` one in its place, by names; nothing on ranks that get nothing.
+
+    What an optimizer keeps of no parameter stays under its key.
+    """
     given = optim.state_dict() if given is None else given
     config: Any = settings.optim_state_dict_config
     known = _sharded(model)
+    gets_it = not rank0_only(config) or dist.get_rank(group) == 0
+    names = {key: name for key, name, _ in _params_of(model, optim)}
     states = {}
     for key, name, param in _params_of(model, optim):
         state = given["state"].get(name if name in given["state"] else key)
         if state is None:
             continue
-        states[name] = {
+        saved = {
             entry: _saved(settings, known.get(param), param, value, config.offload_to_cpu)
             for entry, value in state.items()
         }
-    names = {key: name for key, name, _ in _params_of(model, optim)}
-    groups = [{**group, "params": [names.get(key, key) for key in group["params"]]} for group in given["param_groups"]]
-    if rank0_only(config) and dist.get_rank() != 0:
+        if gets_it:  # on other ranks nothing of what was gathered is kept
+            states[name] = saved
+    if not gets_it:
         return {}
+    states |= {key: value for key, value in given["state"].items() if key not in names and key not in states}
+    if "param_groups" not in given:
+        return {"state": states}
+    groups = [{**group, "params": [names.get(key, key) for key in group["params"]]} for group in given["param_groups"]]
     return {"state": states, "param_groups": groups}
 
 
@@ -66,9 +82,13 @@ def optim_state_to_load(
             continue
         sharded = known.get(param)
         states[name if by_name else key] = {
-            entry: value if sharded is None else loaded_as(settings.state_dict_type, sharded, value)
+            entry: value if sharded is None else _loaded(settings, sharded, value)
             for entry, value in given["state"][name].items()
         }
+    of_params = {_name(name) for name, _ in model.named_parameters()}
+    states |= {key: value for key, value in given["state"].items() if key not in of_params}
+    if "param_groups" not in given:
+        return {"state": states}
     groups = _groups_to_load(model, optim, given["param_groups"], by_name)
     return {"state": states, "param_groups": groups}
 
@@ -83,7 +103,14 @@ def _saved(
 ) -> Any:
     if isinstance(value, DTensor) and sharded is not None and value.shape == param.shape:
         value = saved_as(settings.state_dict_type, sharded, value)
+    elif isinstance(value, Tensor):
+        value = value.detach().clone()  # what the optimizer goes on writing to
     return value.cpu() if offload and isinstance(value, Tensor) else value
+
+
+def _loaded(settings: StateDictSettings, sharded: ShardedParam, value: Any) -> Any:
+    """In the dtype in which it was saved: optimizers may keep more bits than parameters have, or fewer."""
+    return loaded_as(settings.state_dict_type, sharded, value, value.dtype) if isinstance(value, Tensor) else value
 
 
 def _groups_to_load(model: nn.Module, optim: Any, given: list[Any], by_name: bool) -> list[Any]:
@@ -107,7 +134,7 @@ def _groups_to_load(model: nn.Module, optim: Any, given: list[Any], by_name: boo
 
 def _params_of(model: nn.Module, optim: Any) -> Iterator[tuple[int, str, Any]]:
     """The optimizer's parameters: (number in its state dict, name in the model, parameter)."""
-    names = {param: clean(name) for name, param in model.named_parameters()}
+    names = {param: _name(name) for name, param in model.named_parameters()}
     number = 0
     for group in optim.param_groups:
         for param in group["params"]:
@@ -120,6 +147,11 @@ def _params_of(model: nn.Module, optim: Any) -> Iterator[tuple[int, str, Any]]:
             number += 1
 
 
+def _name(name: str) -> str:
+    """Without any wrappers, as a plain model's parameter is called."""
+    return fsdp1.without_checkpointing(clean(name))
+
+
 def _sharded(model: nn.Module) -> dict[Any, ShardedParam]:
     return {param.param: param for unit in units_in(model) for param in unit.params}
 
@@ -129,18 +161,20 @@ def _from_first(given: OptimState, group: dist.ProcessGroup | None) -> OptimStat
     first = dist.get_rank(group) == 0
     source = dist.get_global_rank(group, 0) if group is not None else 0
     plan: list[Any] = [None]
-    if first:
+    if first and "state" in given:
         states = given["state"].items()
         described = {name: {key: _described(one) for key, one in state.items()} for name, state in states}
-        plan = [{"state": described, "param_groups": given["param_groups"]}]
+        plan = [{"state": described, **{key: given[key] for key in ("param_groups",) if key in given}}]
     dist.broadcast_object_list(plan, src=source, group=group)
+    if plan[0] is None:
+        raise ValueError("Rank 0 has no optimizer state to load: it is a dict with state and param_groups.")
     received: OptimState = plan[0]
     device = torch.device("cpu") if "gloo" in str(dist.get_backend(group)) else torch.accelerator.current_accelerator()
     for name, state in received["state"].items():
         for key, value in state.items():
             if isinstance(value, _Described):
                 there = given["state"][name][key] if first else torch.empty(value.shape, dtype=value.dtype)
-                sent = there.to(device)
+                sent = there.to(device).contiguous()
                 dist.broadcast(sent, src=source, group=group)
                 state[key] = sent.to(there.device)
     return received

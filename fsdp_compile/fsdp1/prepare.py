@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -40,6 +40,28 @@ def materialize(module: nn.Module, ignored: Ignored, device: torch.device, init_
     for (first, name), *others in places.values():  # to_empty knows nothing of weights that are tied
         for one, other in others:
             one._parameters[other] = first._parameters[name]
+
+
+def require_ties_inside(root: nn.Module, chosen: Collection[nn.Module]) -> None:
+    """Raise where a parameter on the meta device is in the regions of several wrappers: each would make its own."""
+    places: dict[Tensor, dict[nn.Module, str]] = {}
+
+    def visit(module: nn.Module, path: str, region: nn.Module) -> None:
+        region = module if module in chosen else region
+        for name, param in module._parameters.items():
+            if param is not None and param.is_meta:
+                places.setdefault(param, {}).setdefault(region, f"{path}{name}")
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{path}{name}.", region)
+
+    visit(root, "", root)
+    for some in places.values():
+        if len(some) > 1:
+            raise ValueError(
+                f"{' and '.join(some.values())} are one parameter on the meta device, and auto_wrap_policy puts them "
+                "into different wrappers, where they would become two. Leave the smaller module out of the policy."
+            )
 
 
 def _materialize_one(

@@ -105,7 +105,7 @@ def _mesh_of_two(
     if mesh is not None:
         if mesh.ndim != 2:
             raise ValueError(f"{strategy} takes a 2-D device_mesh (replicate, shard), but got {mesh.ndim} dimensions.")
-        return mesh
+        return mesh if mesh.mesh_dim_names is not None else _named(mesh)
     if process_group is None:
         if wraps_by_hand:
             raise ValueError(
@@ -124,6 +124,12 @@ def _mesh_of_two(
     return DeviceMesh.from_group(
         [replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
     )
+
+
+def _named(mesh: DeviceMesh) -> DeviceMesh:
+    """The same mesh, of the same process groups, whose dimensions have names, as fully_shard wants them."""
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=("replicate", "shard"))
 
 
 def _mesh_of_nodes(device_type: str) -> DeviceMesh:

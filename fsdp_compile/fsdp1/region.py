@@ -24,7 +24,7 @@ class Wrapper(nn.Module):
     """What stands around a wrapped module in the tree."""
 
     _fsdp_wrapped_module: nn.Module
-    ignored: Any  # ignored.Ignored
+    _ignored: Any  # ignored.Ignored
 
 
 def clean(name: str) -> str:

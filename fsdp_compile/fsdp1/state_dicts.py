@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import StateDictSettings, StateDictType
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import dtensors
+from .._torch_compat import dtensors, fsdp1
 from ..api.full_params import gathered, like_shard, shard_of
 from ..core.param import READS, ShardedParam
 from .region import PREFIX, clean, region_of
@@ -39,7 +38,7 @@ def saved_as(kind: StateDictType, param: ShardedParam, value: Any, whole: dict[A
     ``whole`` keeps what was gathered already, by parameter: one that is tied is gathered once.
     """
     if kind is StateDictType.SHARDED_STATE_DICT:
-        return value
+        return value.detach().clone()  # what is trained on after it was saved
     if kind is StateDictType.LOCAL_STATE_DICT:
         return dtensors.local_tensor(value)
     if whole is not None and param in whole:
@@ -52,21 +51,24 @@ def saved_as(kind: StateDictType, param: ShardedParam, value: Any, whole: dict[A
     return full
 
 
-def loaded_as(kind: StateDictType, param: ShardedParam, value: Any) -> Any:
-    """What a state dict of this kind has of a parameter, as a DTensor like its shard; or as it is, if it fits not."""
+def loaded_as(kind: StateDictType, param: ShardedParam, value: Any, dtype: torch.dtype | None = None) -> Any:
+    """What a state dict of this kind has of a parameter, as a DTensor like its shard; or as it is, if it fits not.
+
+    In the shard's dtype, unless another is given.
+    """
     if not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     shard: Any = param.param
     if kind is StateDictType.LOCAL_STATE_DICT:
-        return like_shard(param, value) if value.shape == dtensors.local_tensor(shard).shape else value
-    return shard_of(param, value) if value.shape == shard.shape else value
+        return like_shard(param, value, dtype) if value.shape == dtensors.local_tensor(shard).shape else value
+    return shard_of(param, value, dtype) if value.shape == shard.shape else value
 
 
 def _params_in(wrapper: Any, prefix: str) -> Iterator[tuple[str, ShardedParam]]:
-    """The sharded parameters of a wrapper's region, by key."""
+    """The sharded parameters of a wrapper's region, by key: wrappers for checkpointing have left themselves out."""
     for path, module in region_of(wrapper._fsdp_wrapped_module):
         for name, (param, _, _) in module.__dict__.get(READS, {}).items():
-            yield prefix + (f"{path}.{name}" if path else name), param
+            yield prefix + fsdp1.without_checkpointing(f"{path}.{name}" if path else name), param
 
 
 def _save(wrapper: Any, state_dict: Any, prefix: str, local_metadata: Any) -> None:
@@ -78,29 +80,29 @@ def _save(wrapper: Any, state_dict: Any, prefix: str, local_metadata: Any) -> No
         state_dict[prefix + key[len(own) :] if key.startswith(own) else key] = value
     versions = getattr(state_dict, "_metadata", {})
     for path in [path for path in versions if f"{path}.".startswith(own)]:
-        versions[clean(path)] = versions.pop(path)
+        versions[clean(path)] = versions[path]  # a wrapped model looks for its own names before any hook
 
-    settings: StateDictSettings = wrapper.state_dict_settings
+    settings: StateDictSettings = wrapper._state_dict_settings
     whole: dict[Any, Tensor] = {}
     for key, param in _params_in(wrapper, prefix):
-        if isinstance(state_dict.get(key), DTensor):  # not inside summon_full_params
+        if isinstance(state_dict.get(key), DTensor) and not wrapper._has_full_params:
             state_dict[key] = saved_as(settings.state_dict_type, param, state_dict[key], whole)
-    for name, dtype in wrapper.saved_buffer_dtypes.items():
+    for name, dtype in wrapper._saved_buffer_dtypes.items():
         if prefix + name in state_dict:
             state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
     for key in [key for key in state_dict if key.startswith(prefix)]:
-        if rank0_only(settings.state_dict_config) and dist.get_rank() != 0:
+        if rank0_only(settings.state_dict_config) and wrapper.rank != 0:
             del state_dict[key]
         elif settings.state_dict_config.offload_to_cpu and isinstance(state_dict[key], Tensor):
             state_dict[key] = state_dict[key].cpu()
 
 
 def _load(wrapper: Any, state_dict: Any, prefix: str, *unused: Any) -> None:
-    if wrapper.has_full_params:
+    if wrapper._has_full_params:
         raise RuntimeError(
             "load_state_dict was called inside summon_full_params. Call it outside: it takes whole tensors as they are."
         )
-    kind = wrapper.state_dict_settings.state_dict_type
+    kind = wrapper._state_dict_settings.state_dict_type
     for key, param in _params_in(wrapper, prefix):
         if key in state_dict:
             state_dict[key] = loaded_as(kind, param, state_dict[key])

@@ -70,7 +70,7 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
             yield clean(name), buffer
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        if self.has_full_params:
+        if self._has_full_params:
             raise RuntimeError("The model is moved or cast inside summon_full_params. Leave that block first.")
         return super()._apply(fn, recurse)
 
@@ -123,18 +123,18 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        units = [one.unit for one in wrappers if one.unit is not None]
+        units = [one._unit for one in wrappers if one._unit is not None]
         require_idle(units, "have full parameters")
-        if any(one.has_full_params for one in wrappers):
+        if any(one._has_full_params for one in wrappers):
             raise AssertionError("Full parameters are there already, by an outer summon_full_params or apply.")
         with swapped_in(units, writeback, rank0_only, offload_to_cpu, with_grads):
             for one in wrappers:
-                one.has_full_params = True
+                one._has_full_params = True
             try:
                 yield
             finally:
                 for one in wrappers:
-                    one.has_full_params = False
+                    one._has_full_params = False
 
     @staticmethod
     def set_state_dict_type(
@@ -147,13 +147,13 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
         settings = settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
         before = FullyShardedDataParallel.get_state_dict_type(module)
         for one in FullyShardedDataParallel.fsdp_modules(module):
-            one.state_dict_settings = settings
+            one._state_dict_settings = settings
         return before
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
         """Which kind of state dict all wrappers from ``module`` on give and take; None without any."""
-        return common([one.state_dict_settings for one in FullyShardedDataParallel.fsdp_modules(module)])
+        return common([one._state_dict_settings for one in FullyShardedDataParallel.fsdp_modules(module)])
 
     @staticmethod
     @contextmanager
@@ -170,7 +170,7 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
             yield
         finally:
             for one in cls.fsdp_modules(module):
-                one.state_dict_settings = before or default_settings()
+                one._state_dict_settings = before or default_settings()
 
     @staticmethod
     def optim_state_dict(
@@ -178,10 +178,10 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
     ) -> OptimState:
         """The optimizer's state by parameters' names, of the kind that ``set_state_dict_type`` said.
 
-        ``optim_state_dict``: to take in the place of ``optim.state_dict()``. The ranks are those that hold the shards,
-        whatever ``group`` says.
+        ``optim_state_dict``: to take in the place of ``optim.state_dict()``. The ranks are those that hold the shards;
+        ``group`` is the one whose rank 0 gets what ``rank0_only`` keeps from others.
         """
-        return optim_state(model, optim, optim_state_dict, FullyShardedDataParallel._settings_in(model))
+        return optim_state(model, optim, optim_state_dict, FullyShardedDataParallel._settings_in(model), group)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -240,17 +240,17 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
                 raise AssertionError("register_comm_hook: there is a hook already. Register one, once.")
         for one in wrappers:
             one._has_comm_hook = True
-            if one.unit is not None:
-                hook_reductions(one.unit, one.process_group, state, hook)
+            if one._unit is not None:
+                hook_reductions(one._unit, one.process_group, state, hook)
 
     def _require_root(self, method: str) -> None:
         if not self.check_is_root():
             raise RuntimeError(f"{method} is called on an inner wrapper. Call it on the outermost one.")
 
     def _require_idle(self, doing: str) -> None:
-        if self.has_full_params:
+        if self._has_full_params:
             raise ValueError(f"Cannot {doing} inside summon_full_params. Leave that block first.")
         try:
-            require_idle([one.unit for one in self.fsdp_modules(self) if one.unit is not None], doing)
+            require_idle([one._unit for one in self.fsdp_modules(self) if one._unit is not None], doing)
         except AssertionError as error:
             raise ValueError(*error.args) from None

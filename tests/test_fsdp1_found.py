@@ -1,0 +1,244 @@
+"""What readers of FSDP1's surface found wrong in it: checkpointing after wrapping, subgroups, snapshots, meshes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, ShardingStrategy, StateDictType
+from torch.distributed.tensor import DTensor
+
+from fsdp_compile.fsdp1 import ShardedGradScaler
+from fsdp_compile.fsdp1.wrap import ModuleWrapPolicy
+from tests.comparing import batches, full, loss_of, mine, reference_backward
+from tests.fsdp1_scripts import OURS, silenced
+from tests.models import Block, Stack
+from tests.ranks import Ranks
+
+BLOCKS = ModuleWrapPolicy({Block})
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+
+
+def made(seed: int = 0, checkpointed: bool = False, **kwargs: Any) -> Any:
+    torch.manual_seed(seed)
+    with silenced():
+        model = OURS(Stack(2, tied=True), auto_wrap_policy=BLOCKS, **kwargs)
+        if checkpointed:
+            apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    return model
+
+
+def plain(seed: int = 0) -> Stack:
+    torch.manual_seed(seed)
+    return Stack(2, tied=True)
+
+
+def trained(model: Any, steps: int = 1) -> torch.optim.Optimizer:
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        loss_of(model(mine(step))).backward()
+        optim.step()
+        optim.zero_grad()
+    return optim
+
+
+def check_checkpointed() -> None:
+    unsharded, model = plain(), made(checkpointed=True)
+    assert "_checkpoint_wrapped_module" in dict(model.named_modules())["_fsdp_wrapped_module.layers.0"]._modules[
+        "_fsdp_wrapped_module"
+    ]._modules
+    state = model.state_dict()
+    assert sorted(state) == sorted(unsharded.state_dict())
+    assert not any(isinstance(value, DTensor) for value in state.values())
+    for name, value in unsharded.state_dict().items():
+        assert torch.equal(state[name], value), name
+    made(1, checkpointed=True).load_state_dict(state)
+    made(1).load_state_dict(state)
+    again = made(2, checkpointed=True)
+    again.load_state_dict(unsharded.state_dict())
+    with OURS.summon_full_params(again):
+        for (name, ours), theirs in zip(again.named_parameters(), unsharded.parameters()):
+            assert not isinstance(ours, DTensor) and torch.equal(ours, theirs), name
+    optim = trained(model)
+    reference_backward(unsharded, batches(0))
+    torch.optim.AdamW(unsharded.parameters(), lr=1e-2).step()
+    for ours, theirs in zip(model.parameters(), unsharded.parameters()):
+        torch.testing.assert_close(full(ours), theirs, atol=1e-5, rtol=1e-3)
+    # Names are a plain model's, so checkpointing may be switched on and off between runs.
+    saved = OURS.optim_state_dict(model, optim)
+    assert sorted(saved["state"]) == sorted(name for name, _ in unsharded.named_parameters())
+    other = made(3)
+    others = torch.optim.AdamW(other.parameters(), lr=1.0)
+    others.load_state_dict(OURS.optim_state_dict_to_load(other, others, saved))
+    for ours, theirs in zip(model.parameters(), other.parameters()):
+        assert torch.equal(optim.state[ours]["exp_avg"].to_local(), others.state[theirs]["exp_avg"].to_local())
+
+
+def test_checkpointing_applied_after_wrapping_changes_no_name_and_no_value(two_ranks: Ranks) -> None:
+    two_ranks.run(check_checkpointed)
+
+
+def check_subgroup() -> tuple[int, int, bool]:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = groups[dist.get_rank() // 2]
+    model = made(process_group=group)
+    optim = trained(model)
+    config = FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
+    optim_config = FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=True)
+    with OURS.state_dict_type(model, FULL, config, optim_config):
+        state, optim_state = model.state_dict(), OURS.optim_state_dict(model, optim, group=group)
+    with OURS.summon_full_params(model, writeback=False, rank0_only=True):
+        whole = not isinstance(model.head.weight, DTensor)
+        # Rank 0 has plain parameters here and others have shards: nobody gathers.
+        inside = model.state_dict()
+    if whole:
+        assert torch.equal(inside["head.weight"], state["head.weight"])
+    return len(state), len(optim_state.get("state", {})), whole
+
+
+def test_the_first_rank_of_a_subgroup_gets_what_rank_0_only_keeps_from_others(four_ranks: Ranks) -> None:
+    num, num_params = len(plain().state_dict()), len(list(plain().parameters()))
+    assert four_ranks.run(check_subgroup) == [(num, num_params, True), (0, 0, False)] * 2
+
+
+def check_unnamed_mesh() -> None:
+    unsharded = plain()
+    model = made(device_mesh=init_device_mesh("cpu", (2, 2)), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    loss_of(model(mine())).backward()
+    reference_backward(unsharded, batches(0))
+    for ours, theirs in zip(model.parameters(), unsharded.parameters()):
+        torch.testing.assert_close(full(ours.grad), theirs.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_a_mesh_without_names_is_replicas_of_shards(four_ranks: Ranks) -> None:
+    four_ranks.run(check_unnamed_mesh)
+
+
+def check_snapshots() -> None:
+    model = made()
+    optim = trained(model)
+    optim.state["seen"] = {"tokens": 40}
+    for kind in (FULL, SHARDED):
+        with OURS.state_dict_type(model, kind):
+            state, of_optim = model.state_dict(), OURS.optim_state_dict(model, optim)
+            before = copy.deepcopy({name: full(value) for name, value in state.items()})
+            trained(model)
+            for group in optim.param_groups:
+                for param in group["params"]:
+                    optim.state[param]["step"].add_(7)
+                    optim.state[param]["exp_avg"].to_local().add_(7)
+            for name, value in state.items():
+                assert torch.equal(full(value), before[name]), (kind, name)
+            steps = {value["step"].item() for key, value in of_optim["state"].items() if key != "seen"}
+            assert len(steps) == 1 and steps.pop() < optim.state[model.head.weight]["step"] - 6
+            # What the optimizer keeps of no parameter is saved, and loaded.
+            assert of_optim["state"]["seen"] == {"tokens": 40}
+            loadable = OURS.optim_state_dict_to_load(model, optim, of_optim)
+            assert loadable["state"]["seen"] == {"tokens": 40}
+            del of_optim["param_groups"]
+            assert "param_groups" not in OURS.optim_state_dict_to_load(model, optim, of_optim)
+
+
+def test_what_was_saved_does_not_change_when_training_goes_on(two_ranks: Ranks) -> None:
+    two_ranks.run(check_snapshots)
+
+
+def check_moments_of_another_dtype() -> None:
+    torch.manual_seed(0)
+    model = OURS(nn.Linear(6, 5).to(torch.bfloat16))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    exact = torch.randn(5, 6)
+    given = {"state": {"weight": {"master": exact}}, "param_groups": [{"params": ["weight", "bias"], "lr": 0.1}]}
+    with OURS.state_dict_type(model, FULL):
+        loadable = OURS.optim_state_dict_to_load(model, optim, given)
+    (state,) = loadable["state"].values()
+    assert torch.equal(state["master"].full_tensor(), exact), "not rounded to the parameter's dtype"
+
+
+def test_an_optimizers_state_keeps_its_dtype(two_ranks: Ranks) -> None:
+    two_ranks.run(check_moments_of_another_dtype)
+
+
+class Versioned(nn.Linear):
+    """A module that reads old state dicts in another way."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        self.version_loaded = local_metadata.get("version")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def check_versions() -> None:
+    model = OURS(nn.Sequential(Versioned(4, 4), nn.ReLU()))
+    model.load_state_dict(model.state_dict())
+    assert model.module[0].version_loaded == 2
+    unsharded = nn.Sequential(Versioned(4, 4), nn.ReLU())
+    unsharded.load_state_dict(model.state_dict())
+    assert unsharded[0].version_loaded == 2
+
+
+def test_modules_see_the_version_that_they_were_saved_with(two_ranks: Ranks) -> None:
+    two_ranks.run(check_versions)
+
+
+def check_frozen_inside() -> None:
+    model = made()
+    with OURS.summon_full_params(model):
+        for name, param in model.named_parameters():
+            param.requires_grad_("head" in name or "embed" in name)
+    assert [name for name, param in model.named_parameters() if param.requires_grad] == ["embed.weight"]
+    with pytest.raises(ZeroDivisionError), OURS.summon_full_params(model):
+        model.embed.weight.data.fill_(2.0)
+        raise ZeroDivisionError
+    assert (full(model.embed.weight) == 2).all(), "FSDP1 writes back what an error leaves"
+
+
+def test_what_is_frozen_inside_stays_frozen(two_ranks: Ranks) -> None:
+    two_ranks.run(check_frozen_inside)
+
+
+def check_ties_on_meta() -> None:
+    with torch.device("meta"):
+        model = Stack(2, tied=True)
+    policy = ModuleWrapPolicy({Block, nn.Embedding})
+    with pytest.raises(ValueError, match=r"embed\.weight and head\.weight"):
+        OURS(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
+    assert model.embed.weight is model.head.weight and model.embed.weight.is_meta
+
+
+def test_ties_that_wrappers_would_cut_are_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(check_ties_on_meta)
+
+
+def check_own_names() -> None:
+    model = OURS(Stack(1))
+    model.module.unit, model.module.device_mesh, model.module.ignored = "kelvin", "coarse", "none"
+    assert (model.unit, model.device_mesh, model.ignored) == ("kelvin", "coarse", "none")
+
+
+def test_the_wrapper_hides_no_attribute_of_the_users(two_ranks: Ranks) -> None:
+    two_ranks.run(check_own_names)
+
+
+def check_scaler() -> None:
+    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    loss, other = torch.tensor(2.0, dtype=torch.float16), torch.tensor(3.0)
+    scaled = scaler.scale([loss, other])
+    assert [one.dtype for one in scaled] == [torch.float16, torch.float32] and [one.item() for one in scaled] == [8, 12]
+    embed = nn.Embedding(5, 3, sparse=True)
+    optim = torch.optim.SGD(embed.parameters(), lr=1.0)
+    scaler.scale(embed(torch.tensor([1, 1, 2])).sum()).backward()
+    scaler.unscale_(optim)
+    grad: Tensor = embed.weight.grad  # type: ignore[assignment]
+    assert grad.to_dense()[:, 0].tolist() == [0, 2, 1, 0, 0]
+
+
+def test_the_scaler_keeps_dtypes_and_takes_sparse_gradients(two_ranks: Ranks) -> None:
+    two_ranks.run(check_scaler)
