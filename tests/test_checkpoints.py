@@ -214,10 +214,11 @@ OTHERS: dict[str, Callable[[Saved], Any]] = {
     "plain": lambda model: model,
 }
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+# On the CPU torch's FSDP1 writes one gather over the last (2.15): whole first moments have second ones in them.
+WRITES_FILES = [name for name in OTHERS if name != "FSDP1"]
 
 
-def _all_save(folder: str) -> dict[str, dict[str, Tensor]]:
-    saved = {}
+def _all_save(folder: str) -> None:
     for name, kind in OTHERS.items():
         run = made(kind, 0)
         for index in range(STEPS):
@@ -229,50 +230,61 @@ def _all_save(folder: str) -> dict[str, dict[str, Tensor]]:
             model, optim = get_state_dict(run.model, run.optim, options=WHOLE)
         if dist.get_rank() == 0:
             torch.save({"model": model, "optim": optim}, f"{folder}/{name}.pt")
-            saved[name] = {f"model.{fqn}": value for fqn, value in model.items()}
-            for fqn, state in optim["state"].items():
-                saved[name] |= {f"optim.{fqn}.{key}": value for key, value in state.items()}
     dist.barrier()
-    return saved
 
 
-def _one_loads_all(reader: str, folder: str, saved: dict[str, dict[str, Tensor]]) -> None:
-    for index, writer in enumerate(OTHERS):
-        for from_file in (False, True):
-            run = made(OTHERS[reader], 100 + index)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                if from_file:
-                    load_file(run, f"{folder}/{writer}.pt")
-                else:
-                    load(run, f"{folder}/{writer}")
+def _one_loads_all(reader: str, folder: str) -> None:
+    plain = made(lambda model: model, 0)
+    for index in range(STEPS):
+        plain.step(index)
+    expected = values_of(plain)
+    sources = [(load, f"{folder}/{writer}") for writer in OTHERS]
+    sources += [(load_file, f"{folder}/{writer}.pt") for writer in WRITES_FILES]
+    for index, (read, path) in enumerate(sources):
+        run = made(OTHERS[reader], 100 + index)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            read(run, path)
+            if reader == "FSDP1":  # of which whole states are wrong: see above
+                model, optim = run.model.state_dict(), {"state": {}}
+            else:
                 model, optim = get_state_dict(run.model, run.optim, options=WHOLE)
-            if dist.get_rank() == 0:
-                values = {f"model.{fqn}": value for fqn, value in model.items()}
-                for fqn, state in optim["state"].items():
-                    values |= {f"optim.{fqn}.{key}": value for key, value in state.items()}
-                assert sorted(values) == sorted(saved[writer]), writer
-                for name, value in values.items():
-                    assert torch.equal(value, saved[writer][name]), (writer, from_file, name)
-            run.step(STEPS)
+        if dist.get_rank() == 0:
+            values = {f"model.{fqn}": value for fqn, value in model.items()}
+            for fqn, state in optim["state"].items():
+                values |= {f"optim.{fqn}.{key}": value for key, value in state.items()}
+            names = set(expected) if reader != "FSDP1" else {name for name in expected if name.startswith("model.")}
+            assert set(values) == names, path
+            for name, value in values.items():
+                assert torch.equal(value, expected[name]), (path, name)
+        before = run.step(STEPS)
+        assert abs(before - plain_loss(STEPS)) < 1e-5, path
+
+
+@functools.cache
+def plain_loss(steps: int) -> float:
+    """The loss of a plain model after so many steps."""
+    run = made(lambda model: model, 0)
+    return [run.step(index) for index in range(steps + 1)][-1]
 
 
 def load_file(run: Run, path: str) -> None:
-    """Whole tensors, which rank 0 alone reads; nothing in the file can run code."""
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    whole = torch.load(path, weights_only=True) if dist.get_rank() == 0 else {"model": {}, "optim": {}}
+    """Whole tensors, which every rank reads; nothing in the file can run code."""
+    whole = torch.load(path, weights_only=True)
+    options = StateDictOptions(full_state_dict=True)
     set_state_dict(run.model, run.optim, model_state_dict=whole["model"], optim_state_dict=whole["optim"], options=options)
 
 
 @pytest.fixture(scope="module")
-def saved_by_all(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def saved_by_all(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = str(tmp_path_factory.mktemp("others"))
-    return folder, two_ranks.run(_all_save, folder)[0]
+    two_ranks.run(_all_save, folder)
+    return folder
 
 
 @pytest.mark.parametrize("reader", OTHERS)
-def test_what_any_of_them_saved_any_other_loads(two_ranks: Ranks, saved_by_all: Any, reader: str) -> None:
-    two_ranks.run(_one_loads_all, reader, *saved_by_all)
+def test_what_any_of_them_saved_any_other_loads(two_ranks: Ranks, saved_by_all: str, reader: str) -> None:
+    two_ranks.run(_one_loads_all, reader, saved_by_all)
 
 
 # --- saving while training goes on ------------------------------------------------------------------------------------

@@ -273,6 +273,8 @@ def _save_and_load(blocks: list[str]) -> None:
         play(blocks[3], model=torch.compile(model), folder=folder)
         assert_same_params(model, unsharded, atol=1e-5)
         unsharded.load_state_dict(torch.load(folder / "model.pt"))  # names and shapes are its own
+        play(blocks[4], model=torch.compile(model), folder=folder, batch=mine())
+        assert (folder / "2" / ".metadata").exists()
     finally:
         dist.barrier()
         if dist.get_rank() == 0:
