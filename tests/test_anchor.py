@@ -56,7 +56,7 @@ def generated(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, int]]]:
     return seen
 
 
-@pytest.mark.parametrize("make", [Stack, Checkpointed])
+@pytest.mark.parametrize("make", [Stack, pytest.param(Checkpointed, marks=pytest.mark.more)])
 def test_launches_stay_between_the_products_of_the_plan(make: type[nn.Module], generated: Any) -> None:
     model = shard(make(4))
     torch._dynamo.reset()

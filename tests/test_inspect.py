@@ -499,6 +499,7 @@ def _no_copies() -> None:
         step(torch.compile(sharded(), backend="aot_eager"))
 
 
+@pytest.mark.more
 def test_importing_costs_nothing(tmp_path: Path) -> None:
     # The flop counter takes Triton's compiler along; where that is installed, so does torch's own Inductor.
     names = ("rich", "transformers", "torch.utils.flop_counter")
