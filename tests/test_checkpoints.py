@@ -7,6 +7,10 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,11 +23,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile import fully_shard
+from fsdp_compile.workers import WorkerError
 from tests.comparing import batches, loss_of
 from tests.compiling import num_graphs
 from tests.models import Block, Stack, mesh_of, shard
@@ -306,3 +312,43 @@ def _async(folder: str) -> None:
 
 def test_an_async_save_has_what_was_there_when_it_began(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(_async, str(tmp_path / "async"))
+
+
+def _killed_while_saving(folder: str) -> None:
+    run = made(shard, 0)
+    run.step(0)
+    model, optim = get_state_dict(run.model, run.optim)
+    dcp.save({"model": model, "optim": optim, "step": 1}, checkpoint_id=f"{folder}/1")
+    run.step(1)
+    model, optim = get_state_dict(run.model, run.optim)
+    written = threading.Event()
+
+    def finish(self: Any, *args: Any, **kwargs: Any) -> None:
+        written.set()
+        time.sleep(60)  # every part is written, and what makes a checkpoint of them is not
+
+    FileSystemWriter.finish = finish  # type: ignore[method-assign]
+    group = dist.new_group(backend="gloo")
+    dcp.async_save({"model": model, "optim": optim, "step": 2}, checkpoint_id=f"{folder}/2", process_group=group)
+    if dist.get_rank() == 0:
+        assert written.wait(60)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def _previous_is_loaded(folder: str) -> None:
+    expected = made(lambda model: model, 0)
+    expected.step(0)
+    run = made(shard, 1)
+    with pytest.raises(CheckpointException):
+        load(run, f"{folder}/2")
+    run = made(shard, 2)
+    assert load(run, f"{folder}/1") == 1
+    assert_values(run, values_of(expected))
+
+
+def test_a_kill_while_saving_leaves_the_checkpoint_before(two_ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="rank 0 ended with SIGKILL"):
+        two_ranks.run(_killed_while_saving, str(tmp_path))
+    assert list((tmp_path / "2").glob("*.distcp")) and not (tmp_path / "2" / ".metadata").exists()
+    two_ranks.run(_previous_is_loaded, str(tmp_path))
