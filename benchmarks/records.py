@@ -45,6 +45,17 @@ class Record:
         return min(figures), max(figures)
 
     @property
+    def shares_s(self) -> tuple[float, float, float] | None:
+        """Of a step, on average over all timed ones and ranks: CPU time of the thread that trains, of all others, and
+        the rest, in which a rank that has one core to itself waits for the wire or for another rank."""
+        if not self.runs:
+            return None
+        ranks = [rank for run in self.runs for rank in run]
+        own = statistics.fmean(rank.own_cpu_s for rank in ranks)
+        other = statistics.fmean(rank.other_cpu_s for rank in ranks)
+        return own, other, max(0.0, statistics.fmean(s for rank in ranks for s in rank.step_s) - own - other)
+
+    @property
     def peak_bytes(self) -> float | None:
         if not self.memory_runs:
             return None

@@ -41,7 +41,8 @@ def table(
 ) -> Table:
     grid = Table(title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     grid.add_column("variant", no_wrap=True)
-    for heading in ("step s", "min..max", f"vs {TIME_BASELINE}", "peak MB", f"vs {MEMORY_BASELINE}"):
+    columns = ("step s", "min..max", "own+other+idle s", f"vs {TIME_BASELINE}", "peak MB", f"vs {MEMORY_BASELINE}")
+    for heading in columns:
         grid.add_column(heading, justify="right", overflow="fold")
     for heading in ("first step cold s", "warm s", "last loss"):
         grid.add_column(heading, justify="right", overflow="fold")
@@ -54,6 +55,7 @@ def table(
             record.name,
             _number(record.step_s, 3),
             _DASH if record.spread_s is None else "{:.3f}..{:.3f}".format(*record.spread_s),
+            _DASH if record.shares_s is None else "+".join(f"{share:.2f}" for share in record.shares_s),
             _number(ratio(records, record.name, TIME_BASELINE, lambda r: r.step_s), 2),
             _number(_mb(record.peak_bytes), 0),
             _number(ratio(records, record.name, MEMORY_BASELINE, lambda r: r.peak_bytes), 2),
@@ -68,7 +70,7 @@ def table(
         style = "red" if record.problems else None
         grid.add_row(*cells, counts or _DASH, record.about + problems, style=style)
     if reference:
-        cells = ["reference", *[_DASH] * 7, f"{reference[-1]:.5f}"]
+        cells = ["reference", *[_DASH] * 8, f"{reference[-1]:.5f}"]
         cells += [_DASH] * (len(grid.columns) - 1 - len(cells))
         grid.add_row(*cells, "unsharded, eager, one process, mean of the ranks' batches", style="dim")
     return grid
@@ -93,6 +95,7 @@ def write(
         row |= {
             "step_s": record.step_s,
             "spread_s": record.spread_s,
+            "shares_s": record.shares_s,
             "peak_bytes": record.peak_bytes,
             "vs_time_baseline": ratio(records, record.name, TIME_BASELINE, lambda r: r.step_s),
             "vs_memory_baseline": ratio(records, record.name, MEMORY_BASELINE, lambda r: r.peak_bytes),

@@ -56,6 +56,9 @@ class RankResult:
     step_s: list[float] = field(default_factory=list)
     collectives: dict[str, int] = field(default_factory=dict)
     sent_bytes_per_step: float = 0.0
+    own_cpu_s: float = 0.0
+    """Of a timed step, on average: CPU time of the thread that trains. The other threads' is mostly gloo's."""
+    other_cpu_s: float = 0.0
     num_graphs: int = 0
     standing_bytes: int = 0
     peak_bytes: list[int] = field(default_factory=list)

@@ -237,6 +237,7 @@ def _caption(options: argparse.Namespace, environment: dict[str, Any]) -> str:
         f"torch {torch_version}; {options.repeat} interleaved runs, each {options.steps} steps "
         f"after {1 + options.warmup}; median of the runs' medians on the slowest rank; spread over the runs, "
         "or over the steps of a single run.",
+        "own, other, idle: of a step, CPU seconds of the thread that trains, of the others (gloo's), and neither.",
         "first step: with compilation, from an empty cache or a filled one; the C++ toolchain was primed.",
         "gloo's reduce_scatter moves the bytes of an all_reduce: compare rows that reduce in the same way.",
     ]

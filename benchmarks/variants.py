@@ -185,6 +185,7 @@ def _ours(
     *,
     compiled: bool,
     compile_blocks: bool = False,
+    reshard_after_forward: bool | None = None,
     **knobs: str,
 ) -> Forward:
     fsdp_compile = import_ours()
@@ -192,8 +193,8 @@ def _ours(
     for block in blocks(model):
         if compile_blocks:
             block.compile()
-        fsdp_compile.fully_shard(block, mesh=mesh, mp_policy=policy)
-    fsdp_compile.fully_shard(model, mesh=mesh, mp_policy=policy)
+        fsdp_compile.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fsdp_compile.fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     _set_knobs(model, knobs)
     return partial(loss_of, _maybe_compiled(model, compiled))
 
@@ -288,6 +289,16 @@ _ALL = (
         partial(_ours, compiled=True),
     ),
     Variant(
+        "ours_budget",
+        "ours, within what FSDP2 is predicted to need (memory_budget='fsdp2')",
+        partial(_ours, compiled=True, memory_budget="fsdp2"),
+    ),
+    Variant(
+        "ours_kept",
+        "ours with reshard_after_forward=False: backward gathers nothing again",
+        partial(_ours, compiled=True, reshard_after_forward=False),
+    ),
+    Variant(
         "ours_blocks",
         "fsdp_compile, each block compiled, reduction=auto",
         partial(_ours, compiled=False, compile_blocks=True),
@@ -296,6 +307,11 @@ _ALL = (
         "ours_rs",
         "fsdp_compile under torch.compile, reduction=reduce_scatter",
         partial(_ours, compiled=True, reduction="reduce_scatter"),
+    ),
+    Variant(
+        "ours_blocks_rs",
+        "fsdp_compile, each block compiled, reduction=reduce_scatter",
+        partial(_ours, compiled=False, compile_blocks=True, reduction="reduce_scatter"),
     ),
 )
 

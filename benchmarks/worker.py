@@ -87,7 +87,9 @@ def _time(step: Step, setup_s: float, job: Job, rank: int, progress: Progress) -
     dist.barrier()
     progress("timed steps")
     sent_before = _sent_bytes(job.interfaces[rank])
+    own_before, all_before = time.thread_time(), time.process_time()
     step_s = timed(settings.steps)
+    own_cpu_s, all_cpu_s = time.thread_time() - own_before, time.process_time() - all_before
     sent_bytes = _sent_bytes(job.interfaces[rank]) - sent_before
     progress("counting the collectives")
     return RankResult(
@@ -98,6 +100,8 @@ def _time(step: Step, setup_s: float, job: Job, rank: int, progress: Progress) -
         step_s=step_s,
         collectives=_count_collectives(step),
         sent_bytes_per_step=sent_bytes / settings.steps,
+        own_cpu_s=own_cpu_s / settings.steps,
+        other_cpu_s=(all_cpu_s - own_cpu_s) / settings.steps,
         num_graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"],
     )
 

@@ -165,6 +165,13 @@ def scheduler_passes() -> list[object]:
     return list(config.reorder_for_compute_comm_overlap_passes)
 
 
+def pre_fusion_pass() -> object:
+    """What Inductor calls on kernels before it fuses them, ``_pre_fusion_custom_pass`` (2.11 to 2.15)."""
+    from torch._inductor import config
+
+    return config._pre_fusion_custom_pass
+
+
 def may_alias(target: object) -> bool:
     """Whether an op's result may share storage with its first argument, by its schema (``_schema``: 2.11 to 2.15)."""
     if target in (operator.getitem, torch.ops.aten.reshape.default, torch.ops.aten.contiguous.default):

@@ -22,6 +22,8 @@ from .kernels import Kernels
 class AnchorLaunches(SchedulerPass):  # type: ignore[misc]
     """Called before fusion. Without state but for the hash of the passes' source: Inductor keys its cache by it."""
 
+    anchors_launches = True
+
     def __init__(self, source_hash: str) -> None:
         self.source_hash = source_hash
 
@@ -36,6 +38,11 @@ class AnchorLaunches(SchedulerPass):  # type: ignore[misc]
 
     def uuid(self) -> str:
         return self.source_hash
+
+
+def anchors_graphs() -> bool:
+    """Whether Inductor will call this pass, by itself or behind a pass of the user's."""
+    return getattr(compat.pre_fusion_pass(), "anchors_launches", False)
 
 
 def _anchor(snodes: list[BaseSchedulerNode], kernels: Kernels) -> None:

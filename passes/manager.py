@@ -16,6 +16,7 @@ from torch import fx
 
 from ._torch_compat import CustomGraphPass
 from .agree import Agreement
+from .anchor import anchors_graphs
 from .announce import announce
 from .budget import Budget, plan_within
 from .check import check
@@ -112,6 +113,14 @@ class PassManager(CustomGraphPass):
                     "Inductor skips our scheduler pass (it is deterministic, or "
                     "reorder_for_compute_comm_overlap_passes was set after fully_shard), so the order of collectives "
                     f"in this {stage} graph is Inductor's own, not the planned one. The numbers are right.",
+                    stacklevel=2,
+                )
+            elif plan.order and not anchors_graphs():
+                warnings.warn(
+                    "torch._inductor.config._pre_fusion_custom_pass was set after fully_shard, in place of our pass "
+                    f"that keeps launches where the plan has them, so Inductor may launch collectives of this {stage} "
+                    "graph later than planned. Set it before fully_shard, or call fsdp_compile.install_passes() after it: then both "
+                    "run. The numbers are right.",
                     stacklevel=2,
                 )
             self._run(graph, stage, plan, ((write_out,) if stage == "whole" else ()) + POST_GRAD_PASSES)

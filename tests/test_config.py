@@ -7,6 +7,7 @@ import re
 import threading
 import warnings
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,7 +22,7 @@ from fsdp_compile import fully_shard, install_passes
 from fsdp_compile._torch_compat import inductor
 from fsdp_compile.graph.install import AnchorToo, ComposedPass, JointPass
 from fsdp_compile.passes import AnchorLaunches, GraphRecord, ScheduleInPlannedOrder, source_hash
-from fsdp_compile.passes._torch_compat import CustomGraphPass
+from fsdp_compile.passes._torch_compat import CustomGraphPass, SchedulerPass
 from tests.recording import recorded
 
 pytestmark = pytest.mark.usefixtures("fake_group_of_four", "fresh_config")
@@ -112,6 +113,45 @@ def test_a_pass_before_fusion_that_was_there_before_still_runs() -> None:
     assert isinstance(inductor.get_pre_fusion_pass(), AnchorToo)
     assert not isinstance(inductor.get_pre_fusion_pass().theirs, AnchorToo)
     assert copy.deepcopy(inductor.get_pre_fusion_pass()) is inductor.get_pre_fusion_pass()  # as other threads' settings
+
+
+class BeforeFusion(SchedulerPass):
+    """One that Inductor caches graphs with."""
+
+    def __call__(self, snodes: list[Any]) -> list[Any]:
+        return snodes
+
+    def uuid(self) -> str:
+        return "before fusion, as the user has it"
+
+
+def test_graphs_are_cached_by_a_pass_before_fusion_and_ours() -> None:
+    theirs = BeforeFusion()
+    inductor_config._pre_fusion_custom_pass = theirs
+    install_passes()
+    both = inductor.get_pre_fusion_pass()
+    assert isinstance(both, SchedulerPass) and both.uuid() == (theirs.uuid(), source_hash())
+    torch._dynamo.utils.counters.clear()
+    with inductor_config.patch(fx_graph_cache=True):
+        step(fully_shard(nn.Linear(8, 8)))
+    counted = torch._dynamo.utils.counters["inductor"]
+    assert counted["fxgraph_cache_miss"] + counted["fxgraph_cache_hit"] == 2 and not counted["fxgraph_cache_bypass"]
+
+    inductor_config._pre_fusion_custom_pass = lambda snodes: snodes
+    install_passes()
+    assert not isinstance(inductor.get_pre_fusion_pass(), SchedulerPass)
+
+
+def test_a_pass_before_fusion_that_replaces_ours_warns() -> None:
+    model = fully_shard(nn.Linear(8, 8))
+    inductor_config._pre_fusion_custom_pass = BeforeFusion()
+    with pytest.warns(UserWarning, match=r"_pre_fusion_custom_pass was set after fully_shard.*backward graph"):
+        step(model)
+    torch._dynamo.reset()
+    install_passes()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*_pre_fusion_custom_pass.*")
+        step(model)
 
 
 def test_a_displaced_pass_warns_and_the_numbers_stay(records: list[GraphRecord]) -> None:
