@@ -119,8 +119,8 @@ class PassManager(CustomGraphPass):
                 warnings.warn(
                     "torch._inductor.config._pre_fusion_custom_pass was set after fully_shard, in place of our pass "
                     f"that keeps launches where the plan has them, so Inductor may launch collectives of this {stage} "
-                    "graph later than planned. Set it before fully_shard, or call fsdp_compile.install_passes() after it: then both "
-                    "run. The numbers are right.",
+                    "graph later than planned. Set it before fully_shard, or call fsdp_compile.install_passes() after "
+                    "it: then both run. The numbers are right.",
                     stacklevel=2,
                 )
             self._run(graph, stage, plan, ((write_out,) if stage == "whole" else ()) + POST_GRAD_PASSES)
