@@ -11,6 +11,7 @@ from .api.accumulate import no_sync as no_sync
 from .api.adopt import Adoption as Adoption
 from .api.adopt import adopt as adopt
 from .api.auto_shard import auto_shard as auto_shard
+from .api.checked_reader import CheckedReader as CheckedReader
 from .api.clip import clip_grad_norm_ as clip_grad_norm_
 from .api.configure import configure as configure
 from .api.forward_methods import register_fsdp_forward_method as register_fsdp_forward_method

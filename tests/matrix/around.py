@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import tempfile
 from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -31,18 +34,22 @@ def adopted(meter: Meter) -> None:
 
 
 def resumed(meter: Meter) -> None:
-    """A model of other values goes on from another's state, optimizer included."""
+    """A model of other values goes on from another's checkpoint, optimizer included."""
     reference, first = models.twins()
     torch.manual_seed(7)
     second = shard(models.Tiny())
     models_in_turn = (shard(first), second)
     theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-3)
-    state = None
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
     for step, model in enumerate(models_in_turn):
         run = compiled(meter, model)
         ours = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-        if state is not None:
-            set_state_dict(model, ours, model_state_dict=state[0], optim_state_dict=state[1])
+        if step > 0:
+            of_model, of_optim = get_state_dict(model, ours)
+            reader = fsdp_compile.CheckedReader(str(folder[0]))
+            dcp.load({"model": of_model, "optim": of_optim}, storage_reader=reader)
+            set_state_dict(model, ours, model_state_dict=of_model, optim_state_dict=of_optim)
         with meter.counting():
             backward(run, step, models.batches(step))
         reference_backward(reference, models.batches(step), step)
@@ -51,7 +58,12 @@ def resumed(meter: Meter) -> None:
             optim.step()
             optim.zero_grad()
         meter.compare_params(model, reference)
-        state = get_state_dict(run, ours)
+        if step == 0:
+            of_model, of_optim = get_state_dict(run, ours)
+            dcp.save({"model": of_model, "optim": of_optim}, checkpoint_id=str(folder[0]))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(str(folder[0]))
 
 
 def averaged(meter: Meter) -> None:

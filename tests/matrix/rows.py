@@ -193,7 +193,7 @@ ROWS: tuple[Row, ...] = (
     Row("6 steps: accumulation, evaluation, two lengths", loop, 6, 2),
     Row("a penalty on gradients, eagerly", double_backward, None, None, recipe="Gradients of gradients"),
     Row("adopt", around.adopted, shows="adopt Adoption", recipe="Code that was written for torch's FSDP2"),
-    Row("a checkpoint, resumed", around.resumed, 2, recipe="Save, load, resume"),
+    Row("a checkpoint, resumed", around.resumed, 2, shows="CheckedReader", recipe="Save, load, resume"),
     Row("a moving average", around.averaged, 2, recipe="A moving average of the model"),
     Row("a frozen teacher", around.taught, 2, recipe="A frozen teacher"),
     Row("AdamW with groups", around.grouped, recipe="Which optimizers"),

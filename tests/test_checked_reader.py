@@ -1,0 +1,112 @@
+"""CheckedReader: what a checkpoint's files ask for beyond data is refused before it runs."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from fsdp_compile import CheckedReader, fully_shard
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Touches:
+    """What, unpickled, makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mknod, (self.path,)
+
+
+def load(state: dict[str, Any], folder: Path) -> None:
+    dcp.load(state, storage_reader=CheckedReader(folder), no_dist=True)
+
+
+def test_every_kind_of_entry_is_read(tmp_path: Path) -> None:
+    tensors = {str(dtype): torch.ones(2, 3).to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool)}
+    tensors["8 bits"] = torch.ones(4).to(torch.float8_e4m3fn)
+    tensors["channels last"] = torch.rand(1, 2, 3, 3).to(memory_format=torch.channels_last)
+    other = {"step": 3, "name": "x", "none": None, "list": [1, 2.5], "ordered": OrderedDict(a=1), "size": torch.Size([2])}
+    dcp.save({**tensors, "other": other}, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    empty = {"step": 0, "name": "", "none": 1, "list": [0, 0], "ordered": OrderedDict(a=0), "size": torch.Size([])}
+    loaded: dict[str, Any] = {**{name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, "other": empty}
+    load(loaded, tmp_path / "saved")
+    assert loaded.pop("other") == other
+    for name, tensor in tensors.items():
+        assert torch.equal(loaded[name].float(), tensor.float()), name
+
+
+def test_metadata_that_asks_for_more_runs_nothing(tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    ran = tmp_path / "ran"
+    (tmp_path / "saved" / ".metadata").write_bytes(pickle.dumps(Touches(ran)))
+    with pytest.raises(CheckpointException, match=r"metadata asks for posix.mknod, which no checkpoint needs.*FileSystemReader"):
+        load({"a": torch.zeros(2)}, tmp_path / "saved")
+    assert not ran.exists()
+    with pytest.raises(CheckpointException):  # torch's own reader runs it, and then finds that it is no metadata
+        dcp.load({"a": torch.zeros(2)}, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    assert ran.exists()
+    (tmp_path / "saved" / ".metadata").write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(CheckpointException, match="holds a dict, and is not the metadata of a checkpoint"):
+        load({"a": torch.zeros(2)}, tmp_path / "saved")
+
+
+def test_an_entry_that_is_more_than_data_is_named(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    dcp.save({"a": torch.ones(2), "extra": {"x": Touches(ran)}}, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    with pytest.raises(CheckpointException, match=r"extra.x in .* is more than data"):
+        load({"a": torch.zeros(2), "extra": {"x": 0}}, tmp_path / "saved")
+    assert not ran.exists()
+    state = {"a": torch.zeros(2)}
+    load(state, tmp_path / "saved")  # what is not asked for is not looked at
+    assert torch.equal(state["a"], torch.ones(2))
+
+
+@pytest.mark.parametrize("place", ["../elsewhere.distcp", "/elsewhere.distcp"])
+def test_files_outside_of_the_folder_are_not_opened(tmp_path: Path, place: str) -> None:
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    path = tmp_path / "saved" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    for storage in metadata.storage_data.values():
+        storage.relative_path = place
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointException, match=f"a is in {place}, outside of the folder"):
+        load({"a": torch.zeros(2)}, tmp_path / "saved")
+
+
+def check_sharded(folder: str) -> None:
+    torch.manual_seed(0)
+    model, again = (fully_shard(nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3))) for _ in range(2))
+    optims = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, again)]
+    model(torch.ones(2, 5)).square().sum().backward()
+    optims[0].step()
+    state = dict(zip(("model", "optim"), get_state_dict(model, optims[0])))
+    dcp.save({**state, "step": 1}, checkpoint_id=folder)
+    loaded: dict[str, Any] = {**dict(zip(("model", "optim"), get_state_dict(again, optims[1]))), "step": 0}
+    dcp.load(loaded, storage_reader=CheckedReader(folder))
+    set_state_dict(again, optims[1], model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
+    assert loaded["step"] == 1
+    for ours, theirs in zip(again.parameters(), model.parameters()):
+        assert torch.equal(ours.to_local(), theirs.to_local())  # type: ignore[attr-defined]
+        for name, value in optims[0].state[theirs].items():
+            found = optims[1].state[ours][name]
+            assert torch.equal(*(getattr(one, "_local_tensor", one) for one in (found, value))), name
+    dist.barrier()
+
+
+def test_shards_and_optimizer_are_loaded_by_it(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(check_sharded, str(tmp_path / "saved"))
