@@ -25,15 +25,15 @@ _REMEDY = "It may run code of whoever wrote it. If you trust them, load it with 
 class CheckedReader(FileSystemReader):
     """``dcp.load(state, storage_reader=CheckedReader(folder))`` for folders from others: refuses what is no data."""
 
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        metadata = Path(path) / ".metadata"
+        if metadata.exists():
+            _metadata_in(metadata)  # refused here: of what read_metadata raises, 2.11 does not tell
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         rank = kwargs.get("rank")
-        path = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
-        metadata = _Unpickler(path).load()
-        if not isinstance(metadata, Metadata):
-            raise ValueError(f"{path} holds a {type(metadata).__name__}, and is not the metadata of a checkpoint.")
-        for index, place in (metadata.storage_data or {}).items():
-            if not _is_inside(place.relative_path):
-                raise ValueError(f"{path} says that {index.fqn} is in {place.relative_path}, outside of the folder.")
+        metadata = _metadata_in(Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata"))
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         assert metadata.storage_meta is not None
@@ -42,6 +42,16 @@ class CheckedReader(FileSystemReader):
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         return super().read_data(plan, _CheckedPlanner(planner, Path(self.path)))  # type: ignore[arg-type]
+
+
+def _metadata_in(path: Path) -> Metadata:
+    metadata = _Unpickler(path).load()
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"{path} holds a {type(metadata).__name__}, and is not the metadata of a checkpoint.")
+    for index, place in (metadata.storage_data or {}).items():
+        if not _is_inside(place.relative_path):
+            raise ValueError(f"{path} says that {index.fqn} is in {place.relative_path}, outside of the folder.")
+    return metadata
 
 
 class _Unpickler(pickle.Unpickler):
