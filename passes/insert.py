@@ -42,6 +42,8 @@ from .views import VIEWS
 aten = torch.ops.aten
 
 ROLE = "fsdp_role"
+# Beside the roles, for who asks where a graph computes with a parameter: on what its readers read, and on its gradient.
+PARAMETER, GRADIENT_OF = "fsdp_parameter", "fsdp_gradient_of"
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         specs = [marker.spec for marker in members]
         call = _emitter(graph, anchor, _role("gather", index, plan, members))
         fulls = lower.finish_gather(call, lower.launch_gather(call, [m.shard for m in members], specs), specs)
+        for marker, full in zip(members, fulls):
+            full.meta[PARAMETER] = marker.fqn
         _replace(graph, members, fulls)
         num_launched += num_launches(bucket)
     for index, bucket in enumerate(plan.reduces):
@@ -82,6 +86,8 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         _assert_independent(members, bucket)
         anchor = max((marker.node for marker in members), key=position.__getitem__)
         specs = [marker.spec for marker in members]
+        for marker in members:
+            marker.shard.meta[GRADIENT_OF] = marker.fqn
         call = _emitter(graph, anchor, _role("reduce", index, plan, members))
         reduced = lower.finish_reduce(call, lower.launch_reduce(call, [m.shard for m in members], specs), specs)
         _replace(graph, members, reduced)
