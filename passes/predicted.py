@@ -75,6 +75,7 @@ class Prediction:
     profile: str  # name of the hardware's
     graphs: tuple[PredictedGraph, ...]  # forward and backward; or the one that is all
     peak_bytes: int  # shards, gradients, activations, gathered parameters, buffers, the batch; of one rank
+    held_bytes: int  # of these, what is there before the step: the graph's inputs
     residency: Mapping[str, Residency]  # what becomes of each parameter, and why; where the joint graph is known
 
     @property
@@ -109,13 +110,13 @@ def predict(
     if len(graphs) == 2:
         (forward, _), (backward, _) = graphs
         weight = weigh(forward, backward, saved_by(forward, backward))
-        given_up, peak_bytes = weight.given_up, weight.peak_bytes
+        given_up, peak_bytes, held_bytes = weight.given_up, weight.peak_bytes, weight.held_bytes
     else:
         curve = memory_curve(graphs[0][0], fused=True)
-        peak_bytes = curve.input_bytes + curve.peak_bytes
+        peak_bytes, held_bytes = curve.input_bytes + curve.peak_bytes, curve.input_bytes
     taken = [(), given_up]
     predicted = [_predicted(graph, plan, profile, groups, names) for (graph, plan), names in zip(graphs, taken)]
-    return Prediction(profile.name, tuple(predicted), peak_bytes, residency or {})
+    return Prediction(profile.name, tuple(predicted), peak_bytes, held_bytes, residency or {})
 
 
 def _predicted(
