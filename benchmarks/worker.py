@@ -120,10 +120,10 @@ def _weigh(step: Step, settings: Settings, progress: Progress) -> RankResult:
     peaks, standing_bytes = [], 0
     for _ in range(settings.steps):
         gc.collect()
-        standing_bytes = _status_bytes("VmRSS")
+        standing_bytes = status_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM to the present VmRSS
         step()
-        peaks.append(_status_bytes("VmHWM") - standing_bytes)
+        peaks.append(status_bytes("VmHWM") - standing_bytes)
     return RankResult(standing_bytes=standing_bytes, peak_bytes=peaks)
 
 
@@ -178,7 +178,7 @@ def _sent_bytes(interface: str) -> int:
     return 0
 
 
-def _status_bytes(name: str) -> int:
+def status_bytes(name: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024

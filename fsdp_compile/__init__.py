@@ -35,5 +35,6 @@ from .tools.inspect import Report as Report
 from .tools.inspect import inspect as inspect
 from .tools.parity import Parity as Parity
 from .tools.parity import check_parity as check_parity
+from .tools.planned import plan_of as plan_of
 
 __version__ = _version("fsdp-compile")

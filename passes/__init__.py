@@ -21,6 +21,7 @@ The list that runs is in manager.py. What a graph would cost, without running it
 
     profiles   what hardware can do        cost    seconds of a node, of a collective      memory   bytes alive
     events     of a lowered graph          replay  simulate: their time line, what is exposed and why
+    weigh      both halves of a step       predicted  all of that, of the graphs that run      reasons  of what is kept
 
 With a byte budget, what is kept from forward to backward is chosen by that:
 
@@ -49,6 +50,7 @@ from .memory import memory_curve as memory_curve
 from .memory import saved_inputs as saved_inputs
 from .plan import Bucket as Bucket
 from .plan import Plan as Plan
+from .predicted import Prediction as Prediction
 from .profiles import HardwareProfile as HardwareProfile
 from .profiles import Link as Link
 from .profiles import load_profile as load_profile

@@ -25,13 +25,14 @@ from torch import fx
 from . import _torch_compat as compat
 from .collectives import c10d
 from .copies import wait_for_copies
+from .ledger import begin
 from .views import VIEWS
 
 # For a symbolic size that nobody has seen a value of. A constant, so that ranks agree.
 DEFAULT_SIZE = 1024
 
 aten = torch.ops.aten
-_NO_KERNELS = (operator.getitem, c10d.wait_tensor.default, wait_for_copies)
+_NO_KERNELS = (operator.getitem, c10d.wait_tensor.default, wait_for_copies, begin)
 _MAY_COPY = (aten.reshape.default, aten.contiguous.default, aten.flatten.using_ints, aten.reshape_as.default)
 
 

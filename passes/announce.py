@@ -3,7 +3,8 @@
     before    g0 = all_gather(s0)   ...   r1 = all_to_all(...)   ...
     after     begin([s0, s1], "forward ... all_gather w0 ... all_to_all w1 ...")   g0 = all_gather(s0)   ...   r1 = ...
 
-For ranks that part: see ledger.py. One call a graph, which takes microseconds. What it takes besides the text are
+For ranks that part: see ledger.py; and with all of the plan of the step, for who asks where no pass ran because the
+graph came from a cache. One call a graph, which takes microseconds. What it takes besides the text are
 inputs of the graph, so that it can stand first: a shard of each unit tells, when the graph runs, whose units these are.
 """
 
@@ -14,6 +15,7 @@ from torch import Tensor, fx
 
 from .collectives import KINDS, is_launch
 from .insert import ROLE, Role
+from .keep import STEP
 from .ledger import GraphText, Launch, Member, begin
 from .plan import Plan
 
@@ -36,6 +38,7 @@ def announce(graph: fx.Graph, plan: Plan) -> int:
         launches[0].meta[ROLE].step,
         tuple((name, member) for _, name, member in shards.values()),
         tuple(_as_text(launch, plan) for launch in launches),
+        launches[0].meta.get(STEP, plan).packed(),
     )
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
         node = graph.call_function(begin, ([shard for shard, *_ in shards.values()] or inputs[:1], text.dumps()))

@@ -31,6 +31,7 @@ from . import _torch_compat as compat
 from . import lower
 from .copies import to_host, wait_for_copies
 from .emit import emit
+from .keep import STEP
 from .ledger import Member, note
 from .plan import Bucket, Plan, num_launches
 from .provenance import Marker, find_reduces, find_unshards
@@ -42,6 +43,8 @@ from .views import VIEWS
 aten = torch.ops.aten
 
 ROLE = "fsdp_role"
+# Beside the roles, for who asks where a graph computes with a parameter: on what its readers read, and on its gradient.
+PARAMETER, GRADIENT_OF = "fsdp_parameter", "fsdp_gradient_of"
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,10 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         members = [unshards.pop(fqn) for fqn in bucket.fqns]
         anchor = min((marker.node for marker in members), key=position.__getitem__)
         specs = [marker.spec for marker in members]
-        call = _emitter(graph, anchor, _role("gather", index, plan, members))
+        call = _emitter(graph, anchor, _role("gather", index, plan, members), _step(members))
         fulls = lower.finish_gather(call, lower.launch_gather(call, [m.shard for m in members], specs), specs)
+        for marker, full in zip(members, fulls):
+            full.meta[PARAMETER] = marker.fqn
         _replace(graph, members, fulls)
         num_launched += num_launches(bucket)
     for index, bucket in enumerate(plan.reduces):
@@ -82,7 +87,9 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         _assert_independent(members, bucket)
         anchor = max((marker.node for marker in members), key=position.__getitem__)
         specs = [marker.spec for marker in members]
-        call = _emitter(graph, anchor, _role("reduce", index, plan, members))
+        for marker in members:
+            marker.shard.meta[GRADIENT_OF] = marker.fqn
+        call = _emitter(graph, anchor, _role("reduce", index, plan, members), _step(members))
         reduced = lower.finish_reduce(call, lower.launch_reduce(call, [m.shard for m in members], specs), specs)
         _replace(graph, members, reduced)
         num_launched += num_launches(bucket)
@@ -128,7 +135,12 @@ def _cut(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _emitter(graph: fx.Graph, anchor: fx.Node, role: Role) -> lower.Call:
+def _step(members: Sequence[Marker]) -> Plan | None:
+    """The plan of the step, where the graph was cut from one."""
+    return members[0].node.meta.get(STEP)
+
+
+def _emitter(graph: fx.Graph, anchor: fx.Node, role: Role, step: Plan | None = None) -> lower.Call:
     """A ``call`` for the lowering programs that writes nodes in front of ``anchor``."""
 
     def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node | None:
@@ -137,6 +149,8 @@ def _emitter(graph: fx.Graph, anchor: fx.Node, role: Role) -> lower.Call:
         with graph.inserting_before(anchor):
             node = emit(graph, op, *args, **kwargs)
         node.meta[ROLE] = role
+        if step is not None:
+            node.meta[STEP] = step
         return node
 
     return call

@@ -79,6 +79,7 @@ class GraphText:
     # The parameters whose shards ``begin`` is given, one of each unit that is gathered: what it is called, and which.
     firsts: tuple[tuple[str, Member], ...]
     launches: tuple[Launch, ...]
+    plan: str = ""  # of the step, or of the graph where that is planned for itself; packed
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -86,17 +87,17 @@ class GraphText:
 
     def dumps(self) -> str:
         rows = [[one.kind, one.group, one.dtype, one.num_bytes, one.names, one.members] for one in self.launches]
-        said = json.dumps([self.stage, self.step, self.firsts, rows], separators=(",", ":"))
+        said = json.dumps([self.stage, self.step, self.firsts, rows, self.plan], separators=(",", ":"))
         return hashlib.sha256(said.encode()).hexdigest()[:_DIGEST] + said
 
     @classmethod
     def loads(cls, text: str) -> GraphText:
-        stage, step, firsts, rows = json.loads(text[_DIGEST:])
+        stage, step, firsts, rows, plan = json.loads(text[_DIGEST:])
         launches = [
             Launch(kind, group, dtype, num_bytes, tuple(names), tuple(starmap(Member, members)))
             for kind, group, dtype, num_bytes, names, members in rows
         ]
-        return cls(stage, step, tuple((name, Member(*one)) for name, one in firsts), tuple(launches))
+        return cls(stage, step, tuple((name, Member(*one)) for name, one in firsts), tuple(launches), plan)
 
 
 class _Text:

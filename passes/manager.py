@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from . import _torch_compat as compat
 from ._torch_compat import CustomGraphPass
 from .agree import Agreement
 from .anchor import anchors_graphs
@@ -30,6 +31,7 @@ from .parts import parts
 from .phases import has_phases, number_phases
 from .plan import Plan
 from .planner import plan_graph, plan_joint, plan_whole, step_of
+from .profiles import HardwareProfile
 from .provenance import (
     annotate,
     groups_of,
@@ -40,6 +42,7 @@ from .provenance import (
     settle_names_of_phases,
     unshard_nodes,
 )
+from .reasons import BUDGET, GIVEN, TOLD
 from .regather import regather
 from .schedule import leave_graph, schedule_this_graph
 from .settle import Settled
@@ -76,6 +79,10 @@ class GraphRecord:
     passes: list[PassRecord] = field(default_factory=list)
     graph: fx.Graph | None = None  # a copy after the last pass, only while somebody looks
     snapshots: list[fx.Graph] = field(default_factory=list)  # before the first pass and after each, likewise
+    step: str = ""  # id of the plan of the step, in graphs that were cut
+    decided_by: str = TOLD  # of a joint graph: what said which parameters are kept
+    profile: HardwareProfile | None = None  # that a budget was planned by, where one was given with it
+    ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of each process group, likewise
 
 
 class PassManager(CustomGraphPass):
@@ -193,6 +200,9 @@ class PassManager(CustomGraphPass):
     def _run(self, graph: fx.Graph, stage: str, plan: Plan | None, passes: tuple[Pass, ...]) -> None:
         watched = bool(self.observers)
         counts = len(unshard_nodes(graph)), len(reduce_nodes(graph))
+        step = step_of(graph)
+        asked = {str(node.kwargs["step"]) for node in unshard_nodes(graph)}
+        ranks = {group: compat.group_ranks(group) for group in groups_of(graph)} if watched else {}
         records = []
         snapshots = [_snapshot(graph)] if watched else []
         for one_pass in passes:
@@ -212,7 +222,19 @@ class PassManager(CustomGraphPass):
                 snapshots.append(_snapshot(graph))
         graph.lint()
         if watched:
-            record = GraphRecord(stage, plan or Plan(stage), *counts, records, snapshots[-1], snapshots)
+            plan = plan or Plan(stage)
+            record = GraphRecord(
+                stage,
+                plan,
+                *counts,
+                records,
+                snapshots[-1],
+                snapshots,
+                step="" if step is None else step.id,
+                decided_by=GIVEN if asked & {*self._given} else TOLD if plan.choice is None else BUDGET,
+                profile=next((self._budgets[one][1].profile for one in asked if one in self._budgets), None),
+                ranks=ranks,
+            )
             for observer in self.observers:
                 observer(record)
 

@@ -34,7 +34,7 @@ from .tags import AC_GRAPH_ID
 from .unread import read_in_larger_batches
 from .views import CASTS, passes_on
 
-_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 _OURS = (markers.unshard, markers.reduce_grad, markers.beside, markers.resume, keep_slice)
 _NEVER = math.inf
 
@@ -196,7 +196,7 @@ def _is_kept(node: fx.Node, forward: set[fx.Node]) -> bool:
     if node.target is keep_slice:
         return True
     policy = node.meta.get("recompute")
-    if policy in _RECOMPUTED:
+    if policy in RECOMPUTED:
         return not _is_recomputed(node)
     return policy is CheckpointPolicy.MUST_SAVE and node in forward and not compat.may_alias(node.target)
 
@@ -206,9 +206,9 @@ def _is_recomputed(node: fx.Node) -> bool:
 
     It saves what one checkpointed region hands to the next, and the result of a region behind which a hook stands.
     """
-    if node.meta.get("recompute") not in _RECOMPUTED:
+    if node.meta.get("recompute") not in RECOMPUTED:
         return False
-    users = [user for user in node.users if user.meta.get("recompute") in _RECOMPUTED]
+    users = [user for user in node.users if user.meta.get("recompute") in RECOMPUTED]
     if node.meta.get("has_backward_hook") and not users:
         return False
     return not any(user.meta.get("ac_graph_id", 0) > node.meta.get("ac_graph_id", 0) for user in users)

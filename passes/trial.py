@@ -20,13 +20,11 @@ from dataclasses import dataclass
 from torch import fx
 
 from . import _torch_compat as compat
-from .aliases import storages_of
 from .by_hooks import pack_units, save_all
 from .cost import Groups
 from .events import events_of
 from .insert import insert
 from .keep import keep, let_go
-from .memory import memory_curve, saved_inputs
 from .overlap import overlap
 from .plan import Plan
 from .planner import plan_graph, plan_keeping
@@ -34,6 +32,7 @@ from .profiles import HardwareProfile
 from .replay import Event, Timeline, simulate
 from .slices import use_first_gather
 from .structure import closure
+from .weigh import results_of, weigh
 
 
 @dataclass(frozen=True)
@@ -99,32 +98,20 @@ def trial_of(
         save_all(module.graph)
     num_results = num_forward_results(module.graph)
     forward, backward = compat.cut(module, num_results)
-    names = [one.name if isinstance(one, fx.Node) else "" for one in _results(forward)]
     for graph, stage in ((forward, "forward"), (backward, "backward")):
         let_go(graph)
         use_first_gather(graph)
         half = plan_graph(graph, stage)
         insert(graph, half)
         overlap(graph, half)
-    curve = memory_curve(forward, fused=not like_fsdp2)
-    storages = storages_of(forward)
-    results = [storages[one] if isinstance(one, fx.Node) else () for one in _results(forward)]
-    made = {one for these in results[:num_results] for one in these if one.node.op == "call_function"}
-    # What is saved of an input, or of what is returned, is the caller's while backward runs, under whatever name.
-    callers = {
-        name
-        for name, these in zip(names[num_results:], results[num_results:])
-        if any(one in made or one.node.op == "placeholder" for one in these)
-    }
-    given_up = [name for name in saved_inputs(backward) if name not in callers]
-    later = memory_curve(backward, given_up, fused=not like_fsdp2)
+    weight = weigh(forward, backward, num_results, fused=not like_fsdp2)
     return Trial(
         frozenset(kept),
         plan,
-        _half(forward, curve.live_bytes, (), profile, groups),
-        _half(backward, later.live_bytes, given_up, profile, groups),
-        held_bytes=curve.input_bytes,
-        returned_bytes=sum(one.num_bytes for one in made),
+        _half(forward, weight.forward, (), profile, groups),
+        _half(backward, weight.backward, weight.given_up, profile, groups),
+        held_bytes=weight.held_bytes,
+        returned_bytes=weight.returned_bytes,
     )
 
 
@@ -143,7 +130,7 @@ def num_forward_results(joint: fx.Graph) -> int:
     """How many results of a joint graph are its forward's: the gradients of the inputs come behind, one for each."""
     inputs = joint.find_nodes(op="placeholder")
     tangents = [node for node in inputs if node.name.startswith("tangents")]
-    results = _results(joint)
+    results = results_of(joint)
     num_results = len(results) - (len(inputs) - len(tangents))
     of_backward = closure(tangents, lambda node: node.users)
     if num_results < 0 or any(one in of_backward for one in results[:num_results]):
@@ -152,9 +139,3 @@ def num_forward_results(joint: fx.Graph) -> int:
             "returns of its forward is not known, and memory_budget cannot predict its peak. Leave memory_budget out."
         )
     return num_results
-
-
-def _results(graph: fx.Graph) -> tuple[object, ...]:
-    results = graph.output_node().args[0]
-    assert isinstance(results, (tuple, list))
-    return tuple(results)

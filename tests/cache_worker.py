@@ -11,6 +11,7 @@ from torch import nn
 
 import fsdp_compile
 from fsdp_compile.graph.install import manager
+from fsdp_compile.passes import GraphRecord
 from fsdp_compile.workers import Send
 
 
@@ -25,11 +26,19 @@ def work(settings: dict[str, Any], rank: int, send: Send) -> None:
     then = options.pop("then", None)
     fsdp_compile.configure(model, **options)
     graphs: list[str] = []
-    manager.observers.append(lambda record: graphs.append(record.stage))
+    planned: list[str] = []
+
+    def observe(record: GraphRecord) -> None:
+        graphs.append(record.stage)
+        if record.stage == "joint":
+            planned.append(record.plan.to_json())
+
+    manager.observers.append(observe)
     run = torch.compile(model, fullgraph=True)
     for step in range(2):
         generator = torch.Generator().manual_seed(10 * step + rank)
         run(torch.randn(4, 6, generator=generator)).pow(2).mean().backward()
+    plan = fsdp_compile.plan_of(run)
     if then is not None:  # another plan for the same parameters
         fsdp_compile.configure(model, bucketing=then)
         run(torch.ones(4, 6)).pow(2).mean().backward()
@@ -45,6 +54,9 @@ def work(settings: dict[str, Any], rank: int, send: Send) -> None:
             "autograd_misses": counters["aot_autograd"]["autograd_cache_miss"],
             "autograd_bypasses": counters["aot_autograd"]["autograd_cache_bypass"],
             "passes_ran_on": graphs,
+            "planned": planned,
+            "plan_of": plan.to_json(),
+            "plan_id": plan.id,
             "norms": norms,
         }
     )

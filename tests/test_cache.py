@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp_compile.passes import Plan
 from fsdp_compile.workers import Workers
 
 
@@ -32,9 +33,15 @@ def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 Cold = tuple[Path, list[dict[str, Any]]]
 
 
-def test_a_second_start_compiles_from_the_cache(cold: Cold) -> None:
-    cache, first_start = cold
-    warm = start([cache, cache])
+@pytest.fixture(scope="module")
+def warm(cold: Cold) -> list[dict[str, Any]]:
+    """What a second start from that cache sent."""
+    cache, _ = cold
+    return start([cache, cache])
+
+
+def test_a_second_start_compiles_from_the_cache(cold: Cold, warm: list[dict[str, Any]]) -> None:
+    _, first_start = cold
     for first, second in zip(first_start, warm):
         assert "forward" in first["passes_ran_on"] and "backward" in first["passes_ran_on"]
         assert second["norms"] == first["norms"]
@@ -43,6 +50,18 @@ def test_a_second_start_compiles_from_the_cache(cold: Cold) -> None:
             assert second["passes_ran_on"] == []
         else:  # 2.11 bypasses AOTAutograd's cache for DTensor inputs (prim_to_local); Inductor's still hits
             assert second["graph_hits"] == 2 and second["graph_misses"] == 0
+
+
+def test_the_plan_comes_with_a_graph_from_the_cache(cold: Cold, warm: list[dict[str, Any]]) -> None:
+    _, first_start = cold
+    for first, second in zip(first_start, warm):
+        assert [first["plan_of"]] == first["planned"], "not the plan that the passes followed"
+        assert "forward" not in second["passes_ran_on"] and "backward" not in second["passes_ran_on"]
+        if torch.__version__ >= "2.15":
+            assert second["planned"] == []
+        assert (second["plan_of"], second["plan_id"]) == (first["plan_of"], first["plan_id"])
+        assert Plan.from_json(second["plan_of"]).id == first["plan_id"]
+    assert len({one["plan_id"] for one in (*first_start, *warm)}) == 1
 
 
 @pytest.mark.more

@@ -46,8 +46,9 @@ def step(run: Any) -> float:
 
 
 def masked(report: Report) -> str:
-    """The report without what differs between runs and versions of torch: times, and how many nodes moved."""
+    """The report without what differs between runs and versions of torch: times, the peak, how many nodes moved."""
     text = re.sub(r"\(\d+\.\d ms\)", "(- ms)", str(report))
+    text = re.sub(r"peak \d+\.\d KiB", "peak -", re.sub(r" +\d+\.\d{3}\b", " -", text))
     return re.sub(r"overlap \d+", "overlap -", text)
 
 
@@ -102,12 +103,13 @@ def test_report_shows_collectives_buckets_bytes_and_passes(saved: Saved) -> None
 Stack: 3 graphs, 8 collectives, 12.0 KiB a rank
 
 00_joint: 16 unshards and 16 reduce_grads -> 8 gathered again in backward, 4 kept
-  unit              params  names                                  in backward     reduced  gathered
-  (Stack)                4  embed.weight norm.weight norm.bias +1  kept                  4   2.0 KiB
-  layers.0 (Block)       4  norm.weight norm.bias up.weight +1     gathered again        4   2.1 KiB
-  layers.0 (Block)       2  up.bias down.bias                      not needed            2      98 B
-  layers.1 (Block)       4  norm.weight norm.bias up.weight +1     gathered again        4   2.1 KiB
-  layers.1 (Block)       2  up.bias down.bias                      not needed            2      98 B
+  unit              params  names                                  in backward     reduced  gathered  why
+  (Stack)                4  embed.weight norm.weight norm.bias +1  kept                  4   2.0 KiB  reshard_after_forward=False
+  layers.0 (Block)       4  norm.weight norm.bias up.weight +1     gathered again        4   2.1 KiB  may be read to compute again, or a gradient reads it
+  layers.0 (Block)       2  up.bias down.bias                      not needed            2      98 B  no gradient reads it
+  layers.1 (Block)       4  norm.weight norm.bias up.weight +1     gathered again        4   2.1 KiB  may be read to compute again, or a gradient reads it
+  layers.1 (Block)       2  up.bias down.bias                      not needed            2      98 B  no gradient reads it
+  predicted on 'cpu': forward - ms, backward - ms, - of them waiting; peak -
   passes: merge 0 (- ms), slices 0 (- ms), parts 0 (- ms), keep 16 (- ms)
 
 01_forward: 16 unshards and 0 reduce_grads -> 3 collectives, 3.3 KiB a rank
@@ -115,6 +117,13 @@ Stack: 3 graphs, 8 collectives, 12.0 KiB a rank
   0  all_gather  (Stack)                4  embed.weight norm.weight norm.bias +1       bf16      1.0 KiB  2.1 KiB  3.1 KiB
   1  all_gather  layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  bf16      1.1 KiB  2.3 KiB  3.4 KiB
   2  all_gather  layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  bf16      1.1 KiB  2.3 KiB  3.4 KiB
+  #  launched behind  waited for before           takes  beside it   exposed
+  0  begin ..         .. embed.weight - ms - ms - ms
+  1  begin ..         .. layers.0.norm.weight - ms - ms - ms
+  2  embed.weight ..  .. layers.1.norm.weight - ms - ms - ms
+  #0: longer than the compute beside it: it takes - ms and - ms of compute stand beside it
+  #1: queued behind another one: - ms behind all_gather of embed.weight +3; it takes - ms and - ms of compute stand beside it
+  #2: queued behind another one: - ms behind all_gather of layers.0.norm.weight +5; it takes - ms and - ms of compute stand beside it
   passes: insert 3 (- ms), overlap - (- ms), check 3 (- ms), announce 3 (- ms)
 
 02_backward: 8 unshards and 16 reduce_grads -> 5 collectives, 8.7 KiB a rank
@@ -124,11 +133,21 @@ Stack: 3 graphs, 8 collectives, 12.0 KiB a rank
   2  all_to_all  layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  fp32      2.3 KiB  4.5 KiB  6.8 KiB
   3  all_to_all  layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  fp32      2.3 KiB  4.5 KiB  6.8 KiB
   4  all_to_all  (Stack)                4  embed.weight norm.weight norm.bias +1       fp32      2.1 KiB  4.1 KiB  8.1 KiB
+  #  launched behind             waited for before           takes  beside it   exposed
+  0  begin ..                    .. layers.1.down.weight - ms - ms - ms
+  1  grad layers.1.down.bias ..  .. layers.0.down.weight - ms - ms - ms
+  2  grad layers.1.norm.bias ..  .. grad embed.weight - ms - ms - ms
+  3  grad layers.0.norm.bias ..  .. end - ms - ms - ms
+  4  grad embed.weight ..        .. end - ms - ms - ms
+  #0: longer than the compute beside it: it takes - ms and - ms of compute stand beside it
+  #1: queued behind another one: - ms behind all_gather of layers.1.norm.weight +3; it takes - ms and - ms of compute stand beside it
+  #4: queued behind another one: - ms behind all_to_all of layers.0.norm.weight +5; it takes - ms and - ms of compute stand beside it
   passes: insert 5 (- ms), overlap - (- ms), check 5 (- ms), announce 5 (- ms)
 
 #: order of launch in the graph that Inductor gets. bytes/rank: what one rank gives to a gather or gets from a
 reduction. bucket: all ranks' parts, padding included. copied: what this rank writes once more to pack, pad
-and cut; what travels alone is sent from its shard and read where it came.
+and cut; what travels alone is sent from its shard and read where it came. takes: with nothing else on the
+links. beside it: compute between its launch and its wait. exposed: of waiting.
 Compile caches were not read in the block (no pass runs when they hit) and not written. What was compiled
 stays in use after it; another process may be served from a cache.""",
     )

@@ -40,7 +40,8 @@ def _run_examples(folder: str) -> None:
         exec(edit, names)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(costs, names)
-        assert printed.getvalue().count(" waiting; peak ") == 2 and "for all_gather" in printed.getvalue()
+        assert printed.getvalue().startswith("predicted on 'cpu': forward ") and " waiting; peak " in printed.getvalue()
+        assert "of compute stand beside it" in printed.getvalue() and "Residency(becomes=" in printed.getvalue()
     budgeted = names | {"model": fully_shard(Stack(1))}
     exec(budget, budgeted)
     torch.compile(budgeted["model"])(batch).sum().backward()

@@ -23,6 +23,7 @@ from ..eager.around import around_observers
 from ..graph.install import manager
 from ..passes import GraphRecord, Plan
 from .around import Around, around, table_of
+from .predicted import steps_of
 from .report import GraphReport
 from .tables import format_bytes, plural
 
@@ -77,7 +78,8 @@ class Report:
     @property
     def graphs(self) -> list[GraphReport]:
         """Every graph that the passes saw, in the order in which they saw it."""
-        return [GraphReport(record, number) for number, record in enumerate(self.records)]
+        step_of = {id(record): step for step in steps_of(self.records) for record in step.records}
+        return [GraphReport(record, number, step_of[id(record)]) for number, record in enumerate(self.records)]
 
     @property
     def joint(self) -> GraphReport:
@@ -123,7 +125,9 @@ class Report:
             notes.append(
                 "#: order of launch in the graph that Inductor gets. bytes/rank: what one rank gives to a gather or "
                 "gets from a reduction. bucket: all ranks' parts, padding included. copied: what this rank writes once "
-                "more to pack, pad and cut; what travels alone is sent from its shard and read where it came."
+                "more to pack, pad and cut; what travels alone is sent from its shard and read where it came. takes: "
+                "with nothing else on the links. beside it: compute between its launch and its wait. exposed: of "
+                "waiting."
             )
         if self.around:
             notes.append(

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from ..passes import GraphRecord, Plan
+from collections.abc import Callable
+from pathlib import Path
+
+from ..passes import GraphRecord, HardwareProfile, Plan, Prediction
 from ..passes.phases import is_backward, phase_of
 from ..passes.provenance import Marker, find_reduces, find_unshards
 from .collectives import Collective, collectives_of, num_bytes_of
 from .graph_code import runnable_code
+from .predicted import Step, collectives_table
 from .tables import format_bytes, format_dtype, format_unit, plural, shorten, table
 
 
 class GraphReport:
     """What was recorded of one graph."""
 
-    def __init__(self, record: GraphRecord, number: int) -> None:
+    def __init__(self, record: GraphRecord, number: int, step: Step | None = None) -> None:
         self.record = record
         self.number = number
+        self._step = Step(graphs=[record]) if step is None else step
 
     def __repr__(self) -> str:
         return f"<{self.name}: {len(self.launches)} collectives>"
@@ -28,6 +33,15 @@ class GraphReport:
     @property
     def plan(self) -> Plan:
         return self.record.plan
+
+    @property
+    def predicted(self) -> Prediction:
+        """What the step that this graph is a part of takes: seconds, bytes, what is waited for, and why."""
+        return self.predict()
+
+    def predict(self, profile: HardwareProfile | str | Path | None = None) -> Prediction:
+        """The same on other hardware: a profile's name or file. Without one, the budget's, or the device's built-in."""
+        return self._step.predicted(profile)
 
     @property
     def name(self) -> str:
@@ -74,11 +88,24 @@ class GraphReport:
             rows = self._joint_rows()
             if plan.choice is not None:
                 rows += str(plan.choice).splitlines()
+            if self._step.graphs:
+                rows.append(self._said(lambda: [str(self.predicted)])[0])
         else:
             became = f"{plural(len(self.launches), 'collective')}, {format_bytes(self.num_bytes)} a rank"
             rows = self._launch_rows()
+            if self._step.joint is None:
+                rows.append(self._said(lambda: [str(self.predicted)])[0])
+            if self.launches:
+                rows += self._said(lambda: collectives_table(self.predicted.of(self.stage)))
         lines = [f"{self.name}: {markers} -> {became}", *[f"  {row}" for row in rows], f"  passes: {passes}"]
         return "\n".join(lines)
+
+    def _said(self, lines: Callable[[], list[str]]) -> list[str]:
+        """A report prints, whatever a prediction makes of graphs that hold what is not ours."""
+        try:
+            return lines()
+        except (ValueError, LookupError, RuntimeError) as error:
+            return [f"(not predicted: {error})"]
 
     def _launch_rows(self) -> list[str]:
         if not self.launches:
@@ -107,18 +134,18 @@ class GraphReport:
     def _joint_rows(self) -> list[str]:
         graph = self.record.snapshots[-1]
         reduced = {marker.fqn for marker in find_reduces(graph)}
-        becomes = dict.fromkeys(self.plan.keep, "kept") | dict.fromkeys(self.plan.again, "gathered again")
+        residency = self._step.residency
         units: dict[tuple[str, str], list[Marker]] = {}
         for marker in find_unshards(graph):
             if is_backward(phase_of(marker.node)):
                 continue  # of a whole step, what its row says already
-            units.setdefault((marker.unit, becomes.get(marker.fqn, "not needed")), []).append(marker)
+            units.setdefault((marker.unit, residency[marker.fqn].becomes), []).append(marker)
         rows = []
         for (unit, policy), markers in units.items():
             fqns = [marker.fqn for marker in markers]
             size = sum(num_bytes_of(marker.node.meta["val"]) for marker in markers)
             num_reduced = sum(fqn in reduced for fqn in fqns)
-            unit = format_unit(unit)
-            rows.append([unit, str(len(fqns)), shorten(fqns, unit), policy, str(num_reduced), format_bytes(size)])
-        header = ["unit", "params", "names", "in backward", "reduced", "gathered"]
+            unit, why = format_unit(unit), ", or ".join(dict.fromkeys(residency[fqn].why for fqn in fqns))
+            rows.append([unit, str(len(fqns)), shorten(fqns, unit), policy, str(num_reduced), format_bytes(size), why])
+        header = ["unit", "params", "names", "in backward", "reduced", "gathered", "why"]
         return table([header, *rows], right=(1, 4, 5))

@@ -41,6 +41,25 @@ def inspected(meter: Meter) -> None:
     train(meter, model, reference, run, first=1, num_steps=2)
 
 
+def planned(meter: Meter) -> None:
+    """The plan of the step that ran, that of an evaluation, and after it the first one still."""
+    reference, model = models.twins()
+    run = compiled(meter, shard(model))
+    train(meter, model, reference, run, num_steps=1)
+    if not _lowers(meter):
+        try:
+            fsdp_compile.plan_of(run)
+        except LookupError:
+            return
+        meter.require(False, "there is a plan, though no graph has collectives of ours")
+    plan = fsdp_compile.plan_of(run)
+    meter.require(set(plan.keep) | set(plan.regather) == {name for name, _ in reference.named_parameters()}, str(plan))
+    with torch.no_grad():
+        run(_mine())
+    meter.require(fsdp_compile.plan_of(model, training=False).stage == "inference", "no plan of the evaluation")
+    meter.require(fsdp_compile.plan_of(model).id == plan.id, "an evaluation is in the place of the step")
+
+
 def explained(meter: Meter) -> None:
     """Three graphs for two breaks, one where there is one; training goes on."""
     _, model = models.twins(models.Broken)

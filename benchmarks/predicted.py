@@ -1,0 +1,178 @@
+"""`python -m benchmarks.predicted`: what reports predict of steps on this machine, against what the steps then took.
+
+The machine is measured first, as `fsdp-compile calibrate` does, on loopback and, as root, over a link of 1 Gbit/s. Then
+eight configurations train on two ranks. Seconds are those of forward and backward, which is what a report predicts;
+the optimizer's are apart. Bytes are those of a step above what stands between steps. Wants a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.launch import Outcome, launch
+from benchmarks.predicted_worker import Figures, PredictedJob
+from benchmarks.settings import Settings
+from benchmarks.train_step import exit_on_sigterm
+from fsdp_compile.tools import calibrate
+from fsdp_compile.tools.link import Link, LinkError
+
+LOOPBACK, RATE = "loopback", "1gbit"
+_LIMIT_S = 600.0
+_WIDTH = 170
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A model, its batch, the wire, and what is kept from forward to backward."""
+
+    dim: int
+    layers: int
+    batch: int
+    seq: int
+    over: str = LOOPBACK
+    reshard: bool | None = None
+    budget: str | None = None
+
+    def __str__(self) -> str:
+        keeps = {None: "gathered again", False: "kept", True: "all gathered again"}[self.reshard]
+        keeps = f"budget {self.budget}" if self.budget else keeps
+        return f"dim {self.dim}, {self.layers} layers, {self.batch} x {self.seq}, {self.over}, {keeps}"
+
+
+CONFIGURATIONS = (
+    Configuration(512, 6, 2, 128),
+    Configuration(512, 6, 2, 128, reshard=False),
+    Configuration(512, 6, 4, 256),
+    Configuration(256, 8, 4, 128),
+    Configuration(768, 4, 1, 256),
+    Configuration(512, 6, 4, 256, over=RATE),
+    Configuration(512, 6, 4, 256, over=RATE, reshard=False),
+    Configuration(512, 6, 4, 256, over=RATE, budget="fsdp2"),
+)
+
+
+def main() -> int:
+    options = _parse(sys.argv[1:])
+    exit_on_sigterm()
+    console = Console(width=max(_WIDTH, Console().width))
+    chosen = [CONFIGURATIONS[number - 1] for number in options.only] if options.only else list(CONFIGURATIONS)
+    settings = Settings(steps=options.steps)
+    cores = tuple(sorted(os.sched_getaffinity(0))[: settings.ranks])
+    if len(cores) < settings.ranks:
+        print(f"note: {settings.ranks} ranks share {len(cores)} cores, which no profile knows of")
+    load = os.getloadavg()[0]
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the workers that calibrate, as of those that train
+    grid = _grid(f"predicted and measured; load {load:.1f} before the first run")
+    with tempfile.TemporaryDirectory(prefix="fsdp-compile-predicted-") as folder:
+        for over in dict.fromkeys(one.over for one in chosen):
+            profile = options.profile or f"{folder}/{over}.json"
+            rate = None if over == LOOPBACK else over
+            if not options.profile:
+                calibrate.run_calibrate(calibrate.Settings(name=over, out=profile, link=rate), console)
+            for number, one in enumerate(chosen):
+                if one.over == over:
+                    outcome = _run(one, settings, profile, cores, Path(folder), number)
+                    _add_row(grid, one, outcome)
+    console.print(grid)
+    return 0
+
+
+def _run(
+    one: Configuration, settings: Settings, profile: str, cores: tuple[int, ...], work: Path, number: int
+) -> Outcome:
+    begun = time.monotonic()
+    with ExitStack() as stack:
+        link = stack.enter_context(Link(one.over)) if one.over != LOOPBACK else None
+        job = PredictedJob(
+            variant="ours",
+            mode="time",
+            settings=dataclasses.replace(settings, dim=one.dim, layers=one.layers, batch=one.batch, seq=one.seq),
+            run_dir=str(work / f"run{number}"),
+            address=link.address if link else "127.0.0.1",
+            interfaces=link.interfaces if link else ("lo",) * settings.ranks,
+            cores=cores,
+            timeout_s=_LIMIT_S,
+            profile=profile,
+            reshard=one.reshard,
+            budget=one.budget,
+        )
+        outcome = launch(
+            "benchmarks.predicted_worker",
+            job,
+            settings.ranks,
+            env={},
+            cache_dir=work / "cache",  # of all configurations: many kernels are the same
+            prefixes=link.prefixes if link else (),
+        )
+    print(f"{one}: {time.monotonic() - begun:.1f} s  {outcome.error or 'done'}", file=sys.stderr, flush=True)
+    if outcome.error:
+        print(outcome.log_tail, file=sys.stderr)
+    return outcome
+
+
+def _grid(title: str) -> Table:
+    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    grid.add_column("configuration", no_wrap=True)
+    for heading in ("kept", "predicted s", "waiting", "measured s", "ratio", "optimizer s"):
+        grid.add_column(heading, justify="right")
+    for heading in ("predicted MB", "measured MB", "ratio"):
+        grid.add_column(heading, justify="right")
+    return grid
+
+
+def _add_row(grid: Table, one: Configuration, outcome: Outcome) -> None:
+    if outcome.error:
+        grid.add_row(str(one), f"! {outcome.error}")
+        return
+    ranks: list[Figures] = list(outcome.ranks)  # type: ignore[arg-type]
+    # The slowest rank sets the pace, and the largest needs the memory.
+    step_s = max(statistics.median(rank.step_s) for rank in ranks)
+    optimizer_s = max(statistics.median(rank.optimizer_s) for rank in ranks)
+    predicted_s = max(rank.predicted_s for rank in ranks)
+    predicted_bytes = max(rank.predicted_bytes for rank in ranks)
+    peak_bytes = max(statistics.median(rank.peak_bytes) for rank in ranks)
+    grid.add_row(
+        str(one),
+        str(ranks[0].num_kept),
+        f"{predicted_s:.3f}",
+        f"{max(rank.predicted_exposed_s for rank in ranks):.3f}",
+        f"{step_s:.3f}",
+        f"{predicted_s / step_s:.2f}",
+        f"{optimizer_s:.3f}",
+        f"{predicted_bytes / 1e6:.1f}",
+        f"{peak_bytes / 1e6:.1f}",
+        f"{predicted_bytes / peak_bytes:.2f}",
+    )
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.predicted",
+        description="What reports predict of steps on this machine, against what the steps then took.",
+        epilog="configurations: " + "; ".join(f"{place}: {one}" for place, one in enumerate(CONFIGURATIONS, start=1)),
+    )
+    numbers = range(1, 1 + len(CONFIGURATIONS))
+    parser.add_argument("--only", type=int, nargs="+", choices=numbers, metavar="N", help="these configurations alone")
+    parser.add_argument("--steps", type=int, default=9, help="that are timed; default: %(default)s")
+    parser.add_argument("--profile", metavar="FILE", help="of this machine and wire, in place of measuring it")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(main())
+    except LinkError as error:
+        raise SystemExit(str(error)) from error

@@ -1,0 +1,118 @@
+"""One rank of `benchmarks.predicted`: what the report says of a step, then the step timed, then weighed."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import fsdp_compile
+from benchmarks.settings import Job
+from benchmarks.worker import status_bytes
+from benchmarks.worker_process import Progress, join_group, prime_compiler
+from benchmarks.workload import batch_of, blocks, build_model, loss_of, optimizer_for
+
+# Of mallopt: what is freed leaves the process, so that the high-water mark shows the step and not malloc's habits.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _AT_ONCE = -1, -3, 65536
+
+
+@dataclass(frozen=True)
+class PredictedJob(Job):
+    """And how the model is sharded."""
+
+    profile: str = ""
+    reshard: bool | None = None
+    budget: str | None = None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one rank; seconds and bytes of forward and backward alone, and of the optimizer's step apart."""
+
+    predicted_s: float
+    predicted_exposed_s: float
+    predicted_bytes: int  # above what stands between steps
+    step_s: list[float]
+    optimizer_s: list[float]
+    peak_bytes: list[int]
+    num_kept: int
+
+
+def measure(job: PredictedJob, rank: int, progress: Progress) -> Figures:
+    progress("joining the group")
+    mesh = join_group(job, rank, job.settings.ranks)
+    try:
+        return _measure(job, rank, mesh, progress)
+    finally:
+        progress("leaving the group")
+        dist.destroy_process_group()
+
+
+def _measure(job: PredictedJob, rank: int, mesh: dist.device_mesh.DeviceMesh, progress: Progress) -> Figures:
+    settings = job.settings
+    prime_compiler()
+    model, tokens = build_model(settings), batch_of(settings, rank)
+    for block in blocks(model):
+        fsdp_compile.fully_shard(block, mesh=mesh, reshard_after_forward=job.reshard)
+    fsdp_compile.fully_shard(model, mesh=mesh, reshard_after_forward=job.reshard)
+    if job.budget is not None:
+        fsdp_compile.configure(model, memory_budget=job.budget, profile=job.profile)
+    optimizer = optimizer_for(model.parameters(), settings)
+    forward = partial(loss_of, torch.compile(model, fullgraph=True))
+
+    def step() -> tuple[float, float]:
+        begun = time.perf_counter()
+        forward(tokens).backward()
+        middle = time.perf_counter()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return middle - begun, time.perf_counter() - middle
+
+    progress("first step")
+    with fsdp_compile.inspect(model) as report:
+        step()
+    predicted, num_kept = report.joint.predict(job.profile), len(report.joint.plan.keep)
+    del report
+    progress("warm-up")
+    for _ in range(settings.warmup):
+        step()
+    gc.collect()
+    dist.barrier()
+    progress("timed steps")
+    seconds = [step() for _ in range(settings.steps)]
+    progress("weighed steps")
+    peaks = _weigh(lambda: forward(tokens).backward(), lambda: optimizer.zero_grad(set_to_none=True))
+    return Figures(
+        predicted.seconds,
+        predicted.exposed_s,
+        predicted.peak_bytes - predicted.held_bytes,
+        [step_s for step_s, _ in seconds],
+        [optimizer_s for _, optimizer_s in seconds],
+        peaks,
+        num_kept,
+    )
+
+
+def _weigh(step: Callable[[], object], after: Callable[[], object]) -> list[int]:
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, _AT_ONCE)
+    libc.mallopt(_M_TRIM_THRESHOLD, _AT_ONCE)
+    peaks = []
+    for turn in range(4):
+        gc.collect()
+        libc.malloc_trim(0)
+        dist.barrier()
+        standing = status_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM to the present VmRSS
+        step()
+        if turn:
+            peaks.append(status_bytes("VmHWM") - standing)
+        after()
+    return peaks

@@ -1,0 +1,36 @@
+"""The plan that a running model follows, also where its graphs came from a compile cache and no pass ran.
+
+    text of a graph          "forward ... all_gather w0 ... | the plan of the step, packed"     stands in its code
+    ledger                   that text, and the shards that the graph was given, when it ran
+    plan_of(model)           the plan in the last text that came with shards of this model
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..core.unit import original_class, units_in
+from ..passes import Plan
+from ..passes.ledger import ledger
+
+
+def plan_of(model: nn.Module, training: bool = True) -> Plan:
+    """The plan of the compiled step of ``model`` that ran last: what ``report.joint.plan`` of an inspection is.
+
+    Nothing is compiled for it, and it is there in a process that was served all graphs from a compile cache.
+    With ``training=False``, that of the forward without gradients. A model that breaks into several graphs has a plan
+    a graph; LookupError where no compiled graph with its collectives ran.
+    """
+    units = units_in(model)
+    addresses = {param.address for unit in units for param in unit.params if param.address}
+    for text, shards in ledger.ran():
+        if addresses.isdisjoint(shards):
+            continue
+        if (text.stage == "inference") != training and text.plan:
+            return Plan.unpacked(text.plan)
+    what = "a training step" if training else "a forward without gradients"
+    raise LookupError(
+        f"no compiled graph of {original_class(model).__name__} ran {what} in this process: run one first, of a model "
+        "that is compiled as a whole on Inductor and sharded over several ranks. Blocks that are compiled one by one "
+        "have no plan, nor has the eager path. inspect(model) shows what compiles."
+    )

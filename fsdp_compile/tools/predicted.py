@@ -1,0 +1,117 @@
+"""What inspected steps are predicted to take: which graphs make one step, and the table of its collectives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ..passes import GraphRecord, HardwareProfile, Prediction, load_profile
+from ..passes.budget import default_profile
+from ..passes.cost import Group
+from ..passes.predicted import PredictedGraph, predict
+from ..passes.provenance import reduce_nodes, unshard_nodes
+from ..passes.reasons import Residency, residency_of, residency_of_whole
+from .tables import table
+
+_WHYS = 3  # of what is exposed, the longest
+
+
+@dataclass
+class Step:
+    """The records of graphs that run one after the other."""
+
+    joint: GraphRecord | None = None
+    graphs: list[GraphRecord] = field(default_factory=list)
+
+    @property
+    def records(self) -> list[GraphRecord]:
+        return [*([self.joint] if self.joint else []), *self.graphs]
+
+    def predicted(self, profile: HardwareProfile | str | Path | None = None) -> Prediction:
+        """On this hardware; by default on what the budget was planned for, or else on the device's built-in profile."""
+        if profile is None:
+            return self._by_default
+        if not self.graphs:
+            raise LookupError(
+                "a step is predicted from the graphs that are cut from its joint graph, and none was recorded: compile "
+                "on Inductor, and run backward in the block as well."
+            )
+        where = profile if isinstance(profile, HardwareProfile) else load_profile(profile)
+        pairs = [(one.graph, one.plan) for one in self.graphs if one.graph is not None]
+        return predict(pairs, where, lambda name: Group.of(self._ranks(name), where), self.residency)
+
+    @functools.cached_property
+    def _by_default(self) -> Prediction:
+        planned_by = next((one.profile for one in self.records if one.profile is not None), None)
+        return self.predicted(planned_by or default_profile(_device_of(self.records)))
+
+    def _ranks(self, group: str) -> Sequence[int]:
+        return next(one.ranks[group] for one in self.graphs if group in one.ranks)
+
+    @functools.cached_property
+    def residency(self) -> dict[str, Residency]:
+        """What becomes of each parameter, where the joint graph is known."""
+        if self.joint is None:
+            return {}
+        if self.joint.plan.stage == "whole":
+            return residency_of_whole(self.joint.plan)
+        return residency_of(self.joint.snapshots[-2], self.joint.plan, self.joint.decided_by)
+
+
+def _device_of(records: Sequence[GraphRecord]) -> torch.device:
+    captured = [record.snapshots[0] for record in records]
+    marker = next(node for graph in captured for node in (*unshard_nodes(graph), *reduce_nodes(graph)))
+    device: torch.device = marker.meta["val"].device
+    return device
+
+
+def steps_of(records: Sequence[GraphRecord]) -> list[Step]:
+    """The steps that these graphs make, in the order of their compilation.
+
+    Graphs know the plan of their step. Of several steps with one plan, for batches of other sizes, the first forward
+    and the first backward belong to the first joint graph.
+    """
+    steps: list[Step] = []
+    waiting: dict[tuple[str, str], list[Step]] = {}
+    for record in records:
+        if record.stage == "joint":
+            steps.append(Step(record))
+            for stage in ("forward", "backward", "whole"):
+                waiting.setdefault((record.plan.id, stage), []).append(steps[-1])
+            continue
+        known = waiting.get((record.step, record.stage))
+        if known:
+            known.pop(0).graphs.append(record)
+        else:
+            steps.append(Step(graphs=[record]))
+    for step in steps:
+        step.graphs.sort(key=lambda one: one.stage, reverse=True)  # forward before backward
+    return steps
+
+
+def collectives_table(graph: PredictedGraph) -> list[str]:
+    """Where each launch and each wait stands, and what is waited for."""
+    rows = [
+        [
+            str(place),
+            f"{one.launched_behind} ..",
+            f".. {one.waited_before}",
+            _ms(one.seconds),
+            _ms(one.beside_s),
+            "hidden" if one.is_hidden else _ms(one.exposed_s),
+        ]
+        for place, one in enumerate(graph.collectives)
+    ]
+    header = ["#", "launched behind", "waited for before", "takes", "beside it", "exposed"]
+    lines = table([header, *rows], right=(0, 3, 4, 5))
+    exposed = [(place, one) for place, one in enumerate(graph.collectives) if not one.is_hidden]
+    exposed.sort(key=lambda found: -found[1].exposed_s)
+    return [*lines, *(f"#{place}: {one.why}" for place, one in exposed[:_WHYS])]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"

@@ -1,0 +1,212 @@
+"""What a step is predicted to take: seconds, bytes, and of each collective whether it is hidden, and why.
+
+    forward graph, lowered     G0 | G1 | w0 c0 | w1 c1           c0 reads the parameters of gather 0
+    replayed                   gather 1: launched before c0, waited for before c1, hidden behind c0
+
+Made from the graphs that run, when somebody looks. No part of a plan: its figures are those of one rank's batch, on
+one profile, and ranks need not agree about them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from .aliases import base_of, is_free, tensors_of
+from .choice import as_size
+from .collectives import KINDS, c10d, is_launch
+from .cost import Groups
+from .events import events_of
+from .insert import GRADIENT_OF, PARAMETER, ROLE, Role
+from .memory import memory_curve
+from .plan import Bucket, Plan
+from .profiles import HardwareProfile
+from .reasons import Residency
+from .replay import Compute, Event, Timeline, simulate
+from .weigh import saved_by, weigh
+
+BEGIN, END = "begin", "end"
+
+
+@dataclass(frozen=True)
+class PredictedCollective:
+    """One launch of a graph: where it stands, and what it costs.
+
+    A place is told by what is computed there: "layers.0.w", where that is read first, "grad layers.0.w", where its
+    gradient is computed, or the begin or the end of the graph.
+    """
+
+    kind: str
+    unit: str
+    fqns: tuple[str, ...]
+    launched_behind: str
+    launched_before: str
+    waited_behind: str
+    waited_before: str
+    seconds: float  # with nothing else on the links
+    beside_s: float  # of compute that stands between its launch and its wait
+    exposed_s: float  # of waiting
+    why: str  # it is hidden, or exposed
+
+    @property
+    def is_hidden(self) -> bool:
+        return not self.exposed_s
+
+
+@dataclass(frozen=True)
+class PredictedGraph:
+    """One lowered graph."""
+
+    stage: str
+    seconds: float
+    exposed_s: float  # of these, waiting for collectives
+    collectives: tuple[PredictedCollective, ...]  # in the order of launch
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One step, or one forward without gradients."""
+
+    profile: str  # name of the hardware's
+    graphs: tuple[PredictedGraph, ...]  # forward and backward; or the one that is all
+    peak_bytes: int  # shards, gradients, activations, gathered parameters, buffers, the batch; of one rank
+    held_bytes: int  # of these, what is there before the step: the graph's inputs
+    residency: Mapping[str, Residency]  # what becomes of each parameter, and why; where the joint graph is known
+
+    @property
+    def seconds(self) -> float:
+        return sum(graph.seconds for graph in self.graphs)
+
+    @property
+    def exposed_s(self) -> float:
+        return sum(graph.exposed_s for graph in self.graphs)
+
+    def of(self, stage: str) -> PredictedGraph:
+        """The graph of a stage."""
+        for graph in self.graphs:
+            if graph.stage == stage:
+                return graph
+        raise LookupError(f"no {stage} graph is predicted, only {', '.join(graph.stage for graph in self.graphs)}.")
+
+    def __str__(self) -> str:
+        stages = ", ".join(f"{graph.stage} {graph.seconds * 1e3:.3f} ms" for graph in self.graphs)
+        waiting = f"{self.exposed_s * 1e3:.3f} of them waiting"
+        return f"predicted on {self.profile!r}: {stages}, {waiting}; peak {as_size(self.peak_bytes)}"
+
+
+def predict(
+    graphs: Sequence[tuple[fx.Graph, Plan]],
+    profile: HardwareProfile,
+    groups: Groups | None = None,
+    residency: Mapping[str, Residency] | None = None,
+) -> Prediction:
+    """Of the lowered forward and backward of a step, with their plans; or of the one graph that there is."""
+    given_up: tuple[str, ...] = ()
+    if len(graphs) == 2:
+        (forward, _), (backward, _) = graphs
+        weight = weigh(forward, backward, saved_by(forward, backward))
+        given_up, peak_bytes, held_bytes = weight.given_up, weight.peak_bytes, weight.held_bytes
+    else:
+        curve = memory_curve(graphs[0][0], fused=True)
+        peak_bytes, held_bytes = curve.input_bytes + curve.peak_bytes, curve.input_bytes
+    taken = [(), given_up]
+    predicted = [_predicted(graph, plan, profile, groups, names) for (graph, plan), names in zip(graphs, taken)]
+    return Prediction(profile.name, tuple(predicted), peak_bytes, held_bytes, residency or {})
+
+
+def _predicted(
+    graph: fx.Graph, plan: Plan, profile: HardwareProfile, groups: Groups | None, given_up: tuple[str, ...]
+) -> PredictedGraph:
+    events = events_of(graph, profile, groups, given_up)
+    timeline = simulate(events)
+    launches = [node for node in graph.nodes if is_launch(node) and ROLE in node.meta]
+    clock, landmarks = _Clock(events, timeline), _Landmarks(graph)
+    spans = {span.name: span for spans in timeline.groups.values() for span in spans}
+    exposed = {one.name: one for one in timeline.exposed}
+    called = {launch.name: _called(launch, plan) for launch in launches}
+    found = []
+    for launch in launches:
+        bucket = _bucket(launch, plan)
+        [wait] = [user for user in launch.users if user.target is c10d.wait_tensor.default]
+        launched, waited = landmarks.around(launch), landmarks.around(wait)
+        seconds = spans[launch.name].end_s - spans[launch.name].start_s
+        beside_s = clock.compute_between(launch.name)
+        its = exposed.get(launch.name)
+        why = f"{_ms(beside_s)} of compute stand beside it" if its is None else f"{its.reason}: {its.detail}"
+        why = re.sub(r"\w+", lambda word: called.get(word[0], word[0]), why)
+        exposed_s = 0.0 if its is None else its.seconds
+        found.append(
+            PredictedCollective(
+                KINDS[launch.target], bucket.unit, bucket.fqns, *launched, *waited, seconds, beside_s, exposed_s, why
+            )
+        )
+    return PredictedGraph(plan.stage, timeline.total_s, timeline.exposed_s, tuple(found))
+
+
+def _bucket(launch: fx.Node, plan: Plan) -> Bucket:
+    role: Role = launch.meta[ROLE]
+    return (plan.gathers if role.kind == "gather" else plan.reduces)[role.bucket]
+
+
+def _called(launch: fx.Node, plan: Plan) -> str:
+    first, *others = _bucket(launch, plan).fqns
+    return f"{KINDS[launch.target]} of {first}" + (f" +{len(others)}" if others else "")
+
+
+class _Clock:
+    """How much is computed up to each event of a launch, and of its wait."""
+
+    def __init__(self, events: Sequence[Event], timeline: Timeline) -> None:
+        spans = iter(timeline.compute)
+        computing = (next(spans) if isinstance(event, Compute) else None for event in events)
+        seconds = (0.0 if span is None else span.end_s - span.start_s for span in computing)
+        self._computed = [0.0, *itertools.accumulate(seconds)]
+        self._places: dict[str, list[int]] = {}
+        for place, event in enumerate(events):
+            self._places.setdefault(event.name, []).append(place)  # a wait's event has the name of its launch
+
+    def compute_between(self, launch: str) -> float:
+        begin, end = self._places[launch]
+        return self._computed[end] - self._computed[begin]
+
+
+class _Landmarks:
+    """What is computed with or for parameters in a lowered graph, by position."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._position = {node: place for place, node in enumerate(graph.nodes)}
+        named: dict[int, str] = {}
+        for node in graph.nodes:
+            if GRADIENT_OF in node.meta:
+                named.setdefault(self._position[base_of(node)], f"grad {node.meta[GRADIENT_OF]}")
+            if PARAMETER in node.meta:
+                reader = self._first_reader(node)
+                if reader is not None:
+                    named.setdefault(self._position[reader], node.meta[PARAMETER])
+        self._places = sorted(named)
+        self._names = [named[place] for place in self._places]
+
+    def around(self, node: fx.Node) -> tuple[str, str]:
+        """The landmarks behind and in front of which a node stands."""
+        place = bisect.bisect(self._places, self._position[node])
+        behind = self._names[place - 1] if place else BEGIN
+        return behind, self._names[place] if place < len(self._names) else END
+
+    def _first_reader(self, node: fx.Node) -> fx.Node | None:
+        readers, work = set(), [node]
+        while work:
+            for user in work.pop().users:
+                if user.op == "call_function" and is_free(user) and tensors_of(user):
+                    work.append(user)
+                elif user.op == "call_function" and ROLE not in user.meta:
+                    readers.add(user)
+        return min(readers, key=self._position.__getitem__, default=None)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"

@@ -1,0 +1,98 @@
+"""Why a parameter is kept from forward to backward, gathered again, or not needed there.
+
+    y  = addmm(b0, x, t(w0))      w0   not needed   x needs no gradient, and nobody else reads w0
+    z  = addmm(b1, y, t(w1))      b1   not needed   the gradient of a sum reads neither operand
+    gy = mm(gz, w1)               w1   again        a gradient reads it
+
+The decision is the plan's (plan.py); this says what it followed from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from .cost import node_flops
+from .plan import Plan
+from .provenance import find_unshards, unshard_nodes
+from .slices import keep_slice, whole_of
+from .structure import RECOMPUTED, Structure, is_matrix, structure_of
+from .views import passes_on
+
+KEPT, AGAIN, UNNEEDED = "kept", "gathered again", "not needed"
+
+TOLD = "reshard_after_forward"  # what the unit was told, or the default
+BUDGET = "memory budget"
+GIVEN = "given plan"
+
+
+@dataclass(frozen=True)
+class Residency:
+    """What becomes of one parameter behind forward."""
+
+    becomes: str  # KEPT, AGAIN or UNNEEDED
+    why: str
+
+
+def residency_of(joint: fx.Graph, plan: Plan, decided_by: str) -> dict[str, Residency]:
+    """Of each parameter of a joint graph, as it was before ``keep``, by its name in the plan.
+
+    ``decided_by`` is TOLD, BUDGET or GIVEN.
+    """
+    graph = fx.Graph(joint.owning_module)
+    graph.output(graph.graph_copy(joint, {}))
+    told = {one.fqn: bool(one.spec.regather) for one in find_unshards(graph)}
+    for one in find_unshards(graph):
+        one.node.update_kwarg("regather", True)
+    structure = structure_of(graph)
+    made = {node for node in structure.of_weights if node not in set(unshard_nodes(graph)) and not passes_on(node)}
+    found = {}
+    for one in find_unshards(graph):
+        why_needed = _why_needed(one.node, structure, made)
+        if one.fqn in plan.keep:
+            found[one.fqn] = Residency(KEPT, f"{TOLD}=False" if decided_by == TOLD else decided_by)
+        elif one.fqn in plan.again:
+            by = "" if decided_by == TOLD else f"{decided_by}; "
+            if decided_by == TOLD and not told[one.fqn]:
+                by = "forward does not read it; "
+            found[one.fqn] = Residency(AGAIN, by + why_needed)
+        else:
+            found[one.fqn] = Residency(UNNEEDED, _why_not(one.node))
+    return found
+
+
+def residency_of_whole(plan: Plan) -> dict[str, Residency]:
+    """Of a step that is one graph: there what was told is done, where backward reads it."""
+    found = {fqn: Residency(UNNEEDED, "backward does not read it") for fqn in plan.regather}
+    found |= {fqn: Residency(AGAIN, "backward reads it") for fqn in plan.again}
+    return found | {fqn: Residency(KEPT, f"{TOLD}=False") for fqn in plan.keep}
+
+
+def _why_needed(gather: fx.Node, structure: Structure, made: set[fx.Node]) -> str:
+    if whole_of(gather) is not None or any(user.target is keep_slice for user in gather.users):
+        return "from the slices that are kept"
+    if _reached(gather, lambda user: user in made):
+        return "what is made of it is made again"
+    if _reached(gather, lambda user: user.meta.get("recompute") in RECOMPUTED):
+        return "a checkpointed region reads it"
+    return "a gradient reads it" if is_matrix(gather) or gather in structure.read else "may be read to compute again"
+
+
+def _why_not(gather: fx.Node) -> str:
+    if is_matrix(gather) and _reached(gather, lambda user: node_flops(user) > 0):
+        return "its input has no gradient"
+    return "no gradient reads it"
+
+
+def _reached(gather: fx.Node, wanted: Callable[[fx.Node], bool]) -> bool:
+    """Whether a reader, looking through views and casts, is of that kind."""
+    work = [gather]
+    while work:
+        for user in work.pop().users:
+            if passes_on(user):
+                work.append(user)
+            elif user.op == "call_function" and wanted(user):
+                return True
+    return False
