@@ -33,8 +33,11 @@ from .tools.breaks import GraphBreak as GraphBreak
 from .tools.breaks import explain_breaks as explain_breaks
 from .tools.inspect import Report as Report
 from .tools.inspect import inspect as inspect
+from .tools.logs import start_logging_as_environment_says as _start_logging
 from .tools.parity import Parity as Parity
 from .tools.parity import check_parity as check_parity
 from .tools.planned import plan_of as plan_of
+
+_start_logging()
 
 __version__ = _version("fsdp-compile")

@@ -85,11 +85,20 @@ class GraphRecord:
     ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of each process group, likewise
 
 
+@dataclass(frozen=True)
+class Listener:
+    """Is told of every graph; of its code, and with copies of it, while it wants these."""
+
+    tell: Callable[[GraphRecord], None]
+    wants_graphs: Callable[[], bool]
+
+
 class PassManager(CustomGraphPass):
     """All passes as the one object that Inductor and AOTAutograd call."""
 
     def __init__(self) -> None:
         self.observers: list[Callable[[GraphRecord], None]] = []
+        self.listeners: list[Listener] = []
         self._agreement = Agreement()
         self._given: dict[str, Plan] = {}
         self._budgets: dict[str, tuple[str, Budget]] = {}  # by what markers say, a name that ranks agree about
@@ -198,7 +207,7 @@ class PassManager(CustomGraphPass):
         return plan
 
     def _run(self, graph: fx.Graph, stage: str, plan: Plan | None, passes: tuple[Pass, ...]) -> None:
-        watched = bool(self.observers)
+        watched = bool(self.observers) or any(one.wants_graphs() for one in self.listeners)
         counts = len(unshard_nodes(graph)), len(reduce_nodes(graph))
         step = step_of(graph)
         asked = {str(node.kwargs["step"]) for node in unshard_nodes(graph)}
@@ -221,22 +230,23 @@ class PassManager(CustomGraphPass):
             if watched:
                 snapshots.append(_snapshot(graph))
         graph.lint()
-        if watched:
-            plan = plan or Plan(stage)
-            record = GraphRecord(
-                stage,
-                plan,
-                *counts,
-                records,
-                snapshots[-1],
-                snapshots,
-                step="" if step is None else step.id,
-                decided_by=GIVEN if asked & {*self._given} else TOLD if plan.choice is None else BUDGET,
-                profile=next((self._budgets[one][1].profile for one in asked if one in self._budgets), None),
-                ranks=ranks,
-            )
-            for observer in self.observers:
-                observer(record)
+        if not watched and not self.listeners:
+            return
+        plan = plan or Plan(stage)
+        record = GraphRecord(
+            stage,
+            plan,
+            *counts,
+            records,
+            snapshots[-1] if watched else None,
+            snapshots,
+            step="" if step is None else step.id,
+            decided_by=GIVEN if asked & {*self._given} else TOLD if plan.choice is None else BUDGET,
+            profile=next((self._budgets[one][1].profile for one in asked if one in self._budgets), None),
+            ranks=ranks,
+        )
+        for observer in (*self.observers, *[one.tell for one in self.listeners]):
+            observer(record)
 
 
 def _stage(graph: fx.Graph) -> str:

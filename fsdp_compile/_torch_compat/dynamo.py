@@ -279,3 +279,25 @@ def num_graph_breaks() -> int:
 def behind_compile(module: nn.Module) -> nn.Module:
     """The module itself, where it is what ``torch.compile(module)`` returned (``_orig_mod``: 2.11 to 2.15)."""
     return module._orig_mod if isinstance(module, OptimizedModule) else module
+
+
+def is_tracing_to_a_file() -> bool:
+    """Whether TORCH_TRACE is on.
+
+    ``torch._logging._internal.trace_log`` has a handler with a ``root_dir`` then (2.11 to 2.15).
+    """
+    from torch._logging._internal import trace_log
+
+    return any(getattr(handler, "root_dir", None) for handler in trace_log.handlers)
+
+
+def trace_artifact(name: str, encoding: str, text: str) -> None:
+    """Put a text into torch's trace, beside what the frame that is being compiled left there (2.11 to 2.15).
+
+    ``encoding`` is "json" or "string". ``torch._logging.trace_structured``.
+    """
+    from torch._logging import trace_structured
+
+    trace_structured(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=lambda: text
+    )

@@ -1,0 +1,119 @@
+"""What compiling says of itself, graph by graph, to Python's logging and to torch's trace.
+
+    logging at INFO, "fsdp_compile"          one line a graph
+    FSDP_COMPILE_LOGS=plan,passes,graph      the same on stderr, and what is named here below it
+        plan      its table, as `inspect` prints it
+        passes    what each pass did, and how long it took
+        graph     its code behind the last pass
+    TORCH_TRACE=folder                       plan, table and the code before and behind each pass, as artifacts of the
+                                             frame that compiles: tlparse shows them
+
+A graph that comes from a compile cache passes no pass, and says nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+
+import torch.distributed as dist
+
+from .._torch_compat import dynamo
+from ..graph.install import manager
+from ..passes import GraphRecord
+from ..passes.manager import Listener
+from .predicted import Step
+from .report import GraphReport
+from .tables import format_bytes, plural, table
+
+VARIABLE = "FSDP_COMPILE_LOGS"
+NAMES = ("plan", "passes", "graph")
+
+logger = logging.getLogger("fsdp_compile")
+
+
+class Log:
+    """Tells of each graph that the passes see."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self.names = names
+        self._num_graphs = 0
+
+    def wants_graphs(self) -> bool:
+        """Whether what is to be told takes copies of the graphs."""
+        return not self.names.isdisjoint(("plan", "graph")) or dynamo.is_tracing_to_a_file()
+
+    def tell(self, record: GraphRecord) -> None:
+        step = Step(record) if record.stage in ("joint", "whole") else Step(graphs=[record])
+        report = GraphReport(record, self._num_graphs, step)
+        self._num_graphs += 1
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("\n".join([_rank() + _line(report), *self._below(report)]))
+        if dynamo.is_tracing_to_a_file():
+            _trace(report)
+
+    def _below(self, report: GraphReport) -> list[str]:
+        lines = []
+        if "plan" in self.names:
+            lines += str(report).splitlines()
+        if "passes" in self.names:
+            rows = [[one.name, str(one.count), f"{one.seconds * 1e3:.1f} ms"] for one in report.record.passes]
+            lines += ["  " + line for line in table([["pass", "did", "took"], *rows], right=(1, 2))]
+        if "graph" in self.names:
+            lines += report.record.passes[-1].after.splitlines()
+        return lines
+
+
+def start_logging(said: str) -> Log:
+    """Tell of all graphs from now on; ``said`` is what FSDP_COMPILE_LOGS holds."""
+    names = {name.strip() for name in said.split(",")} - {""}
+    unknown = names.difference(NAMES)
+    if unknown:
+        warnings.warn(
+            f"{VARIABLE} says {', '.join(sorted(unknown))}, which is nothing to log: it takes {', '.join(NAMES)}, with "
+            "commas between them.",
+            stacklevel=2,
+        )
+    if names.intersection(NAMES):
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    log = Log(frozenset(names.intersection(NAMES)))
+    manager.listeners.append(Listener(log.tell, log.wants_graphs))
+    return log
+
+
+def start_logging_as_environment_says() -> None:
+    start_logging(os.environ.get(VARIABLE, ""))
+
+
+def _line(report: GraphReport) -> str:
+    plan, record = report.plan, report.record
+    if report.stage == "joint":
+        what = f"{plural(len(plan.again), 'parameter')} gathered again in backward, {len(plan.keep)} kept"
+    else:
+        gathers = f"{plural(len(plan.gathers), 'gather')} of {_size(plan.gathers)}"
+        what = f"{gathers}, {plural(len(plan.reduces), 'reduction')} of {_size(plan.reduces)} a rank"
+    took = sum(one.seconds for one in record.passes)
+    return f"fsdp_compile {report.name}: {what}; plan {plan.id}, passes {took * 1e3:.0f} ms"
+
+
+def _size(buckets: tuple) -> str:  # type: ignore[type-arg]
+    return format_bytes(sum(bucket.num_bytes for bucket in buckets))
+
+
+def _rank() -> str:
+    return f"[rank {dist.get_rank()}] " if dist.is_available() and dist.is_initialized() else ""
+
+
+def _trace(report: GraphReport) -> None:
+    name, passes = f"fsdp_compile_{report.stage}", report.record.passes
+    dynamo.trace_artifact(f"{name}_plan", "json", report.plan.to_json())
+    dynamo.trace_artifact(f"{name}_table", "string", str(report))
+    dynamo.trace_artifact(f"{name}_0_captured", "string", passes[0].before)
+    for number, one in enumerate(passes, start=1):
+        dynamo.trace_artifact(f"{name}_{number}_{one.name}", "string", one.after)
