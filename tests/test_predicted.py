@@ -110,11 +110,11 @@ class Model(nn.Module):
         return self.last(x)
 
 
-def inspected(**options: Any) -> Report:
+def inspected(reshard_after_forward: bool | int | None = None, **options: Any) -> Report:
     torch._dynamo.reset()
     model = Model()
     for part in (model.first, model.layer, model.again):
-        fully_shard(part)
+        fully_shard(part, reshard_after_forward=reshard_after_forward)
     fully_shard(model)
     fsdp_compile.configure(model, **options)
     with inspect(model) as report:
@@ -146,6 +146,14 @@ def test_each_parameter_says_why_it_stays_or_comes_again() -> None:
         "last.weight": ("kept", "reshard_after_forward=False"),
         "last.bias": ("kept", "reshard_after_forward=False"),
     }
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_slices_say_so() -> None:
+    found = becomes(inspected(reshard_after_forward=2))
+    assert found["layer.up.weight"] == ("not needed", "a slice of it is kept")
+    assert found["layer.up.weight@2"] == ("gathered again", "from the slices that are kept")
+    assert found["last.weight"] == ("kept", "reshard_after_forward=False")
 
 
 @pytest.mark.usefixtures("fake_group_of_four")

@@ -13,7 +13,7 @@ from ..passes import GraphRecord, HardwareProfile, Prediction, load_profile
 from ..passes.budget import default_profile
 from ..passes.cost import Group
 from ..passes.predicted import PredictedGraph, predict
-from ..passes.provenance import reduce_nodes, unshard_nodes
+from ..passes.provenance import find_unshards, reduce_nodes, unshard_nodes
 from ..passes.reasons import Residency, residency_of, residency_of_whole
 from .tables import table
 
@@ -59,7 +59,9 @@ class Step:
             return {}
         if self.joint.plan.stage == "whole":
             return residency_of_whole(self.joint.plan)
-        return residency_of(self.joint.snapshots[-2], self.joint.plan, self.joint.decided_by)
+        before, after = self.joint.snapshots[-2:]
+        names = [marker.fqn for marker in find_unshards(after)]
+        return residency_of(before, names, self.joint.plan, self.joint.decided_by)
 
 
 def _device_of(records: Sequence[GraphRecord]) -> torch.device:
