@@ -50,7 +50,10 @@ class Step:
         return self.predicted(planned_by or default_profile(_device_of(self.records)))
 
     def _ranks(self, group: str) -> Sequence[int]:
-        return next(one.ranks[group] for one in self.graphs if group in one.ranks)
+        known = {name: ranks for one in self.graphs for name, ranks in one.ranks.items()}
+        if group not in known:
+            raise LookupError(f"the ranks of the process group {group!r} are not known")
+        return known[group]
 
     @functools.cached_property
     def residency(self) -> dict[str, Residency]:
