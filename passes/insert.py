@@ -31,6 +31,7 @@ from . import _torch_compat as compat
 from . import lower
 from .copies import to_host, wait_for_copies
 from .emit import emit
+from .keep import STEP
 from .ledger import Member, note
 from .plan import Bucket, Plan, num_launches
 from .provenance import Marker, find_reduces, find_unshards
@@ -73,7 +74,7 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         members = [unshards.pop(fqn) for fqn in bucket.fqns]
         anchor = min((marker.node for marker in members), key=position.__getitem__)
         specs = [marker.spec for marker in members]
-        call = _emitter(graph, anchor, _role("gather", index, plan, members))
+        call = _emitter(graph, anchor, _role("gather", index, plan, members), members[0].node.meta.get(STEP))
         fulls = lower.finish_gather(call, lower.launch_gather(call, [m.shard for m in members], specs), specs)
         _replace(graph, members, fulls)
         num_launched += num_launches(bucket)
@@ -128,8 +129,8 @@ def _cut(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _emitter(graph: fx.Graph, anchor: fx.Node, role: Role) -> lower.Call:
-    """A ``call`` for the lowering programs that writes nodes in front of ``anchor``."""
+def _emitter(graph: fx.Graph, anchor: fx.Node, role: Role, step: Plan | None = None) -> lower.Call:
+    """A ``call`` for the lowering programs that writes nodes in front of ``anchor``, which tell the plan of the step."""
 
     def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node | None:
         if op is note:
@@ -137,6 +138,8 @@ def _emitter(graph: fx.Graph, anchor: fx.Node, role: Role) -> lower.Call:
         with graph.inserting_before(anchor):
             node = emit(graph, op, *args, **kwargs)
         node.meta[ROLE] = role
+        if step is not None:
+            node.meta[STEP] = step
         return node
 
     return call

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,11 +25,12 @@ from ..core.grads import wait_for_offloaded
 from ..core.unit import Unit
 from ..passes import ParamSpec, lower
 from ..passes.collectives import c10d
-from ..passes.ledger import GraphText
+from ..passes.ledger import Launch
 from .collectives import Caller
 from .gathered import Gathered, without_autograd
 from .reduction import deliver, hold_back, with_pending
 from .running import running
+from .ways import Way
 
 Stage = Literal["forward", "between", "backward", "over"]
 
@@ -77,25 +78,25 @@ class Reducing:
 class Route:
     """All collectives of one step, and how far it has come."""
 
-    def __init__(self, top: Unit, units: dict[str, Unit], forward: GraphText, backward: GraphText | None) -> None:
+    def __init__(self, top: Unit, way: Way) -> None:
         self.top = top
-        self.routed = {unit: Routed(unit, self) for unit in units.values()}
-        self._backward = () if backward is None else tuple(self._stops(backward, units))
+        self.routed = {unit: Routed(unit, self) for unit in way.units.values()}
+        self._backward = tuple(self._stops(way.backward, way.units))
         # What backward gathers again. Nothing else is freed behind forward: backward could not have it back.
         self.again = {member for stop in self._backward if stop.kind == "all_gather" for member in stop.members}
         # What it reduces, whether or not gradients are still to be reduced when it runs: the graph does.
         self.reduced = {member for stop in self._backward if stop.kind != "all_gather" for member in stop.members}
         self._check_reductions()
         self.stage: Stage = "forward"
-        self._left = deque(self._stops(forward, units))
+        self._left = deque(self._stops(way.forward, way.units))
         self._reads: Counter[tuple[Unit, int]] = Counter()  # that autograd recorded
         self._arrived: Counter[tuple[Unit, int]] = Counter()  # gradients of these
         self._grads: dict[tuple[Unit, int], Tensor] = {}
         self._reducing: deque[Reducing] = deque()
 
-    def _stops(self, text: GraphText, units: dict[str, Unit]) -> Iterator[Stop]:
+    def _stops(self, launches: Iterable[Launch], units: Mapping[str, Unit]) -> Iterator[Stop]:
         """The collectives of a graph; ValueError where the parameters would not travel so now."""
-        for launch in text.launches:
+        for launch in launches:
             members = []
             for member in launch.members:
                 routed = self.routed.get(units[member.unit]) if member.unit in units else None
@@ -106,7 +107,7 @@ class Route:
             gathers = launch.kind == "all_gather"
             group = specs[0].replicate_group if launch.kind == "all_reduce" else specs[0].group
             num_bytes = sum(spec.gather_bytes if gathers else spec.reduce_bytes for spec in specs)
-            if (group, num_bytes) != (launch.group, launch.num_bytes):
+            if num_bytes != launch.num_bytes or launch.group not in ("", group):
                 raise ValueError(f"{launch.names} travel otherwise now")
             yield Stop(launch.kind, tuple(members))
 

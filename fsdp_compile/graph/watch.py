@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from .._torch_compat import autograd, dynamo
 from ..core.accumulation import Mode
 from ..core.captures import refuse_traced
+from ..core.exchange import say_compiling
 from ..core.param import ShardedParam, Slot
 from ..core.unit import Unit
 
@@ -52,6 +53,8 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         """What graphs take of a parameter; None where the user put something else in its place, or into it."""
         unit, param = self._of(fqn)
         refuse_traced(fqn, unit.mode_of(param))
+        if unit.given is None:
+            say_compiling(unit)
         around: Unit | None = unit
         while around is not None and around.given is None:  # which may have no parameters of its own
             around.watch._was_asked = True
