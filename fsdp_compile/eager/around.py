@@ -17,7 +17,7 @@ from .follow import replaces_graphs
 from .forward import abandon_forward, begin_forward, end_forward
 from .mistakes import read_around
 from .reads import read_all
-from .route import Routed
+from .routed import Routed
 from .running import Call
 from .trace import span
 

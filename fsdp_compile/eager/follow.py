@@ -9,7 +9,8 @@ from ..core.exchange import others_of
 from ..core.unit import Unit
 from ..passes.ledger import ledger
 from .gathered import Gathered
-from .route import Route, Routed
+from .route import Route
+from .routed import Routed
 from .running import Running, running
 from .ways import Way, own_way, way_of_others
 
@@ -39,7 +40,7 @@ def enter_route(unit: Unit, around_graph: bool) -> None:
 
 
 def replaces_graphs(unit: Unit) -> bool:
-    """Whether a forward that a compiler broke apart, on this rank alone, is to run in Python, as others' whole graph."""
+    """Whether a forward that a compiler broke apart, on this rank alone, is to run in Python, as others' one graph."""
     if autograd.in_functorch() or running(unit).iteration.depth or others_of(unit.root).is_decided:
         return False
     return not (ledger.has_run and own_way(unit) is not None) and way_of_others(unit) is not None
