@@ -130,7 +130,7 @@ def _cut(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _emitter(graph: fx.Graph, anchor: fx.Node, role: Role, step: Plan | None = None) -> lower.Call:
-    """A ``call`` for the lowering programs that writes nodes in front of ``anchor``, which know the plan of the step."""
+    """A ``call`` for the lowering programs that writes nodes in front of ``anchor``, with the plan of the step."""
 
     def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node | None:
         if op is note:

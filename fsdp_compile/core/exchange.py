@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from .._torch_compat import process_groups
 from ..passes import _torch_compat as passes_compat
+from ..passes.agree import Agreement
 from .unit import Unit
 
 PATIENCE_S = 300.0  # until a rank has said anything
@@ -87,6 +88,7 @@ class Others:
         began, pause_s, said_so = time.monotonic(), 0.001, False
         while True:
             if self._has(f"text/{kind}"):
+                Agreement.lost_count_in = self._store
                 return str(self._store.get(f"{self._prefix}text/{kind}").decode())
             if self._has("refused") or self._has("given up"):
                 self.is_decided = True

@@ -40,7 +40,7 @@ def enter_route(unit: Unit, around_graph: bool) -> None:
 
 
 def replaces_graphs(unit: Unit) -> bool:
-    """Whether a forward that a compiler broke apart, on this rank alone, is to run in Python, as others' one graph."""
+    """Whether a forward that was broken apart, on this rank alone, is to run in Python as others' one graph."""
     if autograd.in_functorch() or running(unit).iteration.depth or others_of(unit.root).is_decided:
         return False
     return not (ledger.has_run and own_way(unit) is not None) and way_of_others(unit) is not None

@@ -1,12 +1,13 @@
 """A step that a rank runs eagerly among ranks that run it compiled: it launches what the compiled step does, in order.
 
-    compiled    begin("gather norms, gather 0, gather 1, ...")      the text of a graph that this rank ran before
+    compiled    begin("gather norms, gather 0, gather 1, ...")      the text of a graph, on this rank or another
     eagerly     unit 0 is read     launch all up to "gather 0", and land what unit 0 has a part in
                 a gradient came    launch all up to the last reduction that has its gradients
 
 Where Dynamo gives up on a frame (the limit of recompilations), or is told to (``set_stance("force_eager")``), the frame
 runs in Python under the very call that was to run compiled code. The other ranks know nothing of that. Which parameters
-travel together, when, and which of them backward gathers again is what their graph says; this rank ran it as well.
+travel together, when, and which of them backward gathers again is what their graph says; where from it is known here is
+in ``ways``.
 """
 
 from __future__ import annotations
@@ -163,9 +164,10 @@ class Route:
 
         Its next forward is one that has backward decide (graph/sink.py), and so is this rank's.
         """
+        reduced = {unit for unit, _ in self.reduced}
         for unit in self._resuming:
             accumulation = unit.accumulation
-            if not accumulation.sync and not accumulation.decides_in_backward and unit in {one for one, _ in self.reduced}:
+            if unit in reduced and not accumulation.sync and not accumulation.decides_in_backward:
                 accumulation.decides_in_backward = True
                 unit.watch.follow_mode()
 
