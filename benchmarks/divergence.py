@@ -1,7 +1,8 @@
 """`python -m benchmarks.divergence`: ranks that differ and should be right, and ranks that part and should be told.
 
 Each cell is a world of its own that runs the same script: eight steps of four small blocks, in which the second rank
-does something else from the third step on. "right" means gradients of the unsharded model in every step on every rank.
+does something else, from the third step on where nothing else is said. "right" means gradients of the unsharded model
+in every step on every rank.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ DIFFER = {
     "dynamic": "... and dynamic shapes on one rank",
     "limit": "one rank at the limit of recompilations",
     "stance": "one rank told to run eagerly",
+    "never": "... from the first step on",
+    "unwrapped": "one rank that does not call torch.compile",
+    "breaks": "a graph that breaks on one rank, from the first step on",
     "cache": "a warm cache on one rank, a cold one on the other",
     "tuning": "other settings of Inductor on one rank",
     "eval": "one rank in eval()",

@@ -70,7 +70,7 @@ def circumstances(case: str, step: int, rank: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if rank == 1 and case == "limit":
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False))
-        if rank == 1 and case == "stance" and step >= 2:
+        if rank == 1 and (case == "never" or (case == "stance" and step >= 2)):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if rank == 1 and case == "tuning":
             stack.enter_context(torch._inductor.config.patch(max_fusion_size=4, reorder_for_peak_memory=False))
@@ -83,7 +83,10 @@ def train(case: str, how: str, rank: int, world: int) -> float:
     unsharded = Model(128 if case == "shapes" else 64)
     torch.manual_seed(0)
     model = Model(128 if case == "shapes" else 64)
-    run = sharded(model, how, dynamic=True if case == "dynamic" and rank == 1 else None)
+    compiles = case != "unwrapped" or rank != 1
+    run = sharded(model, how, compiles, dynamic=True if case == "dynamic" and rank == 1 else None)
+    if case == "breaks" and rank == 1:
+        model.a.register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break())
     worst = 0.0
     for step in range(STEPS):
         if case == "ends" and rank == 1 and step == 4:
@@ -110,7 +113,7 @@ def batch(case: str, step: int, rank: int) -> Tensor:
     return torch.randn(length_of(case, step, rank), WIDTH, generator=torch.Generator().manual_seed(31 * step + rank))
 
 
-def sharded(model: Model, how: str, dynamic: bool | None) -> Callable[..., Any]:
+def sharded(model: Model, how: str, compiles: bool, dynamic: bool | None) -> Callable[..., Any]:
     fully_shard: Any
     if how.startswith("fsdp2"):
         from torch.distributed.fsdp import fully_shard
@@ -118,10 +121,10 @@ def sharded(model: Model, how: str, dynamic: bool | None) -> Callable[..., Any]:
         from fsdp_compile import fully_shard
     for block in model.children():
         fully_shard(block)
-        if how.endswith("blocks"):
+        if how.endswith("blocks") and compiles:
             block.compile(dynamic=dynamic)
     fully_shard(model)
-    return torch.compile(model, dynamic=dynamic) if how == "whole" else model
+    return torch.compile(model, dynamic=dynamic) if how == "whole" and compiles else model
 
 
 def difference(model: nn.Module, unsharded: nn.Module, rank: int, world: int) -> float:

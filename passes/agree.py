@@ -20,8 +20,11 @@ class Agreement:
 
     The same names may be planned again, for another model or after other options: the k-th distinct plan of this rank
     is compared with the k-th of the others. Planning the same once more, as a rank that recompiles does, counts once.
-    A rank that was served a graph from a compile cache has run what it did not plan, and lost count: it is silent.
+    A rank that was served a graph from a compile cache has run what it did not plan, and lost count: it is silent. So
+    is one that followed another rank's graph without one of its own.
     """
+
+    lost_count_in: object = None  # the world in which this rank did that
 
     def __init__(self) -> None:
         self._planned: dict[str, list[str]] = {}
@@ -33,7 +36,7 @@ class Agreement:
         Each group compares for itself: with replicas no two ranks are in the same set of groups.
         """
         store = compat.default_store()
-        if store is None:
+        if store is None or store is Agreement.lost_count_in:
             return
         if store is not self._store:  # the process group was made anew
             self._store, self._planned = store, {}

@@ -141,7 +141,7 @@ def _step(members: Sequence[Marker]) -> Plan | None:
 
 
 def _emitter(graph: fx.Graph, anchor: fx.Node, role: Role, step: Plan | None = None) -> lower.Call:
-    """A ``call`` for the lowering programs that writes nodes in front of ``anchor``."""
+    """A ``call`` for the lowering programs that writes nodes in front of ``anchor``, with the plan of the step."""
 
     def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node | None:
         if op is note:

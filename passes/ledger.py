@@ -15,7 +15,7 @@ import hashlib
 import json
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import starmap
 from typing import Any, NamedTuple
@@ -80,24 +80,34 @@ class GraphText:
     firsts: tuple[tuple[str, Member], ...]
     launches: tuple[Launch, ...]
     plan: str = ""  # of the step, or of the graph where that is planned for itself; packed
+    then: tuple[Launch, ...] | None = None  # of a forward: what its backward will launch, where that is known
 
     @property
     def groups(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(launch.group for launch in self.launches))
 
     def dumps(self) -> str:
-        rows = [[one.kind, one.group, one.dtype, one.num_bytes, one.names, one.members] for one in self.launches]
-        said = json.dumps([self.stage, self.step, self.firsts, rows, self.plan], separators=(",", ":"))
+        then = None if self.then is None else _rows(self.then)
+        rows = [self.stage, self.step, self.firsts, _rows(self.launches), self.plan, then]
+        said = json.dumps(rows, separators=(",", ":"))
         return hashlib.sha256(said.encode()).hexdigest()[:_DIGEST] + said
 
     @classmethod
     def loads(cls, text: str) -> GraphText:
-        stage, step, firsts, rows, plan = json.loads(text[_DIGEST:])
-        launches = [
-            Launch(kind, group, dtype, num_bytes, tuple(names), tuple(starmap(Member, members)))
-            for kind, group, dtype, num_bytes, names, members in rows
-        ]
-        return cls(stage, step, tuple((name, Member(*one)) for name, one in firsts), tuple(launches), plan)
+        stage, step, firsts, rows, plan, then = json.loads(text[_DIGEST:])
+        named = tuple((name, Member(*one)) for name, one in firsts)
+        return cls(stage, step, named, _launches(rows), plan, None if then is None else _launches(then))
+
+
+def _rows(launches: Iterable[Launch]) -> list[Any]:
+    return [[one.kind, one.group, one.dtype, one.num_bytes, one.names, one.members] for one in launches]
+
+
+def _launches(rows: Iterable[Any]) -> tuple[Launch, ...]:
+    return tuple(
+        Launch(kind, group, dtype, num_bytes, tuple(names), tuple(starmap(Member, members)))
+        for kind, group, dtype, num_bytes, names, members in rows
+    )
 
 
 class _Text:
@@ -122,6 +132,10 @@ class Ledger:
         self.is_kept = False  # whether somebody drains it
         self.alarm: Callable[[], None] | None = None
         self.explain: Callable[[RuntimeError], None] | None = None  # raises where somebody knows why a wait failed
+        # Told of each graph that runs for the first time, and of a parameter that travels outside of graphs and units.
+        self.on_graph: Callable[[GraphText, tuple[int, ...]], None] | None = None
+        self.on_parameter: Callable[[int], None] | None = None
+        self.num_begun = 0  # calls of graphs
         self._texts: dict[str, _Text] = {}  # by their digests
         # Graphs that ran, the last one last, with the addresses of the shards that they were given.
         self._ran: dict[tuple[_Text, tuple[int, ...]], None] = {}
@@ -148,6 +162,8 @@ class Ledger:
         """A collective is launched now. The ``units`` are not kept alive by that."""
         if self.alarm is not None:
             self.alarm()
+        if not units and shard is not None and self.on_parameter is not None:
+            self.on_parameter(_address(shard))
         if self.is_kept:
             address = 0 if shard is None else _address(shard)
             memory = shard.untyped_storage() if address else None
@@ -164,10 +180,13 @@ class Ledger:
         if not known.read.firsts:
             shards = ()
         ran = known, tuple([_address(shard) for shard in shards])
-        self._ran.pop(ran, None)
+        self.num_begun += 1
+        is_new = self._ran.pop(ran, ran) is ran
         if len(self._ran) >= _MOST:
             self._ran.clear()
         self._ran[ran] = None
+        if is_new and self.on_graph is not None:
+            self.on_graph(known.read, ran[1])
         if self.is_kept:
             memory = [shard.untyped_storage() for shard, address in zip(shards, ran[1]) if address]
             self.entries.append(Called(known.read, ran[1], memory, known.sequence()))

@@ -34,7 +34,7 @@ class Branching(nn.Module):
 
 
 def branch_of(case: str, rank: int, step: int) -> str:
-    if step < 2 or case in ("fewer", "slow", "destroyed"):
+    if step < 2 or case in ("fewer", "slow", "destroyed", "later", "alone"):
         return "a"
     if case == "one":
         return "a" if rank == 0 else ""
@@ -50,6 +50,10 @@ def train(case: str, mode: str, rank: int) -> None:
             layer.compile()
     fully_shard(model)
     run = model if mode in ("eager", "blocks") else torch.compile(model, backend=mode)
+    if case == "later":
+        model(torch.randn(4, 16), "a").sum().backward()
+    if case in ("later", "alone") and rank == 1:
+        run = model
     for step in range(400 if case == "equal" else 5):
         if case in ("fewer", "destroyed") and rank == 1 and step == 3:
             return

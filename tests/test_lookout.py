@@ -78,6 +78,15 @@ def test_a_parameter_that_one_rank_uses(mode: str) -> None:
 
 
 @pytest.mark.more
+@pytest.mark.parametrize(("case", "mode"), [("later", "inductor"), ("alone", "aot_eager")])
+def test_a_rank_that_runs_eagerly_and_cannot_know(case: str, mode: str) -> None:
+    """One compiles after all ran eagerly; one compiles where no pass makes buckets."""
+    for status, said, err in part(case, mode):
+        assert "rank 0: " in err and "rank 1: eager, all_gather of " in err, err
+        assert (status, said.get("raised")) == (0, "RanksParted") or status == -signal.SIGABRT, err
+
+
+@pytest.mark.more
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rank_that_ends_earlier(mode: str) -> None:
     (_, raised, err), (_, ended, _) = part("fewer", mode)

@@ -43,7 +43,7 @@ class Case:
     make: Callable[[], nn.Module] = Stack
     batch: Callable[[int, int], Tensor] = _tokens
     options: dict[str, Any] = field(default_factory=dict)
-    how: str = "stance"  # or "limit": that of recompilations; or "never": it compiles nothing from the beginning
+    how: str = "stance"  # or "limit": that of recompilations; or one of ``never_compiling``, from the beginning
     blocks: bool = False  # compiled one by one, not the whole model
     both: bool = False  # the whole model, and its blocks
     nested: bool = False  # a unit inside of each block
@@ -55,9 +55,42 @@ class Case:
     evaluates: bool = False  # before each step, without gradients
     twice: bool = False  # backward, through the same graph
     tolerance: float = 1e-5
+    never: tuple[int, ...] = (1,)  # ranks that compile nothing, where ``how`` says so
 
 
-def _train(case: Case) -> list[int]:
+def _within(context: Callable[[], Any], run: Any) -> Any:
+    def call(batch: Tensor) -> Tensor:
+        with context():
+            return run(batch)
+
+    return call
+
+
+def _with_an_error(model: nn.Module, run: Any) -> Any:
+    def fails(module: Any, inputs: Any) -> Any:
+        raise AssertionError("does not compile here")
+
+    return _within(lambda: torch._dynamo.config.patch(suppress_errors=True), torch.compile(model, backend=fails))
+
+
+def _with_a_break(model: nn.Module, run: Any) -> Any:
+    model.layers[1].register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break())
+    return run
+
+
+# Of a model and what torch.compile made of it: what a rank calls that has no graph.
+never_compiling: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "never": lambda model, run: _within(lambda: torch.compiler.set_stance("force_eager"), run),
+    "unwrapped": lambda model, run: model,
+    "disabled": lambda model, run: torch._dynamo.disable(lambda batch: model(batch)),
+    "switch": lambda model, run: torch.compile(model, disable=True),
+    "limit of none": lambda model, run: _within(lambda: torch._dynamo.config.patch(recompile_limit=0), run),
+    "error": _with_an_error,
+    "break": _with_a_break,
+}
+
+
+def train(case: Case) -> list[int]:
     """Rank 1 falls back after two steps; of how many units each step read parameters eagerly."""
     rank, world = dist.get_rank(), dist.get_world_size()
     unsharded, model = twins(case.make)
@@ -74,6 +107,8 @@ def _train(case: Case) -> list[int]:
         for layer in model.layers:
             layer.compile(backend=case.backend)
     run = model if case.blocks else compiled(model, case.backend, fullgraph=False)
+    if rank in case.never and case.how in never_compiling:
+        run = never_compiling[case.how](model, run)
     read: set[Any] = set()
 
     def observe(module: nn.Module, name: str) -> None:
@@ -101,7 +136,7 @@ def _train(case: Case) -> list[int]:
             with ExitStack() as stack:
                 # Buffers that are donated are no more for a second backward.
                 stack.enter_context(torch._functorch.config.patch(donated_buffer=not case.twice))
-                if rank == 1 and (case.how == "never" or (case.how == "stance" and number in (2, 3))):
+                if rank == 1 and case.how == "stance" and number in (2, 3):
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 if rank == 1 and case.how == "limit":  # each step has another length
                     stack.enter_context(torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False))
@@ -140,7 +175,7 @@ def _other(batch: Tensor) -> Tensor:
     ],
 )
 def test_a_rank_that_falls_back_trains_on(two_ranks: Ranks, how: str, backend: str, blocks: bool) -> None:
-    stays, falls_back = two_ranks.run(_train, Case(how=how, blocks=blocks, backend=backend))
+    stays, falls_back = two_ranks.run(train, Case(how=how, blocks=blocks, backend=backend))
     around = 1 if blocks else 0  # the root, which is not compiled then
     assert stays == [around] * NUM_STEPS
     assert falls_back == [around, around, 3, 3, around if how == "stance" else 3]
@@ -172,7 +207,7 @@ def test_around_compiled_blocks_ranks_launch_the_same_whatever_they_compile(two_
 
 
 def _of_blocks(kind: str) -> list[int]:
-    return _train(BLOCKS[kind])
+    return train(BLOCKS[kind])
 
 
 class Inner(Block):
@@ -226,12 +261,12 @@ def test_it_does_in_every_mode(two_ranks: Ranks, name: str) -> None:
 
 
 def _by_name(name: str) -> list[int]:
-    return _train(CASES[name])
+    return train(CASES[name])
 
 
 @pytest.mark.more
 def test_on_replicated_meshes(four_ranks: Ranks) -> None:
-    _, falls_back, *_ = four_ranks.run(_train, Case(replicated=True))
+    _, falls_back, *_ = four_ranks.run(train, Case(replicated=True))
     assert falls_back == [0, 0, 3, 3, 0]
 
 

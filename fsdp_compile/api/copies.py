@@ -28,6 +28,7 @@ from ..core.unit import STATE, Unit, original_class, unit_of
 from ..eager.backward import end_backward
 from ..eager.reduction import Traffic
 from ..eager.running import running
+from ..eager.ways import know
 from ..graph.watch import Watch
 from .compiled import stand_before_wrappers
 from .fsdp2_view import FSDP2View
@@ -174,8 +175,10 @@ class _Copies:
             knows_wrappers=False,
             watch=None,
             running=None,
+            others=None,
         )
         copied.watch = Watch(copied)
+        know(copied)
         copied.takes_inputs_to = _elsewhere(copied)
         around, own = running(unit).iteration, running(copied).own_iteration
         own.is_last_backward = around.is_last_backward

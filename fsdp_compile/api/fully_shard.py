@@ -23,6 +23,7 @@ from ..core.undo import AllOrNothing
 from ..core.unit import STATE, Ends, Unit, original_class, unit_of, units_in
 from ..eager.backward import clean_up_at_end, end_backward, note_reduction, reduce_now
 from ..eager.running import running
+from ..eager.ways import know
 from ..graph.install import install_passes
 from ..graph.watch import Watch
 from ..lookout.lookout import lookout
@@ -123,6 +124,7 @@ def make_unit(
     moved = _moved_buffers(managed, target.device)
     install_passes()
     lookout.know(unit)
+    know(unit)
     if inner_size is not None:
         unit.post_forward = inner_mesh(target, inner_size)
 

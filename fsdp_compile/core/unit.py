@@ -70,6 +70,8 @@ class Unit:
     # What the paths keep of the unit, each its own: graph.watch.Watch, and eager.running.Running.
     watch: Any = field(default=None, repr=False)
     running: Any = field(default=None, repr=False)
+    # Of the outermost unit, what is known of how other ranks run the model: core.exchange.Others.
+    others: Any = field(default=None, repr=False)
 
     @property
     def name(self) -> str:

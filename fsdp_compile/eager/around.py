@@ -13,10 +13,11 @@ from torch import nn
 from .._torch_compat import autograd, dynamo
 from ..core.captures import refuse_run
 from ..core.unit import Unit
+from .follow import replaces_graphs
 from .forward import abandon_forward, begin_forward, end_forward
 from .mistakes import read_around
 from .reads import read_all
-from .route import Routed
+from .routed import Routed
 from .running import Call
 from .trace import span
 
@@ -34,6 +35,8 @@ def eager_forward(unit: Unit, module: nn.Module, forward: Callable[..., Any], ar
     are_compiled = dynamo.reads_are_compiled(module)
     call = None
     try:
+        if are_compiled and not dynamo.forward_is_compiled(module) and _replaces_graphs(unit):
+            are_compiled, forward = False, functools.partial(_in_python, forward)
         call, args, kwargs = begin(unit, module, args, kwargs, are_compiled)
         output = forward(module, *args, **kwargs)
     except BaseException as error:
@@ -60,6 +63,14 @@ def forward_around_graph(unit: Unit, module: nn.Module, forward: Callable[..., A
     unit.give(given)
     return end(unit, module, call, output)
 
+
+@_not_traced
+def _in_python(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A forward of which nothing is compiled."""
+    return forward(*args, **kwargs)
+
+
+_replaces_graphs = _not_traced(replaces_graphs)
 
 dynamo.leave_to_python(eager_forward)
 dynamo.leave_to_python(forward_around_graph)

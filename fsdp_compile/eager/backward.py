@@ -23,7 +23,8 @@ from ..core.unit import Unit
 from .follow import run_ahead
 from .gathered import Gathered
 from .reduction import Reduction, hold_back, with_pending
-from .route import Route, Routed
+from .route import Route
+from .routed import Routed
 from .running import Call, Iteration, Recording, Running, running
 from .trace import span
 

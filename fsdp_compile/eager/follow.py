@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-
-import torch
-from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dynamo
-from ..core.extension import has_extension
-from ..core.param import ShardedParam
+from ..core.exchange import others_of
 from ..core.unit import Unit
-from ..passes.ledger import GraphText, ledger
+from ..passes.ledger import ledger
 from .gathered import Gathered
-from .route import Route, Routed
+from .route import Route
+from .routed import Routed
 from .running import Running, running
+from .ways import Way, own_way, way_of_others
 
 _logger = logging.getLogger(__name__)
 
@@ -40,6 +37,13 @@ def enter_route(unit: Unit, around_graph: bool) -> None:
         if run.gathered is not None and run.gathered is not routed:
             run.gathered.free()
         run.gathered = routed
+
+
+def replaces_graphs(unit: Unit) -> bool:
+    """Whether a forward that was broken apart, on this rank alone, is to run in Python as others' one graph."""
+    if autograd.in_functorch() or running(unit).iteration.depth or others_of(unit.root).is_decided:
+        return False
+    return not (ledger.has_run and own_way(unit) is not None) and way_of_others(unit) is not None
 
 
 def end_route(unit: Unit) -> None:
@@ -76,62 +80,23 @@ def _around(unit: Unit) -> Route | None:
 
 
 def _find(unit: Unit) -> Route | None:
-    if not ledger.has_run or autograd.in_functorch() or not dynamo.is_called_through_compile():
+    if autograd.in_functorch():
         return None
-    return _route_of(unit)
+    is_compiled = ledger.has_run and dynamo.is_called_through_compile()
+    if is_compiled:
+        route = _route(unit, own_way(unit))
+        if route is not None:
+            return route
+    if running(unit).iteration.depth or others_of(unit.root).is_decided:
+        return None  # what is around it has asked
+    if ledger.has_run and not is_compiled and own_way(unit) is not None:
+        return None  # it has the graph, and was told to run without
+    return _route(unit, way_of_others(unit))
 
 
-def _route_of(top: Unit) -> Route | None:
-    """The way of the graph that ran last of those that gather the most of these units."""
-    inside = top.inside()
-    by_address = {param.address: (unit, param) for unit in inside for param in unit.params if param.address}
-    stage = "forward" if torch.is_grad_enabled() else "inference"
-    syncs = _synchronizes(top)
-    if any(_synchronizes(unit) != syncs for unit in inside):
-        return None
-    reduces = syncs and any(param.shard.requires_grad for unit in inside for param in unit.params)
-    backwards: dict[str, list[GraphText]] = {}  # of each step, the last one first
-    for text, _ in ledger.ran():
-        if text.stage == "backward":
-            backwards.setdefault(text.step, []).append(text)
-    best: tuple[int, GraphText, dict[str, Unit], GraphText | None] | None = None
-    for text, addresses in ledger.ran():
-        if text.stage == stage:
-            units = _units_of(text, addresses, by_address)
-            if units and (best is None or len(units) > best[0]):
-                known = backwards.get(text.step, []) if stage == "forward" else []
-                backward = next((one for one in known if _reduces(one) == reduces), None)
-                # One that neither gathers nor reduces has no text.
-                if backward is not None or stage == "inference" or not (known or reduces):
-                    best = len(units), text, units, backward
-    if best is None:
-        return None
-    _, forward, units, backward = best
+def _route(top: Unit, way: Way | None) -> Route | None:
     try:
-        return Route(top, units, forward, backward)
+        return None if way is None else Route(top, way)
     except ValueError as error:
         _logger.info("%s runs eagerly, and not as the compiled step did: %s", top.name, error)
         return None
-
-
-def _reduces(text: GraphText) -> bool:
-    return any(launch.kind != "all_gather" for launch in text.launches)
-
-
-def _synchronizes(unit: Unit) -> bool:
-    return unit.accumulation.sync and not unit.accumulation.decides_in_backward
-
-
-def _units_of(
-    text: GraphText, addresses: tuple[int, ...], by_address: Mapping[int, tuple[Unit, ShardedParam]]
-) -> dict[str, Unit]:
-    """The units that a graph reads, by what it calls them; none where one of them is another model's."""
-    units = {}
-    for (_, member), address in zip(text.firsts, addresses):
-        unit, param = by_address.get(address, (None, None))
-        if unit is None or param is None or param.fqn != member.fqn or unit.post_forward is not None:
-            return {}
-        if any(isinstance(one.shard, DTensor) and has_extension(one.fqn, one.shard) for one in unit.params):
-            return {}
-        units[member.unit] = unit
-    return units

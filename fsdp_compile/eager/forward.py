@@ -32,7 +32,7 @@ from ..passes.markers import require_data
 from .backward import clean_up_at_end, enter_backward
 from .follow import abandon_route, end_route, enter_route, run_ahead
 from .reads import end_at_inputs, read
-from .route import Routed
+from .routed import Routed
 from .running import Call, Running, recover, running
 from .trace import span
 

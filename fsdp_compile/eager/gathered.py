@@ -35,6 +35,8 @@ from .extension import Extension
 class Gathered:
     """The full parameters of one unit, or the promise of them."""
 
+    route: Any = None  # on which it is gathered, where it is one of those of ``route``
+
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self._version = unit.version

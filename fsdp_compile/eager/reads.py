@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from .._torch_compat import autograd, dynamo
 from ..core.containers import map_tensors, tensors_in
 from . import backward
-from .route import Routed
+from .routed import Routed
 from .running import Call, Recording
 
 

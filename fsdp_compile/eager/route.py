@@ -1,35 +1,37 @@
 """A step that a rank runs eagerly among ranks that run it compiled: it launches what the compiled step does, in order.
 
-    compiled    begin("gather norms, gather 0, gather 1, ...")      the text of a graph that this rank ran before
+    compiled    begin("gather norms, gather 0, gather 1, ...")      the text of a graph, on this rank or another
     eagerly     unit 0 is read     launch all up to "gather 0", and land what unit 0 has a part in
                 a gradient came    launch all up to the last reduction that has its gradients
 
 Where Dynamo gives up on a frame (the limit of recompilations), or is told to (``set_stance("force_eager")``), the frame
 runs in Python under the very call that was to run compiled code. The other ranks know nothing of that. Which parameters
-travel together, when, and which of them backward gathers again is what their graph says; this rank ran it as well.
+travel together, when, and which of them backward gathers again is what their graph says; where from it is known here is
+in ``ways``.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from .._torch_compat import subclasses
 from ..core.grads import wait_for_offloaded
 from ..core.unit import Unit
 from ..passes import ParamSpec, lower
 from ..passes.collectives import c10d
-from ..passes.ledger import GraphText
+from ..passes.ledger import Launch
 from .collectives import Caller
-from .gathered import Gathered, without_autograd
+from .gathered import without_autograd
 from .reduction import deliver, hold_back, with_pending
+from .routed import Flight, Routed
 from .running import running
+from .ways import Way
 
 Stage = Literal["forward", "between", "backward", "over"]
 
@@ -49,20 +51,6 @@ class Stop:
         return self.kind == "all_gather" and any(one is unit for one, _ in self.members)
 
 
-class Flight:
-    """One all-gather under way; it lands once, for all units that have a part in it."""
-
-    def __init__(self, launched: Any, specs: list[ParamSpec], call: Caller) -> None:
-        self._launched, self._specs, self._call = launched, specs, call
-        self._landed: list[Tensor] | None = None
-
-    def land(self) -> list[Tensor]:
-        if self._landed is None:
-            self._landed = lower.finish_gather(self._call, self._launched, self._specs)
-            self._launched = None
-        return self._landed
-
-
 @dataclass
 class Reducing:
     """One bucket of gradients under way."""
@@ -77,25 +65,27 @@ class Reducing:
 class Route:
     """All collectives of one step, and how far it has come."""
 
-    def __init__(self, top: Unit, units: dict[str, Unit], forward: GraphText, backward: GraphText | None) -> None:
+    def __init__(self, top: Unit, way: Way) -> None:
         self.top = top
-        self.routed = {unit: Routed(unit, self) for unit in units.values()}
-        self._backward = () if backward is None else tuple(self._stops(backward, units))
+        self.routed = {unit: Routed(unit, self) for unit in way.units.values()}
+        self._backward = tuple(self._stops(way.backward, way.units))
         # What backward gathers again. Nothing else is freed behind forward: backward could not have it back.
         self.again = {member for stop in self._backward if stop.kind == "all_gather" for member in stop.members}
         # What it reduces, whether or not gradients are still to be reduced when it runs: the graph does.
         self.reduced = {member for stop in self._backward if stop.kind != "all_gather" for member in stop.members}
+        # Units whose graph has tickets: see ``_decide_late``.
+        self._resuming = [unit for unit in self.routed if unit.accumulation.has_held]
         self._check_reductions()
         self.stage: Stage = "forward"
-        self._left = deque(self._stops(forward, units))
+        self._left = deque(self._stops(way.forward, way.units))
         self._reads: Counter[tuple[Unit, int]] = Counter()  # that autograd recorded
         self._arrived: Counter[tuple[Unit, int]] = Counter()  # gradients of these
         self._grads: dict[tuple[Unit, int], Tensor] = {}
         self._reducing: deque[Reducing] = deque()
 
-    def _stops(self, text: GraphText, units: dict[str, Unit]) -> Iterator[Stop]:
+    def _stops(self, launches: Iterable[Launch], units: Mapping[str, Unit]) -> Iterator[Stop]:
         """The collectives of a graph; ValueError where the parameters would not travel so now."""
-        for launch in text.launches:
+        for launch in launches:
             members = []
             for member in launch.members:
                 routed = self.routed.get(units[member.unit]) if member.unit in units else None
@@ -106,7 +96,7 @@ class Route:
             gathers = launch.kind == "all_gather"
             group = specs[0].replicate_group if launch.kind == "all_reduce" else specs[0].group
             num_bytes = sum(spec.gather_bytes if gathers else spec.reduce_bytes for spec in specs)
-            if (group, num_bytes) != (launch.group, launch.num_bytes):
+            if num_bytes != launch.num_bytes or launch.group not in ("", group):
                 raise ValueError(f"{launch.names} travel otherwise now")
             yield Stop(launch.kind, tuple(members))
 
@@ -133,6 +123,7 @@ class Route:
             self.stage = "between"
             if not self._backward:
                 self.leave()
+            self._let_go()
 
     def give_up_forward(self) -> None:
         """The forward did not come to its end."""
@@ -144,6 +135,9 @@ class Route:
             self.stage = "backward"
             self._left = deque(self._backward)
             self._arrived.clear()
+            for unit, routed in self.routed.items():
+                if running(unit).gathered is None:
+                    running(unit).gathered = routed  # for what checkpointing computes again
 
     def end_backward(self, keeps: bool) -> None:
         """Launch what is left; shards get their gradients, and what no collective took waits with what is held back.
@@ -158,10 +152,32 @@ class Route:
         self._grads.clear()
         if any(unit.offload for unit in self.routed):
             wait_for_offloaded()
+        self._decide_late()
         if keeps:
             self.stage = "between"
+            self._let_go()
         else:
             self.leave()
+
+    def _decide_late(self) -> None:
+        """Where it was said since forward that nothing is to be reduced, do as the graph does: it reduces, and no more.
+
+        Its next forward is one that has backward decide (graph/sink.py), and so is this rank's.
+        """
+        reduced = {unit for unit, _ in self.reduced}
+        for unit in self._resuming:
+            accumulation = unit.accumulation
+            if unit in reduced and not accumulation.sync and not accumulation.decides_in_backward:
+                accumulation.decides_in_backward = True
+                unit.watch.follow_mode()
+
+    def _let_go(self) -> None:
+        """Be held by those alone whom backward will come to."""
+        if running(self.top).route is self:
+            running(self.top).route = None
+        for unit, routed in self.routed.items():
+            if running(unit).gathered is routed:
+                running(unit).gathered = None
 
     def give_up_reducing(self) -> None:
         """Somebody asked autograd for gradients: each is reduced by itself, as on any eager rank."""
@@ -182,12 +198,9 @@ class Route:
             if one.over_replicas or one.specs[0].num_shards > 1:
                 c10d.wait_tensor.default(one.launched)
         self._reducing.clear()
-        if running(self.top).route is self:
-            running(self.top).route = None
-        for unit, routed in self.routed.items():
+        for routed in self.routed.values():
             routed.free()
-            if running(unit).gathered is routed:
-                running(unit).gathered = None
+        self._let_go()
 
     def reach(self, routed: Routed, must: bool) -> None:
         """Launch everything up to the last gather that a unit has a part in.
@@ -294,101 +307,6 @@ class Route:
                 # What no rank has a gradient of arrives as zeros, and its shard is to have none.
                 if self._arrived[unit, index] or local.any():
                     deliver(self.routed[unit], index, local)
-
-
-class Routed(Gathered):
-    """A unit's full parameters in one step, gathered as the route says: some with other units', some not at all."""
-
-    def __init__(self, unit: Unit, route: Route) -> None:
-        super().__init__(unit)
-        self.route = route
-        self._awaited: list[tuple[Flight, int, int]] = []  # place in the flight, and among the parameters
-        self._here: set[int] = set()
-
-    @property
-    def launched(self) -> bool:
-        return bool(self._awaited)
-
-    def serves(self, unit: Unit) -> bool:
-        return self.route.stage in ("forward", "backward") and super().serves(unit)
-
-    def free_if_stale(self) -> None:
-        """Each step has its own route, which gathers what the shards hold then."""
-
-    def await_flight(self, flight: Flight, place: int, index: int) -> None:
-        self._awaited.append((flight, place, index))
-
-    def launch(self) -> None:
-        self.route.reach(self, must=False)
-
-    def wait(self) -> list[Tensor]:
-        self.route.reach(self, must=True)
-        self._land_awaited()
-        if self.route.stage == "backward" and self.fulls is not None:
-            # A unit that was called twice, and is freed between the two: compiled, it is gathered once for both.
-            for index, full in enumerate(self.fulls):
-                if full is not None and index not in self._here and (self.unit, index) in self.route.again:
-                    self._gather_alone(index)
-        self.is_full = True
-        return self.fulls or []
-
-    def full(self, index: int) -> Tensor:
-        self.wait()
-        if index not in self._here:
-            self._gather_alone(index)
-        assert self.fulls is not None
-        full: Tensor = self.fulls[index]
-        return full
-
-    def _gather_alone(self, index: int) -> None:
-        """What the graph does not gather here: right where all ranks run eagerly; others are told that they parted."""
-        _logger.info("%s of %s is gathered by itself: no compiled rank does so", self.params[index].fqn, self.unit.name)
-        specs, call = [self.specs[index]], Caller(self.unit)
-        with without_autograd():
-            launched = lower.launch_gather(call, [self.source(index)], specs)
-        self.await_flight(Flight(launched, specs, call), 0, index)
-        self._land_awaited()
-
-    def _land_awaited(self) -> None:
-        awaited, self._awaited = self._awaited, []
-        with without_autograd():
-            self._keep({index: flight.land()[place] for flight, place, index in awaited})
-        self._here.update(index for _, _, index in awaited)
-
-    def free(self) -> None:
-        """Let go of what is here; until backward, of that alone which backward gathers again.
-
-        Tensors that autograd saved alias the rest, which goes when they go: for all that is known backward runs twice.
-        """
-        again = {index for index in self._here if (self.unit, index) in self.route.again}
-        self._give_back(again)
-        self._here -= again
-        if self.route.stage in ("backward", "over") or not self.route.again:
-            self.drop()
-            for index in self._here:
-                self._forget(index)
-            self._here.clear()
-            self.is_full = False
-
-    def drop(self) -> None:
-        """Wait for what was launched and not read, and have nothing of it."""
-        with without_autograd():
-            for flight, _, _ in self._awaited:
-                flight.land()
-        self._awaited.clear()
-
-    def give_away(self, tensors: list[Tensor]) -> None:
-        given = subclasses.addresses_in(*tensors)
-        for index in [one for one in self._here if self.fulls and given & subclasses.addresses_in(self.fulls[one])]:
-            self._here.discard(index)
-            self._forget(index)
-
-    def _forget(self, index: int) -> None:
-        if self.fulls is not None:
-            self.fulls[index] = None
-
-    def give_up(self) -> None:
-        self.route.leave()
 
 
 def _caller(stop: Stop, num_waits_before_hook: int = 0) -> Caller:

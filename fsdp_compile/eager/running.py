@@ -43,6 +43,8 @@ class Running:
     # The ``Route`` of the last forward that began here among compiled ranks; and whether the unit itself was on one.
     route: Any = None
     followed: bool = False
+    # What of the ledger such a ``Route`` is made of, and what it was looked for by.
+    own_texts: Any = None
     warned_of_view: bool = False
     own_iteration: Iteration = field(default_factory=lambda: Iteration())
 
@@ -93,6 +95,7 @@ class Call:
     def __init__(self, run: Running, gathered: Gathered) -> None:
         self.run = run
         self.gathered = gathered
+        self.route = gathered.route  # held by those alone whom backward will come to
         self.place = 0  # among the calls that await backward
         self.forward_number = run.iteration.forward_number
         self.task: int | None = None  # the backward that reached the outputs

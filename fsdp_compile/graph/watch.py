@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor
 from .._torch_compat import autograd, dynamo
 from ..core.accumulation import Mode
 from ..core.captures import refuse_traced
+from ..core.exchange import say_compiling
 from ..core.param import ShardedParam, Slot
 from ..core.unit import Unit
+from .sink import follow_mode
 
 # What a graph takes of a parameter: the full one, where the eager path stands around the graph and gives it; the local
 # tensor of a frozen one; its edge, which is the local tensor; or both of these.
@@ -52,6 +54,8 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         """What graphs take of a parameter; None where the user put something else in its place, or into it."""
         unit, param = self._of(fqn)
         refuse_traced(fqn, unit.mode_of(param))
+        if unit.given is None:
+            say_compiling(unit)
         around: Unit | None = unit
         while around is not None and around.given is None:  # which may have no parameters of its own
             around.watch._was_asked = True
@@ -80,6 +84,12 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         _, param = self._of(fqn)
         assert param.apart is not None
         return param.apart.names
+
+    def follow_mode(self) -> None:
+        """The eager path changed what becomes of gradients: have what graphs need for that."""
+        unit = self._unit()
+        if unit is not None:
+            follow_mode(unit)
 
     def say_unheeded(self) -> None:
         """Warn of settings that only the eager path goes by, once each in a model, where graphs read parameters."""

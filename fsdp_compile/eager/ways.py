@@ -1,0 +1,207 @@
+"""What compiled ranks launch where this one runs eagerly: this rank's own graph says it, or other ranks do.
+
+    this rank ran the graph           own_way: of the graphs in the ledger, the one that gathers the most of the units
+    it never did, others may          way_of_others: asks them once (core/exchange.py)
+    a graph runs for the first time   tell: for ranks that ask
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import starmap
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..core.exchange import others_of
+from ..core.extension import has_extension
+from ..core.param import ShardedParam
+from ..core.unit import Unit
+from ..passes.ledger import GraphText, Launch, Member, ledger
+from .running import running
+
+_logger = logging.getLogger(__name__)
+
+_units: weakref.WeakSet[Unit] = weakref.WeakSet()
+_heard_of: set[int] = set()  # addresses of shards that travelled alone
+
+
+@dataclass(frozen=True)
+class Way:
+    """The collectives of a forward and its backward, whose members name units by what the graph calls them."""
+
+    units: Mapping[str, Unit]
+    forward: tuple[Launch, ...]
+    backward: tuple[Launch, ...] = ()
+
+
+def know(unit: Unit) -> None:
+    """Of a unit that was made: graphs may read its parameters."""
+    _units.add(unit)
+    ledger.on_graph, ledger.on_parameter = tell, _tell_of_parameter
+
+
+def synchronizes(unit: Unit) -> bool:
+    return unit.accumulation.sync and not unit.accumulation.decides_in_backward
+
+
+def own_way(top: Unit) -> Way | None:
+    """What a graph that this rank ran launches in the place of a forward of ``top``; None without such a graph."""
+    units = top.inside()
+    syncs = synchronizes(top)
+    if any(synchronizes(unit) != syncs for unit in units):
+        return None
+    reduces = syncs and any(param.shard.requires_grad for unit in units for param in unit.params)
+    stage = _stage()
+    # Nothing new ran since it was last looked for: so it is with every step of a rank that stays eager.
+    looked_for = ledger.num_begun, stage, reduces, len(units)
+    run = running(top)
+    if run.own_texts is None or run.own_texts[0] != looked_for:
+        run.own_texts = looked_for, _texts_of(units, stage, reduces)
+    texts = run.own_texts[1]
+    if texts is None:
+        return None
+    forward, addresses, backward = texts
+    found = _units_of(forward, addresses, _by_address(units))
+    return Way(found, forward.launches, () if backward is None else backward.launches) if found else None
+
+
+def _texts_of(
+    units: Iterable[Unit], stage: str, reduces: bool
+) -> tuple[GraphText, tuple[int, ...], GraphText | None] | None:
+    """Of the graph that ran last of those that gather the most of these units, with the addresses that it was given."""
+    by_address = _by_address(units)
+    backwards: dict[str, list[GraphText]] = {}  # of each step, the last one first
+    for text, _ in ledger.ran():
+        if text.stage == "backward":
+            backwards.setdefault(text.step, []).append(text)
+    best: tuple[int, GraphText, tuple[int, ...], GraphText | None] | None = None
+    for text, addresses in ledger.ran():
+        if text.stage == stage:
+            found = _units_of(text, addresses, by_address)
+            if found and (best is None or len(found) > best[0]):
+                known = backwards.get(text.step, []) if stage == "forward" else []
+                backward = next((one for one in known if _reduces(one.launches) == reduces), None)
+                # One that neither gathers nor reduces has no text.
+                if backward is not None or stage == "inference" or not (known or reduces):
+                    best = len(found), text, addresses, backward
+    return None if best is None else best[1:]
+
+
+def way_of_others(top: Unit) -> Way | None:
+    """What ranks that compile launch in the place of a forward of ``top``, of which this rank has no graph."""
+    others = others_of(top.root)
+    syncs, units = synchronizes(top), top.root.inside()
+    if any(synchronizes(unit) != syncs for unit in units):
+        return None
+    kind = _kind(syncs)
+    if others.asks_for(kind) and _all_are_here(units):
+        return None  # no gather comes in which other ranks take part
+    text = ledger.wait(others.text, kind)
+    if not text:
+        return None
+    way = _loaded(text, units)
+    inside = top.inside()
+    return way if all(unit in inside for unit in way.units.values()) else None
+
+
+def tell(text: GraphText, addresses: tuple[int, ...]) -> None:
+    """A graph runs for the first time: tell ranks that will never have it."""
+    if text.stage == "backward":
+        return
+    try:
+        wanted = set(addresses)
+        roots = {unit.root for unit in list(_units) if any(one.address in wanted for one in unit.params)}
+        for root in roots:
+            others = others_of(root)
+            if not others.is_decided:
+                said = _dumped(text, addresses, root) if len(roots) == 1 else None
+                if said is None:
+                    others.refuse()
+                else:
+                    others.tell(_kind(synchronizes(root), text.stage), said)
+    except Exception:  # a mistake of ours in a graph that is about to run right
+        _logger.warning("other ranks were not told what a %s graph launches", text.stage, exc_info=True)
+
+
+def _tell_of_parameter(address: int) -> None:
+    """A compiler that knows no passes gathers each parameter by itself, as it comes: nobody can follow that."""
+    if address in _heard_of:
+        return
+    _heard_of.add(address)
+    for unit in list(_units):
+        if any(one.address == address for one in unit.params):
+            others = others_of(unit.root)
+            if not others.has_asked:  # else this is a read in a forward that runs eagerly
+                others.refuse()
+
+
+def _dumped(text: GraphText, addresses: tuple[int, ...], root: Unit) -> str | None:
+    then = () if text.stage == "inference" else text.then
+    units = root.inside()
+    found = _units_of(text, addresses, _by_address(units))
+    if not found or then is None or text.stage == "whole":
+        return None
+    members = {one.unit for launch in (*text.launches, *then) for one in launch.members}
+    if not members <= found.keys():
+        return None
+    places = {name: units.index(unit) for name, unit in found.items()}
+    return json.dumps([places, _rows(text.launches), _rows(then)], separators=(",", ":"))
+
+
+def _loaded(text: str, units: list[Unit]) -> Way:
+    places, forward, backward = json.loads(text)
+    found = {name: units[place] for name, place in places.items()}
+    return Way(found, tuple(starmap(_launch, forward)), tuple(starmap(_launch, backward)))
+
+
+def _rows(launches: Iterable[Launch]) -> list[Any]:
+    return [[one.kind, one.num_bytes, one.members] for one in launches]
+
+
+def _launch(kind: str, num_bytes: int, members: list[list[str]]) -> Launch:
+    """Groups are called differently on each rank; the parameters say which one it is."""
+    named = tuple(starmap(Member, members))
+    return Launch(kind, "", "", num_bytes, tuple(one.fqn for one in named), named)
+
+
+def _stage() -> str:
+    return "forward" if torch.is_grad_enabled() else "inference"
+
+
+def _kind(syncs: bool, stage: str | None = None) -> str:
+    stage = _stage() if stage is None else stage
+    return stage if syncs or stage == "inference" else f"{stage} without sync"
+
+
+def _all_are_here(units: Iterable[Unit]) -> bool:
+    gathered = [running(unit).gathered for unit in units if unit.params]
+    return all(one is not None and one.is_full for one in gathered)
+
+
+def _reduces(launches: Iterable[Launch]) -> bool:
+    return any(launch.kind != "all_gather" for launch in launches)
+
+
+def _by_address(units: Iterable[Unit]) -> dict[int, tuple[Unit, ShardedParam]]:
+    return {param.address: (unit, param) for unit in units for param in unit.params if param.address}
+
+
+def _units_of(
+    text: GraphText, addresses: tuple[int, ...], by_address: Mapping[int, tuple[Unit, ShardedParam]]
+) -> dict[str, Unit]:
+    """The units that a graph reads, by what it calls them; none where one of them is another model's."""
+    units = {}
+    for (_, member), address in zip(text.firsts, addresses):
+        unit, param = by_address.get(address, (None, None))
+        if unit is None or param is None or param.fqn != member.fqn or unit.post_forward is not None:
+            return {}
+        if any(isinstance(one.shard, DTensor) and has_extension(one.fqn, one.shard) for one in unit.params):
+            return {}
+        units[member.unit] = unit
+    return units

@@ -1,0 +1,157 @@
+"""A rank that never had the graph launches what the others' graphs launch, from the first step on."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_compile.core import exchange
+from fsdp_compile.passes.ledger import ledger
+from tests.comparing import assert_same_grads
+from tests.compiling import compiled
+from tests.models import Checkpointed, Stack, shard, twins
+from tests.ranks import Ranks
+from tests.test_route import NUM_STEPS, Case, Inner, _rows, _tokens, never_compiling, train
+from tests.test_structure import Net, Noisy
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=() if how == "never" else pytest.mark.more) for how in never_compiling]
+)
+def test_it_trains_on(two_ranks: Ranks, how: str) -> None:
+    compiles, never = two_ranks.run(train, Case(how=how))
+    assert (compiles, never) == ([0] * NUM_STEPS, [3] * NUM_STEPS)
+
+
+CASES = {
+    "in bfloat16": Case(
+        options={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+        tolerance=3e-2,
+    ),
+    "tied": Case(partial(Stack, tied=True)),
+    "checkpointed": Case(Checkpointed),
+    "kept behind forward": Case(options={"reshard_after_forward": False}),
+    "frozen": Case(frozen=("layers.0.up.weight", "layers.1.down.bias", "embed.weight")),
+    "accumulating": Case(holds_back=True),
+    "synchronizing late": Case(decides_late=True),
+    "evaluating": Case(evaluates=True),
+    "backward twice": Case(twice=True),
+    "units in blocks": Case(partial(Stack, 3, block=Inner), nested=True),
+    "whole over blocks": Case(both=True),
+    "on Inductor": Case(backend="inductor"),
+}
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("how", ["never", "unwrapped"])
+@pytest.mark.parametrize("name", CASES)
+def test_it_does_in_every_mode(two_ranks: Ranks, name: str, how: str) -> None:
+    compiles, never = two_ranks.run(_by_name, name, how)
+    assert max(compiles) < min(never)
+
+
+def _by_name(name: str, how: str) -> list[int]:
+    return train(dataclasses.replace(CASES[name], how=how))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("never", [(0,), (2,), (0, 1), (0, 1, 2)])
+def test_of_three_ranks(three_ranks: Ranks, never: tuple[int, ...]) -> None:
+    """Whichever they are; and where none compiles, they are as they were."""
+    counts = three_ranks.run(train, Case(how="never", never=never))
+    assert [max(one) > 0 for one in counts] == [rank in never for rank in range(3)]
+
+
+def _compile_after_all() -> None:
+    """Rank 1 follows for a step; then all ranks compile another model whose parameters are called the same."""
+    for never, options in ((1, {}), (2, CASES["in bfloat16"].options)):
+        run: Any = compiled(shard(Stack(), **options), "passes")
+        with torch.compiler.set_stance("force_eager" if dist.get_rank() == never else "default"):
+            run(_tokens(0, 0)).float().pow(2).mean().backward()
+
+
+@pytest.mark.more
+def test_it_may_compile_after_all(two_ranks: Ranks) -> None:
+    """Ranks compare the plans that they make, and this one has made fewer."""
+    two_ranks.run(_compile_after_all)
+
+
+PLANNED = {
+    **{name: CASES[name] for name in ("in bfloat16", "tied", "checkpointed", "kept behind forward", "frozen")},
+    "many kinds of layers": Case(lambda: Net(without=(Noisy,)), _rows, {"reshard_after_forward": True}),
+}
+
+
+def _texts(name: str) -> list[tuple[Any, Any]]:
+    """Of each step, what its forward said that its backward launches, and what that launched."""
+    case = PLANNED[name]
+    model = case.make()
+    for fqn in case.frozen:
+        model.get_parameter(fqn).requires_grad_(False)
+    run = compiled(shard(model, **case.options), "passes")
+    for step in range(2):
+        run(case.batch(step, dist.get_rank())).float().pow(2).mean().backward()
+    texts = [text for text, _ in ledger.ran()]
+    launched = {text.step: _plainly(text.launches) for text in texts if text.stage == "backward"}
+    return [(_plainly(text.then), launched[text.step]) for text in texts if text.step in launched and text.then]
+
+
+def _plainly(launches: Any) -> list[Any]:
+    return [(one.kind == "all_gather", one.dtype, one.num_bytes, one.names, one.members) for one in launches or ()]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_forward_says_what_its_backward_launches(two_ranks: Ranks, name: str) -> None:
+    for said in two_ranks.run(_texts, name):
+        assert said
+        for planned, launched in said:
+            assert planned == launched and launched
+
+
+def _all_eager(late_s: float, patience_s: float) -> tuple[int, float]:
+    """How often a rank asks in three steps that all run eagerly, the first without gradients on one, and how long."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    unsharded, model = twins(Stack)
+    shard(model, reshard_after_forward=True)
+    asked: list[float] = []
+    ask = exchange.Others._ask
+
+    def timed(self: exchange.Others, kind: str) -> str:
+        begun = time.monotonic()
+        heard = ask(self, kind)
+        asked.append(time.monotonic() - begun)
+        return heard
+
+    with mock.patch.object(exchange.Others, "_ask", timed), mock.patch.object(exchange, "PATIENCE_S", patience_s):
+        dist.barrier()
+        time.sleep(late_s if rank == 0 else 0)
+        with torch.set_grad_enabled(rank == 1):
+            model(_tokens(0, rank))
+        for step in range(2):
+            model(_tokens(step, rank)).pow(2).mean().backward()
+            torch.stack([unsharded(_tokens(step, of)).pow(2).mean() for of in range(world)]).mean().backward()
+            assert_same_grads(model, unsharded, atol=1e-5)
+    return len(asked), max(asked)
+
+
+def test_where_all_ranks_run_eagerly_each_asks_once(two_ranks: Ranks) -> None:
+    for times, longest_s in two_ranks.run(_all_eager, 0.0, 300.0):
+        assert times == 1
+        assert longest_s < 60  # and not until patience is at its end
+
+
+@pytest.mark.more
+def test_a_rank_does_not_wait_without_end(two_ranks: Ranks) -> None:
+    """One that comes much too late finds the others on their way, eagerly, and joins them."""
+    late, early = two_ranks.run(_all_eager, 4.0, 0.5)
+    assert late[0] == early[0] == 1
+    assert early[1] < 4
