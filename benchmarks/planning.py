@@ -138,7 +138,7 @@ def _stop(*inputs: Any) -> Any:
     raise _Planned
 
 
-def plan_large(size: Size, ranks: int, console: Console) -> None:
+def plan_large(size: Size, ranks: int, budget: str | None, console: Console) -> None:
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
@@ -163,6 +163,8 @@ def plan_large(size: Size, ranks: int, console: Console) -> None:
 
     begun = time.perf_counter()
     model = sharded(size, ranks, torch.bfloat16)
+    if budget is not None:
+        fsdp_compile.configure(model, memory_budget=budget, profile="h100")
     built_s = time.perf_counter() - begun
     tokens = torch.zeros(size.batch, size.seq, dtype=torch.long)
     run = torch.compile(model, backend=backend, fullgraph=True)
@@ -222,11 +224,12 @@ def main() -> None:
     add = parser.add_argument
     add("--layers", type=int, default=LARGE.layers, help="of the large model; 0 leaves it out; default: %(default)s")
     add("--ranks", type=int, default=1024, help="of its pretended group; default: %(default)s")
+    add("--budget", metavar="BYTES", help="memory_budget of the large model, on h100: a trial for each candidate")
     add("--inductor-layers", type=int, default=NARROW.layers, help="of the narrow one; default: %(default)s")
     options = parser.parse_args()
     console = Console()
     if options.layers:
-        plan_large(dataclasses.replace(LARGE, layers=options.layers), options.ranks, console)
+        plan_large(dataclasses.replace(LARGE, layers=options.layers), options.ranks, options.budget, console)
     if options.inductor_layers:
         torch._dynamo.reset()
         weigh_passes(dataclasses.replace(NARROW, layers=options.inductor_layers), 2, console)

@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.launch import Outcome, launch
 from benchmarks.predicted_worker import Figures, PredictedJob
 from benchmarks.settings import Settings
-from benchmarks.train_step import exit_on_sigterm
+from benchmarks.train_step import MALLOC_GIVES_BACK, exit_on_sigterm
 from fsdp_compile.tools import calibrate
 from fsdp_compile.tools.link import Link, LinkError
 
@@ -113,7 +113,7 @@ def _run(
             "benchmarks.predicted_worker",
             job,
             settings.ranks,
-            env={},
+            env=MALLOC_GIVES_BACK,
             cache_dir=work / "cache",  # of all configurations: many kernels are the same
             prefixes=link.prefixes if link else (),
         )
@@ -126,7 +126,7 @@ def _run(
 def _grid(title: str) -> Table:
     grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     grid.add_column("configuration", no_wrap=True)
-    for heading in ("kept", "predicted s", "waiting", "measured s", "ratio", "optimizer s"):
+    for heading in ("kept", "predicted s", "waiting", "measured s", "ratio", "of processor s", "optimizer s"):
         grid.add_column(heading, justify="right")
     for heading in ("predicted MB", "measured MB", "ratio"):
         grid.add_column(heading, justify="right")
@@ -151,6 +151,7 @@ def _add_row(grid: Table, one: Configuration, outcome: Outcome) -> None:
         f"{max(rank.predicted_exposed_s for rank in ranks):.3f}",
         f"{step_s:.3f}",
         f"{predicted_s / step_s:.2f}",
+        f"{max(statistics.median(rank.cpu_s) for rank in ranks):.3f}",
         f"{optimizer_s:.3f}",
         f"{predicted_bytes / 1e6:.1f}",
         f"{peak_bytes / 1e6:.1f}",

@@ -1,4 +1,4 @@
-"""One rank of `benchmarks.predicted`: what the report says of a step, then the step timed, then weighed."""
+"""One rank of `benchmarks.predicted`: what the report says of a step, then the step weighed, then timed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from benchmarks.worker import status_bytes
 from benchmarks.worker_process import Progress, join_group, prime_compiler
 from benchmarks.workload import batch_of, blocks, build_model, loss_of, optimizer_for
 
-# Of mallopt: what is freed leaves the process, so that the high-water mark shows the step and not malloc's habits.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _AT_ONCE = -1, -3, 65536
+# The parent has malloc give back what is freed, which weighing needs and timing must not have: from then on it does
+# what it would have come to by itself in a process that frees large tensors.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE = -1, -3, 32 << 20
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Figures:
     predicted_exposed_s: float
     predicted_bytes: int  # above what stands between steps
     step_s: list[float]
+    cpu_s: list[float]  # of the processor, which waiting takes none of, nor do other programs
     optimizer_s: list[float]
     peak_bytes: list[int]
     num_kept: int
@@ -67,47 +69,47 @@ def _measure(job: PredictedJob, rank: int, mesh: dist.device_mesh.DeviceMesh, pr
     optimizer = optimizer_for(model.parameters(), settings)
     forward = partial(loss_of, torch.compile(model, fullgraph=True))
 
-    def step() -> tuple[float, float]:
-        begun = time.perf_counter()
+    def step() -> tuple[float, float, float]:
+        begun, cpu_begun = time.perf_counter(), time.process_time()
         forward(tokens).backward()
-        middle = time.perf_counter()
+        middle, cpu_s = time.perf_counter(), time.process_time() - cpu_begun
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return middle - begun, time.perf_counter() - middle
+        return middle - begun, cpu_s, time.perf_counter() - middle
 
     progress("first step")
     with fsdp_compile.inspect(model) as report:
         step()
     predicted, num_kept = report.joint.predict(job.profile), len(report.joint.plan.keep)
     del report
+    progress("weighed steps")
+    peaks = _weigh(lambda: forward(tokens).backward(), lambda: optimizer.zero_grad(set_to_none=True))
     progress("warm-up")
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
+    libc.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGE)
     for _ in range(settings.warmup):
         step()
     gc.collect()
     dist.barrier()
     progress("timed steps")
     seconds = [step() for _ in range(settings.steps)]
-    progress("weighed steps")
-    peaks = _weigh(lambda: forward(tokens).backward(), lambda: optimizer.zero_grad(set_to_none=True))
     return Figures(
         predicted.seconds,
         predicted.exposed_s,
         predicted.peak_bytes - predicted.held_bytes,
-        [step_s for step_s, _ in seconds],
-        [optimizer_s for _, optimizer_s in seconds],
+        [step_s for step_s, _, _ in seconds],
+        [cpu_s for _, cpu_s, _ in seconds],
+        [optimizer_s for _, _, optimizer_s in seconds],
         peaks,
         num_kept,
     )
 
 
 def _weigh(step: Callable[[], object], after: Callable[[], object]) -> list[int]:
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_M_MMAP_THRESHOLD, _AT_ONCE)
-    libc.mallopt(_M_TRIM_THRESHOLD, _AT_ONCE)
     peaks = []
     for turn in range(4):
         gc.collect()
-        libc.malloc_trim(0)
         dist.barrier()
         standing = status_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM to the present VmRSS

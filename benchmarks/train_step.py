@@ -29,7 +29,7 @@ from fsdp_compile.tools.link import Link, LinkError, bytes_per_s
 
 _DEFAULT_JSON = Path(__file__).resolve().parent / "results" / "train_step.json"
 _TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2}  # relative, at the worst step
-_MALLOC_GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+MALLOC_GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 def main() -> int:
@@ -154,7 +154,7 @@ class Bench:
             "benchmarks.worker",
             job,
             1 if mode == "reference" else settings.ranks,
-            env=_MALLOC_GIVES_BACK if mode == "memory" else {},
+            env=MALLOC_GIVES_BACK if mode == "memory" else {},
             cache_dir=cache_dir,
             prefixes=link.prefixes if link else (),
         )

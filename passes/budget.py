@@ -161,7 +161,7 @@ def default_profile(device: torch.device) -> HardwareProfile:
         found = next((one for name, one in PROFILES.items() if name in called.lower()), None)
         if found is None:
             warnings.warn(
-                f"There is no built-in hardware profile for {called}, so memory_budget chooses as on an h100. Give "
+                f"There is no built-in hardware profile for {called}, so its steps are predicted as an h100's. Give "
                 "configure(model, profile=...) a file that `fsdp-compile calibrate` wrote here.",
                 stacklevel=2,
             )

@@ -210,10 +210,8 @@ def graph_seconds(graph: fx.Graph, profile: HardwareProfile) -> dict[fx.Node, fl
 
 def node_flops(node: fx.Node) -> float:
     """Multiplications and additions of a matmul, a convolution or an attention; 0 of anything else."""
-    target = node.target
-    packet = target.overloadpacket if isinstance(target, compat.OpOverload) else target
-    name = getattr(packet, "__name__", "")
-    if name.startswith(("_scaled_dot_product", "flex_attention")):
+    packet, name = _packet(node)
+    if _is_attention(node):
         return _attention_flops(node, is_backward="backward" in name)
     if name in ("_grouped_mm", "_scaled_grouped_mm"):
         return _grouped_flops(node)
@@ -222,6 +220,16 @@ def node_flops(node: fx.Node) -> float:
         return 0.0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: _sized(used.meta.get("val")))
     return float(formula(*args, **kwargs, out_val=_sized(node.meta["val"])))
+
+
+def _packet(node: fx.Node) -> tuple[Any, str]:
+    """The operator of all overloads, and its name."""
+    packet = node.target.overloadpacket if isinstance(node.target, compat.OpOverload) else node.target
+    return packet, getattr(packet, "__name__", "")
+
+
+def _is_attention(node: fx.Node) -> bool:
+    return _packet(node)[1].startswith(("_scaled_dot_product", "flex_attention"))
 
 
 @functools.cache
@@ -270,6 +278,8 @@ def _roofline(node: fx.Node, num_bytes: int, profile: HardwareProfile) -> float:
         return sum(map(tensor_bytes, tensors_of(node))) / (profile.host_bytes_per_s * profile.memory_efficiency)
     flops = node_flops(node)
     compute_s = flops / _peak(node, profile) if flops else 0.0
+    if _is_attention(node):
+        compute_s /= profile.attention_efficiency
     return max(compute_s, num_bytes / (profile.memory_bytes_per_s * profile.memory_efficiency))
 
 

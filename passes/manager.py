@@ -21,7 +21,8 @@ from .anchor import anchors_graphs
 from .announce import announce
 from .budget import Budget, plan_within
 from .check import check
-from .collectives import let_inductor_see_collectives
+from .collectives import is_launch, let_inductor_see_collectives
+from .cost import sent_by
 from .given import fitted
 from .insert import insert
 from .keep import follow, keep, let_go
@@ -211,7 +212,7 @@ class PassManager(CustomGraphPass):
         counts = len(unshard_nodes(graph)), len(reduce_nodes(graph))
         step = step_of(graph)
         asked = {str(node.kwargs["step"]) for node in unshard_nodes(graph)}
-        ranks = {group: compat.group_ranks(group) for group in groups_of(graph)} if watched else {}
+        ranks = {group: compat.group_ranks(group) for group in _all_groups(graph)} if watched else {}
         records = []
         snapshots = [_snapshot(graph)] if watched else []
         for one_pass in passes:
@@ -257,6 +258,11 @@ def _stage(graph: fx.Graph) -> str:
     if reduce_nodes(graph) or any(node.name.startswith("tangents") for node in placeholders):
         return "backward"
     return "forward" if any("recompute" in node.meta for node in unshard_nodes(graph)) else "inference"
+
+
+def _all_groups(graph: fx.Graph) -> set[str]:
+    """Those of a user's own collectives as well."""
+    return groups_of(graph) | {sent_by(node).group for node in graph.nodes if is_launch(node)}
 
 
 def _code(graph: fx.Graph) -> str:

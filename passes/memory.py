@@ -77,6 +77,29 @@ def memory_curve(graph: fx.Graph, given_up: Collection[str] = (), fused: bool = 
 
     ``fused``: as Inductor compiles it, else as it runs node by node.
     """
+    counted, live_bytes, callers = _counted(graph, given_up, fused)
+    peak = live_bytes.index(max(live_bytes)) if live_bytes else 0
+    kinds = kinds_of(graph)
+    owners = [
+        Owner(life.storage.node.name, life.storage.num_bytes, kinds[life.storage])
+        for life in counted
+        if life.first <= peak <= life.last and life.storage.num_bytes
+    ]
+    return MemoryCurve(
+        names=tuple(node.name for node in graph.nodes),
+        live_bytes=tuple(live_bytes),
+        input_bytes=callers,
+        peak_owners=tuple(sorted(owners, key=lambda one: -one.num_bytes)),
+    )
+
+
+def live_bytes(graph: fx.Graph, given_up: Collection[str] = (), fused: bool = False) -> tuple[tuple[int, ...], int]:
+    """The bytes of a memory curve alone, and those of inputs: nobody is asked whose they are."""
+    _, alive, callers = _counted(graph, given_up, fused)
+    return tuple(alive), callers
+
+
+def _counted(graph: fx.Graph, given_up: Collection[str], fused: bool) -> tuple[list[Lifetime], list[int], int]:
     given = storages_given(graph, given_up)
     counted, callers = [], 0
     for life in lifetimes(graph, fused):
@@ -93,19 +116,7 @@ def memory_curve(graph: fx.Graph, given_up: Collection[str] = (), fused: bool = 
     for change in changes[:num_nodes]:
         alive += change
         live_bytes.append(alive)
-    peak = live_bytes.index(max(live_bytes)) if live_bytes else 0
-    kinds = kinds_of(graph)
-    owners = [
-        Owner(life.storage.node.name, life.storage.num_bytes, kinds[life.storage])
-        for life in counted
-        if life.first <= peak <= life.last and life.storage.num_bytes
-    ]
-    return MemoryCurve(
-        names=tuple(node.name for node in graph.nodes),
-        live_bytes=tuple(live_bytes),
-        input_bytes=callers,
-        peak_owners=tuple(sorted(owners, key=lambda one: -one.num_bytes)),
-    )
+    return counted, live_bytes, callers
 
 
 def saved_inputs(graph: fx.Graph) -> list[str]:

@@ -128,7 +128,7 @@ def _predicted(
     clock, landmarks = _Clock(events, timeline), _Landmarks(graph)
     spans = {span.name: span for spans in timeline.groups.values() for span in spans}
     exposed = {one.name: one for one in timeline.exposed}
-    called = {launch.name: _called(launch, plan) for launch in launches}
+    called = landmarks.gradients | {launch.name: _called(launch, plan) for launch in launches}
     found = []
     for launch in launches:
         bucket = _bucket(launch, plan)
@@ -180,10 +180,13 @@ class _Landmarks:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._position = {node: place for place, node in enumerate(graph.nodes)}
+        self.gradients: dict[str, str] = {}  # by the names of their nodes
         named: dict[int, str] = {}
         for node in graph.nodes:
             if GRADIENT_OF in node.meta:
-                named.setdefault(self._position[base_of(node)], f"grad {node.meta[GRADIENT_OF]}")
+                made = base_of(node)
+                self.gradients[made.name] = f"grad {node.meta[GRADIENT_OF]}"
+                named.setdefault(self._position[made], self.gradients[made.name])
             if PARAMETER in node.meta:
                 reader = self._first_reader(node)
                 if reader is not None:

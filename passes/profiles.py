@@ -77,6 +77,7 @@ class HardwareProfile:
     ranks_per_node: int
     inside: Link  # between ranks of one node
     between: Link  # between nodes
+    attention_efficiency: float = 1.0  # share of what matmuls reach that attention's kernels do
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -90,7 +91,7 @@ class HardwareProfile:
             )
         for dtype, value in self.flops.items():
             _check(f"HardwareProfile.flops[{dtype!r}]", value, above=0.0)
-        for name in ("matmul_efficiency", "memory_efficiency"):
+        for name in ("matmul_efficiency", "memory_efficiency", "attention_efficiency"):
             _require(self, name, above=0.0, at_most=1.0)
         _require_whole(self, "memory_bytes", at_least=1)
         _require_whole(self, "ranks_per_node", at_least=1)

@@ -9,14 +9,14 @@ The decision is the plan's (plan.py); this says what it followed from.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from .cost import node_flops
 from .plan import Plan
-from .provenance import find_unshards, unshard_nodes
+from .provenance import unshard_nodes
 from .slices import keep_slice, whole_of
 from .structure import RECOMPUTED, Structure, is_matrix, structure_of
 from .views import passes_on
@@ -36,30 +36,31 @@ class Residency:
     why: str
 
 
-def residency_of(joint: fx.Graph, plan: Plan, decided_by: str) -> dict[str, Residency]:
+def residency_of(joint: fx.Graph, names: Sequence[str], plan: Plan, decided_by: str) -> dict[str, Residency]:
     """Of each parameter of a joint graph, as it was before ``keep``, by its name in the plan.
 
-    ``decided_by`` is TOLD, BUDGET or GIVEN.
+    ``names`` are those of the graph's gathers, in its order; ``decided_by`` is TOLD, BUDGET or GIVEN.
     """
     graph = fx.Graph(joint.owning_module)
     graph.output(graph.graph_copy(joint, {}))
-    told = {one.fqn: bool(one.spec.regather) for one in find_unshards(graph)}
-    for one in find_unshards(graph):
-        one.node.update_kwarg("regather", True)
+    gathers = unshard_nodes(graph)
+    told = [bool(node.kwargs["regather"]) for node in gathers]
+    for node in gathers:
+        node.update_kwarg("regather", True)
     structure = structure_of(graph)
-    made = {node for node in structure.of_weights if node not in set(unshard_nodes(graph)) and not passes_on(node)}
+    made = {node for node in structure.of_weights if node not in set(gathers) and not passes_on(node)}
+    keep, again = {*plan.keep}, {*plan.again}
     found = {}
-    for one in find_unshards(graph):
-        why_needed = _why_needed(one.node, structure, made)
-        if one.fqn in plan.keep:
-            found[one.fqn] = Residency(KEPT, f"{TOLD}=False" if decided_by == TOLD else decided_by)
-        elif one.fqn in plan.again:
+    for name, node, resharded in zip(names, gathers, told, strict=True):
+        if name in keep:
+            found[name] = Residency(KEPT, f"{TOLD}=False" if decided_by == TOLD else decided_by)
+        elif name in again:
             by = "" if decided_by == TOLD else f"{decided_by}; "
-            if decided_by == TOLD and not told[one.fqn]:
+            if decided_by == TOLD and not resharded:
                 by = "forward does not read it; "
-            found[one.fqn] = Residency(AGAIN, by + why_needed)
+            found[name] = Residency(AGAIN, by + _why_needed(node, structure, made))
         else:
-            found[one.fqn] = Residency(UNNEEDED, _why_not(one.node))
+            found[name] = Residency(UNNEEDED, _why_not(node))
     return found
 
 
@@ -71,7 +72,7 @@ def residency_of_whole(plan: Plan) -> dict[str, Residency]:
 
 
 def _why_needed(gather: fx.Node, structure: Structure, made: set[fx.Node]) -> str:
-    if whole_of(gather) is not None or any(user.target is keep_slice for user in gather.users):
+    if whole_of(gather) is not None:
         return "from the slices that are kept"
     if _reached(gather, lambda user: user in made):
         return "what is made of it is made again"
@@ -81,6 +82,8 @@ def _why_needed(gather: fx.Node, structure: Structure, made: set[fx.Node]) -> st
 
 
 def _why_not(gather: fx.Node) -> str:
+    if any(user.target is keep_slice for user in gather.users):
+        return "a slice of it is kept"
     if is_matrix(gather) and _reached(gather, lambda user: node_flops(user) > 0):
         return "its input has no gradient"
     return "no gradient reads it"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from .aliases import storages_of, tensors_of
-from .memory import memory_curve, saved_inputs
+from .memory import live_bytes, saved_inputs
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Weight:
 
 def weigh(forward: fx.Graph, backward: fx.Graph, num_results: int, fused: bool = True) -> Weight:
     """Of two lowered halves; behind its ``num_results`` results forward returns what backward takes."""
-    curve = memory_curve(forward, fused=fused)
+    first, held_bytes = live_bytes(forward, fused=fused)
     storages = storages_of(forward)
     results = [storages[one] if isinstance(one, fx.Node) else () for one in results_of(forward)]
     made = {one for these in results[:num_results] for one in these if one.node.op == "call_function"}
@@ -44,9 +44,8 @@ def weigh(forward: fx.Graph, backward: fx.Graph, num_results: int, fused: bool =
         if any(one in made or one.node.op == "placeholder" for one in these)
     }
     given_up = tuple(name for name in saved_inputs(backward) if name not in callers)
-    later = memory_curve(backward, given_up, fused=fused)
-    returned = sum(one.num_bytes for one in made)
-    return Weight(curve.live_bytes, later.live_bytes, curve.input_bytes, returned, given_up)
+    then, _ = live_bytes(backward, given_up, fused=fused)
+    return Weight(first, then, held_bytes, sum(one.num_bytes for one in made), given_up)
 
 
 def saved_by(forward: fx.Graph, backward: fx.Graph) -> int:

@@ -66,6 +66,7 @@ def samples(num_ranks: int, backend: str, slower: float = 1.0) -> dict[str, Any]
     return {
         "device": "CPU", "backend": backend, "threads": 1, "ranks_per_node": 8, "memory_bytes": 10**9, "kernel_s": 2e-6 * slower,
         "flops": {"float32": 9e10 / slower, "bfloat16": 18e10 / slower}, "slows_compute": 0.3 * slower,
+        "attention_efficiency": 0.6 / slower,
         "memory_bytes_per_s": {"float32": 1e10 / slower, "bfloat16": 2e10 / slower}, "host_bytes_per_s": 5e9 / slower,
         "collectives": {
             kind: [(size, (1e-4 + wire_bytes(kind, size, num_ranks, backend) / 2e9) * slower) for size in SIZES]
@@ -82,6 +83,7 @@ def test_a_profile_gives_back_what_was_measured_of_the_slowest_rank(num_ranks: i
     assert (profile.name, profile.backend, profile.ranks_per_node) == ("mine", backend, 8)
     assert profile.flops == {"float32": 4.5e10, "bfloat16": 9e10} and profile.kernel_s == 4e-6
     assert (profile.memory_bytes_per_s, profile.host_bytes_per_s) == (5e9, 2.5e9)
+    assert profile.attention_efficiency == 0.3
     assert profile.inside.slows_compute == 0.6
     for kind in KINDS:
         for size, seconds in ranks[1]["collectives"][kind]:

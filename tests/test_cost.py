@@ -440,6 +440,7 @@ def _edited(**changes: Any) -> str:
         (_edited(kernel_s="1"), TypeError, "HardwareProfile.kernel_s is '1'. Give a number at least 0."),
         (_edited(kernel_s=-1), ValueError, "HardwareProfile.kernel_s is -1. Give a number at least 0."),
         (_edited(matmul_efficiency=1.2), ValueError, "matmul_efficiency is 1.2. Give a number above 0 and at most 1."),
+        (_edited(attention_efficiency=0), ValueError, "attention_efficiency is 0. Give a number above 0 and at most 1."),
         (_edited(memory_bytes=1.5), TypeError, "HardwareProfile.memory_bytes is 1.5. Give a whole number, at least 1."),
         (_edited(flops__bfloat16=0), ValueError, r"HardwareProfile.flops\['bfloat16'\] is 0. Give a number above 0."),
         (_edited(flops={}), ValueError, "HardwareProfile.flops has no 'float32', which stands in for"),
@@ -483,3 +484,16 @@ def test_attention_in_a_real_graph_is_found() -> None:
     q = torch.rand(1, 2, 16, 8, requires_grad=True)
     graph = make_fx(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), tracing_mode="fake")(q).graph
     assert sum(map(node_flops, graph.nodes)) == 2 * 2 * 2 * 16 * 16 * 8 / 2
+
+
+def test_attention_takes_longer_where_its_kernels_reach_less_than_matmuls() -> None:
+    q = torch.rand(2, 4, 512, 64, requires_grad=True)
+    graph = make_fx(lambda q: F.scaled_dot_product_attention(q, q, q), tracing_mode="fake")(q).graph
+    [node] = [node for node in graph.nodes if node_flops(node)]
+    flops = 2 * 2 * (2 * 4) * 512 * 512 * 64
+    for efficiency in (1.0, 0.25):
+        profile = dataclasses.replace(TOY, attention_efficiency=efficiency)
+        assert node_seconds(node, profile) == pytest.approx(TOY.kernel_s + flops / (1e12 * 0.5 * efficiency))
+    product = Builder()
+    mm = product.call(aten.mm.default, product.input("a", 512, 512), product.input("b", 512, 512))
+    assert node_seconds(mm, dataclasses.replace(TOY, attention_efficiency=0.25)) == node_seconds(mm, TOY)

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compile
 from fsdp_compile import fully_shard, inspect
 from fsdp_compile.passes.predicted import Prediction, predict
-from fsdp_compile.passes.replay import LONG, QUEUED
+from fsdp_compile.passes.replay import LATE, LONG, QUEUED
 from fsdp_compile.passes.trial import trial_of
 from fsdp_compile.tools.inspect import Report
 from tests.compiling import passes
@@ -110,11 +112,11 @@ class Model(nn.Module):
         return self.last(x)
 
 
-def inspected(**options: Any) -> Report:
+def inspected(reshard_after_forward: bool | int | None = None, **options: Any) -> Report:
     torch._dynamo.reset()
     model = Model()
     for part in (model.first, model.layer, model.again):
-        fully_shard(part)
+        fully_shard(part, reshard_after_forward=reshard_after_forward)
     fully_shard(model)
     fsdp_compile.configure(model, **options)
     with inspect(model) as report:
@@ -149,6 +151,14 @@ def test_each_parameter_says_why_it_stays_or_comes_again() -> None:
 
 
 @pytest.mark.usefixtures("fake_group_of_four")
+def test_slices_say_so() -> None:
+    found = becomes(inspected(reshard_after_forward=2))
+    assert found["layer.up.weight"] == ("not needed", "a slice of it is kept")
+    assert found["layer.up.weight@2"] == ("gathered again", "from the slices that are kept")
+    assert found["last.weight"] == ("kept", "reshard_after_forward=False")
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
 def test_what_a_user_or_a_budget_decided_is_said() -> None:
     ours = inspected().joint.plan
     kept = ("layer.up.weight",)
@@ -167,6 +177,34 @@ def test_what_a_user_or_a_budget_decided_is_said() -> None:
     assert predicted.seconds == pytest.approx(budget.joint.plan.choice.chosen.seconds)
 
 
+class WithOwn(nn.Module):
+    """Sums over other ranks, by itself, what nobody's gradient goes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.group = nn.Linear(8, 8), nn.Linear(8, 8), dist.new_group([0, 1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.last(y + all_reduce(y.detach(), "sum", self.group))
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_a_users_own_collectives_are_waited_for_as_well() -> None:
+    model = WithOwn()
+    fully_shard(model.first)
+    fully_shard(model)
+    with inspect(model) as report:
+        torch.compile(model, backend=passes, fullgraph=True)(torch.randn(4, 8)).sum().backward()
+    forward = report.joint.predicted.of("forward")
+    assert [one.fqns[0] for one in forward.collectives] == ["first.weight", "last.weight"]
+    # What hides behind the user's sum is not what is waited for.
+    assert forward.collectives[1].is_hidden
+    assert forward.exposed_s > sum(one.exposed_s for one in forward.collectives) > 0
+    reductions = report.joint.predicted.of("backward").collectives
+    assert reductions[0].why.startswith(f"{LATE}: right after grad last.")
+
+
 @pytest.mark.usefixtures("fake_group_of_four")
 def test_predictions_are_made_when_somebody_looks_and_are_no_part_of_the_plan(
     monkeypatch: pytest.MonkeyPatch,
@@ -181,14 +219,12 @@ def test_predictions_are_made_when_somebody_looks_and_are_no_part_of_the_plan(
     assert (slow.profile, fast.profile) == ("cpu", "h100") and fast.seconds < slow.seconds
     assert report.forward.predicted == report.backward.predicted == slow
     assert report.joint.plan.id == plan_id == type(report.joint.plan).from_json(report.joint.plan.to_json()).id
-    torch.distributed.destroy_process_group()  # a report may be printed after
+    dist.destroy_process_group()  # a report may be printed after
     try:
         assert "predicted on 'cpu': forward" in str(report)
         assert report.joint.predict("a100").profile == "a100"
     finally:
-        torch.distributed.init_process_group(
-            "fake", rank=0, world_size=4, store=torch.distributed.HashStore()
-        )
+        dist.init_process_group("fake", rank=0, world_size=4, store=dist.HashStore())
 
 
 @pytest.mark.usefixtures("fake_group_of_four")

@@ -161,6 +161,7 @@ def profile_of(samples: Sequence[dict[str, Any]], settings: Settings) -> Hardwar
         ranks_per_node=min(sample["ranks_per_node"] for sample in samples),
         inside=here,
         between=load_profile("h100" if backend == "nccl" else "cpu").between,  # nothing here says
+        attention_efficiency=min(1.0, *(sample["attention_efficiency"] for sample in samples)),
     )
 
 
@@ -180,6 +181,7 @@ def compute_table(samples: Sequence[dict[str, Any]], profile: HardwareProfile) -
         copies = [sample["memory_bytes_per_s"].get(dtype) for sample in samples]
         table.add_row(dtype, f"{flops / 1e9:,.1f} GFLOP/s", "" if None in copies else _rate(min(copies)))
     table.add_section()
+    table.add_row("attention", f"{profile.attention_efficiency:.0%} of matmuls", "")
     table.add_row("kernel without work", f"{profile.kernel_s * 1e6:.1f} us", "")
     table.add_row("copy from the CPU", "", _rate(profile.host_bytes_per_s))
     table.add_row("compute beside a collective", f"{profile.inside.slows_compute:.0%} slower", "")

@@ -31,6 +31,7 @@ _WARMUP = 2
 _MATMUL_S = 0.08  # about what one matmul may take; the largest of these widths is chosen that does
 _WIDTHS = (256, 512, 1024, 2048, 4096, 8192)
 _CPU_COPY_BYTES, _GPU_COPY_BYTES = 64 << 20, 512 << 20
+_CPU_ATTENTION, _GPU_ATTENTION = (4, 8, 256, 64), (4, 16, 2048, 128)  # batch, heads, length, width
 _TINY_CALLS = 2000
 
 
@@ -53,7 +54,7 @@ def dtypes_of(device: torch.device) -> tuple[str, ...]:
 
 def stages(job: Job, device: torch.device) -> int:
     """How many steps there are to follow."""
-    return len(dtypes_of(device)) + 3 + len(KINDS) * len(job.sizes) + 1
+    return len(dtypes_of(device)) + 4 + len(KINDS) * len(job.sizes) + 1
 
 
 def device_of(ranks: int, rank: int, has_link: bool = False) -> torch.device:
@@ -78,6 +79,8 @@ def work(settings: dict[str, Any], rank: int, send: Send) -> None:
     for dtype in dtypes_of(device):
         at(f"matmul {dtype}")
         found["flops"][dtype] = meter.matmul_flops_per_s(dtype)
+    at("attention")
+    found["attention_efficiency"] = meter.attention_flops_per_s() / found["flops"][meter.attention_dtype]
     at("copies in memory")
     found["memory_bytes_per_s"] = {dtype: meter.copy_bytes_per_s(dtype) for dtype in ("float32", "bfloat16")}
     at("copies from the CPU")
@@ -153,6 +156,21 @@ class _Meter:
                 out = torch.empty_like(a)
                 rate = max(rate, flops / self.seconds(lambda: torch.mm(a, b, out=out)))  # noqa: B023
             return rate
+
+    @property
+    def attention_dtype(self) -> str:
+        """In which kernels of attention are at their best."""
+        return "bfloat16" if self._device.type == "cuda" else "float32"
+
+    def attention_flops_per_s(self) -> float:
+        """Of a causal one: its products are small, and stand between exponentials."""
+        batch, heads, length, width = _GPU_ATTENTION if self._device.type == "cuda" else _CPU_ATTENTION
+        dtype = getattr(torch, self.attention_dtype)
+        query = torch.rand(batch, heads, length, width, device=self._device).to(dtype)
+        flops = 2.0 * batch * heads * length * length * (width + width) / 2
+        return flops / self.seconds(
+            lambda: torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+        )
 
     def copy_bytes_per_s(self, dtype: str) -> float:
         """Read plus written."""

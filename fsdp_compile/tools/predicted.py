@@ -13,7 +13,7 @@ from ..passes import GraphRecord, HardwareProfile, Prediction, load_profile
 from ..passes.budget import default_profile
 from ..passes.cost import Group
 from ..passes.predicted import PredictedGraph, predict
-from ..passes.provenance import reduce_nodes, unshard_nodes
+from ..passes.provenance import find_unshards, reduce_nodes, unshard_nodes
 from ..passes.reasons import Residency, residency_of, residency_of_whole
 from .tables import table
 
@@ -50,7 +50,10 @@ class Step:
         return self.predicted(planned_by or default_profile(_device_of(self.records)))
 
     def _ranks(self, group: str) -> Sequence[int]:
-        return next(one.ranks[group] for one in self.graphs if group in one.ranks)
+        known = {name: ranks for one in self.graphs for name, ranks in one.ranks.items()}
+        if group not in known:
+            raise LookupError(f"the ranks of the process group {group!r} are not known")
+        return known[group]
 
     @functools.cached_property
     def residency(self) -> dict[str, Residency]:
@@ -59,7 +62,9 @@ class Step:
             return {}
         if self.joint.plan.stage == "whole":
             return residency_of_whole(self.joint.plan)
-        return residency_of(self.joint.snapshots[-2], self.joint.plan, self.joint.decided_by)
+        before, after = self.joint.snapshots[-2:]
+        names = [marker.fqn for marker in find_unshards(after)]
+        return residency_of(before, names, self.joint.plan, self.joint.decided_by)
 
 
 def _device_of(records: Sequence[GraphRecord]) -> torch.device:

@@ -101,10 +101,10 @@ class GraphReport:
         return "\n".join(lines)
 
     def _said(self, lines: Callable[[], list[str]]) -> list[str]:
-        """A report prints, whatever a prediction makes of graphs that hold what is not ours."""
+        """A report prints, whatever a prediction makes of operators that others wrote."""
         try:
             return lines()
-        except (ValueError, LookupError, RuntimeError) as error:
+        except Exception as error:
             return [f"(not predicted: {error})"]
 
     def _launch_rows(self) -> list[str]:
