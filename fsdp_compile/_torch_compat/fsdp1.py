@@ -5,10 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX, ActivationWrapper
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp._common_utils import _get_module_fsdp_state_if_fully_sharded_module
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+# As they were when this package was imported: by the time they are used, the name may be ours (adopt).
+TORCH_FSDP: Any = torch_fsdp.FullyShardedDataParallel
+
+TORCH_GRAD_SCALER: Any = ShardedGradScaler
+
+# What checkpoint.state_dict takes for the state of a wrapped module; none is an error there: 2.11 to 2.15.
+TORCH_STATE_OF_WRAPPER: Any = _get_module_fsdp_state_if_fully_sharded_module
 
 # ``_HYBRID_SHARD_ZERO2``: 2.11 to 2.15.
 HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2

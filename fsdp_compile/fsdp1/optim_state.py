@@ -127,7 +127,7 @@ def _groups_to_load(model: nn.Module, optim: Any, given: list[Any], by_name: boo
                 f"The optimizer state to load has no parameter group with {', '.join(missing)}. Build the optimizer "
                 "over the parameters that it was saved with."
             )
-        theirs = group_of[ours[0]] if ours else {}
+        theirs = group_of[ours[0]] if ours else group  # an empty one keeps its settings
         groups.append({**theirs, "params": ours if by_name else [keys[name] for name in ours]})
     return groups
 
