@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX, ActivationWrapper
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
@@ -63,3 +64,11 @@ def dtype_of_hook(hook: Any) -> torch.dtype | str | None:
     if hook is default_hooks.bf16_compress_hook:
         return torch.bfloat16
     return "own" if hook in (default_hooks.allreduce_hook, default_hooks.reduce_scatter_hook) else None
+
+
+def rows_of_sharded_tensor(value: Any) -> torch.Tensor | None:
+    """This rank's rows of what FSDP1 gave for shards before DTensors; None of any other tensor (2.11 to 2.15)."""
+    if not isinstance(value, ShardedTensor):
+        return None
+    shards = value.local_shards()
+    return shards[0].tensor if len(shards) == 1 else None
