@@ -225,8 +225,10 @@ def _helpers_know_ours(compiles: bool) -> None:
         whole = helpers.StateDictOptions(full_state_dict=True)
         expected, expected_optim = helpers.get_state_dict(theirs, their_optim, options=whole)
     del theirs, their_optim
-    with warnings.catch_warnings(), fsdp_compile.adopt():
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
+        adoption = fsdp_compile.adopt()
+    with adoption:
         torch.manual_seed(0)
         ours, optim = _wrap_and_train(compiles)
         assert isinstance(getattr(ours, "_orig_mod", ours), OURS)
@@ -271,8 +273,10 @@ def _torchs_wrappers_stay() -> None:
         theirs.clip_grad_norm_(1.0)
         assert set(helpers.get_model_state_dict(theirs)) == {"weight", "bias"}
     del theirs, adoption
-    with warnings.catch_warnings(), fsdp_compile.adopt():
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
+        adoption = fsdp_compile.adopt()
+    with adoption:
         assert torch_fsdp.FullyShardedDataParallel is OURS, "nobody holds a wrapper of torch's now"
 
 
