@@ -1,7 +1,8 @@
-"""`python -m benchmarks.frameworks`: the losses of frameworks on torch's FSDP2, and on this package in its place.
+"""`python -m benchmarks.frameworks`: the losses of frameworks on torch's FSDP, and on this package in its place.
 
 Two local processes over gloo train small models with random weights, save, and resume; `fsdp_compile.adopt()` is all
-that differs between the first column and the others.
+that differs between the first column and the others. Below the table: what torch's own FSDP does not do on a CPU, and
+what it says.
 """
 
 from __future__ import annotations
@@ -20,22 +21,27 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.frameworks_rows import ROWS, SAVED_AFTER, STEPS, Losses, Row
-from benchmarks.frameworks_worker import COLUMNS, train
+from benchmarks.framework_rows import ROWS
+from benchmarks.framework_rows.common import SAVED_AFTER, STEPS, Losses, Row
+from benchmarks.framework_rows.refused import REFUSED
+from benchmarks.frameworks_worker import COLUMNS, Trained, refusal, train
 from fsdp_compile.workers import Crew, WorkerError, interruptible
 
 _RANKS = 2
-TOLERANCE = 1e-4
-_WIDTH = 170
+_WIDTH = 190
 
 
 @dataclass
 class Cell:
     """What one row did in one column."""
 
-    losses: Losses | None = None
+    trained: Trained | None = None
     error: str | None = None
     done: bool = False
+
+    @property
+    def losses(self) -> Losses | None:
+        return None if self.trained is None else self.trained.losses
 
 
 @dataclass
@@ -53,7 +59,8 @@ class Line:
         losses, reference = self.cells[column].losses, self.reference
         return None if losses is None or reference is None else largest_difference(losses, reference)
 
-    def problems(self, tolerance: float) -> list[str]:
+    @property
+    def problems(self) -> list[str]:
         found = []
         for name, cell in self.cells.items():
             difference = self.difference(name)
@@ -61,7 +68,7 @@ class Line:
                 found.append(f"{name}: {cell.error}")
             elif not cell.done:
                 found.append(f"{name}: did not run")
-            elif difference is not None and not difference <= tolerance:
+            elif difference is not None and not difference <= self.row.tolerance:
                 found.append(f"{name}: losses are off by {difference:.1e}")
         return found
 
@@ -76,25 +83,33 @@ def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> f
 def main() -> int:
     options = _parse(sys.argv[1:])
     rows = [row for row in ROWS if not options.rows or any(word in row.name for word in options.rows)]
+    refused = [row for row in REFUSED if not options.rows or any(word in row.name for word in options.rows)]
     lines = {row.name: Line(row) for row in rows}
+    reasons: dict[str, str | None] = {}
     begin = time.monotonic()
     interrupted = False
     try:
         with interruptible():
-            _run(lines, options.timeout)
+            _run(lines, reasons, [row.name for row in refused], options.timeout)
     except KeyboardInterrupt:
         interrupted = True
         print("interrupted: the table holds what was finished")
     console = Console(width=max(_WIDTH, Console().width))
-    console.print(_table(lines, options.tolerance, time.monotonic() - begin))
-    failed = [name for name, line in lines.items() if line.problems(options.tolerance)]
+    console.print(_table(lines, time.monotonic() - begin))
+    for row in refused:
+        reason = reasons.get(row.name, "did not run")
+        said = f"{row.package} is not installed" if reason is None else reason or "IT RUNS: make a row of it"
+        console.print(f"not on a CPU under torch's own {row.engine}: [bold]{row.name}[/]", highlight=False)
+        console.print(f"    {said[:_WIDTH - 4]}", markup=False, highlight=False)
+    failed = [name for name, line in lines.items() if line.problems]
+    failed += [name for name, reason in reasons.items() if reason == ""]
     if failed:
-        print(f"{len(failed)} of {len(rows)} rows failed: {'; '.join(failed)}")
+        print(f"{len(failed)} of {len(rows) + len(refused)} rows failed: {'; '.join(failed)}")
     return 130 if interrupted else int(bool(failed))
 
 
-def _run(lines: dict[str, Line], timeout_s: float) -> None:
-    """Train column after column of each row, in the same processes until one fails."""
+def _run(lines: dict[str, Line], reasons: dict[str, str | None], refused: list[str], timeout_s: float) -> None:
+    """Train column after column of each row, in the same processes until one fails; then ask for the reasons."""
     env = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with (
         tempfile.TemporaryDirectory(prefix="fsdp-compile-frameworks-") as folder,
@@ -103,38 +118,47 @@ def _run(lines: dict[str, Line], timeout_s: float) -> None:
         for number, (row, column) in enumerate((row, column) for row, line in lines.items() for column in line.cells):
             begin = time.monotonic()
             try:
-                losses = crew.run(train, row, column, Path(folder) / str(number), limit_s=timeout_s)[0]
-                cell, said = Cell(losses, done=True), f"{time.monotonic() - begin:6.1f} s"
+                trained = crew.run(train, row, column, Path(folder) / str(number), limit_s=timeout_s)[0]
+                cell, said = Cell(trained, done=True), f"{time.monotonic() - begin:6.1f} s"
             except WorkerError as error:
                 cell, said = Cell(error=error.summary, done=True), f"  failed\n{error}"
             lines[row].cells[column] = cell
-            print(f"{row:44}{column:16}{said}", file=sys.stderr, flush=True)
+            print(f"{row:54}{column:16}{said}", file=sys.stderr, flush=True)
+        for name in refused:
+            reasons[name] = crew.run(refusal, name, limit_s=timeout_s)[0]
 
 
-def _table(lines: dict[str, Line], tolerance: float, seconds: float) -> Table:
+def _table(lines: dict[str, Line], seconds: float) -> Table:
     grid = Table(
-        title=f"Frameworks on torch's FSDP2, and on fsdp_compile by adopt(): {_RANKS} ranks over gloo",
+        title=f"Frameworks on torch's FSDP, and on fsdp_compile by adopt(): {_RANKS} ranks over gloo",
         caption=f"torch {torch.__version__}; {seconds:.0f} s. Losses: step 1, and step "
         f"{STEPS} of the run and of one that resumed from the checkpoint behind step {SAVED_AFTER}.\n"
-        f"difference: the largest of all {2 * STEPS - SAVED_AFTER} losses to those with torch's FSDP2, over these; at "
-        f"most {tolerance:.0e}.",
+        f"difference: the largest of all {2 * STEPS - SAVED_AFTER} losses to those with torch's FSDP, over these, and "
+        "what it may be.\ngraphs: of torch.compile, for the two models of a row together; breaks between them.",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
     grid.add_column("framework", overflow="fold")
+    grid.add_column("under")
     for column in COLUMNS:
         grid.add_column(column.name, no_wrap=True)
-    grid.add_column("difference, eager / compiled", overflow="fold", min_width=40)
+    grid.add_column("graphs", justify="right")
+    grid.add_column("breaks", justify="right")
+    grid.add_column("difference, eager / compiled", overflow="fold", min_width=30)
     for name, line in lines.items():
-        problems = line.problems(tolerance)
+        problems = line.problems
         differences = [line.difference(column.name) for column in COLUMNS[1:]]
         if line.reference is None and not problems:
             said = f"{line.row.package} is not installed"
         else:
             said = " / ".join("-" if one is None else f"{one:.1e}" for one in differences)
+            said += f" <= {line.row.tolerance:.0e}"
         cells = [_cell(line.cells[column.name]) for column in COLUMNS]
-        grid.add_row(name, *cells, "\n".join([said, *problems]), style="red" if problems else None)
+        trained = line.cells[COLUMNS[-1].name].trained
+        counts = ("-", "-") if trained is None else (str(trained.num_graphs), str(len(trained.breaks)))
+        said = "\n".join([said, *problems])
+        grid.add_row(name, line.row.engine, *cells, *counts, said, style="red" if problems else None)
     return grid
 
 
@@ -148,12 +172,11 @@ def _cell(cell: Cell) -> str:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.frameworks",
-        description="Losses of frameworks on FSDP2 and on fsdp_compile. Exit code 1 when they differ.",
+        description="Losses of frameworks on torch's FSDP and on fsdp_compile. Exit code 1 when they differ.",
         epilog="rows: " + "; ".join(row.name for row in ROWS),
     )
     add = parser.add_argument
     add("--rows", nargs="+", metavar="WORD", help="only rows with one of these in their name")
-    add("--tolerance", type=float, default=TOLERANCE, help="of the differences; default: %(default)s")
     add("--timeout", type=float, default=300.0, help="seconds that one row may take; default: %(default)s")
     options = parser.parse_args(arguments)
     if options.rows and not any(word in row.name for row in ROWS for word in options.rows):

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 import fsdp_compile
-from benchmarks.frameworks_rows import ROWS, Losses
+from benchmarks.framework_rows import ROWS
+from benchmarks.framework_rows.common import Losses
+from benchmarks.framework_rows.refused import REFUSED
 from fsdp_compile.api import fully_shard as sharding
 from fsdp_compile.workers import Send
 
@@ -31,7 +33,7 @@ class Column:
 
 
 COLUMNS = (
-    Column("torch's FSDP2", contextlib.nullcontext, compiled=False),
+    Column("torch's FSDP", contextlib.nullcontext, compiled=False),
     Column("eager", fsdp_compile.adopt, compiled=False),
     Column("compiled", fsdp_compile.adopt, compiled=True),
 )
@@ -49,8 +51,17 @@ def join(settings: dict[str, Any], rank: int, send: Send) -> None:
     )
 
 
-def train(row_name: str, column_name: str, folder: Path) -> Losses | None:
-    """The losses of one row under one engine; None where its package is not installed."""
+@dataclass(frozen=True)
+class Trained:
+    """What a row did under one engine. Graphs and breaks are of both models, the one that resumed as well."""
+
+    losses: Losses
+    num_graphs: int = 0
+    breaks: tuple[str, ...] = ()
+
+
+def train(row_name: str, column_name: str, folder: Path) -> Trained | None:
+    """Train one row under one engine; None where its package is not installed."""
     row = next(row for row in ROWS if row.name == row_name)
     column = next(column for column in COLUMNS if column.name == column_name)
     if importlib.util.find_spec(row.package) is None:
@@ -65,8 +76,23 @@ def train(row_name: str, column_name: str, folder: Path) -> Losses | None:
     ):
         warnings.simplefilter("ignore")
         losses = row.run(column.compiled, folder)
-    num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    counters = torch._dynamo.utils.counters
+    num_graphs, breaks = counters["stats"]["unique_graphs"], counters["graph_break"].elements()
     if (units.call_count > 0) != (adoption is not None) or (num_graphs > 0) != column.compiled:
         raise RuntimeError(f"{row.name} made {units.call_count} units of fsdp_compile's and {num_graphs} graphs.")
     dist.barrier()
-    return losses
+    return Trained(losses, num_graphs, tuple(reason.strip().splitlines()[0] for reason in breaks))
+
+
+def refusal(name: str) -> str | None:
+    """What torch's own FSDP raises for a row; empty where it raises nothing, None without the package."""
+    row = next(row for row in REFUSED if row.name == name)
+    if importlib.util.find_spec(row.package) is None:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            row.attempt()
+        except Exception as error:  # whatever it is
+            return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return ""

@@ -7,9 +7,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 
 from ._torch_compat.fsdp2 import DataParallelMeshDims as DataParallelMeshDims
+from .adoption import Adoption as Adoption
+from .adoption import adopt as adopt
 from .api.accumulate import no_sync as no_sync
-from .api.adopt import Adoption as Adoption
-from .api.adopt import adopt as adopt
 from .api.auto_shard import auto_shard as auto_shard
 from .api.checked_reader import CheckedReader as CheckedReader
 from .api.clip import clip_grad_norm_ as clip_grad_norm_

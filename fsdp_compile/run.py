@@ -1,4 +1,4 @@
-"""Run a script that was written for torch's FSDP2 with this package in its place, unchanged.
+"""Run a script that was written for torch's FSDP2, or FSDP1, with this package in its place, unchanged.
 
     torchrun --nproc-per-node 2 -m fsdp_compile.run train.py --steps 10
     torchrun --nproc-per-node 2 -m fsdp_compile.run -m package.train --steps 10
@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from typing import Any
 
-from .api.adopt import adopt
+from .adoption import adopt
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Adopt, and run what the command line names in this process."""
     parser = argparse.ArgumentParser(
-        prog="python -m fsdp_compile.run", description="Run a script with torch's FSDP2 names being fsdp_compile's."
+        prog="python -m fsdp_compile.run", description="Run a script with torch's FSDP names being fsdp_compile's."
     )
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script", help="path of a Python file, or with -m a module")

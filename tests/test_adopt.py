@@ -8,18 +8,25 @@ import sys
 import types
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed._composable.fsdp as composable_fsdp
 import torch.distributed._composable.replicate_with_fsdp as replicate_module
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.checkpoint import state_dict as helpers
 from torch.distributed.fsdp import fully_shard as TORCH_FULLY_SHARD
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
 
 import fsdp_compile
-from tests.comparing import train_and_compare
-from tests.models import Stack, pair
+from fsdp_compile import fsdp1
+from tests.comparing import batches, loss_of, train_and_compare
+from tests.fsdp1_scripts import CPU, OURS, silenced, under_theirs
+from tests.models import Block, Stack, pair
 from tests.ranks import Ranks
 
 SCRIPT = Path(__file__).with_name("fsdp2_script.py")
@@ -174,3 +181,118 @@ def test_a_script_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.Capt
     assert "nowhere.py is not a file" in capsys.readouterr().err
     with pytest.raises(ImportError, match=r"There is no module nowhere_at_all"):
         main(["-m", "nowhere_at_all"])
+
+
+WRAPPED_SCRIPT = Path(__file__).with_name("fsdp1_script.py")
+
+
+def bound_to_torchs_class() -> list[tuple[types.ModuleType, str]]:
+    checkpoint = sys.modules["torch.distributed.checkpoint.state_dict"]
+    defining = sys.modules["torch.distributed.fsdp.fully_sharded_data_parallel"]
+    return [(torch_fsdp, "FullyShardedDataParallel"), (defining, "FullyShardedDataParallel"), (checkpoint, "FSDP")]
+
+
+@pytest.mark.compat
+def test_fsdp1s_class_is_ours_until_undone(framework: types.ModuleType) -> None:
+    exec("from torch.distributed.fsdp import FullyShardedDataParallel as FSDP", vars(framework))
+    exec("from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler", vars(framework))
+    theirs, scaler = framework.FSDP, framework.ShardedGradScaler
+    with fsdp_compile.adopt():
+        assert {getattr(module, name) for module, name in bound_to_torchs_class()} == {OURS}
+        assert framework.FSDP is OURS and framework.ShardedGradScaler is fsdp1.ShardedGradScaler
+    assert {getattr(module, name) for module, name in bound_to_torchs_class()} == {theirs}
+    assert framework.FSDP is theirs is not OURS and framework.ShardedGradScaler is scaler
+
+
+def _wrap_and_train(compiles: bool) -> tuple[Any, Any]:
+    """By torch's names, whatever they are."""
+    model = torch_fsdp.FullyShardedDataParallel(
+        Stack(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=CPU, use_orig_params=True
+    )
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+    for step in range(2):
+        loss_of(run(batches(step)[dist.get_rank()])).backward()
+        optim.step()
+        optim.zero_grad()
+    return run, optim
+
+
+def _helpers_know_ours(compiles: bool) -> None:
+    torch.manual_seed(0)
+    with silenced():
+        theirs, their_optim = _wrap_and_train(compiles=False)
+        whole = helpers.StateDictOptions(full_state_dict=True)
+        expected, expected_optim = helpers.get_state_dict(theirs, their_optim, options=whole)
+    del theirs, their_optim
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adoption = fsdp_compile.adopt()
+    with adoption:
+        torch.manual_seed(0)
+        ours, optim = _wrap_and_train(compiles)
+        assert isinstance(getattr(ours, "_orig_mod", ours), OURS)
+        sharded, sharded_optim = helpers.get_state_dict(ours, optim)
+        assert all(isinstance(value, DTensor) for value in sharded.values())
+        assert all(isinstance(state["exp_avg"], DTensor) for state in sharded_optim["state"].values())
+        got, got_optim = helpers.get_state_dict(ours, optim, options=whole)
+        assert list(got) == list(expected) == list(sharded) and not any(isinstance(v, DTensor) for v in got.values())
+        torch.testing.assert_close(got, dict(expected), atol=1e-5, rtol=1e-4)
+        assert set(got_optim["state"]) == set(expected_optim["state"]) == set(sharded_optim["state"])
+        for name, state in expected_optim["state"].items():
+            torch.testing.assert_close(got_optim["state"][name]["exp_avg"], state["exp_avg"], atol=1e-6, rtol=1e-4)
+
+        for model_state, optim_state, options in (
+            (sharded, sharded_optim, helpers.StateDictOptions()),
+            (dict(expected), expected_optim, whole),  # torch's own, whole
+        ):
+            torch.manual_seed(1)
+            again, again_optim = _wrap_and_train(compiles)
+            helpers.set_state_dict(
+                again, again_optim, model_state_dict=model_state, optim_state_dict=optim_state, options=options
+            )
+            now, now_optim = helpers.get_state_dict(again, again_optim, options=whole)
+            torch.testing.assert_close(now, dict(expected), atol=1e-5, rtol=1e-4)
+            for name, state in expected_optim["state"].items():
+                torch.testing.assert_close(now_optim["state"][name]["exp_avg"], state["exp_avg"], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.more)])
+def test_helpers_know_our_wrappers(two_ranks: Ranks, compiles: bool) -> None:
+    two_ranks.run(_helpers_know_ours, compiles)
+
+
+def _torchs_wrappers_stay() -> None:
+    theirs = under_theirs(nn.Linear(4, 4))
+    with pytest.warns(UserWarning, match=r"adopt\(\) leaves FullyShardedDataParallel as torch's: 1 of its wrappers are"):
+        adoption = fsdp_compile.adopt()
+    with adoption, silenced():
+        assert torch_fsdp.FullyShardedDataParallel is type(theirs)
+        assert torch_fsdp.fully_shard is fsdp_compile.fully_shard
+        theirs(torch.ones(2, 4)).sum().backward()
+        theirs.clip_grad_norm_(1.0)
+        assert set(helpers.get_model_state_dict(theirs)) == {"weight", "bias"}
+    del theirs, adoption
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adoption = fsdp_compile.adopt()
+    with adoption:
+        assert torch_fsdp.FullyShardedDataParallel is OURS, "nobody holds a wrapper of torch's now"
+
+
+def test_torchs_own_wrappers_stay_torchs(two_ranks: Ranks) -> None:
+    two_ranks.run(_torchs_wrappers_stay)
+
+
+@pytest.mark.more
+def test_an_unchanged_fsdp1_script_trains_alike(tmp_path: Path) -> None:
+    theirs = torchrun(str(WRAPPED_SCRIPT), "4", cwd=tmp_path)
+    expected = [float(loss) for loss in line(theirs, "losses").split()[1:]]
+    assert line(theirs, "engine").startswith("engine torch.distributed.fsdp.")
+    for more in ([], ["compile"]):
+        ours = torchrun("-m", "fsdp_compile.run", str(WRAPPED_SCRIPT), "4", *more, cwd=tmp_path)
+        assert line(ours, "engine").startswith("engine fsdp_compile.fsdp1.")
+        got = [float(loss) for loss in line(ours, "losses").split()[1:]]
+        assert len(got) == 4 and got == pytest.approx(expected, abs=2e-5)
+        assert line(ours, "graphs") == ("graphs 1 breaks 0" if more else "graphs 0 breaks 0")
+        assert line(ours, "saved") == line(theirs, "saved")

@@ -5,10 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX, ActivationWrapper
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp._common_utils import _get_module_fsdp_state_if_fully_sharded_module
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+# As they were when this package was imported: by the time they are used, the name may be ours (adopt).
+TORCH_FSDP: Any = torch_fsdp.FullyShardedDataParallel
+
+TORCH_GRAD_SCALER: Any = ShardedGradScaler
+
+# What checkpoint.state_dict takes for the state of a wrapped module; none is an error there: 2.11 to 2.15.
+TORCH_STATE_OF_WRAPPER: Any = _get_module_fsdp_state_if_fully_sharded_module
 
 # ``_HYBRID_SHARD_ZERO2``: 2.11 to 2.15.
 HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
@@ -52,3 +64,11 @@ def dtype_of_hook(hook: Any) -> torch.dtype | str | None:
     if hook is default_hooks.bf16_compress_hook:
         return torch.bfloat16
     return "own" if hook in (default_hooks.allreduce_hook, default_hooks.reduce_scatter_hook) else None
+
+
+def rows_of_sharded_tensor(value: Any) -> torch.Tensor | None:
+    """This rank's rows of what FSDP1 gave for shards before DTensors; None of any other tensor (2.11 to 2.15)."""
+    if not isinstance(value, ShardedTensor):
+        return None
+    shards = value.local_shards()
+    return shards[0].tensor if len(shards) == 1 else None

@@ -275,6 +275,19 @@ class Constructed(Wrapper):
         of_members = (unit_of(child) for child in wrapped.children()) if is_container(wrapped) else ()
         return unit_of(wrapped) or next((unit for unit in of_members if unit is not None), None)
 
+    @property
+    def _has_params(self) -> bool:
+        """accelerate asks, and casts the flat parameter of those that have one to fp32; none has here."""
+        unit = self._unit
+        low = {param.param.dtype for param in unit.params if param.param.requires_grad} if unit is not None else set()
+        if low - {torch.float32, torch.float64}:
+            warnings.warn(
+                f"Parameters of the {type(self.module).__name__} are trained in {', '.join(map(str, low))}: there is "
+                "no flat parameter to cast. For optimizer steps in fp32 call model.float() before wrapping.",
+                stacklevel=2,
+            )
+        return False
+
     def check_is_root(self) -> bool:
         """Whether no other wrapper is around this one."""
         return self._is_root

@@ -75,17 +75,19 @@ def optim_state_to_load(
     """What ``optim.load_state_dict`` takes, of a state by names; where rank 0 alone has it, it sends it to others."""
     if rank0_only(settings.optim_state_dict_config):
         given = _from_first(given, group)
+    given = _as_uncompiled(given)
     known = _sharded(model)
     states: dict[Any, Any] = {}
     for key, name, param in _params_of(model, optim):
-        if name not in given["state"]:
+        plain = _uncompiled(name)
+        if plain not in given["state"]:
             continue
         sharded = known.get(param)
         states[name if by_name else key] = {
             entry: value if sharded is None else _loaded(settings, sharded, value)
-            for entry, value in given["state"][name].items()
+            for entry, value in given["state"][plain].items()
         }
-    of_params = {_name(name) for name, _ in model.named_parameters()}
+    of_params = {_uncompiled(_name(name)) for name, _ in model.named_parameters()}
     states |= {key: value for key, value in given["state"].items() if key not in of_params}
     if "param_groups" not in given:
         return {"state": states}
@@ -121,13 +123,13 @@ def _groups_to_load(model: nn.Module, optim: Any, given: list[Any], by_name: boo
     groups = []
     for group in optim.param_groups:
         ours = [names[param] for param in group["params"]]
-        missing = [name for name in ours if name not in group_of]
+        missing = [name for name in ours if _uncompiled(name) not in group_of]
         if missing:
             raise RuntimeError(
                 f"The optimizer state to load has no parameter group with {', '.join(missing)}. Build the optimizer "
                 "over the parameters that it was saved with."
             )
-        theirs = group_of[ours[0]] if ours else {}
+        theirs = group_of[_uncompiled(ours[0])] if ours else group  # an empty one keeps its settings
         groups.append({**theirs, "params": ours if by_name else [keys[name] for name in ours]})
     return groups
 
@@ -150,6 +152,19 @@ def _params_of(model: nn.Module, optim: Any) -> Iterator[tuple[int, str, Any]]:
 def _name(name: str) -> str:
     """Without any wrappers, as a plain model's parameter is called."""
     return fsdp1.without_checkpointing(clean(name))
+
+
+def _uncompiled(name: Any) -> Any:
+    """Without torch.compile's wrappers, which torch's helpers put into some names and not into others."""
+    return name.replace("_orig_mod.", "") if isinstance(name, str) else name
+
+
+def _as_uncompiled(given: OptimState) -> OptimState:
+    plain = {**given, "state": {_uncompiled(key): value for key, value in given["state"].items()}}
+    if "param_groups" in given:
+        groups = given["param_groups"]
+        plain["param_groups"] = [{**one, "params": [_uncompiled(key) for key in one["params"]]} for one in groups]
+    return plain
 
 
 def _sharded(model: nn.Module) -> dict[Any, ShardedParam]:

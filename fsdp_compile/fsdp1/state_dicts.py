@@ -59,6 +59,9 @@ def loaded_as(kind: StateDictType, param: ShardedParam, value: Any, dtype: torch
     if not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     shard: Any = param.param
+    own_rows = fsdp1.rows_of_sharded_tensor(value)
+    if own_rows is not None and own_rows.shape == dtensors.local_tensor(shard).shape:
+        return like_shard(param, own_rows, dtype)
     if kind is StateDictType.LOCAL_STATE_DICT:
         return like_shard(param, value, dtype) if value.shape == dtensors.local_tensor(shard).shape else value
     return shard_of(param, value, dtype) if value.shape == shard.shape else value

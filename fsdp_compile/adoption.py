@@ -1,0 +1,142 @@
+"""adopt(): wherever code has torch's FSDP by name, it finds ours: the functions of FSDP2, and the class of FSDP1.
+
+    torch.distributed.fsdp.fully_shard -----------------+
+    torch.distributed._composable.fsdp.fully_shard -----+---> fsdp_compile.fully_shard, until undo()
+    any_module.fully_shard  (from ... import ...) ------+
+
+    torch.distributed.fsdp.FullyShardedDataParallel ----+---> fsdp_compile.fsdp1.FullyShardedDataParallel, until undo()
+    torch.distributed.checkpoint.state_dict.FSDP -------+
+
+FSDP2's classes need no replacement: FSDPModule and the handles are torch's by inheritance. FSDP1's is bound in torch's
+own modules as well: the helpers for state dicts ask it which modules are wrapped, and of which kind the state is.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ._torch_compat import fsdp1 as torch_fsdp1
+from ._torch_compat import fsdp2 as torch_fsdp2
+from .api.forward_methods import register_fsdp_forward_method
+from .api.fully_shard import fully_shard
+from .api.module import share_comm_ctx
+from .api.replicate import replicate
+from .fsdp1.grad_scaler import ShardedGradScaler
+from .fsdp1.wrapper import FullyShardedDataParallel
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """A name of a module that was torch's, and is ours."""
+
+    module: types.ModuleType
+    name: str
+    theirs: Any
+    ours: Any
+
+    def __str__(self) -> str:
+        return f"{self.module.__name__}.{self.name}"
+
+    @property
+    def holds(self) -> bool:
+        return vars(self.module).get(self.name) is self.ours
+
+
+class Adoption:
+    """What ``adopt`` changed; at the end of a ``with`` block, or by ``undo()``, it is torch's again."""
+
+    def __init__(self, bindings: list[Binding]) -> None:
+        self.bindings = bindings
+
+    def __repr__(self) -> str:
+        return f"Adoption({', '.join(map(str, self.bindings))})"
+
+    def __enter__(self) -> Adoption:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
+
+    def undo(self) -> None:
+        """Give every name that was changed what it was; one that somebody else has changed since stays theirs."""
+        bindings, self.bindings = self.bindings, []
+        for binding in bindings:
+            if binding.holds:
+                setattr(binding.module, binding.name, binding.theirs)
+        changed = [str(binding) for binding in bindings if vars(binding.module).get(binding.name) is not binding.theirs]
+        if changed:
+            warnings.warn(
+                f"{', '.join(changed)} changed after fsdp_compile.adopt() and stays as it is: undo() restores what "
+                "adopt() set.",
+                stacklevel=2,
+            )
+
+
+def adopt() -> Adoption:
+    """Have torch's ``fully_shard``, ``replicate``, ``FullyShardedDataParallel`` and their like be this package's.
+
+    In the whole process, also in modules that imported the names before; those imported later find ours in torch. What
+    torch's own functions made before stays torch's. Where its FSDP1 class has made wrappers that are still there, that
+    class stays torch's, with a warning: its methods find one another, and their wrappers, by the names it has.
+    """
+    pairs: list[tuple[Any, Any]] = [
+        (torch_fsdp2.TORCH_FULLY_SHARD, fully_shard),
+        (torch_fsdp2.TORCH_REPLICATE, replicate),
+        (torch_fsdp2.TORCH_REGISTER_FORWARD_METHOD, register_fsdp_forward_method),
+        (torch_fsdp2.TORCH_SHARE_COMM_CTX, share_comm_ctx),
+    ]
+    in_use = _uses_of_torchs_class()
+    if in_use:
+        warnings.warn(
+            f"fsdp_compile.adopt() leaves FullyShardedDataParallel as torch's: {in_use} there already, and would not "
+            "go on working beside ours. Call adopt() before anything is wrapped. FSDP2's functions are adopted.",
+            stacklevel=2,
+        )
+    else:
+        pairs += [
+            (torch_fsdp1.TORCH_FSDP, FullyShardedDataParallel),
+            (torch_fsdp1.TORCH_GRAD_SCALER, ShardedGradScaler),
+            (torch_fsdp1.TORCH_STATE_OF_WRAPPER, _state_of_wrapper),
+        ]
+    ours = {id(theirs): (theirs, mine) for theirs, mine in pairs}
+    bindings = [
+        Binding(module, name, *ours[id(value)])
+        for module in list(sys.modules.values())
+        if isinstance(module, types.ModuleType) and not _is_ours(module)
+        for name, value in list(vars(module).items())
+        if id(value) in ours
+    ]
+    for binding in bindings:
+        setattr(binding.module, binding.name, binding.ours)
+    return Adoption(bindings)
+
+
+def _is_ours(module: types.ModuleType) -> bool:
+    return module.__name__ == _PACKAGE or module.__name__.startswith(f"{_PACKAGE}.")
+
+
+def _state_of_wrapper(module: nn.Module) -> Any:
+    """What torch's helpers take for the state of a wrapped module: of ours, the wrapper itself, as FSDP1's is."""
+    return module if isinstance(module, FullyShardedDataParallel) else torch_fsdp1.TORCH_STATE_OF_WRAPPER(module)
+
+
+def _uses_of_torchs_class() -> str:
+    """What there is of torch's FSDP1 class: wrappers in use, or classes made of it; empty where there is nothing."""
+    made_of_it = [cls.__qualname__ for cls in torch_fsdp1.TORCH_FSDP.__subclasses__()]
+    if made_of_it:
+        return f"its subclass {', '.join(made_of_it)} is"
+    for collect in (lambda: 0, gc.collect):  # what is in nobody's hands any more counts only until it is collected
+        collect()
+        num_wrappers = sum(issubclass(type(one), torch_fsdp1.TORCH_FSDP) for one in gc.get_objects())
+        if not num_wrappers:
+            return ""
+    return f"{num_wrappers} of its wrappers are"
