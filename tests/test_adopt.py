@@ -173,9 +173,12 @@ def test_it_runs_as_python_runs_it(tmp_path: Path, form: str) -> None:
     assert plain[-1] == "torch.distributed.fsdp" and ours[-1].startswith("fsdp_compile")
 
 
-def test_a_script_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_is_not_there_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from fsdp_compile.run import main
 
+    monkeypatch.setattr("fsdp_compile.run.adopt", lambda: None)  # which lasts as long as the process
     with pytest.raises(SystemExit):
         main([str(tmp_path / "nowhere.py")])
     assert "nowhere.py is not a file" in capsys.readouterr().err
