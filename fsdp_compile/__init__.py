@@ -27,6 +27,8 @@ from .api.module import share_comm_ctx as share_comm_ctx
 from .api.replicate import replicate as replicate
 from .core.mesh import ShardPlacementResult as ShardPlacementResult
 from .graph.install import install_passes as install_passes
+from .hugging_face.load import load_pretrained as load_pretrained
+from .hugging_face.save import save_pretrained as save_pretrained
 from .lookout.lookout import RanksParted as RanksParted
 from .tools.breaks import BreakReport as BreakReport
 from .tools.breaks import GraphBreak as GraphBreak

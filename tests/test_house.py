@@ -16,7 +16,7 @@ FLOORS = [
     {"core"},
     {"graph", "eager", "lookout"},
     {"api"},
-    {"tools", "fsdp1"},
+    {"tools", "fsdp1", "hugging_face"},
     {"adoption"},
     {"demo", "run"},
     {"cli"},

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import fsdp_compile
 from fsdp_compile.core import exchange
 from fsdp_compile.passes.ledger import ledger
 from tests.comparing import assert_same_grads
@@ -155,3 +156,27 @@ def test_a_rank_does_not_wait_without_end(two_ranks: Ranks) -> None:
     late, early = two_ranks.run(_all_eager, 4.0, 0.5)
     assert late[0] == early[0] == 1
     assert early[1] < 4
+
+
+def _alone() -> None:
+    """One rank runs forwards in which nothing is gathered, while the others are elsewhere."""
+    model = shard(Stack())
+    inputs = torch.ones(2, 3, 16)
+    full, embedded = fsdp_compile.full_params(model), torch.zeros(2, 5, dtype=torch.long)
+    with full:
+        if dist.get_rank() == 0:
+            model(embedded)
+    model.layers[1].unshard()
+    if dist.get_rank() == 0:
+        model.layers[1](inputs)
+    dist.barrier()
+    model.layers[1].reshard()
+
+
+def _alone_without_asking() -> None:
+    with mock.patch.object(exchange.Others, "_ask", side_effect=AssertionError("it asks")):
+        _alone()
+
+
+def test_a_forward_that_gathers_nothing_asks_nobody(two_ranks: Ranks) -> None:
+    two_ranks.run(_alone_without_asking)

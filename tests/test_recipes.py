@@ -273,7 +273,10 @@ def _save_and_load(blocks: list[str]) -> None:
         play(blocks[3], model=torch.compile(model), folder=folder)
         assert_same_params(model, unsharded, atol=1e-5)
         unsharded.load_state_dict(torch.load(folder / "model.pt"))  # names and shapes are its own
-        play(blocks[4], model=torch.compile(model), folder=folder, batch=mine())
+        model = shard(Stack())
+        play(blocks[4], model=torch.compile(model), folder=folder)
+        assert_same_params(model, unsharded, atol=1e-5)
+        play(blocks[5], model=torch.compile(model), folder=folder, batch=mine())
         assert (folder / "2" / ".metadata").exists()
     finally:
         dist.barrier()
@@ -286,6 +289,42 @@ def shared_folder() -> Path:
     told = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(told)
     return Path(str(told[0]))
+
+
+@section("Hugging Face folders")
+def _hugging_face(blocks: list[str]) -> None:
+    import transformers
+
+    folder = shared_folder()
+    sizes = {"hidden_size": 16, "intermediate_size": 33, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    unsharded = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=31, use_cache=False, **sizes))
+    try:
+        if dist.get_rank() == 0:
+            unsharded.save_pretrained(folder)
+        dist.barrier()
+        names = play(blocks[0], folder=folder)
+        train_and_compare(_Logits(names["compiled"]), names["model"], _Logits(unsharded), steps=2)
+        play(blocks[1], model=names["compiled"], folder=folder)
+        again = transformers.LlamaForCausalLM.from_pretrained(folder / "trained")
+        assert_same_params(names["model"], again, atol=0, rtol=0)
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder)
+
+
+class _Logits:
+    """What is compared is the tensor in what the model returns."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens).logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
 
 
 @section("A moving average of the model")

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +36,8 @@ def materialize(
     **device** where; by default that of the mesh, or of the accelerator that there is.
 
     **init_fn** is called with each module that has such parameters or buffers of its own, in the order of
-    ``model.modules()``; by default it is ``module.reset_parameters()``. Full parameters are there while it runs, those
+    ``model.modules()``; by default it is ``module.reset_parameters()``, and what a model that it is in has as
+    ``_init_weights(module)``, as those of Hugging Face do. Full parameters are there while it runs, those
     of one unit at a time, and every rank draws the random numbers that rank 0 would: sharded or not, the weights are
     those of a model that was never sharded.
 
@@ -52,19 +53,61 @@ def materialize(
     if everywhere:
         dist.broadcast_object_list(given)
     (loaded,) = given
-    units = units_in(model)
-    to = torch.device(device) if device is not None else _device_for(units)
-    missing = [module for module in _on_meta(model, loaded or set(), init_fn)]
-    _allocate(model, to)
-    with _random_numbers_of_first(to) if everywhere else nullcontext():
-        _initialize(units, missing, init_fn)
+    fill_in(model, loaded or set(), device, init_fn)
     if loaded is not None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=everywhere, strict=True)
         set_model_state_dict(model, dict(state_dict or {}), options=options)
     return model
 
 
-def _on_meta(model: nn.Module, loaded: Collection[str], init_fn: Any) -> Iterator[nn.Module]:
+def fill_in(
+    model: nn.Module,
+    loaded: Collection[str],
+    device: torch.device | str | None = None,
+    init_fn: Callable[[nn.Module], Any] | None = None,
+) -> None:
+    """Give what is on the meta device memory, and values but for what will be ``loaded``: names of the model's."""
+    units = units_in(model)
+    to = torch.device(device) if device is not None else _device_for(units)
+    initialize = init_fn or _Own(model)
+    missing = list(_on_meta(model, loaded, initialize))
+    _allocate(model, to)
+    with random_numbers_of_first(to):
+        _initialize(units, missing, initialize)
+
+
+class _Own:
+    """Has a module give its own values, and the innermost model around it that knows how, as a second step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._around: dict[nn.Module, nn.Module] = {}
+        for one in model.modules():
+            if callable(getattr(one, "_init_weights", None)):
+                self._around.update(dict.fromkeys(one.modules(), one))
+
+    def knows(self, module: nn.Module) -> bool:
+        return module in self._around or callable(getattr(module, "reset_parameters", None))
+
+    def __call__(self, module: nn.Module) -> None:
+        own = [one for some in (module._parameters, module._buffers) for one in some.values() if one is not None]
+        has_reset = callable(getattr(module, "reset_parameters", None))
+        if has_reset:
+            module.reset_parameters()  # type: ignore[operator]
+        if module not in self._around:
+            return
+        floats = [] if has_reset else [one for one in own if one.is_floating_point()]
+        for tensor in floats:
+            tensor.fill_(float("nan"))
+        around = self._around[module]
+        around._init_weights(module)  # type: ignore[operator]
+        if any(bool(tensor.isnan().any()) for tensor in floats):
+            raise ValueError(
+                f"{original_class(around).__name__}._init_weights gives a {original_class(module).__name__} on the "
+                "meta device no values, and it has no reset_parameters() either. Add that method, or pass init_fn."
+            )
+
+
+def _on_meta(model: nn.Module, loaded: Collection[str], initialize: Any) -> Iterator[nn.Module]:
     """Modules with tensors of their own on the meta device that are not loaded; raises where nothing gives values."""
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -73,7 +116,7 @@ def _on_meta(model: nn.Module, loaded: Collection[str], init_fn: Any) -> Iterato
         fqns = [fqn for fqn, tensor in tensors.items() if tensor is not None and tensor.is_meta and fqn not in loaded]
         if not fqns:
             continue
-        if init_fn is None and not callable(getattr(module, "reset_parameters", None)):
+        if isinstance(initialize, _Own) and not initialize.knows(module):
             raise ValueError(
                 f"materialize: {', '.join(fqns)} on the meta device: {original_class(module).__name__} has no "
                 "reset_parameters() to give values. Add that method, or pass init_fn."
@@ -110,8 +153,11 @@ def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 @contextmanager
-def _random_numbers_of_first(device: torch.device) -> Iterator[None]:
+def random_numbers_of_first(device: torch.device) -> Iterator[None]:
     """Every rank draws what rank 0 draws; other ranks then go on where they were."""
+    if not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
     on_device = device.type not in ("cpu", "meta")
     module = torch.get_device_module(device) if on_device else None
     own: list[Any] = [torch.get_rng_state(), None if module is None else module.get_rng_state(device)]
@@ -130,7 +176,7 @@ def _random_numbers_of_first(device: torch.device) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _initialize(units: list[Unit], modules: list[nn.Module], init_fn: Callable[[nn.Module], Any] | None) -> None:
+def _initialize(units: list[Unit], modules: list[nn.Module], initialize: Callable[[nn.Module], Any]) -> None:
     """Have each module write its values, with the full parameters of one unit in the place of its shards."""
     owner = {slot.module: unit for unit in units for param in unit.params for slot in param.slots}
     there: Unit | None = None
@@ -141,10 +187,7 @@ def _initialize(units: list[Unit], modules: list[nn.Module], init_fn: Callable[[
                 scope.close()
                 scope.enter_context(swapped_in([its], writeback=True))
                 there = its
-            if init_fn is not None:
-                init_fn(module)
-            else:
-                module.reset_parameters()  # type: ignore[operator]
+            initialize(module)
 
 
 @torch.no_grad()

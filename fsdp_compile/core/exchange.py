@@ -32,6 +32,7 @@ COMPILING_S = 3600.0  # until one that compiles has
 _logger = logging.getLogger(__name__)
 _numbers = Counter[str]()  # models that look alike
 _world: weakref.ref[Any] | None = None  # in which these were counted
+_num_worlds = 0  # so far, as on every rank: a store may outlive one, with all that was said in it
 
 
 class Others:
@@ -143,7 +144,7 @@ def say_compiling(unit: Unit) -> None:
 
 
 def _others_of(root: Unit) -> Others:
-    global _world
+    global _world, _num_worlds
     store = passes_compat.default_store()
     params = [param for unit in root.inside() for param in unit.params]
     groups = {process_groups.group_ranks(one.mesh.group) for one in params if one.mesh.num_shards > 1}
@@ -151,10 +152,10 @@ def _others_of(root: Unit) -> Others:
     if store is None or len(groups) != 1 or "fake" in dist.get_backend_config():
         return Others(None, "", 1)
     if _world is None or _world() is not store:
-        _world = weakref.ref(store)
+        _world, _num_worlds = weakref.ref(store), _num_worlds + 1
         _numbers.clear()
     (ranks,) = groups
-    known_by = [ranks, root.label, [(one.fqn, one.layout.size, one.shard.requires_grad) for one in params]]
+    known_by = [ranks, root.label, [(one.fqn, one.layout.size) for one in params]]
     topic = hashlib.sha256(repr(known_by).encode()).hexdigest()[:16]
     _numbers[topic] += 1
-    return Others(store, f"{topic}/{_numbers[topic]}", len(ranks))
+    return Others(store, f"{_num_worlds}/{topic}/{_numbers[topic]}", len(ranks))

@@ -100,8 +100,8 @@ def way_of_others(top: Unit) -> Way | None:
     if any(synchronizes(unit) != syncs for unit in units):
         return None
     kind = _kind(syncs)
-    if others.asks_for(kind) and _all_are_here(units):
-        return None  # no gather comes in which other ranks take part
+    if others.asks_for(kind) and all(map(_is_here, top.inside())):
+        return None  # no gather comes in which other ranks take part: one rank alone may do that
     text = ledger.wait(others.text, kind)
     if not text:
         return None
@@ -116,7 +116,8 @@ def tell(text: GraphText, addresses: tuple[int, ...]) -> None:
         return
     try:
         wanted = set(addresses)
-        roots = {unit.root for unit in list(_units) if any(one.address in wanted for one in unit.params)}
+        found = [unit.root for unit in list(_units) if any(one.address in wanted for one in unit.params)]
+        roots = sorted(dict.fromkeys(found), key=lambda root: root.label)  # which are numbered as they come
         for root in roots:
             others = others_of(root)
             if not others.is_decided:
@@ -179,9 +180,10 @@ def _kind(syncs: bool, stage: str | None = None) -> str:
     return stage if syncs or stage == "inference" else f"{stage} without sync"
 
 
-def _all_are_here(units: Iterable[Unit]) -> bool:
-    gathered = [running(unit).gathered for unit in units if unit.params]
-    return all(one is not None and one.is_full for one in gathered)
+def _is_here(unit: Unit) -> bool:
+    """Whether a forward of the unit gathers nothing: it is gathered, or full parameters are in its shards' places."""
+    gathered = running(unit).gathered
+    return (gathered is not None and gathered.is_full) or all(one.param is not one.shard for one in unit.params)
 
 
 def _reduces(launches: Iterable[Launch]) -> bool:

@@ -164,6 +164,22 @@ def branched(meter: Meter) -> None:
     train(meter, model, reference, compiled(meter, model), batches=inputs, lr=1e-4)
 
 
+def from_a_folder(meter: Meter) -> None:
+    """Safetensors that another sharded model wrote, which says so by their names alone."""
+    reference, first = models.twins()
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    fsdp_compile.save_pretrained(shard(first), str(folder[0]), max_shard_size=2000)
+    with torch.device("meta"):
+        model = models.Tiny()
+    fsdp_compile.load_pretrained(shard(model), str(folder[0]))
+    meter.compare_params(model, reference)
+    train(meter, model, reference, compiled(meter, model), num_steps=2)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(str(folder[0]))
+
+
 def made_of_nothing(meter: Meter) -> None:
     """Sharded by class on the meta device, given the values of an unsharded model, clipped, looked at whole."""
     reference = models.Tiny()

@@ -194,6 +194,12 @@ ROWS: tuple[Row, ...] = (
     Row("a penalty on gradients, eagerly", double_backward, None, None, recipe="Gradients of gradients"),
     Row("adopt", around.adopted, shows="adopt Adoption", recipe="Code that was written for torch's FSDP2"),
     Row("a checkpoint, resumed", around.resumed, 2, shows="CheckedReader", recipe="Save, load, resume"),
+    Row(
+        "from a folder of safetensors",
+        around.from_a_folder,
+        shows="load_pretrained save_pretrained",
+        recipe="Hugging Face folders",
+    ),
     Row("a moving average", around.averaged, 2, recipe="A moving average of the model"),
     Row("a frozen teacher", around.taught, 2, recipe="A frozen teacher"),
     Row("AdamW with groups", around.grouped, recipe="Which optimizers"),

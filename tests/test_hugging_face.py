@@ -1,0 +1,375 @@
+"""Folders of Hugging Face: read into shards, each rank its own rows, and written as transformers reads them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import fsdp_compile
+from fsdp_compile import fully_shard, load_pretrained, save_pretrained
+from fsdp_compile.hugging_face.safetensors import File, Writer
+from tests.comparing import full
+from tests.compiling import num_graphs
+from tests.ranks import Ranks
+
+_SMALL = {"vocab_size": 37, "use_cache": False}
+
+
+def _llama(**kwargs: Any) -> Any:
+    sizes = {"hidden_size": 24, "intermediate_size": 42, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.LlamaConfig(**_SMALL, **sizes, num_key_value_heads=1, max_position_embeddings=32, **kwargs)
+
+
+def _mixtral() -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2}
+    return transformers.MixtralConfig(**_SMALL, **sizes, **experts, num_key_value_heads=1, max_position_embeddings=32)
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": _llama,
+    "llama, tied": lambda: _llama(tie_word_embeddings=True),
+    "gpt2": lambda: transformers.GPT2Config(**_SMALL, n_embd=24, n_layer=2, n_head=2, n_positions=32),
+    "mixtral": _mixtral,
+    "t5": lambda: transformers.T5Config(**_SMALL, d_model=24, d_ff=42, num_layers=2, num_heads=2, d_kv=12, decoder_start_token_id=0),
+}
+BLOCKS = {"gpt2": "GPT2Block", "t5": "T5Block", "mixtral": "MixtralDecoderLayer"}
+
+
+def _class(name: str) -> Any:
+    return {
+        "gpt2": transformers.GPT2LMHeadModel,
+        "mixtral": transformers.MixtralForCausalLM,
+        "t5": transformers.T5ForConditionalGeneration,
+    }.get(name, transformers.LlamaForCausalLM)
+
+
+def made(name: str, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    model = _class(name)(CONFIGS[name]())
+    for param in model.parameters():  # norms too
+        param.data += 0.01 * torch.randn_like(param)
+    return model.eval()
+
+
+def on_meta(name: str) -> Any:
+    with torch.device("meta"):
+        return _class(name)(CONFIGS[name]()).eval()
+
+
+def sharded(model: Any, name: str, **kwargs: Any) -> Any:
+    return fsdp_compile.auto_shard(model, BLOCKS.get(name, "LlamaDecoderLayer"), **kwargs)
+
+
+def inputs(name: str, rank: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(0, 37, (2, 9), generator=generator)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def train(run: Any, model: nn.Module, name: str, ranks: list[int]) -> list[float]:
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(2):
+        loss = torch.stack([run(**inputs(name, rank)).loss for rank in ranks]).mean()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_same_values(ours: nn.Module, theirs: nn.Module, atol: float = 0.0) -> None:
+    expected = dict(theirs.named_parameters())
+    names = [name for name, _ in ours.named_parameters()]
+    assert names == list(expected)
+    found = {name: full(param).detach() for name, param in ours.named_parameters()}
+    torch.testing.assert_close(found, {name: param.detach() for name, param in expected.items()}, atol=atol, rtol=0)
+
+
+def check_round_trip(name: str, folder: str, backend: str) -> None:
+    theirs = made(name)
+    if dist.get_rank() == 0:
+        theirs.save_pretrained(f"{folder}/theirs", max_shard_size="20KB")
+    dist.barrier()
+    assert len(list(Path(folder, "theirs").glob("*.safetensors"))) > 2
+    model = sharded(on_meta(name), name)
+    assert load_pretrained(model, f"{folder}/theirs") is model
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert_same_values(model, theirs)
+    batch = inputs(name, 0)
+    torch.testing.assert_close(model(**batch).logits, theirs(**batch).logits, atol=1e-5, rtol=1e-5)
+
+    run = torch.compile(model, backend=backend)
+    train(run, model, name, [dist.get_rank()])
+    train(theirs, theirs, name, list(range(dist.get_world_size())))
+    assert_same_values(model, theirs, atol=1e-5)
+    graphs = num_graphs()
+    save_pretrained(run, f"{folder}/ours", max_shard_size="30KB")
+    assert num_graphs() == graphs
+    files = list(Path(folder, "ours").glob("*.safetensors"))
+    assert len(files) > 1 and not list(Path(folder, "ours").glob("*.partial"))
+    again = _class(name).from_pretrained(f"{folder}/ours").eval()
+    assert_same_values(model, again)
+    torch.testing.assert_close(model(**batch).logits, again(**batch).logits, atol=1e-5, rtol=1e-5)
+    # Ours reads ours, onto another way of cutting, and into a model that has values and is not sharded.
+    for other in (sharded(made(name, seed=1), name, shard_placement_fn=_columns), made(name, seed=2)):
+        load_pretrained(other, f"{folder}/ours")
+        assert_same_values(other, again)
+
+
+def _columns(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.ndim > 1 else None
+
+
+@pytest.mark.parametrize("name", ["llama, tied", *(pytest.param(one, marks=pytest.mark.more) for one in CONFIGS if one != "llama, tied")])
+def test_a_folder_of_transformers_is_trained_and_read_by_transformers_again(
+    two_ranks: Ranks, tmp_path: Path, name: str
+) -> None:
+    two_ranks.run(check_round_trip, name, str(tmp_path), "aot_eager")
+
+
+@pytest.mark.more
+def test_the_round_trip_on_inductor(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(check_round_trip, "llama", str(tmp_path), "inductor")
+
+
+# --- layouts, dtypes, prefixes ------------------------------------------------------------------------------------------
+
+
+def check_layouts(folder: str) -> None:
+    theirs = made("llama")
+    if dist.get_rank() == 0:
+        theirs.save_pretrained(folder)
+    dist.barrier()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(on_meta("llama"), "llama", mesh=mesh)
+    assert_same_values(load_pretrained(model, folder), theirs)
+    save_pretrained(model, f"{folder}/ours")
+    assert_same_values(transformers.LlamaForCausalLM.from_pretrained(f"{folder}/ours"), theirs)
+
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = on_meta("llama")
+    for layer in model.model.layers:
+        parallelize_module(
+            layer.mlp,
+            mesh["tp"],
+            {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()},
+        )
+    sharded(model, "llama", mesh=mesh["dp"])
+    assert_same_values(load_pretrained(model, folder), theirs)
+    save_pretrained(model, f"{folder}/tp")
+    assert_same_values(transformers.LlamaForCausalLM.from_pretrained(f"{folder}/tp"), theirs)
+
+
+@pytest.mark.more
+def test_replicas_and_tensor_parallelism_take_their_parts(four_ranks: Ranks, tmp_path: Path) -> None:
+    four_ranks.run(check_layouts, str(tmp_path))
+
+
+def check_dtypes_and_prefixes(folder: str) -> None:
+    theirs = made("llama")
+    halved = copy.deepcopy(theirs).bfloat16()
+    if dist.get_rank() == 0:
+        halved.save_pretrained(f"{folder}/bf16")
+        theirs.model.save_pretrained(f"{folder}/base")
+        theirs.save_pretrained(f"{folder}/whole")
+    dist.barrier()
+    model = load_pretrained(sharded(on_meta("llama"), "llama"), f"{folder}/bf16")
+    assert_same_values(model, halved.float())
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    low = load_pretrained(sharded(on_meta("llama").bfloat16(), "llama"), f"{folder}/whole")
+    assert_same_values(low, copy.deepcopy(theirs).bfloat16())
+    save_pretrained(load_pretrained(model, f"{folder}/whole"), f"{folder}/ours", dtype=torch.bfloat16)
+    again = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/ours", dtype=torch.bfloat16)
+    assert_same_values(again, copy.deepcopy(theirs).bfloat16())
+
+    # A base model's folder into a model with a head, which it lacks, and the reverse, which has one too many.
+    with pytest.raises(ValueError, match=r"is not of a LlamaForCausalLM like this: it lacks lm_head.weight\."):
+        load_pretrained(sharded(on_meta("llama"), "llama"), f"{folder}/base")
+    model = load_pretrained(sharded(on_meta("llama"), "llama"), f"{folder}/base", strict=False)
+    head = full(model.lm_head.weight)
+    assert 0.001 < head.std().item() < 0.1  # initialized, by the model's own rule
+    heads = [torch.empty_like(head) for _ in range(2)]
+    dist.all_gather(heads, head.detach())
+    assert torch.equal(*heads)
+    assert_same_values(model.model, theirs.model)
+    with torch.device("meta"):
+        base = transformers.LlamaModel(CONFIGS["llama"]())
+    fsdp_compile.auto_shard(base, "LlamaDecoderLayer")
+    with pytest.raises(ValueError, match=r"it has lm_head.weight, which the model has not"):
+        load_pretrained(base, f"{folder}/whole")
+    assert_same_values(load_pretrained(base, f"{folder}/whole", strict=False), theirs.model)
+
+
+def test_dtypes_and_prefixes_are_as_from_pretrained_takes_them(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(check_dtypes_and_prefixes, str(tmp_path))
+
+
+def check_adapters(folder: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    theirs = made("llama")
+    if dist.get_rank() == 0:
+        theirs.save_pretrained(folder)
+    dist.barrier()
+    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.0)
+    model = get_peft_model(on_meta("llama"), config).eval()
+    fsdp_compile.auto_shard(model, "LlamaDecoderLayer")
+    load_pretrained(model, folder)
+    batch = inputs("llama", 0)
+    torch.testing.assert_close(model(**batch).logits, theirs(**batch).logits, atol=1e-5, rtol=1e-5)
+    adapters = {name: full(param) for name, param in model.named_parameters() if "lora_" in name}
+    assert len(adapters) == 8 and all(torch.isfinite(one).all() for one in adapters.values())
+    assert all((one == 0).all() == ("lora_B" in name) for name, one in adapters.items())
+    with pytest.raises(ValueError, match="has adapters of PEFT"):
+        save_pretrained(model, f"{folder}/ours")
+
+
+def test_a_model_with_adapters_loads_its_base(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(check_adapters, str(tmp_path))
+
+
+# --- memory -------------------------------------------------------------------------------------------------------------
+
+
+def _anonymous_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError("RssAnon")
+
+
+class Wide(nn.Module):
+    """100 MB in ten matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1600, 1600, bias=False) for _ in range(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def check_memory(folder: str) -> None:
+    path = Path(folder) / "model.safetensors"
+    size = 1600 * 1600 * 4
+    if dist.get_rank() == 0:
+        writer = Writer(path, {f"layers.{index}.weight": (torch.float32, (1600, 1600)) for index in range(10)})
+        for index in range(10):
+            writer.write(torch.full((1600, 1600), float(index)))
+        writer.close()
+    dist.barrier()
+    with torch.device("meta"):
+        model = Wide()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    before = _anonymous_bytes()
+    load_pretrained(model, folder)
+    grown = _anonymous_bytes() - before
+    for index, layer in enumerate(model.layers):
+        assert (full(layer.weight) == index).all()
+    shards = 10 * size // 2
+    assert shards * 0.9 < grown < shards + size, f"{grown} for {shards}"  # ten whole ones would be 10 * size
+    with pytest.raises(ValueError, match=r"layers.0.weight has the shape \(1600, 1600\), and in .* \(2, 2\)"):
+        load_pretrained(model, other_shape(folder))
+
+
+def other_shape(folder: str) -> str:
+    other = Path(folder) / f"other{dist.get_rank()}"
+    other.mkdir()
+    writer = Writer(other / "model.safetensors", {"layers.0.weight": (torch.float32, (2, 2))})
+    writer.write(torch.ones(2, 2))
+    writer.close()
+    return str(other)
+
+
+def test_no_whole_copy_is_in_a_ranks_memory(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(check_memory, str(tmp_path))
+
+
+# --- the format ---------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_those_of_the_safetensors_package(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = {
+        "a": torch.randn(3, 5),
+        "b": torch.arange(7, dtype=torch.int8),  # what follows is not aligned
+        "c": torch.randn(2, 2).bfloat16(),
+        "d": torch.tensor(True),
+        "e": torch.empty(0, 4),
+    }
+    save_file(tensors, tmp_path / "theirs")
+    file = File(tmp_path / "theirs")
+    writer = Writer(tmp_path / "ours", {name: (one.dtype, tuple(one.shape)) for name, one in tensors.items()})
+    for one in tensors.values():
+        writer.write(one)
+    writer.close()
+    theirs = load_file(tmp_path / "ours")
+    ours = File(tmp_path / "ours")
+    for name, one in tensors.items():
+        for found in (file.tensor(name), theirs[name], ours.tensor(name)):
+            assert found.dtype == one.dtype and torch.equal(found, one), name
+
+
+def _file(path: Path, header: Any, num_bytes: int = 8) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(num_bytes))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        (b"{", "its header is no JSON"),
+        ([], "its header is a list"),
+        ({"w": {"dtype": "F31", "shape": [2], "data_offsets": [0, 8]}}, "says of w what is no tensor"),
+        ({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 800]}}, "says that w is outside of the file"),
+        ({"w": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}, "says that w is outside of the file"),
+        ({"w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, "says that w has 8 bytes, which"),
+        (
+            {name: {"dtype": "F32", "shape": [1], "data_offsets": [begin, begin + 4]} for name, begin in (("v", 0), ("w", 2))},
+            "says that v and w overlap",
+        ),
+    ],
+)
+def test_a_header_that_does_not_describe_its_file_is_refused(tmp_path: Path, header: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        File(_file(tmp_path / "model.safetensors", header))
+
+
+def test_a_folder_without_weights_says_what_it_has(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(FileNotFoundError, match=r"has neither model\.safetensors nor"):
+        load_pretrained(model, tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match=r"It has pytorch_model.bin: convert it"):
+        load_pretrained(model, tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"weight": "../elsewhere"}}))
+    with pytest.raises(ValueError, match=r"names \.\./elsewhere, which is outside of its folder"):
+        load_pretrained(model, tmp_path)
+    index.write_text(json.dumps({"weight_map": {"weight": "model-1.safetensors"}}))
+    with pytest.raises(FileNotFoundError, match=r"lacks model-1.safetensors, which model.safetensors.index.json names"):
+        load_pretrained(model, tmp_path)
+    with pytest.raises(ValueError, match="max_shard_size='fsdp2' is no number of bytes"):
+        save_pretrained(model, tmp_path, max_shard_size="fsdp2")
