@@ -183,6 +183,10 @@ class PassManager(CustomGraphPass):
         self._budgets[budget_id] = name, budget
         return budget_id
 
+    def is_budget(self, given: str) -> bool:
+        """Whether what markers say stands for a budget."""
+        return given in self._budgets
+
     def _plan_of_step(self, graph: fx.Graph) -> Plan:
         asked_for = {str(node.kwargs["step"]) for node in unshard_nodes(graph)}
         if len(asked_for) > 1:

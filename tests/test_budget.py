@@ -246,6 +246,36 @@ def test_the_reasons_are_printed_and_no_part_of_the_plan(fake_group_of_four: Non
     assert f"-> {choice.chosen.name}" in str(choice)
 
 
+def test_a_budget_is_taken_back(fake_group_of_four: None) -> None:
+    model = shard(Stack(2))
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    plans: list[Plan] = []
+    observe = _observer(plans)
+    manager.observers.append(observe)
+    try:
+        configure(model, memory_budget="1GiB")
+        configure(model, bucketing="size")  # says nothing of a budget
+        run(TOKENS)
+        configure(model, memory_budget=None)
+        run(TOKENS)
+        run(TOKENS)
+        within, without = plans  # each was compiled once
+        given = _keeping_too(without, "layers.1.down.weight")
+        configure(model, plan=given)
+        configure(model, memory_budget=None)  # there is none, and the plan stays
+        run(TOKENS)
+    finally:
+        manager.observers.remove(observe)
+    assert within.choice is not None and len(within.keep) > len(without.keep)
+    assert without.choice is None and {*without.keep} == {"embed.weight", "norm.weight", "norm.bias", "head.weight"}
+    assert {*plans[2].keep} == {*given.keep}
+
+
+def _keeping_too(plan: Plan, fqn: str) -> Plan:
+    left = tuple(one for one in plan.regather if one != fqn)
+    return dataclasses.replace(plan, keep=(*plan.keep, fqn), regather=left)
+
+
 def test_a_budget_that_nothing_fits_into_is_met_as_well_as_can_be(fake_group_of_four: None) -> None:
     model = shard(Stack(2))
     configure(model, memory_budget="1KiB")

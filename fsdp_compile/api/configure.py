@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -14,6 +15,8 @@ from ..lookout.lookout import lookout
 from ..passes import Budget, HardwareProfile, Plan, load_profile
 from .classes import refresh
 
+_AS_IT_IS: Any = object()  # where None says something else: no budget from now on
+
 
 def configure(
     model: nn.Module,
@@ -21,7 +24,7 @@ def configure(
     bucketing: str | None = None,
     reduction: str | None = None,
     plan: Plan | None = None,
-    memory_budget: int | float | str | None = None,
+    memory_budget: int | float | str | None = _AS_IT_IS,
     profile: HardwareProfile | str | Path | None = None,
     watch_s: float | None = None,
 ) -> None:
@@ -44,7 +47,8 @@ def configure(
     Which parameters stay gathered from forward to backward is then chosen by predicted bytes and seconds, whatever
     ``reshard_after_forward`` says (a number of ranks holds); the first rank chooses for all, by its own batch.
     ``report.joint.plan.choice`` has the reasons. Holds from the next compilation on, in place of a plan that was given
-    before. The eager path has no use for it.
+    before, until ``memory_budget=None`` takes it back: what is kept is then again as ``reshard_after_forward`` says,
+    in a graph that is compiled anew, or was before there was a budget. The eager path has no use for it.
 
     **profile** the hardware that the choice is predicted for: a name or a file for ``passes.load_profile``, or a
     profile; by default the built-in one of the device.
@@ -62,6 +66,9 @@ def configure(
         raise ValueError(f"{type(model).__name__} holds no module that fully_shard was applied to. Shard it first.")
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan is a Plan (Plan.from_json reads one from a file's text), not {type(plan).__name__}.")
+    takes_back = memory_budget is None
+    if memory_budget is _AS_IT_IS:
+        memory_budget = None
     if plan is not None and memory_budget is not None:
         raise ValueError("A plan says what is kept for backward, and memory_budget has that chosen. Give one of them.")
     if profile is not None and memory_budget is None:
@@ -72,6 +79,8 @@ def configure(
         unit.settings.set_communication(bucketing, reduction)
         if given is not None:
             unit.settings.plan = given
+        elif takes_back and manager.is_budget(unit.settings.plan):
+            unit.settings.plan = ""
     for unit in units:
         refresh(unit)
 
