@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -39,18 +40,70 @@ def auto_shard(model: ModelT, policy: Any = None, **options: Any) -> ModelT:
     if not isinstance(model, nn.Module):
         raise TypeError(f"auto_shard takes a module, but got {type(model).__name__}.")
     ignored = ignored_in("auto_shard", options.get("ignored_params"))
+    unknown = sorted(set(options) - _known_options())
+    if unknown:
+        takes = ", ".join(sorted(_known_options()))
+        raise TypeError(f"auto_shard: no option {', '.join(unknown)}. fully_shard takes {takes}.")
     chosen = _choose(model, policy, ignored, options)
-    mp_policy = options.get("mp_policy")
-    if mp_policy is not None and mp_policy.param_dtype is not None:
-        exact = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
-        classes = fsdp1.classes_in_full_precision(MixedPrecision())
-        norms = [one for one in model.modules() if isinstance(one, classes)]
-        chosen.update({one: {**options, **chosen.get(one, {}), "mp_policy": exact} for one in norms})
     chosen.pop(model, None)
+    _require_units(model, chosen)
+    if not any(_has_params(one) for one in chosen) and _classes_in(model):
+        warnings.warn(
+            f"auto_shard: policy chose nothing with parameters inside {original_class(model).__name__}, which is "
+            f"gathered all at once. To have units, choose from: {_classes_in(model)}.",
+            stacklevel=2,
+        )
+    chosen.update(_norms_in_full_precision(model, chosen, options))
     for module in _inside_out(model):
-        if module in chosen and unit_of(module) is None and any(True for _ in module.parameters()):
+        if module in chosen and unit_of(module) is None and _has_params(module):
             fully_shard(module, **chosen[module])
     return fully_shard(model, **options)
+
+
+def _known_options() -> set[str]:
+    return set(inspect.signature(fully_shard).parameters) - {"module"}
+
+
+def _has_params(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _require_units(model: nn.Module, chosen: Chosen) -> None:
+    """Raise before anything is sharded."""
+    known = _known_options()
+    for path, module in model.named_modules():
+        here = path or f"the {original_class(model).__name__} itself"
+        unknown = sorted(set(chosen.get(module, ())) - known)
+        if unknown:
+            raise ValueError(
+                f"auto_shard: policy returned {', '.join(unknown)} for {here}. fully_shard takes "
+                f"{', '.join(sorted(known))}."
+            )
+        is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not _can_be_a_unit(module)
+        if (module in chosen or module is model) and is_list and _has_params(module):
+            raise ValueError(
+                f"auto_shard: {here} is a {original_class(module).__name__}, which has no forward to gather for. "
+                f"Choose what stands in it: {_classes_in(module)}."
+            )
+
+
+def _norms_in_full_precision(model: nn.Module, chosen: Chosen, options: Options) -> Chosen:
+    """Batch norms inside units whose parameters are cast, with the options of these units, but for the casting."""
+    classes = fsdp1.classes_in_full_precision(MixedPrecision())
+    norms: Chosen = {}
+
+    def visit(module: nn.Module, around: Options) -> None:
+        around = {} if unit_of(module) is not None else chosen.get(module, around)
+        mp_policy = around.get("mp_policy")
+        if isinstance(module, classes) and mp_policy is not None and mp_policy.param_dtype is not None:
+            exact = MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype, cast_forward_inputs=False)
+            norms[module] = {**around, "mp_policy": exact}
+        for child in module.children():
+            visit(child, around)
+
+    visit(model, options)
+    norms.pop(model, None)
+    return norms
 
 
 def _choose(model: nn.Module, policy: Any, ignored: set[Any], options: Options) -> Chosen:
@@ -83,11 +136,13 @@ def _parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 def _not_to_be_split(model: nn.Module) -> tuple[str, ...]:
     """What the models inside ``model`` say themselves."""
-    said = {name for one in model.modules() for name in getattr(one, "_no_split_modules", None) or ()}
+    by_module = [getattr(one, "_no_split_modules", None) or () for one in model.modules()]
+    said = {name for names in by_module for name in ((names,) if isinstance(names, str) else names)}
     if not said:
+        classes = _classes_in(model)
+        remedy = f"Pass the class of its blocks: {classes}." if classes else "It has no blocks: call fully_shard on it."
         raise ValueError(
-            f"auto_shard: {original_class(model).__name__} has no _no_split_modules that say what to shard. Pass the "
-            f"class of its blocks: {_classes_in(model)}."
+            f"auto_shard: {original_class(model).__name__} has no _no_split_modules that say what to shard. {remedy}"
         )
     # A model lists what any of its variants is made of.
     present = {original_class(one).__name__ for one in model.modules()}
@@ -109,7 +164,8 @@ def _by_class(model: nn.Module, classes: tuple[Any, ...], options: Options) -> C
         if not of_class:
             name = one if isinstance(one, str) else one.__name__
             raise ValueError(
-                f"auto_shard: no module in {original_class(model).__name__} is a {name}. It has: {_classes_in(model)}."
+                f"auto_shard: no module in {original_class(model).__name__} is a {name}. It has: "
+                f"{_classes_in(model) or 'nothing'}."
             )
         chosen.update(dict.fromkeys(of_class, options))
     return chosen
@@ -121,7 +177,7 @@ def _is_a(module: nn.Module, cls: type | str) -> bool:
 
 def _classes_in(model: nn.Module) -> str:
     names = {original_class(one).__name__ for one in model.modules() if one is not model and _can_be_a_unit(one)}
-    return ", ".join(sorted(names)) or "nothing"
+    return ", ".join(sorted(names))
 
 
 def _by_size(model: nn.Module, least: int, ignored: set[Any], options: Options) -> Chosen:
@@ -138,7 +194,6 @@ def _by_size(model: nn.Module, least: int, ignored: set[Any], options: Options) 
 
 
 def _by_function(model: nn.Module, policy: Callable[[nn.Module], Any], options: Options) -> Chosen:
-    known = set(inspect.signature(fully_shard).parameters) - {"module"}
     chosen: Chosen = {}
     for path, module in model.named_modules():
         said = policy(module) if module is not model else None
@@ -146,12 +201,6 @@ def _by_function(model: nn.Module, policy: Callable[[nn.Module], Any], options: 
             raise TypeError(
                 f"auto_shard: policy returned a {type(said).__name__} for {path}. Return whether to shard it, or a "
                 "dict of options for it."
-            )
-        unknown = sorted(set(said) - known) if isinstance(said, dict) else []
-        if unknown:
-            raise ValueError(
-                f"auto_shard: policy returned {', '.join(unknown)} for {path}. fully_shard takes "
-                f"{', '.join(sorted(known))}."
             )
         if said is True or isinstance(said, dict):
             chosen[module] = {**options, **(said if isinstance(said, dict) else {})}
@@ -186,7 +235,7 @@ def ask_from_root_down(
 
 
 def _can_be_a_unit(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward and any(True for _ in module.parameters())
+    return type(module).forward is not nn.Module.forward and _has_params(module)
 
 
 def _inside_out(model: nn.Module) -> Iterator[nn.Module]:

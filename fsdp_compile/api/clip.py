@@ -31,12 +31,36 @@ def clip_grad_norm_(
     ones together, and returns a plain tensor. Every rank calls it. The norm is over all ranks of the parameters' own
     meshes: of pipeline stages, each stage has its own.
     """
-    if isinstance(parameters, nn.Module):
-        parameters = parameters.parameters()
-    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    params = _params_of(parameters)
     meshes = [param.device_mesh for param in params if isinstance(param, DTensor)]
     device = torch.device(meshes[0].device_type) if meshes else params[0].device if params else torch.device("cpu")
     return clip_grad_norm(params, max_norm, norm_type, device, error_if_nonfinite)
+
+
+def _params_of(parameters: Any) -> list[Tensor]:
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    try:
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    except TypeError:
+        params = [parameters]
+    for param in params:
+        if not isinstance(param, Tensor):
+            raise TypeError(
+                f"clip_grad_norm_: {type(param).__name__} is no parameter. Pass the model, a parameter, or several, "
+                "such as model.parameters()."
+            )
+    return params
+
+
+def _positive(name: str, value: Any, limit: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"clip_grad_norm_: {name} is {value!r}. Pass a number.") from None
+    if not (number >= 0 if limit == "from 0 on" else number > 0):
+        raise ValueError(f"clip_grad_norm_: {name} is {number}. Pass a number {limit}.")
+    return number
 
 
 @torch.no_grad()
@@ -51,17 +75,20 @@ def clip_grad_norm(
 
     Every rank calls it. Norms are computed in fp32; the result has the widest dtype of the gradients.
     """
-    norm_type = float(norm_type)
+    norm_type = _positive("norm_type", norm_type, "above 0, or inf")
+    max_norm = _positive("max_norm", max_norm, "from 0 on")
     params = list(dict.fromkeys(params))
     for param in params:
         if isinstance(param.grad, DTensor) and any(one.is_partial() for one in param.grad.placements):
             param.grad = param.grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+        elif param.grad is not None and param.grad.is_sparse:
+            param.grad = param.grad.coalesce()  # a place that is there twice counts as its sum
     grads = [param.grad for param in params if param.grad is not None]
     # By parameters, not gradients: every rank has the same ones, whatever its backward reached.
     norms: dict[Any, list[Tensor]] = {_ways_cut(param): [] for param in params}
     for param in params:
         if param.grad is not None:
-            local = dtensors.local_tensor(param.grad) if isinstance(param.grad, DTensor) else param.grad
+            local = _numbers_in(param.grad)
             if local.numel():
                 norm = torch.linalg.vector_norm(local, norm_type, dtype=torch.float32)
                 norms[_ways_cut(param)].append(norm.to(device))
@@ -69,8 +96,11 @@ def clip_grad_norm(
     for (mesh, dims), some in norms.items():
         here = torch.linalg.vector_norm(torch.stack(some), norm_type) if some else torch.zeros((), device=device)
         if math.isinf(norm_type):
-            _all_reduce(here, mesh, dims, dist.ReduceOp.MAX)
-            total = torch.maximum(total, here)
+            # A maximum over ranks may drop what is no number: on gloo it depends on which rank has it.
+            nan_and_norm = torch.stack([here.isnan().to(here.dtype), here.nan_to_num(nan=0.0, posinf=math.inf)])
+            _all_reduce(nan_and_norm, mesh, dims, dist.ReduceOp.MAX)
+            nowhere_nan = nan_and_norm[0] == 0
+            total = torch.maximum(total, torch.where(nowhere_nan, nan_and_norm[1], math.nan))
         else:
             here = here**norm_type
             _all_reduce(here, mesh, dims, dist.ReduceOp.SUM)
@@ -88,7 +118,7 @@ def clip_grad_norm(
             f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {total.item()}, and scales nothing. "
             "Look at the loss, or pass error_if_nonfinite=False."
         )
-    scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for grad in grads:
         local = dtensors.local_tensor(grad) if isinstance(grad, DTensor) else grad
         local.mul_(scale.to(local.device, local.dtype))
@@ -96,6 +126,13 @@ def clip_grad_norm(
     for grad in grads:
         dtype = torch.promote_types(dtype, grad.dtype)
     return total.to(dtype)
+
+
+def _numbers_in(grad: Tensor) -> Tensor:
+    """What this rank has of a gradient."""
+    if isinstance(grad, DTensor):
+        return dtensors.local_tensor(grad)
+    return grad.values() if grad.is_sparse else grad
 
 
 def _ways_cut(param: Tensor) -> tuple[Any, tuple[int, ...]]:

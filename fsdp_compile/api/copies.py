@@ -196,6 +196,11 @@ class _Copies:
             unit = self._reader(reader, top)
             of_unit = reader.modules if reader in self.units else (top,)
             fqn, order = _path_in(of_unit, param), 1 + max((one.order for one in unit.params), default=-1)
+        if param.is_full:
+            raise RuntimeError(
+                f"{owner.name}: {param.fqn} is full, inside full_params, and a copy would have nothing sharded. Copy "
+                "the model outside; to keep the values, take those of state_dict()."
+            )
         registered: Any = param.param if isinstance(param.param, DTensor) else param.shard
         copied = dataclasses.replace(
             param, fqn=fqn, order=order, slots=[], shard=_clone(registered)

@@ -66,6 +66,17 @@ def require_idle(units: Iterable[Unit], doing: str) -> None:
             raise AssertionError(f"{unit.name}: cannot {doing} inside a forward or a backward. Do it between steps.")
 
 
+def require_shards(units: Iterable[Unit]) -> None:
+    """Raise where full parameters are there already."""
+    for unit in units:
+        for param in unit.params:
+            if param.is_full:
+                raise AssertionError(
+                    f"{unit.name}: {param.fqn} is full already, by an outer full_params. Leave that first, or do "
+                    "without this one."
+                )
+
+
 @contextmanager
 def full_params(
     model: nn.Module,
@@ -81,7 +92,8 @@ def full_params(
     **recurse** also those of units inside it; without, those that ``model`` was itself given to ``fully_shard`` for.
     **rank0_only** all but the first rank of a mesh (of each replica) keep their shards, so nothing can be written.
     **offload_to_cpu** they are copies on the CPU. **with_grads** ``.grad`` is full, too, and what is written to it is
-    kept. Every rank enters and leaves it.
+    kept. Every rank enters and leaves it. A forward may run inside, a backward raises: no gradient would reach a shard.
+    So does an optimizer that was made outside and steps inside, since what it did would be lost.
     """
     units = units_in(model) if recurse else [unit for unit in (unit_of(model),) if unit is not None]
     if not units:
@@ -93,6 +105,7 @@ def full_params(
         )
     try:
         require_idle(units, "have full parameters")
+        require_shards(units)
     except AssertionError as error:
         raise RuntimeError(*error.args) from None
     with swapped_in(units, writeback, rank0_only, offload_to_cpu, with_grads):
@@ -109,27 +122,103 @@ def swapped_in(
 ) -> Iterator[None]:
     """Have full parameters registered in the place of the units' shards."""
     owners = {param: unit for unit in units for param in unit.params}
-    swapped = []
+    if with_grads:
+        _require_grads_everywhere(owners)
+    swapped: list[_Swapped] = []
     try:
-        for param in owners:
-            swapped.append((param, param.param))
-            full = _full_parameter(param, offload_to_cpu, with_grads)
+        for param, unit in owners.items():
+            full = _full_parameter(unit, param, offload_to_cpu, with_grads)
+            swapped.append(_Swapped(unit, param, param.param, full))
+            param.is_full = True
             if not rank0_only or _is_first(param):
                 for slot in param.slots:
                     slot.register(full)
         try:
             yield
         finally:  # an error in the block does not undo what was written before it
-            for param, shard in swapped:
-                if shard.requires_grad != param.param.requires_grad:
-                    shard.requires_grad_(param.param.requires_grad)
-                if writeback:
-                    _require_shape(owners[param], param, shard, param.param)
-                    _write_back(param, shard, param.param, with_grads)
+            for one in swapped:
+                one.keep(writeback, with_grads)
+            if writeback:
+                _require_nothing_stepped(swapped)
     finally:
-        for param, shard in swapped:
-            for slot in param.slots:
-                slot.register(shard)
+        for one in swapped:
+            one.param.is_full = False
+            for slot in one.param.slots:
+                slot.register(one.shard)
+
+
+class _Swapped:
+    """A shard, and the full parameter in its place."""
+
+    def __init__(self, unit: Unit, param: ShardedParam, shard: nn.Parameter, full: nn.Parameter) -> None:
+        self.stepped = False
+        self.unit, self.param, self.shard, self.full = unit, param, shard, full
+        self.version = self._version()
+
+    def _version(self) -> tuple[int, ...]:
+        """How often the shard, or what it holds, was written to: an optimizer's step counts for the DTensor alone."""
+        both = (self.shard, dtensors.local_tensor(self.shard))  # type: ignore[arg-type]
+        return tuple(one._version for one in both if not one.is_inference())
+
+    @property
+    def name(self) -> str:
+        return f"{self.unit.name}: {self.param.fqn}"
+
+    def keep(self, writeback: bool, with_grads: bool) -> None:
+        """Have the shard be what the full parameter is now; not one that was itself written to."""
+        self.stepped = self._version() != self.version
+        full = self._registered()
+        if full is self.shard:  # another rank has the full one
+            return
+        if self.shard.requires_grad != full.requires_grad:
+            self.shard.requires_grad_(full.requires_grad)
+        if writeback and not self.stepped:
+            _require_shape(self.name, self.shard, full)
+            _write_back(self.param, self.shard, full, with_grads)
+
+    def _registered(self) -> nn.Parameter:
+        """What was put in the place of the full parameter, or itself."""
+        now = [slot.param for slot in self.param.slots]
+        if any(one is None for one in now):
+            raise RuntimeError(
+                f"{self.name} was taken away while full parameters were there. Shards stay: write to the parameter, or "
+                "delete it before fully_shard."
+            )
+        put = {id(one): one for one in now if one is not self.full}
+        if len(put) > 1:
+            raise RuntimeError(
+                f"{self.name} is tied, and while full parameters were there, each place got another one. Write into "
+                "the parameter, or put the same one everywhere."
+            )
+        return next(iter(put.values()), self.full)
+
+
+def _require_nothing_stepped(swapped: list[_Swapped]) -> None:
+    stepped = [one.name for one in swapped if one.stepped]
+    if stepped:
+        raise RuntimeError(
+            f"{', '.join(stepped[:3])}{', ...' if len(stepped) > 3 else ''}: the shard was written to while full "
+            "parameters were there, by an optimizer perhaps, so what was written to them is left out. Step outside of "
+            "full_params, or pass writeback=False."
+        )
+
+
+def _require_grads_everywhere(owners: dict[ShardedParam, Unit]) -> None:
+    """Raise on every rank where some have a gradient and others none: it cannot be gathered."""
+    by_group: dict[str, list[ShardedParam]] = {}
+    for param in owners:
+        if param.mesh.group:
+            by_group.setdefault(param.mesh.group, []).append(param)
+    for group, params in by_group.items():
+        counts = torch.tensor([param.param.grad is not None for param in params], dtype=torch.int32)
+        counts = counts.to(params[0].mesh.device)
+        dist.all_reduce(counts, group=process_groups.process_group(group))
+        for param, count in zip(params, counts.tolist()):
+            if 0 < count < param.layout.num_shards:
+                raise RuntimeError(
+                    f"{owners[param].name}: {param.fqn} has a gradient on {count} of {param.layout.num_shards} ranks, "
+                    "so there is no full one. Run backward on every rank, or set it to zeros where it is None."
+                )
 
 
 def _is_first(param: ShardedParam) -> bool:
@@ -140,12 +229,22 @@ def _is_first(param: ShardedParam) -> bool:
     return process_groups.group_ranks(mesh.replicate_group)[0] == dist.get_rank()
 
 
-def _full_parameter(param: ShardedParam, offload_to_cpu: bool, with_grads: bool) -> nn.Parameter:
+def _full_parameter(unit: Unit, param: ShardedParam, offload_to_cpu: bool, with_grads: bool) -> nn.Parameter:
     shard = param.param
     full = nn.Parameter(_as_seen(param, shard, offload_to_cpu), requires_grad=shard.requires_grad)
     if with_grads and shard.grad is not None:
         autograd.restore_grad_dtype(full, shard.grad.dtype)
         full.grad = _as_seen(param, shard.grad, offload_to_cpu)
+    if full.requires_grad:
+        name = f"{unit.name}: {param.fqn}"
+
+        def refuse(_: Tensor) -> None:
+            raise RuntimeError(
+                f"{name}: backward of a forward that ran inside full_params, where no gradient reaches a shard. Run "
+                "both outside."
+            )
+
+        full.register_post_accumulate_grad_hook(refuse)
     return full
 
 
@@ -155,11 +254,11 @@ def _as_seen(param: ShardedParam, shard: Tensor, offload_to_cpu: bool) -> Tensor
     return full.cpu() if offload_to_cpu else full
 
 
-def _require_shape(unit: Unit, param: ShardedParam, shard: Tensor, full: Tensor) -> None:
+def _require_shape(name: str, shard: Tensor, full: Tensor) -> None:
     if full.shape != shard.shape:
         raise RuntimeError(
-            f"{unit.name}: {param.fqn} has shape {tuple(shard.shape)}, but while full parameters were there, one of "
-            f"shape {tuple(full.shape)} took its place. Write into the parameter, and keep its shape."
+            f"{name} has shape {tuple(shard.shape)}, but while full parameters were there, one of shape "
+            f"{tuple(full.shape)} took its place. Write into the parameter, and keep its shape."
         )
 
 

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import dtensors, process_groups
+from .._torch_compat import dtensors, dynamo, process_groups
 from ..core.param import READS, ShardedParam
 from ..core.unit import Unit, original_class, units_in
+from .fitting import loaded_from_first, mark_unwritten, require_alike, require_module, require_written
 from .full_params import swapped_in
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+_INITIALIZES = "_init_weights"  # a convention of models, Hugging Face's among them
 
 
 def materialize(
@@ -36,44 +38,48 @@ def materialize(
     **device** where; by default that of the mesh, or of the accelerator that there is.
 
     **init_fn** is called with each module that has such parameters or buffers of its own, in the order of
-    ``model.modules()``; by default it is ``module.reset_parameters()``, and what a model that it is in has as
-    ``_init_weights(module)``, as those of Hugging Face do. Full parameters are there while it runs, those
-    of one unit at a time, and every rank draws the random numbers that rank 0 would: sharded or not, the weights are
-    those of a model that was never sharded.
+    ``model.modules()``; by default it is ``module.reset_parameters()``, and then ``_init_weights(module)`` of the
+    innermost model around it that has such a method, as those of Hugging Face do. Full parameters are there while it
+    runs, those of the module's units, and every rank draws the random numbers that rank 0 would: sharded or not, the
+    weights are those of a model that was never sharded. What no call wrote to raises.
 
     **state_dict** of rank 0, with full tensors, is loaded and sent to all in place of that; other ranks leave it out.
-    Only what it does not have, such as buffers that are not saved, is initialized.
+    Only buffers that are not saved are initialized then. It has to fit; of tied weights one name is enough.
 
     Call it before or after ``fully_shard``, on every rank.
     """
+    require_module("materialize", model)
     if init_fn is not None and not callable(init_fn):
         raise TypeError(f"materialize: init_fn is a {type(init_fn).__name__}. Pass a function of a module.")
+    module = dynamo.behind_compile(model)
     everywhere = dist.is_available() and dist.is_initialized()
-    given = [None if state_dict is None else set(state_dict)]
-    if everywhere:
-        dist.broadcast_object_list(given)
-    (loaded,) = given
-    fill_in(model, loaded or set(), device, init_fn)
-    if loaded is not None:
+    if device is not None and torch.device(device).type == "meta":
+        raise ValueError('materialize: device is "meta", where there are no values. Pass another one.')
+    state_dict = loaded_from_first(module, state_dict, everywhere)
+    tensors = module.state_dict(keep_vars=True).values() if state_dict is not None else ()
+    fill_in(module, {id(tensor) for tensor in tensors}, device, init_fn)
+    if state_dict is not None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=everywhere, strict=True)
-        set_model_state_dict(model, dict(state_dict or {}), options=options)
+        set_model_state_dict(module, state_dict, options=options)
     return model
 
 
 def fill_in(
-    model: nn.Module,
-    loaded: Collection[str],
+    module: nn.Module,
+    loaded: Collection[int],
     device: torch.device | str | None = None,
     init_fn: Callable[[nn.Module], Any] | None = None,
 ) -> None:
-    """Give what is on the meta device memory, and values but for what will be ``loaded``: names of the model's."""
-    units = units_in(model)
+    """Give what is on the meta device memory, and values but for what will be ``loaded``: ids of its tensors."""
+    everywhere = dist.is_available() and dist.is_initialized()
+    units = units_in(module)
     to = torch.device(device) if device is not None else _device_for(units)
-    initialize = init_fn or _Own(model)
-    missing = list(_on_meta(model, loaded, initialize))
-    _allocate(model, to)
+    initialize = init_fn or _Own(module)
+    missing = list(_on_meta(module, loaded, initialize))
+    unwritten = _allocate(module, to, loaded)
     with random_numbers_of_first(to):
         _initialize(units, missing, initialize)
+    require_written(module, unwritten, everywhere)
 
 
 class _Own:
@@ -82,55 +88,49 @@ class _Own:
     def __init__(self, model: nn.Module) -> None:
         self._around: dict[nn.Module, nn.Module] = {}
         for one in model.modules():
-            if callable(getattr(one, "_init_weights", None)):
+            if callable(getattr(one, _INITIALIZES, None)):
                 self._around.update(dict.fromkeys(one.modules(), one))
 
     def knows(self, module: nn.Module) -> bool:
         return module in self._around or callable(getattr(module, "reset_parameters", None))
 
     def __call__(self, module: nn.Module) -> None:
-        own = [one for some in (module._parameters, module._buffers) for one in some.values() if one is not None]
-        has_reset = callable(getattr(module, "reset_parameters", None))
-        if has_reset:
+        if callable(getattr(module, "reset_parameters", None)):
             module.reset_parameters()  # type: ignore[operator]
-        if module not in self._around:
-            return
-        floats = [] if has_reset else [one for one in own if one.is_floating_point()]
-        for tensor in floats:
-            tensor.fill_(float("nan"))
-        around = self._around[module]
-        around._init_weights(module)  # type: ignore[operator]
-        if any(bool(tensor.isnan().any()) for tensor in floats):
-            raise ValueError(
-                f"{original_class(around).__name__}._init_weights gives a {original_class(module).__name__} on the "
-                "meta device no values, and it has no reset_parameters() either. Add that method, or pass init_fn."
-            )
+        if module in self._around:
+            getattr(self._around[module], _INITIALIZES)(module)
 
 
-def _on_meta(model: nn.Module, loaded: Collection[str], initialize: Any) -> Iterator[nn.Module]:
+def _on_meta(model: nn.Module, loaded: Collection[int], initialize: Any) -> Iterator[nn.Module]:
     """Modules with tensors of their own on the meta device that are not loaded; raises where nothing gives values."""
     for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        tensors = {f"{prefix}{name}": tensor for some in (module._parameters, module._buffers)
-                   for name, tensor in some.items()}  # fmt: skip
-        fqns = [fqn for fqn, tensor in tensors.items() if tensor is not None and tensor.is_meta and fqn not in loaded]
-        if not fqns:
+        tensors = [*module._parameters.items(), *module._buffers.items()]
+        names = [name for name, one in tensors if one is not None and one.is_meta and id(one) not in loaded]
+        if not names:
             continue
         if isinstance(initialize, _Own) and not initialize.knows(module):
+            fqns = ", ".join(f"{path}.{name}" if path else name for name in names)
             raise ValueError(
-                f"materialize: {', '.join(fqns)} on the meta device: {original_class(module).__name__} has no "
+                f"materialize: {fqns} on the meta device: {original_class(module).__name__} has no "
                 "reset_parameters() to give values. Add that method, or pass init_fn."
             )
         yield module
 
 
-def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Memory for what is on the meta device; what was tied stays so."""
+def _allocate(model: nn.Module, device: torch.device, loaded: Collection[int]) -> list[str]:
+    """Memory for what is on the meta device; what was tied stays so. Marked, the names of what is to be initialized."""
     ties = _ties(model)
+    named = [*model.named_parameters(), *model.named_buffers()]
+    names = [name for name, tensor in named if tensor.is_meta and id(tensor) not in loaded]
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     for (first, name), *others in ties:
         for module, other in others:
-            module._parameters[other] = first._parameters[name]
+            if other in module._parameters:
+                module._parameters[other] = first._parameters[name]
+            else:
+                module._buffers[other] = first._buffers[name]
+    now = dict([*model.named_parameters(), *model.named_buffers()])
+    return [name for name in names if name in now and mark_unwritten(now[name])]
 
 
 def _device_for(units: list[Unit]) -> torch.device:
@@ -143,12 +143,13 @@ def _device_for(units: list[Unit]) -> torch.device:
 
 
 def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """The places of each parameter that has several and is not sharded: those that are stay tied by themselves."""
+    """The places of each tensor that has several and is not sharded: those that are stay tied by themselves."""
     places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is not None and param.is_meta and name not in module.__dict__.get(READS, {}):
-                places.setdefault(param, []).append((module, name))
+        sharded = module.__dict__.get(READS, {})
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor.is_meta and name not in sharded:
+                places.setdefault(tensor, []).append((module, name))
     return [some for some in places.values() if len(some) > 1]
 
 
@@ -178,14 +179,17 @@ def random_numbers_of_first(device: torch.device) -> Iterator[None]:
 @torch.no_grad()
 def _initialize(units: list[Unit], modules: list[nn.Module], initialize: Callable[[nn.Module], Any]) -> None:
     """Have each module write its values, with the full parameters of one unit in the place of its shards."""
-    owner = {slot.module: unit for unit in units for param in unit.params for slot in param.slots}
-    there: Unit | None = None
+    owners: dict[nn.Module, list[Unit]] = {}
+    for unit in units:
+        for module in {slot.module for param in unit.params for slot in param.slots}:
+            owners.setdefault(module, []).append(unit)  # several, where a weight is tied to another unit's
+    there: list[Unit] = []
     with ExitStack() as scope:
         for module in modules:
-            its = owner.get(module)
-            if its is not None and its is not there:
+            its = owners.get(module, [])
+            if its and its != there:
                 scope.close()
-                scope.enter_context(swapped_in([its], writeback=True))
+                scope.enter_context(swapped_in(its, writeback=True))
                 there = its
             initialize(module)
 
@@ -197,8 +201,11 @@ def sync_module_states(model: ModelT, src: int = 0, group: dist.ProcessGroup | N
     Call it before ``fully_shard``. Afterwards it sends buffers, what is not sharded, and, where a mesh has replicas,
     the shards of the first ones: other shards are of one rank each. DTensors of other parallelisms stay as they are.
     """
+    require_module("sync_module_states", model)
     group = group or dist.group.WORLD
     assert group is not None, "there is a default group"
+    if dist.get_rank(group) < 0:
+        raise ValueError("sync_module_states: this rank is not in the group. Call it on the ranks of the group alone.")
     ranks = dist.get_process_group_ranks(group)
     if src not in ranks:
         raise ValueError(f"sync_module_states: src={src} is not in the group, whose ranks are {ranks}.")
@@ -206,6 +213,11 @@ def sync_module_states(model: ModelT, src: int = 0, group: dist.ProcessGroup | N
     for name, tensor in named:
         if tensor.is_meta:
             raise ValueError(f"sync_module_states: {name} is on the meta device. Call fsdp_compile.materialize first.")
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride())):
+            raise ValueError(
+                f"sync_module_states: {name} is expanded, so that it cannot be written to. Register a clone() of it."
+            )
+    require_alike(named, src, group)
     sharded: dict[Tensor, ShardedParam] = {param.param: param for unit in units_in(model) for param in unit.params}
     for _, tensor in named:
         param = sharded.get(tensor)
@@ -232,8 +244,10 @@ def cast_buffers(model: ModelT, dtype: torch.dtype) -> ModelT:
     """Cast the floating-point buffers inside ``model``; return it. ``MixedPrecisionPolicy`` casts parameters alone."""
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"cast_buffers: dtype is {dtype!r}. Pass a floating-point dtype, such as torch.bfloat16.")
+    require_module("cast_buffers", model)
+    cast: dict[Tensor, Tensor] = {}  # one that is in two places stays one
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
+                module._buffers[name] = cast[buffer] = cast[buffer] if buffer in cast else buffer.to(dtype)
     return model

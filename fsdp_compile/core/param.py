@@ -109,6 +109,7 @@ class ShardedParam:
     grad_dtype: torch.dtype | Literal["own"] | None = "own"
     dtensor: ReadAs | None = None  # the DTensor that it was before fully_shard
     version: int = field(default=0, init=False)  # counts the shards, and the tensors in them, that it has had
+    is_full: bool = field(default=False, init=False)  # a full parameter is registered in the shard's place for a while
     sink: Any = field(default=None, init=False, repr=False)  # the compiled path's own: where its gradient goes
 
     def __post_init__(self) -> None:

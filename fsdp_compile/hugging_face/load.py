@@ -57,7 +57,8 @@ def load_pretrained(
         shapes.update(source.make(lambda one: _look(entries, one), inner))
     _check(path, model, plain, shapes, strict)
     adapters = _adapters_on_meta(model)
-    fill_in(model, _with_ties(model, {plain[short] for short in shapes if short in plain}), device)
+    there = saved_tensors(model)
+    fill_in(model, {id(there[plain[short]]) for short in shapes if short in plain}, device)
     tensors, sharded = saved_tensors(model), sharded_params(model)
     for source in found:
         for short, value in source.make(lambda one: entries[one].tensor(one), inner).items():

@@ -69,12 +69,7 @@ def plain_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and the buffers that are saved, by all their names."""
-    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{path}.{name}" if path else name] = buffer
-    return found
+    return {name: one for name, one in model.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
 
 
 def sharded_params(model: nn.Module) -> dict[str, ShardedParam]:

@@ -1,0 +1,162 @@
+"""Does what a model is to be given fit it, on every rank? Found before anything is sent, and said on every rank.
+
+    state dict of rank 0   --names, shapes-->  the same as the model's, or a ValueError everywhere
+    parameters of a rank   --names, shapes-->  the same as those of the rank that sends
+    memory                 --marked-->         initialized by somebody, or a ValueError everywhere
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .._torch_compat import dtensors, fsdp1
+
+# Bits of numbers that no initialization gives: of floats, NaNs that no computation gives.
+_MARKS = {2: (torch.int16, 0x7FDE), 4: (torch.int32, 0x7FDEADDE), 8: (torch.int64, 0x7FFDEADDEADDEADD)}
+_MOST_NAMES = 5
+
+
+def require_module(function: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function} takes a module, but got {type(model).__name__}.")
+
+
+def loaded_from_first(model: nn.Module, state_dict: Any, everywhere: bool) -> dict[str, Any] | None:
+    """What this rank gives to the loading of rank 0's state dict, None where there is none; raises on a misfit."""
+    rank = dist.get_rank() if everywhere else 0
+    said: tuple[bool, str | None] = (state_dict is not None, None)
+    if state_dict is not None and rank == 0:
+        said = (True, _misfit(model, state_dict))
+    of_ranks = [said]
+    if everywhere:
+        of_ranks = [said] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, said)
+    (is_given, misfit), *others = of_ranks
+    if misfit is not None:
+        raise ValueError(f"materialize: state_dict {misfit}")
+    if not is_given:
+        for other, (is_given_there, _) in enumerate(others, 1):
+            if is_given_there:
+                raise ValueError(
+                    f"materialize: rank {other} passes state_dict, and rank 0, whose values are sent, does not. Load "
+                    "it on rank 0."
+                )
+        return None
+    return _with_tied(model, state_dict) if rank == 0 else {}
+
+
+def _misfit(model: nn.Module, state_dict: Any) -> str | None:
+    if not isinstance(state_dict, Mapping):
+        return f"is a {type(state_dict).__name__}. Pass what model.state_dict() of the unsharded model returns."
+    expected = {_saved_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    given = _with_tied(model, state_dict)
+    missing = [name for name in expected if name not in given]
+    if missing:
+        return f"lacks {_listed(missing)}. Add what they shall be, or leave state_dict out to initialize all."
+    unexpected = [name for name in given if name not in expected]
+    if unexpected:
+        return f"has {_listed(unexpected)}, which the model does not have. Take that out."
+    for name, value in given.items():
+        tensor = expected[name]
+        if not isinstance(tensor, Tensor):
+            continue
+        if not isinstance(value, Tensor):
+            return f"has a {type(value).__name__} for {name}. Pass a tensor."
+        if isinstance(value, DTensor):
+            return f"has a DTensor for {name}. Pass full tensors, such as value.full_tensor()."
+        if value.shape != tensor.shape:
+            return f"has shape {tuple(value.shape)} for {name}, whose shape in the model is {tuple(tensor.shape)}."
+    return None
+
+
+def _with_tied(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """With every name of a weight of which it has one: files of Hugging Face keep one."""
+    given = dict(state_dict)
+    value_of: dict[int, Any] = {}
+    named = [(_saved_name(name), one) for name, one in model.state_dict(keep_vars=True).items()]
+    for name, tensor in named:
+        if name in given:
+            value_of.setdefault(id(tensor), given[name])
+    for name, tensor in named:
+        if id(tensor) in value_of:
+            given.setdefault(name, value_of[id(tensor)])
+    return given
+
+
+def _saved_name(name: str) -> str:
+    """As the helpers of torch.distributed.checkpoint give it."""
+    return fsdp1.without_checkpointing(name).replace("_orig_mod.", "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def require_alike(named: Sequence[tuple[str, Tensor]], src: int, group: Any) -> None:
+    """Raise on every rank where one has other tensors than the rank that sends."""
+    mine = [(name, tuple(one.shape), str(one.dtype)) for name, one in named]
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, mine, group=group)
+    expected = of_ranks[dist.get_group_rank(group, src)]
+    for index, theirs in enumerate(of_ranks):
+        for here, there in zip(expected, theirs):
+            if here != there:
+                raise ValueError(
+                    f"sync_module_states: rank {src} has {_described(here)}, and rank "
+                    f"{dist.get_global_rank(group, index)} has {_described(there)}. Build the same model on every rank."
+                )
+        if len(theirs) != len(expected):
+            longer = max(theirs, expected, key=len)
+            raise ValueError(
+                f"sync_module_states: of ranks {src} and {dist.get_global_rank(group, index)}, one has no "
+                f"{longer[min(len(theirs), len(expected))][0]}. Build the same model on every rank."
+            )
+
+
+def _described(tensor: tuple[str, tuple[int, ...], str]) -> str:
+    name, shape, dtype = tensor
+    return f"{name} of shape {shape} in {dtype}"
+
+
+def _as_bits(tensor: Tensor) -> tuple[Tensor, int] | None:
+    local = dtensors.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+    if type(local) is not Tensor or local.element_size() not in _MARKS or local.is_sparse:
+        return None  # one byte has no number to spare
+    dtype, mark = _MARKS[local.element_size()]
+    return local.view(dtype), mark
+
+
+@torch.no_grad()
+def mark_unwritten(tensor: Tensor) -> bool:
+    """Fill it with what no initialization gives; whether that can be."""
+    bits = _as_bits(tensor)
+    if bits is not None:
+        bits[0].fill_(bits[1])
+    return bits is not None
+
+
+@torch.no_grad()
+def require_written(model: nn.Module, names: Sequence[str], everywhere: bool) -> None:
+    """Raise on every rank where one of these still is as it was marked."""
+    now = dict([*model.named_parameters(), *model.named_buffers()])
+    left = []
+    for name in names:
+        bits = _as_bits(now[name])
+        if bits is not None and bits[0].numel() and bool((bits[0] == bits[1]).all()):
+            left.append(name)
+    if everywhere:
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, left)
+        left = list(dict.fromkeys(name for some in of_ranks for name in some))
+    if left:
+        raise ValueError(
+            f"materialize: {_listed(left)} got no values: what initializes the modules did not write to them. Write "
+            "them in init_fn, or in reset_parameters()."
+        )
