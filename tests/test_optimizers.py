@@ -1,4 +1,4 @@
-"""Optimizers on sharded models: those of the table in RECIPES.md, beside what they do on FSDP2's."""
+"""Optimizers on sharded models: those of the table in docs/recipes.md, beside what they do on FSDP2's."""
 
 from __future__ import annotations
 

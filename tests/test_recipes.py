@@ -1,4 +1,4 @@
-"""Every block of RECIPES.md runs as it stands, and does what its section says."""
+"""Every block of docs/recipes.md runs as it stands, and does what its section says."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.test_accumulate import Wire
 from tests.test_graphs import saved_weights
 from tests.test_meshes import EvenBlock
 
-RECIPES = (Path(__file__).resolve().parents[1] / "RECIPES.md").read_text()
+RECIPES = (Path(__file__).resolve().parents[1] / "docs" / "recipes.md").read_text()
 SECTIONS = {
     section.splitlines()[0]: re.findall(r"^```python\n(.*?)^```$", section, flags=re.DOTALL | re.MULTILINE)
     for section in re.split(r"^## ", RECIPES, flags=re.MULTILINE)[1:]
@@ -505,7 +505,7 @@ def _run(title: str) -> None:
 )
 def test_a_recipe_does_what_it_says(two_ranks: Ranks, four_ranks: Ranks, title: str) -> None:
     """With the graphs that Inductor gets, and none of its code; on Inductor each has a row in tests/matrix."""
-    assert title in CHECKS, f"no test runs the section {title!r} of RECIPES.md"
+    assert title in CHECKS, f"no test runs the section {title!r} of docs/recipes.md"
     ranks, _ = CHECKS[title]
     {2: two_ranks, 4: four_ranks}[ranks].run(_run, title)
 

@@ -1,4 +1,4 @@
-"""Rows: what stands around a compiled model, each a section of RECIPES.md."""
+"""Rows: what stands around a compiled model, each a section of docs/recipes.md."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Row:
     shows: str = "fully_shard"
     """Public names, and methods of sharded modules, that it goes through."""
     recipe: str = ""
-    """The section of RECIPES.md that tells of it."""
+    """The section of docs/recipes.md that tells of it."""
     warns: tuple[str, ...] = ()
     """What this package says, as patterns, and nothing else."""
     tolerance: float = 1e-4

@@ -1,0 +1,225 @@
+"""What docs/ says runs as it stands there, says what is shown, and is a site without a broken link."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp_compile
+from tests.comparing import assert_same_grads, assert_same_params, batches, full, mine, reference_backward
+from tests.compiling import num_graphs
+from tests.models import Block, BreakBlock, Stack, pair, shard, twins
+from tests.pages import DOCS, blocks, pieces, play
+from tests.ranks import Ranks
+from tests.test_recipes import shared_folder
+
+ROOT = DOCS.parent
+PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+ELSEWHERE = {
+    "recipes.md": "test_recipes.py",  # each section with a check of its own
+    "tutorial.md": "test_the_tutorial...",  # its blocks are pieces of a script
+}
+PLAYED = [page for page in PAGES if page not in ELSEWHERE and blocks(page, "python")]
+QUICK = ("index.md",)
+
+
+def _play(page: str) -> None:
+    names = {
+        "torch": torch, "nn": nn, "dist": dist, "fsdp_compile": fsdp_compile, "device": "cpu",
+        "Block": Block, "BreakBlock": BreakBlock, "Stack": Stack, "shard": shard, "twins": twins, "pair": pair,
+        "mine": mine, "batches": batches, "full": full, "num_graphs": num_graphs, "same_grads": assert_same_grads,
+        "same_params": assert_same_params, "reference_backward": reference_backward,
+    }  # fmt: skip
+    folder = shared_folder()
+    try:
+        with mock.patch.object(torch, "compile", partial(torch.compile, backend="passes")):
+            play(page, folder=folder, **names)
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("page", [one if one in QUICK else pytest.param(one, marks=pytest.mark.more) for one in PLAYED])
+def test_a_page_does_what_it_says(two_ranks: Ranks, page: str) -> None:
+    """Its blocks run in order, on the graphs that Inductor gets, and say what is shown behind them."""
+    two_ranks.run(_play, page)
+
+
+def test_the_tutorial_shows_what_its_scripts_are() -> None:
+    scripts = {path.name: path.read_text() for path in (ROOT / "examples" / "tutorial").glob("*.py")}
+    shown = blocks("tutorial.md", "python")
+    assert shown
+    for block in shown:
+        assert any(block in script for script in scripts.values()), f"in no script of examples/tutorial:\n{block}"
+    left = scripts["sharded.py"].split('"""', 2)[2]
+    for block in shown:
+        left = left.replace(block, "")
+    assert not left.strip(), f"not in the tutorial:\n{left}"
+
+
+def _tutorial(*command: str, folder: Path) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    ran = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def _losses(printed: str) -> list[float]:
+    return [float(one) for one in re.findall(r"^step \d+  loss (\S+)$", printed, flags=re.MULTILINE)]
+
+
+@pytest.mark.more
+def test_the_tutorial_trains_and_resumes(tmp_path: Path) -> None:
+    """On Inductor, in two processes: the losses of the unsharded script, across a restart, and what the page shows."""
+    scripts = ROOT / "examples" / "tutorial"
+    two = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+    sharded = (*two, str(scripts / "sharded.py"), "--folder", str(tmp_path / "saved"))
+    unsharded = _losses(_tutorial(str(scripts / "unsharded.py"), folder=tmp_path))
+    first = _tutorial(*sharded, "--steps", "4", "--inspect", folder=tmp_path)
+    rest = _tutorial(*sharded, "--resume", folder=tmp_path)
+    assert len(unsharded) == 8 and unsharded[-1] < unsharded[0] - 2
+    assert _losses(first) == pytest.approx(unsharded[:4], abs=2e-4)
+    assert _losses(rest) == pytest.approx(unsharded[4:], abs=2e-4)
+    assert "Model: 3 graphs, 11 collectives" in first
+    shown = " ".join(" ".join(blocks("tutorial.md", "text")).split())
+    for line in [*first.splitlines(), *rest.splitlines()]:
+        if "all_gather" in line or "all_to_all" in line:
+            assert " ".join(line.split()) in shown
+
+
+COMMANDS = [(page, line) for page in PAGES for block in blocks(page, "sh") for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("page, line", COMMANDS, ids=[f"{page}-{place}" for place, (page, _) in enumerate(COMMANDS)])
+def test_a_command_exists_with_its_options(page: str, line: str) -> None:
+    for command in line.split("#")[0].split(" && "):
+        _check_command(shlex.split(command))
+
+
+def _check_command(words: list[str]) -> None:
+    name, *arguments = words
+    name = name.removeprefix(".venv/bin/")
+    if name == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        given = get_args_parser().parse_args(arguments)
+        _check_program(["-m"] * given.module + [given.training_script, *given.training_script_args])
+    elif name in ("python", "python3"):
+        _check_program(arguments)
+    elif name == "pip":
+        extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+        assert arguments[0] == "install"
+        for wanted in re.findall(r"\[(.*?)\]", " ".join(arguments)):
+            assert set(wanted.split(",")) <= set(extras)
+    elif name == "fsdp-compile":
+        subprocess.run([sys.executable, "-m", "fsdp_compile.cli", arguments[0], "--help"], check=True, capture_output=True)
+        _require_options(arguments, [ROOT / "fsdp_compile" / "cli.py"])
+    else:
+        assert name in ("mkdocs", "pytest") and shutil.which(name), f"no such command: {name}"
+
+
+def _check_program(arguments: list[str]) -> None:
+    if arguments[0] == "-m" and arguments[1] != "venv":
+        spec = importlib.util.find_spec(arguments[1])
+        assert spec is not None and spec.origin is not None, arguments[1]
+        if not arguments[1].endswith(".run"):  # which hands its options on
+            _require_options(arguments[2:], list(Path(spec.origin).parent.glob("*.py")))
+    elif arguments[0] != "-m" and arguments[0] != "train.py":  # the reader's own
+        assert (ROOT / arguments[0]).exists(), arguments[0]
+        _require_options(arguments[1:], [ROOT / arguments[0]])
+
+
+def _require_options(arguments: list[str], sources: list[Path]) -> None:
+    texts = "".join(path.read_text() for path in sources)
+    for option in arguments:
+        if option.startswith("--"):
+            assert f'"{option}"' in texts, f"{option} is in none of {[path.name for path in sources]}"
+
+
+def _public(path: Path) -> set[str]:
+    """Names that a module gives out: what it imports ``x as x``."""
+    imports = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+    return {one.asname for node in imports for one in node.names if one.asname and one.asname == one.name}
+
+
+@pytest.mark.parametrize(
+    "page, modules",
+    [
+        ("reference/fsdp_compile.md", {"fsdp_compile": "fsdp_compile/__init__.py"}),
+        ("reference/fsdp1.md", {"fsdp_compile.fsdp1": "fsdp_compile/fsdp1/__init__.py",
+                                "fsdp_compile.fsdp1.wrap": "fsdp_compile/fsdp1/wrap.py"}),
+        ("reference/passes.md", {"fsdp_compile.passes": "passes/__init__.py"}),
+    ],
+)  # fmt: skip
+def test_every_public_name_is_on_a_page(page: str, modules: dict[str, str]) -> None:
+    text = (DOCS / page).read_text()
+    for module, path in modules.items():
+        names = _public(ROOT / path)
+        assert names
+        # Ours with their docstrings, torch's own in a table.
+        described = set(re.findall(rf"^::: {re.escape(module)}\.(\w+)$", text, flags=re.MULTILINE))
+        listed = set(re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE))
+        assert names <= described | listed, f"not on {page}: {sorted(names - described - listed)}"
+        theirs = {
+            name for name in names if getattr(_import(module), name).__module__.startswith("torch.")
+        }
+        assert names - theirs <= described
+
+
+def _import(module: str) -> Any:
+    return importlib.import_module(module)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = set(re.findall(r"^ +- ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE))
+    assert navigation == set(PAGES)
+
+
+def test_each_pass_has_its_section_in_the_order_in_which_they_run() -> None:
+    from fsdp_compile.passes import JOINT_PASSES, POST_GRAD_PASSES
+    from fsdp_compile.passes.manager import WHOLE_PASSES
+
+    sections = re.findall(r"^## `(\w+)`", (DOCS / "passes.md").read_text(), flags=re.MULTILINE)
+    run = [one.__name__ for one in (*JOINT_PASSES, *POST_GRAD_PASSES)]
+    assert sections[: len(run)] == run
+    assert {one.__name__ for one in WHOLE_PASSES} <= {*sections, "follow"}
+
+
+def test_no_comment_of_a_page_is_misspelled() -> None:
+    """One that the runner does not know would check nothing."""
+    for page in PAGES:
+        comments = (DOCS / page).read_text().count("<!--")
+        assert comments == sum(piece.kind in ("run", "prints", "raises", "warns") for piece in pieces(page)), page
+
+
+@pytest.mark.more
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert built.returncode == 0 and "WARNING" not in built.stderr, built.stderr
+    for page in PAGES:
+        assert (tmp_path / "site" / page).with_suffix(".html").exists()
+    reference = (tmp_path / "site" / "reference" / "passes.html").read_text()
+    assert "<pre>" in reference or "<pre " in reference  # pictures are preformatted
