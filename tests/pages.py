@@ -100,4 +100,4 @@ def _plain(text: str) -> str:
 
 
 def _pattern(shown: str) -> re.Pattern[str]:
-    return re.compile(".*?".join(map(re.escape, _plain(shown).split("..."))))
+    return re.compile(".*?".join(map(re.escape, re.split(r" ?\.\.\. ?", _plain(shown)))))
