@@ -894,7 +894,7 @@ ROWS = (
         "D30",
         "writing parameters between forward and backward",
         (),
-        "Left out: unsupported as in FSDP2; README says so.",
+        "Left out: unsupported as in FSDP2; docs/eager.md says so.",
     ),
     Row(
         "D31",

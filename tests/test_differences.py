@@ -1,4 +1,4 @@
-"""Rows of README's table of differences from FSDP2, beside what FSDP2 does."""
+"""Rows of the table of differences in docs/from-fsdp2.md, beside what FSDP2 does."""
 
 from __future__ import annotations
 

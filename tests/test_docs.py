@@ -13,7 +13,6 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -27,13 +26,15 @@ from tests.compiling import num_graphs
 from tests.models import Block, BreakBlock, Stack, pair, shard, twins
 from tests.pages import DOCS, blocks, pieces, play
 from tests.ranks import Ranks
+from tests.test_readme import PAGES as OF_README
 from tests.test_recipes import shared_folder
 
 ROOT = DOCS.parent
 PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 ELSEWHERE = {
     "recipes.md": "test_recipes.py",  # each section with a check of its own
-    "tutorial.md": "test_the_tutorial...",  # its blocks are pieces of a script
+    "tutorial.md": "below",  # its blocks are pieces of a script
+    **dict.fromkeys(OF_README, "test_readme.py"),
 }
 PLAYED = [page for page in PAGES if page not in ELSEWHERE and blocks(page, "python")]
 QUICK = ("index.md",)

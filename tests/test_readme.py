@@ -1,4 +1,4 @@
-"""What the README says can be typed works as it stands there."""
+"""What the README, and the pages that stood in it, say can be typed works as it stands there."""
 
 from __future__ import annotations
 
@@ -19,16 +19,21 @@ from tests.models import Block, Stack
 from tests.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
+#: Pages whose blocks this module runs, in the order in which they run.
+PAGES = ("inspect.md", "costs.md", "memory-budget.md", "accumulate.md", "one-graph.md", "eager.md")
 
 
-def _code(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+def _code(language: str, *files: str) -> list[str]:
+    """The blocks of these files, one file after the other."""
+    texts = [(ROOT / file).read_text() for file in files]
+    return [code for text in texts for code in re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)]
 
 
 @no_kernels_built()  # what a step computes is for the recipes' rows in tests/matrix
 def _run_examples(folder: str) -> None:
-    shard_and_compile, inspect, edit, costs, budget, accumulate, explain, whole_step, compare, fsdp1 = _code("python")
+    shard_and_compile, fsdp1 = _code("python", "README.md")
+    of_pages = _code("python", *(f"docs/{page}" for page in PAGES))
+    inspect, edit, costs, budget, accumulate, explain, whole_step, compare = of_pages
     batch = torch.zeros(2, 5, dtype=torch.long)
     names = {"torch": torch, "fsdp_compile": fsdp_compile, "model": Stack(1), "batch": batch, "batches": [batch, batch]}
     exec(shard_and_compile, names)
@@ -65,7 +70,7 @@ def test_the_examples_run_as_they_stand(two_ranks: Ranks, tmp_path: Path) -> Non
 
 def test_two_commands_set_up_all_they_need_and_are_those_that_ci_runs() -> None:
     ci = (ROOT / ".ci" / "run").read_text()
-    (demo,), (test,) = (block.splitlines() for block in _code("sh")[:2])
+    (demo,), (test,) = (block.splitlines() for block in _code("sh", "README.md")[:2])
     for line, end in ((demo, ".venv/bin/fsdp-compile demo"), (test, ".venv/bin/pytest")):
         environment, install, run = line.split(" && ")
         assert environment == "python3 -m venv .venv"
