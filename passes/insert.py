@@ -16,6 +16,8 @@
                                      r0, r1 = slices of to_host(wait / divisor)
                                      ...
                                      wait_for_copies(all to_host)            at the end of the graph that returns them
+
+Which parameters share a bucket is the plan's to say.
 """
 
 from __future__ import annotations

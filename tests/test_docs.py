@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import os
+import pkgutil
 import re
 import shlex
 import shutil
@@ -183,6 +185,28 @@ def test_every_public_name_is_on_a_page(page: str, modules: dict[str, str]) -> N
         given = importlib.import_module(module)
         theirs = {name for name in names if getattr(getattr(given, name), "__module__", "").startswith("torch.")}
         assert names - theirs <= described
+
+
+def _described() -> list[tuple[str, str]]:
+    """What the pages take from docstrings: names, and the docstrings of their public members too."""
+    found = []
+    for page in PAGES:
+        for name in re.findall(r"^::: ([\w.]+)$", (DOCS / page).read_text(), flags=re.MULTILINE):
+            given: Any = pkgutil.resolve_name(name)
+            members = vars(given).items() if isinstance(given, type) else ()
+            for one, thing in [("", given), *(pair for pair in members if not pair[0].startswith("_"))]:
+                if isinstance(getattr(thing, "__doc__", None), str):
+                    found.append((f"{name} {one}", inspect.cleandoc(thing.__doc__)))
+    return found
+
+
+def test_pictures_in_docstrings_are_preformatted() -> None:
+    """A docstring is Markdown on the site: what is laid out with spaces is indented, or becomes a paragraph."""
+    described = _described()
+    assert len(described) > 100
+    for name, text in described:
+        laid_out = [line for line in text.splitlines() if re.search(r"\S {3,}\S", line)]
+        assert all(line.startswith("    ") for line in laid_out), f"{name}: {laid_out}"
 
 
 def test_every_page_is_in_the_navigation() -> None:
