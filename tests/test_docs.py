@@ -187,15 +187,27 @@ def test_every_public_name_is_on_a_page(page: str, modules: dict[str, str]) -> N
         assert names - theirs <= described
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("from-")])
+def test_our_side_of_a_table_is_in_blocks_that_run(page: str) -> None:
+    """Each name and each keyword of the second column; on that page, or in the recipe that a row refers to."""
+    run = "\n".join([*blocks(page, "python"), *blocks("recipes.md", "python")])
+    rows = [line.split(" | ") for line in (DOCS / page).read_text().split("## Differences")[0].splitlines() if line[:2] == "| "]
+    assert len(rows) > 5
+    for row in rows[1:]:
+        for code in re.findall(r"`([^`]+)`", row[1]):
+            for word in re.findall(r"[A-Za-z_]\w+(?=[=(.,)]|$)", code):
+                assert re.search(rf"\b{word}\b", run), f"{page}: {word} of {row[1]} is in no block"
+
+
 def _described() -> list[tuple[str, str]]:
     """What the pages take from docstrings: names, and the docstrings of their public members too."""
     found = []
     for page in PAGES:
         for name in re.findall(r"^::: ([\w.]+)$", (DOCS / page).read_text(), flags=re.MULTILINE):
-            given: Any = pkgutil.resolve_name(name)
-            members = vars(given).items() if isinstance(given, type) else ()
-            for one, thing in [("", given), *(pair for pair in members if not pair[0].startswith("_"))]:
-                if isinstance(getattr(thing, "__doc__", None), str):
+            given = pkgutil.resolve_name(name)
+            members = dict(vars(given)) if isinstance(given, type) else {}
+            for one, thing in {"": given, **members}.items():
+                if not one.startswith("_") and isinstance(getattr(thing, "__doc__", None), str):
                     found.append((f"{name} {one}", inspect.cleandoc(thing.__doc__)))
     return found
 
