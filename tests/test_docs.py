@@ -155,7 +155,9 @@ def _require_options(arguments: list[str], sources: list[Path]) -> None:
     texts = "".join(path.read_text() for path in sources)
     for option in arguments:
         if option.startswith("--"):
-            assert f'"{option}"' in texts, f"{option} is in none of {[path.name for path in sources]}"
+            name = option[2:].replace("-", "_")  # or a field that options are made from
+            said = f'"{option}"' in texts or re.search(rf"^    {name}: \w+ = ", texts, flags=re.MULTILINE)
+            assert said, f"{option} is in none of {[path.name for path in sources]}"
 
 
 def _public(path: Path) -> set[str]:
