@@ -1,7 +1,7 @@
 """The result is legal: every collective is waited for once, directly, and no marker is left.
 
-launch = all_gather_into_tensor(...)        a wait stands on the collective's own output, views come after it:
-wait   = wait_tensor(launch)                only then does Inductor keep the collective's input alive
+    launch = all_gather_into_tensor(...)        a wait stands on the collective's own output, views come after it:
+    wait   = wait_tensor(launch)                only then does Inductor keep the collective's input alive
 
 Buckets are launched in the plan's order, gathers and reductions alike, and one that replicas reduce as well is launched
 a second time for that.

@@ -1,21 +1,23 @@
 """Markers become collectives, one a bucket.
 
-w0 = unshard(s0)                 packed = cat(cast(s0), cast(s1))
-w1 = unshard(s1)                 launch = all_gather_into_tensor(packed)
-                                 wait   = wait_tensor(launch)
-                                 w0, w1 = slices of wait
+    w0 = unshard(s0)                 packed = cat(cast(s0), cast(s1))
+    w1 = unshard(s1)                 launch = all_gather_into_tensor(packed)
+                                     wait   = wait_tensor(launch)
+                                     w0, w1 = slices of wait
 
-r0 = reduce_grad(g0)             packed = cat(cast(g0), cast(g1))
-r1 = reduce_grad(g1)             launch = reduce_scatter_tensor(packed)
-                                 wait   = wait_tensor(launch)
-                                 r0, r1 = slices of wait / divisor
+    r0 = reduce_grad(g0)             packed = cat(cast(g0), cast(g1))
+    r1 = reduce_grad(g1)             launch = reduce_scatter_tensor(packed)
+                                     wait   = wait_tensor(launch)
+                                     r0, r1 = slices of wait / divisor
 
-                                 with replicas, wait goes into all_reduce and another wait first
+                                     with replicas, wait goes into all_reduce and another wait first
 
-of offloaded shards              h0, h1 = to_device(s0), to_device(s1)   are what is packed
-                                 r0, r1 = slices of to_host(wait / divisor)
-                                 ...
-                                 wait_for_copies(all to_host)            at the end of the graph that returns them
+    of offloaded shards              h0, h1 = to_device(s0), to_device(s1)   are what is packed
+                                     r0, r1 = slices of to_host(wait / divisor)
+                                     ...
+                                     wait_for_copies(all to_host)            at the end of the graph that returns them
+
+Which parameters share a bucket is the plan's to say.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@
     full, piece, w = ...                 full  = unshard(shard)
     y = mm(x, w)                         piece = keep_slice(full)
                                          y     = mm(x, full)
+
+Forward computes with what it gathered from all ranks, backward with what it gathers from slices.
 """
 
 from __future__ import annotations

@@ -894,7 +894,7 @@ ROWS = (
         "D30",
         "writing parameters between forward and backward",
         (),
-        "Left out: unsupported as in FSDP2; the docs say so.",
+        "Left out: unsupported as in FSDP2; docs/eager.md says so.",
     ),
     Row(
         "D31",

@@ -1,4 +1,4 @@
-"""Rows of the table of differences from FSDP2 in docs/migrate/fsdp2.md, beside what FSDP2 does."""
+"""Rows of the table of differences in docs/from-fsdp2.md, beside what FSDP2 does."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""What the README says can be typed works as it stands there."""
+"""What the README, and the pages that stood in it, say can be typed works as it stands there."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 from pathlib import Path
 
@@ -12,41 +13,65 @@ import torch
 import torch.distributed as dist
 
 import fsdp_compile
-from fsdp_compile import FSDPModule
+from fsdp_compile import FSDPModule, fully_shard
 from tests.compiling import no_kernels_built
-from tests.models import Stack
+from tests.models import Block, Stack
 from tests.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
+#: Pages whose blocks this module runs, in the order in which they run.
+PAGES = ("inspect.md", "costs.md", "memory-budget.md", "accumulate.md", "one-graph.md", "eager.md")
 
 
-def _code(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+def _code(language: str, *files: str) -> list[str]:
+    """The blocks of these files, one file after the other."""
+    texts = [(ROOT / file).read_text() for file in files]
+    return [code for text in texts for code in re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)]
 
 
 @no_kernels_built()  # what a step computes is for the recipes' rows in tests/matrix
-def _run_examples() -> None:
-    shard_and_compile, inspect = _code("python")
+def _run_examples(folder: str) -> None:
+    shard_and_compile, fsdp1 = _code("python", "README.md")
+    of_pages = _code("python", *(f"docs/{page}" for page in PAGES))
+    inspect, edit, costs, budget, accumulate, explain, whole_step, compare = of_pages
     batch = torch.zeros(2, 5, dtype=torch.long)
-    names = {"torch": torch, "fsdp_compile": fsdp_compile, "model": Stack(1), "batch": batch}
+    names = {"torch": torch, "fsdp_compile": fsdp_compile, "model": Stack(1), "batch": batch, "batches": [batch, batch]}
     exec(shard_and_compile, names)
     assert isinstance(names["model"]._orig_mod, FSDPModule)
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(inspect if dist.get_rank() == 0 else "model(batch).sum().backward()", names)
     if dist.get_rank() == 0:
-        assert "launched behind" in printed.getvalue() and "all_gather" in printed.getvalue()
+        os.chdir(folder)
+    exec(inspect if dist.get_rank() == 0 else "import fsdp_compile; model(batch).sum().backward()", names)
+    if dist.get_rank() == 0:
+        exec(edit, names)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(costs, names)
+        assert printed.getvalue().startswith("predicted on 'cpu': forward ") and " waiting; peak " in printed.getvalue()
+        assert "of compute stand beside it" in printed.getvalue() and "Residency(becomes=" in printed.getvalue()
+    budgeted = names | {"model": fully_shard(Stack(1))}
+    exec(budget, budgeted)
+    torch.compile(budgeted["model"])(batch).sum().backward()
+    exec(accumulate, names)
+    exec(explain, names)
+    assert names["report"]
+    try:
+        exec(whole_step, names)
+    finally:
+        torch._dynamo.config.compiled_autograd = False
+    exec(compare, names)
+    names |= {"model": Stack(1), "Block": Block}
+    exec(fsdp1, names)
+    assert names["model"](batch).shape == (2, 5, 31)
 
 
 @pytest.mark.more
-def test_the_examples_run_as_they_stand(two_ranks: Ranks) -> None:
-    """Those of the pages in docs/ run in test_docs.py."""
-    two_ranks.run(_run_examples)
+def test_the_examples_run_as_they_stand(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(_run_examples, str(tmp_path))
+    assert list((tmp_path / "graphs").glob("*backward*/*.py"))
 
 
 def test_two_commands_set_up_all_they_need_and_are_those_that_ci_runs() -> None:
     ci = (ROOT / ".ci" / "run").read_text()
-    (demo,), (test,) = (block.splitlines() for block in _code("sh")[:2])
+    (demo,), (test,) = (block.splitlines() for block in _code("sh", "README.md")[:2])
     for line, end in ((demo, ".venv/bin/fsdp-compile demo"), (test, ".venv/bin/pytest")):
         environment, install, run = line.split(" && ")
         assert environment == "python3 -m venv .venv"
