@@ -26,7 +26,7 @@ from ..passes import _torch_compat as passes_compat
 from ..passes.agree import Agreement
 from .unit import Unit
 
-PATIENCE_S = 300.0  # until a rank has said anything
+PATIENCE_S = 120.0  # until a rank has said anything
 COMPILING_S = 3600.0  # until one that compiles has
 
 _logger = logging.getLogger(__name__)

@@ -97,7 +97,7 @@ def way_of_others(top: Unit) -> Way | None:
     """What ranks that compile launch in the place of a forward of ``top``, of which this rank has no graph."""
     others = others_of(top.root)
     syncs, units = synchronizes(top), top.root.inside()
-    if any(synchronizes(unit) != syncs for unit in units):
+    if any(synchronizes(unit) != syncs or _has_extension(unit) for unit in units):
         return None
     kind = _kind(syncs)
     if others.asks_for(kind) and all(map(_is_here, top.inside())):
@@ -180,6 +180,11 @@ def _kind(syncs: bool, stage: str | None = None) -> str:
     return stage if syncs or stage == "inference" else f"{stage} without sync"
 
 
+def _has_extension(unit: Unit) -> bool:
+    """Whether a parameter says itself what travels: nobody follows these."""
+    return any(isinstance(one.shard, DTensor) and has_extension(one.fqn, one.shard) for one in unit.params)
+
+
 def _is_here(unit: Unit) -> bool:
     """Whether a forward of the unit gathers nothing: it is gathered, or full parameters are in its shards' places."""
     gathered = running(unit).gathered
@@ -203,7 +208,7 @@ def _units_of(
         unit, param = by_address.get(address, (None, None))
         if unit is None or param is None or param.fqn != member.fqn or unit.post_forward is not None:
             return {}
-        if any(isinstance(one.shard, DTensor) and has_extension(one.fqn, one.shard) for one in unit.params):
+        if _has_extension(unit):
             return {}
         units[member.unit] = unit
     return units
