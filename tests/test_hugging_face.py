@@ -357,6 +357,17 @@ def test_a_header_that_does_not_describe_its_file_is_refused(tmp_path: Path, hea
         File(_file(tmp_path / "model.safetensors", header))
 
 
+def test_what_older_folders_have_besides_is_left_there(tmp_path: Path) -> None:
+    theirs = made("llama")
+    more = {**theirs.state_dict(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
+    announced = {name: (one.dtype, tuple(one.shape)) for name, one in more.items()}
+    writer = Writer(tmp_path / "model.safetensors", announced)
+    for one in more.values():
+        writer.write(one)
+    writer.close()
+    assert_same_values(load_pretrained(made("llama", seed=1), tmp_path), theirs)
+
+
 def test_a_folder_without_weights_says_what_it_has(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(FileNotFoundError, match=r"has neither model\.safetensors nor"):

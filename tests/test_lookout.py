@@ -58,6 +58,7 @@ def test_other_parameters_of_equal_shapes(mode: str) -> None:
         assert said["text"] in err  # logged as well
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("mode", MODES)
 def test_other_parameters_of_other_shapes(mode: str) -> None:
     """Gloo aborts the rank that receives more than it expects; it says why before it dies, and the others raise."""
@@ -70,6 +71,7 @@ def test_other_parameters_of_other_shapes(mode: str) -> None:
         assert "rank 0: " in err and "rank 1: " in err and "b.weight" in err, err
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("mode", MODES)
 def test_a_parameter_that_one_rank_uses(mode: str) -> None:
     for status, said, err in part("one", mode):

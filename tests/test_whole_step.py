@@ -295,7 +295,7 @@ CHECKPOINTED = (Recomputed, ProductsSaved, FrozenBehind, Attends, Pools)
 @pytest.mark.usefixtures("fake_group_of_four")
 @pytest.mark.parametrize(
     ("backend", "without"),
-    [("passes", BY_HAND), ("passes", CHECKPOINTED), pytest.param("inductor", BY_HAND, marks=pytest.mark.more)],
+    [("passes", BY_HAND), *(pytest.param(*one, marks=pytest.mark.more) for one in (("passes", CHECKPOINTED), ("inductor", BY_HAND)))],
 )
 def test_the_same_matrices_are_gathered_again_as_where_backward_is_a_graph(
     backend: str, without: tuple[type[Layer], ...]
@@ -480,7 +480,7 @@ CASES: dict[str, tuple[Callable[..., Stack], int, dict[str, Any], tuple[int | No
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in ("nothing kept", "tied") else pytest.param(case, marks=pytest.mark.more) for case in CASES]
+    "case", [case if case == "tied" else pytest.param(case, marks=pytest.mark.more) for case in CASES]
 )
 def test_numbers_gathers_and_memory(two_ranks: Any, case: str) -> None:
     two_ranks.run(_train_case, "aot_eager", case)

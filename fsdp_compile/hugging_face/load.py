@@ -21,7 +21,7 @@ from ..api.full_params import part_of, require_idle, shard_of, swapped_in
 from ..api.initialize import fill_in, random_numbers_of_first
 from ..core.param import ShardedParam
 from ..core.unit import original_class, units_in
-from .names import plain_model, plain_names, saved_tensors, sharded_params, sources
+from .names import may_be_more, plain_model, plain_names, saved_tensors, sharded_params, sources
 from .safetensors import File, files_in, listed
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -124,7 +124,8 @@ def _check(
     there = _with_ties(model, {plain[short] for short in shapes if short in plain})
     params = dict(model.named_parameters(remove_duplicate=False))  # a buffer may be one that older folders lack
     missing = [name for name in plain.values() if name in params and name not in there]
-    unexpected = [short for short in shapes if short not in plain]
+    ignored = may_be_more(plain_model(model))
+    unexpected = [short for short in shapes if short not in plain and not ignored(short)]
     said = [f"it lacks {listed(missing)}"] if missing else []
     said += [f"it has {listed(unexpected)}, which the model has not"] if unexpected else []
     if strict and said:

@@ -12,6 +12,7 @@ transformers knows its models' mappings; they are asked for by their names in 5.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
@@ -125,6 +126,13 @@ def _mapping(
         return rename_source_key(name, renamings, converters, prefix, dict.fromkeys(expected, True))
 
     return (by_transformers if mapping else by_prefix), patterns
+
+
+def may_be_more(model: nn.Module) -> Callable[[str], bool]:
+    """Whether the folder of such a model may have a tensor that it has not: older ones hold what is computed today."""
+    said = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    patterns = [r"rotary_emb\.inv_freq$", *([said] if isinstance(said, str) else said)]
+    return lambda name: any(re.search(pattern, name) for pattern in patterns)
 
 
 def as_saved(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
