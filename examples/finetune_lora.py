@@ -1,12 +1,12 @@
 """Fine-tune a Hugging Face model with LoRA: its folder read straight into shards, adapters of PEFT, compiled, resumed.
 
-    torchrun --standalone --nproc-per-node 2 examples/finetune_lora.py                   a minute on two cores
-    torchrun --standalone --nproc-per-node 2 examples/finetune_lora.py --steps 120       goes on from the last checkpoint
-    torchrun --standalone --nproc-per-node 8 examples/finetune_lora.py --model FOLDER    of any causal language model
+    torchrun --standalone --nproc-per-node 2 examples/finetune_lora.py                  a minute on two cores
+    torchrun --standalone --nproc-per-node 2 examples/finetune_lora.py --steps 120      goes on from the last checkpoint
+    torchrun --standalone --nproc-per-node 8 examples/finetune_lora.py --model FOLDER   of any causal language model
 
-Without a folder, a small Llama with random weights is written first, whose tokens are bytes. Checkpoints are of adapters
-and their optimizer; at the end stands what ``PeftModel.from_pretrained`` reads. A run that was stopped and started again
-takes the batches that it would have taken.
+Without a folder, a small Llama with random weights is written first, whose tokens are bytes. Checkpoints are of
+adapters and their optimizer; at the end stands what ``PeftModel.from_pretrained`` reads. A run that was stopped and
+started again takes the batches that it would have taken.
 """
 
 from __future__ import annotations
