@@ -477,7 +477,8 @@ are, one collective each.
 Stack had been compiled before (in 1 frame): that was dropped, and what ran in the block was compiled afresh.
 #: order of launch in the graph that Inductor gets. bytes/rank: what one rank gives to a gather or gets from a
 reduction. bucket: all ranks' parts, padding included. copied: what this rank writes once more to pack, pad
-and cut; what travels alone is sent from its shard and read where it came.
+and cut; what travels alone is sent from its shard and read where it came. takes: with nothing else on the
+links. beside it: compute between its launch and its wait. exposed: of waiting.
 Compile caches were not read in the block (no pass runs when they hit) and not written. What was compiled
 stays in use after it; another process may be served from a cache.
 No backward graph: it is compiled when backward first runs. Call backward() in the block.""",

@@ -118,7 +118,7 @@ CALLS: dict[str, Callable[[nn.Module], Any]] = {
     "replicas": replicate,
     "a compiled module": fully_shard,
 }
-QUICK = ("one module", "slices of two")
+QUICK = ("one module",)
 
 
 def _raise_everywhere(kind: str, step: int, lines: bool) -> list[str]:
