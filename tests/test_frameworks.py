@@ -22,6 +22,18 @@ TESTED = {
     if row.package != "torchtitan" and (row.package != "trl" or importlib.util.find_spec("trl") is not None)
 }
 
+# Variants of rows that CI runs. ``pytest -m frameworks`` runs all.
+SLOW = {
+    "accelerate, bf16",
+    "accelerate, FSDP1 plugin, checkpointed activations",
+    "accelerate, FSDP1 plugin, bf16",
+    "trl.SFTTrainer",
+    "trl.SFTTrainer, LoRA",
+    "trl.SFTTrainer, full_shard auto_wrap",
+    "Lightning Fabric, FSDPStrategy",
+    "loop by hand, async_save",
+    "PEFT LoRA over int8 weights",
+}
 REASONS = {row.name: row for row in REFUSED}
 
 
@@ -29,9 +41,10 @@ def _train(row: str, column: int, folder: str) -> Trained | None:
     return train(row, COLUMNS[column].name, Path(folder) / str(column))
 
 
-@pytest.mark.more
 @pytest.mark.frameworks
-@pytest.mark.parametrize("row", TESTED)
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=pytest.mark.slow if row in SLOW else pytest.mark.more) for row in TESTED]
+)
 def test_a_framework_trains_as_with_torchs_fsdp(two_ranks: Ranks, tmp_path: Path, row: str) -> None:
     theirs, eager, compiled = (two_ranks.run(_train, row, column, str(tmp_path))[0] for column in range(3))
     reference, tolerance = theirs.losses, TESTED[row].tolerance

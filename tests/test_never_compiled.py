@@ -51,8 +51,7 @@ CASES = {
 }
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("how", ["never", "unwrapped"])
+@pytest.mark.parametrize("how", [pytest.param("never", marks=pytest.mark.more), pytest.param("unwrapped", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_it_does_in_every_mode(two_ranks: Ranks, name: str, how: str) -> None:
     compiles, never = two_ranks.run(_by_name, name, how)
