@@ -55,7 +55,9 @@ class AnonymousPeak(AbstractContextManager["AnonymousPeak"]):
 
     def __enter__(self) -> AnonymousPeak:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # else what was freed before is used again unseen
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)  # what is freed is given back, else it would count on
+        libc.malloc_trim(0)  # also what was freed before, else it is used again unseen
         self._looks = subprocess.Popen(
             [sys.executable, "-S", "-E", "-c", _LOOKS, str(os.getpid())],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -69,6 +71,7 @@ class AnonymousPeak(AbstractContextManager["AnonymousPeak"]):
         self.num_bytes = int(peak) - self._before
 
 
+_M_MMAP_THRESHOLD = -3  # malloc.h
 _LOOKS = """
 import re, select, sys
 def look():

@@ -275,7 +275,8 @@ def check_memory(folder: str) -> None:
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
-    load_pretrained(fully_shard(nn.Linear(2, 2, bias=False)), other_shape(folder))  # what is there once is there
+    small = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2, bias=False)])})
+    load_pretrained(small, other_shape(folder))  # imports what it needs
     with AnonymousPeak() as peak:
         load_pretrained(model, folder)
     for index, layer in enumerate(model.layers):
@@ -288,15 +289,15 @@ def check_memory(folder: str) -> None:
     assert peak.num_bytes > 0.99 * 10 * size
     with AnonymousPeak() as peak:
         save_pretrained(model, f"{folder}/ours", max_shard_size=2 * size)
-    # What is gathered of one: the parts, and these put together.
-    assert peak.num_bytes < 2 * size + slack, f"{peak.num_bytes} for {size}"
+    # Of one: a shard goes in, all of it comes out, and gloo, or who puts parts together, has it once more.
+    assert peak.num_bytes < 2.5 * size + slack, f"{peak.num_bytes} for {size}"
     with pytest.raises(ValueError, match=r"layers.0.weight has the shape \(1600, 1600\), and in .* \(2, 2\)"):
         load_pretrained(model, other_shape(folder))
 
 
 def other_shape(folder: str) -> str:
     other = Path(folder) / f"other{dist.get_rank()}"
-    other.mkdir()
+    other.mkdir(exist_ok=True)
     writer = Writer(other / "model.safetensors", {"layers.0.weight": (torch.float32, (2, 2))})
     writer.write(torch.ones(2, 2))
     writer.close()

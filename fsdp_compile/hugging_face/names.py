@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import dynamo, fsdp1
+from .._torch_compat import dynamo, fsdp1, modules
 from ..api.full_params import require_idle
 from ..core.param import ShardedParam
 from ..core.unit import WRAPPED, units_in
@@ -92,8 +92,7 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        saved = {name: one for name, one in module._buffers.items() if name not in module._non_persistent_buffers_set}
-        for name, tensor in (*module._parameters.items(), *saved.items()):
+        for name, tensor in (*module._parameters.items(), *modules.saved_buffers(module).items()):
             if tensor is not None:
                 found[_clean(f"{path}.{name}" if path else name)] = tensor
     return found
