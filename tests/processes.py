@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 
@@ -37,3 +43,42 @@ def children(parent: int) -> list[int]:
 
 def in_session(session: int) -> list[int]:
     return [pid for pid in _processes() if _stat(pid)[3:4] == [str(session)]]
+
+
+class AnonymousPeak(AbstractContextManager["AnonymousPeak"]):
+    """How many bytes this process holds at most inside the block, above what it held before; mapped files are not in it.
+
+    Another process looks twice a millisecond, so what the block does is not held up, and short peaks are seen.
+    """
+
+    num_bytes = 0
+
+    def __enter__(self) -> AnonymousPeak:
+        gc.collect()
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)  # what is freed is given back, else it would count on
+        libc.malloc_trim(0)  # also what was freed before, else it is used again unseen
+        self._looks = subprocess.Popen(
+            [sys.executable, "-S", "-E", "-c", _LOOKS, str(os.getpid())],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self._looks.stdout is not None
+        self._before = int(self._looks.stdout.readline())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        peak, _ = self._looks.communicate("")
+        self.num_bytes = int(peak) - self._before
+
+
+_M_MMAP_THRESHOLD = -3  # malloc.h
+_LOOKS = """
+import re, select, sys
+def look():
+    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", open(f"/proc/{sys.argv[1]}/status").read())[1])
+peak = look()
+print(peak, flush=True)
+while not select.select([sys.stdin], [], [], 0.0005)[0]:
+    peak = max(peak, look())
+print(max(peak, look()))
+"""

@@ -22,6 +22,7 @@ from fsdp_compile import fully_shard, load_pretrained, save_pretrained
 from fsdp_compile.hugging_face.safetensors import File, Writer
 from tests.comparing import full
 from tests.compiling import num_graphs
+from tests.processes import AnonymousPeak
 from tests.ranks import Ranks
 
 _SMALL = {"vocab_size": 37, "use_cache": False}
@@ -247,13 +248,6 @@ def test_a_model_with_adapters_loads_its_base(two_ranks: Ranks, tmp_path: Path) 
 # --- memory -------------------------------------------------------------------------------------------------------------
 
 
-def _anonymous_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise KeyError("RssAnon")
-
-
 class Wide(nn.Module):
     """100 MB in ten matrices."""
 
@@ -281,20 +275,29 @@ def check_memory(folder: str) -> None:
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
-    before = _anonymous_bytes()
-    load_pretrained(model, folder)
-    grown = _anonymous_bytes() - before
+    small = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2, bias=False)])})
+    load_pretrained(small, other_shape(folder))  # imports what it needs
+    with AnonymousPeak() as peak:
+        load_pretrained(model, folder)
     for index, layer in enumerate(model.layers):
         assert (full(layer.weight) == index).all()
-    shards = 10 * size // 2
-    assert shards * 0.9 < grown < shards + size, f"{grown} for {shards}"  # ten whole ones would be 10 * size
+    shards, slack = 10 * size // 2, 2 << 20
+    assert 0.99 * shards < peak.num_bytes < shards + size // 2 + slack, f"{peak.num_bytes} for {shards}"
+    with AnonymousPeak() as peak:  # and a whole copy would be seen, however short
+        file = File(path)
+        [file.tensor(name).clone() for name in file.entries]
+    assert peak.num_bytes > 0.99 * 10 * size
+    with AnonymousPeak() as peak:
+        save_pretrained(model, f"{folder}/ours", max_shard_size=2 * size)
+    # Of one: a shard goes in, all of it comes out, and gloo, or who puts parts together, has it once more.
+    assert peak.num_bytes < 2.5 * size + slack, f"{peak.num_bytes} for {size}"
     with pytest.raises(ValueError, match=r"layers.0.weight has the shape \(1600, 1600\), and in .* \(2, 2\)"):
         load_pretrained(model, other_shape(folder))
 
 
 def other_shape(folder: str) -> str:
     other = Path(folder) / f"other{dist.get_rank()}"
-    other.mkdir()
+    other.mkdir(exist_ok=True)
     writer = Writer(other / "model.safetensors", {"layers.0.weight": (torch.float32, (2, 2))})
     writer.write(torch.ones(2, 2))
     writer.close()
@@ -341,6 +344,7 @@ def _file(path: Path, header: Any, num_bytes: int = 8) -> Path:
     ("header", "said"),
     [
         (b"{", "its header is no JSON"),
+        (b"[" * 100_000, "its header is no JSON"),
         ([], "its header is a list"),
         ({"w": {"dtype": "F31", "shape": [2], "data_offsets": [0, 8]}}, "says of w what is no tensor"),
         ({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 800]}}, "says that w is outside of the file"),

@@ -22,7 +22,8 @@ from .param import ShardedParam
 from .settings import Settings
 
 # What FSDP1's wrappers add to paths (fsdp1/region.py), which users' names leave out.
-_WRAPPED = re.compile(r"\.?\b_fsdp_wrapped_module\b")
+WRAPPED = "_fsdp_wrapped_module"
+_WRAPPED = re.compile(rf"\.?\b{WRAPPED}\b")
 
 STATE = "_fsdp_compile_state"  # the attribute in which a module has its unit
 INSIDE = "_fsdp_compile_inside"  # the name in a generated class of its forward inside a graph of its own

@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-WRAPPED = "_fsdp_wrapped_module"
+from ..core.unit import WRAPPED as WRAPPED
+
 PREFIX = f"{WRAPPED}."
 
 

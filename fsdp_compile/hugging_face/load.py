@@ -9,20 +9,35 @@ where transformers makes one of several entries.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
 from .._torch_compat import dtensors
-from ..api.full_params import part_of, require_idle, shard_of, swapped_in
+from ..api.full_params import part_of, swapped_in
 from ..api.initialize import fill_in, random_numbers_of_first
 from ..core.param import ShardedParam
 from ..core.unit import original_class, units_in
-from .names import may_be_more, plain_model, plain_names, saved_tensors, sharded_params, sources
+from .names import (
+    Source,
+    adapters_of,
+    may_be_more,
+    plain_model,
+    plain_names,
+    require_shards,
+    saved_tensors,
+    sharded_params,
+    sources,
+)
 from .safetensors import File, files_in, listed
+from .together import raised_on_all
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -40,32 +55,51 @@ def load_pretrained(
     not have is initialized as the model does it: buffers that are not saved, adapters.
 
     **strict** raises where the model has parameters that the folder lacks, or the folder tensors that the model lacks.
-    Call it on every rank, which all see the folder; nothing is sent.
+    Call it on every rank, which all see the folder; no weights are sent. What one rank raises, all raise.
     """
-    path = Path(folder)
-    units = units_in(model)
-    try:
-        require_idle(units, "load weights")
-    except AssertionError as error:
-        raise RuntimeError(*error.args) from None
-    files = [File(one) for one in files_in(path)]
-    entries = {name: file for file in files for name in file.entries}
-    inner, plain = plain_model(model), plain_names(model, saved_tensors(model))
-    found = sources(inner, plain, entries)
-    shapes: dict[str, Tensor] = {}
-    for source in found:
-        shapes.update(source.make(lambda one: _look(entries, one), inner))
-    _check(path, model, plain, shapes, strict)
+    inner = plain_model(model)
+    with raised_on_all("load_pretrained"):
+        require_shards(model, "load weights")
+        found = _find(model, Path(folder))
+        _check(Path(folder), model, found, strict)
     adapters = _adapters_on_meta(model)
     there = saved_tensors(model)
-    fill_in(model, {id(there[plain[short]]) for short in shapes if short in plain}, device)
+    fill_in(model, {id(there[name]) for short in found.shapes for name in found.plain.get(short, ())}, device)
     tensors, sharded = saved_tensors(model), sharded_params(model)
-    for source in found:
-        for short, value in source.make(lambda one: entries[one].tensor(one), inner).items():
-            if short in plain:
-                _write(tensors[plain[short]], sharded.get(plain[short]), value)
+    for source in found.sources:
+        for short, value in source.make(found.tensor, inner).items():
+            for name in found.plain.get(short, ()):
+                _write(tensors[name], sharded.get(id(tensors[name])), value)
     _reset(model, adapters)
     return model
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What of a folder goes where."""
+
+    entries: Mapping[str, File]
+    sources: list[Source]
+    shapes: Mapping[str, torch.Size]  # of what is made, by names in the model that nothing wraps
+    plain: Mapping[str, list[str]]  # these names, to those that the model has
+
+    def tensor(self, entry: str) -> Tensor:
+        return self.entries[entry].tensor(entry)
+
+
+def _find(model: nn.Module, folder: Path) -> _Found:
+    entries: dict[str, File] = {}
+    for path in files_in(folder):
+        file = File(path)
+        for name in file.entries:
+            if name in entries:
+                raise ValueError(f"{name} is in {entries[name].path} and in {path}. Take one of them out.")
+            entries[name] = file
+    inner, plain = plain_model(model), plain_names(model, saved_tensors(model))
+    found = sources(inner, plain, entries)
+    made = [source.make(lambda one: entries[one].like(one), inner) for source in found]
+    shapes = {short: like.shape for some in made for short, like in some.items()}
+    return _Found(entries, found, shapes, plain)
 
 
 def _adapters_on_meta(model: nn.Module) -> list[nn.Module]:
@@ -77,7 +111,7 @@ def _adapters_on_meta(model: nn.Module) -> list[nn.Module]:
 def _reset(model: nn.Module, adapters: list[nn.Module]) -> None:
     """Have these initialize themselves, some from the base's weights, with full parameters of one unit at a time."""
     owner = {slot.module: unit for unit in units_in(model) for param in unit.params for slot in param.slots}
-    configs: Any = getattr(getattr(model, "_orig_mod", model), "peft_config", {})
+    configs = adapters_of(model)
     with random_numbers_of_first(next(model.parameters()).device):
         for layer in adapters:
             units = {owner[one]: None for one in layer.modules() if one in owner}
@@ -86,46 +120,46 @@ def _reset(model: nn.Module, adapters: list[nn.Module]) -> None:
                     layer.reset_lora_parameters(name, configs[name].init_lora_weights)  # type: ignore[operator]
 
 
-def _look(entries: Mapping[str, File], name: str) -> Tensor:
-    entry = entries[name].entries[name]
-    return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-
-
 def _write(tensor: Tensor, param: ShardedParam | None, value: Tensor) -> None:
-    if param is None:
-        tensor.copy_(value)
-        return
-    local: Tensor = dtensors.local_tensor(tensor)  # type: ignore[arg-type]
-    if param.dtensor is None:
-        local.copy_(part_of(param, value))  # which makes nothing in between
+    """Copy this rank's part of a value, which is a view of it, however many ways it is cut."""
+    if param is not None:
+        if param.dtensor is not None:
+            value = _part_of(value, param.dtensor.mesh, param.dtensor.placements)
+        dtensors.local_tensor(tensor).copy_(part_of(param, value))  # type: ignore[arg-type]
+    elif isinstance(tensor, DTensor):
+        dtensors.local_tensor(tensor).copy_(_part_of(value, tensor.device_mesh, tensor.placements))
     else:
-        local.copy_(dtensors.local_tensor(shard_of(param, value, tensor.dtype)))
+        tensor.copy_(value)
 
 
-def _with_ties(model: nn.Module, names: Collection[str]) -> set[str]:
-    """These names, and the others that their parameters have."""
-    of: dict[int, set[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        of.setdefault(id(param), set()).add(name)
-    return set(names).union(*(some for some in of.values() if not some.isdisjoint(names)))
+def _part_of(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    if any(type(one) not in (Shard, Replicate) for one in placements):
+        return dtensors.local_tensor(distribute_tensor(value, mesh, placements, src_data_rank=None))
+    for dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            length = value.shape[placement.dim]
+            chunk = -(-length // mesh.size(dim))
+            start = min(mesh.get_local_rank(dim) * chunk, length)
+            value = value.narrow(placement.dim, start, min(chunk, length - start))
+    return value
 
 
-def _check(
-    folder: Path, model: nn.Module, plain: Mapping[str, str], shapes: Mapping[str, Tensor], strict: bool
-) -> None:
+def _check(folder: Path, model: nn.Module, found: _Found, strict: bool) -> None:
     """Raise for shapes that differ; if ``strict``, also for names of either that the other has not."""
     tensors = saved_tensors(model)
-    for short, like in shapes.items():
-        if short in plain and like.shape != tensors[plain[short]].shape:
-            raise ValueError(
-                f"{plain[short]} has the shape {tuple(tensors[plain[short]].shape)}, and in {folder} "
-                f"{tuple(like.shape)}. Build the model from the folder's config.json."
-            )
-    there = _with_ties(model, {plain[short] for short in shapes if short in plain})
-    params = dict(model.named_parameters(remove_duplicate=False))  # a buffer may be one that older folders lack
-    missing = [name for name in plain.values() if name in params and name not in there]
+    for short, shape in found.shapes.items():
+        for name in found.plain.get(short, ()):
+            if shape != tensors[name].shape:
+                raise ValueError(
+                    f"{name} has the shape {tuple(tensors[name].shape)}, and in {folder} {tuple(shape)}. Build the "
+                    "model from the folder's config.json."
+                )
+    there = {id(tensors[name]) for short in found.shapes for name in found.plain.get(short, ())}  # by any name
+    wanted = {name: tensors[name] for names in found.plain.values() for name in names}
+    # A buffer may be one that older folders lack.
+    missing = [name for name, one in wanted.items() if isinstance(one, nn.Parameter) and id(one) not in there]
     ignored = may_be_more(plain_model(model))
-    unexpected = [short for short in shapes if short not in plain and not ignored(short)]
+    unexpected = [short for short in found.shapes if short not in found.plain and not ignored(short)]
     said = [f"it lacks {listed(missing)}"] if missing else []
     said += [f"it has {listed(unexpected)}, which the model has not"] if unexpected else []
     if strict and said:

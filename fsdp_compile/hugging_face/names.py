@@ -5,6 +5,7 @@
     ...experts.0.w1.weight, ...experts.1.w1.weight     ...experts.gate_up_proj: transformers makes one of many
     lm_head.weight is not there                        it is embed_tokens.weight, tied
     model.layers.0.self_attn.q_proj.weight             base_model.model.model....q_proj.base_layer.weight, under PEFT
+    model.layers.0.mlp.up_proj.weight                  model.layers.0._orig_mod.mlp...: what wraps modules has no name
 
 transformers knows its models' mappings; they are asked for by their names in 5.x.
 """
@@ -13,15 +14,21 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from .._torch_compat import dynamo, fsdp1, modules
+from ..api.full_params import require_idle
 from ..core.param import ShardedParam
-from ..core.unit import units_in
+from ..core.unit import WRAPPED, units_in
+
+# What PEFT puts between a module and the weight that a folder has of it; of what it trains, a second copy.
+_BETWEEN = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
 
 @dataclass
@@ -45,39 +52,77 @@ class Source:
 
 
 def plain_model(model: nn.Module) -> nn.Module:
-    """The model of Hugging Face in what torch.compile, or PEFT, made of it."""
-    model = getattr(model, "_orig_mod", model)
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        model = model.get_base_model()  # type: ignore[operator]
-    return model
+    """The model of Hugging Face in what torch.compile, checkpointing, FSDP1's class and PEFT made of it."""
+    while True:
+        inner = fsdp1.behind_checkpointing(dynamo.behind_compile(model))
+        inner = inner._modules.get(WRAPPED) or inner
+        if adapters_of(inner) and hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
+        if inner is model:
+            return model
+        model = inner
 
 
-def plain_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:
+def adapters_of(model: nn.Module) -> dict[str, Any]:
+    """PEFT's configurations of the adapters that the model has, by name."""
+    found: dict[str, Any] = getattr(dynamo.behind_compile(model), "peft_config", None) or {}
+    return found
+
+
+def plain_names(model: nn.Module, names: Collection[str]) -> dict[str, list[str]]:
     """Names of the model's tensors as its base model has them, to those that it has; adapters' are left out."""
-    inner = getattr(model, "_orig_mod", model)
-    has_adapters = hasattr(inner, "peft_config")
-    prefix = next((f"{path}." for path, one in inner.named_modules() if one is plain_model(inner) and path), "")
-    found = {}
+    inner = plain_model(model)
+    path = next(_clean(path) for path, one in model.named_modules() if one is inner)
+    prefix = f"{path}." if path else ""
+    found: dict[str, list[str]] = {}
     for name in names:
-        plain = name.removeprefix("_orig_mod.")
-        if has_adapters:
+        plain = name
+        if adapters_of(model):
             if not plain.startswith(prefix) or any(part.startswith("lora_") for part in plain.split(".")):
                 continue
-            plain = plain.removeprefix(prefix).replace(".base_layer.", ".")
-        found[plain] = name
+            plain = _BETWEEN.sub("", plain.removeprefix(prefix))
+        found.setdefault(plain, []).append(name)
     return found
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and the buffers that are saved, by all their names."""
-    return {name: one for name, one in model.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
+    """The parameters and the buffers that are saved, by all their names without those of wrappers.
+
+    As they are registered: what FSDP1's class gives as a state dict is no more than a copy.
+    """
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in (*module._parameters.items(), *modules.saved_buffers(module).items()):
+            if tensor is not None:
+                found[_clean(f"{path}.{name}" if path else name)] = tensor
+    return found
 
 
-def sharded_params(model: nn.Module) -> dict[str, ShardedParam]:
-    """The sharded parameters, by all their names."""
-    place = {id(param.param): param for unit in units_in(model) for param in unit.params}
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: place[id(param)] for name, param in named if id(param) in place}
+def _clean(name: str) -> str:
+    parts = fsdp1.without_checkpointing(f"{name}.").split(".")[:-1]
+    return ".".join(part for part in parts if part not in ("_orig_mod", WRAPPED))
+
+
+def sharded_params(model: nn.Module) -> dict[int, ShardedParam]:
+    """The sharded parameters, by the ids of what is registered."""
+    return {id(param.param): param for unit in units_in(model) for param in unit.params}
+
+
+def require_shards(model: nn.Module, doing: str) -> None:
+    """Raise inside a forward, a backward, or where full parameters are in the shards' places."""
+    units = units_in(model)
+    try:
+        require_idle(units, doing)
+    except AssertionError as error:
+        raise RuntimeError(*error.args) from None
+    for unit in units:
+        for param in unit.params:
+            shard = param.param
+            if not isinstance(shard, DTensor) or shard.device_mesh != param.shard.device_mesh:  # type: ignore[attr-defined]
+                raise RuntimeError(
+                    f"{unit.name}: cannot {doing} while {param.fqn} is a full parameter. Do it outside of full_params "
+                    "and summon_full_params."
+                )
 
 
 def sources(model: nn.Module, expected: Collection[str], entries: Collection[str]) -> list[Source]:
@@ -135,12 +180,25 @@ def may_be_more(model: nn.Module) -> Callable[[str], bool]:
     return lambda name: any(re.search(pattern, name) for pattern in patterns)
 
 
-def as_saved(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """A tensor of the model as folders have it: by one name, or in several pieces."""
+def as_saved(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of the model as folders have them: by the same names or others, in several pieces, or put together."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
-        return {name: tensor}
+        return dict(tensors)
     if not hasattr(model, "config"):
-        return {name: tensor}
-    return dict(revert_weight_conversion(model, {name: tensor}))  # type: ignore[arg-type]
+        return dict(tensors)
+    return dict(revert_weight_conversion(model, dict(tensors)))  # type: ignore[arg-type]
+
+
+def groups_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
+    """Which tensors of the model make the same entries of a folder, in their order: nearly all are by themselves."""
+    group_of: dict[str, list[str]] = {}
+    for name, tensor in tensors.items():
+        members = [name]
+        for entry in as_saved(model, {name: tensor}):
+            others = group_of.get(entry, [])
+            members = others + [one for one in members if one not in others]
+            group_of.update({known: members for known, some in group_of.items() if some is others})
+            group_of[entry] = members
+    return list(dict.fromkeys(tuple(members) for members in group_of.values()))

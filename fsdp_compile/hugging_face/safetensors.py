@@ -34,8 +34,12 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F32": torch.float32,
     "F64": torch.float64,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "C64": torch.complex64,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -63,6 +67,11 @@ class File:
             # A private copy, of which pages are made only where somebody writes: torch asks for memory it may write to.
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
+    def like(self, name: str) -> Tensor:
+        """A tensor of its dtype and shape, without values."""
+        entry = self.entries[name]
+        return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+
     def tensor(self, name: str) -> Tensor:
         """A view of the file; do not write to it."""
         entry = self.entries[name]
@@ -82,7 +91,7 @@ def _entries(path: Path, length: bytes, size: int, read: Any) -> dict[str, Entry
         raise ValueError(f"{path} is no safetensors file: its header would be longer than it.")
     try:
         header = json.loads(read(num_bytes))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no safetensors file: its header is no JSON ({error}).") from error
     if not isinstance(header, dict):
         raise ValueError(f"{path} is no safetensors file: its header is a {type(header).__name__}.")
@@ -125,7 +134,7 @@ class Writer:
     def write(self, tensor: Tensor) -> None:
         flat = tensor.detach().to("cpu").contiguous().view(-1)
         if flat.numel():
-            self._file.write(flat.view(torch.uint8).numpy().tobytes())
+            self._file.write(flat.view(torch.uint8).numpy().data)  # as it lies there, without a copy
 
     def close(self) -> None:
         self._file.flush()
@@ -145,8 +154,8 @@ def files_in(folder: Path) -> list[Path]:
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{index} has no weight_map that says which file each tensor is in.") from error
         outside = [name for name in names if Path(name).name != name]
         if outside:

@@ -4,15 +4,18 @@
     files, by size           [a  b  c]  [d  e]        00001-of-00002 is rank 0's to write, 00002-of-00002 is rank 1's
     each parameter           gathered on all ranks, written by one, freed
 
-One whole parameter is in a rank's memory at a time.
+One whole parameter is in a rank's memory at a time, or those few that transformers makes one entry of.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +25,30 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dtensors
-from ..api.full_params import gathered, require_idle
+from ..api.full_params import gathered
 from ..core.param import ShardedParam
-from ..core.unit import original_class, units_in
+from ..core.unit import original_class
 from ..passes.budget import Budget
-from .names import as_saved, plain_model, saved_tensors, sharded_params
+from .names import adapters_of, as_saved, groups_of, plain_model, require_shards, saved_tensors, sharded_params
 from .safetensors import Writer, name_of
+from .together import raised_on_all, told
 
 Sizes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-_INDEX = "model.safetensors.index.json"
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+# What this, or transformers, wrote into the folder before.
+_WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?(\.partial)?")
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Tensors of the model that make entries of a folder: one and one, but for what transformers puts together."""
+
+    members: tuple[str, ...]
+    entries: Sizes
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.entries.values())
 
 
 @torch.no_grad()
@@ -45,79 +63,120 @@ def save_pretrained(
 
     Names are those of the model that was never sharded, compiled or not; tied weights are written once.
     **max_shard_size** is that of a file, **dtype** another one than the parameters'. Ranks share the files out among
-    them, so all of them call it and see the folder. Until the last step, which puts one file into its place, there is
-    nothing in the folder that loads.
+    them, so all of them call it and see the folder. What it held before loads until all is written; then that is put
+    in its place, and whoever looks in between finds nothing that loads.
     """
-    inner = plain_model(model)
-    if inner is not getattr(model, "_orig_mod", model):
+    path, inner = Path(folder), plain_model(model)
+    with raised_on_all("save_pretrained"):
+        _refuse_adapters(model, inner)
+        require_shards(model, "save weights")
+        tensors = _to_save(model)
+        files = _split(_groups(inner, tensors, dtype), _num_bytes(max_shard_size))
+    _require_one_model([group.entries for members in files for group in members])
+    with raised_on_all("save_pretrained"):
+        if _rank() == 0:
+            path.mkdir(parents=True, exist_ok=True)
+    names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    names = [_SINGLE] if len(files) == 1 else names
+    with raised_on_all("save_pretrained"):
+        _write(path, inner, names, files, tensors, sharded_params(model), dtype)
+    with raised_on_all("save_pretrained"):
+        if _rank() == 0:
+            _put_in_place(path, inner, names, files)
+
+
+def _refuse_adapters(model: nn.Module, inner: nn.Module) -> None:
+    if adapters_of(model) or adapters_of(inner):
         raise ValueError(
             "save_pretrained: the model has adapters of PEFT, and base weights alone would be written. Give "
             "model.save_pretrained(folder, state_dict=...) what get_model_state_dict gives with "
             "StateDictOptions(full_state_dict=True), on every rank; or merge the adapters before sharding."
         )
-    try:
-        require_idle(units_in(model), "save weights")
-    except AssertionError as error:
-        raise RuntimeError(*error.args) from None
-    path = Path(folder)
-    most = _num_bytes(max_shard_size)
-    tensors = _to_save(model)
-    sharded = sharded_params(model)
-    pieces = {name: _as_announced(inner, name, tensor, dtype) for name, tensor in tensors.items()}
-    files = _split(pieces, most)
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if rank == 0:
-        path.mkdir(parents=True, exist_ok=True)
-        for old in (path / _INDEX, *path.glob("model*.safetensors"), *path.glob("model*.safetensors.partial")):
-            old.unlink(missing_ok=True)
-        _write_configuration(inner, path)
-    _wait()
-    names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
-    if len(files) == 1:
-        names = ["model.safetensors"]
-    for number, members in enumerate(files):
-        writer = None
-        if number % world == rank:
-            announced = {name: said for member in members for name, said in pieces[member].items()}
-            writer = Writer(path / f"{names[number]}.partial", announced)
-        for member in members:
-            tensor = tensors[member]
-            whole = _whole(tensor, sharded.get(member))
+
+
+def _require_one_model(entries: list[Sizes]) -> None:
+    for rank, theirs in enumerate(told(entries)):
+        if theirs != entries:
+            raise ValueError(
+                f"save_pretrained: ranks {_rank()} and {rank} have different models, of which one folder would be "
+                "written. Of pipeline stages, save get_model_state_dict(...) with torch.distributed.checkpoint."
+            )
+
+
+def _write(
+    path: Path,
+    model: nn.Module,
+    names: Sequence[str],
+    files: Sequence[Sequence[_Group]],
+    tensors: Mapping[str, Tensor],
+    sharded: Mapping[int, ShardedParam],
+    dtype: torch.dtype | None,
+) -> None:
+    """Have every tensor gathered, and written by the rank that its file is of; errors wait until the last gather."""
+    failed: Exception | None = None
+    for number, groups in enumerate(files):
+        writer: Writer | None = None
+        try:
+            if number % _world() == _rank() and failed is None:
+                announced = {name: said for one in groups for name, said in one.entries.items()}
+                writer = Writer(path / f"{names[number]}.partial", announced)
+        except OSError as error:
+            failed = error
+        for group in groups:
+            wholes = {name: _whole(tensors[name], sharded.get(id(tensors[name]))) for name in group.members}
+            try:
+                if writer is not None and failed is None:
+                    _write_group(writer, group, wholes, model, dtype)
+            except Exception as error:
+                failed = error
+            del wholes  # before the next ones are gathered
+        try:
             if writer is not None:
-                cast = whole.to(_cast(whole, dtype))
-                for one in as_saved(inner, _plain(member), cast).values():
-                    writer.write(one)
-            del whole
-        if writer is not None:
-            writer.close()
-    _wait()
-    if rank == 0:
-        _put_in_place(path, names, files, pieces)
-    _wait()
+                writer.close()
+        except OSError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
-def _put_in_place(path: Path, names: list[str], files: list[list[str]], pieces: Mapping[str, Sizes]) -> None:
+def _write_group(
+    writer: Writer, group: _Group, wholes: Mapping[str, Tensor], model: nn.Module, dtype: torch.dtype | None
+) -> None:
+    made = as_saved(model, {name: one.to(_cast(one, dtype)) for name, one in wholes.items()})
+    for name in group.entries:
+        writer.write(made[name])
+
+
+def _put_in_place(path: Path, model: nn.Module, names: Sequence[str], files: Sequence[Sequence[_Group]]) -> None:
     """Give the files their names; the index, or the only file, last."""
+    for before in (_INDEX, *([_SINGLE] if len(names) > 1 else [])):
+        (path / before).unlink(missing_ok=True)
+    _write_configuration(model, path, files)
     for name in names:
         os.replace(path / f"{name}.partial", path / name)
+    for old in path.iterdir():
+        if _WRITTEN.fullmatch(old.name) and old.name not in names:
+            old.unlink()
     if len(names) == 1:
         return
-    weight_map = {
-        name: names[number] for number, members in enumerate(files) for one in members for name in pieces[one]
-    }
-    total = sum(_bytes_of(said) for one in pieces.values() for said in one.values())
+    weight_map = {name: names[number] for number, groups in enumerate(files) for one in groups for name in one.entries}
+    total = sum(one.num_bytes for groups in files for one in groups)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     partial = path / f"{_INDEX}.partial"
     partial.write_text(json.dumps(index, indent=2) + "\n")
     os.replace(partial, path / _INDEX)
 
 
-def _write_configuration(model: nn.Module, path: Path) -> None:
+def _write_configuration(model: nn.Module, path: Path, files: Sequence[Sequence[_Group]]) -> None:
+    dtypes = [dtype for groups in files for one in groups for dtype, _ in one.entries.values()]
+    saved_as = next((dtype for dtype in dtypes if dtype.is_floating_point), None)
     for name in ("config", "generation_config"):
-        config: Any = getattr(model, name, None)
-        if config is not None and hasattr(config, "save_pretrained"):
+        config: Any = copy.deepcopy(getattr(model, name, None))
+        if hasattr(config, "save_pretrained"):
             if name == "config":
                 config.architectures = [original_class(model).__name__]
+                if saved_as is not None and hasattr(config, "dtype"):
+                    config.dtype = str(saved_as).removeprefix("torch.")  # in which from_pretrained loads it
             config.save_pretrained(path)
 
 
@@ -139,39 +198,33 @@ def _whole(tensor: Tensor, param: ShardedParam | None) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _plain(name: str) -> str:
-    return name.removeprefix("_orig_mod.")
-
-
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def _as_announced(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Sizes:
-    """Names, dtypes and shapes of what a tensor becomes."""
-    like = torch.empty(tensor.shape, dtype=_cast(tensor, dtype), device="meta")
-    made = as_saved(model, _plain(name), like)
-    for one in made.values():
-        name_of(one.dtype, name)
-    return {saved: (one.dtype, tuple(one.shape)) for saved, one in made.items()}
+def _groups(model: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[_Group]:
+    """What is written, with the names, dtypes and shapes that it has in the folder."""
+    like = {name: torch.empty(one.shape, dtype=_cast(one, dtype), device="meta") for name, one in tensors.items()}
+    groups = []
+    for members in groups_of(model, like):
+        made = as_saved(model, {name: like[name] for name in members})
+        for name, one in made.items():
+            name_of(one.dtype, name)
+        groups.append(_Group(members, {name: (one.dtype, tuple(one.shape)) for name, one in made.items()}))
+    return groups
 
 
-def _split(pieces: Mapping[str, Sizes], most: int) -> list[list[str]]:
-    """Tensors in files of at most so many bytes, in their order; a larger tensor has one of its own."""
-    files: list[list[str]] = [[]]
+def _split(groups: Sequence[_Group], most: int) -> list[list[_Group]]:
+    """Groups in files of at most so many bytes, in their order; a larger one has a file of its own."""
+    files: list[list[_Group]] = [[]]
     filled = 0
-    for name, made in pieces.items():
-        size = sum(map(_bytes_of, made.values()))
-        if files[-1] and filled + size > most:
+    for group in groups:
+        if files[-1] and filled + group.num_bytes > most:
             files.append([])
             filled = 0
-        files[-1].append(name)
-        filled += size
+        files[-1].append(group)
+        filled += group.num_bytes
     return files
-
-
-def _bytes_of(said: tuple[torch.dtype, tuple[int, ...]]) -> int:
-    return math.prod(said[1]) * said[0].itemsize
 
 
 def _num_bytes(said: int | str) -> int:
@@ -186,6 +239,9 @@ def _num_bytes(said: int | str) -> int:
     return num_bytes
 
 
-def _wait() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

@@ -1,0 +1,10 @@
+"""What modules keep of their tensors beside the tensors."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+def saved_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own buffers that state dicts have (``_non_persistent_buffers_set``: 2.11 to 2.15)."""
+    return {name: one for name, one in module._buffers.items() if name not in module._non_persistent_buffers_set}

@@ -1,0 +1,34 @@
+"""What one rank raises is raised on all of them: the others would wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+
+@contextmanager
+def raised_on_all(function: str) -> Iterator[None]:
+    """At its end ranks tell one another whether the block raised: its own error there, a RuntimeError elsewhere."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    said = told(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, text in enumerate(said):
+        if text is not None:
+            raise RuntimeError(f"{function}: rank {rank} raised {text}")
+
+
+def told(mine: Any) -> list[Any]:
+    """What each rank says, by rank."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [mine]
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, mine)
+    return said
