@@ -54,7 +54,7 @@ def auto_shard(model: ModelT, policy: Any = None, **options: Any) -> ModelT:
             stacklevel=2,
         )
     chosen.update(_norms_in_full_precision(model, chosen, options))
-    for module in _inside_out(model):
+    for module in inside_out(model):
         if module in chosen and unit_of(module) is None and _has_params(module):
             fully_shard(module, **chosen[module])
     return fully_shard(model, **options)
@@ -113,6 +113,11 @@ def _choose(model: nn.Module, policy: Any, ignored: set[Any], options: Options) 
         return fsdp1.chosen_by_policy(policy, model, set(), options)
     if isinstance(policy, int) and not isinstance(policy, bool):
         return _by_size(model, policy, ignored, options)
+    if isinstance(policy, nn.Module):
+        raise TypeError(
+            f"auto_shard: policy is a {original_class(policy).__name__} module itself. Pass its class, or call "
+            "fully_shard on it."
+        )
     if isinstance(policy, (str, type, Iterable)):
         return _by_class(model, (policy,) if isinstance(policy, (str, type)) else tuple(policy), options)
     if not callable(policy):
@@ -185,7 +190,7 @@ def _by_size(model: nn.Module, least: int, ignored: set[Any], options: Options) 
         raise ValueError(f"auto_shard: policy={least} is a number of elements, and has to be positive.")
     chosen: Chosen = {}
     taken: set[Any] = set(ignored)
-    for module in _inside_out(model):
+    for module in inside_out(model):
         own = {param for param in module.parameters() if param not in taken}
         if module is not model and _can_be_a_unit(module) and sum(param.numel() for param in own) >= least:
             chosen[module] = options
@@ -238,7 +243,7 @@ def _can_be_a_unit(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward and _has_params(module)
 
 
-def _inside_out(model: nn.Module) -> Iterator[nn.Module]:
+def inside_out(model: nn.Module) -> Iterator[nn.Module]:
     """Every module once, after those in it, wherever else these are."""
     seen: set[nn.Module] = set()
 

@@ -41,6 +41,7 @@ class ShardedModule:
         return cls._fsdp_compile_original(*args, **kwargs)  # type: ignore[attr-defined]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        _require_no_cast(self, fn)
         if recurse:
             for child in self.children():  # type: ignore[attr-defined]
                 child._apply(fn)
@@ -181,6 +182,16 @@ def take_back(module: Any) -> None:
 def _owners(module: Any) -> dict[Unit, None]:
     """The units that own what ``module`` reads."""
     return dict.fromkeys(owner for _, owner, _ in module.__dict__.get(READS, {}).values())
+
+
+def _require_no_cast(module: Any, fn: Any) -> None:
+    """Raise where ``fn`` casts a full parameter: what takes its place again is the shard, in its own dtype."""
+    for param, unit, _ in module.__dict__.get(READS, {}).values():
+        if param.is_full and fn(torch.empty(0, dtype=param.shard.dtype)).dtype != param.shard.dtype:
+            raise RuntimeError(
+                f"{unit.name}: {param.fqn} is full, inside full_params, and its shard stays {param.shard.dtype}. "
+                "Cast the model outside."
+            )
 
 
 def refresh_owners(module: Any) -> None:

@@ -174,6 +174,8 @@ class _Swapped:
             self.shard.requires_grad_(full.requires_grad)
         if writeback and not self.stepped:
             _require_shape(self.name, self.shard, full)
+            if with_grads and full.grad is not None:
+                _require_shape(f"{self.name}.grad", self.shard, full.grad)
             _write_back(self.param, self.shard, full, with_grads)
 
     def _registered(self) -> nn.Parameter:
@@ -278,5 +280,9 @@ def _write_back(param: ShardedParam, shard: nn.Parameter, full: Tensor, with_gra
 
 def _write(param: ShardedParam, shard: Tensor, full: Tensor) -> None:
     """Copy this rank's part into the shard."""
-    local = full.to_local() if param.dtensor is not None else full  # type: ignore[attr-defined]
+    local = full
+    if param.dtensor is not None:  # a plain one may have been put in its place
+        if not isinstance(full, DTensor):
+            full = distribute_tensor(full.detach(), param.dtensor.mesh, param.dtensor.placements, src_data_rank=None)
+        local = full.to_local()
     dtensors.local_tensor(shard).copy_(part_of(param, local))  # type: ignore[arg-type]

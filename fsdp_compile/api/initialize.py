@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -21,10 +21,9 @@ from .._torch_compat import dtensors, dynamo, process_groups
 from ..core.param import READS, ShardedParam
 from ..core.unit import Unit, original_class, units_in
 from .fitting import loaded_from_first, mark_unwritten, require_alike, require_module, require_written
-from .full_params import swapped_in
+from .own_values import Own, initialize_all, own_places
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-_INITIALIZES = "_init_weights"  # a convention of models, Hugging Face's among them
 
 
 def materialize(
@@ -38,10 +37,11 @@ def materialize(
     **device** where; by default that of the mesh, or of the accelerator that there is.
 
     **init_fn** is called with each module that has such parameters or buffers of its own, in the order of
-    ``model.modules()``; by default it is ``module.reset_parameters()``, and then ``_init_weights(module)`` of the
-    innermost model around it that has such a method, as those of Hugging Face do. Full parameters are there while it
-    runs, those of the module's units, and every rank draws the random numbers that rank 0 would: sharded or not, the
-    weights are those of a model that was never sharded. What no call wrote to raises.
+    ``model.modules()``; by default it is ``module.reset_parameters()``. Where a model around the module has a method
+    ``_init_weights``, as those of Hugging Face do, that of the innermost one is called besides: from inside out, and of
+    modules that write to what is inside them, too. Full parameters are there while it runs, plain ones also of tensor
+    parallelism, those of the module's units, and every rank draws the random numbers that rank 0 would: sharded or
+    not, the weights are those of a model that was never sharded. What no call wrote to raises.
 
     **state_dict** of rank 0, with full tensors, is loaded and sent to all in place of that; other ranks leave it out.
     Only buffers that are not saved are initialized then. It has to fit; of tied weights one name is enough.
@@ -74,31 +74,22 @@ def fill_in(
     everywhere = dist.is_available() and dist.is_initialized()
     units = units_in(module)
     to = torch.device(device) if device is not None else _device_for(units)
-    initialize = init_fn or _Own(module)
+    initialize = init_fn or Own(module)
     missing = list(_on_meta(module, loaded, initialize))
+    places = [
+        (one, name)
+        for one in module.modules()
+        for name, param in one._parameters.items()
+        if param is not None and param.is_meta and id(param) not in loaded
+    ]
     unwritten = _allocate(module, to, loaded)
     with random_numbers_of_first(to):
-        _initialize(units, missing, initialize)
+        if isinstance(initialize, Own):
+            steps = list(initialize.steps(missing, places))
+        else:
+            steps = [(one, own_places(one)) for one in missing]
+        initialize_all(units, steps, places, initialize)
     require_written(module, unwritten, everywhere)
-
-
-class _Own:
-    """Has a module give its own values, and the innermost model around it that knows how, as a second step."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._around: dict[nn.Module, nn.Module] = {}
-        for one in model.modules():
-            if callable(getattr(one, _INITIALIZES, None)):
-                self._around.update(dict.fromkeys(one.modules(), one))
-
-    def knows(self, module: nn.Module) -> bool:
-        return module in self._around or callable(getattr(module, "reset_parameters", None))
-
-    def __call__(self, module: nn.Module) -> None:
-        if callable(getattr(module, "reset_parameters", None)):
-            module.reset_parameters()  # type: ignore[operator]
-        if module in self._around:
-            getattr(self._around[module], _INITIALIZES)(module)
 
 
 def _on_meta(model: nn.Module, loaded: Collection[int], initialize: Any) -> Iterator[nn.Module]:
@@ -108,7 +99,7 @@ def _on_meta(model: nn.Module, loaded: Collection[int], initialize: Any) -> Iter
         names = [name for name, one in tensors if one is not None and one.is_meta and id(one) not in loaded]
         if not names:
             continue
-        if isinstance(initialize, _Own) and not initialize.knows(module):
+        if isinstance(initialize, Own) and not initialize.knows(module):
             fqns = ", ".join(f"{path}.{name}" if path else name for name in names)
             raise ValueError(
                 f"materialize: {fqns} on the meta device: {original_class(module).__name__} has no "
@@ -177,24 +168,6 @@ def random_numbers_of_first(device: torch.device) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _initialize(units: list[Unit], modules: list[nn.Module], initialize: Callable[[nn.Module], Any]) -> None:
-    """Have each module write its values, with the full parameters of one unit in the place of its shards."""
-    owners: dict[nn.Module, list[Unit]] = {}
-    for unit in units:
-        for module in {slot.module for param in unit.params for slot in param.slots}:
-            owners.setdefault(module, []).append(unit)  # several, where a weight is tied to another unit's
-    there: list[Unit] = []
-    with ExitStack() as scope:
-        for module in modules:
-            its = owners.get(module, [])
-            if its and its != there:
-                scope.close()
-                scope.enter_context(swapped_in(its, writeback=True))
-                there = its
-            initialize(module)
-
-
-@torch.no_grad()
 def sync_module_states(model: ModelT, src: int = 0, group: dist.ProcessGroup | None = None) -> ModelT:
     """Give every rank of ``group`` the parameters and buffers of rank ``src``, in place; return the model.
 
@@ -208,7 +181,7 @@ def sync_module_states(model: ModelT, src: int = 0, group: dist.ProcessGroup | N
         raise ValueError("sync_module_states: this rank is not in the group. Call it on the ranks of the group alone.")
     ranks = dist.get_process_group_ranks(group)
     if src not in ranks:
-        raise ValueError(f"sync_module_states: src={src} is not in the group, whose ranks are {ranks}.")
+        raise ValueError(f"sync_module_states: src={src!r} is not in the group, whose ranks are {ranks}.")
     named = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in named:
         if tensor.is_meta:

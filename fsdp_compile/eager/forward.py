@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from .._torch_compat import autograd, dynamo
 from ..core.containers import tensors_in
 from ..core.param import BY_MARKER, READS, ShardedParam
+from ..core.spec import spec_of
 from ..core.unit import Unit
 from ..passes.markers import require_data
 from .backward import clean_up_at_end, enter_backward
@@ -188,9 +189,11 @@ dynamo.leave_all_to_python(_before_backward)
 
 def eager_read(module: nn.Module, name: str, param: Any) -> Any:
     """An eager read: the gathered parameter inside a forward, BY_MARKER where nobody gathered, the shard outside."""
+    known: tuple[ShardedParam, Unit, Unit] = module.__dict__[READS][name]
+    if known[0].is_full and param is not known[0].shard:
+        return _as_computed_with(param, known)
     if not isinstance(param, DTensor):
         return param
-    known: tuple[ShardedParam, Unit, Unit] = module.__dict__[READS][name]
     sharded, owner, reader = known[0], running(known[1]), running(known[2])
     # Without a forward that runs, checkpointing inside the unit may be recomputing a part of one for backward.
     call = owner.calls[-1] if owner.calls else _call_in_backward(owner) or owner.held_call
@@ -205,6 +208,13 @@ def eager_read(module: nn.Module, name: str, param: Any) -> Any:
         require_data(sharded.fqn, param)
         return BY_MARKER
     return param
+
+
+def _as_computed_with(full: Any, known: tuple[ShardedParam, Unit, Unit]) -> Any:
+    """What full_params put in the shard's place: inside a forward in the dtype that the inputs are cast to."""
+    sharded, unit, reader = known
+    inside = isinstance(full, Tensor) and (running(unit).runs_forward or running(reader).runs_forward)
+    return full.to(spec_of(unit, sharded).dtype) if inside else full
 
 
 def _call_in_backward(run: Running) -> Call | None:

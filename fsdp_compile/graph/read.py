@@ -27,7 +27,8 @@ def traced_read(param: Any, sink: Sink, mode: Mode, **spec: Any) -> Any:
     the user put in the parameter's place, or None.
     """
     if not isinstance(param, (DTensor, tuple)):
-        return param
+        # What full_params put there is computed with as the inputs are.
+        return param.to(spec["dtype"]) if isinstance(param, torch.Tensor) and sink.param.is_full else param
     return torch.ops.fsdpc.unshard(*_shard_and_backward(param, sink, mode), **spec)
 
 

@@ -1,0 +1,205 @@
+"""How modules give themselves values, in which order, and with what in the place of their shards.
+
+    init_fn, reset_parameters   each module with missing tensors, from outside in
+    _init_weights               inside out, as Hugging Face's models apply it: what is around a module may overrule it
+    a shard, a DTensor          --whole--> the call writes to a plain tensor --own part--> the shard
+
+``_init_weights`` of a module may write to modules inside it. What it will write to is found on meta tensors first, so
+that no more than that is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.overrides import TorchFunctionMode
+
+from .._torch_compat import dtensors
+from ..core.unit import Unit, original_class
+from .auto_shard import inside_out
+from .fitting import mark_unwritten
+from .full_params import swapped_in
+
+INITIALIZES = "_init_weights"  # a convention of models, Hugging Face's among them
+Place = tuple[nn.Module, str]  # of a parameter: the module that has it, and its name there
+Step = tuple[nn.Module, frozenset[Place]]  # a call, and what it writes to
+
+
+class Own:
+    """Has a module give its own values, and the innermost model around it that knows how, as a second step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._around: dict[nn.Module, nn.Module] = {}
+        for one in model.modules():
+            if callable(getattr(one, INITIALIZES, None)):
+                self._around.update(dict.fromkeys(one.modules(), one))
+
+    def knows(self, module: nn.Module) -> bool:
+        return module in self._around or callable(getattr(module, "reset_parameters", None))
+
+    def __call__(self, module: nn.Module) -> None:
+        if callable(getattr(module, "reset_parameters", None)):
+            module.reset_parameters()  # type: ignore[operator]
+        self.as_part(module)
+
+    def as_part(self, module: nn.Module) -> None:
+        if module in self._around:
+            getattr(self._around[module], INITIALIZES)(module)
+
+    def steps(self, modules: Collection[nn.Module], missing: Collection[Place]) -> Iterator[Step]:
+        """What is called: ``modules``, which have missing tensors, and what writes to nothing but these around them."""
+        for module in modules:
+            if module not in self._around:
+                yield module, own_places(module)
+        for module in inside_out(self._model):
+            if module in self._around:
+                written = _foreseen(self, module)
+                if module in modules:
+                    yield module, own_places(module) | written
+                elif written and written <= frozenset(missing):
+                    yield module, written
+
+
+def own_places(module: nn.Module) -> frozenset[Place]:
+    return frozenset((module, name) for name, param in module._parameters.items() if param is not None)
+
+
+class _Writes(TorchFunctionMode):
+    """Notes which of some tensors, and of what is made from them, are written to."""
+
+    def __init__(self, places: dict[int, list[Place]]) -> None:
+        super().__init__()
+        self._of, self._alive, self.written = places, list[Tensor](), set[Place]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        of = [place for one in (*args[:1], *kwargs.values()) for place in self._of.get(id(one), ())]
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
+            self.written.update(of)
+        if of and isinstance(result, Tensor):
+            self._alive.append(result)  # so that no other tensor gets its id
+            self._of.setdefault(id(result), of)
+        return result
+
+
+def _foreseen(own: Own, module: nn.Module) -> frozenset[Place]:
+    """The parameters inside ``module`` that its ``_init_weights`` writes to, by a call on meta tensors."""
+    if all(param is None or module is one for one in module.modules() for param in one._parameters.values()):
+        return frozenset()  # nothing inside
+    stand_ins: dict[int, nn.Parameter] = {}
+    places: dict[int, list[Place]] = {}
+    registered: list[tuple[nn.Module, str, Any]] = []
+    for one in module.modules():
+        for name, param in one._parameters.items():
+            if param is not None:
+                stand_in = stand_ins.setdefault(id(param), nn.Parameter(_on_meta(param), param.requires_grad))
+                places.setdefault(id(stand_in), []).append((one, name))
+                registered.append((one, name, param))
+    for one, name, param in registered:
+        one._parameters[name] = stand_ins[id(param)]
+    writes = _Writes(places)
+    try:
+        with torch.random.fork_rng(devices=()), torch.no_grad(), writes:
+            own.as_part(module)
+    except (NotImplementedError, RuntimeError):  # it reads values: whatever it does is done to all
+        return frozenset((one, name) for one, name, _ in registered)
+    finally:
+        for one, name, param in registered:
+            one._parameters[name] = param
+    return frozenset(writes.written)
+
+
+def _on_meta(param: Tensor) -> Tensor:
+    return torch.empty(param.shape, dtype=param.dtype, device="meta")
+
+
+@torch.no_grad()
+def initialize_all(
+    units: list[Unit], steps: list[Step], missing: Sequence[Place], initialize: Callable[[nn.Module], Any]
+) -> None:
+    """Make the calls, each with full parameters; an error in one is raised on every rank, after the last gather.
+
+    Gathering is a collective: units and **missing** are in an order that is the same on every rank.
+    """
+    owners: dict[Place, Unit] = {}
+    for unit in units:
+        owners.update({(slot.module, slot.name): unit for param in unit.params for slot in param.slots})
+    of_module: dict[nn.Module, dict[Unit, None]] = {}  # several, where a weight is tied to another unit's
+    for (module, _), unit in owners.items():
+        of_module.setdefault(module, {})[unit] = None
+    order = {place: index for index, place in enumerate(missing)}
+    there: list[Unit] = []
+    failed: tuple[nn.Module, Exception] | None = None
+    done: set[Place] = set()
+    with ExitStack() as scope:
+        for module, places in steps:
+            touched = {module, *(one for one, _ in places)}
+            used = {unit for one in touched for unit in of_module.get(one, ())}
+            its = [unit for unit in units if unit in used]
+            if its and its != there:
+                scope.close()
+                scope.enter_context(swapped_in(its, writeback=True))
+                there = its
+            with _whole(sorted((one for one in places if one in order), key=order.__getitem__), done):
+                if failed is None:
+                    try:
+                        initialize(module)
+                    except Exception as error:
+                        failed = module, error
+    _raise_everywhere(failed)
+
+
+@contextmanager
+def _whole(places: Sequence[Place], done: set[Place]) -> Iterator[None]:
+    """Plain tensors in the place of DTensors, whose own random numbers would be alike on every rank of their mesh."""
+    distributed: dict[DTensor, list[Place]] = {}
+    for module, name in places:
+        registered = module._parameters[name]
+        if isinstance(registered, DTensor):
+            distributed.setdefault(registered, []).append((module, name))
+    whole: dict[DTensor, nn.Parameter] = {}
+    for param in distributed:
+        if done.isdisjoint(distributed[param]):
+            local = dtensors.local_tensor(param)
+            full = torch.empty(param.shape, dtype=local.dtype, device=local.device)
+            mark_unwritten(full)
+        else:
+            full = param.full_tensor()
+        whole[param] = nn.Parameter(full, requires_grad=param.requires_grad)
+        done.update(distributed[param])
+    try:
+        for param, full in whole.items():
+            for module, name in distributed[param]:
+                module._parameters[name] = full
+        yield
+    finally:
+        for param, full in whole.items():
+            part = distribute_tensor(full.detach(), param.device_mesh, param.placements, src_data_rank=None)
+            dtensors.local_tensor(param).copy_(dtensors.local_tensor(part))
+            for module, name in distributed[param]:
+                module._parameters[name] = param  # type: ignore[assignment]
+
+
+def _raise_everywhere(failed: tuple[nn.Module, Exception] | None) -> None:
+    said = None if failed is None else f"{original_class(failed[0]).__name__}: {type(failed[1]).__name__}: {failed[1]}"
+    of_ranks = [said]
+    if dist.is_available() and dist.is_initialized():
+        of_ranks = [said] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, said)
+    if failed is not None:
+        raise failed[1]
+    for rank, error in enumerate(of_ranks):
+        if error is not None:
+            raise RuntimeError(
+                f"materialize: rank {rank} raised where a module initializes itself ({error}), so no rank has all "
+                "values. Mend it there, and build the model anew."
+            )
