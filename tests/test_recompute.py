@@ -220,7 +220,7 @@ def test_steps_within_small_budgets_take_what_was_predicted_and_train_the_same(t
     assert len(here[0][3]) > len(here[1][3]) > len(here[2][3]) == 0
     for budget, predicted, measured, _ in (*here, *there):
         assert predicted <= budget
-        assert measured <= 1.05 * budget
+        assert measured <= 1.1 * budget  # 5 % off where this was written, half of that gloo's copy of a bucket
     assert here[0][2] < 0.6 * here[2][2]
 
 
