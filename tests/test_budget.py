@@ -419,7 +419,7 @@ def _trained(shares: tuple[float, ...]) -> list[tuple[int, tuple[str, ...], Cand
     return found
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_larger_budget_is_no_slower_and_trains_the_same(two_ranks: Ranks) -> None:
     here, there = two_ranks.run(_trained, (0.0, 0.3, 1.0))
     assert here == there
