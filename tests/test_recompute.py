@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile import configure, fully_shard, inspect
 from fsdp_compile.demo.training import Settings, batch_of, build_model, shard_with_ours
+from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import Plan
 from fsdp_compile.passes.activations import activations_of, compute_again
 from fsdp_compile.passes.planner import plan_joint
@@ -23,9 +26,10 @@ from fsdp_compile.passes.residency import AGAIN, KEPT, LEAN, choose
 from fsdp_compile.passes.trial import Trial, trial_of
 from fsdp_compile.passes.weigh import results_of, saved_by
 from tests.comparing import assert_same_grads
-from tests.models import Stack, shard, twins
+from tests.compiling import passes
+from tests.models import HUGGING_FACE, ZOO, Stack, shard, twins
 from tests.ranks import Ranks
-from tests.test_budget import GROUPS, _peak_above
+from tests.test_budget import GROUPS, _observer, _peak_above
 from tests.test_cost import TOY
 from tests.test_passes import Builder, spec
 
@@ -259,3 +263,63 @@ def _noisy(backend: Any) -> tuple[tuple[str, ...], str]:
 def test_random_numbers_are_not_drawn_again(two_ranks: Ranks, backend: str) -> None:
     (recomputed, id_here), (_, id_there) = two_ranks.run(_noisy, backend)
     assert {"0.up.weight", "1.up.weight", "2.up.weight"} <= {*recomputed} and id_here == id_there
+
+
+def _with_other_lengths() -> list[Plan]:
+    """One token on one rank where the other has many, and the other way round: each compiles for its own lengths."""
+    unsharded, model = twins(lambda: Stack(3))
+    shard(model, reshard_after_forward=True)
+    configure(model, memory_budget=1)
+    run = torch.compile(model, backend=passes, fullgraph=True, dynamic=False)
+    plans: list[Plan] = []
+    observe = _observer(plans)
+    manager.observers.append(observe)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nothing fits into a byte
+        for shapes in (((16, 64), (1, 1)), ((1, 1), (2, 9)), ((4, 1), (1, 7))):
+            batches = [torch.arange(rows * length).reshape(rows, length) % 31 for rows, length in shapes]
+            run(batches[dist.get_rank()]).pow(2).mean().backward()
+            torch.stack([unsharded(one).pow(2).mean() for one in batches]).mean().backward()
+            assert_same_grads(model, unsharded)
+            model.zero_grad()
+            unsharded.zero_grad()
+    manager.observers.remove(observe)
+    return plans
+
+
+def test_what_is_computed_again_is_the_same_for_every_length(two_ranks: Ranks) -> None:
+    here, there = two_ranks.run(_with_other_lengths)
+    assert len(here) == len(there) == 3
+    assert {one.id for one in (*here, *there)} == {here[0].id} and here[0].recompute
+
+
+def _of_the_zoo(name: str, backend: str) -> tuple[int, int, str]:
+    """Of how many parameters activations are computed again, of how many gathered; gradients are as unsharded."""
+    entry = ZOO[name]
+    model = entry.build()
+    unsharded = copy.deepcopy(model)
+    for block in entry.blocks(model):
+        fully_shard(block)
+    fully_shard(model)
+    configure(model, memory_budget=1)
+    batches = [entry.batch(rank) for rank in range(dist.get_world_size())]
+    with warnings.catch_warnings(), inspect(model) as report:
+        warnings.simplefilter("ignore")  # nothing fits into a byte
+        entry.loss(torch.compile(model, fullgraph=True, backend=backend), **batches[dist.get_rank()]).backward()
+    buffers = {buffer: value.clone() for buffer, value in unsharded.named_buffers()}
+    for batch in batches:
+        for buffer, value in unsharded.named_buffers():
+            value.copy_(buffers[buffer])
+        (entry.loss(unsharded, **batch) / len(batches)).backward()
+    assert_same_grads(model, unsharded, atol=1e-4, rtol=1e-3)
+    plan = report.joint.plan
+    return len(plan.recompute), len(plan.again) + len(plan.keep), plan.id
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", ZOO)
+def test_models_whose_activations_are_all_computed_again_train_the_same(two_ranks: Ranks, name: str) -> None:
+    here, there = two_ranks.run(_of_the_zoo, name, "passes")
+    assert here == there
+    if name in HUGGING_FACE:
+        assert here[0] > 0
