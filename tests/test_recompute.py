@@ -259,6 +259,7 @@ def _noisy(backend: Any) -> tuple[tuple[str, ...], str]:
     return report.joint.plan.recompute, report.joint.plan.id
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
 def test_random_numbers_are_not_drawn_again(two_ranks: Ranks, backend: str) -> None:
     (recomputed, id_here), (_, id_there) = two_ranks.run(_noisy, backend)
