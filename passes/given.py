@@ -31,13 +31,31 @@ def fitted(given: Plan, graph: fx.Graph) -> Plan:
     assert ours.forward is not None and ours.backward is not None
     gathered, reduced = {one.fqn: one for one in unshards}, {one.fqn: one for one in find_reduces(graph)}
     not_kept = [one for one in unshards if one.fqn not in given.keep]
+    backward = only(given.backward, not_kept, list(reduced.values()))
+    if given.recompute:
+        backward = _with_what_computing_again_needs(backward, ours.backward)
     return dataclasses.replace(
         ours,
         forward=_fitted_half(given.forward, ours.forward, gathered, reduced),
-        backward=_fitted_half(
-            only(given.backward, not_kept, list(reduced.values())), ours.backward, gathered, reduced
-        ),
+        backward=_fitted_half(backward, ours.backward, gathered, reduced),
     )
+
+
+def _with_what_computing_again_needs(given: Plan, ours: Plan) -> Plan:
+    """Biases, which no gradient reads: each in the bucket that has what travels with it in our plan, or in its own."""
+    present = {*_fqns(given.gathers)}
+    gathers, order = list(given.gathers), given.order
+    for bucket in ours.gathers:
+        lacking = tuple(fqn for fqn in bucket.fqns if fqn not in present)
+        if not lacking:
+            continue
+        host = next((place for place, one in enumerate(gathers) if {*one.fqns} & {*bucket.fqns}), None)
+        if host is None:
+            gathers.append(dataclasses.replace(bucket, fqns=lacking))
+            order = ()
+        else:
+            gathers[host] = dataclasses.replace(gathers[host], fqns=(*gathers[host].fqns, *lacking))
+    return dataclasses.replace(given, gathers=tuple(gathers), order=order)
 
 
 def _fitted_half(given: Plan, ours: Plan, gathered: Mapping[str, Marker], reduced: Mapping[str, Marker]) -> Plan:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import fsdp_compile
 from fsdp_compile import FSDPModule, fully_shard
 from tests.compiling import no_kernels_built
-from tests.models import Block, Stack
+from tests.models import Block, Stack, shard
 from tests.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +50,7 @@ def _run_examples(folder: str) -> None:
     budgeted = names | {"model": fully_shard(Stack(1))}
     exec(budget, budgeted)
     torch.compile(budgeted["model"])(batch).sum().backward()
-    planned = fully_shard(Stack(1))
+    planned = shard(Stack(1))
     with fsdp_compile.inspect(planned) as report:
         torch.compile(planned)(batch).sum().backward()
     exec(again, {"fsdp_compile": fsdp_compile, "model": planned, "report": report})

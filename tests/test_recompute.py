@@ -25,9 +25,9 @@ from fsdp_compile.passes.provenance import annotate, settle_names
 from fsdp_compile.passes.residency import AGAIN, KEPT, LEAN, choose
 from fsdp_compile.passes.trial import Trial, trial_of
 from fsdp_compile.passes.weigh import results_of, saved_by
-from tests.comparing import assert_same_grads
+from tests.comparing import assert_same_grads, train_and_compare
 from tests.compiling import passes
-from tests.models import HUGGING_FACE, ZOO, Stack, shard, twins
+from tests.models import HUGGING_FACE, ZOO, Stack, pair, shard, twins
 from tests.ranks import Ranks
 from tests.test_budget import GROUPS, _observer, _peak_above
 from tests.test_cost import TOY
@@ -179,6 +179,29 @@ def test_a_plan_that_computes_again_what_it_cannot_is_refused(fake_group_of_four
     configure(model, plan=dataclasses.replace(plan, recompute=("layers.0.up.weight", "layers.7.up.weight")))
     with pytest.raises(Exception, match=r"computed with layers\.7\.up\.weight, .*here that can have .*layers\.1\.up\.weight"):
         torch.compile(model, backend="aot_eager", fullgraph=True)(TOKENS)
+
+
+def _by_hand(backend: Any) -> tuple[Plan, Plan]:
+    """A plan that a user wrote names into: as it was, and as it is followed."""
+    unsharded, model = pair(make=lambda: Stack(2), reshard_after_forward=True)
+    plan = _planned(model, TOKENS)
+    model.zero_grad()
+    configure(model, plan=dataclasses.replace(plan, recompute=("layers.0.up.weight", "layers.1.up.weight")))
+    torch._dynamo.reset()
+    with inspect(model) as report:
+        train_and_compare(torch.compile(model, backend=backend, fullgraph=True), model, unsharded)
+    return plan, report.joint.plan
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+def test_a_user_writes_into_a_plan_what_is_computed_again(two_ranks: Ranks, backend: str) -> None:
+    (plan, followed), there = two_ranks.run(_by_hand, backend)
+    assert there == (plan, followed)
+    assert followed.recompute == ("layers.0.up.weight", "layers.1.up.weight")
+    assert plan.backward is not None and followed.backward is not None
+    before, now = ({fqn for bucket in one.gathers for fqn in bucket.fqns} for one in (plan.backward, followed.backward))
+    assert now - before == {"layers.0.up.bias", "layers.1.up.bias"}  # which gradients do not read
+    assert len(followed.backward.gathers) == len(plan.backward.gathers)
 
 
 SIZES = Settings(layers=3, dim=128, batch=8, seq=256, head_dim=32, vocab=256)
