@@ -1,7 +1,8 @@
 """`python -m benchmarks.predicted`: what reports predict of steps on this machine, against what the steps then took.
 
 The machine is measured first, as `fsdp-compile calibrate` does, on loopback and, as root, over a link of 1 Gbit/s. Then
-eight configurations train on two ranks. Seconds are those of forward and backward, which is what a report predicts;
+eight configurations train on two ranks, and one of them within three budgets, so far from the least that a plan needs
+to what keeping everything does. Seconds are those of forward and backward, which is what a report predicts;
 the optimizer's are apart. Bytes are those of a step above what stands between steps. Wants a quiet machine.
 """
 
@@ -31,7 +32,7 @@ from fsdp_compile.tools.link import Link, LinkError
 
 LOOPBACK, RATE = "loopback", "1gbit"
 _LIMIT_S = 600.0
-_WIDTH = 170
+_WIDTH = 190
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,12 @@ class Configuration:
     over: str = LOOPBACK
     reshard: bool | None = None
     budget: str | None = None
+    between: float | None = None
 
     def __str__(self) -> str:
         keeps = {None: "gathered again", False: "kept", True: "all gathered again"}[self.reshard]
         keeps = f"budget {self.budget}" if self.budget else keeps
+        keeps = f"budget at {self.between:.0%}" if self.between is not None else keeps
         return f"dim {self.dim}, {self.layers} layers, {self.batch} x {self.seq}, {self.over}, {keeps}"
 
 
@@ -61,6 +64,7 @@ CONFIGURATIONS = (
     Configuration(512, 6, 4, 256, over=RATE),
     Configuration(512, 6, 4, 256, over=RATE, reshard=False),
     Configuration(512, 6, 4, 256, over=RATE, budget="fsdp2"),
+    *(Configuration(512, 6, 4, 256, over=RATE, between=share) for share in (0.2, 0.5, 0.8)),
 )
 
 
@@ -108,6 +112,7 @@ def _run(
             profile=profile,
             reshard=one.reshard,
             budget=one.budget,
+            between=one.between,
         )
         outcome = launch(
             "benchmarks.predicted_worker",
@@ -126,9 +131,9 @@ def _run(
 def _grid(title: str) -> Table:
     grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     grid.add_column("configuration", no_wrap=True)
-    for heading in ("kept", "predicted s", "waiting", "measured s", "ratio", "of processor s", "optimizer s"):
+    for heading in ("kept", "again", "predicted s", "waiting", "measured s", "ratio", "of processor s", "optimizer s"):
         grid.add_column(heading, justify="right")
-    for heading in ("predicted MB", "measured MB", "ratio"):
+    for heading in ("predicted MB", "measured MB", "ratio", "budget MB", "of it"):
         grid.add_column(heading, justify="right")
     return grid
 
@@ -144,9 +149,11 @@ def _add_row(grid: Table, one: Configuration, outcome: Outcome) -> None:
     predicted_s = max(rank.predicted_s for rank in ranks)
     predicted_bytes = max(rank.predicted_bytes for rank in ranks)
     peak_bytes = max(statistics.median(rank.peak_bytes) for rank in ranks)
+    budget_bytes = ranks[0].budget_bytes
     grid.add_row(
         str(one),
         str(ranks[0].num_kept),
+        str(ranks[0].num_recomputed),
         f"{predicted_s:.3f}",
         f"{max(rank.predicted_exposed_s for rank in ranks):.3f}",
         f"{step_s:.3f}",
@@ -156,6 +163,8 @@ def _add_row(grid: Table, one: Configuration, outcome: Outcome) -> None:
         f"{predicted_bytes / 1e6:.1f}",
         f"{peak_bytes / 1e6:.1f}",
         f"{predicted_bytes / peak_bytes:.2f}",
+        "-" if budget_bytes is None else f"{budget_bytes / 1e6:.1f}",
+        "-" if budget_bytes is None else f"{peak_bytes / budget_bytes:.2f}",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,12 +13,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import fsdp_compile
 from benchmarks.settings import Job
 from benchmarks.worker import status_bytes
 from benchmarks.worker_process import Progress, join_group, prime_compiler
 from benchmarks.workload import batch_of, blocks, build_model, loss_of, optimizer_for
+from fsdp_compile.passes.residency import KEPT
 
 # The parent has malloc give back what is freed, which weighing needs and timing must not have: from then on it does
 # what it would have come to by itself in a process that frees large tensors.
@@ -31,6 +34,7 @@ class PredictedJob(Job):
     profile: str = ""
     reshard: bool | None = None
     budget: str | None = None
+    between: float | None = None  # a budget so far from what the least plan needs to what keeping everything does
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class Figures:
     optimizer_s: list[float]
     peak_bytes: list[int]
     num_kept: int
+    num_recomputed: int
+    budget_bytes: int | None  # above what stands between steps
 
 
 def measure(job: PredictedJob, rank: int, progress: Progress) -> Figures:
@@ -64,8 +70,9 @@ def _measure(job: PredictedJob, rank: int, mesh: dist.device_mesh.DeviceMesh, pr
     for block in blocks(model):
         fsdp_compile.fully_shard(block, mesh=mesh, reshard_after_forward=job.reshard)
     fsdp_compile.fully_shard(model, mesh=mesh, reshard_after_forward=job.reshard)
-    if job.budget is not None:
-        fsdp_compile.configure(model, memory_budget=job.budget, profile=job.profile)
+    if job.budget is not None or job.between is not None:
+        budget = job.budget if job.between is None else _between(model, tokens, job)
+        fsdp_compile.configure(model, memory_budget=budget, profile=job.profile)
     optimizer = optimizer_for(model.parameters(), settings)
     forward = partial(loss_of, torch.compile(model, fullgraph=True))
 
@@ -80,7 +87,7 @@ def _measure(job: PredictedJob, rank: int, mesh: dist.device_mesh.DeviceMesh, pr
     progress("first step")
     with fsdp_compile.inspect(model) as report:
         step()
-    predicted, num_kept = report.joint.predict(job.profile), len(report.joint.plan.keep)
+    predicted, plan = report.joint.predict(job.profile), report.joint.plan
     del report
     progress("weighed steps")
     peaks = _weigh(lambda: forward(tokens).backward(), lambda: optimizer.zero_grad(set_to_none=True))
@@ -102,8 +109,27 @@ def _measure(job: PredictedJob, rank: int, mesh: dist.device_mesh.DeviceMesh, pr
         [cpu_s for _, cpu_s, _ in seconds],
         [optimizer_s for _, _, optimizer_s in seconds],
         peaks,
-        num_kept,
+        len(plan.keep),
+        len(plan.recompute),
+        None if plan.choice is None else plan.choice.budget_bytes - predicted.held_bytes,
     )
+
+
+def _between(model: nn.Module, tokens: Tensor, job: PredictedJob) -> int:
+    """Bytes, by the candidates for a budget that nothing fits into."""
+    assert job.between is not None
+    fsdp_compile.configure(model, memory_budget=1, profile=job.profile)
+    with fsdp_compile.inspect(model) as report, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss_of(torch.compile(model, backend="aot_eager", fullgraph=True), tokens).backward()
+    choice = report.joint.plan.choice
+    assert choice is not None
+    for param in model.parameters():
+        param.grad = None
+    torch._dynamo.reset()
+    peaks = {one.name: one.peak_bytes for one in (choice.chosen, *choice.lost)}
+    least = min(peaks.values())
+    return int(least + job.between * (peaks[KEPT] - least))
 
 
 def _weigh(step: Callable[[], object], after: Callable[[], object]) -> list[int]:

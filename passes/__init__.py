@@ -26,7 +26,8 @@ The list that runs is in manager.py. What a graph would cost, without running it
 With a byte budget, what is kept from forward to backward is chosen by that:
 
     budget     a budget, and its plan      residency  the candidates, and the best of them
-    trial      of one candidate            settle     one rank decides, the others adopt
+    trial      of one candidate            residents  what may stay, and what that is worth
+    activations  what backward could compute again    settle     one rank decides, the others adopt
                                            choice     the reasons, which the plan carries
 """
 

@@ -10,12 +10,17 @@
 Without, most reductions of a backward are launched when nothing is left that could hide them, and what the products
 read lives as long. So a launch depends on the heavy kernel before it, and the heavy kernel behind it on the launch.
 What is fused between two heavy kernels is Inductor's to say.
+
+Where activations are computed again to fit a budget, everything depends on the heavy kernel before it:
+
+    planned      ga = mm(gy, w)  u = mm(x, v)  a = gelu(u)  dw = mm(a, gy)  gu = gelu'(u, ga)    a goes before gu comes
+    fused        ga = mm(gy, w)  u = mm(x, v)  a, gu = gelu(u), gelu'(u, ga)  dw = mm(a, gy)     both read u
 """
 
 from __future__ import annotations
 
-from . import _torch_compat as compat
-from ._torch_compat import BaseSchedulerNode, SchedulerPass
+from . import _torch_compat_kernels as compat
+from ._torch_compat_kernels import BaseSchedulerNode, SchedulerPass
 from .kernels import Kernels
 
 
@@ -49,9 +54,10 @@ def _anchor(snodes: list[BaseSchedulerNode], kernels: Kernels) -> None:
     """Add the dependencies, all of them of what is behind on what is before, so no circle closes."""
     heavy: BaseSchedulerNode | None = None
     launched: list[BaseSchedulerNode] = []  # behind the last heavy kernel
+    in_order = kernels.compute_again
     for snode in snodes:
         is_launch = kernels.is_launch(snode)
-        if heavy is not None and (is_launch or compat.is_wait(snode)):
+        if heavy is not None and (in_order or is_launch or compat.is_wait(snode)):
             compat.add_temporary_dependency(snode, heavy)
         if is_launch:
             launched.append(snode)

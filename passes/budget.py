@@ -115,7 +115,7 @@ def plan_within(budget: Budget, graph: fx.Graph, settled: Settled, budget_id: st
     reduced = sorted(one.fqn for one in find_reduces(graph))
     about = f"{budget_id} {hashlib.sha256(repr(reduced).encode()).hexdigest()[:16]}"
     decision = settled.decision(about, names, ranks, lambda rank: _decide(budget, graph, rank))
-    return dataclasses.replace(plan_keeping(graph, decision.keep), choice=decision.choice)
+    return dataclasses.replace(plan_keeping(graph, decision.keep, decision.recompute), choice=decision.choice)
 
 
 def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Decision:
@@ -133,11 +133,11 @@ def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Decision:
         warnings.warn(
             f"memory_budget is {as_size(found)} ({found:,} bytes), and the smallest plan of this step needs "
             f"{as_size(choice.chosen.peak_bytes)} ({choice.chosen.peak_bytes:,} bytes): {choice.chosen.name}, which "
-            "is used. To come down, checkpoint activations (torch.utils.checkpoint), or take a smaller batch or "
+            "is used. To come down, checkpoint whole blocks (torch.utils.checkpoint), or take a smaller batch or "
             "shorter sequences.",
             stacklevel=2,
         )
-    return Decision(tuple(sorted(best.trial.kept)), choice)
+    return Decision(tuple(sorted(best.trial.kept)), tuple(sorted(best.trial.recomputed)), choice)
 
 
 def device_of(graph: fx.Graph) -> torch.device:

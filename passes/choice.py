@@ -1,4 +1,4 @@
-"""Why a plan keeps what it keeps: the budget, and what each way to keep parameters was predicted to take."""
+"""Why a plan keeps what it keeps: the budget, and what each way to keep things was predicted to take."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to keep parameters from forward to backward, and what a step with it was predicted to take."""
+    """What is kept from forward to backward, one way, and what a step with it was predicted to take."""
 
     name: str
     num_kept: int  # parameters
     peak_bytes: int
     seconds: float
     exposed_s: float  # of these, waiting for collectives
+    num_recomputed: int = 0  # parameters whose products backward computes again
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,17 @@ class Choice:
         budget = f"budget {as_size(self.budget_bytes)}, predicted on {self.profile!r} by rank {self.rank}"
         rows = [("->", self.chosen), *(("  ", one) for one in self.lost)]
         width = max(len(one.name) for _, one in rows)
+
+        def again(one: Candidate) -> str:
+            recomputes = any(row.num_recomputed for _, row in rows)
+            return f"{one.num_recomputed:>5} computed again  " if recomputes else ""
+
         return "\n".join(
             [
                 budget + ("" if self.is_met else ", which nothing fits into"),
                 *(
-                    f"  {mark} {one.name:<{width}}  {one.num_kept:>5} kept  peak {as_size(one.peak_bytes):>10}  "
+                    f"  {mark} {one.name:<{width}}  {one.num_kept:>5} kept  {again(one)}"
+                    f"peak {as_size(one.peak_bytes):>10}  "
                     f"{one.seconds * 1e3:.3f} ms, {one.exposed_s * 1e3:.3f} of them waiting"
                     + ("" if one.peak_bytes <= self.budget_bytes else "  (over the budget)")
                     for mark, one in rows

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from . import _torch_compat as compat
+from . import _torch_compat_kernels as kernels_compat
 from .spec import NAMESPACE, library
 
 c10d = torch.ops._c10d_functional
@@ -47,7 +48,7 @@ def is_launch(node: fx.Node) -> bool:
 
 def let_inductor_see_collectives() -> None:
     """Tell Inductor that our gather is a collective: its input lives until the wait, and it is not fused or dropped."""
-    compat.lower_as_collective(gloo_all_gather)
+    kernels_compat.lower_as_collective(gloo_all_gather)
 
 
 def _gathered(input: Tensor, group_size: int) -> Tensor:

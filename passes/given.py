@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch import fx
 
+from .activations import activations_of
 from .buckets import gather_key, reduce_key
 from .plan import Bucket, Plan
 from .planner import gather_bucket, only, plan_keeping, reduce_bucket
@@ -25,17 +26,36 @@ def fitted(given: Plan, graph: fx.Graph) -> Plan:
         raise ValueError(f"a plan of a {given.stage} graph was given. The plan of a step is that of the joint graph.")
     unshards = find_unshards(graph)
     _require_equal("keeps or regathers", [*given.keep, *given.regather], [one.fqn for one in unshards])
-    ours = plan_keeping(graph, given.keep)
+    _require_computable(given.recompute, activations_of(graph))
+    ours = plan_keeping(graph, given.keep, given.recompute)
     assert ours.forward is not None and ours.backward is not None
     gathered, reduced = {one.fqn: one for one in unshards}, {one.fqn: one for one in find_reduces(graph)}
     not_kept = [one for one in unshards if one.fqn not in given.keep]
+    backward = only(given.backward, not_kept, list(reduced.values()))
+    if given.recompute:
+        backward = _with_what_computing_again_needs(backward, ours.backward)
     return dataclasses.replace(
         ours,
         forward=_fitted_half(given.forward, ours.forward, gathered, reduced),
-        backward=_fitted_half(
-            only(given.backward, not_kept, list(reduced.values())), ours.backward, gathered, reduced
-        ),
+        backward=_fitted_half(backward, ours.backward, gathered, reduced),
     )
+
+
+def _with_what_computing_again_needs(given: Plan, ours: Plan) -> Plan:
+    """Biases, which no gradient reads: each in the bucket that has what travels with it in our plan, or in its own."""
+    present = {*_fqns(given.gathers)}
+    gathers, order = list(given.gathers), given.order
+    for bucket in ours.gathers:
+        lacking = tuple(fqn for fqn in bucket.fqns if fqn not in present)
+        if not lacking:
+            continue
+        host = next((place for place, one in enumerate(gathers) if {*one.fqns} & {*bucket.fqns}), None)
+        if host is None:
+            gathers.append(dataclasses.replace(bucket, fqns=lacking))
+            order = ()
+        else:
+            gathers[host] = dataclasses.replace(gathers[host], fqns=(*gathers[host].fqns, *lacking))
+    return dataclasses.replace(given, gathers=tuple(gathers), order=order)
 
 
 def _fitted_half(given: Plan, ours: Plan, gathered: Mapping[str, Marker], reduced: Mapping[str, Marker]) -> Plan:
@@ -92,4 +112,14 @@ def _require_equal(what: str, given: Iterable[str], needed: Iterable[str]) -> No
             f"the given plan does not fit this graph, which {what} each of its parameters once: too many are "
             f"{sorted((given_times - needed_times).elements())}, and there should be "
             f"{sorted((needed_times - given_times).elements())}. Make it from report.joint.plan of the same model."
+        )
+
+
+def _require_computable(asked: Iterable[str], possible: Collection[str]) -> None:
+    unknown = sorted({*asked} - {*possible})
+    if unknown:
+        raise ValueError(
+            f"the given plan computes again what is computed with {', '.join(unknown)}, and none of that stays within "
+            f"its unit until the next product. Take it out of `recompute`; here that can have "
+            f"{', '.join(possible) or 'nothing'}."
         )

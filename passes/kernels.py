@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import fx
 
-from . import _torch_compat as compat
-from ._torch_compat import BaseSchedulerNode
+from . import _torch_compat_kernels as compat
+from ._torch_compat_kernels import BaseSchedulerNode
 from .collectives import is_launch
 from .insert import ROLE, Role
+from .keep import STEP
 from .ledger import begin
 from .phases import phase_of
 
@@ -26,6 +27,11 @@ class Kernels:
     def are_ours(self) -> bool:
         """False for those that Inductor compiles for itself on the way, as its autotuning does."""
         return any(self.role.values())
+
+    @property
+    def compute_again(self) -> bool:
+        """Whether the plan of their step has activations computed again, and so counts bytes."""
+        return any(STEP in one.meta and one.meta[STEP].recompute for nodes in self.origins.values() for one in nodes)
 
     def is_launch(self, snode: BaseSchedulerNode) -> bool:
         # Inductor reduces in place: the copy that it makes first comes from the all-reduce too, and is no launch.

@@ -28,6 +28,7 @@ from torch import fx
 
 from . import _torch_compat as compat
 from . import markers
+from .activations import compute_again
 from .buckets import gather_buckets, reduce_buckets
 from .keep import STEP
 from .phases import is_backward, phase_of
@@ -71,11 +72,15 @@ def plan_joint(graph: fx.Graph) -> Plan:
     )
 
 
-def plan_keeping(graph: fx.Graph, kept: Collection[str]) -> Plan:
-    """The plan of a step that keeps these parameters, and regathers all others, whatever their units were told."""
+def plan_keeping(graph: fx.Graph, kept: Collection[str], recompute: Collection[str] = ()) -> Plan:
+    """The plan of a step that keeps these parameters, and regathers all others, whatever their units were told.
+
+    What is computed with those in ``recompute`` is computed again in backward.
+    """
+    compute_again(graph, recompute)
     for one in find_unshards(graph):
         one.node.update_kwarg("regather", one.fqn not in kept)
-    return plan_joint(graph)
+    return dataclasses.replace(plan_joint(graph), recompute=tuple(sorted(recompute)))
 
 
 def _plan_backward(

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _torch_compat as compat
-from ._torch_compat import BaseSchedulerNode
+from . import _torch_compat_kernels as compat
+from ._torch_compat_kernels import BaseSchedulerNode
 from .kernels import Kernels
 from .overlap import Items, planned_order
 
@@ -51,6 +51,8 @@ class ScheduleInPlannedOrder:
             return snodes
         leave_graph()
         compat.drop_temporary_dependencies(snodes)
+        if kernels.compute_again:
+            compat.free_after_last_reader()
         items = Items(
             order=kernels.in_order_of_graph(),
             deps=kernels.deps,

@@ -31,9 +31,10 @@ _CHOOSING = "/choosing"
 
 @dataclass(frozen=True)
 class Decision:
-    """What is kept from forward to backward, and why."""
+    """What is kept from forward to backward and what is computed again, by parameters, and why."""
 
     keep: tuple[str, ...]
+    recompute: tuple[str, ...]
     choice: Choice
 
     def to_json(self) -> str:
@@ -44,7 +45,7 @@ class Decision:
         fields = json.loads(text)
         if "error" in fields:
             raise RuntimeError(f"the rank that chooses what is kept for memory_budget could not: {fields['error']}")
-        return cls(tuple(fields["keep"]), Choice.of(fields["choice"]))
+        return cls(tuple(fields["keep"]), tuple(fields["recompute"]), Choice.of(fields["choice"]))
 
 
 class Settled:

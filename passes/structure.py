@@ -49,7 +49,8 @@ class Structure:
     of_weights: dict[fx.Node, Weights]  # gathers, and what is made of them and of what stays; with those behind it
     beside: set[fx.Node]  # what else goes into that
     in_forward: set[fx.Node]  # the gathers that forward reads, or keeps
-    saved: set[fx.Node]  # forward's compute that is not computed again
+    computed: set[fx.Node]  # what forward's results take, and no gradient goes into
+    saved: set[fx.Node]  # of that, what is not computed again
     again: dict[fx.Node, int]  # the gathers that backward may need, and the place of the first node that may
     read: set[fx.Node]  # those of them that backward reads in any case
     late: set[fx.Node]  # what reads weights that forward does not, though no gradient goes into it
@@ -85,7 +86,8 @@ def structure_of(graph: fx.Graph) -> Structure:
     }
     # Without elements, what no gradient goes into may as well be computed in forward.
     surely = _NONE.union(*(_weights_read(node, of_weights) for node in fed))
-    return Structure(of_weights, beside, in_forward, saved, again, set(surely) & set(again), late, fed)
+    computed, reads = forward - backward, set(surely) & set(again)
+    return Structure(of_weights, beside, in_forward, computed, saved, again, reads, late, fed)
 
 
 def _results_of_forward(graph: fx.Graph, backward: set[fx.Node]) -> list[fx.Node]:
@@ -120,11 +122,11 @@ def made_of_weights(
         if not all(one in found or one in constant or one in apart for one in reads):
             continue
         of_constants = all(one in alone or one in constant for one in reads)
-        if not of_constants and not _is_elementwise(node):
+        if not of_constants and not is_elementwise(node):
             continue
-        if not weights and (_can_be_done_again(node) or _is_random(node)):
-            (constant if of_constants and not _is_random(node) else apart).add(node)
-        elif weights and _can_be_done_again(node):
+        if not weights and (can_be_done_again(node) or is_random(node)):
+            (constant if of_constants and not is_random(node) else apart).add(node)
+        elif weights and can_be_done_again(node):
             found[node] = weights
             if of_constants:
                 alone.add(node)
@@ -153,7 +155,7 @@ def _saved(
             kept.add(node)
         elif kept & set(node.all_input_nodes):
             products.add(node)
-        if _follows_a_product(node) and node.all_input_nodes and set(node.all_input_nodes[:1]) <= products:
+        if follows_a_product(node) and node.all_input_nodes and set(node.all_input_nodes[:1]) <= products:
             products.add(node)
         weights = _weights_read(node, of_weights)
         if not weights or not isinstance(node.meta.get("val"), Tensor) or compat.may_alias(node.target):
@@ -224,7 +226,7 @@ def is_matrix(gather: fx.Node) -> bool:
     return sum(length != 1 for length in size) > 1
 
 
-def _follows_a_product(node: fx.Node) -> bool:
+def follows_a_product(node: fx.Node) -> bool:
     """Views, casts, and what is left of a product where a batch of one made it a sum of products, times one."""
     times_a_number = node.target is torch.ops.aten.mul.Tensor and len(node.all_input_nodes) == 1
     return passes_on(node) or times_a_number or node.target is torch.ops.aten.sum.dim_IntList
@@ -234,23 +236,23 @@ def _is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def _is_elementwise(node: fx.Node) -> bool:
+def is_elementwise(node: fx.Node) -> bool:
     """Whether an operation computes each element of its result from one of each argument, or is none at all."""
     return compat.has_tag(node.target, torch.Tag.pointwise) or compat.may_alias(node.target) or node.target in CASTS
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
     return compat.has_tag(node.target, torch.Tag.nondeterministic_seeded)
 
 
-def _can_be_done_again(node: fx.Node) -> bool:
+def can_be_done_again(node: fx.Node) -> bool:
     """Whether an operation gives the same once more, and nothing else happens."""
     if node.target is operator.getitem:
         return True
     return (
         isinstance(node.target, compat.OpOverload)
         and not node.is_impure()
-        and not _is_random(node)
+        and not is_random(node)
         and "unbacked_bindings" not in node.meta
     )
 

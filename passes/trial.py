@@ -54,6 +54,7 @@ class Trial:
     """One step as it would be."""
 
     kept: frozenset[str]
+    recomputed: frozenset[str]
     plan: Plan
     forward: Half
     backward: Half
@@ -84,6 +85,7 @@ def trial_of(
     profile: HardwareProfile,
     groups: Groups | None = None,
     like_fsdp2: bool = False,
+    recompute: Collection[str] = (),
 ) -> Trial:
     """Predict the step of a joint graph that has gone through all passes but ``keep``; the graph stays as it is.
 
@@ -92,7 +94,7 @@ def trial_of(
     module = fx.GraphModule(joint.owning_module or {}, copy.deepcopy(joint))  # type: ignore[arg-type]
     if like_fsdp2:
         pack_units(module.graph)
-    plan = plan_keeping(module.graph, kept)
+    plan = plan_keeping(module.graph, kept, recompute)
     keep(module.graph, plan)
     if like_fsdp2:
         save_all(module.graph)
@@ -107,6 +109,7 @@ def trial_of(
     weight = weigh(forward, backward, num_results, fused=not like_fsdp2)
     return Trial(
         frozenset(kept),
+        frozenset(recompute),
         plan,
         _half(forward, weight.forward, (), profile, groups),
         _half(backward, weight.backward, weight.given_up, profile, groups),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from . import _torch_compat as compat
+from . import _torch_compat_kernels as kernels_compat
 from .aliases import base_of, inputs_of, is_free
 from .emit import emit
 from .fusion import is_pointwise
@@ -41,7 +41,7 @@ library.impl("in_memory", _in_memory, "CompositeExplicitAutograd")
 def write_out(graph: fx.Graph, plan: Plan) -> int:
     """Write what Inductor would compute of a gathered weight in another phase; return how many results that are."""
     del plan  # the phases say what is read in which
-    compat.lower_as_written(in_memory)
+    kernels_compat.lower_as_written(in_memory)
     gathers = {node for node in unshard_nodes(graph) if node.kwargs["regather"]}
     computed: dict[fx.Node, None] = {}  # of weights, and of nothing that is in memory besides
     late: dict[fx.Node, None] = {}

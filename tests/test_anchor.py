@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from fsdp_compile.passes import ScheduleInPlannedOrder
-from fsdp_compile.passes import _torch_compat as compat
+from fsdp_compile.passes import _torch_compat_kernels as compat
 from fsdp_compile.passes.kernels import Kernels, is_our_launch
 from tests.compiling import no_kernels_built
 from tests.models import Checkpointed, Stack, shard

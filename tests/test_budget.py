@@ -23,7 +23,8 @@ from fsdp_compile.passes.budget import default_profile
 from fsdp_compile.passes.choice import Candidate
 from fsdp_compile.passes.planner import plan_joint
 from fsdp_compile.passes.provenance import annotate, settle_names
-from fsdp_compile.passes.residency import AGAIN, KEPT, choose, peak_with, residents_of
+from fsdp_compile.passes.residency import AGAIN, KEPT, choose
+from fsdp_compile.passes.residents import peak_with, residents_of
 from fsdp_compile.passes.trial import trial_of
 from tests.comparing import assert_same_grads
 from tests.compiling import passes
@@ -279,7 +280,7 @@ def _keeping_too(plan: Plan, fqn: str) -> Plan:
 def test_a_budget_that_nothing_fits_into_is_met_as_well_as_can_be(fake_group_of_four: None) -> None:
     model = shard(Stack(2))
     configure(model, memory_budget="1KiB")
-    with pytest.warns(UserWarning, match=r"1\.0 KiB \(1,024 bytes\), and the smallest plan .* checkpoint activations") as seen:
+    with pytest.warns(UserWarning, match=r"1\.0 KiB \(1,024 bytes\), and the smallest plan .* checkpoint whole blocks") as seen:
         plan = _planned(model, TOKENS)
     assert plan.choice is not None and not plan.choice.is_met
     (said,) = [str(one.message) for one in seen if "memory_budget is" in str(one.message)]
@@ -418,7 +419,7 @@ def _trained(shares: tuple[float, ...]) -> list[tuple[int, tuple[str, ...], Cand
     return found
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_larger_budget_is_no_slower_and_trains_the_same(two_ranks: Ranks) -> None:
     here, there = two_ranks.run(_trained, (0.0, 0.3, 1.0))
     assert here == there

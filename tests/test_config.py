@@ -22,7 +22,8 @@ from fsdp_compile import fully_shard, install_passes
 from fsdp_compile._torch_compat import inductor
 from fsdp_compile.graph.install import AnchorToo, ComposedPass, JointPass
 from fsdp_compile.passes import AnchorLaunches, GraphRecord, ScheduleInPlannedOrder, source_hash
-from fsdp_compile.passes._torch_compat import CustomGraphPass, SchedulerPass
+from fsdp_compile.passes._torch_compat import CustomGraphPass
+from fsdp_compile.passes._torch_compat_kernels import SchedulerPass
 from tests.recording import recorded
 
 pytestmark = pytest.mark.usefixtures("fake_group_of_four", "fresh_config")

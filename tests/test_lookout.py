@@ -45,7 +45,11 @@ def part(case: str, mode: str, world: int = 2) -> list[tuple[int, dict[str, str]
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-MODES = ["eager", *(pytest.param(mode, marks=pytest.mark.more) for mode in ("inductor", "blocks", "aot_eager"))]
+MODES = [
+    "eager",
+    *(pytest.param(mode, marks=pytest.mark.more) for mode in ("inductor", "blocks")),
+    pytest.param("aot_eager", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -40,6 +40,7 @@ CASES = {
     "tied": Case(partial(Stack, tied=True)),
     "checkpointed": Case(Checkpointed),
     "kept behind forward": Case(options={"reshard_after_forward": False}),
+    "computing again": Case(budget=1),
     "frozen": Case(frozen=("layers.0.up.weight", "layers.1.down.bias", "embed.weight")),
     "accumulating": Case(holds_back=True),
     "synchronizing late": Case(decides_late=True),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import fsdp_compile
 from fsdp_compile import FSDPModule, fully_shard
 from tests.compiling import no_kernels_built
-from tests.models import Block, Stack
+from tests.models import Block, Stack, shard
 from tests.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,7 +33,7 @@ def _code(language: str, *files: str) -> list[str]:
 def _run_examples(folder: str) -> None:
     shard_and_compile, fsdp1 = _code("python", "README.md")
     of_pages = _code("python", *(f"docs/{page}" for page in PAGES))
-    inspect, edit, costs, budget, accumulate, explain, whole_step, compare = of_pages
+    inspect, edit, costs, budget, again, accumulate, explain, whole_step, compare = of_pages
     batch = torch.zeros(2, 5, dtype=torch.long)
     names = {"torch": torch, "fsdp_compile": fsdp_compile, "model": Stack(1), "batch": batch, "batches": [batch, batch]}
     exec(shard_and_compile, names)
@@ -50,6 +50,13 @@ def _run_examples(folder: str) -> None:
     budgeted = names | {"model": fully_shard(Stack(1))}
     exec(budget, budgeted)
     torch.compile(budgeted["model"])(batch).sum().backward()
+    planned = shard(Stack(1))
+    with fsdp_compile.inspect(planned) as report:
+        torch.compile(planned)(batch).sum().backward()
+    exec(again, {"fsdp_compile": fsdp_compile, "model": planned, "report": report})
+    with fsdp_compile.inspect(planned) as report:
+        torch.compile(planned)(batch).sum().backward()
+    assert report.joint.plan.recompute == ("layers.0.up.weight",)
     exec(accumulate, names)
     exec(explain, names)
     assert names["report"]

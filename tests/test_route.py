@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compile import fully_shard
+from fsdp_compile import configure, fully_shard
 from fsdp_compile.core.param import READS
 from fsdp_compile.eager import forward
 from tests.comparing import assert_same_grads
@@ -54,6 +54,7 @@ class Case:
     decides_late: bool = False  # to synchronize: between forward and backward
     evaluates: bool = False  # before each step, without gradients
     twice: bool = False  # backward, through the same graph
+    budget: int | None = None  # bytes; with one that nothing fits into, all is gathered and computed again
     tolerance: float = 1e-5
     never: tuple[int, ...] = (1,)  # ranks that compile nothing, where ``how`` says so
 
@@ -103,6 +104,8 @@ def train(case: Case) -> list[int]:
     for layer in model.layers if case.nested else ():
         fully_shard(layer.mlp, **options)
     shard(model, **options)
+    if case.budget is not None:
+        configure(model, memory_budget=case.budget)
     if case.blocks or case.both:
         for layer in model.layers:
             layer.compile(backend=case.backend)
@@ -240,6 +243,7 @@ CASES = {
         options={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
         tolerance=3e-2,
     ),
+    "computing again": Case(budget=1),
     "frozen": Case(frozen=("layers.0.up.weight", "layers.1.down.bias", "embed.weight")),
     "accumulating": Case(holds_back=True),
     "synchronizing late": Case(decides_late=True),

@@ -45,7 +45,8 @@ def configure(
     float in (0, 1]), or ``"fsdp2"``: what FSDP2 is predicted to need. Shards, gradients, saved activations, gathered
     parameters and buffers count; the states of optimizers, and what stands outside of the compiled model, do not.
     Which parameters stay gathered from forward to backward is then chosen by predicted bytes and seconds, whatever
-    ``reshard_after_forward`` says (a number of ranks holds); the first rank chooses for all, by its own batch.
+    ``reshard_after_forward`` says (a number of ranks holds), and where room is short, which activations backward
+    computes again; the first rank chooses for all, by its own batch.
     ``report.joint.plan.choice`` has the reasons. Holds from the next compilation on, in place of a plan that was given
     before, until ``memory_budget=None`` takes it back: what is kept is then again as ``reshard_after_forward`` says,
     in a graph that is compiled anew, or was before there was a budget. The eager path has no use for it.

@@ -8,7 +8,8 @@ import torch
 
 from .._torch_compat import dynamo, inductor
 from ..passes import AnchorLaunches, PassManager, ScheduleInPlannedOrder, source_hash
-from ..passes._torch_compat import CustomGraphPass, SchedulerPass
+from ..passes._torch_compat import CustomGraphPass
+from ..passes._torch_compat_kernels import SchedulerPass
 from ..passes.keep import make_again
 
 manager = PassManager()

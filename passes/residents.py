@@ -1,0 +1,207 @@
+"""What may stay from forward to backward, and what it would mean: bytes held, how long, and the seconds saved by it.
+
+    bytes alive, all made again                      what staying adds, from the last read in forward
+                                                     to where backward would have made it again
+              ____ budget _____________________
+                     /---\\                                    |======== w2 (shortest) ======|
+               /----/     \\----\\                          |============= w1 ==================|
+         /----/                 \\----                    |======== mm(x, w0) ==============|
+         forward     |  backward
+
+A bucket of parameters that stays is one gather less in backward, an activation one computation less. Both save the
+seconds that the replay of backward without it is shorter, so both are worth something in one currency: a computation
+in the time that a collective takes is worth nothing, and neither is a gather that is hidden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from .aliases import Storage, storages_of
+from .collectives import is_launch
+from .insert import ROLE, Role
+from .memory import lifetimes
+from .plan import Plan
+from .replay import Event, Launch, simulate
+from .trial import Half, Trial
+from .weigh import results_of, saved_by
+
+
+@dataclass(frozen=True)
+class Resident:
+    """One bucket of backward's gathers, or what is computed with one matrix, and what it would mean to keep it."""
+
+    unit: str
+    fqns: tuple[str, ...]
+    num_bytes: int
+    since: int  # position of its last reader in forward
+    until: int  # position in backward where it would be launched, or computed
+    held_s: float  # between the two
+    saved_s: float
+    is_activation: bool = False
+
+
+def residents_of(again: Trial) -> list[Resident]:
+    """The buckets of backward, in the order of their launches."""
+    backward, forward = again.plan.backward, again.plan.forward
+    assert backward is not None and forward is not None
+    last_read = _last_reads(again.forward.graph, forward)
+    launched: dict[int, int] = {}
+    events: dict[int, set[str]] = {}
+    for position, node in enumerate(again.backward.graph.nodes):
+        if (role := _gathering(node)) is not None:
+            events.setdefault(role.bucket, set()).add(node.name)  # a wait's event has the name of its launch
+            if is_launch(node):
+                launched[role.bucket] = position
+    clock = _Clock(again)
+    found = []
+    for index, bucket in enumerate(backward.gathers):
+        if index not in launched:
+            continue  # one rank has all of it
+        since, until = max(last_read.get(fqn, 0) for fqn in bucket.fqns), launched[index]
+        saved_s = clock.seconds_without(events[index])
+        num_bytes = bucket.num_bytes * bucket.num_ranks
+        found.append(
+            Resident(bucket.unit, bucket.fqns, num_bytes, since, until, clock.between(since, until), saved_s)
+        )
+    return found
+
+
+def activations_made_again(
+    saved: Trial, again: Trial, activations: Mapping[str, Collection[str]]
+) -> list[Resident]:
+    """Of what ``saved`` saves and ``again`` computes again, what is computed with each matrix.
+
+    ``activations`` has the names of the joint graph's nodes by that of their matrix.
+    """
+    before, now = _saved_bytes(saved), _saved_bytes(again)
+    position = {node.name: place for place, node in enumerate(again.backward.graph.nodes)}
+    last = {life.storage.node.name: life.last for life in lifetimes(again.forward.graph, fused=True)}
+    place = {node.name: index for index, node in enumerate(again.forward.graph.nodes)}
+    clock = _Clock(again)
+    found = []
+    for name, nodes in activations.items():
+        freed = [one for one in nodes if one in before and one not in now and one in position and one in place]
+        if not freed:
+            continue
+        since, until = min(last.get(one, place[one]) for one in freed), max(position[one] for one in freed)
+        saved_s = clock.seconds_without({one for one in nodes if one in position})
+        num_bytes = sum(before[one] for one in freed)
+        found.append(
+            Resident("", (name,), num_bytes, since, until, clock.between(since, until), saved_s, is_activation=True)
+        )
+    return found
+
+
+def fill(again: Trial, residents: Sequence[Resident], order: Sequence[Resident], room: int) -> list[Resident]:
+    """As many of these as fit, each if it does beside those before it."""
+    kept: list[Resident] = []
+    for one in order:
+        if peak_with(again, residents, [*kept, one]) <= room:
+            kept.append(one)
+    return kept
+
+
+def peak_with(again: Trial, residents: Sequence[Resident], kept: Sequence[Resident]) -> int:
+    """The peak that a step should have with these kept.
+
+    What is gathered behind the first unit, where that is kept, is launched when backward begins.
+    """
+    forward, backward = [0] * (len(again.forward.live_bytes) + 1), [0] * (len(again.backward.live_bytes) + 1)
+    stays = {*kept}
+    buckets = [one for one in residents if not one.is_activation]
+    steps = [list(step) for _, step in itertools.groupby(buckets, key=lambda one: one.unit)]
+    launch = 0
+    for index, (step, following) in enumerate(itertools.zip_longest(steps, steps[1:])):
+        for one in step:
+            backward[0 if one in stays else min(launch, one.until)] += one.num_bytes
+            backward[one.until] -= one.num_bytes
+        if following and (index > 0 or any(one not in stays for one in step)):
+            launch = following[0].until
+    for one in stays:
+        forward[one.since + 1] += one.num_bytes
+        if one.is_activation:
+            backward[0] += one.num_bytes
+            backward[one.until] -= one.num_bytes
+    highest = max(map(sum, zip(again.forward.live_bytes, itertools.accumulate(forward))))
+    later = max(map(sum, zip(again.backward.live_bytes, itertools.accumulate(backward))))
+    return again.held_bytes + max(highest, again.returned_bytes + later)
+
+
+def by_worth(residents: Sequence[Resident]) -> list[Resident]:
+    """Those that save time, most for a byte and second first."""
+    saving = [one for one in residents if one.saved_s > 0]
+    return sorted(saving, key=lambda one: one.num_bytes * max(one.held_s, 1e-9) / one.saved_s)
+
+
+def by_life(residents: Sequence[Resident]) -> list[Resident]:
+    """All of them, the shortest life first."""
+    return sorted(residents, key=lambda one: one.held_s)
+
+
+class _Clock:
+    """When nodes of a trial's graphs begin, and how long its backward would take without some."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        self._forward_s, self._backward_s = _begins(trial.forward), _begins(trial.backward)
+        self._bare = [_bare(event) for event in trial.backward.events]
+
+    def between(self, since: int, until: int) -> float:
+        """From a node of forward to one of backward."""
+        return self._trial.forward.timeline.total_s - self._forward_s[since] + self._backward_s[until]
+
+    def seconds_without(self, names: Collection[str]) -> float:
+        """By how much a backward is shorter that has no such events."""
+        rest = (event for event in self._bare if event.name not in names)
+        return self._trial.backward.timeline.total_s - simulate(rest).total_s
+
+
+def _begins(half: Half) -> list[float]:
+    points = iter(half.timeline.memory)
+    now_s, begins = 0.0, []
+    for node in half.graph.nodes:
+        if node.op == "call_function":
+            now_s = next(points).at_s
+        begins.append(now_s)
+    return begins
+
+
+def _bare(event: Event) -> Event:
+    """Without memory, and what a launch needs: of those, some are left out."""
+    bare = dataclasses.replace(event, allocs=(), frees=())
+    return dataclasses.replace(bare, needs=()) if isinstance(bare, Launch) else bare
+
+
+def _last_reads(graph: fx.Graph, plan: Plan) -> dict[str, int]:
+    """The position of the last node of a forward graph that needs what a parameter's bucket brought."""
+    last: dict[int, int] = {}
+    for life in lifetimes(graph, fused=True):
+        role = _gathering(life.storage.node)
+        if role is not None:
+            last[role.bucket] = max(last.get(role.bucket, 0), life.last)
+    return {fqn: last.get(index, 0) for index, bucket in enumerate(plan.gathers) for fqn in bucket.fqns}
+
+
+def _gathering(node: fx.Node) -> Role | None:
+    role = node.meta.get(ROLE)
+    return role if isinstance(role, Role) and role.kind == "gather" else None
+
+
+def _saved_bytes(trial: Trial) -> dict[str, int]:
+    """What forward computes and saves for backward; of views, what they are views of once, by the first one's name."""
+    return dict(_saved(trial.forward.graph, trial.backward.graph))
+
+
+def _saved(forward: fx.Graph, backward: fx.Graph) -> Iterator[tuple[str, int]]:
+    storages = storages_of(forward)
+    seen: set[Storage] = set()
+    for one in results_of(forward)[saved_by(forward, backward) :]:
+        if isinstance(one, fx.Node) and one.op == "call_function":
+            yield one.name, sum(storage.num_bytes for storage in storages[one] if storage not in seen)
+            seen.update(storages[one])
