@@ -95,8 +95,8 @@ def _ranges_of(flight: Flight, step: int | None, lanes: _Lanes, facts: Facts) ->
     prefix = "FSDP::" if flight.expected else ""
     lane = lanes.free_at(start, end)
     yield lanes.event(f"{prefix}{name}", lane, start, end, _args(flight, step, facts))
-    if flight.waited and flight.wait is not None:
-        wait = flight.wait
+    wait = flight.wait
+    if flight.waited and wait is not None and flight.waited[0] == (wait.start, wait.end):  # on a GPU no thread waits
         yield {**_range(f"{prefix}wait for {name}", wait.start, wait.end, WAIT), **_place(wait)}
 
 

@@ -46,7 +46,7 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", default="traces", help="where traces go (default %(default)s)")
     parser.add_argument("--ranks", type=_count, help="start so many processes here; without it, this one is the rank")
     parser.add_argument(
-        "--wait", type=_count_or_none, default=2, metavar="N",
+        "--wait", type=_count_or_zero, default=2, metavar="N",
         help="steps before the one that warms up, in which graphs are compiled (default %(default)s)",
     )  # fmt: skip
     parser.add_argument("--active", type=_count, default=3, metavar="N", help="recorded steps (default %(default)s)")
@@ -73,6 +73,8 @@ def add_refine(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
+    if arguments.script == "-m" and arguments.args:  # behind "--" it is an argument like others
+        arguments.module, arguments.script, arguments.args = True, arguments.args[0], arguments.args[1:]
     problem = _problem_of(arguments)
     if problem is not None:
         print(problem, file=sys.stderr)
@@ -83,16 +85,30 @@ def _profile(arguments: argparse.Namespace) -> int:
         return code or _print_summary(folder, arguments, arguments.ranks)
     try:
         with _stepped_by_optimizer(arguments) as profile:
-            run_script(arguments.script, arguments.args, is_module=arguments.module)
+            code = _run(arguments)
     except RuntimeError as error:
         if not str(error).startswith("nothing was recorded"):
             raise
         print(f"The script ended, and {error}", file=sys.stderr)
         return 2
     is_first = os.environ.get("RANK", "0") == "0"
-    if not is_first or _OF_PARENT in os.environ:
-        return 0
+    if code or not is_first or _OF_PARENT in os.environ:
+        return code
     return _print_summary(profile.folder, arguments, int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """The script, to its end; the code that it ends with."""
+    if arguments.module and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        run_script(arguments.script, arguments.args, is_module=arguments.module)
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+            return 1
+        return ended.code or 0
+    return 0
 
 
 def _problem_of(arguments: argparse.Namespace) -> str | None:
@@ -208,5 +224,5 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _count_or_none(text: str) -> int:
+def _count_or_zero(text: str) -> int:
     return 0 if text == "0" else _count(text)

@@ -125,8 +125,12 @@ def _fits(traces: Sequence[Trace], backend: str) -> Iterable[Fitted]:
         alone = [seconds for is_alone, seconds in runs_of_size if is_alone]
         seconds = statistics.median(alone or [seconds for _, seconds in runs_of_size])
         points[dimension, kind].append((dimension.sent(kind, num_bytes, backend), seconds))
+    base = traces[0].hardware
     for (dimension, kind), found in sorted(points.items(), key=lambda one: (one[0][0].num_ranks, one[0][1])):
-        yield Fitted(dimension, kind, fit_line(found), tuple(sorted(found)))
+        known_s = (base.between if dimension.spans_nodes else base.inside).latency_s
+        # One size does not tell latency from bandwidth: the latency is what it was, if that leaves time for the bytes.
+        latency_s = 0.0 if len(found) > 1 else min(known_s, found[0][1] / 2)
+        yield Fitted(dimension, kind, fit_line(found, latency_s), tuple(sorted(found)))
 
 
 def _link(base: Link, fitted: Sequence[Fitted], slowed: float | None) -> Link:

@@ -135,14 +135,13 @@ def _ranks(summary: Summary) -> Table:
 def _table(title: str, collectives: Sequence[OfCollective]) -> Table:
     table = _empty(title)
     table.add_column("collective", overflow="fold")
-    for name in ("in", "times", "bytes", "took", "planned", "exposed", "planned"):
+    for name in ("in", "bytes", "took", "planned", "exposed", "planned"):
         table.add_column(name, justify="left" if name == "in" else "right", no_wrap=True)
     for one in collectives:
         table.add_row(
             Text(on_one_line(one.name)),
             one.stage or "-",
-            f"{one.count:g}",
-            format_bytes(one.num_bytes),
+            format_bytes(one.num_bytes) + ("" if one.count == 1 else f" x{one.count:g}"),
             _ms(one.seconds),
             _ms(one.planned_s),
             _ms(one.exposed_s),
