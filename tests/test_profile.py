@@ -33,7 +33,7 @@ ACTIVE = 2
 
 def _record(folder: str, compiles: bool) -> dict[str, Any]:
     """A compiled and an eager training, both profiled; which parameters there are."""
-    model = shard(Stack(num_blocks=2))
+    model = shard(Stack(num_blocks=1))
     run = torch.compile(model, fullgraph=True) if compiles else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with fsdp_compile.profile(run, folder, wait=1, active=ACTIVE) as profiled:
@@ -127,9 +127,9 @@ def test_the_summary_is_what_the_traces_say(run: tuple[str, Path, dict[str, Any]
     for trace, rank in zip(traces_in(folder), summary.ranks, strict=True):
         busy_s, waited_s, both_s = busy_and_waiting(trace)
         slack = 1e-6 * 2 * len(ranges(trace, "gloo:"))
-        assert rank.step_s == pytest.approx(sum(one["dur"] for one in ranges(trace, "ProfilerStep#")) / 1e6 / ACTIVE)
+        assert rank.step_s == pytest.approx(sum(one["dur"] for one in ranges(trace, "ProfilerStep#")) / 1e6 / ACTIVE, abs=1e-8)
         assert rank.communication_s == pytest.approx(busy_s, abs=slack)
-        assert rank.exposed_s == pytest.approx(waited_s, abs=1e-9)
+        assert rank.exposed_s == pytest.approx(waited_s, abs=1e-8)  # the clock, in us, has ten digits before the point
         assert rank.overlap == pytest.approx(1 - both_s / busy_s, abs=slack / busy_s)
     assert summary.exposed_s == max(one.exposed_s for one in summary.ranks)
     # Of each collective: the n-th of its name in each step, on both ranks.
@@ -142,9 +142,9 @@ def test_the_summary_is_what_the_traces_say(run: tuple[str, Path, dict[str, Any]
         ]  # fmt: skip
         pairs = list(zip(*of_ranks, strict=True))
         assert one.count == len(pairs) / ACTIVE
-        assert one.seconds == pytest.approx(sum(min(event["dur"] for event in pair) for pair in pairs) / len(pairs) / 1e6)
+        assert one.seconds == pytest.approx(sum(min(event["dur"] for event in pair) for pair in pairs) / len(pairs) / 1e6, abs=1e-8)
         exposed = [max(sum(end - start for start, end in event["args"]["waited_us"]) for event in pair) for pair in pairs]
-        assert one.exposed_s == pytest.approx(sum(exposed) / len(pairs) / 1e6)
+        assert one.exposed_s == pytest.approx(sum(exposed) / len(pairs) / 1e6, abs=1e-8)
     longest = sorted((one.exposed_s * one.count for one in summary.collectives), reverse=True)
     assert [one.exposed_s * one.count for one in summary.worst] == [one for one in longest[:5] if one > 0]
     assert summary.takes is not None

@@ -138,7 +138,9 @@ def _start_ranks(arguments: argparse.Namespace) -> int:
     script = [*(["-m"] if arguments.module else []), arguments.script, *arguments.args]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
     command += ["-m", "fsdp_compile.cli", "profile", *options, "--", *script]
-    started = subprocess.Popen(command, env={**os.environ, _OF_PARENT: "1"})
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = {"OMP_NUM_THREADS": str(max(1, num_cpus // arguments.ranks))}  # or torchrun takes one, and says so
+    started = subprocess.Popen(command, env={**threads, **os.environ, _OF_PARENT: "1"})
     try:
         return 2 if started.wait() else 0
     finally:

@@ -29,11 +29,6 @@ def summary_of(traces: Sequence[Trace], folder: Path) -> Summary:
     first = traces[0]
     collectives = tuple(_collectives(traces))
     takes = [(one.seconds * one.count, one.planned_s * one.count) for one in collectives if one.planned_s is not None]
-    waits = [
-        (one.exposed_s * one.count, one.planned_exposed_s * one.count)
-        for one in collectives
-        if one.planned_exposed_s is not None
-    ]
     return Summary(
         folder=folder,
         num_steps=len(first.steps),
@@ -42,7 +37,7 @@ def summary_of(traces: Sequence[Trace], folder: Path) -> Summary:
         ranks=tuple(map(_of_rank, traces)),
         collectives=collectives,
         takes=_total(takes),
-        waits=_total(waits),
+        waits=_waits(traces),
         graphs=_graphs(traces),
     )
 
@@ -95,6 +90,18 @@ def together(traces: Sequence[Trace]) -> list[list[list[tuple[int, Ran]]]]:
             found[one.identity][one.step, one.ranks, seen[turn]].append((trace.rank, one))
             seen[turn] += 1
     return [list(runs.values()) for runs in found.values()]
+
+
+def _waits(traces: Sequence[Trace]) -> Total | None:
+    """Of one step, for what was planned: those of the rank that waits longest."""
+    totals = []
+    for trace in traces:
+        num_steps = max(len(trace.steps), 1)
+        known = [one for one in trace.collectives if one.planned_exposed_s is not None]
+        planned = [(one.exposed_s, one.planned_exposed_s or 0.0) for one in known]
+        if planned:
+            totals.append(Total(sum(took for took, _ in planned) / num_steps, sum(s for _, s in planned) / num_steps))
+    return max(totals, key=lambda one: one.measured_s, default=None)
 
 
 def _graphs(traces: Sequence[Trace]) -> Total | None:
