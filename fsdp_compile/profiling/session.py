@@ -37,6 +37,7 @@ from .summary import Summary
 from .traces import SUFFIXES
 
 _OF_RANK = re.compile(r".*_(\d+)\.\d+\.pt\.trace\.json")
+_SETTLES_S = 0.05  # gloo's threads record for a moment after who waits for them goes on
 _WARMUP = 1  # of the profiler: the first step that it sees takes longer
 
 
@@ -50,14 +51,16 @@ class Profile:
         self._num_steps = 0
         self._failed = False
         self._listener = Listener(hardware)
+        self._schedule = torch.profiler.schedule(wait=wait, warmup=_WARMUP, active=active, repeat=1)
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(
             activities=activities,
-            schedule=torch.profiler.schedule(wait=wait, warmup=_WARMUP, active=active, repeat=1),
+            schedule=self._action,
             on_trace_ready=self._write,
             record_shapes=True,
+            acc_events=True,  # torch 2.11 warns otherwise; there is one cycle
         )
 
     def __enter__(self) -> Profile:
@@ -79,6 +82,8 @@ class Profile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._failed = kind is not None
+        if self._before < self._num_steps < self._before + self._active:
+            time.sleep(_SETTLES_S)
         try:
             self._profiler.__exit__(kind, error, trace)
         finally:
@@ -90,10 +95,11 @@ class Profile:
                 "the training, train longer, or give a smaller wait."
             )
 
-    @property
-    def is_recorded(self) -> bool:
-        """Whether this rank's trace is written."""
-        return self.path is not None
+    def _action(self, step: int) -> torch.profiler.ProfilerAction:
+        """What torch asks between two steps: what to do in the next one."""
+        if step == self._before + self._active:
+            time.sleep(_SETTLES_S)  # the last recorded step has ended, and its range with it
+        return self._schedule(step)
 
     @property
     def summary(self) -> Summary:
