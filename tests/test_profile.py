@@ -25,16 +25,16 @@ from fsdp_compile.profiling.annotate import Facts, annotate
 from fsdp_compile.profiling.listen import Expected, Heard
 from fsdp_compile.profiling.summarize import summarize
 from tests.comparing import batches, loss_of
-from tests.models import Stack, shard
+from tests.models import Stack, mesh_of, shard
 from tests.ranks import Ranks
 
 ACTIVE = 2
 
 
-def _record(folder: str, compiles: bool) -> dict[str, Any]:
-    """A compiled and an eager training, both profiled; which parameters there are."""
-    model = shard(Stack(num_blocks=1))
-    run = torch.compile(model, fullgraph=True) if compiles else model
+def _record(folder: str, backend: str, *dimensions: str) -> dict[str, Any]:
+    """A training that is profiled; which parameters there are."""
+    model = shard(Stack(num_blocks=1), mesh=mesh_of(*dimensions) if dimensions else None)
+    run = model if backend == "none" else torch.compile(model, fullgraph=True, backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with fsdp_compile.profile(run, folder, wait=1, active=ACTIVE) as profiled:
         for step in range(ACTIVE + 3):  # the last one is not recorded
@@ -52,7 +52,7 @@ def _record(folder: str, compiles: bool) -> dict[str, Any]:
 @pytest.fixture(scope="module", params=["compiled", "eager"])
 def run(request: pytest.FixtureRequest, two_ranks: Ranks) -> Iterator[tuple[str, Path, dict[str, Any]]]:
     with tempfile.TemporaryDirectory() as folder:
-        found = two_ranks.run(_record, folder, request.param == "compiled")
+        found = two_ranks.run(_record, folder, "inductor" if request.param == "compiled" else "none")
         assert [sorted(Path(folder).iterdir())] == [sorted(Path(one["path"]) for one in found)], "other files are left"
         yield request.param, Path(folder), found[0]["sizes"]
 
@@ -166,6 +166,25 @@ def test_a_profile_is_refined_from_a_run(run: tuple[str, Path, dict[str, Any]], 
         for trace in traces_in(folder) for one in ranges(trace, "aten::mm")
     ]  # fmt: skip
     assert min(products) <= profile.flops["float32"] <= max(products)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("backend", ["inductor", "none"])
+def test_reductions_over_shards_and_over_copies_are_told_apart(four_ranks: Ranks, tmp_path: Path, backend: str) -> None:
+    found = four_ranks.run(_record, str(tmp_path), backend, "replicate", "shard")
+    sizes = found[0]["sizes"]
+    for rank, trace in enumerate(traces_in(tmp_path)):
+        shards, copies = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+        ways = (("FSDP::gather", shards, 1), ("FSDP::reduce copies of", copies, 2), ("FSDP::reduce ", shards, 1))
+        for prefix, ranks, share in ways:
+            args = [one["args"] for one in ranges(trace, prefix) if "copies" in prefix or "copies" not in one["name"]]
+            assert {name for one in args for name in one["parameters"]} == set(sizes)
+            for one in args:
+                assert one["ranks"] == ranks and one["recorded"]
+                assert one["bytes"] == sum(padded_bytes(sizes[name]) for name in one["parameters"]) // share
+    summary = summarize(tmp_path)
+    assert [one.rank for one in summary.ranks] == [0, 1, 2, 3]
+    assert all(one.num_ranks == 2 and one.count >= 1 for one in summary.collectives)
 
 
 # A rank with a GPU, as Kineto writes it: launches on the CPU, kernels on two streams.
