@@ -118,6 +118,15 @@ def test_what_is_planned_by_it_is_what_was_measured(tmp_path: Path) -> None:
             assert collective_seconds(kind, num_bytes, Group.of(ranks, profile), profile) == pytest.approx(seconds)
 
 
+def test_where_no_line_begins_above_nothing_the_smallest_size_is_the_latency(tmp_path: Path) -> None:
+    for rank in range(2):
+        trace = Written(rank)
+        for num_bytes, seconds in ((1 << 20, 1e-3), (1 << 21, 4e-3)):
+            trace.collective("all_gather", num_bytes, [0, 1], seconds, beside=1e7)
+        trace.write(tmp_path, world_size=2, ranks_per_node=2)
+    assert refine(tmp_path).profile.inside.measured["all_gather"].latency_s == pytest.approx(1e-3)
+
+
 def test_one_size_leaves_the_latency_as_it_was(tmp_path: Path) -> None:
     for rank in range(2):
         trace = Written(rank)

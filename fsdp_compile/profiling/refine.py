@@ -128,9 +128,17 @@ def _fits(traces: Sequence[Trace], backend: str) -> Iterable[Fitted]:
     base = traces[0].hardware
     for (dimension, kind), found in sorted(points.items(), key=lambda one: (one[0][0].num_ranks, one[0][1])):
         known_s = (base.between if dimension.spans_nodes else base.inside).latency_s
-        # One size does not tell latency from bandwidth: the latency is what it was, if that leaves time for the bytes.
-        latency_s = 0.0 if len(found) > 1 else min(known_s, found[0][1] / 2)
-        yield Fitted(dimension, kind, fit_line(found, latency_s), tuple(sorted(found)))
+        yield Fitted(dimension, kind, _fit(found, known_s), tuple(sorted(found)))
+
+
+def _fit(points: Sequence[tuple[float, float]], known_s: float) -> Fit:
+    """A line through what one kind of collective took; ``known_s`` is the latency that was planned by."""
+    smallest_s = min(points)[1]
+    if len(points) == 1:  # tells no latency from bandwidth: as it was, if that leaves time for the bytes
+        return fit_line(points, min(known_s, smallest_s / 2))
+    fit = fit_line(points)
+    # A line that begins below nothing was bent by the largest: then the smallest size says what there is at least.
+    return fit if fit.latency_s else fit_line(points, smallest_s)
 
 
 def _link(base: Link, fitted: Sequence[Fitted], slowed: float | None) -> Link:
