@@ -30,6 +30,9 @@ from .graph.install import install_passes as install_passes
 from .hugging_face.load import load_pretrained as load_pretrained
 from .hugging_face.save import save_pretrained as save_pretrained
 from .lookout.lookout import RanksParted as RanksParted
+from .profiling.session import Profile as Profile
+from .profiling.session import profile as profile
+from .profiling.summary import Summary as Summary
 from .tools.breaks import BreakReport as BreakReport
 from .tools.breaks import GraphBreak as GraphBreak
 from .tools.breaks import explain_breaks as explain_breaks

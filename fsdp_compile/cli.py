@@ -14,6 +14,7 @@ from rich.console import Console
 from . import __version__
 from .demo.report import missing_tools, run_demo
 from .demo.training import Settings
+from .profiling import command as profiling
 from .tools import calibrate, link
 from .workers import WorkerError, interruptible
 
@@ -46,6 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="train a small transformer sharded and unsharded, and compare"))
     _add_calibrate(commands.add_parser("calibrate", help="measure this machine for the cost model, into a JSON file"))
+    profiling.add_profile(commands.add_parser("profile", help="run a script and record some of its steps"))
+    profiling.add_refine(commands.add_parser("refine", help="write a hardware profile from recorded steps"))
     return parser
 
 

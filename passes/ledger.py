@@ -135,6 +135,8 @@ class Ledger:
         # Told of each graph that runs for the first time, and of a parameter that travels outside of graphs and units.
         self.on_graph: Callable[[GraphText, tuple[int, ...]], None] | None = None
         self.on_parameter: Callable[[int], None] | None = None
+        # Told of all that is issued, as it is issued, for as long as a step is profiled.
+        self.hear: Callable[[Issued | Called], None] | None = None
         self.num_begun = 0  # calls of graphs
         self._texts: dict[str, _Text] = {}  # by their digests
         # Graphs that ran, the last one last, with the addresses of the shards that they were given.
@@ -164,10 +166,10 @@ class Ledger:
             self.alarm()
         if not units and shard is not None and self.on_parameter is not None:
             self.on_parameter(_address(shard))
-        if self.is_kept:
+        if self.is_kept or self.hear is not None:
             address = 0 if shard is None else _address(shard)
             memory = shard.untyped_storage() if address else None
-            self.entries.append(Issued(kind, specs, group, address, memory, tuple(map(weakref.ref, units))))
+            self._write(Issued(kind, specs, group, address, memory, tuple(map(weakref.ref, units))))
 
     def begin(self, shards: Sequence[Tensor], text: str) -> None:
         """A graph is about to launch its first collective."""
@@ -187,9 +189,15 @@ class Ledger:
         self._ran[ran] = None
         if is_new and self.on_graph is not None:
             self.on_graph(known.read, ran[1])
-        if self.is_kept:
+        if self.is_kept or self.hear is not None:
             memory = [shard.untyped_storage() for shard, address in zip(shards, ran[1]) if address]
-            self.entries.append(Called(known.read, ran[1], memory, known.sequence()))
+            self._write(Called(known.read, ran[1], memory, known.sequence() if self.is_kept else ()))
+
+    def _write(self, entry: Issued | Called) -> None:
+        if self.hear is not None:
+            self.hear(entry)
+        if self.is_kept:
+            self.entries.append(entry)
 
     @property
     def has_run(self) -> bool:

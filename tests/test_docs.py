@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import itertools
 import os
 import pkgutil
 import re
@@ -137,7 +138,7 @@ def _check_command(words: list[str]) -> None:
             assert set(wanted.split(",")) <= set(extras)
     elif name == "fsdp-compile":
         subprocess.run([sys.executable, "-m", "fsdp_compile.cli", arguments[0], "--help"], check=True, capture_output=True)
-        _require_options(arguments, [ROOT / "fsdp_compile" / "cli.py"])
+        _require_options(arguments, [ROOT / "fsdp_compile" / "cli.py", ROOT / "fsdp_compile" / "profiling" / "command.py"])
     else:
         assert name in ("mkdocs", "pytest") and shutil.which(name), f"no such command: {name}"
 
@@ -155,7 +156,7 @@ def _check_program(arguments: list[str]) -> None:
 
 def _require_options(arguments: list[str], sources: list[Path]) -> None:
     texts = "".join(path.read_text() for path in sources)
-    for option in arguments:
+    for option in itertools.takewhile(lambda one: one != "--", arguments):  # behind it, those of a reader's script
         if option.startswith("--"):
             name = option[2:].replace("-", "_")  # or a field that options are made from
             said = f'"{option}"' in texts or re.search(rf"^    {name}: \w+ = ", texts, flags=re.MULTILINE)

@@ -17,6 +17,7 @@ FLOORS = [
     {"graph", "eager", "lookout"},
     {"api"},
     {"tools", "fsdp1", "hugging_face"},
+    {"profiling"},
     {"adoption"},
     {"demo", "run"},
     {"cli"},

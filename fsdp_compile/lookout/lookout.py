@@ -65,6 +65,10 @@ class Lookout:
         if self._watch is None or not self._watch.is_in_this_world():
             ledger.alarm = self._start
 
+    def namer(self) -> Namer:
+        """Knows the names of what this process issues, for another thread than the one that compares."""
+        return self._namer.another()
+
     def _start(self) -> None:
         ledger.alarm = None
         if self.timeout_s <= 0 or not dist.is_initialized() or dist.get_world_size() == 1:

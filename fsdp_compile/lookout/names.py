@@ -37,6 +37,12 @@ class Namer:
     def know(self, unit: Unit) -> None:
         self._units.add(unit)
 
+    def another(self) -> Namer:
+        """One that knows the same units, for another thread."""
+        made = Namer()
+        made._units.update(self._units)
+        return made
+
     def of_launch(self, issued: Issued) -> Piece:
         """What was issued eagerly, as a piece of one link."""
         address = issued.address

@@ -60,6 +60,31 @@ def planned(meter: Meter) -> None:
     meter.require(fsdp_compile.plan_of(model).id == plan.id, "an evaluation is in the place of the step")
 
 
+def profiled(meter: Meter) -> None:
+    """Two steps are recorded, with a range for what carries each parameter; training goes on."""
+    reference, model = models.twins()
+    run = compiled(meter, shard(model))
+    optims = [torch.optim.SGD(one.parameters(), lr=LR) for one in (model, reference)]
+    with tempfile.TemporaryDirectory() as folder:
+        with fsdp_compile.profile(model, folder, wait=1, active=2) as profile:
+            for step in range(4):  # by hand: the meter profiles the steps of `train` itself
+                loss = backward(run, step, models.batches(step))
+                losses = reference_backward(reference, models.batches(step), step)
+                meter.compare("loss", loss, losses[dist.get_rank()])
+                meter.compare_gradients(model, reference)
+                for optim in optims:
+                    optim.step()
+                    optim.zero_grad()
+                profile.step()
+        meter.require(isinstance(profile, fsdp_compile.Profile) and profile.path is not None, "no trace was written")
+        summary = profile.summary
+        meter.require(isinstance(summary, fsdp_compile.Summary) and summary.num_steps == 2, str(summary))
+        if _lowers(meter):
+            found = {name for one in summary.collectives for name in one.parameters}
+            meter.require(found == {name for name, _ in reference.named_parameters()}, f"ranges name {sorted(found)}")
+    train(meter, model, reference, run, first=4, num_steps=1)
+
+
 def explained(meter: Meter) -> None:
     """Three graphs for two breaks, one where there is one; training goes on."""
     _, model = models.twins(models.Broken)

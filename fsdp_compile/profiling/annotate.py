@@ -1,0 +1,214 @@
+"""A record with our ranges in it: what each collective carried, what it took and was planned to take.
+
+    before    gloo's threads      gloo:all_gather |------|
+    after     gloo's threads      gloo:all_gather |------|
+              collectives         FSDP::gather layers.0.up.weight +3 |------|     args: bytes, ranks, exposed, planned
+              who waits           FSDP::wait for gather layers.0.up.weight +3 |==|
+              whose graph it is   FSDP::forward graph |-----------------------------|
+
+The ranges are events of the trace, so every viewer shows them, and what is summed up and fitted later is read from
+them. Facts that belong to no event stand beside the events, under "fsdp_compile".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..passes import HardwareProfile
+from ..passes.cost import Group, collective_seconds
+from .listen import Expected, Heard, number_of_mark
+from .match import Flight, flights_of
+from .record import Event, events_of
+from .summary import EAGER
+
+KEY = "fsdp_compile"
+COLLECTIVE, WAIT, GRAPH = "collective", "wait", "graph"
+_VERSION = 1
+_FIRST_LANE = 1 << 22  # above numbers of threads
+# Operators as torch-tb-profiler knows them: by other names they would be no communication to it.
+_PLUGIN_NAMES = {
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_to_all": "reduce_scatter",
+    "all_reduce": "all_reduce",
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a record does not say of itself."""
+
+    rank: int
+    world_size: int
+    num_steps: int  # recorded to their ends
+    device: str  # "cpu" or "cuda"
+    hardware: HardwareProfile  # that was planned by
+    allows_tf32: bool
+    heard: Sequence[Heard]
+    ranks: dict[str, tuple[int, ...]]  # of each process group
+
+
+def annotate(trace: dict[str, Any], facts: Facts) -> dict[str, Any]:
+    """The record with the ranges and the facts; events in it that get another name are changed where they are."""
+    events = events_of(trace)
+    flights = flights_of(events, facts.heard, facts.ranks)
+    steps = [event for event in events if event.name.startswith("ProfilerStep#")][: facts.num_steps]
+    pid = next((event.raw.get("pid") for event in events if event.category == "cpu_op"), 0)
+    of_nccl = [event for event in events if event.name.startswith("nccl:")]
+    added: list[dict[str, Any]] = []
+    lanes = _Lanes(pid)
+    for flight in sorted(flights, key=lambda one: one.interval):
+        step = next((number for number, one in enumerate(steps) if one.start <= flight.launch.start <= one.end), None)
+        added += _ranges_of(flight, step, lanes, facts)
+        _rename(flight, of_nccl if flight.run is not None and flight.run.category == "kernel" else ())
+    added += lanes.names()
+    added += _graphs(events, facts.heard)
+    return {
+        **trace,
+        KEY: {
+            "version": _VERSION,
+            "rank": facts.rank,
+            "world_size": facts.world_size,
+            "num_steps": len(steps),
+            "device": facts.device,
+            "allows_tf32": facts.allows_tf32,
+            "hardware": json.loads(facts.hardware.to_json()),
+        },
+        "traceEvents": [*trace["traceEvents"], *added],
+    }
+
+
+def called(expected: Expected | None, kind: str, num_bytes: int) -> str:
+    """A collective in few words."""
+    if expected is None:
+        return f"{kind} of {num_bytes} bytes, not ours"
+    first, *others = expected.parameters
+    what = {"all_gather": "gather", "all_reduce": "reduce copies of"}.get(kind, "reduce")
+    return f"{what} {first}" + (f" +{len(others)}" if others else "")
+
+
+def _ranges_of(flight: Flight, step: int | None, lanes: _Lanes, facts: Facts) -> Iterator[dict[str, Any]]:
+    name, (start, end) = called(flight.expected, flight.kind, flight.num_bytes), flight.interval
+    prefix = "FSDP::" if flight.expected else ""
+    lane = lanes.free_at(start, end)
+    yield lanes.event(f"{prefix}{name}", lane, start, end, _args(flight, step, facts))
+    wait = flight.wait
+    if flight.waited and wait is not None and flight.waited[0] == (wait.start, wait.end):  # on a GPU no thread waits
+        yield {**_range(f"{prefix}wait for {name}", wait.start, wait.end, WAIT), **_place(wait)}
+
+
+def _args(flight: Flight, step: int | None, facts: Facts) -> dict[str, Any]:
+    expected = flight.expected
+    planned_s, planned_exposed_s = _planned(flight, facts)
+    return {
+        KEY: COLLECTIVE,
+        "kind": flight.kind,
+        "step": step,
+        "stage": flight.stage,
+        "group": expected.group if expected else "",
+        "ranks": list(facts.ranks.get(expected.group, ())) if expected else [],
+        "dtype": flight.launch.size()[1],
+        "bytes": flight.num_bytes,
+        "parameters": list(expected.parameters) if expected else [],
+        "launched_us": flight.launch.start,
+        "waited_us": [list(one) for one in flight.waited],
+        "recorded": flight.run is not None,
+        "planned_us": None if planned_s is None else planned_s * 1e6,
+        "planned_exposed_us": None if planned_exposed_s is None else planned_exposed_s * 1e6,
+    }
+
+
+def _planned(flight: Flight, facts: Facts) -> tuple[float | None, float | None]:
+    """By the plan's graph; of one that was not seen when it was compiled, what such a collective takes."""
+    expected = flight.expected
+    if expected is None:
+        return None, None
+    if expected.planned_s is not None:
+        return expected.planned_s, expected.planned_exposed_s
+    ranks = facts.ranks.get(expected.group, ())
+    if not ranks:
+        return None, None
+    group = Group.of(ranks, facts.hardware)
+    return collective_seconds(flight.kind, flight.num_bytes, group, facts.hardware), None
+
+
+def _rename(flight: Flight, events: Sequence[Event]) -> None:
+    """Let torch-tb-profiler's distributed view count it: it knows few names, and kernels by their operator's number."""
+    run = flight.run
+    if run is None or flight.expected is None:
+        return
+    if run.category != "kernel":
+        _call_it(run, flight.kind)
+        return
+    for event in events:  # the operator's range on the thread that launched the kernel
+        inside = flight.launch.start <= event.start and event.end <= flight.launch.end
+        if inside and event.thread == flight.launch.thread and event.name.startswith("nccl:"):
+            _call_it(event, flight.kind)
+            event.raw["args"]["External id"] = run.args.get("External id")
+
+
+def _call_it(event: Event, kind: str) -> None:
+    known = f"{event.name.partition(':')[0]}:{_PLUGIN_NAMES[kind]}"
+    if known != event.name:
+        event.raw["name"] = known
+        event.raw["args"] = {**event.args, "recorded as": event.name}
+
+
+def _graphs(events: Sequence[Event], heard: Sequence[Heard]) -> Iterator[dict[str, Any]]:
+    """A range around each call of a graph: what holds its mark, and is called after the graph's code."""
+    calls: dict[object, list[Event]] = {}
+    for event in events:
+        number = number_of_mark(event.name)
+        if event.name.startswith("## Call CompiledFxGraph"):
+            calls.setdefault(event.thread, []).append(event)
+        elif number is not None and number < len(heard) and heard[number].stage != EAGER:
+            around = [one for one in calls.get(event.thread, ()) if one.end >= event.end]
+            if around:
+                call, mark = around[-1], heard[number]
+                found = {**_range(f"FSDP::{mark.stage} graph", call.start, call.end, GRAPH), **_place(call)}
+                found["args"] |= {"stage": mark.stage, "planned_us": _us(mark.planned_s)}
+                found["args"]["planned_exposed_us"] = _us(mark.planned_exposed_s)
+                yield found
+
+
+class _Lanes:
+    """Rows of the picture; collectives that are on the wire at once are in different ones."""
+
+    def __init__(self, pid: Any) -> None:
+        self._pid = pid
+        self._ends: list[float] = []
+
+    def free_at(self, start: float, end: float) -> int:
+        for lane, until in enumerate(self._ends):
+            if until <= start:
+                self._ends[lane] = end
+                return lane
+        self._ends.append(end)
+        return len(self._ends) - 1
+
+    def event(self, name: str, lane: int, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
+        return {**_range(name, start, end, COLLECTIVE, args), "pid": self._pid, "tid": _FIRST_LANE + lane}
+
+    def names(self) -> Iterator[dict[str, Any]]:
+        for lane in range(len(self._ends)):
+            what = {"ph": "M", "pid": self._pid, "tid": _FIRST_LANE + lane, "ts": 0}
+            yield {**what, "name": "thread_name", "args": {"name": f"fsdp_compile: collectives {lane}"}}
+            yield {**what, "name": "thread_sort_index", "args": {"sort_index": _FIRST_LANE + lane}}
+
+
+def _range(name: str, start: float, end: float, what: str, args: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {
+        "ph": "X", "cat": "user_annotation", "name": name, "ts": start, "dur": end - start,
+        "args": {KEY: what} if args is None else args,
+    }  # fmt: skip
+
+
+def _place(event: Event) -> dict[str, Any]:
+    return {"pid": event.raw.get("pid"), "tid": event.thread}
+
+
+def _us(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e6

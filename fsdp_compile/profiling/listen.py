@@ -1,0 +1,175 @@
+"""What this rank issues while a step is recorded: marks in the profiler's record, and beside it what they stand for.
+
+    ledger    forward of 7 launches        profiler    range "FSDP::forward #0", in front of the graph's launches
+              all_gather of layers.1                   range "FSDP::all_gather #1", in front of that one, eagerly
+
+The record says when operators ran, and on what sizes, but not whose parameters they carried: that stands here, by the
+number of the mark. Of graphs that compile meanwhile, what they were predicted to take stands here as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .._torch_compat import autograd
+from .._torch_compat.process_groups import group_ranks
+from ..graph.install import manager
+from ..lookout.lookout import lookout
+from ..lookout.names import Namer
+from ..passes import GraphRecord, HardwareProfile
+from ..passes.budget import default_profile
+from ..passes.ledger import Called, GraphText, Issued, begin, ledger
+from ..passes.predicted import PredictedGraph
+from ..tools.predicted import steps_of
+from .summary import EAGER
+
+_MARK = re.compile(r"FSDP::\w+ #(\d+)")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One collective that was issued, or is about to be."""
+
+    kind: str
+    group: str
+    dtype: str
+    num_bytes: int  # that one rank gives to a gather, or gets from a reduction
+    parameters: tuple[str, ...]
+    planned_s: float | None = None  # with nothing else on the links, where its graph was predicted
+    planned_exposed_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What one mark stands for: a graph with all its launches, or one launch of the eager path."""
+
+    stage: str
+    launches: tuple[Expected, ...]
+    planned_s: float | None = None
+    planned_exposed_s: float | None = None
+
+
+def number_of_mark(name: str) -> int | None:
+    """Which of those heard a range in the record marks."""
+    found = _MARK.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+class Listener:
+    """Hears the ledger, and the passes, between ``start`` and ``stop``."""
+
+    def __init__(self, hardware: HardwareProfile | None) -> None:
+        self._hardware = hardware
+        self._heard: list[Heard | GraphText] = []
+        self._names: list[dict[str, Iterator[tuple[str, ...]]]] = []
+        self._known: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._records: list[GraphRecord] = []
+        self._device = torch.device("cpu")
+        self._namer: Namer | None = None  # made when all is sharded
+
+    def start(self) -> None:
+        if ledger.hear is not None:
+            raise RuntimeError("a profile is recorded in this process already. End it first, or leave this one out.")
+        ledger.hear = self._hear
+        manager.observers.append(self._records.append)
+
+    def stop(self) -> None:
+        """Also where it never started."""
+        if ledger.hear == self._hear:
+            ledger.hear = None
+            manager.observers.remove(self._records.append)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the shards are that were issued."""
+        return self._device
+
+    @property
+    def hardware(self) -> HardwareProfile:
+        """What is planned by: as was said, or as the budget was, or the device's built-in profile."""
+        planned_by = next((one.profile for one in self._records if one.profile is not None), None)
+        return self._hardware or planned_by or default_profile(self._device)
+
+    def heard(self) -> list[Heard]:
+        """By the numbers of the marks."""
+        predicted = self._predicted()
+        return [
+            one if isinstance(one, Heard) else _of_graph(one, self._names[number], predicted.get(one))
+            for number, one in enumerate(self._heard)
+        ]
+
+    def _hear(self, entry: Issued | Called) -> None:
+        if not autograd.profiler_runs():
+            return
+        namer = self._namer = self._namer or lookout.namer()
+        if isinstance(entry, Issued):
+            number, stage = self._note(entry, namer), entry.kind
+        else:
+            number, stage = self._call(entry, namer), entry.text.stage
+        with torch.profiler.record_function(f"FSDP::{stage} #{number}"):
+            pass
+
+    def _note(self, entry: Issued, namer: Namer) -> int:
+        self._see(entry.memory)
+        reduces = entry.kind != "all_gather"
+        first = entry.specs[0]
+        dtype = str(first.reduce_dtype if reduces else first.dtype).removeprefix("torch.")
+        num_bytes = sum(spec.reduce_bytes if reduces else spec.gather_bytes for spec in entry.specs)
+        [link] = namer.of_launch(entry).links
+        self._heard.append(Heard(EAGER, (Expected(entry.kind, entry.group, dtype, num_bytes, link.names),)))
+        self._names.append({})
+        return len(self._heard) - 1
+
+    def _call(self, entry: Called, namer: Namer) -> int:
+        key = id(entry.text), entry.addresses
+        if key not in self._known:
+            self._see(*entry.memory)
+            self._known[key] = len(self._heard)
+            self._heard.append(entry.text)
+            pieces = namer.of_call(entry)
+            self._names.append({group: iter([link.names for link in piece.links]) for group, piece in pieces.items()})
+        return self._known[key]
+
+    def _see(self, *memory: object) -> None:
+        for storage in memory:
+            if isinstance(storage, torch.UntypedStorage):
+                self._device = storage.device
+
+    def _predicted(self) -> dict[GraphText, PredictedGraph]:
+        """By what a graph says of itself; without those that are not predicted, because of operators of others."""
+        found = {}
+        for step in steps_of(self._records):
+            try:
+                graphs = step.predicted(self.hardware).graphs
+            except Exception:  # operators of others may be anything: the measured part is there all the same
+                continue
+            for record, graph in zip([one for one in step.graphs if one.graph is not None], graphs):
+                assert record.graph is not None
+                for node in record.graph.find_nodes(op="call_function", target=begin):
+                    found[GraphText.loads(str(node.args[1]))] = graph
+        return found
+
+
+def _of_graph(text: GraphText, names: dict[str, Iterator[tuple[str, ...]]], graph: PredictedGraph | None) -> Heard:
+    planned = [(None, None)] * len(text.launches) if graph is None else _planned(graph)
+    launches = tuple(
+        Expected(one.kind, one.group, one.dtype, one.num_bytes, next(names[one.group]), *takes)
+        for one, takes in zip(text.launches, planned, strict=True)
+    )
+    return Heard(text.stage, launches, *((None, None) if graph is None else (graph.seconds, graph.exposed_s)))
+
+
+def _planned(graph: PredictedGraph) -> list[tuple[float | None, float | None]]:
+    return [(one.seconds, one.exposed_s) for one in graph.collectives]
+
+
+def ranks_of(heard: list[Heard]) -> dict[str, tuple[int, ...]]:
+    """Of each process group that is named."""
+    if not dist.is_initialized():
+        return {}
+    return {one.group: group_ranks(one.group) for what in heard for one in what.launches}

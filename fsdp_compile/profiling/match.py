@@ -1,0 +1,193 @@
+"""Which collective of the plan each launch in a record was, when the backend ran it, and who waited for it.
+
+    thread that computes   mark #0  launch   launch        mm mm   wait=====    mm
+    backend's              .        |--> all_gather----------------------|
+                           .                 |--> queued                 |all_gather------|
+    mark #0 says           all_gather of layers.0.w, all_gather of layers.1.w, ...
+
+A graph launches what its mark says, in that order; a launch that is of another kind or size is somebody else's. Gloo's
+threads take collectives in the order of their launches, and NCCL's kernels carry the number of the call that launched
+them. Waits carry sizes alone: of equal ones, those that were launched first are waited for first.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .listen import Expected, Heard, number_of_mark
+from .record import Event, Interval, union, without
+from .summary import EAGER
+
+_LAUNCH = re.compile(
+    r"(?:fsdpc|_c10d_functional)::"
+    r"(all_gather_into_tensor|reduce_scatter_tensor|all_to_all_single|all_reduce)(?:_out|_)?"
+)
+_KINDS = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "all_reduce": "all_reduce",
+}
+_WAIT = "_c10d_functional::wait_tensor"
+# What gloo's threads call each kind; its reduce-scatter is an all-reduce.
+_GLOO = {
+    "all_gather": {"gloo:all_gather"},
+    "reduce_scatter": {"gloo:reduce_scatter", "gloo:all_reduce"},
+    "all_to_all": {"gloo:all_to_all"},
+    "all_reduce": {"gloo:all_reduce"},
+}
+_RUNTIME = ("cuda_runtime", "cuda_driver")
+
+
+@dataclass
+class Flight:
+    """One collective that ran."""
+
+    kind: str
+    launch: Event
+    expected: Expected | None  # None: nobody of ours launched it
+    stage: str
+    num_ranks: int  # 0 where nobody says
+    run: Event | None = None  # the backend's record of it
+    wait: Event | None = None
+    waited: tuple[Interval, ...] = ()  # when computation stood still for it
+
+    @property
+    def interval(self) -> Interval:
+        """On the wire; where the backend recorded nothing, from its launch until it was waited for."""
+        if self.run is not None:
+            return self.run.start, self.run.end
+        return self.launch.start, self.launch.end if self.wait is None else self.wait.end
+
+    @property
+    def num_bytes(self) -> int:
+        """What a gather returns, and what the others take."""
+        given = self.launch.size()[2]
+        return given * (self.num_ranks or 1) if self.kind == "all_gather" else given
+
+
+def flights_of(events: Sequence[Event], heard: Sequence[Heard], ranks: dict[str, tuple[int, ...]]) -> list[Flight]:
+    """All collectives of a record, in the order of their launches."""
+    flights = _launched(events, heard, ranks)
+    if any(event.category == "kernel" for event in events):
+        _find_kernels(flights, events)
+    else:
+        _find_on_gloo(flights, events)
+    _find_waits(flights, events)
+    _find_exposed(flights, events)
+    return flights
+
+
+def _launched(events: Sequence[Event], heard: Sequence[Heard], ranks: dict[str, tuple[int, ...]]) -> list[Flight]:
+    flights: list[Flight] = []
+    inside: dict[object, float] = defaultdict(float)  # of each thread, when its last launch returned
+    left: dict[object, tuple[str, list[Expected]]] = {}  # of each thread, what its graph is still to launch
+    next_up: dict[object, Expected] = {}  # of each thread, what it said it launches now
+    for event in events:
+        number = number_of_mark(event.name)
+        if number is not None and number < len(heard):
+            mark = heard[number]
+            if mark.stage == EAGER:
+                next_up[event.thread] = mark.launches[0]
+            else:
+                left[event.thread] = mark.stage, list(mark.launches)
+            continue
+        found = _LAUNCH.fullmatch(event.name)
+        if found is None or event.start < inside[event.thread]:
+            continue
+        inside[event.thread] = event.end
+        kind, expected, stage = _KINDS[found[1]], next_up.pop(event.thread, None), EAGER
+        if expected is None or expected.kind != kind:
+            stage, queue = left.get(event.thread, ("", []))
+            expected = _first_like(queue, kind, event, ranks)
+        num_ranks = len(ranks.get(expected.group, ())) if expected else 0
+        flights.append(Flight(kind, event, expected, stage if expected else "", num_ranks or _said(kind, event)))
+    return flights
+
+
+def _first_like(queue: list[Expected], kind: str, launch: Event, ranks: dict[str, tuple[int, ...]]) -> Expected | None:
+    num_bytes = launch.size()[2]
+    for place, one in enumerate(queue):
+        sent = one.num_bytes
+        if kind in ("reduce_scatter", "all_to_all"):
+            sent *= len(ranks.get(one.group, ()))
+        if one.kind == kind and sent == num_bytes:
+            return queue.pop(place)
+    return None
+
+
+def _said(kind: str, launch: Event) -> int:
+    """How many take part, where the launch's arguments say it."""
+    place = {"all_gather": 1, "reduce_scatter": 2}.get(kind)
+    given = launch.args.get("Concrete Inputs") or []
+    if place is None or place >= len(given) or not str(given[place]).isdecimal():
+        return 0
+    return int(given[place])
+
+
+def _find_on_gloo(flights: Sequence[Flight], events: Sequence[Event]) -> None:
+    runs = [event for event in events if event.name.startswith("gloo:")]
+    taken: set[int] = set()
+    for flight in flights:
+        num_elements = flight.launch.size()[0]
+        begin = bisect.bisect_left(runs, flight.launch.start, key=lambda event: event.start)
+        for place in range(begin, len(runs)):
+            run = runs[place]
+            if place not in taken and run.name in _GLOO[flight.kind] and run.size()[0] == num_elements:
+                taken.add(place)
+                flight.run = run
+                break
+
+
+def _find_kernels(flights: Sequence[Flight], events: Sequence[Event]) -> None:
+    kernels = {event.args.get("correlation"): event for event in events if _is_of_nccl(event)}
+    calls: dict[object, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.category in _RUNTIME and event.args.get("correlation") in kernels:
+            calls[event.thread].append(event)
+    for flight in flights:
+        made = calls[flight.launch.thread]
+        first = bisect.bisect_left(made, flight.launch.start, key=lambda event: event.start)
+        for call in made[first : first + 1]:
+            if call.start <= flight.launch.end:
+                flight.run = kernels[call.args["correlation"]]
+
+
+def _is_of_nccl(event: Event) -> bool:
+    return event.category == "kernel" and event.name.startswith("nccl")
+
+
+def _find_waits(flights: Sequence[Flight], events: Sequence[Event]) -> None:
+    by_size: dict[tuple[int, str], list[Flight]] = defaultdict(list)
+    for flight in flights:
+        by_size[_result(flight)].append(flight)
+    for wait in events:
+        if wait.name != _WAIT:
+            continue
+        queue = by_size[wait.size()[:2]]
+        if queue and queue[0].launch.start <= wait.start:
+            queue.pop(0).wait = wait
+
+
+def _result(flight: Flight) -> tuple[int, str]:
+    """Elements and dtype of what a launch returns."""
+    num_elements, dtype, _ = flight.launch.size()
+    if flight.kind == "all_gather":
+        num_elements *= flight.num_ranks or 1
+    elif flight.kind == "reduce_scatter":
+        num_elements //= flight.num_ranks or 1
+    return num_elements, dtype
+
+
+def _find_exposed(flights: Sequence[Flight], events: Sequence[Event]) -> None:
+    """On a GPU, where kernels are, its collectives run alone; on the CPU, where a thread waits for one in flight."""
+    computing = union((one.start, one.end) for one in events if one.category == "kernel" and not _is_of_nccl(one))
+    for flight in flights:
+        if flight.run is not None and flight.run.category == "kernel":
+            flight.waited = tuple(without(flight.interval, computing))
+        elif flight.wait is not None and (flight.run is None or flight.run.end > flight.wait.start):
+            flight.waited = ((flight.wait.start, flight.wait.end),)

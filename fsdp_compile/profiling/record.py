@@ -1,0 +1,122 @@
+"""The profiler's record of one rank, as it is exported (Kineto's JSON): operators by name, time, thread and sizes.
+
+    {"ph": "X", "cat": "cpu_op", "name": "fsdpc::all_gather_into_tensor", "ts": us, "dur": us, "tid": thread,
+     "args": {"Input Dims": [[512, 256], [], []], "Input type": ["float", "Scalar", ""], "Concrete Inputs": ["", "2"]}}
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# As Kineto writes dtypes: how they are called in torch, and an element's bytes.
+DTYPES = {
+    "float": ("float32", 4), "double": ("float64", 8), "c10::BFloat16": ("bfloat16", 2), "c10::Half": ("float16", 2),
+    "unsigned char": ("uint8", 1), "signed char": ("int8", 1), "int": ("int32", 4), "long int": ("int64", 8),
+    "long": ("int64", 8), "bool": ("bool", 1), "c10::Float8_e4m3fn": ("float8_e4m3fn", 1),
+    "c10::Float8_e5m2": ("float8_e5m2", 1), "c10::complex<float>": ("complex64", 8),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Event:
+    """Something that took a while."""
+
+    name: str
+    category: str
+    start: float  # us
+    end: float
+    thread: Any
+    args: dict[str, Any] = field(repr=False)
+    raw: dict[str, Any] = field(repr=False)
+
+    def size(self, place: int = 0) -> tuple[int, str, int]:
+        """Elements, dtype and bytes of an argument; of a list, those of its first tensor."""
+        dims, types = self.args.get("Input Dims") or [], self.args.get("Input type") or []
+        if place >= len(dims) or place >= len(types):
+            return 0, "", 0
+        shape, of_type = dims[place], types[place]
+        if shape and isinstance(shape[0], list):
+            shape = shape[0]
+        dtype, itemsize = DTYPES.get(of_type, (of_type, 0))
+        num_elements = math.prod(shape)
+        return num_elements, dtype, num_elements * itemsize
+
+    def shape(self, place: int) -> list[int] | None:
+        dims = self.args.get("Input Dims") or []
+        return dims[place] if place < len(dims) else None
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A trace, packed by gzip or not; ValueError for anything else."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rt", encoding="utf-8") as file:
+            found = json.loads(file.read(), strict=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"{path} cannot be read as a trace ({error}). Profile again, or remove the file.") from error
+    if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
+        raise ValueError(f"{path} is no trace: it has no traceEvents. Profile again, or remove the file.")
+    return found
+
+
+def events_of(trace: dict[str, Any]) -> list[Event]:
+    """All that took a while, by their begins; what holds others stands before them."""
+    found = [
+        Event(
+            str(one["name"]), str(one.get("cat", "")), float(one["ts"]), float(one["ts"]) + float(one.get("dur", 0)),
+            one.get("tid"), one.get("args") or {}, one,
+        )
+        for one in trace["traceEvents"]
+        if one.get("ph") == "X"
+    ]  # fmt: skip
+    found.sort(key=lambda event: (event.start, -event.end))
+    return found
+
+
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time, in intervals that neither touch nor overlap."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def without(interval: Interval, taken: Iterable[Interval]) -> list[Interval]:
+    """What is left of an interval; ``taken`` is a union."""
+    left, at = [], interval[0]
+    for start, end in taken:
+        if end <= at or start >= interval[1]:
+            continue
+        if start > at:
+            left.append((at, start))
+        at = max(at, end)
+    if at < interval[1]:
+        left.append((at, interval[1]))
+    return left
+
+
+def common(these: Iterable[Interval], those: Iterable[Interval]) -> list[Interval]:
+    """The time that is in both of two unions."""
+    found, left, right = [], list(these), list(those)
+    while left and right:
+        start, end = max(left[0][0], right[0][0]), min(left[0][1], right[0][1])
+        if start < end:
+            found.append((start, end))
+        (left if left[0][1] < right[0][1] else right).pop(0)
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)

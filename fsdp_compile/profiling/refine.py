@@ -1,0 +1,219 @@
+"""A hardware profile from a measured run: what its collectives and its products reached, in the place of estimates.
+
+    traces        collectives of each process group, by kind and size; products of matrices, by dtype
+    fit           seconds = latency + bytes on the wire / bandwidth, least squares, as `fsdp-compile calibrate` does
+    profile       what the run was planned by, with the figures that were measured
+
+A collective takes what it takes on the rank that came last; of those of one size the median counts, and of these only
+those that had the wires to themselves, where there are any. Products likewise: the best are those that no collective
+slows down, and how much slower the others are is what collectives cost them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from ..passes import HardwareProfile
+from ..passes.cost import wire_bytes
+from ..passes.profiles import Fit, Link
+from ..tools.calibrate import fit_line
+from .record import Interval, common, union
+from .summarize import together
+from .traces import Trace, read_folder
+
+_LATENCY_SHARE = 0.5  # of a collective's latency, what is there once; steps from rank to rank take the rest
+_LEAST_SHARE = 0.02  # of the time in products: smaller ones say little of what large ones reach
+_MOST_SLOWED = 0.95
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """The process groups of one dimension of a mesh, which are of one size and lie alike."""
+
+    num_ranks: int
+    ranks_per_node: int
+
+    @property
+    def spans_nodes(self) -> bool:
+        return self.ranks_per_node < self.num_ranks
+
+    def sent(self, kind: str, num_bytes: int, backend: str) -> float:
+        """Bytes on the wire: those that leave a rank, or between nodes those that leave its adapter."""
+        if self.spans_nodes and kind == "all_to_all":
+            return num_bytes * (self.num_ranks - self.ranks_per_node) / self.num_ranks
+        sent = wire_bytes(kind, num_bytes, self.num_ranks, backend)
+        return sent / self.ranks_per_node if self.spans_nodes else sent
+
+    def __str__(self) -> str:
+        return f"{self.num_ranks} ranks {'between' if self.spans_nodes else 'inside'} nodes"
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """One kind of collective over one dimension."""
+
+    dimension: Dimension
+    kind: str
+    fit: Fit
+    points: tuple[tuple[float, float], ...]  # bytes on the wire, seconds
+
+    @property
+    def error(self) -> float:
+        """How far the fit is off at worst, of a size's time."""
+        return max(abs((self.fit.latency_s + sent / self.fit.bytes_per_s) / took - 1) for sent, took in self.points)
+
+
+@dataclass(frozen=True)
+class Refined:
+    """A profile, and what it is made of."""
+
+    profile: HardwareProfile
+    base: HardwareProfile
+    fitted: tuple[Fitted, ...]
+    flops: dict[str, float]
+
+
+def refine(folder: str | Path, name: str | None = None) -> Refined:
+    """Of the traces in a folder; ValueError where they say nothing of links and products."""
+    traces = read_folder(folder)
+    base, backend = traces[0].hardware, traces[0].backend
+    if len({trace.hardware for trace in traces}) > 1:
+        raise ValueError(f"{folder}: its ranks were planned by different profiles. Give all the same --hardware.")
+    fitted = tuple(_fits(traces, backend or base.backend))
+    flops, slowed = _products(traces)
+    if not fitted and not flops:
+        raise ValueError(
+            f"{folder}: no collective and no product of matrices is recorded in it, so there is nothing to refine. "
+            "Profile a step that trains on two ranks at least."
+        )
+    profile = dataclasses.replace(
+        base,
+        name=name or f"{base.name}, refined",
+        backend=backend if backend in ("gloo", "nccl") else base.backend,
+        ranks_per_node=max(Counter(trace.host for trace in traces).values()),
+        inside=_link(base.inside, [one for one in fitted if not one.dimension.spans_nodes], slowed),
+        between=_link(base.between, [one for one in fitted if one.dimension.spans_nodes], slowed),
+        flops={**{dtype: value * base.matmul_efficiency for dtype, value in base.flops.items()}, **flops},
+        matmul_efficiency=1.0,
+    )
+    return Refined(profile, base, fitted, flops)
+
+
+def _fits(traces: Sequence[Trace], backend: str) -> Iterable[Fitted]:
+    """In the order of dimensions and kinds."""
+    hosts = {trace.rank: trace.host for trace in traces}
+    busy = {trace.rank: [(one.start_s, one.end_s) for one in trace.collectives] for trace in traces}
+    took: dict[tuple[Dimension, str, int], list[tuple[bool, float]]] = defaultdict(list)
+    for runs in together(traces):
+        for run in runs:
+            rank, one = min(run, key=lambda each: each[1].seconds)
+            if len(one.ranks) < 2 or not one.is_recorded or one.seconds <= 0:
+                continue
+            known = Counter(hosts.get(member, hosts[rank]) for member in one.ranks)
+            dimension = Dimension(len(one.ranks), max(known.values()))
+            others = sum(start < one.end_s and end > one.start_s for start, end in busy[rank])
+            took[dimension, one.kind, one.num_bytes].append((others == 1, one.seconds))
+    points: dict[tuple[Dimension, str], list[tuple[float, float]]] = defaultdict(list)
+    for (dimension, kind, num_bytes), runs_of_size in took.items():
+        alone = [seconds for is_alone, seconds in runs_of_size if is_alone]
+        seconds = statistics.median(alone or [seconds for _, seconds in runs_of_size])
+        points[dimension, kind].append((dimension.sent(kind, num_bytes, backend), seconds))
+    base = traces[0].hardware
+    for (dimension, kind), found in sorted(points.items(), key=lambda one: (one[0][0].num_ranks, one[0][1])):
+        known_s = (base.between if dimension.spans_nodes else base.inside).latency_s
+        yield Fitted(dimension, kind, _fit(found, known_s), tuple(sorted(found)))
+
+
+def _fit(points: Sequence[tuple[float, float]], known_s: float) -> Fit:
+    """A line through what one kind of collective took; ``known_s`` is the latency that was planned by."""
+    smallest_s = min(points)[1]
+    if len(points) == 1:  # tells no latency from bandwidth: as it was, if that leaves time for the bytes
+        return fit_line(points, min(known_s, smallest_s / 2))
+    fit = fit_line(points)
+    # A line that begins below nothing was bent by the largest: then the smallest size says what there is at least.
+    return fit if fit.latency_s else fit_line(points, smallest_s)
+
+
+def _link(base: Link, fitted: Sequence[Fitted], slowed: float | None) -> Link:
+    """What was measured on the largest groups; the rest as it was."""
+    if not fitted:
+        return base
+    largest = max(one.dimension.num_ranks for one in fitted)
+    fits = {one.kind: one.fit for one in fitted if one.dimension.num_ranks == largest}
+    latency_s = min(fit.latency_s for fit in fits.values())
+    return Link(
+        latency_s=_LATENCY_SHARE * latency_s,
+        step_s=(1 - _LATENCY_SHARE) * latency_s / (largest - 1),
+        bytes_per_s=statistics.median(fit.bytes_per_s for fit in fits.values()),
+        efficiency=1.0,
+        slows_compute=base.slows_compute if slowed is None else slowed,
+        measured=fits,
+        measured_ranks=largest,
+    )
+
+
+def _products(traces: Sequence[Trace]) -> tuple[dict[str, float], float | None]:
+    """FLOP/s by dtype, of the slowest rank; and the share of it that collectives cost, where both are there."""
+    rates: dict[str, list[float]] = defaultdict(list)
+    slowed: list[tuple[float, float]] = []  # seconds beside collectives, and what these products take alone
+    for trace in traces:
+        busy = union((one.start_s, one.end_s) for one in trace.collectives)
+        by_size: dict[tuple[str, float], dict[bool, list[float]]] = defaultdict(lambda: {True: [], False: []})
+        for product in trace.products:
+            seconds = product.interval[1] - product.interval[0]
+            if seconds > 0:
+                beside = bool(common([product.interval], _near(busy, product.interval)))
+                by_size[product.dtype, product.flops][beside].append(seconds)
+        total = sum(sum(times[True]) + sum(times[False]) for times in by_size.values())
+        work: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for (dtype, flops), times in by_size.items():
+            best = times[False] or times[True]
+            if sum(times[True]) + sum(times[False]) < _LEAST_SHARE * total:
+                continue
+            name = "tf32" if dtype == "float32" and trace.allows_tf32 and trace.device == "cuda" else dtype
+            work[name][0] += flops * len(best)
+            work[name][1] += sum(best)
+            if times[False]:
+                alone = statistics.median(times[False])
+                slowed += [(seconds, alone) for seconds in times[True]]
+        for name, (flops, seconds) in work.items():
+            rates[name].append(flops / seconds)
+    beside_s = sum(seconds for seconds, _ in slowed)
+    lost = 1 - sum(alone for _, alone in slowed) / beside_s if beside_s else None
+    share = None if lost is None else min(max(lost, 0.0), _MOST_SLOWED)
+    return {name: min(found) for name, found in sorted(rates.items())}, share
+
+
+def _near(busy: Sequence[Interval], interval: Interval) -> list[Interval]:
+    return [one for one in busy if one[0] < interval[1] and one[1] > interval[0]]
+
+
+def table_of(refined: Refined) -> Table:
+    """What was fitted, and how far off it is."""
+    table = Table(
+        title=f"Measured, and {refined.base.name!r} for all else",
+        title_justify="left",
+        caption="error: the most that the fit is off, of a size's time",
+        caption_justify="left",
+    )
+    for name in ("", "where", "latency", "reaches", "sizes", "error"):
+        table.add_column(name, justify="left" if name in ("", "where") else "right")
+    for one in refined.fitted:
+        table.add_row(
+            one.kind,
+            str(one.dimension),
+            f"{one.fit.latency_s * 1e3:.3f} ms",
+            f"{one.fit.bytes_per_s / 1e9:,.2f} GB/s",
+            str(len(one.points)),
+            f"{one.error:.0%}",
+        )
+    for dtype, rate in refined.flops.items():
+        table.add_row(f"products, {dtype}", "", "", f"{rate / 1e9:,.1f} GFLOP/s", "", "")
+    return table

@@ -1,0 +1,212 @@
+"""Record some steps of a training, one trace a rank, for TensorBoard and for a summary.
+
+    with fsdp_compile.profile(model, "traces") as profiled:
+        for batch in batches:
+            train_step(batch)
+            profiled.step()             # compile, warm up, record three, and train on as if nothing were here
+    print(profiled.summary)             # of the ranks that have written by now
+
+A step that is not recorded runs as without a profile: the ledger tells nobody what is issued.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+import warnings
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity
+
+from ..core.unit import original_class, units_in
+from ..passes import HardwareProfile, load_profile
+from ..passes import _torch_compat as compat
+from .annotate import Facts, annotate
+from .listen import Listener, ranks_of
+from .record import load
+from .summarize import summarize
+from .summary import Summary
+from .traces import SUFFIXES
+
+_OF_RANK = re.compile(r".*_(\d+)\.\d+\.pt\.trace\.json")
+_SETTLES_S = 0.05  # gloo's threads record for a moment after who waits for them goes on
+_WARMUP = 1  # of the profiler: the first step that it sees takes longer
+
+
+class Profile:
+    """What ``profile`` makes: call ``step()`` behind each step; ``path`` is this rank's trace once it is written."""
+
+    def __init__(self, folder: str | Path, wait: int, active: int, hardware: HardwareProfile | None) -> None:
+        self.folder = Path(folder)
+        self.path: Path | None = None
+        self._wait, self._active = wait, active
+        self._num_steps = 0
+        self._failed = False
+        self._listener = Listener(hardware)
+        self._schedule = torch.profiler.schedule(wait=wait, warmup=_WARMUP, active=active, repeat=1)
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(
+            activities=activities,
+            schedule=self._action,
+            on_trace_ready=self._write,
+            record_shapes=True,
+            acc_events=True,  # torch 2.11 warns otherwise; there is one cycle
+        )
+
+    def __enter__(self) -> Profile:
+        refuse_old_traces(self.folder)
+        self._listener.start()
+        try:
+            self._profiler.__enter__()
+        except BaseException:
+            self._listener.stop()
+            raise
+        return self
+
+    def step(self) -> None:
+        """One step of the training has ended."""
+        self._num_steps += 1
+        self._profiler.step()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._failed = kind is not None
+        if self._before < self._num_steps < self._before + self._active:
+            time.sleep(_SETTLES_S)
+        try:
+            self._profiler.__exit__(kind, error, trace)
+        finally:
+            self._listener.stop()
+        if self.path is None and not self._failed:
+            raise RuntimeError(
+                f"nothing was recorded: {self._num_steps} of {self._before} steps had ended that stand before the "
+                f"first recorded one (wait={self._wait}, and {_WARMUP} to warm up). Call step() behind each step of "
+                "the training, train longer, or give a smaller wait."
+            )
+
+    def _action(self, step: int) -> torch.profiler.ProfilerAction:
+        """What torch asks between two steps: what to do in the next one."""
+        if step == self._before + self._active:
+            time.sleep(_SETTLES_S)  # the last recorded step has ended, and its range with it
+        return self._schedule(step)
+
+    @property
+    def summary(self) -> Summary:
+        """Of all ranks whose traces are in the folder by now; it prints as tables."""
+        if self.path is None:
+            raise RuntimeError(
+                f"nothing is recorded yet: {self._num_steps} steps ended, and the last that is recorded is step "
+                f"{self._before + self._active}. Ask for the summary after that one."
+            )
+        return summarize(self.folder)
+
+    @property
+    def _before(self) -> int:
+        return self._wait + _WARMUP
+
+    def _write(self, profiler: Any) -> None:
+        num_recorded = min(self._num_steps - self._before, self._active)
+        if self._failed or num_recorded <= 0:
+            return
+        if num_recorded < self._active:
+            warnings.warn(
+                f"fsdp_compile.profile recorded {num_recorded} of {self._active} steps: the block ended early.",
+                stacklevel=2,
+            )
+        heard = self._listener.heard()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{_worker()}.{time.time_ns()}{SUFFIXES[0]}"
+        raw = path.with_name(f".{path.name}.raw.json")  # a name that TensorBoard does not look at
+        try:
+            profiler.export_chrome_trace(str(raw))
+            trace = load(raw)
+            facts = Facts(
+                rank=_rank(),
+                world_size=_world_size(),
+                num_steps=num_recorded,
+                device=self._listener.device.type,
+                hardware=self._listener.hardware,
+                allows_tf32=compat.allows_tf32(),
+                heard=heard,
+                ranks=ranks_of(heard),
+            )
+            raw.write_text(json.dumps(annotate(trace, facts), separators=(",", ":")), encoding="utf-8")
+            os.replace(raw, path)
+        finally:
+            raw.unlink(missing_ok=True)
+        self.path = path
+        self._listener.stop()
+
+
+def profile(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    wait: int = 1,
+    active: int = 3,
+    hardware: str | Path | HardwareProfile | None = None,
+) -> Profile:
+    """A block in which ``active`` steps are recorded, behind ``wait`` steps and one to warm up.
+
+    Call ``step()`` of what the block gives behind each step. Every rank writes a trace into ``folder``, for TensorBoard
+    with torch-tb-profiler and any viewer of Chrome traces: with a range for each gather and reduction that names its
+    parameters, and what it was planned to take on ``hardware``, a profile's name or file; by default that of a memory
+    budget, or the device's built-in one. ``summary`` says what was exposed.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"profile takes the model, but got {type(model).__name__}. Give the module that is trained.")
+    if not units_in(model):
+        raise ValueError(
+            f"{original_class(model).__name__} has no sharded module, so no range would have a name. Call "
+            "fully_shard(...) on it first, or use torch.profiler."
+        )
+    return recording(folder, wait=wait, active=active, hardware=hardware)
+
+
+def recording(
+    folder: str | Path, *, wait: int, active: int, hardware: str | Path | HardwareProfile | None = None
+) -> Profile:
+    """The same of whatever is trained in this process."""
+    for name, value, least in (("wait", wait, 0), ("active", active, 1)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} is {value!r}. Give a number of steps, at least {least}.")
+        if value < least:
+            raise ValueError(f"{name} is {value}. Give a number of steps, at least {least}.")
+    known = hardware if hardware is None or isinstance(hardware, HardwareProfile) else load_profile(hardware)
+    return Profile(folder, wait, active, known)
+
+
+def refuse_old_traces(folder: Path) -> None:
+    """TensorBoard takes all that lies in a folder for one run. Those that other ranks write now are none of ours."""
+    rank, world_size = _rank(), _world_size()
+    for path in folder.iterdir() if folder.is_dir() else ():
+        found = _OF_RANK.match(path.name)
+        if path.name.endswith(SUFFIXES) and (found is None or int(found[1]) == rank or int(found[1]) >= world_size):
+            raise FileExistsError(
+                f"{folder} holds the trace of another run already, {path.name}: both would be shown as one. Give "
+                "another folder, or remove it."
+            )
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _worker() -> str:
+    """As torch-tb-profiler reads it: a machine, and its process, here by its rank."""
+    return f"{re.sub(r'[^A-Za-z0-9-]', '-', socket.gethostname()) or 'node'}_{_rank()}"

@@ -1,0 +1,211 @@
+"""The annotated traces of a run, read again: steps, collectives, waits and products of each rank.
+
+    folder/
+        node0_0.1795435328466417008.pt.trace.json      a rank each, as torch-tb-profiler wants them
+        node0_1.1795435328466434338.pt.trace.json
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ..passes import HardwareProfile
+from .annotate import COLLECTIVE, GRAPH, KEY
+from .record import Event, Interval, events_of, load
+
+SUFFIXES = (".pt.trace.json", ".pt.trace.json.gz")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One collective of one rank, in seconds of its record's clock."""
+
+    name: str
+    kind: str
+    step: int
+    stage: str
+    group: str
+    ranks: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    parameters: tuple[str, ...]
+    start_s: float
+    end_s: float
+    waited: tuple[Interval, ...]
+    is_recorded: bool  # by the backend; else it is known by its launch and its wait alone
+    planned_s: float | None
+    planned_exposed_s: float | None
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
+    def exposed_s(self) -> float:
+        return sum(end - start for start, end in self.waited)
+
+    @property
+    def identity(self) -> tuple[str, str, str, tuple[str, ...]]:
+        """Equal for what is the same collective, on another rank or in another step."""
+        return self.stage, self.kind, self.name, self.parameters
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a graph."""
+
+    stage: str
+    seconds: float
+    planned_s: float | None
+    planned_exposed_s: float | None
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix product."""
+
+    dtype: str
+    flops: float
+    interval: Interval
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank recorded."""
+
+    path: Path
+    rank: int
+    world_size: int
+    host: str
+    backend: str
+    device: str
+    allows_tf32: bool
+    hardware: HardwareProfile
+    steps: tuple[Interval, ...]
+    collectives: tuple[Ran, ...]  # of these steps, in the order of launch
+    calls: tuple[Call, ...]
+    products: tuple[Product, ...]
+
+
+def paths_in(folder: Path) -> list[Path]:
+    """Of the traces; ValueError where there are none."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder. Give the one that `fsdp-compile profile --out` wrote traces into.")
+    found = sorted(path for path in folder.iterdir() if path.name.endswith(SUFFIXES))
+    if not found:
+        raise ValueError(f"{folder} holds no *{SUFFIXES[0]}: give a folder that `fsdp-compile profile` wrote.")
+    return found
+
+
+def read_folder(folder: str | Path) -> list[Trace]:
+    """The traces of all ranks that are there, by rank; ValueError where they are not those of one run of ours."""
+    traces = sorted([read(path) for path in paths_in(Path(folder))], key=lambda one: one.rank)
+    for one, other in pairwise(traces):
+        if one.rank == other.rank:
+            raise ValueError(
+                f"{folder} has two traces of rank {one.rank}, {one.path.name} and {other.path.name}: of two runs. Keep "
+                "those of one, or profile into a folder of its own."
+            )
+    return traces
+
+
+def read(path: Path) -> Trace:
+    """One trace; ValueError where it has none of our ranges."""
+    trace = load(path)
+    facts = trace.get(KEY)
+    if not isinstance(facts, dict):
+        raise ValueError(
+            f"{path} has no ranges of fsdp_compile: a profiler of another kind wrote it. Use fsdp_compile.profile, or "
+            "`fsdp-compile profile`."
+        )
+    events = events_of(trace)
+    steps = [event for event in events if event.name.startswith("ProfilerStep#")][: facts["num_steps"]]
+    ours = [event for event in events if event.args.get(KEY) == COLLECTIVE]
+    ours.sort(key=lambda event: event.args["launched_us"])
+    distributed = trace.get("distributedInfo") or {}
+    return Trace(
+        path=path,
+        rank=facts["rank"],
+        world_size=facts["world_size"],
+        host=str(trace.get("host_name", "")),
+        backend=str(distributed.get("backend", "")),
+        device=facts["device"],
+        allows_tf32=facts["allows_tf32"],
+        hardware=HardwareProfile.from_json(json.dumps(facts["hardware"])),
+        steps=tuple((one.start / 1e6, one.end / 1e6) for one in steps),
+        collectives=tuple(_ran(event) for event in ours if event.args["step"] is not None),
+        calls=tuple(
+            _call(event)
+            for event in events
+            if event.args.get(KEY) == GRAPH and any(step.start <= event.start <= step.end for step in steps)
+        ),
+        products=tuple(_products(events)),
+    )
+
+
+def _ran(event: Event) -> Ran:
+    args = event.args
+    return Ran(
+        name=event.name.removeprefix("FSDP::"),
+        kind=args["kind"],
+        step=args["step"],
+        stage=args["stage"],
+        group=args["group"],
+        ranks=tuple(args["ranks"]),
+        dtype=args["dtype"],
+        num_bytes=args["bytes"],
+        parameters=tuple(args["parameters"]),
+        start_s=event.start / 1e6,
+        end_s=event.end / 1e6,
+        waited=tuple((start / 1e6, end / 1e6) for start, end in args["waited_us"]),
+        is_recorded=args["recorded"],
+        planned_s=_s(args["planned_us"]),
+        planned_exposed_s=_s(args["planned_exposed_us"]),
+    )
+
+
+def _call(event: Event) -> Call:
+    args = event.args
+    took = (event.end - event.start) / 1e6
+    return Call(args["stage"], took, _s(args["planned_us"]), _s(args["planned_exposed_us"]))
+
+
+def _s(us: float | None) -> float | None:
+    return None if us is None else us / 1e6
+
+
+def _products(events: Sequence[Event]) -> Iterable[Product]:
+    """Of matrices; where kernels are recorded, with the time of those that the operator launched."""
+    kernels: dict[Any, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.category == "kernel":
+            kernels[event.args.get("External id")].append(event)
+    for event in events:
+        if event.category != "cpu_op":
+            continue
+        flops, place = _flops(event)
+        if not flops:
+            continue
+        ran = kernels.get(event.args.get("External id"), []) if kernels else [event]
+        if ran:
+            interval = min(one.start for one in ran) / 1e6, max(one.end for one in ran) / 1e6
+            yield Product(event.size(place)[1], flops, interval)
+
+
+def _flops(event: Event) -> tuple[float, int]:
+    """Multiplications and additions, and which argument is the left one."""
+    operator = event.name.removeprefix("aten::")
+    left = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}.get(operator)
+    if left is None or not event.name.startswith("aten::"):
+        return 0.0, 0
+    one, other = event.shape(left), event.shape(left + 1)
+    if not one or not other or not isinstance(one[-1], int):
+        return 0.0, left
+    return 2.0 * math.prod(one) * other[-1], left

@@ -1,0 +1,403 @@
+"""profile: ranges of a recorded step and their numbers, beside what the trace itself says; what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp_compile
+from fsdp_compile import cli
+from fsdp_compile.passes.ledger import ledger
+from fsdp_compile.passes.profiles import PROFILES
+from fsdp_compile.profiling.annotate import Facts, annotate
+from fsdp_compile.profiling.listen import Expected, Heard
+from fsdp_compile.profiling.summarize import summarize
+from tests.comparing import batches, loss_of
+from tests.models import Stack, mesh_of, shard
+from tests.ranks import Ranks
+
+ACTIVE = 2
+
+
+def _record(folder: str, backend: str, *dimensions: str) -> dict[str, Any]:
+    """A training that is profiled; which parameters there are."""
+    model = shard(Stack(num_blocks=1), mesh=mesh_of(*dimensions) if dimensions else None)
+    run = model if backend == "none" else torch.compile(model, fullgraph=True, backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fsdp_compile.profile(run, folder, wait=1, active=ACTIVE) as profiled:
+        for step in range(ACTIVE + 3):  # the last one is not recorded
+            loss_of(run(batches(step)[dist.get_rank()])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            profiled.step()
+        assert ledger.hear is None, "it listens to steps that are not recorded"
+    assert isinstance(profiled, fsdp_compile.Profile) and profiled.path is not None
+    dist.barrier()
+    assert isinstance(profiled.summary, fsdp_compile.Summary)
+    return {"path": str(profiled.path), "sizes": {name: tuple(one.shape) for name, one in model.named_parameters()}}
+
+
+@pytest.fixture(scope="module", params=["compiled", "eager"])
+def run(request: pytest.FixtureRequest, two_ranks: Ranks) -> Iterator[tuple[str, Path, dict[str, Any]]]:
+    with tempfile.TemporaryDirectory() as folder:
+        found = two_ranks.run(_record, folder, "inductor" if request.param == "compiled" else "none")
+        assert [sorted(Path(folder).iterdir())] == [sorted(Path(one["path"]) for one in found)], "other files are left"
+        yield request.param, Path(folder), found[0]["sizes"]
+
+
+def traces_in(folder: Path) -> list[dict[str, Any]]:
+    found = [json.loads(path.read_text()) for path in folder.glob("*.pt.trace.json")]
+    return sorted(found, key=lambda trace: trace["distributedInfo"]["rank"])
+
+
+def ranges(trace: dict[str, Any], *prefixes: str) -> list[dict[str, Any]]:
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["name"].startswith(prefixes)]
+    return sorted(events, key=lambda event: event["ts"])
+
+
+def padded_bytes(size: tuple[int, ...], ranks: int = 2) -> int:
+    """Of a float32 parameter, whole, each rank's part as long as the longest."""
+    return -(-size[0] // ranks) * ranks * torch.Size(size[1:]).numel() * 4
+
+
+def test_every_gather_and_reduction_is_a_range_that_names_its_parameters(run: tuple[str, Path, dict[str, Any]]) -> None:
+    way, folder, sizes = run
+    for trace in traces_in(folder):
+        steps = ranges(trace, "ProfilerStep#")
+        assert len(steps) == ACTIVE
+        gathers, reductions = ranges(trace, "FSDP::gather"), ranges(trace, "FSDP::reduce")
+        for begin, end in [(step["ts"], step["ts"] + step["dur"]) for step in steps]:
+            for found, least in ((gathers, 1), (reductions, 1)):
+                inside = [one["args"] for one in found if begin <= one["args"]["launched_us"] <= end]
+                assert {name for one in inside for name in one["parameters"]} == set(sizes), "not all parameters"
+                for one in inside:
+                    assert one["bytes"] == sum(padded_bytes(sizes[name]) for name in one["parameters"])
+                    assert one["ranks"] == [0, 1] and one["recorded"] and one["planned_us"] > 0
+                assert len(inside) >= least
+        launched = re.compile(r"(fsdpc::all_gather_into_tensor|_c10d_functional::(all_to_all_single|reduce_scatter_tensor))")
+        assert len(gathers) + len(reductions) == len([one for one in ranges(trace, "fsdpc", "_c10d") if launched.fullmatch(one["name"])])
+        stages = {one["args"]["stage"] for one in gathers + reductions}
+        assert stages == ({"forward", "backward"} if way == "compiled" else {"eager"})
+        if way == "compiled":  # what is exposed was planned, for the graphs were compiled in the block
+            assert all(one["args"]["planned_exposed_us"] is not None for one in gathers + reductions)
+            assert [one["name"] for one in ranges(trace, "FSDP::forward graph", "FSDP::backward graph")] == [
+                "FSDP::forward graph", "FSDP::backward graph"
+            ] * ACTIVE  # fmt: skip
+
+
+def busy_and_waiting(trace: dict[str, Any]) -> tuple[float, float, float]:
+    """Seconds a step of communication, of waiting, and of both at once, from what torch recorded alone.
+
+    By slots of a microsecond, in which gloo's threads run a collective, or the thread that trains waits for one.
+    """
+    flights = ranges(trace, "gloo:")
+    spans: set[int] = set()
+    for one in flights:
+        spans |= set(range(int(one["ts"]), int(one["ts"] + one["dur"])))
+    waiting: set[int] = set()
+    waited = 0.0
+    left = list(flights)
+    for wait in ranges(trace, "_c10d_functional::wait_tensor"):
+        # The first of the size that gloo's threads have begun and nobody waited for yet, whole or a part of two.
+        num = torch.Size(wait["args"]["Input Dims"][0]).numel()
+        flight = next(one for one in left if torch.Size(one["args"]["Input Dims"][0]).numel() * (1 + ("gather" in one["name"])) == num)
+        left.remove(flight)
+        if flight["ts"] + flight["dur"] > wait["ts"]:
+            waited += wait["dur"]
+            waiting |= set(range(int(wait["ts"]), int(wait["ts"] + wait["dur"])))
+    return len(spans) / 1e6 / ACTIVE, waited / 1e6 / ACTIVE, len(spans & waiting) / 1e6 / ACTIVE
+
+
+def test_the_summary_is_what_the_traces_say(run: tuple[str, Path, dict[str, Any]]) -> None:
+    way, folder, _ = run
+    summary = summarize(folder)
+    assert (summary.num_steps, summary.world_size, summary.hardware) == (ACTIVE, 2, "cpu")
+    for trace, rank in zip(traces_in(folder), summary.ranks, strict=True):
+        busy_s, waited_s, both_s = busy_and_waiting(trace)
+        slack = 1e-6 * 2 * len(ranges(trace, "gloo:"))
+        assert rank.step_s == pytest.approx(sum(one["dur"] for one in ranges(trace, "ProfilerStep#")) / 1e6 / ACTIVE, abs=1e-8)
+        assert rank.communication_s == pytest.approx(busy_s, abs=slack)
+        assert rank.exposed_s == pytest.approx(waited_s, abs=1e-8)  # the clock, in us, has ten digits before the point
+        assert rank.overlap == pytest.approx(1 - both_s / busy_s, abs=slack / busy_s)
+    assert summary.exposed_s == max(one.exposed_s for one in summary.ranks)
+    # Of each collective: the n-th of its name in each step, on both ranks.
+    events = [ranges(trace, "FSDP::gather", "FSDP::reduce") for trace in traces_in(folder)]
+    for one in summary.collectives:
+        of_ranks = [
+            sorted((event for event in found if event["name"] == f"FSDP::{one.name}" and event["args"]["stage"] == one.stage),
+                   key=lambda event: event["args"]["launched_us"])
+            for found in events
+        ]  # fmt: skip
+        pairs = list(zip(*of_ranks, strict=True))
+        assert one.count == len(pairs) / ACTIVE
+        assert one.seconds == pytest.approx(sum(min(event["dur"] for event in pair) for pair in pairs) / len(pairs) / 1e6, abs=1e-8)
+        exposed = [max(sum(end - start for start, end in event["args"]["waited_us"]) for event in pair) for pair in pairs]
+        assert one.exposed_s == pytest.approx(sum(exposed) / len(pairs) / 1e6, abs=1e-8)
+    longest = sorted((one.exposed_s * one.count for one in summary.collectives), reverse=True)
+    assert [one.exposed_s * one.count for one in summary.worst] == [one for one in longest[:5] if one > 0]
+    assert summary.takes is not None
+    assert summary.takes.measured_s == pytest.approx(sum(one.seconds * one.count for one in summary.collectives))
+    assert (summary.waits is not None) == (summary.graphs is not None) == (way == "compiled")
+    printed = str(summary)
+    assert f"{summary.ranks[1].exposed_s * 1e3:.2f}" in printed and all(one.name in printed for one in summary.worst)
+
+
+def test_a_profile_is_refined_from_a_run(run: tuple[str, Path, dict[str, Any]], tmp_path: Path) -> None:
+    _, folder, _ = run
+    out = tmp_path / "profile.json"
+    assert cli.main(["refine", str(folder), "-o", str(out), "--name", "mine"]) == 0
+    profile = fsdp_compile.passes.load_profile(out)
+    assert profile.name == "mine" and profile.backend == "gloo" and profile.ranks_per_node == 2
+    assert {"all_gather", "all_to_all"} == set(profile.inside.measured) and profile.inside.measured_ranks == 2
+    products = [
+        (2 * one["args"]["Input Dims"][0][0] * one["args"]["Input Dims"][0][1] * one["args"]["Input Dims"][1][1] / one["dur"] * 1e6)
+        for trace in traces_in(folder) for one in ranges(trace, "aten::mm")
+    ]  # fmt: skip
+    assert min(products) <= profile.flops["float32"] <= max(products)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("backend", ["inductor", "none"])
+def test_reductions_over_shards_and_over_copies_are_told_apart(four_ranks: Ranks, tmp_path: Path, backend: str) -> None:
+    found = four_ranks.run(_record, str(tmp_path), backend, "replicate", "shard")
+    sizes = found[0]["sizes"]
+    for rank, trace in enumerate(traces_in(tmp_path)):
+        shards, copies = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+        ways = (("FSDP::gather", shards, 1), ("FSDP::reduce copies of", copies, 2), ("FSDP::reduce ", shards, 1))
+        for prefix, ranks, share in ways:
+            args = [one["args"] for one in ranges(trace, prefix) if "copies" in prefix or "copies" not in one["name"]]
+            assert {name for one in args for name in one["parameters"]} == set(sizes)
+            for one in args:
+                assert one["ranks"] == ranks and one["recorded"]
+                assert one["bytes"] == sum(padded_bytes(sizes[name]) for name in one["parameters"]) // share
+    summary = summarize(tmp_path)
+    assert [one.rank for one in summary.ranks] == [0, 1, 2, 3]
+    assert all(one.num_ranks == 2 and one.count >= 1 for one in summary.collectives)
+
+
+# A rank with a GPU, as Kineto writes it: launches on the CPU, kernels on two streams.
+
+
+def event(name: str, cat: str, ts: float, dur: float, tid: int = 1, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": cat, "pid": 7, "tid": tid, "ts": ts, "dur": dur, "args": args}
+
+
+def launch(ts: float, correlation: int, rows: int, external: int) -> list[dict[str, Any]]:
+    sizes = {"Input Dims": [[rows, 10], [], []], "Input type": ["c10::BFloat16", "Scalar", ""], "Concrete Inputs": ["", "8", ""]}
+    return [
+        event("_c10d_functional::all_gather_into_tensor", "cpu_op", ts, 30, **sizes),
+        event("nccl:_all_gather_base", "user_annotation", ts + 5, 20, **{"External id": external + 100}),
+        event("cudaLaunchKernelExC", "cuda_runtime", ts + 10, 5, correlation=correlation),
+    ]
+
+
+def a_gpu() -> dict[str, Any]:
+    kernel = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+    events = [
+        event("ProfilerStep#3", "user_annotation", 0, 1000),
+        event("FSDP::forward #0", "user_annotation", 10, 1),
+        *launch(20, correlation=1, rows=4, external=11),
+        *launch(60, correlation=2, rows=6, external=12),
+        event("_c10d_functional::wait_tensor", "cpu_op", 100, 2, **{"Input Dims": [[32, 10]], "Input type": ["c10::BFloat16"]}),
+        event("_c10d_functional::wait_tensor", "cpu_op", 105, 2, **{"Input Dims": [[48, 10]], "Input type": ["c10::BFloat16"]}),
+        event(kernel, "kernel", 200, 100, tid=20, correlation=1, **{"External id": 11}),
+        event(kernel, "kernel", 300, 200, tid=20, correlation=2, **{"External id": 12}),
+        event("gemm", "kernel", 260, 90, tid=7, correlation=3, **{"External id": 13}),
+        event("gemm", "kernel", 380, 60, tid=7, correlation=4, **{"External id": 14}),
+    ]
+    return {"traceEvents": events, "host_name": "node", "distributedInfo": {"backend": "nccl", "rank": 0, "world_size": 8}}
+
+
+def facts(**changed: Any) -> Facts:
+    launches = (
+        Expected("all_gather", "shards", "bfloat16", 80, ("layers.0.w",), 90e-6, 10e-6),
+        Expected("all_gather", "shards", "bfloat16", 120, ("layers.1.w", "layers.1.b")),
+    )
+    given = {
+        "rank": 0, "world_size": 8, "num_steps": 1, "device": "cuda", "hardware": PROFILES["h100"], "allows_tf32": False,
+        "heard": [Heard("forward", launches)], "ranks": {"shards": tuple(range(8))},
+    }  # fmt: skip
+    return Facts(**{**given, **changed})
+
+
+def test_on_a_gpu_what_is_exposed_is_what_no_kernel_computes_beside(tmp_path: Path) -> None:
+    (tmp_path / "node_0.1.pt.trace.json").write_text(json.dumps(annotate(a_gpu(), facts())))
+    summary = summarize(tmp_path)
+    first, second = summary.collectives
+    assert (first.name, second.name) == ("gather layers.0.w", "gather layers.1.w +1")
+    assert (first.num_bytes, second.num_bytes) == (640, 960)  # of all eight ranks
+    assert first.seconds == pytest.approx(100e-6) and first.exposed_s == pytest.approx(60e-6)  # 200 to 260
+    assert second.seconds == pytest.approx(200e-6) and second.exposed_s == pytest.approx(90e-6)  # 350 to 380, 440 to 500
+    assert first.planned_s == pytest.approx(90e-6) and second.planned_exposed_s is None
+    [rank] = summary.ranks
+    assert (rank.communication_s, rank.exposed_s) == (pytest.approx(300e-6), pytest.approx(150e-6))
+    assert rank.overlap == pytest.approx(0.5)
+    assert "Without ranks 1, 2, 3, 4, 5, 6 and 7, whose traces are not in" in str(summary)
+
+
+def test_what_the_plan_does_not_have_is_not_ours() -> None:
+    heard = [Heard("forward", (Expected("all_gather", "shards", "bfloat16", 120, ("layers.1.w",)),))]
+    names = [one["name"] for one in annotate(a_gpu(), facts(heard=heard))["traceEvents"] if one["tid"] > 1 << 20]
+    assert names[0] == "all_gather of 640 bytes, not ours" and names[1] == "FSDP::gather layers.1.w"
+
+
+@pytest.mark.more
+def test_torch_tb_profiler_counts_what_is_sent(run: tuple[str, Path, dict[str, Any]]) -> None:
+    """Its distributed view: all ranks have as many collectives, and each the bytes of what the launch was given."""
+    data = pytest.importorskip("torch_tb_profiler.profiler.data")
+    _, folder, _ = run
+    counts = []
+    for trace in traces_in(folder):
+        found = data.RunProfileData.from_json("node_0", 1, trace)
+        of_rank = data.DistributedRunProfileData(found)
+        assert of_rank.has_communication and [int(one) for one in of_rank.steps_names] == [2, 3]
+        for node in of_rank.comm_node_list:
+            node.real_time_ranges = list(node.kernel_ranges)
+        of_rank.communication_parse()
+        counts.append({name: (stats[0], stats[1]) for name, stats in of_rank.total_comm_stats.items()})
+        for name, prefix in (("gloo:all_gather", "FSDP::gather"), ("gloo:reduce_scatter", "FSDP::reduce")):
+            ours = [one["args"]["bytes"] // (2 if prefix.endswith("gather") else 1) for one in ranges(trace, prefix)]
+            assert counts[-1][name] == (len(ours), sum(ours))
+    assert counts[0] == counts[1] and set(counts[0]) == {"gloo:all_gather", "gloo:reduce_scatter"}
+
+
+@pytest.mark.more
+def test_torch_tb_profiler_finds_the_kernels_of_collectives() -> None:
+    data = pytest.importorskip("torch_tb_profiler.profiler.data")
+    parser = pytest.importorskip("torch_tb_profiler.profiler.event_parser")
+    trace = data.trace
+    events = [trace.create_event(one, False) for one in annotate(a_gpu(), facts())["traceEvents"]]
+    found = parser.EventParser()
+    found.parse(sorted(filter(None, events), key=lambda one: one.ts), {})
+    assert [node.name for node in found.comm_node_list] == ["nccl:all_gather"] * 2
+    assert [node.kernel_ranges[-1] for node in found.comm_node_list] == [(200, 300), (300, 500)]
+    assert found.role_ranges[parser.ProfileRole.Kernel] == [(260, 350), (380, 440)], "a collective counts as computing"
+
+
+# Mistakes.
+
+
+def test_what_cannot_be_profiled_is_refused_with_what_to_do(tmp_path: Path, fake_group_of_four: None) -> None:
+    sharded = fsdp_compile.fully_shard(nn.Linear(8, 8))
+    with pytest.raises(TypeError, match=r"profile takes the model, but got str\. Give the module that is trained\."):
+        fsdp_compile.profile("model", tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Linear has no sharded module, .* Call fully_shard\(\.\.\.\) on it first"):
+        fsdp_compile.profile(nn.Linear(2, 2), tmp_path)
+    with pytest.raises(ValueError, match=r"active is 0\. Give a number of steps, at least 1\."):
+        fsdp_compile.profile(sharded, tmp_path, active=0)
+    with pytest.raises(TypeError, match=r"wait is 1\.5\. Give a number of steps, at least 0\."):
+        fsdp_compile.profile(sharded, tmp_path, wait=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="There is no hardware profile 'abacus'"):
+        fsdp_compile.profile(sharded, tmp_path, hardware="abacus")
+    ended_early = r"nothing was recorded: 1 of 2 steps had ended .* \(wait=1, and 1 to warm up\)\. Call step\(\) behind"
+    with pytest.raises(RuntimeError, match=ended_early), fsdp_compile.profile(sharded, tmp_path) as profiled:
+        profiled.step()
+        with pytest.raises(RuntimeError, match=r"nothing is recorded yet: 1 steps ended, .* is step 5"):
+            str(profiled.summary)
+        with pytest.raises(RuntimeError, match="a profile is recorded in this process already"):
+            fsdp_compile.profile(sharded, tmp_path).__enter__()
+    assert ledger.hear is None
+    with pytest.raises(ZeroDivisionError), fsdp_compile.profile(sharded, tmp_path):
+        raise ZeroDivisionError  # and no word of steps that are missing
+    with pytest.warns(UserWarning, match=r"recorded 1 of 3 steps: the block ended early"):
+        with fsdp_compile.profile(sharded, tmp_path, wait=0) as profiled:
+            for _ in range(2):
+                profiled.step()
+        assert profiled.summary.num_steps == 1
+    (tmp_path / "node_1.1.pt.trace.json").write_text("{}")  # of another rank, which may write now
+    with pytest.raises(FileExistsError, match=r"holds the trace of another run already, .*_0\..*: both would be shown"):
+        fsdp_compile.profile(sharded, tmp_path).__enter__()
+    assert ledger.hear is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["profile", "--", "no_such.py"], "no_such.py is not a file: give the path of a script, or -m and the name"),
+        (["profile", "--out", "{here}/file", "--", "{here}/script.py"], "file is a file: give a folder, which need not"),
+        (["profile", "--hardware", "abacus", "--", "{here}/script.py"], "There is no hardware profile 'abacus'"),
+        (["profile", "--out", "{here}/old", "--", "{here}/script.py"], "holds the trace of another run already"),
+        (["profile", "--out", "{here}/new", "--", "{here}/script.py"], "The script ended, and nothing was recorded: 0 of 3"),
+        (["refine", "{here}/none"], "none is no folder. Give the one that `fsdp-compile profile --out` wrote"),
+        (["refine", "{here}/empty"], "empty holds no *.pt.trace.json: give a folder that"),
+        (["refine", "{here}/old"], "has no ranges of fsdp_compile: a profiler of another kind wrote it"),
+        (["refine", "{here}/torn"], "cannot be read as a trace"),
+        (["refine", "{here}/twice"], "has two traces of rank 0, "),
+        (["refine", "{here}/quiet"], "no collective and no product of matrices is recorded in it"),
+        (["refine", "{here}/old", "-o", "{here}"], "is not a file in a folder that exists."),
+    ],
+)  # fmt: skip
+def test_the_command_line_says_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: str
+) -> None:
+    silent = json.dumps(annotate({"traceEvents": []}, facts(heard=[])))
+    files = {
+        "file": "", "script.py": "", "old/node_0.1.pt.trace.json": '{"traceEvents": []}', "torn/node_0.1.pt.trace.json": "{",
+        "twice/a_0.1.pt.trace.json": silent, "twice/b_0.1.pt.trace.json": silent, "quiet/a_0.1.pt.trace.json": silent,
+    }  # fmt: skip
+    (tmp_path / "empty").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["fsdp-compile"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    assert cli.main([one.format(here=tmp_path) for one in arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_ranks_are_started_by_one_of_the_two(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "script.py").write_text("")
+    monkeypatch.setenv("RANK", "0")
+    assert cli.main(["profile", "--ranks", "2", "--", str(tmp_path / "script.py")]) == 2
+    assert capsys.readouterr().err == "--ranks starts processes, and torchrun has started this one already: leave --ranks out.\n"
+
+
+SCRIPT = """
+import sys
+import torch, torch.distributed as dist
+from torch import nn
+from fsdp_compile import fully_shard
+
+dist.init_process_group("gloo")
+model = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(int(sys.argv[1])):
+    model(torch.ones(4, 64)).sum().backward()
+    optimizer.step()
+dist.destroy_process_group()
+sys.exit(0)
+"""
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("starter", ["--ranks", "torchrun"])  # the second runs it as a module
+def test_a_script_is_profiled_as_it_is(tmp_path: Path, starter: str) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    ours = ["-m", "fsdp_compile.cli", "profile", "--wait", "1", "--active", "2"]
+    theirs = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*ours, "--ranks", "2"] if starter == "--ranks" else [*theirs, *ours]
+    script = ["train.py"] if starter == "--ranks" else ["-m", "train"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment |= {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    ran = subprocess.run(
+        [sys.executable, *command, "--", *script, "5"], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        timeout=200,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "2 ranks, mean of 2 steps" in ran.stdout and "Wrote traces, 2 traces." in ran.stdout
+    assert len(list((tmp_path / "traces").iterdir())) == 2
+    assert ran.stdout.count("mean of 2 steps") == 1  # one of the two prints
