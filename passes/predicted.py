@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -142,9 +142,9 @@ def predict(
     predicted = []
     for (graph, plan), taken, callers_bytes in zip(graphs, [(), given_up], [held_bytes, held_bytes + returned_bytes]):
         room = None if budget_bytes is None else budget_bytes - callers_bytes
-        given_back = {fqn for fqn, one in (residency or {}).items() if one.becomes == AGAIN and one.why.startswith(BUDGET)}
+        given_back = _given_back(residency or {}) if plan.stage == "backward" else set()
         events = events_of(graph, profile, groups, taken)
-        predicted.append(_predicted(graph, plan, events, taken, room, given_back if plan.stage == "backward" else set()))
+        predicted.append(_predicted(graph, plan, events, taken, room, given_back))
     return Prediction(profile.name, tuple(predicted), peak_bytes, held_bytes, residency or {})
 
 
@@ -154,7 +154,7 @@ def _predicted(
     events: Sequence[Event],
     given_up: tuple[str, ...],
     room_bytes: int | None,
-    given_back: Collection[str],
+    given_back: set[str],
 ) -> PredictedGraph:
     timeline = simulate(events)
     verdicts = Verdicts(events, timeline, room_bytes)
@@ -191,8 +191,13 @@ def _predicted(
     return PredictedGraph(plan.stage, timeline.total_s, timeline.exposed_s, tuple(found), timeline, given_up)
 
 
+def _given_back(residency: Mapping[str, Residency]) -> set[str]:
+    """What a memory budget had no room to keep."""
+    return {fqn for fqn, one in residency.items() if one.becomes == AGAIN and one.why.startswith(BUDGET)}
+
+
 def _judged(
-    exposed: Exposed, verdicts: Verdicts, landmarks: _Landmarks, bucket: Bucket, given_back: Collection[str]
+    exposed: Exposed, verdicts: Verdicts, landmarks: _Landmarks, bucket: Bucket, given_back: set[str]
 ) -> tuple[str, str]:
     """What keeps a collective from being hidden, in words of the model."""
     found = verdicts.of(exposed)

@@ -74,15 +74,14 @@ class Verdicts:
             if self._needs[name]:
                 rest = "nothing is left to compute" if not beside_s else f"{_ms(beside_s)} are left to compute"
                 return Verdict(DEPENDENCY, f"launched as soon as what it sends is there, and {rest} beside it")
-            return Verdict(DEPENDENCY, f"the graph begins with it, and {_ms(beside_s)} of compute do not need it")
+            return Verdict(DEPENDENCY, f"launched when the graph begins; {_ms(beside_s)} of compute do not need it")
         tail = "; launched earlier, the step is no shorter" if tried else ""
         return Verdict(COMPUTE, f"only {_ms(beside_s)} of compute stand beside it{tail}")
 
     def _cannot_move(self, name: str, seconds: float) -> bool:
-        """Whether less than that is computed between the earliest place for a launch and its own, and nothing awaited."""
-        between = self._short[self._earliest(name) : self._launched[name]]
-        computed = sum(one.seconds for one in between if isinstance(one, Compute))
-        return computed <= seconds and not any(isinstance(one, Wait) for one in between)
+        """Whether less is computed between the earliest place for a launch and its own."""
+        between = self._short[self._earliest(name) : self._packed(name)]
+        return sum(one.seconds for one in between if isinstance(one, Compute)) <= seconds
 
     def _said(self, cause: str, found: _Tried, words: str, tail: str = "") -> Verdict:
         holds = f"{as_size(found.holds_bytes)} are alive then"
@@ -91,10 +90,17 @@ class Verdicts:
 
     def _earlier(self, name: str) -> list[int]:
         """Places in front of its launch where it may stand: the earliest, and in front of launches close to it."""
-        place, earliest = self._launched[name], self._earliest(name)
+        place, earliest = self._packed(name), self._earliest(name)
         others = [at for at in range(earliest, place) if isinstance(self._short[at], Launch)]
         chosen = {earliest, *others[-_TRIED:]} if earliest < place else set()
         return sorted(at for at in chosen if any(_takes_time(one) for one in self._short[at:place]))
+
+    def _packed(self, name: str) -> int:
+        """Where the packing begins that stands right in front of a launch, and moves with it."""
+        place = self._launched[name]
+        while place and _is_copy(self._short[place - 1]):
+            place -= 1
+        return place
 
     def _earliest(self, name: str) -> int:
         return max((self._done(one) + 1 for one in self._needs[name]), default=0)
@@ -104,8 +110,8 @@ class Verdicts:
         return self._waited[name] if name in self._waited else self._short_of[name]
 
     def _try(self, name: str, place: int) -> _Tried:
-        at = self._launched[name]
-        moved = [*self._short[:place], self._short[at], *self._short[place:at], *self._short[at + 1 :]]
+        at, end = self._packed(name), self._launched[name] + 1
+        moved = [*self._short[:place], *self._short[at:end], *self._short[place:at], *self._short[end:]]
         saves_s = self._total_s - simulate(moved).total_s
         more = sum(num_bytes for _, num_bytes in self._allocs[name])
         alive = self._alive[self._first[place] : self._first[at]]
@@ -126,6 +132,10 @@ def _takes_time(event: Event) -> bool:
     return not isinstance(event, Compute) or event.seconds > 0
 
 
+def _is_copy(event: Event) -> bool:
+    return isinstance(event, Compute) and event.is_copy
+
+
 def _shortened(events: Sequence[Event]) -> tuple[list[Event], list[int], Mapping[str, int]]:
     """The events with computes that follow one another as one, and without memory.
 
@@ -138,8 +148,8 @@ def _shortened(events: Sequence[Event]) -> tuple[list[Event], list[int], Mapping
     short_of: dict[str, int] = {}
     for place, event in enumerate(events):
         last = short[-1] if short else None
-        # Packing has no time to speak of, and moves with its launch; what a launch needs ends in front of that.
-        if isinstance(event, Compute) and isinstance(last, Compute) and not ends:
+        joins = isinstance(last, Compute) and not ends and _is_copy(event) == _is_copy(last)
+        if isinstance(event, Compute) and isinstance(last, Compute) and joins:
             short[-1] = dataclasses.replace(last, seconds=last.seconds + event.seconds)
         elif isinstance(event, Launch):
             short.append(dataclasses.replace(event, allocs=(), frees=(), needs=()))

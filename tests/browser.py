@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-SILENCE_S = 60.0
 
 
 class Browser:
@@ -37,10 +36,8 @@ class Browser:
             "--hide-scrollbars", f"--user-data-dir={self._profile.name}", "--remote-debugging-pipe", "about:blank",
         ]  # fmt: skip
         # It reads commands from 3 and writes answers to 4. A shell puts them there: no code runs between fork and exec.
-        shell = ["sh", "-c", f'exec 3<&{theirs} 4>&{answers}; exec "$@"', "sh", *arguments]
-        self._process = subprocess.Popen(
-            shell, pass_fds=(theirs, answers), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        shell = ["sh", "-c", 'exec 3<&0 4>&1 </dev/null >/dev/null; exec "$@"', "sh", *arguments]
+        self._process = subprocess.Popen(shell, stdin=theirs, stdout=answers, stderr=subprocess.DEVNULL)
         os.close(theirs)
         os.close(answers)
         self._read = b""

@@ -54,6 +54,7 @@ class Settings:
     dim: int = 256
     backend: str = "inductor"
     save: str | None = None  # a folder
+    page: str | None = None  # a file
     head_dim: int = 64
     vocab: int = 2048
     seq: int = 128
@@ -225,9 +226,17 @@ class Captured:
 
     def save(self, folder: Path) -> None:
         """The files of ``inspect``."""
+        self._report.save(folder)
+
+    def draw(self, page: Path) -> None:
+        """The page of ``inspect``: the step as it was planned."""
+        self._report.html(page)
+
+    @property
+    def _report(self) -> Report:
         report = Report(Transformer.__name__)
         report.records = self.records
-        report.save(folder)
+        return report
 
 
 # What begins when the passes are done with a graph of this stage.
@@ -300,6 +309,8 @@ def work(job: dict[str, Any], rank: int, send: Send) -> None:
         dist.barrier()
         run.weigh(meter, batches[rank])
     assert captured is not None
+    if rank == 0 and settings.page:
+        captured.draw(Path(settings.page))
     if settings.save is not None:
         captured.save(Path(settings.save) / f"rank{rank}")
     send(

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ..page.picture import Collective, Compute, Difference, Memory, PicturedGraph, PicturedStep, Picture, Storage
+from ..page.picture import Collective, Compute, Difference, Memory, Picture, PicturedGraph, PicturedStep, Storage
 from ..passes import GraphRecord, Plan, Prediction
+from ..passes.insert import ROLE
 from ..passes.owners import RETURNED, Owners, module_of, owners_of, saved_kinds
 from ..passes.predicted import PredictedGraph
-from ..passes.insert import ROLE
 from ..passes.weigh import saved_by, taken_as, weigh
 from .graph_code import node_lines
 from .predicted import Step
@@ -81,7 +81,8 @@ def _graph(predicted: PredictedGraph, record: GraphRecord, owners: Owners, start
         node = nodes[span.name]
         operator = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
         lane = "copy" if ROLE in node.meta else "compute"
-        compute.append(Compute(span.name, operator, module_of(node), start_s + span.start_s, start_s + span.end_s, lane))
+        begin_s, end_s = start_s + span.start_s, start_s + span.end_s
+        compute.append(Compute(span.name, operator, module_of(node), begin_s, end_s, lane))
     collectives = tuple(
         Collective(
             one.kind, format_unit(one.unit), one.fqns, format_dtype(one.dtype), one.num_bytes,
