@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import getpass
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -73,7 +71,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--save", metavar="DIR", help="keep results, plans, and the graphs before and after each pass")
     parser.add_argument(
-        "--page", metavar="FILE", default=default.page,
+        "--page", metavar="FILE",
         help="the planned step as a page for a browser (default: step.html in DIR, or else in a temporary folder)",
     )  # fmt: skip
     parser.set_defaults(run=_demo)
@@ -90,7 +88,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         dim=arguments.dim,
         backend=arguments.backend,
         save=None if arguments.save is None else str(Path(arguments.save).resolve()),
-        page=str(_page(arguments)),
+        page=None if arguments.page is None else str(Path(arguments.page).resolve()),
     )
     missing = missing_tools(settings)
     if missing is not None:
@@ -98,16 +96,9 @@ def _demo(arguments: argparse.Namespace) -> int:
         return 2
     if arguments.save is not None:
         Path(arguments.save).mkdir(parents=True, exist_ok=True)
-    Path(str(settings.page)).parent.mkdir(parents=True, exist_ok=True)
-    return run_demo(settings, Console())
-
-
-def _page(arguments: argparse.Namespace) -> Path:
-    """Where the page goes: beside what is kept, or where the system puts what nobody asked to keep."""
     if arguments.page is not None:
-        return Path(arguments.page).resolve()
-    folder = arguments.save or Path(tempfile.gettempdir()) / f"fsdp-compile-{getpass.getuser()}"
-    return Path(folder).resolve() / "step.html"
+        Path(arguments.page).resolve().parent.mkdir(parents=True, exist_ok=True)
+    return run_demo(settings, Console())
 
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:

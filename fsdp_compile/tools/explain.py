@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from .._torch_compat import dynamo
+from ..core.containers import tensors_in
 from ..passes import HardwareProfile, Plan, Prediction
 from ..passes.provenance import Marker, find_unshards
 from .apart import why_apart
@@ -63,7 +63,7 @@ def explain(
 
 
 def _total(output: Any) -> Tensor | None:
-    leaves = [one for one in pytree.tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
+    leaves = [one for one in tensors_in(output) if one.requires_grad]
     return sum((one.sum() for one in leaves[1:]), leaves[0].sum()) if leaves else None
 
 
