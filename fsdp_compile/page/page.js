@@ -45,17 +45,18 @@
     const waits = sent.filter((one) => one.exposed_s > 0);
     const causes = {};
     for (const one of waits) causes[one.cause] = (causes[one.cause] || 0) + 1;
-    const said = Object.entries(causes).sort((a, b) => b[1] - a[1]).map(([cause, count]) => `${count} ${cause}`);
+    const said = Object.entries(causes).sort((a, b) => b[1] - a[1]).map(([cause, count]) => `${cause} (${count})`);
     const share = step.seconds ? step.exposed_s / step.seconds : 0;
     const rows = [
       [time(step.seconds), step.graphs.map((one) => `${one.stage} ${time(one.seconds)}`).join(", ")],
       [time(step.exposed_s), `exposed: waiting, ${percent(share)} of the step`, share > 0.1],
       [bytes(step.peak_bytes), `peak of a rank, ${bytes(step.held_bytes)} of it held before`],
       [`${sent.length}`, `collectives, ${sent.length - waits.length} of them hidden`],
-      [`${waits.length}`, waits.length ? `exposed, because of: ${said.join(", ")}` : "exposed"],
+      [`${waits.length}`, waits.length ? `exposed, because of ${said.join(", ")}` : "exposed"],
     ];
+    const together = (words) => words.replace(/(\d) (ms|s|µs|B|KiB|MiB|GiB|%)/g, "$1\u00a0$2");  // no line ends between
     find("figures").replaceChildren(...rows.map(([number, words, bad]) =>
-      el("div", { class: bad ? "figure bad" : "figure" }, el("b", {}, number), el("span", {}, words))));
+      el("div", { class: bad ? "figure bad" : "figure" }, el("b", {}, number), el("span", {}, together(words)))));
   }
 
   // Time line. Bars narrower than a pixel are drawn as one.
@@ -331,7 +332,7 @@
     ["#", (one) => one.number, "right", (one) => `${one.number}`],
     ["graph", (one) => one.stage, "", (one) => one.stage],
     ["kind", (one) => one.kind, "", (one) => el("span", {}, el("i", { class: `dot ${isGather(one) ? "f-gather" : "f-reduce"}` }), one.kind)],
-    ["parameters", (one) => one.fqns[0], "what", (one) => named(one.fqns)],
+    ["parameters", (one) => one.fqns[0], "name", (one) => el("span", { title: one.fqns.join("\n") }, named(one.fqns))],
     ["dtype", (one) => one.dtype, "", (one) => one.dtype],
     ["bytes a rank", (one) => one.num_bytes, "right", (one) => bytes(one.num_bytes)],
     ["takes", (one) => one.seconds, "right", (one) => time(one.seconds)],
