@@ -36,6 +36,12 @@ from .profiling.summary import Summary as Summary
 from .tools.breaks import BreakReport as BreakReport
 from .tools.breaks import GraphBreak as GraphBreak
 from .tools.breaks import explain_breaks as explain_breaks
+from .tools.explain import explain as explain
+from .tools.explained import ExplainedBucket as ExplainedBucket
+from .tools.explained import ExplainedMemory as ExplainedMemory
+from .tools.explained import ExplainedParameter as ExplainedParameter
+from .tools.explained import ExplainedStep as ExplainedStep
+from .tools.explained import Explanation as Explanation
 from .tools.inspect import Report as Report
 from .tools.inspect import inspect as inspect
 from .tools.logs import start_logging_as_environment_says as _start_logging

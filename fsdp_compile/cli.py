@@ -73,6 +73,10 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
         help="torch.compile's (default %(default)s); aot_eager needs no C++ compiler, and buckets nothing",
     )  # fmt: skip
     parser.add_argument("--save", metavar="DIR", help="keep results, plans, and the graphs before and after each pass")
+    parser.add_argument(
+        "--page", metavar="FILE",
+        help="the planned step as a page for a browser (default: step.html in DIR, or else in a temporary folder)",
+    )  # fmt: skip
     parser.set_defaults(run=_demo)
 
 
@@ -87,6 +91,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         dim=arguments.dim,
         backend=arguments.backend,
         save=None if arguments.save is None else str(Path(arguments.save).resolve()),
+        page=None if arguments.page is None else str(Path(arguments.page).resolve()),
     )
     missing = missing_tools(settings)
     if missing is not None:
@@ -94,6 +99,8 @@ def _demo(arguments: argparse.Namespace) -> int:
         return 2
     if arguments.save is not None:
         Path(arguments.save).mkdir(parents=True, exist_ok=True)
+    if arguments.page is not None:
+        Path(arguments.page).resolve().parent.mkdir(parents=True, exist_ok=True)
     return run_demo(settings, Console())
 
 

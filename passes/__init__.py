@@ -22,6 +22,7 @@ The list that runs is in manager.py. What a graph would cost, without running it
     profiles   what hardware can do        cost    seconds of a node, of a collective      memory   bytes alive
     events     of a lowered graph          replay  simulate: their time line, what is exposed and why
     weigh      both halves of a step       predicted  all of that, of the graphs that run      reasons  of what is kept
+    owners     whose memory it is          verdicts   what keeps a collective from being hidden
 
 With a byte budget, what is kept from forward to backward is chosen by that:
 

@@ -13,7 +13,7 @@ import bisect
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -26,8 +26,9 @@ from .insert import GRADIENT_OF, PARAMETER, ROLE, Role
 from .memory import memory_curve
 from .plan import Bucket, Plan
 from .profiles import HardwareProfile
-from .reasons import Residency
-from .replay import Compute, Event, Timeline, simulate
+from .reasons import AGAIN, BUDGET, Residency
+from .replay import Compute, Event, Exposed, Timeline, Wait, simulate
+from .verdicts import COMPUTE, HIDDEN, MEMORY, Verdict, Verdicts
 from .weigh import saved_by, weigh
 
 BEGIN, END = "begin", "end"
@@ -52,10 +53,26 @@ class PredictedCollective:
     beside_s: float  # of compute that stands between its launch and its wait
     exposed_s: float  # of waiting
     why: str  # it is hidden, or exposed
+    cause: str  # HIDDEN; or what keeps it from that: COMPUTE, MEMORY, DEPENDENCY or ORDER
+    verdict: str  # the cause, in words
+    launch: str  # name of its node
+    group: str  # of its process group
+    dtype: str  # on the wire
+    num_bytes: int  # one rank's part
+    num_ranks: int
+    launched_s: float  # from the begin of the graph
+    start_s: float  # when the links are free for it
+    end_s: float
+    waited_s: float  # when computation needs it
 
     @property
     def is_hidden(self) -> bool:
         return not self.exposed_s
+
+    @property
+    def hidden_share(self) -> float:
+        """Of its seconds, those that computation does not wait for."""
+        return 1 - min(self.exposed_s / self.seconds, 1.0) if self.seconds else 1.0
 
 
 @dataclass(frozen=True)
@@ -66,6 +83,8 @@ class PredictedGraph:
     seconds: float
     exposed_s: float  # of these, waiting for collectives
     collectives: tuple[PredictedCollective, ...]  # in the order of launch
+    timeline: Timeline = field(repr=False)
+    given_up: tuple[str, ...] = field(default=(), repr=False)  # inputs that go with their last readers
 
 
 @dataclass(frozen=True)
@@ -104,26 +123,44 @@ def predict(
     profile: HardwareProfile,
     groups: Groups | None = None,
     residency: Mapping[str, Residency] | None = None,
+    budget_bytes: int | None = None,
 ) -> Prediction:
-    """Of the lowered forward and backward of a step, with their plans; or of the one graph that there is."""
+    """Of the lowered forward and backward of a step, with their plans; or of the one graph that there is.
+
+    What is exposed is judged by the budget that the plan was made for, where there is one.
+    """
     given_up: tuple[str, ...] = ()
+    returned_bytes = 0
     if len(graphs) == 2:
         (forward, _), (backward, _) = graphs
         weight = weigh(forward, backward, saved_by(forward, backward))
         given_up, peak_bytes, held_bytes = weight.given_up, weight.peak_bytes, weight.held_bytes
+        returned_bytes = weight.returned_bytes
     else:
         curve = memory_curve(graphs[0][0], fused=True)
         peak_bytes, held_bytes = curve.input_bytes + curve.peak_bytes, curve.input_bytes
-    taken = [(), given_up]
-    predicted = [_predicted(graph, plan, profile, groups, names) for (graph, plan), names in zip(graphs, taken)]
+    predicted = []
+    for (graph, plan), taken, callers_bytes in zip(graphs, [(), given_up], [held_bytes, held_bytes + returned_bytes]):
+        room = None if budget_bytes is None else budget_bytes - callers_bytes
+        given_back = _given_back(residency or {}) if plan.stage == "backward" else set()
+        events = events_of(graph, profile, groups, taken)
+        predicted.append(_predicted(graph, plan, events, taken, room, given_back))
     return Prediction(profile.name, tuple(predicted), peak_bytes, held_bytes, residency or {})
 
 
 def _predicted(
-    graph: fx.Graph, plan: Plan, profile: HardwareProfile, groups: Groups | None, given_up: tuple[str, ...]
+    graph: fx.Graph,
+    plan: Plan,
+    events: Sequence[Event],
+    given_up: tuple[str, ...],
+    room_bytes: int | None,
+    given_back: set[str],
 ) -> PredictedGraph:
-    events = events_of(graph, profile, groups, given_up)
     timeline = simulate(events)
+    verdicts = Verdicts(events, timeline, room_bytes)
+    started = {event.name: point.at_s for event, point in zip(events, timeline.memory) if not isinstance(event, Wait)}
+    waiting = {event.name: point.at_s for event, point in zip(events, timeline.memory) if isinstance(event, Wait)}
+    lane_of = {span.name: group for group, spans in timeline.groups.items() for span in spans}
     launches = [node for node in graph.nodes if is_launch(node) and ROLE in node.meta]
     clock, landmarks = _Clock(events, timeline), _Landmarks(graph)
     spans = {span.name: span for spans in timeline.groups.values() for span in spans}
@@ -140,12 +177,37 @@ def _predicted(
         why = f"{_ms(beside_s)} of compute stand beside it" if its is None else f"{its.reason}: {its.detail}"
         why = re.sub(r"\w+", lambda word: called.get(word[0], word[0]), why)
         exposed_s = 0.0 if its is None else its.seconds
+        cause, verdict = HIDDEN, f"hidden behind {_ms(beside_s)} of compute"
+        if its is not None:
+            cause, verdict = _judged(its, verdicts, landmarks, bucket, given_back)
+        span = spans[launch.name]
         found.append(
             PredictedCollective(
-                KINDS[launch.target], bucket.unit, bucket.fqns, *launched, *waited, seconds, beside_s, exposed_s, why
+                KINDS[launch.target], bucket.unit, bucket.fqns, *launched, *waited, seconds, beside_s, exposed_s, why,
+                cause, verdict, launch.name, lane_of[launch.name], bucket.dtype, bucket.num_bytes, bucket.num_ranks,
+                started[launch.name], span.start_s, span.end_s, waiting[launch.name],
             )
-        )
-    return PredictedGraph(plan.stage, timeline.total_s, timeline.exposed_s, tuple(found))
+        )  # fmt: skip
+    return PredictedGraph(plan.stage, timeline.total_s, timeline.exposed_s, tuple(found), timeline, given_up)
+
+
+def _given_back(residency: Mapping[str, Residency]) -> set[str]:
+    """What a memory budget had no room to keep."""
+    return {fqn for fqn, one in residency.items() if one.becomes == AGAIN and one.why.startswith(BUDGET)}
+
+
+def _judged(
+    exposed: Exposed, verdicts: Verdicts, landmarks: _Landmarks, bucket: Bucket, given_back: set[str]
+) -> tuple[str, str]:
+    """What keeps a collective from being hidden, in words of the model."""
+    found = verdicts.of(exposed)
+    if found.cause == COMPUTE and not given_back.isdisjoint(bucket.fqns):
+        found = Verdict(MEMORY, f"gathered again, as the memory budget has no room to keep it; {found.words}")
+    where = ""
+    if found.earlier:
+        behind, before = landmarks.around_name(found.earlier)
+        where = f" (between {behind} and {before})"
+    return found.cause, found.words.replace("launched earlier", f"launched earlier{where}", 1)
 
 
 def _bucket(launch: fx.Node, plan: Plan) -> Bucket:
@@ -180,6 +242,7 @@ class _Landmarks:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._position = {node: place for place, node in enumerate(graph.nodes)}
+        self._by_name = {node.name: node for node in graph.nodes}
         self.gradients: dict[str, str] = {}  # by the names of their nodes
         named: dict[int, str] = {}
         for node in graph.nodes:
@@ -193,6 +256,10 @@ class _Landmarks:
                     named.setdefault(self._position[reader], node.meta[PARAMETER])
         self._places = sorted(named)
         self._names = [named[place] for place in self._places]
+
+    def around_name(self, name: str) -> tuple[str, str]:
+        """The same of the node with this name; of a wait, that of its launch."""
+        return self.around(self._by_name[name])
 
     def around(self, node: fx.Node) -> tuple[str, str]:
         """The landmarks behind and in front of which a node stands."""

@@ -40,7 +40,7 @@ def weigh(forward: fx.Graph, backward: fx.Graph, num_results: int, fused: bool =
     # What is saved of an input, or of what is returned, is the caller's while backward runs, under whatever name.
     callers = {
         name
-        for name, these in zip(_taken_as(forward, backward, num_results), results[num_results:])
+        for name, these in zip(taken_as(forward, backward, num_results), results[num_results:])
         if any(one in made or one.node.op == "placeholder" for one in these)
     }
     given_up = tuple(name for name in saved_inputs(backward) if name not in callers)
@@ -60,7 +60,7 @@ def results_of(graph: fx.Graph) -> tuple[object, ...]:
     return tuple(results)
 
 
-def _taken_as(forward: fx.Graph, backward: fx.Graph, num_results: int) -> list[str]:
+def taken_as(forward: fx.Graph, backward: fx.Graph, num_results: int) -> list[str]:
     """What backward calls each thing that forward saves for it: forward has tensors first, backward sizes."""
     saved = [one if isinstance(one, fx.Node) else None for one in results_of(forward)[num_results:]]
     taken = _saved(backward)

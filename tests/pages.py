@@ -72,7 +72,7 @@ def play(page: str, **names: Any) -> dict[str, Any]:
             else:
                 said, expected = _hear(expected, code, names, where), None
         elif piece.kind == "text" and said is not None:
-            assert _pattern(piece.text).search(_plain(said)), f"{where} shows\n{piece.text}\nbut it says\n{said}"
+            assert pattern(piece.text).search(plain(said)), f"{where} shows\n{piece.text}\nbut it says\n{said}"
             said = None
     assert expected is None and said is None, f"docs/{page}: the last block shows no text"
     return names
@@ -95,9 +95,11 @@ def _hear(kind: str, code: Any, names: dict[str, Any], where: str) -> str:
     raise AssertionError(f"{where} raises nothing")
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
+    """A text but for white space."""
     return " ".join(text.split())
 
 
-def _pattern(shown: str) -> re.Pattern[str]:
-    return re.compile(".*?".join(map(re.escape, re.split(r" ?\.\.\. ?", _plain(shown)))))
+def pattern(shown: str) -> re.Pattern[str]:
+    """What a text is to match that a page shows."""
+    return re.compile(".*?".join(map(re.escape, re.split(r" ?\.\.\. ?", plain(shown)))))

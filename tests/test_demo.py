@@ -84,6 +84,12 @@ def test_a_file_gets_a_line_for_each_stage(saved_run: Path) -> None:
     assert "\x1b" not in printed
 
 
+def test_it_ends_with_a_page_and_says_where(saved_run: Path) -> None:
+    printed = (saved_run / "printed.txt").read_text()
+    assert f"The planned step, to look at in a browser: {saved_run}/step.html\n" in printed
+    assert "blocks.0.attn.qkv.weight" in (saved_run / "step.html").read_text()
+
+
 def without_escapes(written: str) -> str:
     """What a terminal was sent, a line for each time that the cursor went to the beginning of one."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written).replace("\r", "\n")

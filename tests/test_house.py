@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 # From the ground up. A room imports from floors below its own, and from itself; rooms of one floor know nothing of one
 # another.
 FLOORS = [
-    {"passes", "workers"},
+    {"passes", "page", "workers"},
     {"_torch_compat"},
     {"core"},
     {"graph", "eager", "lookout"},

@@ -16,6 +16,7 @@ import fsdp_compile
 from fsdp_compile import FSDPModule, fully_shard
 from tests.compiling import no_kernels_built
 from tests.models import Block, Stack, shard
+from tests.pages import pattern, plain
 from tests.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,7 +34,7 @@ def _code(language: str, *files: str) -> list[str]:
 def _run_examples(folder: str) -> None:
     shard_and_compile, fsdp1 = _code("python", "README.md")
     of_pages = _code("python", *(f"docs/{page}" for page in PAGES))
-    inspect, edit, costs, budget, again, accumulate, explain, whole_step, compare = of_pages
+    inspect, edit, page, why, costs, budget, again, accumulate, explain, whole_step, compare = of_pages
     batch = torch.zeros(2, 5, dtype=torch.long)
     names = {"torch": torch, "fsdp_compile": fsdp_compile, "model": Stack(1), "batch": batch, "batches": [batch, batch]}
     exec(shard_and_compile, names)
@@ -43,10 +44,15 @@ def _run_examples(folder: str) -> None:
     exec(inspect if dist.get_rank() == 0 else "import fsdp_compile; model(batch).sum().backward()", names)
     if dist.get_rank() == 0:
         exec(edit, names)
+        exec(page, names)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(costs, names)
         assert printed.getvalue().startswith("predicted on 'cpu': forward ") and " waiting; peak " in printed.getvalue()
         assert "of compute stand beside it" in printed.getvalue() and "Residency(becomes=" in printed.getvalue()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(why, names)
+    [shown] = re.findall(r"^## Why it waits$.*?^```text\n(.*?)^```$", (ROOT / "docs/inspect.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert pattern(shown).search(plain(printed.getvalue())), printed.getvalue()
     budgeted = names | {"model": fully_shard(Stack(1))}
     exec(budget, budgeted)
     torch.compile(budgeted["model"])(batch).sum().backward()
@@ -74,6 +80,7 @@ def _run_examples(folder: str) -> None:
 def test_the_examples_run_as_they_stand(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(_run_examples, str(tmp_path))
     assert list((tmp_path / "graphs").glob("*backward*/*.py"))
+    assert (tmp_path / "step.html").exists() and (tmp_path / "step.json").exists()
 
 
 def test_two_commands_set_up_all_they_need_and_are_those_that_ci_runs() -> None:

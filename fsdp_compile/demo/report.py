@@ -43,6 +43,8 @@ def run_demo(settings: Settings, console: Console) -> int:
         f"The losses {verdict}: largest difference over {settings.steps} steps {difference:.1e}, "
         f"tolerance {TOLERANCE:.1e}. Took {time.monotonic() - start:.0f} s."
     )
+    page = results[0]["page"]
+    console.print(f"The planned step, to look at in a browser: {page}", highlight=False, soft_wrap=True)
     if settings.save is not None:
         _save(settings, results, difference)
         console.print(f"Saved results, plans, and every graph as a file that runs by itself, in {settings.save}.")

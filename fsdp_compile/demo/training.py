@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ class Settings:
     dim: int = 256
     backend: str = "inductor"
     save: str | None = None  # a folder
+    page: str | None = None  # a file; without one it is in `save`, or else in a temporary folder
     head_dim: int = 64
     vocab: int = 2048
     seq: int = 128
@@ -225,9 +227,18 @@ class Captured:
 
     def save(self, folder: Path) -> None:
         """The files of ``inspect``."""
+        self._report.save(folder)
+
+    def draw(self, settings: Settings) -> str:
+        """The page of ``inspect``, of the step as it was planned; where it is."""
+        kept = settings.save or (tempfile.mkdtemp(prefix="fsdp-compile-step-") if settings.page is None else "")
+        return str(self._report.html(Path(settings.page or Path(kept) / "step.html")))
+
+    @property
+    def _report(self) -> Report:
         report = Report(Transformer.__name__)
         report.records = self.records
-        report.save(folder)
+        return report
 
 
 # What begins when the passes are done with a graph of this stage.
@@ -300,6 +311,7 @@ def work(job: dict[str, Any], rank: int, send: Send) -> None:
         dist.barrier()
         run.weigh(meter, batches[rank])
     assert captured is not None
+    page = captured.draw(settings) if rank == 0 else None
     if settings.save is not None:
         captured.save(Path(settings.save) / f"rank{rank}")
     send(
@@ -310,6 +322,7 @@ def work(job: dict[str, Any], rank: int, send: Send) -> None:
                 "num_params": sum(param.numel() for param in build_model(settings).parameters()),
                 "runs": {run.name: run.result() for run in runs},
                 "captured": captured.result(),
+                "page": page,
             }
         }
     )

@@ -69,6 +69,20 @@ def explain_breaks(model: nn.Module, *args: Any, **kwargs: Any) -> BreakReport:
     report = BreakReport()
     classes = {type(module) for module in model.modules()}
     dynamo.forget_compiled(classes)
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        report.num_graphs += 1
+        return graph.forward
+
+    with watching(model, report):
+        torch.compile(model, backend=count)(*args, **kwargs)
+    dynamo.forget_compiled(classes)
+    return report
+
+
+@contextmanager
+def watching(model: nn.Module, report: BreakReport) -> Iterator[None]:
+    """Fill in the breaks and the eager reads of what compiles and runs inside the block."""
     names = {module: _name(path, module) for path, module in model.named_modules()}
 
     def on_break(stack: Any, reason: str) -> None:
@@ -86,14 +100,8 @@ def explain_breaks(model: nn.Module, *args: Any, **kwargs: Any) -> BreakReport:
             if name not in reads:
                 reads.append(name)
 
-    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        report.num_graphs += 1
-        return graph.forward
-
     with dynamo.graph_breaks(on_break), _eager_reads(on_read):
-        torch.compile(model, backend=count)(*args, **kwargs)
-    dynamo.forget_compiled(classes)
-    return report
+        yield
 
 
 @contextmanager

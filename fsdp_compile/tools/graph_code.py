@@ -103,6 +103,32 @@ def runnable_code(record: GraphRecord, step: int) -> str:
     return "".join(parts)
 
 
+def node_lines(record: GraphRecord, step: int) -> list[str]:
+    """The same graph to be read, a line a node: ``mm = mm(x, t)  # [4, 8] fp32 128 B``."""
+    graph = record.snapshots[step]
+    comments = _comments(record, step)
+    return [f"{_as_call(node)}{comments[node.name]}" for node in graph.nodes]
+
+
+def _as_call(node: fx.Node) -> str:
+    if node.op in ("placeholder", "get_attr"):
+        return f"{node.name} = {'input' if node.op == 'placeholder' else 'constant'}"
+    given = [*map(_as_argument, node.args)]
+    if getattr(node.target, "namespace", None) != NAMESPACE:  # a marker's say at length what the comment says
+        given += [f"{name}={_as_argument(value)}" for name, value in node.kwargs.items()]
+    if node.op == "output":
+        return f"return {', '.join(given)}"
+    name = str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
+    return f"{node.name} = {name}({', '.join(given)})"
+
+
+def _as_argument(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_as_argument, value))}]"
+    text = on_one_line(str(value))
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def _commented(line: str, comments: dict[str, str]) -> str:
     # "name = op(...);  other = None": the dropped references are kept, they say where a value dies.
     found = re.match(r"    (\w+)( : [^=]+)? = ", line)

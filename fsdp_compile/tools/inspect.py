@@ -11,6 +11,7 @@ Any rank may do it alone: compiling issues no collective. Outside the block noth
 from __future__ import annotations
 
 import contextlib
+import json
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +22,12 @@ from .._torch_compat import dynamo, inductor
 from ..core.unit import Unit, original_class
 from ..eager.around import around_observers
 from ..graph.install import manager
+from ..page.page import page_of
+from ..page.picture import Picture
+from ..page.trace import trace_events
 from ..passes import GraphRecord, Plan
 from .around import Around, around, table_of
+from .pictured import pictured
 from .predicted import steps_of
 from .report import GraphReport
 from .tables import format_bytes, plural
@@ -183,6 +188,21 @@ class Report:
         tables = [*map(str, graphs), *([table_of(self.around.values())] if self.around else [])]
         return "\n\n".join([title, *tables, "\n".join(textwrap.fill(note, 110) for note in self.notes)])
 
+    def html(self, path: str | Path) -> Path:
+        """Write one page that shows every step: time line, memory, collectives, what each pass changed, the plan.
+
+        It opens offline, in any browser; whoever gets the file needs nothing else.
+        """
+        return _written(path, page_of(self.picture()))
+
+    def chrome_trace(self, path: str | Path) -> Path:
+        """Write the planned steps as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+        return _written(path, json.dumps(trace_events(self.picture())))
+
+    def picture(self) -> Picture:
+        """What the page and the trace show, as data."""
+        return pictured(self.model, steps_of(self.records), self.notes)
+
     def save(self, folder: str | Path) -> list[Path]:
         """Write every graph before and after each pass, the plans and the report; return the files.
 
@@ -202,6 +222,12 @@ class Report:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         return list(files)
+
+
+def _written(path: str | Path, text: str) -> Path:
+    path = Path(path)
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 def _name(model: nn.Module) -> str:

@@ -42,12 +42,17 @@ class Step:
             )
         where = profile if isinstance(profile, HardwareProfile) else load_profile(profile)
         pairs = [(one.graph, one.plan) for one in self.graphs if one.graph is not None]
-        return predict(pairs, where, lambda name: Group.of(self._ranks(name), where), self.residency)
+        choice = None if self.joint is None else self.joint.plan.choice
+        budget_bytes = None if choice is None else choice.budget_bytes
+        return predict(pairs, where, functools.partial(self._group, where), self.residency, budget_bytes)
 
     @functools.cached_property
     def _by_default(self) -> Prediction:
         planned_by = next((one.profile for one in self.records if one.profile is not None), None)
         return self.predicted(planned_by or default_profile(_device_of(self.records)))
+
+    def _group(self, profile: HardwareProfile, name: str) -> Group:
+        return Group.of(self._ranks(name), profile)
 
     def _ranks(self, group: str) -> Sequence[int]:
         known = {name: ranks for one in self.graphs for name, ranks in one.ranks.items()}

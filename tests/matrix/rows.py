@@ -214,6 +214,12 @@ ROWS: tuple[Row, ...] = (
     Row("inspect", tools.inspected, 2, shows="inspect Report"),
     Row("plan_of", tools.planned, 2, shows="plan_of"),
     Row("profile", tools.profiled, 2, shows="profile Profile Summary"),
+    Row(
+        "explain",
+        tools.reasons,
+        2,
+        shows="explain Explanation ExplainedStep ExplainedBucket ExplainedParameter ExplainedMemory",
+    ),
     Row("explain_breaks", tools.explained, None, shows="explain_breaks BreakReport GraphBreak"),
     Row("check_parity", tools.parity, None, shows="check_parity Parity"),
     Row("configure", tools.configured, shows="configure"),

@@ -100,6 +100,28 @@ def explained(meter: Meter) -> None:
     train(meter, model, reference, run, first=1, num_steps=2)
 
 
+def reasons(meter: Meter) -> None:
+    """Each parameter with its collectives and what hides them; gradients are put back, and training goes on."""
+    reference, model = models.twins()
+    run = compiled(meter, shard(model))
+    train(meter, model, reference, run, num_steps=1)
+    found = fsdp_compile.explain(run, _mine())
+    meter.require(isinstance(found, fsdp_compile.Explanation), f"explain gave {type(found).__name__}")
+    if _lowers(meter):
+        [step] = found.steps
+        names = {name for name, _ in reference.named_parameters()}
+        meter.require({one.fqn for one in step.parameters} == names, f"explained {step.parameters}")
+        meter.require(all(one.buckets for one in step.parameters), "a parameter travels in no bucket")
+        meter.require({one.stage for one in step.memory} == {"forward", "backward"}, str(found))
+        kinds = fsdp_compile.ExplainedStep, fsdp_compile.ExplainedBucket, fsdp_compile.ExplainedMemory
+        all_of = step, step.buckets[0], step.memory[0]
+        meter.require(all(map(isinstance, all_of, kinds)), "other classes than the public ones")
+        meter.require(isinstance(step.parameters[0], fsdp_compile.ExplainedParameter), "no ExplainedParameter")
+    else:
+        meter.require(bool(found.eagerly) and not found.steps, str(found))
+    train(meter, model, reference, run, first=1, num_steps=2)
+
+
 def parity(meter: Meter) -> None:
     """Eager and compiled agree, dropout included; training goes on."""
     reference, model = models.twins()

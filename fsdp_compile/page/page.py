@@ -1,0 +1,48 @@
+"""One file with everything in it: template, style, script and data.
+
+    page.html   {title} {policy} {style} {data} {script}
+    data        <script type="application/json">, in which no "<", ">" or "&" is left
+    policy      nothing is loaded from anywhere, and no script runs but ours, known by its hash
+
+A model may call a module ``</script><img onerror=...>``: names reach the page as JSON and as text nodes, never as HTML.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import html
+import json
+from pathlib import Path
+
+from .picture import Picture
+
+_FOLDER = Path(__file__).parent
+_SPELLED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def page_of(picture: Picture) -> str:
+    """The file's text."""
+    style, script = (_FOLDER.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:"
+    parts = {
+        "title": html.escape(f"{picture.model}: planned step"),
+        "policy": policy,
+        "style": style,
+        "data": embedded(dataclasses.asdict(picture)),
+        "script": script,
+    }
+    text = _FOLDER.joinpath("page.html").read_text(encoding="utf-8")
+    before, *holes = text.split("{{")
+    return before + "".join(parts[name] + after for name, after in (hole.split("}}", 1) for hole in holes))
+
+
+def embedded(value: object) -> str:
+    """JSON that ends no element, and is no comment, wherever it stands in HTML."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return "".join(_SPELLED.get(letter, letter) for letter in text)
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

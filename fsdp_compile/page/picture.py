@@ -1,0 +1,118 @@
+"""What a page and a trace show of a step, as plain data: seconds from the begin of the step, bytes of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Work of this rank, or a collective that is not ours."""
+
+    name: str
+    operator: str
+    module: str  # whose code it is of; may be empty
+    start_s: float
+    end_s: float
+    lane: str  # "compute", "copy" for packing and unpacking, or a process group
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One launch of ours."""
+
+    kind: str
+    unit: str
+    fqns: tuple[str, ...]
+    dtype: str  # on the wire
+    num_bytes: int  # one rank's part
+    bucket_bytes: int  # all ranks' parts
+    group: str
+    launched_s: float
+    start_s: float
+    end_s: float
+    waited_s: float
+    seconds: float
+    beside_s: float
+    exposed_s: float
+    cause: str
+    verdict: str
+    places: tuple[str, str, str, str]  # launched behind, and before; waited for behind, and before
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Memory that is alive at the peak."""
+
+    name: str
+    of: str
+    kind: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes alive at each event, by kind, and who owns the highest."""
+
+    at: tuple[float, ...]
+    of_kind: Mapping[str, tuple[int, ...]]
+    peak_s: float
+    peak_at: str
+    peak_bytes: int
+    owners: tuple[Storage, ...]  # largest first
+
+
+@dataclass(frozen=True)
+class PicturedGraph:
+    """Forward, backward, or the one graph that there is."""
+
+    stage: str
+    start_s: float
+    seconds: float
+    exposed_s: float
+    compute: tuple[Compute, ...]
+    collectives: tuple[Collective, ...]
+    others: tuple[Compute, ...]  # collectives that are not ours
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What one pass made of one graph."""
+
+    stage: str
+    name: str
+    count: int
+    seconds: float
+    lines: tuple[str, ...]  # begin with "-", "+", " ", or "@" where some are left out
+    num_left_out: int = 0
+
+
+@dataclass(frozen=True)
+class PicturedStep:
+    """One step, or one forward without gradients; without graphs where it was not lowered."""
+
+    name: str
+    profile: str = ""
+    seconds: float = 0.0
+    exposed_s: float = 0.0
+    peak_bytes: int = 0
+    held_bytes: int = 0
+    graphs: tuple[PicturedGraph, ...] = ()
+    params: tuple[tuple[str, str, str], ...] = ()  # name, what becomes of it behind forward, why
+    choice: str = ""  # of a budget
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    plan_id: str = ""
+    differences: tuple[Difference, ...] = ()
+
+
+@dataclass(frozen=True)
+class Picture:
+    """All of a report."""
+
+    model: str
+    torch: str  # version
+    notes: tuple[str, ...]
+    steps: tuple[PicturedStep, ...]

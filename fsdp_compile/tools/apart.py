@@ -1,0 +1,56 @@
+"""Why two buckets of a graph are two, from what their parameters' specs say (passes/buckets.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..passes import Bucket, ParamSpec
+from ..passes.buckets import gather_key, reduce_key
+from ..passes.layout import bucket_limits
+from .tables import format_bytes, format_dtype
+
+_TOGETHER = {
+    "gather": ("group", "num_shards", "dtype", "bucketing"),
+    "reduce": (
+        "group", "num_shards", "replicate_group", "num_replicas", "reduce_dtype", "reduce_op", "predivide",
+        "postdivide", "reduction", "bucketing", "device", "grad_dtype",
+    ),
+}  # fmt: skip
+_CALLED = {
+    "group": "process group", "num_shards": "number of shards", "replicate_group": "group of replicas",
+    "num_replicas": "number of replicas", "dtype": "dtype on the wire", "reduce_dtype": "dtype on the wire",
+    "reduce_op": "operator", "predivide": "divisor", "postdivide": "divisor", "device": "place",
+    "grad_dtype": "dtype of the gradients",
+}  # fmt: skip
+
+
+def why_apart(kind: str, buckets: Sequence[Bucket], place: int, specs: Mapping[str, ParamSpec]) -> str:
+    """Why a bucket does not travel with the one behind it in the order of launch; empty for the last one.
+
+    ``kind`` is "gather" or "reduce".
+    """
+    if place + 1 >= len(buckets):
+        return ""
+    one, other = buckets[place : place + 2]
+    if one.phase != other.phase:
+        return "the next is of another phase of the step"
+    if one.unit != other.unit:
+        does = "be whole" if kind == "gather" else "wait"
+        return f"the next is of another unit: together one would {does} a unit longer"
+    if not all(bucket.fqns[0] in specs for bucket in (one, other)):
+        return ""
+    a, b = specs[one.fqns[0]], specs[other.fqns[0]]
+    key = gather_key if kind == "gather" else reduce_key
+    if key(a) != key(b):
+        name = next(name for name in _TOGETHER[kind] if getattr(a, name) != getattr(b, name))
+        values = (getattr(a, name), getattr(b, name))
+        said = [format_dtype(value) if "dtype" in name else repr(value) for value in values]
+        return f"the next has another {_CALLED.get(name, name)}: {said[1]}, not {said[0]}"
+    if a.bucketing == "none":
+        return "bucketing='none': each parameter has a collective of its own"
+    limits = bucket_limits(a.backend)
+    for bucket in (one, other):
+        if len(bucket.fqns) == 1 and bucket.num_bytes > limits.small_bytes:
+            size, small = format_bytes(bucket.num_bytes), format_bytes(limits.small_bytes)
+            return f"{bucket.fqns[0]} has {size} a rank, and what has more than {small} travels alone"
+    return f"together they would have more than {format_bytes(limits.bucket_bytes)}"

@@ -1,0 +1,164 @@
+"""What ``explain`` found, as data and as text."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ..passes import Prediction
+from ..passes.owners import Owners
+from ..passes.predicted import PredictedCollective
+from .breaks import BreakReport
+from .inspect import Report
+from .tables import format_bytes, format_dtype, format_unit, plural, shorten, table
+
+_WIDTH = 110
+_CURVE = 60  # columns of the memory curve
+_LEVELS = " ▁▂▃▄▅▆▇█"
+_OWNERS = 6
+
+
+@dataclass(frozen=True)
+class ExplainedBucket:
+    """One collective of the step."""
+
+    stage: str  # of its graph
+    launch: PredictedCollective  # bytes, dtype, places, seconds, hidden share, and the verdict in words
+    apart: str  # why it does not travel with the next one of its kind; empty for the last
+
+
+@dataclass(frozen=True)
+class ExplainedParameter:
+    """One parameter, and the collectives that it travels in."""
+
+    fqn: str
+    unit: str  # "layers.0 (Block)"
+    dtype: str  # gathered in
+    num_bytes: int  # of one rank's part of the gather
+    reduce_dtype: str  # its gradient travels in
+    becomes: str  # behind forward: kept, gathered again, not needed; empty where there is no backward
+    why: str
+    buckets: tuple[ExplainedBucket, ...]
+
+    @property
+    def hidden_share(self) -> float:
+        """Of the seconds of its collectives, those that computation does not wait for."""
+        total = sum(one.launch.seconds for one in self.buckets)
+        exposed = sum(min(one.launch.exposed_s, one.launch.seconds) for one in self.buckets)
+        return 1 - exposed / total if total else 1.0
+
+
+@dataclass(frozen=True)
+class ExplainedMemory:
+    """One graph's memory: bytes by kind over its time, and who owns the peak."""
+
+    stage: str
+    at_s: tuple[float, ...]
+    owners: Owners
+
+
+@dataclass(frozen=True)
+class ExplainedStep:
+    """Graphs that run one after the other; a model that breaks has several steps."""
+
+    predicted: Prediction
+    buckets: tuple[ExplainedBucket, ...]
+    parameters: tuple[ExplainedParameter, ...]
+    memory: tuple[ExplainedMemory, ...]
+
+
+@dataclass
+class Explanation:
+    """What ``explain`` found; ``print`` it, or read ``steps`` and ``eagerly``."""
+
+    model: str
+    steps: tuple[ExplainedStep, ...]
+    eagerly: tuple[str, ...]  # what ran outside of graphs, and why
+    breaks: BreakReport = field(repr=False)
+    report: Report = field(repr=False)  # of ``inspect``: tables, html, the graphs
+
+    @property
+    def buckets(self) -> tuple[ExplainedBucket, ...]:
+        return tuple(bucket for step in self.steps for bucket in step.buckets)
+
+    @property
+    def parameters(self) -> tuple[ExplainedParameter, ...]:
+        return tuple(one for step in self.steps for one in step.parameters)
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: {plural(len(self.steps), 'step')} of {plural(len(self.report.graphs), 'graph')}"]
+        for step in self.steps:
+            lines += ["", *_step(step)]
+        lines += ["", "ran eagerly" if self.eagerly else "nothing ran eagerly", *[f"  {one}" for one in self.eagerly]]
+        return "\n".join(lines)
+
+
+def _step(step: ExplainedStep) -> Iterator[str]:
+    yield str(step.predicted)
+    places = ["launched behind", "waited for before"]
+    rows = [["#", "graph", "collective", "names", "dtype", "bytes/rank", *places, "hidden", ""]]
+    for place, one in enumerate(step.buckets):
+        sent = one.launch
+        rows.append([
+            str(place), one.stage, sent.kind, shorten(sent.fqns, format_unit(sent.unit)), format_dtype(sent.dtype),
+            format_bytes(sent.num_bytes), sent.launched_behind, sent.waited_before, f"{sent.hidden_share:.0%}",
+            sent.cause,
+        ])  # fmt: skip
+    yield from (f"  {line}" for line in table(rows, right=(0, 5, 8)))
+    exposed = [(place, one.launch) for place, one in enumerate(step.buckets) if not one.launch.is_hidden]
+    if exposed:
+        yield "exposed"
+        for place, sent in exposed:
+            because = f"#{place} {sent.exposed_s * 1e3:.3f} ms, because of {_BECAUSE[sent.cause]}: {sent.verdict}"
+            yield from textwrap.wrap(because, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+    apart = [(one.apart, f"#{place}") for place, one in enumerate(step.buckets)]
+    yield from _grouped("not merged with the next", apart)
+    stays = [(f"{one.becomes}: {one.why}", one.fqn) for one in step.parameters if one.becomes]
+    yield from _grouped("from forward to backward", stays)
+    yield from _memory(step)
+
+
+_BECAUSE = {"compute": "compute", "memory": "memory", "dependency": "a dependency", "order": "the order"}
+
+
+def _grouped(title: str, said: list[tuple[str, str]]) -> Iterator[str]:
+    groups: dict[str, list[str]] = {}
+    for words, name in said:
+        if words:
+            groups.setdefault(words, []).append(name)
+    if groups:
+        yield title
+    for words, names in groups.items():
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        yield from textwrap.wrap(f"{words} ({shown})", _WIDTH, initial_indent="  ", subsequent_indent="    ")
+
+
+def _memory(step: ExplainedStep) -> Iterator[str]:
+    if not any(one.owners.events for one in step.memory):
+        return
+    highest = max(step.memory, key=lambda one: max(one.owners.alive, default=0))
+    top = max(highest.owners.alive)
+    yield f"memory, up to {format_bytes(top)}"
+    for one, graph in zip(step.memory, step.predicted.graphs):
+        yield f"  {one.stage:<9} |{_curve(one, graph.seconds, top)}|"
+    place = highest.owners.alive.index(top)
+    kinds = {kind: levels[place] for kind, levels in highest.owners.of_kind.items() if levels[place]}
+    parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sorted(kinds.items(), key=lambda pair: -pair[1]))
+    peak = f"peak in {highest.stage} at {highest.owners.events[place]}: {parts}"
+    yield from textwrap.wrap(peak, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+    rows = [[f"{one.of or one.name}", one.kind, format_bytes(one.num_bytes)] for one in highest.owners.peak[:_OWNERS]]
+    yield from (f"    {line}" for line in table(rows, right=(2,)))
+    if len(highest.owners.peak) > _OWNERS:
+        yield f"    and {len(highest.owners.peak) - _OWNERS} more"
+
+
+def _curve(one: ExplainedMemory, seconds: float, top: int) -> str:
+    """A column for each part of the graph's time, with the most that is alive in it."""
+    columns = [0] * _CURVE
+    ends = [*one.at_s[1:], seconds]
+    for begin_s, end_s, count in zip(one.at_s, ends, one.owners.alive):
+        first, last = (min(int(at_s / (seconds or 1.0) * _CURVE), _CURVE - 1) for at_s in (begin_s, end_s))
+        for column in range(first, last + 1):
+            columns[column] = max(columns[column], count)
+    return "".join(_LEVELS[round(count / top * (len(_LEVELS) - 1))] for count in columns)

@@ -1,0 +1,155 @@
+"""Whose memory it is over a whole graph: bytes of each kind at each moment, and every storage alive at the highest.
+
+    shards     ________________________          the callers', from begin to end
+    gathered   __/~~\\__/~~~~\\___
+    saved      ____/~~~~~~~~~~~~~~~~~~~
+
+memory.py counts them; this keeps them apart and says what each is of: a parameter, a gradient, a module's activation.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from .aliases import Storage, storages_of
+from .collectives import is_launch
+from .insert import GRADIENT_OF, PARAMETER, ROLE, Role
+from .memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, OTHER, SHARD, kinds_of, lifetimes, storages_given
+from .plan import Plan
+from .weigh import results_of
+
+INPUT = "batch and buffers"
+RETURNED = "returned by forward"
+KINDS = (SHARD, INPUT, RETURNED, GATHERED, BUFFER, ACTIVATION, GRADIENT, OTHER)  # as they are stacked
+
+
+@dataclass(frozen=True)
+class Owned:
+    """One storage that is alive at the peak."""
+
+    name: str  # of the node that allocated it, or of the input
+    of: str  # the parameters or the module that it is of, as far as anything says so
+    kind: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Of one graph, as Inductor compiles it; what callers hold is in it."""
+
+    events: tuple[str, ...]  # the nodes at which memory was counted: all calls
+    of_kind: Mapping[str, tuple[int, ...]]  # bytes at each
+    peak: tuple[Owned, ...]  # at the first highest, largest first
+    held: Mapping[str, int]  # by kind, what is there throughout
+
+    @property
+    def alive(self) -> list[int]:
+        return [sum(column) for column in zip(*self.of_kind.values())]
+
+
+def owners_of(
+    graph: fx.Graph,
+    plan: Plan,
+    given_up: Collection[str] = (),
+    kinds: Mapping[str, str] | None = None,
+    held: Mapping[str, int] | None = None,
+) -> Owners:
+    """``kinds`` says what inputs hold, where another graph made them; ``held`` is alive throughout, by kind.
+
+    Without ``held`` it is what the callers of this graph hold.
+    """
+    found = dict(kinds_of(graph))
+    given = storages_given(graph, given_up)
+    for storage in found:
+        role = storage.node.meta.get(ROLE)
+        if isinstance(role, Role) and role.kind == "gather" and is_launch(storage.node):
+            found[storage] = GATHERED  # also where it is unpacked before it is read
+        elif storage.node.op == "placeholder":
+            told = (kinds or {}).get(storage.node.name)
+            is_callers = found[storage] in (ACTIVATION, OTHER) and storage not in given
+            found[storage] = told or (INPUT if is_callers else found[storage])
+    nodes = list(graph.nodes)
+    rise: dict[str, list[int]] = {kind: [0] * (len(nodes) + 1) for kind in KINDS}
+    stays = dict.fromkeys(KINDS, 0)
+    alive = []
+    for life in lifetimes(graph, fused=True):
+        storage = life.storage
+        if storage.node.op == "call_function" or storage in given:
+            rise[found[storage]][life.first] += storage.num_bytes
+            rise[found[storage]][life.last + 1] -= storage.num_bytes
+            alive.append(life)
+        elif held is None:
+            stays[found[storage]] += storage.num_bytes
+            alive.append(life)
+    for kind, num_bytes in (held or {}).items():
+        stays[kind] += num_bytes
+    calls = [place for place, node in enumerate(nodes) if node.op == "call_function"]
+    levels = {kind: list(itertools.accumulate(rise[kind])) for kind in KINDS}
+    of_kind = {kind: tuple(levels[kind][place] + stays[kind] for place in calls) for kind in KINDS}
+    totals = [sum(column) for column in zip(*of_kind.values())]
+    peak = calls[totals.index(max(totals))] if totals else 0
+    named = _Names(graph, plan)
+    owners = [
+        Owned(life.storage.node.name, named.of(life.storage), found[life.storage], life.storage.num_bytes)
+        for life in alive
+        if life.storage.num_bytes and (_stays(life.storage, given) or life.first <= peak <= life.last)
+    ]
+    owners.sort(key=lambda one: -one.num_bytes)
+    return Owners(tuple(nodes[place].name for place in calls), of_kind, tuple(owners), stays)
+
+
+def saved_kinds(forward: fx.Graph, plan: Plan, taken_as: Sequence[str], num_results: int) -> dict[str, str]:
+    """What backward's inputs hold that forward saved, by their names there."""
+    kinds, storages = kinds_of(forward), storages_of(forward)
+    kept = {fqn for bucket in plan.gathers for fqn in bucket.fqns}
+    said = {}
+    for name, node in zip(taken_as, results_of(forward)[num_results:]):
+        if not name or not isinstance(node, fx.Node) or not storages[node]:
+            continue
+        kind = kinds[storages[node][0]]
+        is_whole = node.meta.get(PARAMETER) in kept
+        said[name] = GATHERED if is_whole or kind in (GATHERED, BUFFER) else kind
+    return said
+
+
+def _stays(storage: Storage, given: Collection[Storage]) -> bool:
+    return storage.node.op != "call_function" and storage not in given
+
+
+class _Names:
+    """What the storages of a graph are of."""
+
+    def __init__(self, graph: fx.Graph, plan: Plan) -> None:
+        storages = storages_of(graph)
+        self._said: dict[Storage, str] = {}
+        for node in graph.nodes:
+            role = node.meta.get(ROLE)
+            if isinstance(role, Role):
+                buckets = plan.gathers if role.kind == "gather" else plan.reduces
+                first, *others = buckets[role.bucket].fqns
+                name = first + (f" +{len(others)}" if others else "")
+                own = storages[node] if role.kind == "gather" or is_launch(node) else ()
+                reads = [one for source in node.all_input_nodes for one in storages[source] if role.kind == "gather"]
+                for storage in (*own, *reads):
+                    self._said.setdefault(storage, name)
+            for key, prefix in ((PARAMETER, ""), (GRADIENT_OF, "grad ")):
+                if key in node.meta:
+                    for storage in storages[node]:
+                        self._said[storage] = prefix + node.meta[key]
+
+    def of(self, storage: Storage) -> str:
+        """Parameters, else the module whose code allocated it."""
+        return self._said.get(storage) or module_of(storage.node)
+
+
+def module_of(node: fx.Node) -> str:
+    """The path of the innermost module whose code a node is of; empty where nothing says so."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = str(next(reversed(list(stack.values())), ("",))[0]) if stack else ""
+    for prefix in ("L['self']", "L__self__"):
+        path = path.removeprefix(prefix)
+    return path.lstrip("._").replace("_modules['", "").replace("']", "")

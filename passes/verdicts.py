@@ -1,0 +1,167 @@
+"""What keeps an exposed collective from being hidden, found by launching it earlier in a replay.
+
+    G1 | G2 | w1 c1 | w2 c2       2 waits 3 ms
+    G2 | G1 | w1 c1 | w2 c2       no step is shorter for it             compute: the links are as busy, beside as little
+    c1 | R1 | c2 ... w1           R1 sends what c1 computes             dependency: it was launched when it could be
+    c0 | G1 | c1 | w1 c2          launched before c0: 3 ms less         order; memory, where that is over the budget
+
+A cause is what one would have to change. Events are data: nothing of a graph is touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .choice import as_size
+from .replay import Compute, Event, Exposed, Launch, Timeline, Wait, simulate
+
+HIDDEN, COMPUTE, MEMORY, DEPENDENCY, ORDER = "hidden", "compute", "memory", "dependency", "order"
+
+_TRIED = 4  # launches in front of which one is tried, besides the earliest place of all
+_WORTH = 0.05  # of what is exposed: what less does not shorten is not the order's fault
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a collective is exposed."""
+
+    cause: str  # COMPUTE, MEMORY, DEPENDENCY or ORDER
+    words: str
+    earlier: str = ""  # ORDER, MEMORY: the event in front of which its launch would shorten the step
+    saves_s: float = 0.0  # by how much
+    holds_bytes: int = 0  # and what would be alive at most until where it is launched now
+
+
+@dataclass(frozen=True)
+class _Tried:
+    place: int  # in the short list
+    saves_s: float
+    holds_bytes: int
+
+
+class Verdicts:
+    """Of the exposed collectives of one replay; above ``room_bytes`` nothing may be alive, where a budget says so."""
+
+    def __init__(self, events: Sequence[Event], timeline: Timeline, room_bytes: int | None = None) -> None:
+        self._alive = [point.num_bytes for point in timeline.memory]
+        self._room_bytes = room_bytes
+        self._allocs = {one.name: one.allocs for one in events if isinstance(one, Launch)}
+        self._needs = {one.name: one.needs for one in events if isinstance(one, Launch)}
+        self._short, self._first, self._short_of = _shortened(events)
+        self._launched = {one.name: place for place, one in enumerate(self._short) if isinstance(one, Launch)}
+        self._waited = {one.name: place for place, one in enumerate(self._short) if isinstance(one, Wait)}
+        self._total_s = simulate(self._short).total_s
+
+    def of(self, exposed: Exposed) -> Verdict:
+        """Why computation waits for it."""
+        name = exposed.name
+        tried = [self._try(name, place) for place in self._earlier(name)]
+        worth = [one for one in tried if one.saves_s > _WORTH * exposed.seconds]
+        room = self._room_bytes
+        fitting = [one for one in worth if room is None or one.holds_bytes <= room]
+        if fitting:
+            best = _nearest(fitting)
+            return self._said(ORDER, best, "launched earlier, the step takes")
+        if worth:
+            best = _nearest(worth)
+            assert room is not None
+            over = f"; the budget has room for {as_size(room)}"
+            return self._said(MEMORY, best, "launched earlier, the step would take", over)
+        beside_s = self._computed(self._launched[name], self._waited[name])
+        if self._cannot_move(name, _WORTH * exposed.seconds):
+            if self._needs[name]:
+                rest = "nothing is left to compute" if not beside_s else f"{_ms(beside_s)} are left to compute"
+                return Verdict(DEPENDENCY, f"launched as soon as what it sends is there, and {rest} beside it")
+            return Verdict(DEPENDENCY, f"launched when the graph begins; {_ms(beside_s)} of compute do not need it")
+        tail = "; launched earlier, the step is no shorter" if tried else ""
+        return Verdict(COMPUTE, f"only {_ms(beside_s)} of compute stand beside it{tail}")
+
+    def _cannot_move(self, name: str, seconds: float) -> bool:
+        """Whether less is computed between the earliest place for a launch and its own."""
+        between = self._short[self._earliest(name) : self._packed(name)]
+        return sum(one.seconds for one in between if isinstance(one, Compute)) <= seconds
+
+    def _said(self, cause: str, found: _Tried, words: str, tail: str = "") -> Verdict:
+        holds = f"{as_size(found.holds_bytes)} are alive then"
+        said = f"{words} {_ms(found.saves_s)} less, and {holds}{tail}"
+        return Verdict(cause, said, self._short[found.place].name, found.saves_s, found.holds_bytes)
+
+    def _earlier(self, name: str) -> list[int]:
+        """Places in front of its launch where it may stand: the earliest, and in front of launches close to it."""
+        place, earliest = self._packed(name), self._earliest(name)
+        others = [at for at in range(earliest, place) if isinstance(self._short[at], Launch)]
+        chosen = {earliest, *others[-_TRIED:]} if earliest < place else set()
+        return sorted(at for at in chosen if any(_takes_time(one) for one in self._short[at:place]))
+
+    def _packed(self, name: str) -> int:
+        """Where the packing begins that stands right in front of a launch, and moves with it."""
+        place = self._launched[name]
+        while place and _is_copy(self._short[place - 1]):
+            place -= 1
+        return place
+
+    def _earliest(self, name: str) -> int:
+        return max((self._done(one) + 1 for one in self._needs[name]), default=0)
+
+    def _done(self, name: str) -> int:
+        """Where in the short list a compute has run, or a collective has been waited for."""
+        return self._waited[name] if name in self._waited else self._short_of[name]
+
+    def _try(self, name: str, place: int) -> _Tried:
+        at, end = self._packed(name), self._launched[name] + 1
+        moved = [*self._short[:place], *self._short[at:end], *self._short[place:at], *self._short[end:]]
+        saves_s = self._total_s - simulate(moved).total_s
+        more = sum(num_bytes for _, num_bytes in self._allocs[name])
+        alive = self._alive[self._first[place] : self._first[at]]
+        return _Tried(place, saves_s, max(alive, default=0) + more)
+
+    def _computed(self, begin: int, end: int) -> float:
+        return sum(one.seconds for one in self._short[begin:end] if isinstance(one, Compute))
+
+
+def _nearest(tried: Sequence[_Tried]) -> _Tried:
+    """The smallest step back that saves nearly as much as any."""
+    most = max(one.saves_s for one in tried)
+    return max((one for one in tried if one.saves_s >= 0.9 * most), key=lambda one: one.place)
+
+
+def _takes_time(event: Event) -> bool:
+    """What a launch can pass: work, a wait, or another launch in the queue."""
+    return not isinstance(event, Compute) or event.seconds > 0
+
+
+def _is_copy(event: Event) -> bool:
+    return isinstance(event, Compute) and event.is_copy
+
+
+def _shortened(events: Sequence[Event]) -> tuple[list[Event], list[int], Mapping[str, int]]:
+    """The events with computes that follow one another as one, and without memory.
+
+    With the place of the first event behind each, and where each compute went.
+    """
+    needed = {name for event in events if isinstance(event, Launch) for name in event.needs}
+    ends = False  # with a compute that a launch needs, behind which it might stand
+    short: list[Event] = []
+    first: list[int] = []
+    short_of: dict[str, int] = {}
+    for place, event in enumerate(events):
+        last = short[-1] if short else None
+        joins = isinstance(last, Compute) and not ends and _is_copy(event) == _is_copy(last)
+        if isinstance(event, Compute) and isinstance(last, Compute) and joins:
+            short[-1] = dataclasses.replace(last, seconds=last.seconds + event.seconds)
+        elif isinstance(event, Launch):
+            short.append(dataclasses.replace(event, allocs=(), frees=(), needs=()))
+            first.append(place)
+        else:
+            short.append(dataclasses.replace(event, allocs=(), frees=()))
+            first.append(place)
+        if isinstance(event, Compute):
+            short_of[event.name] = len(short) - 1
+        ends = event.name in needed
+    return short, first, short_of
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"

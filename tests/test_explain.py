@@ -1,0 +1,234 @@
+"""Why a collective is exposed: of event lists worked out by hand, and of models that are made so."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_compile
+from fsdp_compile import Explanation, MixedPrecisionPolicy, explain, fully_shard
+from fsdp_compile.passes.owners import owners_of
+from fsdp_compile.passes.replay import Compute, Event, Launch, Wait, simulate
+from fsdp_compile.passes.verdicts import COMPUTE, DEPENDENCY, HIDDEN, MEMORY, ORDER, Verdict, Verdicts
+from tests.compiling import passes
+from tests.test_budget import five_products
+from tests.test_cost import TOY
+
+
+def verdict(*events: Event, room: int | None = None) -> Verdict:
+    """Of the last collective that is waited for."""
+    timeline = simulate(events)
+    return Verdicts(events, timeline, room).of(timeline.exposed[-1])
+
+
+def gather(name: str, seconds: float, num_bytes: int = 0) -> Launch:
+    return Launch(name, seconds, "g", allocs=((name, num_bytes),) if num_bytes else ())
+
+
+def test_what_hides_when_launched_earlier_is_the_orders_fault() -> None:
+    found = verdict(Compute("a", 5.0), gather("w", 3.0), Compute("b", 1.0), Wait("w"), Compute("c", 1.0))
+    assert (found.cause, found.earlier, found.saves_s) == (ORDER, "a", 2.0)
+
+
+def test_it_is_memorys_where_that_is_over_the_budget() -> None:
+    events = (
+        Compute("a", 5.0, allocs=(("x", 100),), frees=("x",)),
+        gather("w", 3.0, 50), Compute("b", 1.0), Wait("w"), Compute("c", 1.0),
+    )  # fmt: skip
+    assert verdict(*events, room=150).cause == ORDER
+    found = verdict(*events, room=149)
+    assert (found.cause, found.saves_s, found.holds_bytes) == (MEMORY, 2.0, 150)
+    assert "149 bytes" in found.words
+
+
+def test_links_that_are_always_busy_lack_compute() -> None:
+    events: list[Event] = [gather("w0", 3.0), gather("w1", 3.0), Wait("w0"), Compute("a", 1.0)]
+    events += [gather("w2", 3.0), Wait("w1"), Compute("b", 1.0), Wait("w2"), Compute("c", 1.0)]
+    assert verdict(*events).cause == COMPUTE
+
+
+def test_what_could_not_be_launched_earlier_is_a_dependency() -> None:
+    reduction = Launch("r", 3.0, "g", needs=("grad",))
+    assert verdict(Compute("a", 5.0), Compute("grad", 1.0), reduction, Compute("b", 1.0), Wait("r")).cause == DEPENDENCY
+    # What it does not need stands between: then it is the order.
+    found = verdict(Compute("grad", 1.0), Compute("a", 5.0), reduction, Compute("b", 1.0), Wait("r"))
+    assert (found.cause, found.earlier, found.saves_s) == (ORDER, "a", 2.0)
+    assert verdict(gather("w", 1.0), Wait("w"), Compute("a", 1.0)).cause == DEPENDENCY
+    packed = Compute("cat", 0.5, is_copy=True)
+    assert verdict(packed, gather("w", 1.0), Wait("w"), Compute("a", 1.0)).cause == DEPENDENCY
+
+
+def test_a_queue_is_the_orders_fault_where_going_first_helps() -> None:
+    events = [Compute("a", 1.0), Launch("r", 9.0, "g", needs=("a",)), gather("w", 1.0), Compute("b", 2.0), Wait("w")]
+    found = verdict(*events, Compute("c", 9.0), Wait("r"))
+    assert found.cause == ORDER and found.earlier in ("a", "r")
+
+
+class Steps(nn.Module):
+    """A product that takes long, a unit that takes nothing, and a weight that is large for what is done with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.long, self.tiny, self.large = nn.Linear(256, 256), nn.LayerNorm(256), nn.Linear(256, 2048, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.large(self.tiny(self.long(x)[:4])).sum()
+
+
+def explained(model: nn.Module, batch: Tensor, profile: Any = TOY, **options: Any) -> Explanation:
+    torch._dynamo.reset()
+    for part in model.children():
+        fully_shard(part, **options.pop("shard", {}))
+    fully_shard(model)
+    if options:
+        fsdp_compile.configure(model, **options)
+    return explain(torch.compile(model, backend=passes, fullgraph=True), batch, profile=profile)
+
+
+def of(found: Explanation, stage: str, fqn: str) -> Any:
+    [one] = [one.launch for one in found.buckets if one.stage == stage and fqn in one.launch.fqns]
+    return one
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_a_model_that_is_limited_by_the_order() -> None:
+    found = explained(Steps(), torch.randn(8192, 256, requires_grad=True))
+    large = of(found, "forward", "large.weight")
+    assert large.cause == ORDER and 0 < large.exposed_s < large.seconds and 0 < large.hidden_share < 1
+    assert "launched earlier (between" in large.verdict and "because of the order" in str(found)
+    first = of(found, "forward", "long.weight")
+    assert first.cause == DEPENDENCY and first.launched_behind == "begin"
+    assert of(found, "forward", "tiny.weight").launched_behind == "begin"
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_a_model_that_is_limited_by_compute_and_by_a_dependency() -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(5)])
+    found = explained(model, torch.randn(8, 64))
+    forward = [of(found, "forward", f"{layer}.weight") for layer in range(5)]
+    assert [one.cause for one in forward] == [DEPENDENCY, DEPENDENCY, COMPUTE, COMPUTE, COMPUTE]
+    assert "because of compute" in str(found) and "because of a dependency" in str(found)
+    # The last gradient is computed last, and sent then.
+    last = found.buckets[-1].launch
+    assert last.fqns == ("0.weight",) and last.cause == DEPENDENCY and "left to compute beside it" in last.verdict
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_a_model_that_is_limited_by_memory() -> None:
+    def products() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(5)])
+
+    batch = torch.randn(8, 64, requires_grad=True)
+    free = explained(products(), batch)
+    [step] = free.steps
+    assert {one.becomes for one in free.parameters} == {"gathered again"}
+    tight = explained(products(), batch, memory_budget=step.predicted.peak_bytes, profile=TOY)
+    again = [one for one in tight.parameters if one.becomes == "gathered again"]
+    assert again and all(one.why.startswith("memory budget") for one in again)
+    exposed = [
+        one.launch for one in tight.buckets
+        if one.stage == "backward" and one.launch.kind == "all_gather" and one.launch.exposed_s
+    ]  # fmt: skip
+    assert exposed and {one.cause for one in exposed} == {MEMORY}
+    assert all("budget has" in one.verdict for one in exposed) and "because of memory" in str(tight)
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_a_link_that_is_quick_hides_all_but_both_ends() -> None:
+    quick = dataclasses.replace(TOY, inside=dataclasses.replace(TOY.inside, latency_s=0, step_s=0, bytes_per_s=1e15))
+    found = explained(nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]), torch.randn(64, 64), profile=quick)
+    causes = [one.launch.cause for one in found.buckets]
+    assert set(causes[1:-2]) == {HIDDEN}
+    assert all(one.launch.hidden_share == 1.0 for one in found.buckets[1:-2])
+
+
+class Mixed(nn.Module):
+    """A unit with a weight that travels alone, and small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(512, 600), nn.LayerNorm(600)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.up(x)).sum()
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_it_says_why_buckets_stay_apart_and_what_each_parameter_is_sent_in() -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(Mixed())
+    fully_shard(model[0], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    fully_shard(model)
+    fsdp_compile.configure(model, bucketing="none")
+    held = {param: torch.zeros_like(param) for param in model.parameters()}
+    for param, grad in held.items():
+        param.grad = grad
+    found = explain(torch.compile(model, backend=passes, fullgraph=True), torch.randn(4, 512))
+    assert all(param.grad is grad for param, grad in held.items()), "gradients are not put back"
+    parameters = {one.fqn: one for one in found.parameters}
+    up = parameters["0.up.weight"]
+    assert (up.unit, up.dtype, up.reduce_dtype) == ("0 (Mixed)", "bf16", "fp32")
+    assert up.num_bytes == 600 * 512 * 2 // 4  # of four ranks
+    kinds = [one.launch.kind == "all_gather" for one in up.buckets]
+    assert kinds.count(False) == 1 and kinds[0]
+    assert {one.apart for one in found.buckets if one.apart} == {"bucketing='none': each parameter has a collective of its own"}
+    assert "nothing ran eagerly" in str(found)
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_memory_adds_up_to_the_prediction() -> None:
+    found = explained(Steps(), torch.randn(64, 256, requires_grad=True))
+    [step] = found.steps
+    assert max(max(one.owners.alive) for one in step.memory) == step.predicted.peak_bytes
+    for one in step.memory:
+        top = max(one.owners.alive)
+        assert len(one.at_s) == len(one.owners.events) == len(one.owners.alive)
+        # What only backward's caller holds is forward's, and named there.
+        assert sum(owner.num_bytes for owner in one.owners.peak) == top or one.stage == "backward"
+    forward = step.memory[0].owners
+    assert {"parameter shard", "gathered"} <= {kind for kind, levels in forward.of_kind.items() if any(levels)}
+    assert "large.weight" in {owner.of for owner in forward.peak}
+    assert f"memory, up to {step.predicted.peak_bytes / 1024**2:.1f} MiB" in str(found)
+
+
+def test_owners_of_a_graph_are_those_of_its_curve() -> None:
+    from fsdp_compile.passes.memory import memory_curve
+    from fsdp_compile.passes.trial import trial_of
+    from tests.test_budget import GROUPS
+
+    trial = trial_of(five_products(), (), TOY, GROUPS)
+    assert trial.plan.forward is not None
+    graph = trial.forward.graph
+    curve, found = memory_curve(graph, fused=True), owners_of(graph, trial.plan.forward)
+    assert max(found.alive) == curve.peak_bytes + curve.input_bytes
+    assert sum(one.num_bytes for one in found.peak) == max(found.alive)
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.last(x)
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_what_ran_eagerly_is_said_with_its_reason() -> None:
+    torch._dynamo.reset()
+    model = Broken()
+    fully_shard(model)
+    found = explain(torch.compile(model, backend=passes), torch.randn(4, 8))
+    assert any("Broken" in one and "graph_break" in one for one in found.eagerly), found.eagerly
+    assert len(found.steps) >= 1
+
+
+def test_the_model_must_be_one() -> None:
+    with pytest.raises(TypeError, match="explain takes the model and its inputs, but got int"):
+        explain(3)  # type: ignore[arg-type]
