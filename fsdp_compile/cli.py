@@ -14,6 +14,8 @@ from rich.console import Console
 from . import __version__
 from .demo.report import missing_tools, run_demo
 from .demo.training import Settings
+from .forecast.command import run_plan
+from .forecast.options import add_options
 from .tools import calibrate, link
 from .workers import WorkerError, interruptible
 
@@ -46,6 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="train a small transformer sharded and unsharded, and compare"))
     _add_calibrate(commands.add_parser("calibrate", help="measure this machine for the cost model, into a JSON file"))
+    plan = commands.add_parser("plan", help="what a model takes on hardware that is not there: does it fit?")
+    add_options(plan)
+    plan.set_defaults(run=run_plan)
     return parser
 
 

@@ -18,7 +18,7 @@ FLOORS = [
     {"api"},
     {"tools", "fsdp1", "hugging_face"},
     {"adoption"},
-    {"demo", "run"},
+    {"demo", "run", "forecast"},
     {"cli"},
 ]
 

@@ -1,0 +1,95 @@
+"""The command itself: read, plan, show."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from .._torch_compat.process_groups import pretended_world
+from .forecast import Forecast, Hardware
+from .mistake import Mistake
+from .options import read_batch, read_configuration, read_hardware
+from .show import advice, as_data, show_one, show_sweep
+from .sweep import Told, TooLarge, around, best_of, plan_all
+from .target import find_target
+
+_TURNS = 6  # what the bar takes a configuration to be: graphs that are traced, and planned
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """Exit code: 0 where it fits, else 2."""
+    try:
+        return _plan(arguments)
+    except Mistake as mistake:
+        print(f"fsdp-compile plan: {mistake}", file=sys.stderr)
+        return 2
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    hardware = read_hardware(arguments)
+    target = find_target(arguments.target)
+    batch, sequence = read_batch(arguments, target.takes_sizes)
+    with warnings.catch_warnings(), pretended_world(hardware.num_ranks):
+        warnings.simplefilter("ignore")  # about a process that trains, which this one is not
+        num_params = sum(param.numel() for param in target.make(batch, sequence).model.parameters())
+        said = read_configuration(arguments, target.takes_sizes, hardware, num_params)
+        tried = around(said, hardware, target.takes_sizes, num_params) if arguments.sweep else [said]
+        with _bar(len(tried)) as told:
+            found = plan_all(target, tried, hardware, num_params, told)
+    best = best_of(found)
+    _show(arguments, found, best, num_params, hardware)
+    if best is not None:
+        return 0
+    nearest = min(found, key=lambda one: one.peak_bytes if isinstance(one, Forecast) else one.num_bytes)
+    print(f"{arguments.target} does not fit: {advice(nearest, num_params)}", file=sys.stderr)
+    return 2
+
+
+def _show(
+    arguments: argparse.Namespace,
+    found: list[Forecast | TooLarge],
+    best: Forecast | None,
+    num_params: int,
+    hardware: Hardware,
+) -> None:
+    if arguments.json:
+        data = {
+            "model": arguments.target,
+            "parameters": num_params,
+            "ranks": hardware.num_ranks,
+            "hardware": hardware.profile.name,
+            "precision": hardware.precision,
+            "optimizer": hardware.optimizer,
+            "best": None if best is None else found.index(best),
+            "plans": [as_data(one) for one in found],
+        }
+        print(json.dumps(data, indent=1))
+        return
+    console = Console()
+    what = f"{arguments.target}, {num_params / 1e9:.4g}B parameters, on {hardware.num_ranks:,} {hardware.profile.name}"
+    if arguments.sweep:
+        show_sweep(found, best, f"{what}, {hardware.precision}, {hardware.optimizer}", console)
+        return
+    one = found[0]
+    assert isinstance(one, Forecast)
+    show_one(one, f"{what}\n{one.configuration}, {hardware.precision}, {hardware.optimizer}", console)
+
+
+@contextmanager
+def _bar(num_configurations: int) -> Iterator[Told]:
+    """Shown where somebody looks, and gone when all is planned."""
+    columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("making the model", total=num_configurations * _TURNS)
+
+        def told(what: str) -> None:
+            progress.update(task, description=what, advance=1)
+
+        yield told
