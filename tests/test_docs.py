@@ -137,7 +137,8 @@ def _check_command(words: list[str]) -> None:
             assert set(wanted.split(",")) <= set(extras)
     elif name == "fsdp-compile":
         subprocess.run([sys.executable, "-m", "fsdp_compile.cli", arguments[0], "--help"], check=True, capture_output=True)
-        _require_options(arguments, [ROOT / "fsdp_compile" / "cli.py"])
+        package = ROOT / "fsdp_compile"
+        _require_options(arguments, [package / "cli.py", package / "forecast" / "options.py"])
     else:
         assert name in ("mkdocs", "pytest") and shutil.which(name), f"no such command: {name}"
 

@@ -79,8 +79,8 @@ def advice(one: Forecast | TooLarge, num_params: int) -> str:
     """What to change so that it fits."""
     if isinstance(one, TooLarge):
         return (
-            f"shards, their gradients and the optimizer's states alone are {_gib(one.num_bytes)} GiB on each rank of mesh "
-            f"{'x'.join(map(str, one.configuration.mesh))}: share the parameters out over more ranks."
+            f"shards, their gradients and the optimizer's states alone are {_gib(one.num_bytes)} GiB on each rank of "
+            f"mesh {'x'.join(map(str, one.configuration.mesh))}: share the parameters out over more ranks."
         )
     memory, said = one.hardware.memory_bytes, one.configuration
     standing = standing_bytes(num_params, said, one.hardware)

@@ -92,26 +92,51 @@ def _model_of(config: dict[str, Any], path: Path, sequence: int) -> nn.Module:
     settings = {key: value for key, value in config.items() if key not in ("model_type", "transformers_version")}
     try:
         read = transformers.AutoConfig.for_model(config["model_type"], **settings)
-        read.use_cache = False
-        longest = getattr(read, "max_position_embeddings", None)
-        if isinstance(longest, int) and longest < sequence:
-            raise Mistake(
-                f"{path} has positions for {longest} tokens, and --batch asks for sequences of {sequence}: give "
-                "shorter ones, or a larger max_position_embeddings."
-            )
-        named = (read.architectures or [""])[0]
-        cls: Any = getattr(transformers, named, None)
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(read) if cls is None else cls(read)
-    except Mistake:
-        raise
     except Exception as error:  # of whatever a config may say
-        said = str(error).strip().partition("\n")[0]
+        raise _no_model(path, error) from error
+    longest = getattr(read, "max_position_embeddings", None)
+    if isinstance(longest, int) and longest < sequence:
         raise Mistake(
-            f"transformers makes no model of {path} ({type(error).__name__}: {said}): mend the config, or give "
-            "module:function."
-        ) from error
-    return model.to(torch.float32)
+            f"{path} has positions for {longest} tokens, and --batch asks for sequences of {sequence}: give shorter "
+            "ones, or a larger max_position_embeddings."
+        )
+    read.use_cache = False
+    named = (read.architectures or [""])[0]
+    suffix = next((one for one in _MAKERS if named.endswith(one)), "ForCausalLM")
+    try:
+        with torch.device("meta"):
+            model = getattr(transformers, _MAKERS[suffix]).from_config(read, attn_implementation=_without_a_mask())
+    except Exception as error:
+        raise _no_model(path, error) from error
+    return model.to(torch.float32)  # type: ignore[no-any-return]
+
+
+_MAKERS = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+}
+
+
+def _without_a_mask() -> str:
+    """An implementation of attention for transformers: sdpa, told that it is causal.
+
+    Traced, theirs makes a mask of all pairs of tokens, which flash attention has not.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    name = "fsdp_compile_plan"  # masks are made for the names that transformers knows
+    AttentionInterface.register(name, sdpa_attention_forward)
+    return name
+
+
+def _no_model(path: Path, error: Exception) -> Mistake:
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return Mistake(
+        f"transformers makes no model of {path} ({type(error).__name__}: {said}): mend the config, or give "
+        "module:function."
+    )
 
 
 def _function(module_name: str, name: str) -> Callable[..., Any]:
