@@ -17,7 +17,7 @@ from .forecast import Forecast, Hardware
 from .mistake import Mistake
 from .options import read_batch, read_configuration, read_hardware
 from .show import advice, as_data, show_one, show_sweep
-from .sweep import Told, TooLarge, around, best_of, plan_all
+from .sweep import Sweep, Told, TooLarge, around, best_of
 from .target import find_target
 
 _TURNS = 6  # what the bar takes a configuration to be: graphs that are traced, and planned
@@ -40,9 +40,10 @@ def _plan(arguments: argparse.Namespace) -> int:
         warnings.simplefilter("ignore")  # about a process that trains, which this one is not
         num_params = sum(param.numel() for param in target.make(batch, sequence).model.parameters())
         said = read_configuration(arguments, target.takes_sizes, hardware, num_params)
-        tried = around(said, hardware, target.takes_sizes, num_params) if arguments.sweep else [said]
-        with _bar(len(tried)) as told:
-            found = plan_all(target, tried, hardware, num_params, told)
+        many = len(around(said, hardware, target.takes_sizes)) if arguments.sweep else 1
+        with _bar(many) as told:
+            planned = Sweep(target, hardware, num_params, told)
+            found = planned.sweep(said) if arguments.sweep else [planned.plan(said)]
     best = best_of(found)
     _show(arguments, found, best, num_params, hardware)
     if best is not None:

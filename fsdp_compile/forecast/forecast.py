@@ -23,8 +23,9 @@ from .target import Made
 OPTIMIZER = "optimizer state"
 # Of an optimizer: states, in multiples of the shards, and how often it reads or writes as many bytes as they have.
 OPTIMIZERS = {"adamw": (2, 7), "sgd": (0, 3), "none": (0, 0)}
-# With how many periods a model is traced first, and with how many where that was too few to see what repeats.
-_FEW = (2, 3, 4)
+# With how many periods a model is traced first, and with how many where that was too few to see what repeats; and how
+# many are kept of those, and how many not.
+_FEW, _FEW_KEPT = (3, 4), (2, 3)
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class Planner:
 
     def last_kept(self, num_kept: int, root: Keeps) -> Whole | None:
         """A step whose last ``num_kept`` periods stay gathered, and none before; None where they do not repeat so."""
-        for times in _FEW:
+        for times in _FEW_KEPT:
             ahead, behind = times, times
             if num_kept < behind or self.num_periods - num_kept < ahead:
                 return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .choose import forecast_of
@@ -13,6 +13,7 @@ from .joint import FULL, NONE, PRECISIONS
 from .target import Target
 
 _MESHES = 4
+_BUDGETS = 3  # configurations that are planned within a budget as well
 
 
 @dataclass(frozen=True)
@@ -26,27 +27,35 @@ class TooLarge:
 Told = Callable[[str], None]
 
 
-def plan_all(
-    target: Target, configurations: Sequence[Configuration], hardware: Hardware, num_params: int, told: Told
-) -> list[Forecast | TooLarge]:
-    """Forecasts in the order of the configurations; those that differ in their budget alone are traced once."""
-    found: list[Forecast | TooLarge] = []
-    for _, alike in itertools.groupby(configurations, key=lambda one: dataclasses.replace(one, budget=None)):
-        planner: Planner | None = None
-        for one in alike:
-            least = standing_bytes(num_params, one, hardware)
-            if least > hardware.memory_bytes and len(configurations) > 1:
-                found.append(TooLarge(one, least))
-                continue
+class Sweep:
+    """Plans configurations of one model; those that differ in their budget alone are traced once."""
 
-            def tell(what: str, said: str = str(one)) -> None:
-                told(f"{said}: {what}")
+    def __init__(self, target: Target, hardware: Hardware, num_params: int, told: Told) -> None:
+        self.target, self.hardware, self.num_params, self._told = target, hardware, num_params, told
+        self._planners: dict[Configuration, Planner] = {}
 
-            if planner is None:
-                planner = Planner(target.make(one.batch, one.sequence), one, hardware, tell)
-            planner.configuration = one
-            found.append(forecast_of(planner))
-    return found
+    def plan(self, one: Configuration) -> Forecast:
+        """One configuration."""
+        traced = dataclasses.replace(one, budget=None)
+        if traced not in self._planners:
+            made = self.target.make(one.batch, one.sequence)
+            self._planners[traced] = Planner(made, traced, self.hardware, lambda what: self._told(f"{one}: {what}"))
+        planner = self._planners[traced]
+        planner.configuration = one
+        return forecast_of(planner)
+
+    def sweep(self, given: Configuration) -> list[Forecast | TooLarge]:
+        """What is around the given one, and of the fastest that fit the same within a budget."""
+        found: list[Forecast | TooLarge] = []
+        for one in around(given, self.hardware, self.target.takes_sizes):
+            least = standing_bytes(self.num_params, one, self.hardware)
+            found.append(TooLarge(one, least) if least > self.hardware.memory_bytes else self.plan(one))
+        fitting = [one for one in found if isinstance(one, Forecast) and one.fits]
+        for fast in sorted(fitting, key=lambda one: -one.tokens_per_s)[:_BUDGETS]:
+            said = fast.configuration
+            rest = rest_bytes(self.num_params, said.mesh, self.hardware)
+            found.append(self.plan(dataclasses.replace(said, budget=given.budget or rest)))
+        return found
 
 
 def standing_bytes(num_params: int, configuration: Configuration, hardware: Hardware) -> int:
@@ -67,17 +76,13 @@ def rest_bytes(num_params: int, mesh: tuple[int, ...], hardware: Hardware) -> in
     return hardware.memory_bytes - num_params * _itemsize(hardware) * states // mesh[-1]
 
 
-def around(given: Configuration, hardware: Hardware, takes_sizes: bool, num_params: int) -> list[Configuration]:
-    """What a sweep tries: meshes of these ranks, batches around the one given, with checkpointing and without.
-
-    Each as units are told, and within a budget: the one given, or what the memory leaves.
-    """
+def around(given: Configuration, hardware: Hardware, takes_sizes: bool) -> list[Configuration]:
+    """What a sweep tries: meshes of these ranks, batches around the one given, with checkpointing and without."""
     batches = sorted({max(given.batch // 2, 1), given.batch, 2 * given.batch}) if takes_sizes else [given.batch]
     ways = dict.fromkeys((NONE, given.checkpointing, FULL))
     return [
-        Configuration(mesh, batch, given.sequence, way, budget)
+        Configuration(mesh, batch, given.sequence, way)
         for mesh, batch, way in itertools.product(_meshes(given, hardware), batches, ways)
-        for budget in (None, rest_bytes(num_params, mesh, hardware) if given.budget is None else given.budget)
     ]
 
 
