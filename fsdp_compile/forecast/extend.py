@@ -55,7 +55,7 @@ def _repeats(place: int, length: int, steps: Sequence[Step]) -> bool:
     names = [step.what for step in steps]
     block = names[place : place + length]
     in_front, behind = names[max(place - length, 0) : place], names[place + length : place + 2 * length]
-    return block == in_front or block == behind
+    return block in (in_front, behind)
 
 
 def _blocks(shorter: Sequence[Step], longer: Sequence[Step]) -> list[tuple[int, tuple[Step, ...]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -109,13 +108,13 @@ def _checkpoint(model: nn.Module, how: str, run: Run | None) -> None:
         )
     settings: dict[str, Any] = {"use_reentrant": False}
     if how == SELECTIVE:
-        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _every_second_product())
+        settings["context_fn"] = _saving_every_second_product
     for layer in model.get_submodule(run.path).children():
         layer.forward = partial(checkpoint, layer.forward, **settings)  # type: ignore[method-assign]
 
 
-def _every_second_product() -> Callable[..., CheckpointPolicy]:
-    """Attention is saved, and of the other products every second; the rest is computed again."""
+def _saving_every_second_product() -> tuple[Any, Any]:
+    """Of one region, attention is saved, and of the other products every second; the rest is computed again."""
     seen = {False: 0, True: 0}  # the forward and when it is computed again, each in the same order
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -126,7 +125,8 @@ def _every_second_product() -> Callable[..., CheckpointPolicy]:
             saves = "scaled_dot_product" in str(op)
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return policy
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
+    return contexts
 
 
 def _first_line(error: BaseException) -> str:
