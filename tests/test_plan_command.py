@@ -255,7 +255,7 @@ WORLD = ("--world-size", "16")
         ((MODEL, *WORLD, "--memory", "90GiB"), r"--memory 90GiB is more than the 74\.5 GiB of h100: give less"),
         ((MODEL, *WORLD, "--batch", "8192"), r"--batch 8192 is no batch: give .* such as 2x8192"),
         ((MODEL, "--world-size", "none"), r"--world-size none is no number of ranks: give"),
-        (("tests.test_plan_command:tinny", *WORLD), r"no function called tinny: give one of a_number, .*tiny"),
+        (("tests.test_plan_command:tinny", *WORLD), r"no function called tinny: give a function of it, such as tiny"),
         (("tests.test_plan_command:MODEL", *WORLD), r"a str, not a function, called MODEL: give"),
         (("no_such_module:tiny", *WORLD), r"no module no_such_module to import from .*: run the command in"),
         (("tiny", *WORLD), r"'tiny' is neither a file nor module:function: give"),
@@ -288,10 +288,10 @@ def _plans(capsys: Any, *arguments: str) -> tuple[int, dict[str, Any], str]:
 
 def test_a_model_that_does_not_fit_says_what_would_help(capsys: Any) -> None:
     arguments = (MODEL, *WORLD, "--batch", "4x128")
-    code, data, error = _plans(capsys, *arguments, "--memory", "1500000")
+    code, data, error = _plans(capsys, *arguments, "--memory", "6500000")
     [plan] = data["plans"]
     assert code == 2 and not plan["fits"] and data["best"] is None
-    assert plan["peak_bytes"] == sum(plan["peak_bytes_by_kind"].values()) > 1_500_000
+    assert plan["peak_bytes"] == sum(plan["peak_bytes_by_kind"].values()) > 6_500_000
     assert "does not fit: it needs" in error and "so add --checkpointing full" in error
 
 

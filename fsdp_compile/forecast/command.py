@@ -34,13 +34,14 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     hardware = read_hardware(arguments)
+    batch, sequence = read_batch(arguments.batch)
     target = find_target(arguments.target)
-    batch, sequence = read_batch(arguments, target.takes_sizes)
     with warnings.catch_warnings(), pretended_world(hardware.num_ranks):
         warnings.simplefilter("ignore")  # about a process that trains, which this one is not
-        num_params = sum(param.numel() for param in target.make(batch, sequence).model.parameters())
-        said = read_configuration(arguments, target.takes_sizes, hardware, num_params)
-        many = len(around(said, hardware, target.takes_sizes)) if arguments.sweep else 1
+        made = target.make(batch, sequence)
+        num_params = sum(param.numel() for param in made.model.parameters())
+        said = read_configuration(arguments, made, hardware, num_params)
+        many = len(around(said, hardware, made.has_own_batch)) if arguments.sweep else 1
         with _bar(many) as told:
             planned = Sweep(target, hardware, num_params, told)
             found = planned.sweep(said) if arguments.sweep else [planned.plan(said)]
@@ -87,7 +88,8 @@ def _show(
 def _bar(num_configurations: int) -> Iterator[Told]:
     """Shown where somebody looks, and gone when all is planned."""
     columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("making the model", total=num_configurations * _TURNS)
 
         def told(what: str) -> None:

@@ -10,6 +10,7 @@ from .forecast import OPTIMIZERS, Configuration, Hardware
 from .joint import FULL, NONE, PRECISIONS, SELECTIVE
 from .mistake import Mistake
 from .sweep import rest_bytes
+from .target import Made
 
 _BATCH = (1, 4096)
 
@@ -56,21 +57,14 @@ def read_hardware(arguments: argparse.Namespace) -> Hardware:
     return Hardware(profile, memory, math.prod(_mesh(arguments)), arguments.mp, arguments.optimizer)
 
 
-def read_batch(arguments: argparse.Namespace, takes_sizes: bool) -> tuple[int, int]:
-    """Sequences and their length."""
-    if arguments.batch is not None and not takes_sizes:
+def read_configuration(arguments: argparse.Namespace, made: Made, hardware: Hardware, num_params: int) -> Configuration:
+    """Of a model that has so many parameters."""
+    if arguments.batch is not None and made.has_own_batch:
         raise Mistake(
             f"{arguments.target} returns a batch of its own, so --batch {arguments.batch} changes nothing: leave it "
             "out, or have the function take batch_size and sequence."
         )
-    return _batch(arguments.batch)
-
-
-def read_configuration(
-    arguments: argparse.Namespace, takes_sizes: bool, hardware: Hardware, num_params: int
-) -> Configuration:
-    """Of a model that has so many parameters."""
-    batch, sequence = read_batch(arguments, takes_sizes)
+    batch, sequence = made.size if made.has_own_batch else read_batch(arguments.batch)
     budget = None
     if arguments.budget is not None:
         rest = rest_bytes(num_params, _mesh(arguments), hardware)
@@ -107,7 +101,8 @@ def _mesh(arguments: argparse.Namespace) -> tuple[int, ...]:
     return mesh
 
 
-def _batch(said: str | None) -> tuple[int, int]:
+def read_batch(said: str | None) -> tuple[int, int]:
+    """Sequences and their length."""
     if said is None:
         return _BATCH
     sizes = said.split("x")

@@ -95,7 +95,7 @@ def advice(one: Forecast | TooLarge, num_params: int) -> str:
         return f"{needs}: {_gib(one.peak['activations'])} of them are activations, so add --checkpointing full."
     if one.num_kept or said.budget is not None:
         return f"{needs}: give a smaller --budget, or 'rest'."
-    if said.batch > 1:
+    if said.batch > 1 and said.sequence > 1:
         return f"{needs}: give fewer sequences, --batch {said.batch // 2}x{said.sequence}."
     if said.checkpointing == NONE:
         return f"{needs}: add --checkpointing full, and if that is not enough, share parameters out over more ranks."

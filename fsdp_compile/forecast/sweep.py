@@ -47,7 +47,8 @@ class Sweep:
     def sweep(self, given: Configuration) -> list[Forecast | TooLarge]:
         """What is around the given one, and of the fastest that fit the same within a budget."""
         found: list[Forecast | TooLarge] = []
-        for one in around(given, self.hardware, self.target.takes_sizes):
+        has_own_batch = self.target.make(given.batch, given.sequence).has_own_batch
+        for one in around(given, self.hardware, has_own_batch):
             least = standing_bytes(self.num_params, one, self.hardware)
             found.append(TooLarge(one, least) if least > self.hardware.memory_bytes else self.plan(one))
         fitting = [one for one in found if isinstance(one, Forecast) and one.fits]
@@ -76,9 +77,9 @@ def rest_bytes(num_params: int, mesh: tuple[int, ...], hardware: Hardware) -> in
     return hardware.memory_bytes - num_params * _itemsize(hardware) * states // mesh[-1]
 
 
-def around(given: Configuration, hardware: Hardware, takes_sizes: bool) -> list[Configuration]:
+def around(given: Configuration, hardware: Hardware, has_own_batch: bool) -> list[Configuration]:
     """What a sweep tries: meshes of these ranks, batches around the one given, with checkpointing and without."""
-    batches = sorted({max(given.batch // 2, 1), given.batch, 2 * given.batch}) if takes_sizes else [given.batch]
+    batches = [given.batch] if has_own_batch else sorted({max(given.batch // 2, 1), given.batch, 2 * given.batch})
     ways = dict.fromkeys((NONE, given.checkpointing, FULL))
     return [
         Configuration(mesh, batch, given.sequence, way)

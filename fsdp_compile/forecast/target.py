@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import json
@@ -19,6 +20,7 @@ from .joint import Call
 from .mistake import Mistake
 
 _SIZES = ("batch_size", "sequence")
+_MOST_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,12 @@ class Made:
 
     model: nn.Module
     call: Call
-    num_tokens: int  # of one rank's batch; samples, where they are no sequences
+    size: tuple[int, int]  # of one rank's batch: sequences and their length; samples, where they are none, and 1
+    has_own_batch: bool = False  # whatever size was asked for
+
+    @property
+    def num_tokens(self) -> int:
+        return self.size[0] * self.size[1]
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,6 @@ class Target:
 
     said: str
     make: Callable[[int, int], Made]
-    takes_sizes: bool  # else the batch is the function's own
 
 
 def find_target(said: str) -> Target:
@@ -61,9 +67,9 @@ def _of_config(path: Path) -> Target:
     def make(batch: int, sequence: int) -> Made:
         model = _model_of(config, path, sequence)
         tokens = torch.zeros(batch, sequence, dtype=torch.long)
-        return Made(model, Call((), {"input_ids": tokens, "labels": tokens}), batch * sequence)
+        return Made(model, Call((), {"input_ids": tokens, "labels": tokens}), (batch, sequence))
 
-    return Target(str(path), make, takes_sizes=True)
+    return Target(str(path), make)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -155,10 +161,9 @@ def _function(module_name: str, name: str) -> Callable[..., Any]:
     found = getattr(module, name, None)
     if not callable(found):
         what = "no function" if found is None else f"a {type(found).__name__}, not a function,"
-        known = sorted(
-            one for one, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module_name
-        )
-        raise Mistake(f"{module_name} has {what} called {name}: give one of {', '.join(known) or 'its own'}.")
+        its = [one for one, value in vars(module).items() if inspect.isfunction(value) and not one.startswith("_")]
+        known = difflib.get_close_matches(name, its) or sorted(its)[:_MOST_NAMES]
+        raise Mistake(f"{module_name} has {what} called {name}: give a function of it, such as {', '.join(known)}.")
     return found  # type: ignore[no-any-return]
 
 
@@ -182,12 +187,10 @@ def _of_function(said: str, function: Callable[..., Any]) -> Target:
             raise Mistake(
                 f"{said} returned a {type(returned).__name__}: have it return a model, or a model and its batch."
             )
-        if its_batch is None:
-            its_batch = torch.zeros(batch, sequence, dtype=torch.long)
-        call = _call_of(its_batch)
-        return Made(model, call, _num_tokens(call))
+        call = _call_of(torch.zeros(batch, sequence, dtype=torch.long) if its_batch is None else its_batch)
+        return Made(model, call, _size(call), has_own_batch=its_batch is not None and not sizes)
 
-    return Target(said, make, takes_sizes=bool(sizes))
+    return Target(said, make)
 
 
 def _call_of(batch: Any) -> Call:
@@ -205,11 +208,11 @@ def _on_cpu(value: Any) -> Any:
     return type(value)(map(_on_cpu, value)) if type(value) in (tuple, list) else value
 
 
-def _num_tokens(call: Call) -> int:
-    """Of the first tensor: tokens where it is of whole numbers and has two dimensions, else samples."""
+def _size(call: Call) -> tuple[int, int]:
+    """Of the first tensor: whole numbers in two dimensions are tokens."""
     tensors = [one for one in (*call.args, *call.kwargs.values()) if isinstance(one, torch.Tensor) and one.dim()]
     if not tensors:
-        return 1
+        return 1, 1
     first = tensors[0]
     is_tokens = first.dim() == 2 and not first.dtype.is_floating_point
-    return first.numel() if is_tokens else first.shape[0]
+    return first.shape[0], first.shape[1] if is_tokens else 1
