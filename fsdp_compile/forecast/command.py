@@ -44,7 +44,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         many = len(around(said, hardware, made.has_own_batch)) if arguments.sweep else 1
         with _bar(many) as told:
             planned = Sweep(target, hardware, num_params, told)
-            found = planned.sweep(said) if arguments.sweep else [planned.plan(said)]
+            found: list[Forecast | TooLarge] = planned.sweep(said) if arguments.sweep else [planned.plan(said)]
     best = best_of(found)
     _show(arguments, found, best, num_params, hardware)
     if best is not None:
