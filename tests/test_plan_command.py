@@ -26,7 +26,7 @@ from fsdp_compile.forecast.joint import FULL, NONE, SELECTIVE
 from fsdp_compile.forecast.layers import Run, find_run, with_fewer
 from fsdp_compile.forecast.options import add_options
 from fsdp_compile.forecast.steps import NO_BYTES, Half, Step, peak, replay
-from fsdp_compile.forecast.sweep import best_of
+from fsdp_compile.forecast.sweep import around, best_of
 from fsdp_compile.forecast.target import Target, find_target
 from fsdp_compile.passes import load_profile
 from fsdp_compile.passes.residency import choose
@@ -305,7 +305,7 @@ def test_what_is_too_large_for_its_ranks_asks_for_more_of_them(capsys: Any) -> N
 
 @pytest.mark.more
 def test_a_sweep_marks_the_fastest_that_fits(capsys: Any) -> None:
-    arguments = (MODEL, *WORLD, "--batch", "2x128", "--memory", "2500000", "--sweep")
+    arguments = ("tests.test_plan_command:with_batch", *WORLD, "--memory", "2500000", "--sweep")
     code, data, _ = _plans(capsys, *arguments)
     plans = data["plans"]
     assert code == 0
@@ -315,7 +315,7 @@ def test_a_sweep_marks_the_fastest_that_fits(capsys: Any) -> None:
     assert best in fitting and best["tokens_per_s"] == max(plan["tokens_per_s"] for plan in fitting)
     assert any(not plan["fits"] for plan in plans)
     said = {(tuple(plan["mesh"]), plan["batch"], plan["checkpointing"]) for plan in plans}
-    assert said == {(mesh, batch, how) for mesh in ((16,), (2, 8)) for batch in (1, 2, 4) for how in (NONE, FULL)}
+    assert said == {(mesh, 3, how) for mesh in ((16,), (2, 8)) for how in (NONE, FULL)}
     assert cli.main(["plan", *arguments]) == 0
     shown = capsys.readouterr().out
     [marked] = [line for line in shown.splitlines() if line.startswith("->")]
@@ -335,7 +335,16 @@ def test_the_table_says_what_the_data_says(capsys: Any) -> None:
         if num_bytes:
             assert re.search(rf"{kind} +{num_bytes / 2**30:.4f}", shown), kind
     assert re.search(rf"tokens/s a rank +{plan['tokens_per_s_per_rank']:,.0f}", shown)
-    assert re.search(r"of 60\.0 +fits", shown) and "4 of 12 repeated layers traced" in shown
+    assert re.search(r"of 60\.0 +fits", shown) and "5 of 12 repeated layers traced" in shown
+
+
+def test_a_sweep_is_around_what_was_given() -> None:
+    given = Configuration((8, 64), 2, 4096, SELECTIVE)
+    tried = around(given, hardware(512), has_own_batch=False)
+    assert given in tried and len(set(tried)) == len(tried)
+    assert {one.batch for one in tried} == {1, 2, 4} and {one.checkpointing for one in tried} == {NONE, SELECTIVE, FULL}
+    assert {one.mesh for one in tried} == {(8, 64), (512,), (2, 256), (4, 128)}
+    assert {one.batch for one in around(given, hardware(512), has_own_batch=True)} == {2}
 
 
 def test_every_option_has_its_help() -> None:

@@ -33,7 +33,7 @@ def added(shorter: Half, longer: Half) -> Added | None:
         return None
     before = 0  # of what was put in
     for place, block in sorted(blocks):
-        if not _repeats(place + before, len(block), longer.steps):
+        if not _is_one(place + before, len(block), longer.steps):
             return None
         before += len(block)
     return Added(tuple(blocks), plus(longer.held, shorter.held, -1), plus(longer.given, shorter.given, -1))
@@ -50,12 +50,20 @@ def extended(half: Half, more: Sequence[tuple[Added, int]]) -> Half:
     return Half(held, given, tuple(steps))
 
 
-def _repeats(place: int, length: int, steps: Sequence[Step]) -> bool:
-    """Whether a block does what is done in front of it, or behind it: what is done once in a step does not go on."""
+def _is_one(place: int, length: int, steps: Sequence[Step]) -> bool:
+    """Whether a block is of one thing that repeats.
+
+    Of two that touch (c d c d s s, and one more of each) the block that was put in would be c d s, which does not.
+    """
     names = [step.what for step in steps]
     block = names[place : place + length]
-    in_front, behind = names[max(place - length, 0) : place], names[place + length : place + 2 * length]
-    return block in (in_front, behind)
+    if block in (names[max(place - length, 0) : place], names[place + length : place + 2 * length]):
+        return True
+    return not any(
+        names[max(place - first, 0) : place] == block[:first]
+        and names[place + length : place + length + length - first] == block[first:]
+        for first in range(1, length)
+    )
 
 
 def _blocks(shorter: Sequence[Step], longer: Sequence[Step]) -> list[tuple[int, tuple[Step, ...]]]:

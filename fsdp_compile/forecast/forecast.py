@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..passes.cost import node_flops
 from ..passes.profiles import HardwareProfile
@@ -15,7 +17,7 @@ from ..passes.residency import keepable, told_to_keep
 from ..passes.trial import trial_of
 from ..passes.weigh import saved_by, weigh
 from .extend import Added, added, extended
-from .joint import PRECISIONS, joint_graph
+from .joint import PRECISIONS, device_mesh, joint_graph
 from .layers import Run, find_run, with_fewer
 from .steps import KINDS, Bytes, Half, half_of, kinds_by_name, peak, plus, replay
 from .target import Made
@@ -23,9 +25,9 @@ from .target import Made
 OPTIMIZER = "optimizer state"
 # Of an optimizer: states, in multiples of the shards, and how often it reads or writes as many bytes as they have.
 OPTIMIZERS = {"adamw": (2, 7), "sgd": (0, 3), "none": (0, 0)}
-# With how many periods a model is traced first, and with how many where that was too few to see what repeats; and how
-# many are kept of those, and how many not.
-_FEW, _FEW_KEPT = (3, 4), (2, 3)
+# With how many periods a model is traced first, and with how many where that was too few to see what repeats: sums over
+# replicas are waited for a layer later. And how many are kept of those that are traced, and how many not.
+_FEW, _FEW_KEPT = (3, 4, 5), (2, 3)
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,10 @@ class Planner:
     def num_periods(self) -> int:
         return 1 if self.run is None else self.run.times
 
+    @functools.cached_property
+    def _mesh(self) -> DeviceMesh:
+        return device_mesh(self.configuration.mesh)
+
     def joint(self, times: int) -> fx.Graph:
         """The joint graph with so many periods."""
         if times not in self._joints:
@@ -146,7 +152,7 @@ class Planner:
                 self._told(f"tracing {times * run.period} of {self.num_periods * run.period} layers")
             one = self.configuration
             self._joints[times] = joint_graph(
-                model, self.made.call, one.mesh, self.hardware.precision, one.checkpointing, run
+                model, self.made.call, self._mesh, self.hardware.precision, one.checkpointing, run
             )
         return self._joints[times]
 
@@ -161,7 +167,7 @@ class Planner:
 
     def all_alike(self, keeps: Keeps) -> tuple[Whole, int]:
         """A step with all periods, each kept alike, and how many were traced."""
-        for times in _FEW:
+        for times in _FEW[len(self.configuration.mesh) - 1 :]:
             if times + 1 >= self.num_periods:
                 break
             shorter, longer = self.few(times, keeps), self.few(times + 1, keeps)

@@ -43,7 +43,7 @@ class Call:
 
 
 def joint_graph(
-    model: nn.Module, call: Call, mesh: tuple[int, ...], precision: str, checkpointing: str, run: Run | None
+    model: nn.Module, call: Call, mesh: DeviceMesh, precision: str, checkpointing: str, run: Run | None
 ) -> fx.Graph:
     """Of this model, which is sharded and checkpointed here; it has gone through all passes but ``keep``."""
     found: list[GraphRecord] = []
@@ -53,7 +53,7 @@ def joint_graph(
     model.train()
     _checkpoint(model, checkpointing, run)
     if not units_in(model):
-        _shard(model, _device_mesh(mesh), MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced), run)
+        _shard(model, mesh, MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced), run)
     model.to_empty(device="cpu")  # memory that nobody writes to is not taken
     manager.observers.append(found.append)
     try:
@@ -76,7 +76,8 @@ def joint_graph(
     return graph
 
 
-def _device_mesh(mesh: tuple[int, ...]) -> DeviceMesh:
+def device_mesh(mesh: tuple[int, ...]) -> DeviceMesh:
+    """One for all graphs of a plan: each call makes process groups, of other names."""
     return init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard")[-len(mesh) :])
 
 
