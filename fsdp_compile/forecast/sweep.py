@@ -13,7 +13,7 @@ from .joint import FULL, NONE, PRECISIONS
 from .target import Target
 
 _MESHES = 4
-_BUDGETS = 3  # configurations that are planned within a budget as well
+_BUDGETS = 2  # configurations that are planned within a budget as well
 
 
 @dataclass(frozen=True)
