@@ -19,12 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_compile
 from fsdp_compile import MixedPrecisionPolicy, cli, fully_shard
 from fsdp_compile._torch_compat.process_groups import pretended_world
+from fsdp_compile.forecast import command
 from fsdp_compile.forecast.choose import forecast_of
 from fsdp_compile.forecast.extend import added, extended
 from fsdp_compile.forecast.forecast import Configuration, Forecast, Hardware, Planner, as_told
 from fsdp_compile.forecast.joint import FULL, NONE, SELECTIVE
 from fsdp_compile.forecast.layers import Run, find_run, with_fewer
 from fsdp_compile.forecast.options import add_options
+from fsdp_compile.forecast.show import show_sweep
 from fsdp_compile.forecast.steps import NO_BYTES, Half, Step, peak, replay
 from fsdp_compile.forecast.sweep import around, best_of
 from fsdp_compile.forecast.target import Target, find_target
@@ -304,22 +306,23 @@ def test_what_is_too_large_for_its_ranks_asks_for_more_of_them(capsys: Any) -> N
 
 
 @pytest.mark.more
-def test_a_sweep_marks_the_fastest_that_fits(capsys: Any) -> None:
-    arguments = ("tests.test_plan_command:with_batch", *WORLD, "--memory", "2500000", "--sweep")
-    code, data, _ = _plans(capsys, *arguments)
-    plans = data["plans"]
-    assert code == 0
-    fitting = [plan for plan in plans if plan["fits"]]
-    assert sum(plan["budget"] is not None for plan in plans) == min(2, len([one for one in fitting if one["budget"] is None]))
-    best = plans[data["best"]]
-    assert best in fitting and best["tokens_per_s"] == max(plan["tokens_per_s"] for plan in fitting)
-    assert any(not plan["fits"] for plan in plans)
-    said = {(tuple(plan["mesh"]), plan["batch"], plan["checkpointing"]) for plan in plans}
-    assert said == {(mesh, 3, how) for mesh in ((16,), (2, 8)) for how in (NONE, FULL)}
+def test_a_sweep_marks_the_fastest_that_fits(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[Any, ...]] = []
+    real = show_sweep
+    monkeypatch.setattr(command, "show_sweep", lambda *args: shown.append(args) or real(*args))
+    monkeypatch.setenv("COLUMNS", "160")
+    arguments = ("tests.test_plan_command:with_batch", *WORLD, "--memory", "1900000", "--sweep")
     assert cli.main(["plan", *arguments]) == 0
-    shown = capsys.readouterr().out
-    [marked] = [line for line in shown.splitlines() if line.startswith("->")]
-    assert f"{best['tokens_per_s_per_rank']:,.0f}" in marked
+    [(found, best, *_)] = shown
+    assert best.fits and best.tokens_per_s == max(one.tokens_per_s for one in found if one.fits)
+    assert not all(one.fits for one in found)
+    said = [one.configuration for one in found]
+    assert {(one.mesh, one.batch, one.checkpointing) for one in said} == {
+        (mesh, 3, how) for mesh in ((16,), (2, 8)) for how in (NONE, FULL)
+    }
+    assert [one.budget is not None for one in said] == [False] * 4 + [True]
+    [marked] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("->")]
+    assert f"{best.tokens_per_s_per_rank:,.0f}" in marked and "x".join(map(str, best.configuration.mesh)) in marked
 
 
 @pytest.mark.more

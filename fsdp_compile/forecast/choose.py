@@ -24,6 +24,8 @@ def _candidates(planner: Planner, budget: int) -> list[tuple[Whole, int, int]]:
     """Steps to choose from, with how many periods each keeps, and how many were traced."""
     found: list[tuple[Whole, int, int]] = []
     for root in (as_told, nothing):
+        if any(sum(whole.peak()) <= budget for whole, *_ in found):
+            break  # what stands outside of the layers is read last, so it is kept first
         none, num_traced = planner.all_alike(planner.keeping(0, root))
         found.append((none, 0, num_traced))
         if planner.run is None:

@@ -19,7 +19,8 @@ _GIB = 2**30
 
 
 def show_one(one: Forecast, title: str, console: Console) -> None:
-    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    console.print(title, highlight=False)
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     grid.add_column("on each rank, at the peak")
     grid.add_column("GiB", justify="right")
     for kind, num_bytes in one.peak.items():
@@ -48,7 +49,8 @@ def show_one(one: Forecast, title: str, console: Console) -> None:
 
 
 def show_sweep(found: Sequence[Forecast | TooLarge], best: Forecast | None, title: str, console: Console) -> None:
-    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    console.print(title, highlight=False)
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("", "mesh", "batch", "checkpointing", "budget GiB"):
         grid.add_column(heading)
     for heading in ("kept", "peak GiB", "step", "waiting", "tokens/s a rank", "MFU"):

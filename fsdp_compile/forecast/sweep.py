@@ -13,7 +13,6 @@ from .joint import FULL, NONE, PRECISIONS
 from .target import Target
 
 _MESHES = 4
-_BUDGETS = 2  # configurations that are planned within a budget as well
 
 
 @dataclass(frozen=True)
@@ -45,15 +44,15 @@ class Sweep:
         return forecast_of(planner)
 
     def sweep(self, given: Configuration) -> list[Forecast | TooLarge]:
-        """What is around the given one, and of the fastest that fit the same within a budget."""
+        """What is around the given one, and of the fastest that fits the same within a budget."""
         found: list[Forecast | TooLarge] = []
         has_own_batch = self.target.make(given.batch, given.sequence).has_own_batch
         for one in around(given, self.hardware, has_own_batch):
             least = standing_bytes(self.num_params, one, self.hardware)
             found.append(TooLarge(one, least) if least > self.hardware.memory_bytes else self.plan(one))
-        fitting = [one for one in found if isinstance(one, Forecast) and one.fits]
-        for fast in sorted(fitting, key=lambda one: -one.tokens_per_s)[:_BUDGETS]:
-            said = fast.configuration
+        fastest = best_of(found)
+        if fastest is not None:
+            said = fastest.configuration
             rest = rest_bytes(self.num_params, said.mesh, self.hardware)
             found.append(self.plan(dataclasses.replace(said, budget=given.budget or rest)))
         return found
