@@ -321,7 +321,7 @@ def test_a_sweep_marks_the_fastest_that_fits(capsys: Any, monkeypatch: pytest.Mo
         (mesh, 3, how) for mesh in ((16,), (2, 8)) for how in (NONE, FULL)
     }
     assert [one.budget is not None for one in said] == [False] * 4 + [True]
-    [marked] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("->")]
+    [marked] = [line for line in capsys.readouterr().out.splitlines() if "-> " in line]
     assert f"{best.tokens_per_s_per_rank:,.0f}" in marked and "x".join(map(str, best.configuration.mesh)) in marked
 
 
