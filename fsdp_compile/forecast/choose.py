@@ -1,4 +1,8 @@
-"""What stays gathered until backward, where a budget leaves room: as many of the last layers as save time and fit."""
+"""What stays gathered until backward, where a budget leaves room: as many of the last layers as save time and fit.
+
+Where none does, and the step does not fit either, all that a plan within a budget may compute again is. What lies
+between, some activations saved and others not, a model that compiles with the budget finds: it is faster than that.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +42,9 @@ def _candidates(planner: Planner, budget: int) -> list[tuple[Whole, int, int]]:
                 whole = planner.last_kept(num_kept, root)
                 if whole is not None:
                     found.append((whole, num_kept, num_traced))
+    if not any(sum(whole.peak()) <= budget for whole, *_ in found):
+        lean, num_traced = planner.all_alike(nothing, is_lean=True)
+        found.append((lean, 0, num_traced))
     return found
 
 

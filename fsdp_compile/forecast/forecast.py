@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..passes.activations import activations_of
 from ..passes.cost import node_flops
 from ..passes.profiles import HardwareProfile
 from ..passes.provenance import find_reduces
@@ -132,7 +133,7 @@ class Planner:
         self.made, self.configuration, self.hardware, self._told = made, configuration, hardware, told
         self.run: Run | None = find_run(made.model)
         self._joints: dict[int, fx.Graph] = {}
-        self._wholes: dict[tuple[int, frozenset[str]], Whole] = {}
+        self._wholes: dict[tuple[int, frozenset[str], bool], Whole] = {}
         self._may_stay: dict[int, list[str]] = {}
 
     @property
@@ -156,25 +157,26 @@ class Planner:
             )
         return self._joints[times]
 
-    def few(self, times: int, keeps: Keeps) -> Whole:
-        """A step with so many periods, planned as it is."""
+    def few(self, times: int, keeps: Keeps, is_lean: bool = False) -> Whole:
+        """A step with so many periods, planned as it is; a lean one computes again what a plan within a budget may."""
         joint = self.joint(times)
-        kept = frozenset(keeps(joint, times))
-        if (times, kept) not in self._wholes:
+        key = times, frozenset(keeps(joint, times)), is_lean
+        if key not in self._wholes:
             self._told(f"planning {times} of {self.num_periods} repeated parts")
-            self._wholes[times, kept] = whole_of(joint, kept, self.hardware.profile)
-        return self._wholes[times, kept]
+            again = [*activations_of(joint)] if is_lean else []
+            self._wholes[key] = whole_of(joint, key[1], self.hardware.profile, again)
+        return self._wholes[key]
 
-    def all_alike(self, keeps: Keeps) -> tuple[Whole, int]:
+    def all_alike(self, keeps: Keeps, is_lean: bool = False) -> tuple[Whole, int]:
         """A step with all periods, each kept alike, and how many were traced."""
         for times in _FEW[len(self.configuration.mesh) - 1 :]:
             if times + 1 >= self.num_periods:
                 break
-            shorter, longer = self.few(times, keeps), self.few(times + 1, keeps)
+            shorter, longer = self.few(times, keeps, is_lean), self.few(times + 1, keeps, is_lean)
             more = _added(shorter, longer)
             if more is not None:
                 return _extended(shorter, [(more, self.num_periods - times)]), times + 1
-        return self.few(self.num_periods, keeps), self.num_periods
+        return self.few(self.num_periods, keeps, is_lean), self.num_periods
 
     def last_kept(self, num_kept: int, root: Keeps) -> Whole | None:
         """A step whose last ``num_kept`` periods stay gathered, and none before; None where they do not repeat so."""
@@ -243,9 +245,9 @@ def nothing(joint: fx.Graph, times: int) -> Collection[str]:
     return ()
 
 
-def whole_of(joint: fx.Graph, kept: Collection[str], profile: HardwareProfile) -> Whole:
-    """The step of a joint graph with these parameters kept."""
-    trial = trial_of(joint, kept, profile)
+def whole_of(joint: fx.Graph, kept: Collection[str], profile: HardwareProfile, again: Collection[str] = ()) -> Whole:
+    """The step of a joint graph with these parameters kept, and the products of others computed again."""
+    trial = trial_of(joint, kept, profile, recompute=again)
     forward, backward = trial.forward.graph, trial.backward.graph
     weight = weigh(forward, backward, saved_by(forward, backward))
     first = half_of(forward, profile)
