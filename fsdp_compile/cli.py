@@ -14,6 +14,8 @@ from rich.console import Console
 from . import __version__
 from .demo.report import missing_tools, run_demo
 from .demo.training import Settings
+from .forecast.command import run_plan
+from .forecast.options import add_options
 from .profiling import command as profiling
 from .tools import calibrate, link
 from .workers import WorkerError, interruptible
@@ -49,6 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_calibrate(commands.add_parser("calibrate", help="measure this machine for the cost model, into a JSON file"))
     profiling.add_profile(commands.add_parser("profile", help="run a script and record some of its steps"))
     profiling.add_refine(commands.add_parser("refine", help="write a hardware profile from recorded steps"))
+    plan = commands.add_parser("plan", help="what a model takes on hardware that is not there: does it fit?")
+    add_options(plan)
+    plan.set_defaults(run=run_plan)
     return parser
 
 

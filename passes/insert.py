@@ -31,6 +31,7 @@ from torch import fx
 
 from . import _torch_compat as compat
 from . import lower
+from .collectives import c10d
 from .copies import to_host, wait_for_copies
 from .emit import emit
 from .keep import STEP
@@ -83,6 +84,7 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         for marker, full in zip(members, fulls):
             full.meta[PARAMETER] = marker.fqn
         _replace(graph, members, fulls)
+        _erase_unread(graph, fulls)
         num_launched += num_launches(bucket)
     for index, bucket in enumerate(plan.reduces):
         members = [reduces.pop(fqn) for fqn in bucket.fqns]
@@ -167,6 +169,16 @@ def _replace(graph: fx.Graph, members: Iterable[Marker], results: Iterable[fx.No
             result.meta["nn_module_stack"] = marker.node.meta["nn_module_stack"]
         marker.node.replace_all_uses_with(result)
         graph.erase_node(marker.node)
+
+
+def _erase_unread(graph: fx.Graph, fulls: Iterable[fx.Node]) -> None:
+    """What travels because other ranks may read it is unpacked for nobody here: it would hold its bucket to the end."""
+    for full in fulls:
+        node: Any = full
+        while node.op == "call_function" and not node.users and node.target is not c10d.wait_tensor.default:
+            source = node.args[0]
+            graph.erase_node(node)
+            node = source
 
 
 def _aliases(result: fx.Node, source: fx.Node) -> bool:

@@ -138,7 +138,9 @@ def _check_command(words: list[str]) -> None:
             assert set(wanted.split(",")) <= set(extras)
     elif name == "fsdp-compile":
         subprocess.run([sys.executable, "-m", "fsdp_compile.cli", arguments[0], "--help"], check=True, capture_output=True)
-        _require_options(arguments, [ROOT / "fsdp_compile" / "cli.py", ROOT / "fsdp_compile" / "profiling" / "command.py"])
+        package = ROOT / "fsdp_compile"
+        options = ("cli.py", "forecast/options.py", "profiling/command.py")
+        _require_options(arguments, [package / one for one in options])
     else:
         assert name in ("mkdocs", "pytest") and shutil.which(name), f"no such command: {name}"
 

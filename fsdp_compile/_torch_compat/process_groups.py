@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -88,3 +89,18 @@ def start_fake_groups():
         except (RuntimeError, LookupError, ValueError):
             _register_process_group(name, dist.new_group(list(range(size))))
 """
+
+
+@contextlib.contextmanager
+def pretended_world(num_ranks: int) -> Iterator[None]:
+    """This process as rank 0 of so many that are not there: collectives return at once and move nothing.
+
+    ``torch.testing._internal.distributed.fake_pg.FakeStore``, which also makes the backend "fake" known: 2.11 to 2.15.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,65 @@
+"""What stays gathered until backward, where a budget leaves room: as many of the last layers as save time and fit.
+
+Where none does, and the step does not fit either, all that a plan within a budget may compute again is. What lies
+between, some activations saved and others not, a model that compiles with the budget finds: it is faster than that.
+"""
+
+from __future__ import annotations
+
+from .forecast import Forecast, Keeps, Planner, Whole, as_told, nothing
+
+
+def forecast_of(planner: Planner) -> Forecast:
+    """By the budget of the planner's configuration; without one as the units are told."""
+    budget = planner.configuration.budget
+    if budget is None:
+        whole, num_traced = planner.all_alike(as_told)
+        return planner.forecast(whole, 0, num_traced)
+    best, num_kept, num_traced = min(_candidates(planner, budget), key=lambda found: _rank(found[0], budget))
+    return planner.forecast(best, num_kept, num_traced)
+
+
+def _rank(whole: Whole, budget: int) -> tuple[float, ...]:
+    num_bytes = sum(whole.peak())
+    return (0, whole.seconds(), num_bytes) if num_bytes <= budget else (1, num_bytes, whole.seconds())
+
+
+def _candidates(planner: Planner, budget: int) -> list[tuple[Whole, int, int]]:
+    """Steps to choose from, with how many periods each keeps, and how many were traced."""
+    found: list[tuple[Whole, int, int]] = []
+    for root in (as_told, nothing):
+        if any(sum(whole.peak()) <= budget for whole, *_ in found):
+            break  # what stands outside of the layers is read last, so it is kept first
+        none, num_traced = planner.all_alike(planner.keeping(0, root))
+        found.append((none, 0, num_traced))
+        if planner.run is None:
+            continue
+        every, every_traced = planner.all_alike(planner.keeping(None, root))
+        found.append((every, planner.num_periods, every_traced))
+        if sum(none.peak()) <= budget < sum(every.peak()):
+            most = _most_that_fit(planner, root, budget)
+            for num_kept in {most, most // 2}:
+                whole = planner.last_kept(num_kept, root)
+                if whole is not None:
+                    found.append((whole, num_kept, num_traced))
+    if not any(sum(whole.peak()) <= budget for whole, *_ in found):
+        lean, num_traced = planner.all_alike(nothing, is_lean=True)
+        found.append((lean, 0, num_traced))
+    return found
+
+
+def _most_that_fit(planner: Planner, root: Keeps, budget: int) -> int:
+    """How many of the last periods may stay, by halving."""
+    fits, over = 0, planner.num_periods
+    while over - fits > 1:
+        middle = (fits + over) // 2
+        whole = planner.last_kept(middle, root)
+        if whole is None:  # too few, or too many, to be told from the others
+            if middle < planner.num_periods // 2:
+                return fits
+            over = middle
+        elif sum(whole.peak()) <= budget:
+            fits = middle
+        else:
+            over = middle
+    return fits

@@ -1,0 +1,297 @@
+"""One configuration: traced with few layers, planned, extended to all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..passes.activations import activations_of
+from ..passes.cost import node_flops
+from ..passes.profiles import HardwareProfile
+from ..passes.provenance import find_reduces
+from ..passes.residency import keepable, told_to_keep
+from ..passes.trial import trial_of
+from ..passes.weigh import saved_by, weigh
+from .extend import Added, added, extended
+from .joint import PRECISIONS, device_mesh, joint_graph
+from .layers import Run, find_run, with_fewer
+from .steps import KINDS, Bytes, Half, half_of, kinds_by_name, peak, plus, replay
+from .target import Made
+
+OPTIMIZER = "optimizer state"
+# Of an optimizer: states, in multiples of the shards, and how often it reads or writes as many bytes as they have.
+OPTIMIZERS = {"adamw": (2, 7), "sgd": (0, 3), "none": (0, 0)}
+# With how many periods a model is traced first, and with how many where that was too few to see what repeats: sums over
+# replicas are waited for a layer later. And how many are kept of those that are traced, and how many not.
+_FEW, _FEW_KEPT = (3, 4, 5), (2, 3)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a sweep changes."""
+
+    mesh: tuple[int, ...]
+    batch: int
+    sequence: int
+    checkpointing: str
+    budget: int | None = None  # bytes of forward and backward; None: parameters are kept as units are told
+
+    def __str__(self) -> str:
+        mesh = "x".join(map(str, self.mesh))
+        return f"mesh {mesh}, batch {self.batch}x{self.sequence}, checkpointing {self.checkpointing}"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What it is planned for, and how."""
+
+    profile: HardwareProfile
+    memory_bytes: int  # that a rank may use
+    num_ranks: int
+    precision: str
+    optimizer: str
+
+    @property
+    def peak_flops(self) -> float:
+        stored, computed, _ = PRECISIONS[self.precision]
+        dtype = str(computed or stored).removeprefix("torch.")
+        return self.profile.flops.get(dtype, self.profile.flops["float32"])
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a step takes on one rank."""
+
+    configuration: Configuration
+    hardware: Hardware
+    peak: dict[str, int]  # by kind
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    exposed_s: float
+    num_tokens: int  # of all ranks
+    flops: float  # of one rank: forward and backward, nothing computed twice
+    num_kept: int  # periods of layers that stay gathered for backward
+    num_traced: int  # periods that were traced, of
+    num_periods: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.peak.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.hardware.memory_bytes
+
+    @property
+    def step_s(self) -> float:
+        return self.forward_s + self.backward_s + self.optimizer_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.step_s
+
+    @property
+    def tokens_per_s_per_rank(self) -> float:
+        return self.tokens_per_s / self.hardware.num_ranks
+
+    @property
+    def mfu(self) -> float:
+        return self.flops / self.step_s / self.hardware.peak_flops
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Both halves of a step, and what its caller holds meanwhile."""
+
+    forward: Half
+    backward: Half
+    returned: Bytes
+
+    def peak(self) -> Bytes:
+        return max(peak(self.forward), peak(self.backward, self.returned), key=sum)
+
+    def seconds(self) -> float:
+        return replay(self.forward).total_s + replay(self.backward).total_s
+
+
+# Which parameters of a joint graph stay gathered; by the graph, and how many periods it has.
+Keeps = Callable[[fx.Graph, int], Collection[str]]
+
+
+class Planner:
+    """Plans one model, batch, mesh and way of checkpointing, with any parameters kept."""
+
+    def __init__(
+        self, made: Made, configuration: Configuration, hardware: Hardware, told: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.made, self.configuration, self.hardware, self._told = made, configuration, hardware, told
+        self.run: Run | None = find_run(made.model)
+        self._joints: dict[int, fx.Graph] = {}
+        self._wholes: dict[tuple[int, frozenset[str], bool], Whole] = {}
+        self._may_stay: dict[int, list[str]] = {}
+
+    @property
+    def num_periods(self) -> int:
+        return 1 if self.run is None else self.run.times
+
+    @functools.cached_property
+    def _mesh(self) -> DeviceMesh:
+        return device_mesh(self.configuration.mesh)
+
+    def joint(self, times: int) -> fx.Graph:
+        """The joint graph with so many periods."""
+        if times not in self._joints:
+            model, run = self.made.model, self.run
+            if run is not None:
+                model, run = with_fewer(model, run, times), dataclasses.replace(run, times=times)
+                self._told(f"tracing {times * run.period} of {self.num_periods * run.period} layers")
+            one = self.configuration
+            self._joints[times] = joint_graph(
+                model, self.made.call, self._mesh, self.hardware.precision, one.checkpointing, run
+            )
+        return self._joints[times]
+
+    def few(self, times: int, keeps: Keeps, is_lean: bool = False) -> Whole:
+        """A step with so many periods, planned as it is; a lean one computes again what a plan within a budget may."""
+        joint = self.joint(times)
+        key = times, frozenset(keeps(joint, times)), is_lean
+        if key not in self._wholes:
+            self._told(f"planning {times} of {self.num_periods} repeated parts")
+            again = [*activations_of(joint)] if is_lean else []
+            self._wholes[key] = whole_of(joint, key[1], self.hardware.profile, again)
+        return self._wholes[key]
+
+    def all_alike(self, keeps: Keeps, is_lean: bool = False) -> tuple[Whole, int]:
+        """A step with all periods, each kept alike, and how many were traced."""
+        for times in _FEW[len(self.configuration.mesh) - 1 :]:
+            if times + 1 >= self.num_periods:
+                break
+            shorter, longer = self.few(times, keeps, is_lean), self.few(times + 1, keeps, is_lean)
+            more = _added(shorter, longer)
+            if more is not None:
+                return _extended(shorter, [(more, self.num_periods - times)]), times + 1
+        return self.few(self.num_periods, keeps, is_lean), self.num_periods
+
+    def last_kept(self, num_kept: int, root: Keeps) -> Whole | None:
+        """A step whose last ``num_kept`` periods stay gathered, and none before; None where they do not repeat so."""
+        for times in _FEW_KEPT:
+            ahead, behind = times, times
+            if num_kept < behind or self.num_periods - num_kept < ahead:
+                return None
+            base = self.few(ahead + behind, self.keeping(behind, root))
+            with_ahead = self.few(ahead + behind + 1, self.keeping(behind, root))
+            with_behind = self.few(ahead + behind + 1, self.keeping(behind + 1, root))
+            first, second = _added(base, with_ahead), _added(base, with_behind)
+            if first is not None and second is not None:
+                return _extended(base, [(first, self.num_periods - num_kept - ahead), (second, num_kept - behind)])
+        return None
+
+    def keeping(self, num_kept: int | None, root: Keeps) -> Keeps:
+        """What ``root`` says of parameters outside of the layers that repeat; of these the last periods, or all."""
+
+        def keeps(joint: fx.Graph, times: int) -> Collection[str]:
+            run = None if self.run is None else dataclasses.replace(self.run, times=times)
+            turns = {fqn: None if run is None else run.turn_of(fqn) for fqn in self._keepable(joint, times)}
+            first = 0 if num_kept is None else times - num_kept
+            last = {fqn for fqn, turn in turns.items() if turn is not None and turn >= first}
+            return last | {fqn for fqn in root(joint, times) if turns.get(fqn) is None}
+
+        return keeps
+
+    def _keepable(self, joint: fx.Graph, times: int) -> list[str]:
+        if times not in self._may_stay:
+            self._may_stay[times] = keepable(joint, trial_of(joint, (), self.hardware.profile).plan)
+        return self._may_stay[times]
+
+    def forecast(self, whole: Whole, num_kept: int, num_traced: int) -> Forecast:
+        """The figures of a step."""
+        states, passes = OPTIMIZERS[self.hardware.optimizer]
+        trainable = int(self._of_all(_trainable_bytes, num_traced))
+        profile = self.hardware.profile
+        return Forecast(
+            self.configuration,
+            self.hardware,
+            {**dict(zip(KINDS, whole.peak())), OPTIMIZER: states * trainable},
+            replay(whole.forward).total_s,
+            replay(whole.backward).total_s,
+            passes * trainable / (profile.memory_bytes_per_s * profile.memory_efficiency),
+            replay(whole.forward).exposed_s + replay(whole.backward).exposed_s,
+            self.made.num_tokens * self.hardware.num_ranks,
+            self._of_all(_flops, num_traced),
+            num_kept,
+            num_traced * (self.run.period if self.run else 1),
+            self.num_periods * (self.run.period if self.run else 1),
+        )
+
+    def _of_all(self, figure: Callable[[fx.Graph], float], num_traced: int) -> float:
+        """What grows by as much with each period."""
+        longer = figure(self.joint(num_traced))
+        if num_traced == self.num_periods:
+            return longer
+        return longer + (self.num_periods - num_traced) * (longer - figure(self.joint(num_traced - 1)))
+
+
+def as_told(joint: fx.Graph, times: int) -> Collection[str]:
+    return told_to_keep(joint)
+
+
+def nothing(joint: fx.Graph, times: int) -> Collection[str]:
+    return ()
+
+
+def whole_of(joint: fx.Graph, kept: Collection[str], profile: HardwareProfile, again: Collection[str] = ()) -> Whole:
+    """The step of a joint graph with these parameters kept, and the products of others computed again."""
+    trial = trial_of(joint, kept, profile, recompute=again)
+    forward, backward = trial.forward.graph, trial.backward.graph
+    weight = weigh(forward, backward, saved_by(forward, backward))
+    first = half_of(forward, profile)
+    then = half_of(backward, profile, weight.given_up, kinds_by_name(forward))
+    returned = tuple(weight.returned_bytes if kind == "activations" else 0 for kind in KINDS)
+    # What backward has of its caller, forward had as well.
+    return Whole(first, dataclasses.replace(then, held=first.held), returned)
+
+
+@dataclass(frozen=True)
+class _More:
+    forward: Added
+    backward: Added
+    returned: Bytes
+
+
+def _added(shorter: Whole, longer: Whole) -> _More | None:
+    forward, backward = added(shorter.forward, longer.forward), added(shorter.backward, longer.backward)
+    if forward is None or backward is None:
+        return None
+    return _More(forward, backward, plus(longer.returned, shorter.returned, -1))
+
+
+def _extended(whole: Whole, more: Collection[tuple[_More, int]]) -> Whole:
+    returned = whole.returned
+    for one, times in more:
+        returned = plus(returned, one.returned, times)
+    return Whole(
+        extended(whole.forward, [(one.forward, times) for one, times in more]),
+        extended(whole.backward, [(one.backward, times) for one, times in more]),
+        returned,
+    )
+
+
+def _flops(joint: fx.Graph) -> float:
+    return sum(node_flops(node) for node in joint.nodes if node.op == "call_function")
+
+
+def _trainable_bytes(joint: fx.Graph) -> float:
+    """Of this rank's shards that get gradients."""
+    total = 0
+    for one in find_reduces(joint):
+        numel = 1
+        for size in one.spec.local_size:
+            numel *= size
+        total += numel * one.spec.grad_dtype.itemsize
+    return total

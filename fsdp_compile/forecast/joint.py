@@ -1,0 +1,134 @@
+"""The joint graph of a step on ranks that are not there: sharded from meta, traced, and left before it is cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from .._torch_compat.tracing import trace_joint_graph
+from ..api.auto_shard import auto_shard
+from ..core.unit import units_in
+from ..graph.install import manager
+from ..passes import GraphRecord
+from ..passes.provenance import settle_names
+from .layers import Run
+from .mistake import Mistake
+
+# What parameters are stored in (None: as the model has them), computed with, and what gradients travel in.
+PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]] = {
+    "bf16": (None, torch.bfloat16, torch.float32),
+    "bf16-only": (torch.bfloat16, None, None),
+    "fp16": (None, torch.float16, torch.float32),
+    "fp32": (torch.float32, None, None),
+}
+NONE, SELECTIVE, FULL = "none", "selective", "full"
+
+aten = torch.ops.aten
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a model is called: its step's batch."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def joint_graph(
+    model: nn.Module, call: Call, mesh: DeviceMesh, precision: str, checkpointing: str, run: Run | None
+) -> fx.Graph:
+    """Of this model, which is sharded and checkpointed here; it has gone through all passes but ``keep``."""
+    found: list[GraphRecord] = []
+    stored, computed, reduced = PRECISIONS[precision]
+    if stored is not None:
+        model.to(stored)
+    model.train()
+    _checkpoint(model, checkpointing, run)
+    if not units_in(model):
+        _shard(model, mesh, MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced), run)
+    model.to_empty(device="cpu")  # memory that nobody writes to is not taken
+    manager.observers.append(found.append)
+    try:
+        trace_joint_graph(model, call.args, call.kwargs)
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise Mistake(
+            f"{type(model).__name__} could not be traced into one graph ({_first_line(error)}): make it run under "
+            "torch.compile(model, fullgraph=True) on this batch; fsdp_compile.explain_breaks says where it breaks."
+        ) from error
+    finally:
+        manager.observers.remove(found.append)
+    joints = [record for record in found if record.stage == "joint"]
+    if not joints:
+        raise Mistake(
+            f"{type(model).__name__} made no graph with parameters and gradients: return a model that is trained, "
+            "whose forward reads its parameters."
+        )
+    graph = joints[0].snapshots[-2]  # before `keep`
+    settle_names(graph)
+    return graph
+
+
+def device_mesh(mesh: tuple[int, ...]) -> DeviceMesh:
+    """One for all graphs of a plan: each call makes process groups, of other names."""
+    return init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard")[-len(mesh) :])
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, run: Run | None) -> None:
+    """One unit a layer: what the model says of itself, or else what repeats."""
+    policy: Any = None
+    said = any(getattr(one, "_no_split_modules", None) for one in model.modules())
+    if run is not None and not said:
+        layers = {id(one) for one in model.get_submodule(run.path).children()}
+
+        def policy(module: nn.Module) -> bool:
+            return id(module) in layers
+
+    elif run is None and not said:
+
+        def policy(module: nn.Module) -> bool:
+            return False
+
+    auto_shard(model, policy, mesh=mesh, mp_policy=precision)
+
+
+def _checkpoint(model: nn.Module, how: str, run: Run | None) -> None:
+    if how == NONE:
+        return
+    if run is None:
+        raise Mistake(
+            "no layers repeat in this model, so there is nothing to checkpoint one by one: call torch.utils.checkpoint "
+            "in its forward, and leave --checkpointing out."
+        )
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if how == SELECTIVE:
+        settings["context_fn"] = _saving_every_second_product
+    for layer in model.get_submodule(run.path).children():
+        layer.forward = partial(checkpoint, layer.forward, **settings)  # type: ignore[method-assign]
+
+
+def _saving_every_second_product() -> tuple[Any, Any]:
+    """Of one region, attention is saved, and of the other products every second; the rest is computed again."""
+    seen = {False: 0, True: 0}  # the forward and when it is computed again, each in the same order
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in _PRODUCTS:
+            seen[context.is_recompute] += 1
+            saves = seen[context.is_recompute] % 2 == 1
+        else:
+            saves = "scaled_dot_product" in str(op)
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
+    return contexts
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

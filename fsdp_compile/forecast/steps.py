@@ -1,0 +1,159 @@
+"""What a lowered graph does, one after the other: seconds, and bytes by kind that come and go.
+
+    all_gather_into_tensor(x)     launch, its seconds and group; its buffer comes
+    wait_tensor                   wait for what was launched 7 steps before
+    mm                            compute; its result comes, what it read last goes
+    view                          nothing: left out
+
+Waits say how far behind their launch they are, so that steps of equal layers are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from ..passes.aliases import Storage, base_of, storages_of
+from ..passes.events import events_of
+from ..passes.insert import GRADIENT_OF, ROLE
+from ..passes.memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, SHARD, kinds_of, lifetimes, storages_given
+from ..passes.profiles import HardwareProfile
+from ..passes.replay import Compute, Event, Launch, Timeline, Wait, simulate
+
+# The kinds of bytes that a forecast tells apart, and their places in what a step adds.
+KINDS = ("shards", "gathered weights", "gradients", "activations", "buffers", "other")
+_PLACES = {SHARD: 0, GATHERED: 1, GRADIENT: 2, ACTIVATION: 3, BUFFER: 4}
+Bytes = tuple[int, ...]  # by kind
+NO_BYTES: Bytes = (0,) * len(KINDS)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One node that takes time or memory."""
+
+    what: str  # the operator, or "launch", "wait"
+    seconds: float
+    adds: Bytes  # when it begins
+    drops: Bytes  # when it ends
+    group: str = ""  # of a launch
+    slows: float = 0.0  # of a launch: share of its speed that computation loses meanwhile
+    back: int = 0  # of a wait: how many steps before it the launch stands
+
+
+@dataclass(frozen=True)
+class Half:
+    """A forward or a backward."""
+
+    held: Bytes  # the caller's, from begin to end
+    given: Bytes  # inputs that go with their last readers
+    steps: tuple[Step, ...]
+
+
+def plus(left: Bytes, right: Bytes, times: int = 1) -> Bytes:
+    return tuple(one + times * other for one, other in zip(left, right))
+
+
+def half_of(
+    graph: fx.Graph,
+    profile: HardwareProfile,
+    given_up: Sequence[str] = (),
+    kinds_given: Mapping[str, str] | None = None,
+) -> Half:
+    """Of a lowered graph; ``kinds_given`` says what its inputs hold, where another graph knows better."""
+    kind_of = _kinds(graph, kinds_given or {})
+    given = storages_given(graph, given_up)
+    nodes = list(graph.nodes)
+    are_calls = (place for place, node in enumerate(nodes) if node.op == "call_function")
+    calls = {place: number for number, place in enumerate(are_calls)}
+    first_call = next(iter(calls), len(nodes))
+    adds: list[dict[int, int]] = [{} for _ in calls]
+    drops: list[dict[int, int]] = [{} for _ in calls]
+    held, begin = NO_BYTES, NO_BYTES
+    for life in lifetimes(graph, fused=True):
+        kind, num_bytes = kind_of(life.storage), life.storage.num_bytes
+        size = tuple(num_bytes if place == kind else 0 for place in range(len(KINDS)))
+        if life.storage.node.op != "call_function" and life.storage not in given:
+            held = plus(held, size)
+            continue
+        if life.storage.node.op != "call_function":
+            begin = plus(begin, size)
+        else:
+            _add(adds[calls[life.first]], kind, num_bytes)
+        if life.last in calls:
+            _add(drops[calls[life.last]], kind, num_bytes)
+        elif life.last < first_call:  # nobody reads it
+            begin = plus(begin, size, -1)
+    events = events_of(graph, profile, None, given_up)
+    return Half(held, begin, _steps(nodes, events, adds, drops))
+
+
+def replay(half: Half) -> Timeline:
+    """How long it takes, and what of that is waiting."""
+    return simulate(_event(place, step) for place, step in enumerate(half.steps))
+
+
+def peak(half: Half, beside: Bytes = NO_BYTES) -> Bytes:
+    """Bytes by kind when most are alive, with what stands ``beside`` all the time."""
+    alive = plus(plus(half.held, half.given), beside)
+    most, highest = sum(alive), alive
+    for step in half.steps:
+        alive = plus(alive, step.adds)
+        if sum(alive) > most:
+            most, highest = sum(alive), alive
+        alive = plus(alive, step.drops, -1)
+    return highest
+
+
+def kinds_by_name(graph: fx.Graph) -> dict[str, str]:
+    """What the storage behind each node holds."""
+    kinds, storages = kinds_of(graph), storages_of(graph)
+    return {node.name: kinds[these[0]] for node, these in storages.items() if these}
+
+
+def _event(place: int, step: Step) -> Event:
+    if step.what == "launch":
+        return Launch(str(place), step.seconds, step.group, slows_compute=step.slows)
+    return Wait(str(place - step.back)) if step.what == "wait" else Compute(str(place), step.seconds)
+
+
+def _steps(
+    nodes: Sequence[fx.Node], events: Sequence[Event], adds: Sequence[dict[int, int]], drops: Sequence[dict[int, int]]
+) -> tuple[Step, ...]:
+    steps: list[Step] = []
+    launched: dict[str, int] = {}
+    targets = (str(node.target) for node in nodes if node.op == "call_function")
+    for what, event, its_adds, its_drops in zip(targets, events, adds, drops, strict=True):
+        comes, goes = _as_bytes(its_adds), _as_bytes(its_drops)
+        if isinstance(event, Launch):
+            launched[event.name] = len(steps)
+            steps.append(Step("launch", event.seconds, comes, goes, event.group, event.slows_compute))
+        elif isinstance(event, Wait):
+            steps.append(Step("wait", 0.0, comes, goes, back=len(steps) - launched[event.name]))
+        elif event.seconds or its_adds or its_drops:
+            steps.append(Step(what, event.seconds, comes, goes))
+    return tuple(steps)
+
+
+def _kinds(graph: fx.Graph, given: Mapping[str, str]) -> Callable[[Storage], int]:
+    kinds = kinds_of(graph)
+    of_parameters = {base_of(node) for node in graph.nodes if GRADIENT_OF in node.meta}
+
+    def kind_of(storage: Storage) -> int:
+        is_input = storage.node.op != "call_function"
+        kind = given.get(storage.node.name, kinds[storage]) if is_input else kinds[storage]
+        if kind == GRADIENT and not (storage.node in of_parameters or ROLE in storage.node.meta):
+            kind = ACTIVATION  # on its way back to an earlier layer
+        return _PLACES.get(kind, len(KINDS) - 1)
+
+    return kind_of
+
+
+def _add(to: dict[int, int], kind: int, num_bytes: int) -> None:
+    if num_bytes:
+        to[kind] = to.get(kind, 0) + num_bytes
+
+
+def _as_bytes(some: Mapping[int, int]) -> Bytes:
+    return tuple(some.get(place, 0) for place in range(len(KINDS)))

@@ -1,0 +1,100 @@
+"""Many configurations of one model on the same ranks, and the best of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from .choose import forecast_of
+from .forecast import OPTIMIZERS, Configuration, Forecast, Hardware, Planner
+from .joint import FULL, NONE, PRECISIONS
+from .target import Target
+
+_MESHES = 4
+
+
+@dataclass(frozen=True)
+class TooLarge:
+    """A configuration that was not planned: what stands between steps is more than there is."""
+
+    configuration: Configuration
+    num_bytes: int
+
+
+Told = Callable[[str], None]
+
+
+class Sweep:
+    """Plans configurations of one model; those that differ in their budget alone are traced once."""
+
+    def __init__(self, target: Target, hardware: Hardware, num_params: int, told: Told) -> None:
+        self.target, self.hardware, self.num_params, self._told = target, hardware, num_params, told
+        self._planners: dict[Configuration, Planner] = {}
+
+    def plan(self, one: Configuration) -> Forecast:
+        """One configuration."""
+        traced = dataclasses.replace(one, budget=None)
+        if traced not in self._planners:
+            made = self.target.make(one.batch, one.sequence)
+            self._planners[traced] = Planner(made, traced, self.hardware, lambda what: self._told(f"{one}: {what}"))
+        planner = self._planners[traced]
+        planner.configuration = one
+        return forecast_of(planner)
+
+    def sweep(self, given: Configuration) -> list[Forecast | TooLarge]:
+        """What is around the given one, and of the fastest that fits the same within a budget."""
+        found: list[Forecast | TooLarge] = []
+        has_own_batch = self.target.make(given.batch, given.sequence).has_own_batch
+        for one in around(given, self.hardware, has_own_batch):
+            least = standing_bytes(self.num_params, one, self.hardware)
+            found.append(TooLarge(one, least) if least > self.hardware.memory_bytes else self.plan(one))
+        fastest = best_of(found)
+        if fastest is not None:
+            said = fastest.configuration
+            rest = rest_bytes(self.num_params, said.mesh, self.hardware)
+            found.append(self.plan(dataclasses.replace(said, budget=given.budget or rest)))
+        return found
+
+
+def standing_bytes(num_params: int, configuration: Configuration, hardware: Hardware) -> int:
+    """Shards, their gradients and the optimizer's states, of a model that is trained whole."""
+    states, _ = OPTIMIZERS[hardware.optimizer]
+    return num_params * _itemsize(hardware) * (2 + states) // configuration.mesh[-1]
+
+
+def _itemsize(hardware: Hardware) -> int:
+    """Of a stored parameter; where the model says, taken to be of 32 bits."""
+    stored, _, _ = PRECISIONS[hardware.precision]
+    return 4 if stored is None else stored.itemsize
+
+
+def rest_bytes(num_params: int, mesh: tuple[int, ...], hardware: Hardware) -> int:
+    """What the memory leaves to forward and backward beside the optimizer's states."""
+    states, _ = OPTIMIZERS[hardware.optimizer]
+    return hardware.memory_bytes - num_params * _itemsize(hardware) * states // mesh[-1]
+
+
+def around(given: Configuration, hardware: Hardware, has_own_batch: bool) -> list[Configuration]:
+    """What a sweep tries: meshes of these ranks, batches around the one given, with checkpointing and without."""
+    batches = [given.batch] if has_own_batch else sorted({max(given.batch // 2, 1), given.batch, 2 * given.batch})
+    ways = dict.fromkeys((NONE, given.checkpointing, FULL))
+    return [
+        Configuration(mesh, batch, given.sequence, way)
+        for mesh, batch, way in itertools.product(_meshes(given, hardware), batches, ways)
+    ]
+
+
+def best_of(found: Iterable[Forecast | TooLarge]) -> Forecast | None:
+    """The most tokens a second of those that fit."""
+    fitting = [one for one in found if isinstance(one, Forecast) and one.fits]
+    return max(fitting, key=lambda one: (one.tokens_per_s, -one.peak_bytes), default=None)
+
+
+def _meshes(given: Configuration, hardware: Hardware) -> list[tuple[int, ...]]:
+    """The given one, all ranks in one group, and groups of whole nodes, large ones first."""
+    num_ranks, node = hardware.num_ranks, hardware.profile.ranks_per_node
+    sizes = [size for size in range(node, num_ranks, node) if num_ranks % size == 0]
+    replicated = [(num_ranks // size, size) for size in reversed(sizes)]
+    return list(dict.fromkeys([given.mesh, (num_ranks,), *replicated]))[:_MESHES]

@@ -1,0 +1,368 @@
+"""fsdp-compile plan: few layers tell of all, figures that are known by hand, what is refused and with which words."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp_compile
+from fsdp_compile import MixedPrecisionPolicy, cli, fully_shard
+from fsdp_compile._torch_compat.process_groups import pretended_world
+from fsdp_compile.forecast import command
+from fsdp_compile.forecast.choose import forecast_of
+from fsdp_compile.forecast.extend import added, extended
+from fsdp_compile.forecast.forecast import Configuration, Forecast, Hardware, Planner, as_told
+from fsdp_compile.forecast.joint import FULL, NONE, SELECTIVE
+from fsdp_compile.forecast.layers import Run, find_run, with_fewer
+from fsdp_compile.forecast.options import add_options
+from fsdp_compile.forecast.show import show_sweep
+from fsdp_compile.forecast.steps import NO_BYTES, Half, Step, peak, replay
+from fsdp_compile.forecast.sweep import around, best_of
+from fsdp_compile.forecast.target import Target, find_target
+from fsdp_compile.passes import load_profile
+from fsdp_compile.passes.residency import choose
+from tests.compiling import decomposed
+
+DIM, VOCAB, LAYERS, RANKS = 64, 256, 12, 16
+
+
+class Layer(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index, self.up, self.down = index, nn.Linear(DIM, 4 * DIM, bias=False), nn.Linear(4 * DIM, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB, bias=False)
+        self.layers = nn.ModuleList(Layer(index) for index in range(LAYERS))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+
+
+def tiny() -> nn.Module:
+    return Tiny()
+
+
+def with_batch() -> tuple[nn.Module, Tensor]:
+    return Tiny(), torch.zeros(3, 32, dtype=torch.long)
+
+
+def broken() -> nn.Module:
+    raise KeyError("width")
+
+
+def a_number() -> int:
+    return 7
+
+
+def hardware(ranks: int = RANKS, **said: Any) -> Hardware:
+    return dataclasses.replace(Hardware(load_profile("h100"), 70 << 30, ranks, "bf16", "adamw"), **said)
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    with pretended_world(RANKS):
+        yield
+
+
+# --- few layers tell of all ------------------------------------------------------------------------------------------
+
+
+def _step(what: str, num_bytes: int = 0, back: int = 0) -> Step:
+    return Step(what, 1.0, (0, 0, 0, num_bytes, 0, 0), NO_BYTES, back=back)
+
+
+def test_what_a_layer_added_is_put_in_as_often() -> None:
+    begin, layer = (_step("embed"),), (_step("launch"), _step("mm", 8), _step("wait", back=2))
+    end = (_step("head"),)
+    three = Half((9, 0, 0, 0, 0, 0), NO_BYTES, begin + 3 * layer + end)
+    four = Half((12, 0, 0, 0, 0, 0), NO_BYTES, begin + 4 * layer + end)
+    more = added(three, four)
+    assert more is not None
+    nine = extended(three, [(more, 6)])
+    assert nine.steps == begin + 9 * layer + end
+    assert nine.held == (27, 0, 0, 0, 0, 0)
+    assert peak(nine) == (27, 0, 0, 72, 0, 0)
+    assert replay(nine).total_s == 9 + 2  # products, and what stands around them: no collective takes longer
+    other_end = dataclasses.replace(four, steps=begin + 4 * layer + (_step("sum"),))
+    assert added(three, other_end) is None and added(four, three) is None
+
+
+def test_layers_repeat_that_differ_in_their_number_alone() -> None:
+    model = Tiny()
+    assert find_run(model) == Run("layers", 0, 1, LAYERS)
+    model.layers[0].up = nn.Linear(DIM, 4 * DIM)  # a bias
+    assert find_run(model) == Run("layers", 1, 1, LAYERS - 1)
+    for place, layer in enumerate(model.layers):
+        layer.window = 8 if place % 3 else None
+    assert find_run(model) == Run("layers", 1, 3, (LAYERS - 1) // 3)
+    run = Run("layers", 1, 3, 3)
+    fewer = with_fewer(model, run, 2)
+    assert [layer.index for layer in fewer.layers] == [0, 1, 2, 3, 7, 8, 9, 10, 11]
+    assert [name for name, _ in fewer.layers.named_children()] == [str(place) for place in range(9)]
+    assert len(model.layers) == LAYERS and [run.turn_of(f"layers.{place}.w") for place in (0, 1, 6, 10)] == [None, 0, 1, None]
+    assert find_run(nn.Linear(2, 2)) is None
+
+
+def _compiled(layers: int) -> fsdp_compile.passes.Prediction:
+    """What a report predicts of the model that is compiled and runs: all layers, and no helper of the command's."""
+    torch._dynamo.reset()
+    model = Tiny()
+    mesh = init_device_mesh("cpu", (RANKS,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    tokens = torch.zeros(2, 128, dtype=torch.long)
+    with fsdp_compile.inspect(model) as report:
+        torch.compile(model, backend=decomposed, fullgraph=True)(tokens).backward()
+    return report.joint.predict("h100")
+
+
+def planner_of(target: Target, mesh: tuple[int, ...] = (RANKS,), how: str = NONE, **said: Any) -> Planner:
+    configuration = Configuration(mesh, 2, 128, how)
+    return Planner(target.make(2, 128), configuration, hardware(**said))
+
+
+@pytest.mark.usefixtures("world")
+def test_few_layers_tell_what_the_report_of_all_of_them_says() -> None:
+    planner = planner_of(find_target("tests.test_plan_command:tiny"))
+    one = forecast_of(planner)
+    assert one.num_traced < one.num_periods == LAYERS
+    whole = _compiled(LAYERS)
+    states = one.peak["optimizer state"]
+    assert one.peak_bytes - states == pytest.approx(whole.peak_bytes, rel=0.01)
+    assert one.forward_s == pytest.approx(whole.of("forward").seconds, rel=0.01)
+    assert one.backward_s == pytest.approx(whole.of("backward").seconds, rel=0.01)
+    assert one.exposed_s == pytest.approx(whole.exposed_s, rel=0.01)
+    # By hand: every parameter is a matrix whose rows divide. And a product forward is two backward; looking up is none.
+    params = sum(param.numel() for param in Tiny().parameters())
+    assert one.peak["shards"] == 4 * params / RANKS and states == 2 * one.peak["shards"]
+    products = params - VOCAB * DIM
+    assert one.flops == 6 * products * 2 * 128
+    assert one.num_tokens == RANKS * 2 * 128
+    assert one.mfu == pytest.approx(one.flops / one.step_s / 989.5e12)
+    # Of the optimizer: parameters, gradients and two states read, all but the gradients written.
+    assert one.optimizer_s == pytest.approx(7 * one.peak["shards"] / (3.35e12 * 0.9))
+
+
+def _config(folder: Path, layers: int) -> Path:
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
+    }  # fmt: skip
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.more
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("mesh", [(RANKS,), (2, RANKS // 2)], ids=["1-D", "2-D"])
+@pytest.mark.parametrize("how", [NONE, SELECTIVE, FULL])
+def test_few_layers_of_a_llama_tell_of_all(tmp_path: Path, how: str, mesh: tuple[int, ...]) -> None:
+    planner = planner_of(find_target(str(_config(tmp_path, LAYERS))), mesh, how)
+    few, num_traced = planner.all_alike(as_told)
+    all_of_it = planner.few(LAYERS, as_told)
+    assert num_traced < LAYERS
+    one, other = planner.forecast(few, 0, num_traced), planner.forecast(all_of_it, 0, LAYERS)
+    assert_alike(one, other)
+
+
+def assert_alike(one: Forecast, other: Forecast) -> None:
+    assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.01)
+    for kind, num_bytes in other.peak.items():
+        assert one.peak[kind] == pytest.approx(num_bytes, rel=0.01), kind
+    for figure in ("forward_s", "backward_s", "optimizer_s", "exposed_s", "flops", "num_tokens"):
+        assert getattr(one, figure) == pytest.approx(getattr(other, figure), rel=0.01), figure
+
+
+@pytest.mark.more
+@pytest.mark.usefixtures("world")
+def test_checkpointing_trades_time_for_activations(tmp_path: Path) -> None:
+    target = find_target(str(_config(tmp_path, LAYERS)))
+    none, selective, full = (forecast_of(planner_of(target, how=how)) for how in (NONE, SELECTIVE, FULL))
+    assert none.peak["activations"] > selective.peak["activations"] > full.peak["activations"]
+    assert none.backward_s < selective.backward_s < full.backward_s
+    assert none.flops == selective.flops == full.flops  # what a model takes, however often it is computed
+    assert none.forward_s == pytest.approx(full.forward_s, rel=0.1)
+
+
+@pytest.mark.more
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("share", [-1.0, 0.0, 0.3, 0.6, 1.0])
+def test_a_budget_is_kept_and_used(share: float) -> None:
+    """Against the choice of a model that trains, from the joint graph of all layers."""
+    planner = planner_of(find_target("tests.test_plan_command:tiny"))
+    joint = planner.joint(LAYERS)
+    least, lost = choose(joint, lambda again: 1, planner.hardware.profile)
+    tried = [one.trial for one in (least, *lost)]
+    saving = sorted(trial.peak_bytes for trial in tried if not trial.recomputed)
+    budget = int(saving[0] + share * (saving[-1] - saving[0])) if share >= 0 else least.trial.peak_bytes
+    assert least.trial.recomputed and least.trial.peak_bytes < saving[0]
+    planner.configuration = dataclasses.replace(planner.configuration, budget=budget)
+    best, others = choose(joint, lambda again: budget, planner.hardware.profile)
+    one = forecast_of(planner)
+    assert one.peak_bytes - one.peak["optimizer state"] <= budget
+    fitting = [each.trial for each in (best, *others) if each.trial.peak_bytes <= budget]
+    alike = [trial.seconds for trial in fitting if share < 0 or not trial.recomputed]
+    assert one.forward_s + one.backward_s <= min(alike) * 1.03
+    if share == 1.0:
+        assert one.num_kept == LAYERS
+
+
+@pytest.mark.more
+@pytest.mark.usefixtures("world")
+def test_layers_that_are_kept_tell_of_others_that_are() -> None:
+    planner = planner_of(find_target("tests.test_plan_command:tiny"))
+    for num_kept in (4, 6, 8):
+        few = planner.last_kept(num_kept, as_told)
+        assert few is not None
+        assert_alike(
+            planner.forecast(few, num_kept, LAYERS),
+            planner.forecast(planner.few(LAYERS, planner.keeping(num_kept, as_told)), num_kept, LAYERS),
+        )
+
+
+# --- what the command says -------------------------------------------------------------------------------------------
+
+MODEL = "tests.test_plan_command:tiny"
+WORLD = ("--world-size", "16")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((MODEL,), r"say how many ranks there are: --world-size 512, or --mesh 8x64"),
+        ((MODEL, *WORLD, "--mesh", "3x5"), r"--mesh 3x5 is 15 ranks and --world-size says 16: give .* such as 4x4"),
+        ((MODEL, *WORLD, "--mesh", "2x2x4"), r"--mesh 2x2x4 is no mesh: give"),
+        ((MODEL, *WORLD, "--hardware", "h1000"), r"no hardware profile 'h1000': give one of cpu, a100, h100"),
+        ((MODEL, *WORLD, "--memory", "plenty"), r"--memory plenty is no number of bytes: give one such as 70GiB"),
+        ((MODEL, *WORLD, "--memory", "90GiB"), r"--memory 90GiB is more than the 74\.5 GiB of h100: give less"),
+        ((MODEL, *WORLD, "--batch", "8192"), r"--batch 8192 is no batch: give .* such as 2x8192"),
+        ((MODEL, "--world-size", "none"), r"--world-size none is no number of ranks: give"),
+        (("tests.test_plan_command:tinny", *WORLD), r"no function called tinny: give a function of it, such as tiny"),
+        (("tests.test_plan_command:MODEL", *WORLD), r"a str, not a function, called MODEL: give"),
+        (("no_such_module:tiny", *WORLD), r"no module no_such_module to import from .*: run the command in"),
+        (("tiny", *WORLD), r"'tiny' is neither a file nor module:function: give"),
+        (("tests.test_plan_command:broken", *WORLD), r"raised KeyError: 'width'; have it make a model"),
+        (("tests.test_plan_command:a_number", *WORLD), r"returned a int: have it return a model"),
+        (("tests.test_plan_command:with_batch", *WORLD, "--batch", "2x8"), r"a batch of its own.*leave it out"),
+        (("missing.json", *WORLD), r"missing\.json cannot be read \(No such file.*\): give the path"),
+        (("text.json", *WORLD), r"text\.json is not JSON .*: give the config\.json"),
+        (("other.json", *WORLD), r"other\.json has no model_type.*: give the config\.json"),
+        (("unknown.json", *WORLD), r"transformers makes no model of .*unknown\.json .*: mend the config"),
+    ],
+)  # fmt: skip
+def test_a_mistake_says_what_to_change(
+    arguments: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    for name, text in {"text": "{", "other": "{}", "unknown": '{"model_type": "no such"}'}.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plan", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert re.search(said, shown.err) and shown.out == ""
+    assert len(shown.err.strip().splitlines()) == 1 and shown.err.startswith("fsdp-compile plan: ")
+
+
+def _plans(capsys: Any, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    code = cli.main(["plan", *arguments, "--json"])
+    shown = capsys.readouterr()
+    return code, json.loads(shown.out), shown.err
+
+
+def test_a_model_that_does_not_fit_says_what_would_help(capsys: Any) -> None:
+    arguments = (MODEL, *WORLD, "--batch", "4x128")
+    code, data, error = _plans(capsys, *arguments, "--memory", "6500000")
+    [plan] = data["plans"]
+    assert code == 2 and not plan["fits"] and data["best"] is None
+    assert plan["peak_bytes"] == sum(plan["peak_bytes_by_kind"].values()) > 6_500_000
+    assert "does not fit: it needs" in error and "so add --checkpointing full" in error
+
+
+@pytest.mark.more
+def test_what_is_too_large_for_its_ranks_asks_for_more_of_them(capsys: Any) -> None:
+    params = sum(param.numel() for param in Tiny().parameters())
+    # Eight ranks hold 16 bytes a parameter in these: parameter, gradient, two states.
+    code, _, error = _plans(capsys, MODEL, "--mesh", "2x4", "--memory", str(16 * params // 8))
+    assert code == 2 and "share the parameters out over at least 8 ranks" in error
+
+
+@pytest.mark.more
+def test_a_sweep_marks_the_fastest_that_fits(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[Any, ...]] = []
+    real = show_sweep
+    monkeypatch.setattr(command, "show_sweep", lambda *args: shown.append(args) or real(*args))
+    monkeypatch.setenv("COLUMNS", "160")
+    arguments = ("tests.test_plan_command:with_batch", *WORLD, "--memory", "1900000", "--sweep")
+    assert cli.main(["plan", *arguments]) == 0
+    [(found, best, *_)] = shown
+    assert best.fits and best.tokens_per_s == max(one.tokens_per_s for one in found if one.fits)
+    assert not all(one.fits for one in found)
+    said = [one.configuration for one in found]
+    assert {(one.mesh, one.batch, one.checkpointing) for one in said} == {
+        (mesh, 3, how) for mesh in ((16,), (2, 8)) for how in (NONE, FULL)
+    }
+    assert [one.budget is not None for one in said] == [False] * 4 + [True]
+    [marked] = [line for line in capsys.readouterr().out.splitlines() if "-> " in line]
+    assert f"{best.tokens_per_s_per_rank:,.0f}" in marked and "x".join(map(str, best.configuration.mesh)) in marked
+
+
+@pytest.mark.more
+def test_the_table_says_what_the_data_says(capsys: Any) -> None:
+    arguments = ("tests.test_plan_command:with_batch", "--mesh", "2x8", "--memory", "60GiB")
+    code, data, _ = _plans(capsys, *arguments)
+    [plan] = data["plans"]
+    assert code == 0 and plan["fits"] and plan["memory_bytes"] == 60 << 30
+    assert plan["tokens_per_s"] * plan["step_s"] == pytest.approx(16 * 3 * 32)
+    assert cli.main(["plan", *arguments]) == 0
+    shown = capsys.readouterr().out
+    for kind, num_bytes in plan["peak_bytes_by_kind"].items():
+        if num_bytes:
+            assert re.search(rf"{kind} +{num_bytes / 2**30:.4f}", shown), kind
+    assert re.search(rf"tokens/s a rank +{plan['tokens_per_s_per_rank']:,.0f}", shown)
+    assert re.search(r"of 60\.0 +fits", shown) and "5 of 12 repeated layers traced" in shown
+
+
+def test_a_sweep_is_around_what_was_given() -> None:
+    given = Configuration((8, 64), 2, 4096, SELECTIVE)
+    tried = around(given, hardware(512), has_own_batch=False)
+    assert given in tried and len(set(tried)) == len(tried)
+    assert {one.batch for one in tried} == {1, 2, 4} and {one.checkpointing for one in tried} == {NONE, SELECTIVE, FULL}
+    assert {one.mesh for one in tried} == {(8, 64), (512,), (2, 256), (4, 128)}
+    assert {one.batch for one in around(given, hardware(512), has_own_batch=True)} == {2}
+
+
+def test_every_option_has_its_help() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    assert all(action.help for action in parser._actions)
+
+
+def test_nothing_is_best_where_nothing_fits() -> None:
+    one = Forecast(
+        Configuration((2,), 1, 8, NONE), hardware(2, memory_bytes=10), {"shards": 11}, 1.0, 1.0, 1.0, 0.0, 8, 1.0, 0, 1, 1
+    )
+    assert best_of([one]) is None
+    assert best_of([one, dataclasses.replace(one, peak={"shards": 9})]) is not None
