@@ -45,6 +45,7 @@ class Owners:
     of_kind: Mapping[str, tuple[int, ...]]  # bytes at each
     peak: tuple[Owned, ...]  # at the first highest, largest first
     held: Mapping[str, int]  # by kind, what is there throughout
+    callers: tuple[Owned, ...]  # that is theirs: inputs that are not given up
 
     @property
     def alive(self) -> list[int]:
@@ -56,9 +57,9 @@ def owners_of(
     plan: Plan,
     given_up: Collection[str] = (),
     kinds: Mapping[str, str] | None = None,
-    held: Mapping[str, int] | None = None,
+    held: Sequence[Owned] | None = None,
 ) -> Owners:
-    """``kinds`` says what inputs hold, where another graph made them; ``held`` is alive throughout, by kind.
+    """``kinds`` says what inputs hold, where another graph made them; ``held`` is alive throughout.
 
     Without ``held`` it is what the callers of this graph hold.
     """
@@ -85,21 +86,25 @@ def owners_of(
         elif held is None:
             stays[found[storage]] += storage.num_bytes
             alive.append(life)
-    for kind, num_bytes in (held or {}).items():
-        stays[kind] += num_bytes
+    for one in held or ():
+        stays[one.kind] += one.num_bytes
     calls = [place for place, node in enumerate(nodes) if node.op == "call_function"]
     levels = {kind: list(itertools.accumulate(rise[kind])) for kind in KINDS}
     of_kind = {kind: tuple(levels[kind][place] + stays[kind] for place in calls) for kind in KINDS}
     totals = [sum(column) for column in zip(*of_kind.values())]
     peak = calls[totals.index(max(totals))] if totals else 0
     named = _Names(graph, plan)
-    owners = [
-        Owned(life.storage.node.name, named.of(life.storage), found[life.storage], life.storage.num_bytes)
+    owned = {
+        life.storage: Owned(life.storage.node.name, named.of(life.storage), found[life.storage], life.storage.num_bytes)
         for life in alive
-        if life.storage.num_bytes and (_stays(life.storage, given) or life.first <= peak <= life.last)
-    ]
-    owners.sort(key=lambda one: -one.num_bytes)
-    return Owners(tuple(nodes[place].name for place in calls), of_kind, tuple(owners), stays)
+        if life.storage.num_bytes
+    }
+    callers = tuple(owned[one] for one in owned if _stays(one, given)) if held is None else tuple(held)
+    there = [owned[life.storage] for life in alive if life.storage in owned and life.first <= peak <= life.last]
+    of_callers = set(callers)
+    own = [one for one in there if one not in of_callers]
+    ordered = sorted((*callers, *own), key=lambda one: -one.num_bytes)
+    return Owners(tuple(nodes[place].name for place in calls), of_kind, tuple(ordered), stays, callers)
 
 
 def saved_kinds(forward: fx.Graph, plan: Plan, taken_as: Sequence[str], num_results: int) -> dict[str, str]:

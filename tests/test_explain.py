@@ -187,8 +187,7 @@ def test_memory_adds_up_to_the_prediction() -> None:
     for one in step.memory:
         top = max(one.owners.alive)
         assert len(one.at_s) == len(one.owners.events) == len(one.owners.alive)
-        # What only backward's caller holds is forward's, and named there.
-        assert sum(owner.num_bytes for owner in one.owners.peak) == top or one.stage == "backward"
+        assert sum(owner.num_bytes for owner in one.owners.peak) == top
     forward = step.memory[0].owners
     assert {"parameter shard", "gathered"} <= {kind for kind, levels in forward.of_kind.items() if any(levels)}
     assert "large.weight" in {owner.of for owner in forward.peak}

@@ -152,7 +152,7 @@
       if (one.group !== group) continue;
       const left = x(one.start_s), right = x(one.end_s), from = x(one.launched_s);
       if (right < 0 || from > width) continue;
-      if (left - from > 3) root.append(svg("line", { class: "queued", x1: Math.max(from, 0), x2: left, y1: y - 1, y2: y - 1 }));
+      if (left - from > 3) root.append(svg("line", { class: "queued", x1: Math.max(from, 0), x2: left, y1: y + 1, y2: y + 1 }));
       const words = `${one.kind} of ${named(one.fqns)}\n${bytes(one.bucket_bytes)}, ${time(one.seconds)}, ${one.exposed_s ? `${time(one.exposed_s)} exposed: ${one.cause}` : "hidden"}`;
       const rect = bar(root, left, right, y, isGather(one) ? "f-gather" : "f-reduce", words, named(one.fqns), () => choose(one, false), picked === one);
       rect.setAttribute("data-collective", one.number);

@@ -12,7 +12,7 @@ import torch
 from ..page.picture import Collective, Compute, Difference, Memory, Picture, PicturedGraph, PicturedStep, Storage
 from ..passes import GraphRecord, Plan, Prediction
 from ..passes.insert import ROLE
-from ..passes.owners import RETURNED, Owners, module_of, owners_of, saved_kinds
+from ..passes.owners import RETURNED, Owned, Owners, module_of, owners_of, saved_kinds
 from ..passes.predicted import PredictedGraph
 from ..passes.weigh import saved_by, taken_as, weigh
 from .graph_code import node_lines
@@ -67,7 +67,8 @@ def step_owners(step: Step, predicted: Prediction) -> list[Owners]:
     weight = weigh(forward, backward, num_results)
     first = owners_of(forward, its_plan)
     saved = saved_kinds(forward, its_plan, taken_as(forward, backward, num_results), num_results)
-    held = {**first.held, RETURNED: weight.returned_bytes}
+    returned = Owned("output", "", RETURNED, weight.returned_bytes)
+    held = (*first.callers, *([returned] if returned.num_bytes else []))
     return [first, owners_of(backward, then, weight.given_up, saved, held)]
 
 
