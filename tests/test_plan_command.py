@@ -144,6 +144,7 @@ def planner_of(target: Target, mesh: tuple[int, ...] = (RANKS,), how: str = NONE
     return Planner(target.make(2, 128), configuration, hardware(**said))
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("world")
 def test_few_layers_tell_what_the_report_of_all_of_them_says() -> None:
     planner = planner_of(find_target("tests.test_plan_command:tiny"))

@@ -49,7 +49,7 @@ def _record(folder: str, backend: str, *dimensions: str) -> dict[str, Any]:
     return {"path": str(profiled.path), "sizes": {name: tuple(one.shape) for name, one in model.named_parameters()}}
 
 
-@pytest.fixture(scope="module", params=["compiled", "eager"])
+@pytest.fixture(scope="module", params=[pytest.param("compiled", marks=pytest.mark.more), "eager"])
 def run(request: pytest.FixtureRequest, two_ranks: Ranks) -> Iterator[tuple[str, Path, dict[str, Any]]]:
     with tempfile.TemporaryDirectory() as folder:
         found = two_ranks.run(_record, folder, "inductor" if request.param == "compiled" else "none")
