@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard, replicate
+from fsdp_compile.fsdp1 import FullyShardedDataParallel, MixedPrecision
 
 pytestmark = pytest.mark.usefixtures("fake_group_of_four")
 
@@ -33,4 +34,12 @@ def test_mesh_dimensions_by_name_are_refused_with_what_to_pass(api: Any, dims: A
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     with pytest.raises(TypeError, match=r"dp_mesh_dims is .*'dp'.*DataParallelMeshDims\(shard="):
         api(model, mesh=mesh, dp_mesh_dims=dims)
+    assert not isinstance(model.weight, DTensor)
+
+
+@pytest.mark.parametrize("setting", ["param_dtype", "reduce_dtype", "buffer_dtype"])
+def test_fsdp1_refuses_a_dtype_by_name(setting: str) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(TypeError, match=rf"mixed_precision.*{setting}='bf16'.*torch\.bfloat16"):
+        FullyShardedDataParallel(model, mixed_precision=MixedPrecision(**{setting: "bf16"}))
     assert not isinstance(model.weight, DTensor)
