@@ -20,10 +20,12 @@ pytestmark = pytest.mark.usefixtures("fake_group_of_four")
 @pytest.mark.parametrize("api", [fully_shard, replicate])
 def test_a_dtype_by_name_is_refused_before_anything_is_sharded(api: Any, setting: str) -> None:
     model = nn.Linear(4, 4)
+    by_name: dict[str, Any] = {setting: "bf16"}
     with pytest.raises(TypeError, match=rf"{api.__name__}.*{setting}='bf16'.*torch\.bfloat16"):
-        api(model, mp_policy=MixedPrecisionPolicy(**{setting: "bf16"}))
+        api(model, mp_policy=MixedPrecisionPolicy(**by_name))
     assert type(model) is nn.Linear and not isinstance(model.weight, DTensor)
-    api(model, mp_policy=MixedPrecisionPolicy(**{setting: torch.bfloat16}))
+    as_dtype: dict[str, Any] = {setting: torch.bfloat16}
+    api(model, mp_policy=MixedPrecisionPolicy(**as_dtype))
     assert isinstance(model.weight, DTensor)
 
 
@@ -40,6 +42,7 @@ def test_mesh_dimensions_by_name_are_refused_with_what_to_pass(api: Any, dims: A
 @pytest.mark.parametrize("setting", ["param_dtype", "reduce_dtype", "buffer_dtype"])
 def test_fsdp1_refuses_a_dtype_by_name(setting: str) -> None:
     model = nn.Linear(4, 4)
+    by_name: dict[str, Any] = {setting: "bf16"}
     with pytest.raises(TypeError, match=rf"mixed_precision.*{setting}='bf16'.*torch\.bfloat16"):
-        FullyShardedDataParallel(model, mixed_precision=MixedPrecision(**{setting: "bf16"}))
+        FullyShardedDataParallel(model, mixed_precision=MixedPrecision(**by_name))
     assert not isinstance(model.weight, DTensor)
