@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
@@ -18,6 +19,7 @@ def require_kinds(api: str, mesh: Any, mp_policy: Any, offload_policy: Any, plac
         raise TypeError(
             f"{api}: mp_policy is {mp_policy!r}. Pass a MixedPrecisionPolicy(param_dtype=...), or leave it out."
         )
+    require_dtypes(f"{api}: mp_policy", mp_policy, ("param_dtype", "reduce_dtype", "output_dtype"))
     if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):
         raise TypeError(f"{api}: offload_policy is {offload_policy!r}. Pass a CPUOffloadPolicy(), or leave it out.")
     if placement_fn is not None and not callable(placement_fn):
@@ -25,6 +27,14 @@ def require_kinds(api: str, mesh: Any, mp_policy: Any, offload_policy: Any, plac
             f"{api}: shard_placement_fn is {placement_fn!r}. Pass a function that returns a Shard, or None, for a "
             "parameter."
         )
+
+
+def require_dtypes(where: str, policy: Any, names: tuple[str, ...]) -> None:
+    """Raise for a setting among ``names`` of a policy of mixed precision that is neither a dtype nor None."""
+    for name in names:
+        dtype = getattr(policy, name, None)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{where} has {name}={dtype!r}. Pass a torch.dtype, such as torch.bfloat16, or None.")
 
 
 def ignored_in(api: str, ignored_params: Any) -> set[nn.Parameter]:

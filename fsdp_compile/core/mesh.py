@@ -180,6 +180,11 @@ def _with_roles(
 
 
 def _spmd_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> ShardMesh:
+    if not hasattr(dp_mesh_dims, "shard") or not hasattr(dp_mesh_dims, "replicate"):
+        raise TypeError(
+            f"dp_mesh_dims is {dp_mesh_dims!r}. Pass DataParallelMeshDims(shard=..., replicate=...), with names of the "
+            "mesh's dimensions."
+        )
     shard, replicate = _names(dp_mesh_dims.shard), _names(dp_mesh_dims.replicate)
     if not shard and not replicate:
         raise ValueError("dp_mesh_dims names neither a shard nor a replicate dimension. Name at least one.")

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import (
 )
 
 from .._torch_compat import fsdp1
+from ..api.arguments import require_dtypes
 from ..api.fully_shard import fully_shard
 from ..api.replicate import replicate
 from ..core.containers import cast_floating, tensors_in
@@ -314,3 +315,4 @@ def _require_kinds(module: Any, strategy: Any, cpu_offload: Any, mixed_precision
     ):
         if not isinstance(given, kind) and (given is not None or kind is nn.Module):
             raise TypeError(f"{name} is a {type(given).__name__}. Pass a {kind.__name__}.")
+    require_dtypes("mixed_precision", mixed_precision, ("param_dtype", "reduce_dtype", "buffer_dtype"))
