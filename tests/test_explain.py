@@ -138,6 +138,17 @@ def test_a_model_that_is_limited_by_memory() -> None:
 
 
 @pytest.mark.usefixtures("fake_group_of_four")
+@pytest.mark.filterwarnings("ignore:memory_budget is 1 bytes")
+def test_it_names_what_a_budget_has_computed_again() -> None:
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)]
+    batch = torch.randn(2048, 64, requires_grad=True)
+    tight = explained(nn.Sequential(*blocks), batch, memory_budget=1, profile=TOY)
+    [step] = tight.steps
+    assert {"0.0.weight", "0.2.weight", "1.0.weight", "1.2.weight"} == {*step.computed_again}
+    assert "what is computed with it is computed again (0.0.weight" in str(tight)
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
 def test_a_link_that_is_quick_hides_all_but_both_ends() -> None:
     quick = dataclasses.replace(TOY, inside=dataclasses.replace(TOY.inside, latency_s=0, step_s=0, bytes_per_s=1e15))
     found = explained(nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]), torch.randn(64, 64), profile=quick)

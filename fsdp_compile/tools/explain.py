@@ -88,7 +88,8 @@ def _explained(step: Step, profile: HardwareProfile | str | Path | None) -> Expl
         ExplainedMemory(graph.stage, tuple(point.at_s for point in graph.timeline.memory), owners)
         for graph, owners in zip(predicted.graphs, step_owners(step, predicted))
     ]
-    return ExplainedStep(predicted, tuple(buckets), tuple(parameters), tuple(memory))
+    again = () if step.joint is None else step.joint.plan.recompute
+    return ExplainedStep(predicted, tuple(buckets), tuple(parameters), tuple(memory), again)
 
 
 def _markers(step: Step) -> dict[str, Marker]:

@@ -66,6 +66,7 @@ class ExplainedStep:
     buckets: tuple[ExplainedBucket, ...]
     parameters: tuple[ExplainedParameter, ...]
     memory: tuple[ExplainedMemory, ...]
+    computed_again: tuple[str, ...] = ()  # parameters whose products backward makes again, by the plan
 
 
 @dataclass
@@ -115,6 +116,7 @@ def _step(step: ExplainedStep) -> Iterator[str]:
     apart = [(one.apart, f"#{place}") for place, one in enumerate(step.buckets)]
     yield from _grouped("not merged with the next", apart)
     stays = [(f"{one.becomes}: {one.why}", one.fqn) for one in step.parameters if one.becomes]
+    stays += [("what is computed with it is computed again", fqn) for fqn in step.computed_again]
     yield from _grouped("from forward to backward", stays)
     yield from _memory(step)
 
