@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from ..tools.tables import format_bytes, on_one_line, plural
+
+if TYPE_CHECKING:  # and in functions, for most programs never print one
+    from rich.console import RenderableType
+    from rich.table import Table
 
 _WORST = 5
 _WIDTH = 110
@@ -97,9 +97,13 @@ class Summary:
         return _table("Collectives in the order of launch; of one, in ms", self.collectives)
 
     def __rich__(self) -> RenderableType:
+        from rich.console import Group
+
         return Group(*_parts(self))
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         console = Console(width=_WIDTH, color_system=None)
         with console.capture() as printed:
             console.print(self)
@@ -107,6 +111,8 @@ class Summary:
 
 
 def _parts(summary: Summary) -> Iterator[RenderableType]:
+    from rich.text import Text
+
     yield _ranks(summary)
     missing = sorted(set(range(summary.world_size)) - {one.rank for one in summary.ranks})
     if missing:
@@ -133,6 +139,8 @@ def _ranks(summary: Summary) -> Table:
 
 
 def _table(title: str, collectives: Sequence[OfCollective]) -> Table:
+    from rich.text import Text
+
     table = _empty(title)
     table.add_column("collective", overflow="fold")
     for name in ("in", "bytes", "took", "planned", "exposed", "planned"):
@@ -171,6 +179,9 @@ def _totals(summary: Summary) -> Table:
 
 
 def _empty(title: str) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
     return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
 
 
