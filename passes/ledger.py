@@ -139,8 +139,8 @@ class Ledger:
         self.hear: Callable[[Issued | Called], None] | None = None
         self.num_begun = 0  # calls of graphs
         self._texts: dict[str, _Text] = {}  # by their digests
-        # Graphs that ran, the last one last, with the addresses of the shards that they were given.
-        self._ran: dict[tuple[_Text, tuple[int, ...]], None] = {}
+        # Graphs that ran, the last one last, with the addresses of the shards that they were given; the count then.
+        self._ran: dict[tuple[_Text, tuple[int, ...]], int] = {}
 
     def wait(self, op: Callable[..., Any], *args: Any) -> Any:
         """Wait for a collective that was issued eagerly, by ``op(*args)``. Where a thread waits shows in its stack."""
@@ -183,10 +183,10 @@ class Ledger:
             shards = ()
         ran = known, tuple([_address(shard) for shard in shards])
         self.num_begun += 1
-        is_new = self._ran.pop(ran, ran) is ran
+        is_new = self._ran.pop(ran, None) is None
         if len(self._ran) >= _MOST:
             self._ran.clear()
-        self._ran[ran] = None
+        self._ran[ran] = self.num_begun
         if is_new and self.on_graph is not None:
             self.on_graph(known.read, ran[1])
         if self.is_kept or self.hear is not None:
@@ -204,10 +204,15 @@ class Ledger:
         """Whether any compiled graph of ours ran."""
         return bool(self._ran)
 
-    def ran(self) -> Iterator[tuple[GraphText, tuple[int, ...]]]:
-        """Graphs that ran, the last one first, with the addresses of the first shards of their units."""
-        for known, addresses in reversed(list(self._ran)):  # backward may run on another thread
-            yield known.read, addresses
+    def ran(self, since: int = 0) -> Iterator[tuple[GraphText, tuple[int, ...]]]:
+        """Graphs that ran, the last one first, with the addresses of the first shards of their units.
+
+        ``since`` is a count of calls, ``num_begun``: of those that ran before a unit was made, one may have been given
+        shards of a model that is gone, at the very addresses that the unit's have now.
+        """
+        for (known, addresses), number in reversed(list(self._ran.items())):  # backward may run on another thread
+            if number > since:
+                yield known.read, addresses
 
 
 def _address(shard: Tensor) -> int:

@@ -15,6 +15,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_compile
 from fsdp_compile.core import exchange
+from fsdp_compile.core.exchange import others_of
+from fsdp_compile.core.unit import unit_of, units_in
+from fsdp_compile.eager.ways import own_way
 from fsdp_compile.passes.ledger import ledger
 from tests.comparing import assert_same_grads
 from tests.compiling import compiled
@@ -142,6 +145,34 @@ def _all_eager(late_s: float, patience_s: float) -> tuple[int, float]:
             torch.stack([unsharded(_tokens(step, of)).pow(2).mean() for of in range(world)]).mean().backward()
             assert_same_grads(model, unsharded, atol=1e-5)
     return len(asked), max(asked)
+
+
+def _where_another_model_was() -> tuple[bool, bool]:
+    """On rank 1 the shards of an eager model lie where those of a compiled one lay, which is gone."""
+    _, compiled_one = twins(Stack)
+    shard(compiled_one)
+    batch = torch.arange(12).view(2, 6)
+    compiled(compiled_one, "passes")(batch).sum().backward()
+    unsharded, model = twins(Stack)
+    shard(model)
+    lay, lie = ([param.address for unit in units_in(one) for param in unit.params] for one in (compiled_one, model))
+    now = dict(zip(lay, lie, strict=True))
+    if dist.get_rank() == 1:
+        ran = list(ledger._ran.items())
+        ledger._ran.clear()
+        for (text, addresses), number in ran:
+            ledger._ran[text, tuple(now.get(one, one) for one in addresses)] = number
+    top = unit_of(model)
+    assert top is not None
+    followed = own_way(top) is not None
+    model(batch).sum().backward()
+    unsharded(batch).sum().backward()
+    assert_same_grads(model, unsharded)
+    return followed, others_of(top).has_asked
+
+
+def test_a_graph_of_a_model_that_is_gone_is_nobodys_way(two_ranks: Ranks) -> None:
+    assert two_ranks.run(_where_another_model_was) == [(False, True), (False, True)]
 
 
 def test_where_all_ranks_run_eagerly_each_asks_once(two_ranks: Ranks) -> None:

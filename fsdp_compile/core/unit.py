@@ -65,6 +65,7 @@ class Unit:
     given: tuple[torch.Tensor | None, ...] | None = field(default=None, repr=False)
     # Counts changes of what the specs say.
     version: int = 0
+    made_after: int = 0  # so many calls of graphs, which cannot have read its parameters
     warned_of_eager: bool = False
     # Whether what torch.compile made of units in it was looked for, after it was sharded.
     knows_wrappers: bool = False

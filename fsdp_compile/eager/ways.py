@@ -42,6 +42,7 @@ class Way:
 
 def know(unit: Unit) -> None:
     """Of a unit that was made: graphs may read its parameters."""
+    unit.made_after = ledger.num_begun
     _units.add(unit)
     ledger.on_graph, ledger.on_parameter = tell, _tell_of_parameter
 
@@ -75,13 +76,14 @@ def _texts_of(
     units: Iterable[Unit], stage: str, reduces: bool
 ) -> tuple[GraphText, tuple[int, ...], GraphText | None] | None:
     """Of the graph that ran last of those that gather the most of these units, with the addresses that it was given."""
-    by_address = _by_address(units)
+    units = list(units)
+    by_address, since = _by_address(units), max((unit.made_after for unit in units), default=0)
     backwards: dict[str, list[GraphText]] = {}  # of each step, the last one first
-    for text, _ in ledger.ran():
+    for text, _ in ledger.ran(since):
         if text.stage == "backward":
             backwards.setdefault(text.step, []).append(text)
     best: tuple[int, GraphText, tuple[int, ...], GraphText | None] | None = None
-    for text, addresses in ledger.ran():
+    for text, addresses in ledger.ran(since):
         if text.stage == stage:
             found = _units_of(text, addresses, by_address)
             if found and (best is None or len(found) > best[0]):

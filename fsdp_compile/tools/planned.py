@@ -23,7 +23,7 @@ def plan_of(model: nn.Module, training: bool = True) -> Plan:
     """
     units = units_in(model)
     addresses = {param.address for unit in units for param in unit.params if param.address}
-    for text, shards in ledger.ran():
+    for text, shards in ledger.ran(max((unit.made_after for unit in units), default=0)):
         if addresses.isdisjoint(shards):
             continue
         if (text.stage == "inference") != training and text.plan:
