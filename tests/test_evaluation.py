@@ -188,8 +188,7 @@ def _generate(whole: bool) -> None:
         torch.testing.assert_close(sharded(tokens).logits, unsharded(tokens).logits, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.more)])
 def test_llama_generates(two_ranks: Any, whole: bool) -> None:
     two_ranks.run(_generate, whole)
 

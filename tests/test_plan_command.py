@@ -177,10 +177,14 @@ def _config(folder: Path, layers: int) -> Path:
     return path
 
 
-@pytest.mark.more
+SEVERAL = [(how, mesh) for how in (NONE, SELECTIVE, FULL) for mesh in ((RANKS,), (2, RANKS // 2))]
+OFTEN = ((SELECTIVE, (RANKS,)), (FULL, (2, RANKS // 2)))
+
+
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("mesh", [(RANKS,), (2, RANKS // 2)], ids=["1-D", "2-D"])
-@pytest.mark.parametrize("how", [NONE, SELECTIVE, FULL])
+@pytest.mark.parametrize(
+    ("how", "mesh"), [pytest.param(*one, marks=pytest.mark.more if one in OFTEN else pytest.mark.slow) for one in SEVERAL]
+)
 def test_few_layers_of_a_llama_tell_of_all(tmp_path: Path, how: str, mesh: tuple[int, ...]) -> None:
     planner = planner_of(find_target(str(_config(tmp_path, LAYERS))), mesh, how)
     few, num_traced = planner.all_alike(as_told)

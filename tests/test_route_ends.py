@@ -120,9 +120,9 @@ def _scans(steps: int) -> int:
     scans = []
     ran = Ledger.ran
 
-    def counted(self: Ledger) -> Any:
+    def counted(self: Ledger, since: int = 0) -> Any:
         scans.append(1)
-        return ran(self)
+        return ran(self, since)
 
     Ledger.ran = counted  # type: ignore[method-assign]
     try:
