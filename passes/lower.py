@@ -4,6 +4,7 @@
                     -> [split] -> reorder, unpad -> full
     reduce   grads  -> cast -> pad, reorder -> [cat] -> reduce_scatter_tensor -> wait
                     -> [all_reduce over the replicas -> wait] -> divide -> [to_host] -> [split], unpad
+             or        all_to_all_single -> wait -> sum_of_parts, which divides as well
 
 The functions take ``call(op, *args)``: ``run`` executes the op, the insert pass's emitter adds a node instead. So
 both paths put the same bytes on the wire in the same order. ``note`` writes down each launch; a graph has a list of
@@ -23,6 +24,7 @@ from .copies import to_device, to_host
 from .layout import BucketLayout, ShardLayout
 from .ledger import ledger, note
 from .spec import ParamSpec
+from .sums import sum_of_parts
 
 aten = torch.ops.aten
 
@@ -85,9 +87,7 @@ def launch_reduce(call: Call, grads: Sequence[Any], specs: Sequence[ParamSpec]) 
     first = specs[0]
     parts = []
     for part, spec in zip(grads, specs):
-        if first.predivide != 1.0:
-            part = call(aten.div.Tensor, part, first.predivide)
-        parts.append(_ranks_first(call, part, spec.layout))
+        parts.append(_ranks_first(call, _divided(call, part, first.predivide), spec.layout))
     if len(parts) == 1:
         packed = parts[0]
     else:
@@ -117,7 +117,7 @@ def launch_all_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> A
     first = specs[0]
     if first.num_replicas == 1:
         return pending
-    over_shards = _finish_over_shards(call, pending, [_reduced_as(spec) for spec in specs])
+    over_shards = _finish_over_shards(call, pending, [_reduced_as(spec) for spec in specs], divisor=1.0)
     call(note, "all_reduce", specs, first.replicate_group)
     return call(c10d.all_reduce.default, over_shards, first.reduce_op, first.replicate_group)
 
@@ -135,11 +135,9 @@ def finish_all_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> l
 def _finish_all_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> list[Any]:
     first = specs[0]
     if first.num_replicas == 1:
-        pending = _finish_over_shards(call, pending, specs)
+        pending = _finish_over_shards(call, pending, specs, first.postdivide)
     else:
-        pending = call(c10d.wait_tensor.default, pending)
-    if first.postdivide != 1.0:
-        pending = call(aten.div.Tensor, pending, first.postdivide)
+        pending = _divided(call, call(c10d.wait_tensor.default, pending), first.postdivide)
     if first.device:
         # The bucket in one copy, as its members' gradients want it: all that is left to do on the CPU are views.
         pending = call(to_host, _cast(call, pending, first.grad_dtype), first.pinned)
@@ -161,17 +159,19 @@ def _finish_all_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> 
     return reduced
 
 
-def _finish_over_shards(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> Any:
-    """Wait for the reduction that ``launch_reduce`` started: one rank's part, not divided yet."""
+def _finish_over_shards(call: Call, pending: Any, specs: Sequence[ParamSpec], divisor: float) -> Any:
+    """Wait for the reduction that ``launch_reduce`` started: one rank's part, divided."""
     first = specs[0]
     if first.num_shards == 1:
-        return pending
+        return _divided(call, pending, divisor)
     pending = call(c10d.wait_tensor.default, pending)
     if first.reduction == "all_to_all":
-        wire = list(first.layout.padded_size) if len(specs) == 1 else [-1]
-        pending = call(aten.view.default, pending, [first.num_shards, *wire])
-        pending = call(aten.sum.dim_IntList, pending, [0])
-    return pending
+        return call(sum_of_parts, pending, first.num_shards, divisor)
+    return _divided(call, pending, divisor)
+
+
+def _divided(call: Call, tensor: Any, divisor: float) -> Any:
+    return tensor if divisor == 1.0 else call(aten.div.Tensor, tensor, divisor)
 
 
 def _rows(specs: Sequence[ParamSpec]) -> int:

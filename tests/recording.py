@@ -15,6 +15,7 @@ from fsdp_compile._torch_compat import inductor
 from fsdp_compile.graph.install import manager
 
 GATHER, REDUCE, WAIT = "all_gather_into_tensor", "all_to_all_single", "wait_tensor"
+NO_COLLECTIVES = (WAIT, "unshard", "reduce_grad", "sum_of_parts")
 
 
 class Collectives(TorchDispatchMode):
@@ -26,7 +27,7 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.partition(".")[0].removesuffix("_out")
-        if func.namespace in ("fsdpc", "_c10d_functional") and name not in (WAIT, "unshard", "reduce_grad"):
+        if func.namespace in ("fsdpc", "_c10d_functional") and name not in NO_COLLECTIVES:
             self.seen.append((name, args[0].numel()))
         return func(*args, **(kwargs or {}))
 

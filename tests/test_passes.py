@@ -179,11 +179,25 @@ def test_all_to_all_sums_in_rank_order() -> None:
         """\
 all_to_all_single_default = all_to_all_single(grad, [2, 2], [2, 2], g)
 wait_tensor_default = wait_tensor(all_to_all_single_default)
-view_default = view(wait_tensor_default, [2, 2, 3])
-sum_dim_int_list = sum.dim_IntList(view_default, [0])
-div_tensor = div.Tensor(sum_dim_int_list, 2.0)
-return div_tensor""",
+sum_of_parts_default = sum_of_parts(wait_tensor_default, 2, 2.0)
+return sum_of_parts_default""",
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_parts", "divisor"), [(2, 2.0), (3, 1.0), (5, 3.0)])
+def test_parts_are_summed_block_by_block_as_one_sum_would(dtype: torch.dtype, num_parts: int, divisor: float) -> None:
+    for size in [(0, 4), (1,), (2, 3), (130_001,), (40, 1000, 3)]:
+        received = torch.randn(num_parts * size[0], *size[1:], dtype=dtype)
+        exact = received.to(torch.float64).view(num_parts, *size).sum(0) / divisor
+        got = torch.ops.fsdpc.sum_of_parts(received, num_parts, divisor)
+        torch.testing.assert_close(got, exact.to(dtype))
+        assert got.is_contiguous() and got.untyped_storage().nbytes() == got.numel() * dtype.itemsize
+
+
+def test_a_sum_in_half_precision_overflows_only_where_the_mean_does() -> None:
+    received = torch.full((4,), 60_000.0, dtype=torch.float16)
+    assert torch.ops.fsdpc.sum_of_parts(received, 2, 2.0).tolist() == [60_000.0, 60_000.0]
 
 
 def test_gradients_share_a_reduction_once_the_last_one_is_there() -> None:
@@ -242,9 +256,8 @@ def test_replicas_sum_after_the_sum_in_rank_order() -> None:
         """\
 all_to_all_single_default = all_to_all_single(grad, [2, 2], [2, 2], g)
 wait_tensor_default = wait_tensor(all_to_all_single_default)
-view_default = view(wait_tensor_default, [2, 2, 3])
-sum_dim_int_list = sum.dim_IntList(view_default, [0])
-all_reduce_default = all_reduce(sum_dim_int_list, sum, r)
+sum_of_parts_default = sum_of_parts(wait_tensor_default, 2, 1.0)
+all_reduce_default = all_reduce(sum_of_parts_default, sum, r)
 wait_tensor_default_1 = wait_tensor(all_reduce_default)
 div_tensor = div.Tensor(wait_tensor_default_1, 4.0)
 return div_tensor""",

@@ -1,6 +1,7 @@
 """One file with everything in it: template, style, script and data.
 
     page.html   {title} {policy} {style} {data} {script}
+    script      elements.js, timeline.js, tables.js and page.js, as one function
     data        <script type="application/json">, in which no "<", ">" or "&" is left
     policy      nothing is loaded from anywhere, and no script runs but ours, known by its hash
 
@@ -19,12 +20,13 @@ from pathlib import Path
 from .picture import Picture
 
 _FOLDER = Path(__file__).parent
+_SCRIPTS = ("elements.js", "timeline.js", "tables.js", "page.js")
 _SPELLED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 def page_of(picture: Picture) -> str:
     """The file's text."""
-    style, script = (_FOLDER.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style, script = _read("page.css"), "(() => {\n\"use strict\";\n" + "\n".join(map(_read, _SCRIPTS)) + "})();"
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:"
     parts = {
         "title": html.escape(f"{picture.model}: planned step"),
@@ -33,8 +35,7 @@ def page_of(picture: Picture) -> str:
         "data": embedded(dataclasses.asdict(picture)),
         "script": script,
     }
-    text = _FOLDER.joinpath("page.html").read_text(encoding="utf-8")
-    before, *holes = text.split("{{")
+    before, *holes = _read("page.html").split("{{")
     return before + "".join(parts[name] + after for name, after in (hole.split("}}", 1) for hole in holes))
 
 
@@ -42,6 +43,10 @@ def embedded(value: object) -> str:
     """JSON that ends no element, and is no comment, wherever it stands in HTML."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return "".join(_SPELLED.get(letter, letter) for letter in text)
+
+
+def _read(name: str) -> str:
+    return _FOLDER.joinpath(name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:
