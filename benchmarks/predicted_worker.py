@@ -24,7 +24,7 @@ from fsdp_compile.passes.residency import KEPT
 
 # The parent has malloc give back what is freed, which weighing needs and timing must not have: from then on it does
 # what it would have come to by itself in a process that frees large tensors.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE = -1, -3, 32 << 20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_PERTURB, _LARGE = -1, -3, -6, 32 << 20
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,9 @@ def _between(model: nn.Module, tokens: Tensor, job: PredictedJob) -> int:
 
 
 def _weigh(step: Callable[[], object], after: Callable[[], object]) -> list[int]:
+    """Bytes allocated: each is written when it is, or what a gather in flight is yet to fill would not be resident."""
     peaks = []
+    ctypes.CDLL(None).mallopt(_M_PERTURB, 1)
     for turn in range(4):
         gc.collect()
         dist.barrier()
@@ -143,4 +145,5 @@ def _weigh(step: Callable[[], object], after: Callable[[], object]) -> list[int]
         if turn:
             peaks.append(status_bytes("VmHWM") - standing)
         after()
+    ctypes.CDLL(None).mallopt(_M_PERTURB, 0)
     return peaks

@@ -294,6 +294,11 @@ _ALL = (
         partial(_ours, compiled=True, memory_budget="fsdp2"),
     ),
     Variant(
+        "ours_neighbours",
+        "ours with bucketing='neighbours': small units travel together",
+        partial(_ours, compiled=True, bucketing="neighbours"),
+    ),
+    Variant(
         "ours_kept",
         "ours with reshard_after_forward=False: backward gathers nothing again",
         partial(_ours, compiled=True, reshard_after_forward=False),

@@ -3,6 +3,7 @@
     joint graph            merge    one marker a parameter
                            slices   where a slice of it is kept for backward, that stands between gather and readers
                            parts    what an extension makes of gathered tensors is made again
+                           chosen_slices  the same where the plan has one kept to meet a budget
                            keep     tag each gathered parameter: save it, or gather again in backward; and its readers
     or, where nothing is to be split because backward was traced into the graph of its forward:
     whole step             parts, regather (backward gathers again), merge; before Inductor: write_out

@@ -31,10 +31,10 @@ def announce(graph: fx.Graph, plan: Plan) -> int:
     shards: dict[str, tuple[fx.Node, str, Member]] = {}  # of each unit one, with its name
     for launch in launches:
         role: Role = launch.meta[ROLE]
-        shard = _input_behind(launch, role.shown)
-        if role.kind == "gather" and shard is not None:
-            shown = role.members[role.shown]
-            shards.setdefault(shown.unit, (shard, plan.gathers[role.bucket].fqns[role.shown], shown))
+        for place in role.shown if role.kind == "gather" else ():
+            shard, shown = _input_behind(launch, place), role.members[place]
+            if shard is not None:
+                shards.setdefault(shown.unit, (shard, plan.gathers[role.bucket].fqns[place], shown))
     text = GraphText(
         plan.stage,
         launches[0].meta[ROLE].step,

@@ -115,7 +115,8 @@ def plan_within(budget: Budget, graph: fx.Graph, settled: Settled, budget_id: st
     reduced = sorted(one.fqn for one in find_reduces(graph))
     about = f"{budget_id} {hashlib.sha256(repr(reduced).encode()).hexdigest()[:16]}"
     decision = settled.decision(about, names, ranks, lambda rank: _decide(budget, graph, rank))
-    return dataclasses.replace(plan_keeping(graph, decision.keep, decision.recompute), choice=decision.choice)
+    plan = plan_keeping(graph, decision.keep, decision.recompute, decision.slices)
+    return dataclasses.replace(plan, choice=decision.choice)
 
 
 def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Decision:
@@ -137,7 +138,8 @@ def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Decision:
             "shorter sequences.",
             stacklevel=2,
         )
-    return Decision(tuple(sorted(best.trial.kept)), tuple(sorted(best.trial.recomputed)), choice)
+    trial = best.trial
+    return Decision(tuple(sorted(trial.kept)), tuple(sorted(trial.recomputed)), tuple(sorted(trial.sliced)), choice)
 
 
 def device_of(graph: fx.Graph) -> torch.device:

@@ -17,6 +17,7 @@ class Candidate:
     seconds: float
     exposed_s: float  # of these, waiting for collectives
     num_recomputed: int = 0  # parameters whose products backward computes again
+    num_sliced: int = 0  # parameters of which a slice is kept
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,16 @@ class Choice:
         rows = [("->", self.chosen), *(("  ", one) for one in self.lost)]
         width = max(len(one.name) for _, one in rows)
 
-        def again(one: Candidate) -> str:
-            recomputes = any(row.num_recomputed for _, row in rows)
-            return f"{one.num_recomputed:>5} computed again  " if recomputes else ""
+        def besides(one: Candidate) -> str:
+            columns = ((one.num_sliced, "sliced"), (one.num_recomputed, "computed again"))
+            shown = any(row.num_sliced for _, row in rows), any(row.num_recomputed for _, row in rows)
+            return "".join(f"{count:>5} {what}  " for (count, what), is_shown in zip(columns, shown) if is_shown)
 
         return "\n".join(
             [
                 budget + ("" if self.is_met else ", which nothing fits into"),
                 *(
-                    f"  {mark} {one.name:<{width}}  {one.num_kept:>5} kept  {again(one)}"
+                    f"  {mark} {one.name:<{width}}  {one.num_kept:>5} kept  {besides(one)}"
                     f"peak {as_size(one.peak_bytes):>10}  "
                     f"{one.seconds * 1e3:.3f} ms, {one.exposed_s * 1e3:.3f} of them waiting"
                     + ("" if one.peak_bytes <= self.budget_bytes else "  (over the budget)")

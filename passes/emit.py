@@ -17,3 +17,10 @@ def emit(graph: fx.Graph, op: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     with compat.fake_mode_of(fake_args):
         node.meta["val"] = op(*fake_args, **fake_kwargs)
     return node
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A copy with the nodes' names and metadata; constants stay in the module that owns the graph."""
+    copy = fx.Graph(graph.owning_module)
+    copy.output(copy.graph_copy(graph, {}))
+    return copy

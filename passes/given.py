@@ -15,30 +15,52 @@ from torch import fx
 
 from .activations import activations_of
 from .buckets import gather_key, reduce_key
+from .emit import copied
 from .plan import Bucket, Plan
-from .planner import gather_bucket, only, plan_keeping, reduce_bucket
+from .planner import as_the_whole, gather_bucket, only, plan_keeping, reduce_bucket
 from .provenance import Marker, find_reduces, find_unshards
+from .slices import offers_slice, slice_these, whole_of
 
 
 def fitted(given: Plan, graph: fx.Graph) -> Plan:
     """The given plan for this joint graph, what it leaves to us filled in; raises ValueError where it does not fit."""
     if given.stage != "joint" or given.forward is None or given.backward is None:
         raise ValueError(f"a plan of a {given.stage} graph was given. The plan of a step is that of the joint graph.")
-    unshards = find_unshards(graph)
-    _require_equal("keeps or regathers", [*given.keep, *given.regather], [one.fqn for one in unshards])
+    unshards = find_unshards(_with_slices(graph, given.slices))
+    needed = [one.fqn for one in unshards if whole_of(one.node) is None]
+    # In a joint graph w@2 gathers slices of w; the plan may have been of one that kept other slices.
+    said = [one for one in (*given.keep, *given.regather) if one in needed or one.partition("@")[0] not in needed]
+    _require_equal("keeps or regathers", said, needed)
     _require_computable(given.recompute, activations_of(graph))
-    ours = plan_keeping(graph, given.keep, given.recompute)
+    ours = plan_keeping(graph, given.keep, given.recompute, given.slices)
     assert ours.forward is not None and ours.backward is not None
-    gathered, reduced = {one.fqn: one for one in unshards}, {one.fqn: one for one in find_reduces(graph)}
-    not_kept = [one for one in unshards if one.fqn not in given.keep]
+    named, reduced = {one.node: one.fqn for one in unshards}, {one.fqn: one for one in find_reduces(graph)}
+    gathered = {one.fqn: one for one in unshards if whole_of(one.node) is None}
+    gathered_again = gathered | {one.fqn: one for one in (as_the_whole(one, named) for one in unshards)}
+    not_kept = [one for one in gathered_again.values() if one.fqn not in given.keep]
     backward = only(given.backward, not_kept, list(reduced.values()))
     if given.recompute:
         backward = _with_what_computing_again_needs(backward, ours.backward)
     return dataclasses.replace(
         ours,
         forward=_fitted_half(given.forward, ours.forward, gathered, reduced),
-        backward=_fitted_half(backward, ours.backward, gathered, reduced),
+        backward=_fitted_half(backward, ours.backward, gathered_again, reduced),
     )
+
+
+def _with_slices(graph: fx.Graph, fqns: Collection[str]) -> fx.Graph:
+    if not fqns:
+        return graph
+    offering = {one.fqn for one in find_unshards(graph) if offers_slice(one.node)}
+    if not offering.issuperset(fqns):
+        raise ValueError(
+            f"the given plan keeps slices of {', '.join(sorted({*fqns} - offering))}, and the ranks that share a "
+            "parameter have no groups for that. They do where configure(model, memory_budget=..., profile=...) was "
+            "called first, on several nodes with as many ranks each as the profile says. Or take them out of `slices`."
+        )
+    sliced = copied(graph)
+    slice_these(sliced, fqns)
+    return sliced
 
 
 def _with_what_computing_again_needs(given: Plan, ours: Plan) -> Plan:

@@ -64,7 +64,7 @@ class Role:
     turn: int  # of its launch among all launches of the graph
     lookahead: int
     members: tuple[Member, ...] = ()  # of the bucket
-    shown: int = 0  # the first of them that has rows on every rank
+    shown: tuple[int, ...] = ()  # of each unit in it, the first of its members that has rows on every rank
     step: str = ""  # the plan that the graph is a part of
     phase: int = 0
 
@@ -108,7 +108,11 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
 def _role(kind: str, index: int, plan: Plan, members: Sequence[Marker]) -> Role:
     bucket = (plan.gathers if kind == "gather" else plan.reduces)[index]
     named = tuple(Member(one.unit, with_part(one.spec.fqn, one.spec.part)) for one in members)
-    shown = next((place for place, one in enumerate(members) if one.spec.layout.is_everywhere), 0)
+    units: dict[str, list[int]] = {}
+    for place, one in enumerate(members):
+        units.setdefault(one.unit, []).append(place)
+    everywhere = {place for place, one in enumerate(members) if one.spec.layout.is_everywhere}
+    shown = tuple(next((one for one in places if one in everywhere), places[0]) for places in units.values())
     step = members[0].spec.step
     return Role(kind, index, bucket.unit, plan.turn(kind, index), plan.lookahead, named, shown, step, bucket.phase)
 

@@ -23,6 +23,7 @@ from .budget import Budget, plan_within
 from .check import check
 from .collectives import is_launch, let_inductor_see_collectives
 from .cost import sent_by
+from .emit import copied
 from .given import fitted
 from .insert import insert
 from .keep import follow, keep, let_go
@@ -47,13 +48,13 @@ from .reasons import BUDGET, GIVEN, TOLD
 from .regather import regather
 from .schedule import leave_graph, schedule_this_graph
 from .settle import Settled
-from .slices import slices, use_first_gather
+from .slices import chosen_slices, slices, use_first_gather
 from .write_out import write_out
 
 Pass = Callable[[fx.Graph, Plan], int]
 
 # The order of everything. A pass is (graph, plan) -> count, and only applies the plan.
-JOINT_PASSES: tuple[Pass, ...] = (merge, slices, parts, keep)
+JOINT_PASSES: tuple[Pass, ...] = (merge, slices, parts, chosen_slices, keep)
 WHOLE_PASSES: tuple[Pass, ...] = (parts, regather, merge, follow)
 POST_GRAD_PASSES: tuple[Pass, ...] = (insert, overlap, check, announce)
 
@@ -147,7 +148,7 @@ class PassManager(CustomGraphPass):
         del inputs
         if has_markers(module.graph):
             annotate(module.graph)
-            # Planned when keep is next: a plan names what will stand in the graph.
+            # Planned when the first three have run: a plan names what will stand in the graph.
             self._run(module.graph, "joint", None, JOINT_PASSES)
             module.recompile()
         return module
@@ -218,11 +219,11 @@ class PassManager(CustomGraphPass):
         asked = {str(node.kwargs["step"]) for node in unshard_nodes(graph)}
         ranks = {group: compat.group_ranks(group) for group in _all_groups(graph)} if watched else {}
         records = []
-        snapshots = [_snapshot(graph)] if watched else []
+        snapshots = [copied(graph)] if watched else []
         for one_pass in passes:
             before = _code(graph) if watched else ""
             start = time.perf_counter()
-            if plan is None and one_pass is keep:
+            if plan is None and one_pass is chosen_slices:
                 settle_names(graph)
                 plan = self._plan_of_step(graph)
             elif plan is None and one_pass is follow:
@@ -233,7 +234,7 @@ class PassManager(CustomGraphPass):
             elapsed = time.perf_counter() - start
             records.append(PassRecord(one_pass.__name__, count, elapsed, before, _code(graph) if watched else ""))
             if watched:
-                snapshots.append(_snapshot(graph))
+                snapshots.append(copied(graph))
         graph.lint()
         if not watched and not self.listeners:
             return
@@ -271,13 +272,6 @@ def _all_groups(graph: fx.Graph) -> set[str]:
 
 def _code(graph: fx.Graph) -> str:
     return graph.python_code("self", verbose=False).src
-
-
-def _snapshot(graph: fx.Graph) -> fx.Graph:
-    """A copy with the nodes' names and metadata; constants stay in the module that owns the graph."""
-    copy = fx.Graph(graph.owning_module)
-    copy.output(copy.graph_copy(graph, {}))
-    return copy
 
 
 @functools.cache

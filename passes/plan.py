@@ -45,6 +45,7 @@ class Plan:
     regather: tuple[str, ...] = ()  # joint, whole: not kept behind forward
     again: tuple[str, ...] = ()  # joint, whole: of these, what backward gathers
     keep: tuple[str, ...] = ()  # joint, whole: gathered once, saved for backward
+    slices: tuple[str, ...] = ()  # joint: of these, backward gathers from slices that a budget has kept (slices.py)
     recompute: tuple[str, ...] = ()  # joint: what is computed with these, backward computes again (activations.py)
     gathers: tuple[Bucket, ...] = ()  # in the order of launch
     reduces: tuple[Bucket, ...] = ()
@@ -97,7 +98,7 @@ def _from_fields(fields: dict[str, Any]) -> Plan:
     """What ``dataclasses.asdict`` took apart, and JSON made lists of."""
     for name in ("gathers", "reduces"):
         fields[name] = tuple(Bucket(**{**bucket, "fqns": tuple(bucket["fqns"])}) for bucket in fields[name])
-    for name in ("regather", "again", "keep", "recompute"):
+    for name in ("regather", "again", "keep", "slices", "recompute"):
         fields[name] = tuple(fields.get(name, ()))
     fields["order"] = tuple((kind, bucket) for kind, bucket in fields["order"])
     for name in ("forward", "backward"):

@@ -30,11 +30,13 @@ from . import _torch_compat as compat
 from . import markers
 from .activations import compute_again
 from .buckets import gather_buckets, reduce_buckets
+from .emit import copied
 from .keep import STEP
+from .neighbours import with_neighbours
 from .phases import is_backward, phase_of
 from .plan import Bucket, Plan
 from .provenance import Marker, find_reduces, find_unshards, reduce_nodes, unshard_nodes
-from .slices import keep_slice, whole_of
+from .slices import keep_slice, slice_these, whole_of
 from .spec import ParamSpec
 from .structure import Structure, is_matrix, structure_of
 from .views import passes_on
@@ -72,15 +74,21 @@ def plan_joint(graph: fx.Graph) -> Plan:
     )
 
 
-def plan_keeping(graph: fx.Graph, kept: Collection[str], recompute: Collection[str] = ()) -> Plan:
+def plan_keeping(
+    graph: fx.Graph, kept: Collection[str], recompute: Collection[str] = (), sliced: Collection[str] = ()
+) -> Plan:
     """The plan of a step that keeps these parameters, and regathers all others, whatever their units were told.
 
-    What is computed with those in ``recompute`` is computed again in backward.
+    What is computed with those in ``recompute`` is computed again in backward. The graph is told so; slices of those in
+    ``sliced`` are for ``chosen_slices`` to cut.
     """
     compute_again(graph, recompute)
     for one in find_unshards(graph):
         one.node.update_kwarg("regather", one.fqn not in kept)
-    return dataclasses.replace(plan_joint(graph), recompute=tuple(sorted(recompute)))
+    if sliced:
+        graph = copied(graph)
+        slice_these(graph, sliced)
+    return dataclasses.replace(plan_joint(graph), recompute=tuple(sorted(recompute)), slices=tuple(sorted(sliced)))
 
 
 def _plan_backward(
@@ -91,7 +99,7 @@ def _plan_backward(
     place: Mapping[fx.Node, int],
 ) -> Plan:
     named = {marker.node: marker.fqn for marker in unshards}
-    again = [_as_the_whole(one, named) for one in unshards if one.node in structure.again]
+    again = [as_the_whole(one, named) for one in unshards if one.node in structure.again]
     found = {one.unit for one in unshards if one.node not in structure.of_weights}
     kept: dict[str, int] = {}
     for one in reduces:
@@ -189,7 +197,7 @@ def step_of(graph: fx.Graph) -> Plan | None:
     return next((node.meta[STEP] for node in (*unshard_nodes(graph), *reduce_nodes(graph)) if STEP in node.meta), None)
 
 
-def _as_the_whole(marker: Marker, named: dict[fx.Node, str]) -> Marker:
+def as_the_whole(marker: Marker, named: dict[fx.Node, str]) -> Marker:
     """A marker that gathers slices of a parameter by the parameter's name: in backward it stands alone."""
     whole = whole_of(marker.node)
     return marker if whole is None else dataclasses.replace(marker, fqn=named[whole])
@@ -244,13 +252,13 @@ def _plan(
     """``kept`` says where the graph has the first gradient of each unit that it finds gathered."""
     # A gather is launched for its first member, a reduction once its last member's gradient is there.
     gathers = _placed_buckets(
-        unshards,
+        with_neighbours(unshards, lambda one: (read_at(one), *_tie(one)), small_end=0),
         gather_buckets,
         gather_bucket,
         lambda members: min((read_at(one), *_tie(one)) for one in members),
     )
     reductions = _placed_buckets(
-        reduces,
+        with_neighbours(reduces, lambda one: (computed_at(one), *_tie(one)), small_end=-1),
         reduce_buckets,
         reduce_bucket,
         lambda members: max((computed_at(one), *_tie(one)) for one in members),
@@ -260,22 +268,25 @@ def _plan(
         gathers=tuple(dataclasses.replace(bucket, phase=phase) for _, bucket in gathers),
         reduces=tuple(dataclasses.replace(bucket, phase=phase) for _, bucket in reductions),
     )
-    order = _order(gathers, [place[0] for place, _ in reductions], kept or {}, plan.lookahead)
+    gathered = {one.unit for one in unshards}
+    found = [place for unit, place in (kept or {}).items() if unit not in gathered]
+    order = _order(gathers, [place[0] for place, _ in reductions], sorted(found), plan.lookahead)
     return dataclasses.replace(plan, order=order)
 
 
 def _order(
-    gathers: Sequence[tuple[Place, Bucket]], computed: Sequence[int], kept: Mapping[str, int], lookahead: int
+    gathers: Sequence[tuple[Place, Bucket]], computed: Sequence[int], found: Sequence[int], lookahead: int
 ) -> tuple[tuple[str, int], ...]:
-    """Every launch in one order: a unit's gathers where the unit before it begins, reductions where they are ready."""
+    """Every launch in one order: a unit's gathers where the unit before it begins, reductions where they are ready.
+
+    ``found`` says where units begin that are gathered already.
+    """
     begins: list[int] = []  # of each unit in turn: where it is first read
     turns: list[int] = []  # of each gather
     for index, ((place, *_), bucket) in enumerate(gathers):
         if index == 0 or bucket.unit != gathers[index - 1][1].unit:
             begins.append(place)
         turns.append(len(begins) - 1)
-    gathered = {bucket.unit for _, bucket in gathers}
-    found = sorted(place for unit, place in kept.items() if unit not in gathered)
 
     def launched_at(turn: int) -> int:
         before = sorted([*begins[:turn], *(place for place in found[1:] if place < begins[turn])])

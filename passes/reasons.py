@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from .cost import node_flops
+from .emit import copied
 from .plan import Plan
 from .provenance import unshard_nodes
 from .slices import keep_slice, whole_of
@@ -22,6 +23,8 @@ from .structure import RECOMPUTED, Structure, is_matrix, structure_of
 from .views import passes_on
 
 KEPT, AGAIN, UNNEEDED = "kept", "gathered again", "not needed"
+
+FROM_SLICES = "from the slices that are kept"
 
 TOLD = "reshard_after_forward"  # what the unit was told, or the default
 BUDGET = "memory budget"
@@ -41,8 +44,7 @@ def residency_of(joint: fx.Graph, names: Sequence[str], plan: Plan, decided_by: 
 
     ``names`` are those of the graph's gathers, in its order; ``decided_by`` is TOLD, BUDGET or GIVEN.
     """
-    graph = fx.Graph(joint.owning_module)
-    graph.output(graph.graph_copy(joint, {}))
+    graph = copied(joint)
     gathers = unshard_nodes(graph)
     told = [bool(node.kwargs["regather"]) for node in gathers]
     for node in gathers:
@@ -73,7 +75,7 @@ def residency_of_whole(plan: Plan) -> dict[str, Residency]:
 
 def _why_needed(gather: fx.Node, structure: Structure, made: set[fx.Node]) -> str:
     if whole_of(gather) is not None:
-        return "from the slices that are kept"
+        return FROM_SLICES
     if _reached(gather, lambda user: user in made):
         return "what is made of it is made again"
     if _reached(gather, lambda user: user.meta.get("recompute") in RECOMPUTED):

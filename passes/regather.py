@@ -28,7 +28,7 @@ from . import markers
 from .phases import is_backward, phase_of, put_in_phase
 from .plan import Plan
 from .provenance import unshard_nodes
-from .slices import gather_from_slice
+from .slices import gather_from_slice, keeps_slice
 from .structure import closure, made_of_weights
 
 
@@ -61,7 +61,7 @@ def _once_more(
     graph: fx.Graph, node: fx.Node, phase: int, reader: fx.Node, again: dict[tuple[fx.Node, int], fx.Node]
 ) -> fx.Node:
     """A gather, or what is made of gathers, in front of its first reader in a phase."""
-    is_sliced = node.target is markers.unshard and node.kwargs["inner_shards"] != 1
+    is_sliced = node.target is markers.unshard and keeps_slice(node)
     if is_sliced and is_backward(phase) and phase == phase_of(node) + 1:
         copy = gather_from_slice(graph, node, reader)
     else:

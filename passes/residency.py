@@ -2,14 +2,17 @@
 
     everything made again        G w2  G w1  u2 = mm(x2, w2) ...      smallest
     as much kept as fits         w2 and u2 kept, w1 gathered again    fastest within the budget
+    w1 kept as a slice           G w2  g w1  ...                      g: among the ranks of a node
     everything kept              -                                    largest
 
-Where the budget holds everything but some gathered parameters, parameters alone are chosen among: their gathers cost
-time, and what is saved of activations costs none. Else activations are computed again as well, and both compete for
-the bytes by the seconds that they save (residents.py). Lists of what to keep are filled, by seconds saved a byte and
-second held, and by the shortest life, and cut off where they prove not to fit; the first to half of the room as well.
-They are tried (trial.py), and so are the plan as the units were told, everything gathered again and everything kept.
-The fastest of those within the budget wins; the one with the lowest peak where none is.
+What is kept of a parameter is all of it, or where groups for that were made a slice, from which the ranks of a node
+gather. Where the budget holds everything but some gathered parameters, parameters alone are chosen among: their
+gathers cost time, and what is saved of activations costs none. Else activations are computed again as well, and both
+compete for the bytes by the seconds that they save (residents.py). Lists of what to keep are filled, by seconds saved a
+byte and second held, and by the shortest life, cut off where they prove not to fit, and filled up where they leave
+room; the first to half of the room as well. They are tried (trial.py), and so are the plan as the units were told,
+everything gathered again and everything kept. The fastest of those within the budget wins; the one with the lowest peak
+where none is.
 """
 
 from __future__ import annotations
@@ -25,17 +28,31 @@ from .cost import Groups
 from .plan import Plan
 from .profiles import HardwareProfile
 from .provenance import find_unshards
-from .residents import Resident, activations_made_again, by_life, by_worth, fill, residents_of
-from .slices import whole_of
+from .residents import (
+    ACTIVATION,
+    PARAMETERS,
+    SLICES,
+    Resident,
+    activations_made_again,
+    by_life,
+    by_worth,
+    fill,
+    residents_of,
+    slices_of,
+)
+from .slices import keeps_slice, offers_slice, whole_of
 from .trial import Trial, trial_of
 
 AGAIN, AS_TOLD, KEPT = "everything gathered again", "as reshard_after_forward says", "everything kept"
 WORTH, SHORT = "kept by seconds saved a byte", "kept by the shortest life"
+SLICED = "slices kept of everything"
 LEAN = "everything gathered and computed again"
 LEAN_WORTH, LEAN_SHORT = "kept and saved by seconds saved a byte", "kept and saved by the shortest life"
+IN_HALF = ", in half of the room"
 # Of a list that was filled by estimate: what the partitioner saves otherwise, and launches that change their places,
-# may make the peak another one. How many of its first ones fit is searched for.
-_TRIALS = 5
+# may make the peak another one. Where it is lower the list is filled up; else, how many of its first ones fit is
+# searched for.
+_TRIALS = 6
 
 
 @dataclass(frozen=True)
@@ -54,6 +71,7 @@ class Tried:
             trial.seconds,
             trial.exposed_s,
             num_recomputed=len(trial.recomputed),
+            num_sliced=len(trial.sliced),
         )
 
 
@@ -68,51 +86,74 @@ def choose(
     ``joint`` has gone through all passes but ``keep``, and stays as it is. The budget may depend on what is there
     before the step begins, which the first trial tells.
     """
-    tried: dict[tuple[frozenset[str], frozenset[str]], Tried] = {}
+    tried: dict[tuple[frozenset[str], ...], Tried] = {}
 
-    def try_one(name: str, kept: Collection[str], recompute: Collection[str] = ()) -> Trial:
-        key = frozenset(kept), frozenset(recompute)
-        if key not in tried:
-            trial = trial_of(joint, key[0], profile, groups, recompute=key[1])
-            tried[key] = Tried(name, trial.without_graphs())
-        return tried[key].trial
+    def try_one(
+        name: str, kept: Collection[str], recompute: Collection[str] = (), sliced: Collection[str] = ()
+    ) -> Trial:
+        """The trial, with its graphs where it is a new one."""
+        key = frozenset(kept), frozenset(recompute), frozenset(sliced)
+        if key in tried:
+            return tried[key].trial
+        trial = trial_of(joint, key[0], profile, groups, recompute=key[1], sliced=key[2])
+        tried[key] = Tried(name, trial.without_graphs())
+        return trial
+
+    def try_listed(name: str, base: Trial, kept: Sequence[Resident]) -> Trial:
+        recompute = base.recomputed - _fqns(kept, ACTIVATION)  # what is left to be computed again beside these
+        return try_one(name, _fqns(kept, PARAMETERS), recompute, _fqns(kept, SLICES))
 
     def try_filled(
         base: Trial, residents: Sequence[Resident], order: Sequence[Resident], room: int, name: str
     ) -> None:
-        listed = fill(base, residents, order, room)
-        fits, over, first = 0, len(listed) + 1, len(listed)
-        for _ in range(_TRIALS):
-            called = name if first == len(listed) else f"{name}, the first {first}"
-            if try_one(called, _parameters(listed[:first]), _computed(base, listed[:first])).peak_bytes <= budget:
+        listed: list[Resident] = []
+        fits, over = 0, 0  # how many of the list, and how many are too many
+        for turn in range(_TRIALS):
+            first = (fits + over) // 2
+            if not over:  # all that was tried fits, and by its peak there is more room than was thought
+                more = fill(base, residents, order, room)
+                if len(more) <= len(listed):
+                    break
+                fits = next((at for at, (had, one) in enumerate(zip(listed, more)) if had != one), len(listed))
+                listed, first = more, len(more)
+            called = name if turn == 0 else f"{name}, the first {first}"
+            peak_bytes = try_listed(called, base, listed[:first]).peak_bytes
+            if peak_bytes <= budget:
                 fits = first
+                room += budget - peak_bytes
             else:
                 over = first
-            if over - fits <= 1:
+            if over and over - fits <= 1:
                 break
-            first = (fits + over) // 2
 
-    again = trial_of(joint, (), profile, groups)
-    tried[frozenset(), frozenset()] = Tried(AGAIN, again.without_graphs())
+    def may_be_kept(base: Trial, residents: Sequence[Resident]) -> list[Resident]:
+        keeping = [one for one in residents if one.kind == ACTIVATION or {*one.fqns} <= may_stay]
+        return [*keeping, *slices_of(base, keeping, offers, profile, groups)]
+
+    again = try_one(AGAIN, ())
     budget = budget_bytes(again)
     may_stay = {*keepable(joint, again.plan)}
+    offers = {one.fqn: one.spec for one in find_unshards(joint) if one.fqn in may_stay and offers_slice(one.node)}
     residents = residents_of(again)
-    keeping = [one for one in residents if {*one.fqns} <= may_stay]
-    kept = try_one(KEPT, may_stay)
+    keeping = may_be_kept(again, residents)
+    largest_bytes = try_one(KEPT, may_stay).peak_bytes
     try_one(AS_TOLD, told_to_keep(joint))
     try_filled(again, residents, by_worth(keeping), budget, WORTH)
     try_filled(again, residents, by_life(keeping), budget, SHORT)
     # Of the plan that keeps a little less the collectives may queue less.
     half = fill(again, residents, by_worth(keeping), (budget + again.peak_bytes) // 2)
-    try_one(f"{WORTH}, in half of the room", _parameters(half))
+    try_listed(f"{WORTH}{IN_HALF}", again, half)
+    if offers:
+        try_one(SLICED, (), sliced=offers)
     activations = {name: [node.name for node in nodes] for name, nodes in activations_of(joint).items()}
-    if kept.peak_bytes > budget and activations:
-        base = trial_of(joint, (), profile, groups, recompute=activations)
-        tried[frozenset(), frozenset(activations)] = Tried(LEAN, base.without_graphs())
+    if largest_bytes > budget and activations:
+        base = try_one(LEAN, (), activations)
         residents = [*residents_of(base), *activations_made_again(again, base, activations)]
-        keeping = [one for one in residents if one.is_activation or {*one.fqns} <= may_stay]
+        keeping = may_be_kept(base, residents)
         try_filled(base, residents, by_worth(keeping), budget, LEAN_WORTH)
         try_filled(base, residents, by_life(keeping), budget, LEAN_SHORT)
+        half = fill(base, residents, by_worth(keeping), (budget + base.peak_bytes) // 2)
+        try_listed(f"{LEAN_WORTH}{IN_HALF}", base, half)
     best = min(
         tried.values(),
         key=lambda one: (
@@ -124,13 +165,8 @@ def choose(
     return best, sorted((one for one in tried.values() if one is not best), key=lambda one: one.trial.seconds)
 
 
-def _parameters(kept: Sequence[Resident]) -> list[str]:
-    return [fqn for one in kept if not one.is_activation for fqn in one.fqns]
-
-
-def _computed(base: Trial, kept: Sequence[Resident]) -> frozenset[str]:
-    """What is left to be computed again beside these."""
-    return base.recomputed - {fqn for one in kept if one.is_activation for fqn in one.fqns}
+def _fqns(kept: Sequence[Resident], kind: str) -> set[str]:
+    return {fqn for one in kept if one.kind == kind for fqn in one.fqns}
 
 
 def told_to_keep(joint: fx.Graph) -> frozenset[str]:
@@ -145,6 +181,6 @@ def keepable(joint: fx.Graph, again: Plan) -> list[str]:
     return [
         one.fqn
         for one in find_unshards(joint)
-        if one.fqn in read and one.spec.num_shards > 1 and one.spec.inner_shards == 1 and one.spec.part < 0
-        if whole_of(one.node) is None
+        if one.fqn in read and one.spec.num_shards > 1 and one.spec.part < 0
+        if not keeps_slice(one.node) and whole_of(one.node) is None
     ]

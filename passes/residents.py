@@ -8,9 +8,10 @@
          /----/                 \\----                    |======== mm(x, w0) ==============|
          forward     |  backward
 
-A bucket of parameters that stays is one gather less in backward, an activation one computation less. Both save the
-seconds that the replay of backward without it is shorter, so both are worth something in one currency: a computation
-in the time that a collective takes is worth nothing, and neither is a gather that is hidden.
+A bucket of parameters that stays is one gather less in backward, an activation one computation less, and a slice of a
+parameter makes its gather one among the ranks of a node. All save the seconds that the replay of backward without it,
+or with the shorter gather, is shorter, so they are worth something in one currency: a computation in the time that a
+collective takes is worth nothing, and neither is a gather that is hidden.
 """
 
 from __future__ import annotations
@@ -24,17 +25,26 @@ from torch import fx
 
 from .aliases import Storage, storages_of
 from .collectives import is_launch
+from .cost import Groups, collective_seconds, group_of
 from .insert import ROLE, Role
 from .memory import lifetimes
 from .plan import Plan
-from .replay import Event, Launch, simulate
+from .profiles import HardwareProfile
+from .replay import Compute, Event, Launch, simulate
+from .slices import inner_spec
+from .spec import ParamSpec
 from .trial import Half, Trial
 from .weigh import results_of, saved_by
+
+PARAMETERS, SLICES, ACTIVATION = "parameters", "slices", "activation"
 
 
 @dataclass(frozen=True)
 class Resident:
-    """One bucket of backward's gathers, or what is computed with one matrix, and what it would mean to keep it."""
+    """One bucket of backward's gathers, or what is computed with one matrix, and what it would mean to keep it.
+
+    Or to keep a slice of each parameter in the bucket, for a gather over few ranks in backward.
+    """
 
     unit: str
     fqns: tuple[str, ...]
@@ -43,7 +53,8 @@ class Resident:
     until: int  # position in backward where it would be launched, or computed
     held_s: float  # between the two
     saved_s: float
-    is_activation: bool = False
+    kind: str = PARAMETERS
+    own_s: float = 0.0  # of an activation, to compute it, whether or not anything else runs meanwhile
 
 
 def residents_of(again: Trial) -> list[Resident]:
@@ -72,6 +83,33 @@ def residents_of(again: Trial) -> list[Resident]:
     return found
 
 
+def slices_of(
+    again: Trial,
+    residents: Sequence[Resident],
+    offers: Mapping[str, ParamSpec],
+    profile: HardwareProfile,
+    groups: Groups | None,
+) -> list[Resident]:
+    """Of the buckets of backward whose parameters all may be kept as slices, what that would mean.
+
+    ``offers`` has the specs of those that may.
+    """
+    of_bucket = _launches_of_buckets(again)
+    clock = _Clock(again)
+    found = []
+    for one in residents:
+        if one.kind != PARAMETERS or not {*one.fqns} <= offers.keys():
+            continue
+        inner = [inner_spec(offers[fqn]) for fqn in one.fqns]
+        num_bytes = sum(spec.gather_bytes for spec in inner)
+        shared = group_of(inner[0].group, profile, groups)
+        seconds = collective_seconds("all_gather", num_bytes * inner[0].num_shards, shared, profile)
+        saved_s = clock.seconds_with(of_bucket[one.fqns], seconds, inner[0].group)
+        if saved_s > 0:
+            found.append(dataclasses.replace(one, num_bytes=num_bytes, saved_s=saved_s, kind=SLICES))
+    return found
+
+
 def activations_made_again(
     saved: Trial, again: Trial, activations: Mapping[str, Collection[str]]
 ) -> list[Resident]:
@@ -90,20 +128,27 @@ def activations_made_again(
         if not freed:
             continue
         since, until = min(last.get(one, place[one]) for one in freed), max(position[one] for one in freed)
-        saved_s = clock.seconds_without({one for one in nodes if one in position})
+        made_again = {one for one in nodes if one in position}
+        saved_s, own_s = clock.seconds_without(made_again), clock.seconds_of(made_again)
         num_bytes = sum(before[one] for one in freed)
-        found.append(
-            Resident("", (name,), num_bytes, since, until, clock.between(since, until), saved_s, is_activation=True)
-        )
+        held_s = clock.between(since, until)
+        found.append(Resident("", (name,), num_bytes, since, until, held_s, saved_s, ACTIVATION, own_s))
     return found
 
 
 def fill(again: Trial, residents: Sequence[Resident], order: Sequence[Resident], room: int) -> list[Resident]:
-    """As many of these as fit, each if it does beside those before it."""
+    """As many of these as fit, each if it does beside those before it.
+
+    Of a bucket that is kept no slices are, and the other way round: what saves more is kept of it.
+    """
     kept: list[Resident] = []
     for one in order:
-        if peak_with(again, residents, [*kept, one]) <= room:
-            kept.append(one)
+        other = next((had for had in kept if had.fqns == one.fqns and ACTIVATION not in (had.kind, one.kind)), None)
+        if other is not None and other.saved_s >= one.saved_s:
+            continue
+        beside = [had for had in kept if had is not other]
+        if peak_with(again, residents, [*beside, one]) <= room:
+            kept = [*beside, one]
     return kept
 
 
@@ -114,7 +159,7 @@ def peak_with(again: Trial, residents: Sequence[Resident], kept: Sequence[Reside
     """
     forward, backward = [0] * (len(again.forward.live_bytes) + 1), [0] * (len(again.backward.live_bytes) + 1)
     stays = {*kept}
-    buckets = [one for one in residents if not one.is_activation]
+    buckets = [one for one in residents if one.kind == PARAMETERS]
     steps = [list(step) for _, step in itertools.groupby(buckets, key=lambda one: one.unit)]
     launch = 0
     for index, (step, following) in enumerate(itertools.zip_longest(steps, steps[1:])):
@@ -125,7 +170,7 @@ def peak_with(again: Trial, residents: Sequence[Resident], kept: Sequence[Reside
             launch = following[0].until
     for one in stays:
         forward[one.since + 1] += one.num_bytes
-        if one.is_activation:
+        if one.kind != PARAMETERS:
             backward[0] += one.num_bytes
             backward[one.until] -= one.num_bytes
     highest = max(map(sum, zip(again.forward.live_bytes, itertools.accumulate(forward))))
@@ -134,9 +179,16 @@ def peak_with(again: Trial, residents: Sequence[Resident], kept: Sequence[Reside
 
 
 def by_worth(residents: Sequence[Resident]) -> list[Resident]:
-    """Those that save time, most for a byte and second first."""
+    """Those that save time, most for a byte and second first; then activations that are computed while backward waits.
+
+    They save time as well once what it waits for is kept.
+    """
     saving = [one for one in residents if one.saved_s > 0]
-    return sorted(saving, key=lambda one: one.num_bytes * max(one.held_s, 1e-9) / one.saved_s)
+    hidden = [one for one in residents if one.kind == ACTIVATION and one.saved_s <= 0 < one.own_s]
+    return [
+        *sorted(saving, key=lambda one: one.num_bytes * max(one.held_s, 1e-9) / one.saved_s),
+        *sorted(hidden, key=lambda one: one.num_bytes * max(one.held_s, 1e-9) / one.own_s),
+    ]
 
 
 def by_life(residents: Sequence[Resident]) -> list[Resident]:
@@ -155,6 +207,20 @@ class _Clock:
     def between(self, since: int, until: int) -> float:
         """From a node of forward to one of backward."""
         return self._trial.forward.timeline.total_s - self._forward_s[since] + self._backward_s[until]
+
+    def seconds_of(self, names: Collection[str]) -> float:
+        """What a backward computes in such events."""
+        return sum(one.seconds for one in self._bare if isinstance(one, Compute) and one.name in names)
+
+    def seconds_with(self, launch: str, seconds: float, group: str) -> float:
+        """By how much a backward is shorter in which a launch takes so long, in this group."""
+        changed = (
+            dataclasses.replace(event, seconds=seconds, group=group)
+            if isinstance(event, Launch) and event.name == launch
+            else event
+            for event in self._bare
+        )
+        return self._trial.backward.timeline.total_s - simulate(changed).total_s
 
     def seconds_without(self, names: Collection[str]) -> float:
         """By how much a backward is shorter that has no such events."""
@@ -186,6 +252,14 @@ def _last_reads(graph: fx.Graph, plan: Plan) -> dict[str, int]:
         if role is not None:
             last[role.bucket] = max(last.get(role.bucket, 0), life.last)
     return {fqn: last.get(index, 0) for index, bucket in enumerate(plan.gathers) for fqn in bucket.fqns}
+
+
+def _launches_of_buckets(trial: Trial) -> dict[tuple[str, ...], str]:
+    """The node that launches each gather of a backward, by its parameters."""
+    assert trial.plan.backward is not None
+    gathers = trial.plan.backward.gathers
+    launches = [node for node in trial.backward.graph.nodes if _gathering(node) is not None and is_launch(node)]
+    return {gathers[node.meta[ROLE].bucket].fqns: node.name for node in launches}
 
 
 def _gathering(node: fx.Node) -> Role | None:

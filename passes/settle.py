@@ -31,10 +31,11 @@ _CHOOSING = "/choosing"
 
 @dataclass(frozen=True)
 class Decision:
-    """What is kept from forward to backward and what is computed again, by parameters, and why."""
+    """What is kept from forward to backward, computed again, or kept a slice of, by parameters, and why."""
 
     keep: tuple[str, ...]
     recompute: tuple[str, ...]
+    slices: tuple[str, ...]
     choice: Choice
 
     def to_json(self) -> str:
@@ -45,7 +46,8 @@ class Decision:
         fields = json.loads(text)
         if "error" in fields:
             raise RuntimeError(f"the rank that chooses what is kept for memory_budget could not: {fields['error']}")
-        return cls(tuple(fields["keep"]), tuple(fields["recompute"]), Choice.of(fields["choice"]))
+        choice = Choice.of(fields["choice"])
+        return cls(**{name: tuple(fields[name]) for name in ("keep", "recompute", "slices")}, choice=choice)
 
 
 class Settled:

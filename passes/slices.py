@@ -13,12 +13,15 @@
     y = mm(x, w)                         piece = keep_slice(full)
                                          y     = mm(x, full)
 
-Forward computes with what it gathered from all ranks, backward with what it gathers from slices.
+Forward computes with what it gathered from all ranks, backward with what it gathers from slices. A unit is told to
+(``reshard_after_forward=8``), or the plan chooses so within a memory budget, of what has groups for it: the ranks of a
+node have fast links among them, and an n-th of a parameter is little to hold.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, fx
@@ -26,7 +29,7 @@ from torch import Tensor, fx
 from . import markers
 from .emit import emit
 from .plan import Plan
-from .provenance import unshard_nodes
+from .provenance import find_unshards, unshard_nodes
 from .spec import NAMESPACE, ParamSpec, library
 
 library.define("keep_slice(Tensor full, int dim, int start, int length) -> Tensor")
@@ -44,17 +47,42 @@ library.impl("keep_slice", _keep_slice, "CompositeExplicitAutograd")
 def slices(graph: fx.Graph, plan: Plan) -> int:
     """Put a slice between each gather of a joint graph and its readers, where markers ask for one; return how many."""
     del plan  # the markers decide
-    num_sliced = 0
-    for node in unshard_nodes(graph):
-        spec = ParamSpec.of(dict(node.kwargs))
-        if not spec.regather or spec.inner_shards == 1:
-            continue
-        readers = list(node.users)
-        again = gather_from_slice(graph, node, node.next)
-        for reader in readers:
-            reader.replace_input_with(node, again)
-        num_sliced += 1
-    return num_sliced
+    asking = [node for node in unshard_nodes(graph) if node.kwargs["regather"] and keeps_slice(node)]
+    for node in asking:
+        _read_from_slices(graph, node)
+    return len(asking)
+
+
+def chosen_slices(graph: fx.Graph, plan: Plan) -> int:
+    """The same where the plan says so; return how many."""
+    return slice_these(graph, plan.slices)
+
+
+def slice_these(graph: fx.Graph, fqns: Collection[str]) -> int:
+    """Keep slices of the parameters of these names, as a joint graph has them once they are settled."""
+    chosen = [one.node for one in find_unshards(graph) if one.fqn in fqns and offers_slice(one.node)]
+    for node in chosen:
+        _read_from_slices(graph, node)
+    return len(chosen)
+
+
+def keeps_slice(gather: fx.Node) -> bool:
+    """Whether a marker asks for a slice, whatever is planned."""
+    spec = ParamSpec.of(dict(gather.kwargs))
+    return spec.inner_shards != 1 and not spec.inner_offered
+
+
+def offers_slice(gather: fx.Node) -> bool:
+    """Whether a slice may be kept of what a marker gathers, if the plan says so."""
+    spec = ParamSpec.of(dict(gather.kwargs))
+    return spec.inner_shards != 1 and spec.inner_offered
+
+
+def _read_from_slices(graph: fx.Graph, gather: fx.Node) -> None:
+    readers = list(gather.users)
+    again = gather_from_slice(graph, gather, gather.next)
+    for reader in readers:
+        reader.replace_input_with(gather, again)
 
 
 def gather_from_slice(graph: fx.Graph, gather: fx.Node, reader: fx.Node) -> fx.Node:
@@ -96,6 +124,7 @@ def inner_spec(spec: ParamSpec) -> ParamSpec:
     """The marker that gathers a parameter from slices that ``spec.inner_shards`` ranks hold."""
     here = spec.on_device()  # wherever shards are
     inner = dataclasses.replace(
-        here, num_shards=spec.inner_shards, group=spec.inner_group, inner_shards=1, inner_group="", inner_rank=0
-    )
+        here, num_shards=spec.inner_shards, group=spec.inner_group, inner_shards=1, inner_group="", inner_rank=0,
+        inner_offered=False,
+    )  # fmt: skip
     return dataclasses.replace(inner, local_length=inner.layout.local_size(spec.inner_rank)[spec.dim])

@@ -47,13 +47,14 @@ class ParamSpec:
     predivide: float  # gradient divisors before and after the wire
     postdivide: float
     reduction: str  # "reduce_scatter", or "all_to_all" and a sum in rank order
-    bucketing: str  # "size", "group" or "none"
+    bucketing: str  # "size", "neighbours", "group" or "none"
     replicate_group: str = ""  # name of the process group whose ranks hold the same shard; empty when none does
     num_replicas: int = 1
     # What is kept from forward to backward, where that is a slice: one of how many, held by which group, and which.
     inner_shards: int = 1
     inner_group: str = ""
     inner_rank: int = 0
+    inner_offered: bool = False  # kept only where the plan of the step says so
     part: int = -1  # of an all-gather extension: which of the tensors that it sends; -1 is the parameter itself
     # Of an offloaded shard, which is on the CPU and gets its gradient there: what is copied to, gathered and computed
     # on; empty where the shard is there already. And whether the gradient is to be in pinned memory.

@@ -30,7 +30,7 @@ from .plan import Plan
 from .planner import plan_graph, plan_keeping
 from .profiles import HardwareProfile
 from .replay import Event, Timeline, simulate
-from .slices import use_first_gather
+from .slices import chosen_slices, use_first_gather
 from .structure import closure
 from .weigh import results_of, weigh
 
@@ -55,6 +55,7 @@ class Trial:
 
     kept: frozenset[str]
     recomputed: frozenset[str]
+    sliced: frozenset[str]
     plan: Plan
     forward: Half
     backward: Half
@@ -86,6 +87,7 @@ def trial_of(
     groups: Groups | None = None,
     like_fsdp2: bool = False,
     recompute: Collection[str] = (),
+    sliced: Collection[str] = (),
 ) -> Trial:
     """Predict the step of a joint graph that has gone through all passes but ``keep``; the graph stays as it is.
 
@@ -94,7 +96,8 @@ def trial_of(
     module = fx.GraphModule(joint.owning_module or {}, copy.deepcopy(joint))  # type: ignore[arg-type]
     if like_fsdp2:
         pack_units(module.graph)
-    plan = plan_keeping(module.graph, kept, recompute)
+    plan = plan_keeping(module.graph, kept, recompute, sliced)
+    chosen_slices(module.graph, plan)
     keep(module.graph, plan)
     if like_fsdp2:
         save_all(module.graph)
@@ -110,6 +113,7 @@ def trial_of(
     return Trial(
         frozenset(kept),
         frozenset(recompute),
+        frozenset(sliced),
         plan,
         _half(forward, weight.forward, (), profile, groups),
         _half(backward, weight.backward, weight.given_up, profile, groups),

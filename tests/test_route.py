@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_compile import configure, fully_shard
 from fsdp_compile.core.param import READS
 from fsdp_compile.eager import forward
+from fsdp_compile.passes import HardwareProfile
 from tests.comparing import assert_same_grads
 from tests.compiling import compiled
 from tests.models import Block, Checkpointed, PartlyUsedBlock, Stack, shard, twins
@@ -55,6 +56,8 @@ class Case:
     evaluates: bool = False  # before each step, without gradients
     twice: bool = False  # backward, through the same graph
     budget: int | None = None  # bytes; with one that nothing fits into, all is gathered and computed again
+    profile: HardwareProfile | None = None
+    bucketing: str | None = None
     tolerance: float = 1e-5
     never: tuple[int, ...] = (1,)  # ranks that compile nothing, where ``how`` says so
 
@@ -104,8 +107,10 @@ def train(case: Case) -> list[int]:
     for layer in model.layers if case.nested else ():
         fully_shard(layer.mlp, **options)
     shard(model, **options)
+    if case.bucketing is not None:
+        configure(model, bucketing=case.bucketing)
     if case.budget is not None:
-        configure(model, memory_budget=case.budget)
+        configure(model, memory_budget=case.budget, profile=case.profile)
     if case.blocks or case.both:
         for layer in model.layers:
             layer.compile(backend=case.backend)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from ..core.mesh import ShardMesh, inner_mesh, ranks_of_a_node
 from ..core.unit import Unit, units_in
 from ..graph.install import manager
 from ..lookout.lookout import lookout
 from ..passes import Budget, HardwareProfile, Plan, load_profile
+from ..passes.budget import default_profile
 from .classes import refresh
 
 _AS_IT_IS: Any = object()  # where None says something else: no budget from now on
@@ -31,7 +33,9 @@ def configure(
     """Say how the units inside ``model`` communicate; what is left out stays as it is.
 
     **bucketing** ``"size"`` (default) merges small parameters of a unit and lets large ones travel alone, by constants
-    for each backend; ``"group"`` makes one bucket a unit, as FSDP2 does; ``"none"`` one collective a parameter.
+    for each backend; ``"neighbours"`` has small units travel together as well, launched, held and let go as one;
+    ``"group"`` makes one bucket a unit, as FSDP2 does; ``"none"`` one collective a parameter. Blocks that are compiled
+    one by one, and the eager path, have no neighbours.
 
     **reduction** ``"reduce_scatter"``, or ``"all_to_all"`` followed by a sum in rank order; ``"auto"`` (default) takes
     the second on gloo, whose reduce-scatter moves every byte twice.
@@ -45,14 +49,15 @@ def configure(
     float in (0, 1]), or ``"fsdp2"``: what FSDP2 is predicted to need. Shards, gradients, saved activations, gathered
     parameters and buffers count; the states of optimizers, and what stands outside of the compiled model, do not.
     Which parameters stay gathered from forward to backward is then chosen by predicted bytes and seconds, whatever
-    ``reshard_after_forward`` says (a number of ranks holds), and where room is short, which activations backward
-    computes again; the first rank chooses for all, by its own batch.
+    ``reshard_after_forward`` says (a number of ranks holds); of which slices do, where several nodes share it, for the
+    ranks of a node to gather from; and where room is short, which activations backward computes again. The first rank
+    chooses for all, by its own batch. Every rank calls this alike.
     ``report.joint.plan.choice`` has the reasons. Holds from the next compilation on, in place of a plan that was given
     before, until ``memory_budget=None`` takes it back: what is kept is then again as ``reshard_after_forward`` says,
     in a graph that is compiled anew, or was before there was a budget. The eager path has no use for it.
 
     **profile** the hardware that the choice is predicted for: a name or a file for ``passes.load_profile``, or a
-    profile; by default the built-in one of the device.
+    profile; by default the built-in one of the device. It also says how many ranks a node has.
 
     **watch_s** for how many seconds (60 by default, or what FSDP_COMPILE_WATCH_S says) a rank may wait for ranks that
     wait for something else, or have left, before all of them raise; 0, said before the first collective, has ranks not
@@ -75,15 +80,42 @@ def configure(
     if profile is not None and memory_budget is None:
         raise ValueError("profile is what memory_budget is predicted by. Give memory_budget as well.")
     budget = None if memory_budget is None else _budget(memory_budget, profile, units)
+    few = None if budget is None and plan is None else _few_ranks(budget, plan, units)
     given = manager.give(plan) if plan is not None else manager.give_budget(budget) if budget is not None else None
     for unit in units:
         unit.settings.set_communication(bucketing, reduction)
         if given is not None:
             unit.settings.plan = given
         elif takes_back and manager.is_budget(unit.settings.plan):
-            unit.settings.plan = ""
+            unit.settings.plan, unit.may_slice = "", None
+    if few is not None:
+        _let_slices_be_kept(units, few)
     for unit in units:
         refresh(unit)
+
+
+def _few_ranks(budget: Budget | None, plan: Plan | None, units: Sequence[Unit]) -> Callable[[ShardMesh], int]:
+    """Of the ranks of a mesh, how many may have slices among them: those of a node, or as many as the plan says."""
+    if plan is not None:
+        gathers = () if plan.backward is None else plan.backward.gathers
+        asked = {one.num_ranks for one in gathers if {*one.fqns} & {*plan.slices}}
+        if len(asked) > 1:
+            raise ValueError(f"plan gathers from slices of {sorted(asked)} ranks. Have as many ranks in each bucket.")
+        return lambda mesh: next(iter(asked), 1)
+    assert budget is not None
+    profile = budget.profile or default_profile(units[0].mesh.device)
+    return lambda mesh: ranks_of_a_node(mesh, profile)
+
+
+def _let_slices_be_kept(units: Sequence[Unit], few: Callable[[ShardMesh], int]) -> None:
+    """Make the groups that slices need: a compilation cannot."""
+    made: dict[str, ShardMesh | None] = {"": None}
+    for unit in units:
+        group, size = unit.mesh.group, few(unit.mesh)
+        if group not in made:
+            is_part = 1 < size < unit.mesh.num_shards and unit.mesh.num_shards % size == 0
+            made[group] = inner_mesh(unit.mesh, size) if is_part else None
+        unit.may_slice = None if unit.post_forward is not None else made[group]
 
 
 def _budget(said: int | float | str, profile: HardwareProfile | str | Path | None, units: Sequence[Unit]) -> Budget:

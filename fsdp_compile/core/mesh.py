@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from .._torch_compat import dtensors, fsdp2, process_groups
+from ..passes import HardwareProfile
 from ..passes.layout import reduction_of
 
 
@@ -147,6 +149,15 @@ def inner_mesh(mesh: ShardMesh, size: int) -> ShardMesh:
     start = ranks.index(dist.get_rank()) // size * size
     group = process_groups.group_for("slices", ranks[start : start + size])
     return _with_roles(DeviceMesh.from_group(group, mesh.mesh.device_type), shard=group)
+
+
+def ranks_of_a_node(mesh: ShardMesh, profile: HardwareProfile) -> int:
+    """How many neighbours in the shard group are on a node, the same number on each; 1 where that cannot be said."""
+    ranks = process_groups.group_ranks(mesh.group) if mesh.group else ()
+    nodes = [rank // profile.ranks_per_node for rank in ranks]
+    size = Counter(nodes).get(nodes[0], 1) if nodes else 1
+    together = all(len({*nodes[start : start + size]}) == 1 for start in range(0, len(nodes), size))
+    return size if together and len(nodes) % size == 0 else 1
 
 
 def _own_mesh(fqn: str, mesh: ShardMesh, default: ShardMesh) -> ShardMesh:

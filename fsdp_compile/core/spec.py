@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from .._torch_compat import autograd, dtensors
 from .extension import ALL_ARGUMENTS, Protocol, arity_of, halves_of, why_not_traced
+from .mesh import ShardMesh
 from .param import ReadSpec, ShardedParam
 from .unit import Unit
 
@@ -20,7 +22,7 @@ def spec_of(unit: Unit, param: ShardedParam) -> ReadSpec:
     dtype = _param_dtype(unit, param, stored) if floating else stored
     grad_dtype = autograd.get_grad_dtype(param.shard) or dtype  # an explicit None: as autograd produces it
     reduce_dtype = (unit.mp_policy.reduce_dtype or grad_dtype) if floating else stored
-    mesh, settings, inner = param.mesh, unit.settings, unit.post_forward
+    mesh, settings, inner = param.mesh, unit.settings, unit.post_forward or _may_slice(unit, param)
     reduction = mesh.default_reduction if settings.reduction == "auto" else settings.reduction
     if settings.comms.reduce_scatter is not None or settings.comms.all_reduce_hook is not None:
         reduction = "reduce_scatter"  # the user's takes its place, or its result
@@ -56,11 +58,22 @@ def spec_of(unit: Unit, param: ShardedParam) -> ReadSpec:
         inner_shards=1 if inner is None else inner.num_shards,
         inner_group="" if inner is None else inner.group,
         inner_rank=0 if inner is None else inner.rank,
+        inner_offered=inner is not None and inner is not unit.post_forward,
         read_as=param.dtensor,
         extension=_traced_protocol(unit, param),
         device=str(unit.mesh.device) if unit.computes_elsewhere else "",
         pinned=unit.computes_elsewhere and dtensors.is_pinned(param.shard),
     )
+
+
+def _may_slice(unit: Unit, param: ShardedParam) -> ShardMesh | None:
+    """Who may hold slices of a parameter from forward to backward, if the plan says so; None where that cannot be."""
+    few = unit.may_slice
+    if few is None or param.dtensor is not None or param.mesh != unit.mesh or any(halves_of(param.shard)):
+        return None
+    # A slice that is as short as a shard would save nothing.
+    is_longer = dataclasses.replace(param.layout, num_shards=few.num_shards).chunk > param.layout.chunk
+    return few if is_longer and not unit.computes_elsewhere else None
 
 
 def eager_only(unit: Unit) -> str | None:

@@ -53,6 +53,8 @@ class Unit:
     offload: bool = False  # shards and their gradients stay on the CPU
     # After forward each rank keeps a slice for these few ranks, and backward gathers over them alone.
     post_forward: ShardMesh | None = None
+    # The few ranks, where the plan of a step may have slices kept for them: those of a node, with a byte budget.
+    may_slice: ShardMesh | None = None
     settings: Settings = field(default_factory=Settings)
     accumulation: Accumulation = field(default_factory=Accumulation)
     # The unit around this one.

@@ -26,6 +26,7 @@ from ..core.unit import Unit
 from ..passes import ParamSpec, lower
 from ..passes.collectives import c10d
 from ..passes.ledger import Launch
+from ..passes.slices import inner_spec
 from .collectives import Caller
 from .gathered import without_autograd
 from .reduction import deliver, hold_back, with_pending
@@ -46,6 +47,7 @@ class Stop:
 
     kind: str  # "all_gather", "all_reduce" of what was reduced over shards, or one of the reductions over shards
     members: tuple[tuple[Unit, int], ...]  # and places among the unit's gathered parameters
+    from_slices: bool = False  # of slices that are kept since forward
 
     def gathers(self, unit: Unit) -> bool:
         return self.kind == "all_gather" and any(one is unit for one, _ in self.members)
@@ -71,6 +73,7 @@ class Route:
         self._backward = tuple(self._stops(way.backward, way.units))
         # What backward gathers again. Nothing else is freed behind forward: backward could not have it back.
         self.again = {member for stop in self._backward if stop.kind == "all_gather" for member in stop.members}
+        self.sliced = {member for stop in self._backward if stop.from_slices for member in stop.members}
         # What it reduces, whether or not gradients are still to be reduced when it runs: the graph does.
         self.reduced = {member for stop in self._backward if stop.kind != "all_gather" for member in stop.members}
         # Units whose graph has tickets: see ``_decide_late``.
@@ -94,11 +97,15 @@ class Route:
                 members.append((routed.unit, routed.index[member.fqn]))
             specs = [self.routed[unit].specs[index] for unit, index in members]
             gathers = launch.kind == "all_gather"
+            # More than shards have: the plan has slices kept.
+            from_slices = gathers and launch.num_bytes > sum(spec.gather_bytes for spec in specs)
+            if from_slices and all(spec.inner_offered for spec in specs):
+                specs = [inner_spec(spec) for spec in specs]
             group = specs[0].replicate_group if launch.kind == "all_reduce" else specs[0].group
             num_bytes = sum(spec.gather_bytes if gathers else spec.reduce_bytes for spec in specs)
             if num_bytes != launch.num_bytes or launch.group not in ("", group):
                 raise ValueError(f"{launch.names} travel otherwise now")
-            yield Stop(launch.kind, tuple(members))
+            yield Stop(launch.kind, tuple(members), from_slices)
 
     def _check_reductions(self) -> None:
         """ValueError where gradients are summed over shards or over replicas alone, or parameters were frozen since."""
@@ -269,7 +276,11 @@ class Route:
     def _gather(self, stop: Stop) -> None:
         specs = [self._spec(member) for member in stop.members]
         call = _caller(stop)
-        sources = [self.routed[unit].source(index) for unit, index in stop.members]
+        if stop.from_slices:
+            specs = [inner_spec(spec) for spec in specs]
+            sources = [self.routed[unit].slice(index) for unit, index in stop.members]
+        else:
+            sources = [self.routed[unit].source(index) for unit, index in stop.members]
         flight = Flight(lower.launch_gather(call, sources, specs), specs, call)
         for place, (unit, index) in enumerate(stop.members):
             self.routed[unit].await_flight(flight, place, index)

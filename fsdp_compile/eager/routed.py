@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._torch_compat import subclasses
 from ..core.unit import Unit
 from ..passes import ParamSpec, lower
+from ..passes.slices import inner_spec
 from .collectives import Caller
 from .gathered import Gathered, without_autograd
 
@@ -46,6 +49,7 @@ class Routed(Gathered):
         self._route = weakref.ref(route)
         self._awaited: list[tuple[Flight, int, int]] = []  # place in the flight, and among the parameters
         self._here: set[int] = set()
+        self._pieces: dict[int, Tensor] = {}  # slices that the plan has kept since forward
 
     @property
     def launched(self) -> bool:
@@ -106,6 +110,20 @@ class Routed(Gathered):
             self._keep({index: flight.land()[place] for flight, place, index in awaited})
         self._here.update(index for _, _, index in awaited)
 
+    def slice(self, index: int) -> Tensor:
+        """What this rank has of one parameter, where backward gathers from slices."""
+        return self._pieces[index]
+
+    def _cut_slices(self, fulls: Mapping[int, Tensor]) -> None:
+        """Keep what backward gathers from slices of, before it goes."""
+        sliced = set() if self.route is None or self.stage != "forward" else self.route.sliced
+        for index, full in fulls.items():
+            if (self.unit, index) in sliced and index not in self._pieces:
+                spec = self.specs[index]
+                start, stop = inner_spec(spec).layout.span(spec.inner_rank)
+                with torch.inference_mode(False), torch.no_grad():
+                    self._pieces[index] = full.narrow(spec.dim, start, stop - start).clone()
+
     def free(self) -> None:
         """Let go of what is here; until backward, of that alone which backward gathers again.
 
@@ -113,6 +131,7 @@ class Routed(Gathered):
         """
         comes_again = set() if self.route is None else self.route.again
         again = {index for index in self._here if (self.unit, index) in comes_again}
+        self._cut_slices({index: self.fulls[index] for index in again} if self.fulls is not None else {})
         self._give_back(again)
         self._here -= again
         if self.stage in ("backward", "over") or not comes_again:
@@ -125,8 +144,8 @@ class Routed(Gathered):
     def drop(self) -> None:
         """Wait for what was launched and not read, and have nothing of it."""
         with without_autograd():
-            for flight, _, _ in self._awaited:
-                flight.land()
+            for flight, place, index in self._awaited:
+                self._cut_slices({index: flight.land()[place]})
         self._awaited.clear()
 
     def give_away(self, tensors: list[Tensor]) -> None:

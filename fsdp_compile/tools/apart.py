@@ -36,7 +36,8 @@ def why_apart(kind: str, buckets: Sequence[Bucket], place: int, specs: Mapping[s
         return "the next is of another phase of the step"
     if one.unit != other.unit:
         does = "be whole" if kind == "gather" else "wait"
-        return f"the next is of another unit: together one would {does} a unit longer"
+        allowed = ", which bucketing='neighbours' allows" if _could_be_neighbours(one, other, specs) else ""
+        return f"the next is of another unit: together one would {does} a unit longer{allowed}"
     if not all(bucket.fqns[0] in specs for bucket in (one, other)):
         return ""
     a, b = specs[one.fqns[0]], specs[other.fqns[0]]
@@ -54,3 +55,11 @@ def why_apart(kind: str, buckets: Sequence[Bucket], place: int, specs: Mapping[s
             size, small = format_bytes(bucket.num_bytes), format_bytes(limits.small_bytes)
             return f"{bucket.fqns[0]} has {size} a rank, and what has more than {small} travels alone"
     return f"together they would have more than {format_bytes(limits.bucket_bytes)}"
+
+
+def _could_be_neighbours(one: Bucket, other: Bucket, specs: Mapping[str, ParamSpec]) -> bool:
+    first = specs.get(one.fqns[0])
+    if first is None or first.bucketing != "size":
+        return False
+    num_bytes = sum(bucket.num_bytes * bucket.num_ranks for bucket in (one, other))
+    return num_bytes <= bucket_limits(first.backend).neighbours_bytes // 4

@@ -16,6 +16,7 @@ from .._torch_compat import dynamo
 from ..core.containers import tensors_in
 from ..passes import HardwareProfile, Plan, Prediction
 from ..passes.provenance import Marker, find_unshards
+from ..passes.slices import whole_of
 from .apart import why_apart
 from .breaks import BreakReport, watching
 from .explained import ExplainedBucket, ExplainedMemory, ExplainedParameter, ExplainedStep, Explanation
@@ -95,7 +96,8 @@ def _explained(step: Step, profile: HardwareProfile | str | Path | None) -> Expl
 def _markers(step: Step) -> dict[str, Marker]:
     """Each parameter's first, by its name in the plan."""
     graphs = [step.joint.snapshots[-1]] if step.joint is not None else [one.snapshots[0] for one in step.graphs]
-    return {marker.fqn: marker for graph in reversed(graphs) for marker in find_unshards(graph)}
+    found = [marker for graph in reversed(graphs) for marker in find_unshards(graph)]
+    return {marker.fqn: marker for marker in found if whole_of(marker.node) is None}  # else they are its slices
 
 
 def _buckets(step: Step, predicted: Prediction, stage: str, markers: dict[str, Marker]) -> list[ExplainedBucket]:

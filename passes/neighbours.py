@@ -1,0 +1,71 @@
+"""Small units travel with their neighbours, where ``bucketing="neighbours"``: a collective costs what it costs.
+
+    unit              1     2     3     4     5     6           each 0.8 MiB gathered, 8 MiB may travel together
+    as they are       G1    G2    G3    G4    G5    G6
+    neighbours        G1    G2 G3 G4 G5 G6 ...                  the first one is small: nothing stands beside it
+    reductions        ...             R6 R5 R4 R3 R2    R1      and so is the last one
+
+What travels together is one unit to all that follows: its gathers are launched when the group before it begins to
+compute, and what they brought is there for as long as any of them needs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from .layout import NEIGHBOURS, bucket_limits
+from .provenance import Marker
+
+_SHARE_OF_ENDS = 8  # of what may travel together, at the end that nothing hides
+
+
+def with_neighbours(
+    found: Sequence[Marker], place: Callable[[Marker], tuple[object, ...]], small_end: int
+) -> list[Marker]:
+    """The markers of small units with the names of the groups that these travel in, in the order of their places.
+
+    ``small_end`` is 0 where the first group is to be small, -1 where the last one is.
+    """
+    units: dict[str, list[Marker]] = {}
+    for one in found:
+        units.setdefault(one.unit, []).append(one)
+    if not any(one.spec.bucketing == NEIGHBOURS for one in found):
+        return list(found)
+    in_order = sorted(units, key=lambda unit: min(map(place, units[unit])))  # type: ignore[type-var]
+    if small_end:
+        in_order.reverse()
+    groups: list[list[str]] = []
+    room = 0
+    for unit in in_order:
+        num_bytes = sum(one.spec.gather_bytes * one.spec.num_shards for one in units[unit])
+        limit = _limit(units[unit])
+        if groups and num_bytes <= room:
+            groups[-1].append(unit)
+        else:
+            room = limit if groups else limit // _SHARE_OF_ENDS
+            groups.append([unit])
+        room -= num_bytes
+    if small_end:
+        groups = [group[::-1] for group in reversed(groups)]
+    return [
+        dataclasses.replace(
+            one, unit=_called(group), spec=dataclasses.replace(one.spec, order=number * _MOST + one.spec.order)
+        )
+        for group in groups
+        for number, unit in enumerate(group)
+        for one in units[unit]
+    ]
+
+
+_MOST = 1 << 20  # parameters of a unit: those of one stand together in a bucket
+
+
+def _limit(members: Sequence[Marker]) -> int:
+    """Bytes that may travel with these; none where one of them is to travel otherwise."""
+    asked = all(one.spec.bucketing == NEIGHBOURS for one in members)
+    return bucket_limits(members[0].spec.backend).neighbours_bytes if asked else 0
+
+
+def _called(group: Sequence[str]) -> str:
+    return group[0] if len(group) == 1 else f"{group[0]} to {group[-1].rpartition(':')[2]}"

@@ -1,0 +1,225 @@
+"""Within a byte budget, slices of parameters that the ranks of a node gather from in backward."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from fsdp_compile import configure, inspect
+from fsdp_compile.core.unit import units_in
+from fsdp_compile.graph.install import manager
+from fsdp_compile.passes import Group, Plan
+from fsdp_compile.passes.provenance import annotate, find_unshards, settle_names
+from fsdp_compile.passes.residency import AGAIN, KEPT, SLICED, choose
+from fsdp_compile.passes.residents import SLICES, residents_of, slices_of
+from fsdp_compile.passes.slices import keep_slice
+from fsdp_compile.passes.trial import trial_of
+from tests.comparing import batches, train_and_compare
+from tests.models import Stack, pair, shard
+from tests.ranks import Ranks
+from tests.test_budget import _observer
+from tests.test_cost import TOY
+from tests.test_passes import Builder, spec
+from tests.test_route import NUM_STEPS, Case, _tokens, train
+
+aten = torch.ops.aten
+KIB = 1 << 10
+
+# Two ranks a node; what goes to another node takes so long that nothing hides it.
+NODES = dataclasses.replace(TOY, ranks_per_node=2, between=dataclasses.replace(TOY.between, latency_s=1e-3, bytes_per_s=1e8))
+GROUPS = {"g": Group(4, 2), "node": Group(2, 2)}
+READ = tuple(f"{layer}.weight" for layer in range(1, 8))  # by gradients
+
+
+def products(num: int = 8, rows: int = 8) -> fx.Graph:
+    """y = x @ w0 @ w1 @ ... on four ranks. Each weight is 16 KiB, its shard 4, a slice of it for two ranks 8."""
+    b = Builder()
+    shards = [b.input(f"primals_{layer + 1}", 16, 64) for layer in range(num)]
+    x, grad = b.input(f"primals_{num + 1}", rows, 64), b.input("tangents_1", rows, 64)
+    its = spec("weight", (64, 64), num_shards=4, local_length=16, inner_shards=2, inner_group="node", inner_offered=True)
+    weights, ys = [], [x]
+    for layer, shard_of in enumerate(shards):
+        weights.append(b.unshard(shard_of, its, str(layer)))
+        ys.append(b.call(aten.mm.default, ys[-1], weights[-1]))
+    grads: list[fx.Node] = []
+    for layer in reversed(range(num)):
+        of_weight = b.call(aten.mm.default, b.call(aten.t.default, ys[layer]), grad)
+        if layer:
+            grad = b.call(aten.mm.default, grad, b.call(aten.t.default, weights[layer]))
+        grads.insert(0, b.reduce(of_weight, its, of=weights[layer]))
+    graph = b.output(ys[-1], *grads, None)  # type: ignore[arg-type]
+    annotate(graph)
+    settle_names(graph)
+    return graph
+
+
+def test_a_trial_with_slices_holds_them_and_gathers_among_few() -> None:
+    again, sliced = (trial_of(products(3), (), NODES, GROUPS, sliced=which) for which in ((), READ[:2]))
+    assert len(sliced.forward.graph.find_nodes(op="call_function", target=keep_slice)) == 0  # lowered
+    assert sliced.plan.slices == READ[:2] and again.plan.slices == ()
+    assert [bucket.num_ranks for bucket in sliced.plan.backward.gathers] == [2, 2]
+    assert [bucket.num_ranks for bucket in again.plan.backward.gathers] == [4, 4]
+    assert [bucket.fqns for bucket in sliced.plan.backward.gathers] == [("2.weight",), ("1.weight",)]
+    # When forward ends two slices are there that were not.
+    assert sliced.forward.live_bytes[-1] - again.forward.live_bytes[-1] == 2 * 8 * KIB
+    assert sliced.seconds < again.seconds
+
+
+def test_what_a_slice_is_worth_is_what_the_shorter_gather_saves() -> None:
+    graph = products(3)
+    again = trial_of(graph, (), NODES, GROUPS)
+    offers = {one.fqn: one.spec for one in find_unshards(graph)}
+    found = slices_of(again, residents_of(again), offers, NODES, GROUPS)
+    assert [(one.fqns, one.num_bytes, one.kind) for one in found] == [
+        (("2.weight",), 8 * KIB, SLICES), (("1.weight",), 8 * KIB, SLICES)
+    ]  # fmt: skip
+    kept = [trial_of(graph, (), NODES, GROUPS, sliced=one.fqns).seconds for one in found]
+    assert [one.saved_s for one in found] == pytest.approx([again.seconds - seconds for seconds in kept], rel=0.05)
+
+
+def test_each_budget_has_the_fastest_that_fits() -> None:
+    graph = products()
+    peaks = {
+        name: trial_of(graph, kept, NODES, GROUPS, sliced=sliced).peak_bytes
+        for name, kept, sliced in [(AGAIN, (), ()), (SLICED, (), READ), (KEPT, READ, ())]
+    }
+    assert peaks[AGAIN] < peaks[SLICED] < peaks[KEPT]
+    found = [choose(graph, lambda _, peak=peak: peak, NODES, GROUPS)[0].trial for peak in peaks.values()]
+    assert [len(one.sliced) for one in found] == [0, 7, 0] and len(found[2].kept) == 7
+    assert all(one.peak_bytes <= peak for one, peak in zip(found, peaks.values()))
+    assert found[0].seconds > found[1].seconds > found[2].seconds
+
+
+def test_where_all_ranks_are_on_a_node_nothing_is_offered(fake_group_of_four: None) -> None:
+    model = shard(Stack(2))
+    for profile, size in ((NODES, 2), (TOY, None), (dataclasses.replace(NODES, ranks_per_node=3), None)):
+        configure(model, memory_budget="1GiB", profile=profile)
+        offered = [unit.may_slice for unit in units_in(model)]
+        assert [one and one.num_shards for one in offered] == [size] * 3
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+TOKENS = torch.arange(10).view(2, 5)
+
+
+def budget_of(model: Any, batch: Tensor) -> int:
+    """What keeping slices of everything takes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nothing fits into a byte
+        configure(model, memory_budget=1, profile=NODES)
+        with inspect(model) as report:
+            torch.compile(model, backend="aot_eager", fullgraph=True)(batch).sum().backward()
+    torch._dynamo.reset()
+    model.zero_grad()
+    choice = report.joint.plan.choice
+    assert choice is not None
+    return next(one.peak_bytes for one in (choice.chosen, *choice.lost) if one.name == SLICED)
+
+
+def planned(model: Any, **options: Any) -> tuple[Plan, str]:
+    torch._dynamo.reset()
+    configure(model, **options)
+    with inspect(model) as report:
+        torch.compile(model, backend="aot_eager", fullgraph=True)(TOKENS).sum().backward()
+    return report.joint.plan, str(report)
+
+
+def test_the_plan_names_its_slices_and_comes_back(fake_group_of_four: None) -> None:
+    model = shard(Stack(6))
+    plan, text = planned(model, memory_budget=budget_of(model, TOKENS), profile=NODES)
+    assert {"layers.0.up.weight", "layers.1.down.weight"} <= {*plan.slices}
+    assert Plan.from_json(plan.to_json()) == plan == Plan.unpacked(plan.packed())
+    assert "memory budget; from the slices that are kept" in text
+    assert plan.choice is not None and f"{len(plan.slices)} sliced" in str(plan.choice)
+    given, _ = planned(model, plan=plan)
+    assert given.id == plan.id
+    other = shard(Stack(6))  # that had no budget: the plan says how many ranks
+    given, _ = planned(other, plan=plan)
+    assert given.id == plan.id
+
+
+def test_a_slice_may_be_taken_out_of_a_plan_and_not_put_where_no_group_is(fake_group_of_four: None) -> None:
+    model = shard(Stack(6))
+    plan, _ = planned(model, memory_budget=budget_of(model, TOKENS), profile=NODES)
+    fewer = dataclasses.replace(plan, slices=tuple(fqn for fqn in plan.slices if "layers.0" not in fqn))
+    followed, _ = planned(model, plan=fewer)
+    assert followed.slices == fewer.slices and followed.backward is not None
+    ranks = {fqn: bucket.num_ranks for bucket in followed.backward.gathers for fqn in bucket.fqns}
+    assert (ranks["layers.0.up.weight"], ranks["layers.1.up.weight"]) == (4, 2)
+    without, _ = planned(shard(Stack(2)), memory_budget="1GiB")
+    with pytest.raises(Exception, match=r"keeps slices of layers\.0\.up\.weight, and the ranks .* no groups for that"):
+        planned(shard(Stack(2)), plan=dataclasses.replace(without, slices=("layers.0.up.weight",)))
+
+
+def test_a_budget_that_is_taken_back_leaves_no_slices(fake_group_of_four: None) -> None:
+    model = shard(Stack(6), reshard_after_forward=True)
+    before, _ = planned(model)
+    plan, _ = planned(model, memory_budget=budget_of(model, TOKENS), profile=NODES)
+    after, _ = planned(model, memory_budget=None)
+    assert plan.slices and after.id == before.id
+
+
+def _trained(backend: str) -> tuple[Plan, list[int]]:
+    unsharded, model = pair(make=lambda: Stack(6), reshard_after_forward=True)
+    configure(model, memory_budget=budget_of(model, batches(0)[dist.get_rank()]), profile=NODES)
+    with inspect(model) as report:
+        train_and_compare(torch.compile(model, backend=backend, fullgraph=True), model, unsharded)
+    backward = report.joint.plan.backward
+    assert backward is not None
+    return report.joint.plan, [bucket.num_ranks for bucket in backward.gathers]
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param("aot_eager", marks=pytest.mark.slow), pytest.param("inductor", marks=pytest.mark.more)]
+)
+def test_slices_train_like_the_unsharded_model(four_ranks: Ranks, backend: str) -> None:
+    found = four_ranks.run(_trained, backend)
+    assert all(plan.slices == found[0][0].slices and plan.slices for plan, _ in found)
+    assert {*found[0][1]} >= {2}
+
+
+def _eagerly(how: str, backend: str, tied: bool = False) -> list[int]:
+    make = partial(Stack, 6, tied=tied)
+    model = shard(make(), reshard_after_forward=True)
+    budget = budget_of(model, _tokens(0, 0))
+    plans: list[Plan] = []
+    observe = _observer(plans)
+    manager.observers.append(observe)
+    try:
+        counts = train(
+            Case(
+                make, how=how, backend=backend, budget=budget, profile=NODES, options={"reshard_after_forward": True}
+            )
+        )
+    finally:
+        manager.observers.remove(observe)
+    assert all(plan.slices for plan in plans)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [
+        pytest.param("stance", "passes", marks=pytest.mark.more),
+        pytest.param("never", "passes", marks=pytest.mark.slow),
+        pytest.param("limit", "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_runs_eagerly_keeps_and_gathers_slices_too(four_ranks: Ranks, how: str, backend: str) -> None:
+    counts = four_ranks.run(_eagerly, how, backend)
+    assert max(counts[1]) > max(counts[0]) and len(counts[0]) == NUM_STEPS
+
+
+@pytest.mark.slow
+def test_it_does_where_embeddings_are_tied(four_ranks: Ranks) -> None:
+    counts = four_ranks.run(_eagerly, "stance", "passes", True)
+    assert max(counts[1]) > max(counts[0])

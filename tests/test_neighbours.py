@@ -1,0 +1,137 @@
+"""Small units that travel together: which, in which order, and that nothing but the collectives changes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_compile import configure, explain, inspect
+from fsdp_compile.passes import Plan, layout
+from fsdp_compile.passes.layout import BucketLimits
+from tests.comparing import train_and_compare
+from tests.compiling import passes
+from tests.models import Stack, pair, shard
+from tests.ranks import Ranks
+from tests.test_route import NUM_STEPS, Case, train
+
+TOKENS = torch.arange(10).view(2, 5)
+# Of a layer of the model here 9.4 KiB are gathered, of its embedding 2 and of its head 2.1.
+KIB = 1 << 10
+
+
+def planned(model: nn.Module, batch: Tensor = TOKENS, backend: Any = "aot_eager") -> Plan:
+    torch._dynamo.reset()
+    with inspect(model) as report:
+        torch.compile(model, backend=backend, fullgraph=True)(batch).sum().backward()
+    model.zero_grad()
+    return report.joint.plan
+
+
+def together(num_bytes: int) -> Any:
+    """Units travel together up to so many bytes."""
+    return {"gloo": BucketLimits(256 << 10, 4 << 20, num_bytes), "nccl": BucketLimits(16 << 20, 128 << 20, num_bytes)}
+
+
+def units_of(plan: Plan | None, of: str = "gathers") -> list[str]:
+    assert plan is not None
+    return [bucket.unit for bucket in getattr(plan, of)]
+
+
+def test_small_units_travel_together_but_for_what_nothing_hides(
+    fake_group_of_four: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shard(Stack(6), reshard_after_forward=True)
+    apart = planned(model)
+    configure(model, bucketing="neighbours")
+    monkeypatch.setattr(layout, "_LIMITS", together(24 * KIB))
+    plan = planned(model)
+    sizes = {unit: 0 for unit in units_of(plan.forward)}
+    for bucket in plan.forward.gathers:  # type: ignore[union-attr]
+        sizes[bucket.unit] += bucket.num_bytes * bucket.num_ranks
+    assert len(units_of(apart.forward)) > len(sizes) > 2
+    assert max(sizes.values()) <= 24 * KIB
+    assert len(units_of(apart.backward)) > len(units_of(plan.backward))
+    reduces = units_of(plan.backward, "reduces")
+    assert " to " in reduces[0] and " to " not in reduces[-1]  # the last one is a unit alone
+    assert {*apart.regather} == {*plan.regather} and apart.again == plan.again
+    everything = sorted(fqn for bucket in plan.backward.reduces for fqn in bucket.fqns)  # type: ignore[union-attr]
+    assert everything == sorted(fqn for bucket in apart.backward.reduces for fqn in bucket.fqns)  # type: ignore[union-attr]
+
+
+def test_members_of_a_unit_stand_together_in_the_order_of_the_model(fake_group_of_four: None) -> None:
+    model = shard(Stack(3), reshard_after_forward=True)
+    configure(model, bucketing="neighbours")
+    [everything] = [bucket.fqns for bucket in planned(model).forward.gathers]  # type: ignore[union-attr]
+    assert [fqn.split(".")[1] for fqn in everything if fqn.startswith("layers")] == [*"000000111111222222"]
+
+
+def test_large_units_have_no_neighbours(fake_group_of_four: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shard(Stack(3), reshard_after_forward=True)
+    apart = planned(model)
+    configure(model, bucketing="neighbours")
+    monkeypatch.setattr(layout, "_LIMITS", together(4))
+    plan = planned(model)
+    assert (units_of(plan.forward), units_of(plan.backward)) == (units_of(apart.forward), units_of(apart.backward))
+
+
+def _trained(backend: Any, tied: bool) -> Plan:
+    with mock.patch.object(layout, "_LIMITS", together(24 * KIB)):
+        return _trained_together(backend, tied)
+
+
+def _trained_together(backend: Any, tied: bool) -> Plan:
+    unsharded, model = pair(make=lambda: Stack(3, tied=tied), reshard_after_forward=True)
+    configure(model, bucketing="neighbours")
+    with inspect(model) as report:
+        train_and_compare(torch.compile(model, backend=backend, fullgraph=True), model, unsharded)
+    return report.joint.plan
+
+
+@pytest.mark.parametrize(
+    ("backend", "tied"),
+    [
+        ("aot_eager", False),
+        pytest.param("inductor", False, marks=[pytest.mark.more, pytest.mark.compat]),
+        pytest.param("inductor", True, marks=pytest.mark.more),
+    ],
+)
+def test_they_train_like_the_unsharded_model(two_ranks: Ranks, backend: str, tied: bool) -> None:
+    here, there = two_ranks.run(_trained, backend, tied)
+    assert here == there
+    assert here.backward is not None and 1 < len(here.backward.reduces) < 4
+
+
+def _eagerly(how: str, backend: str) -> list[int]:
+    with mock.patch.object(layout, "_LIMITS", together(24 * KIB)):
+        return train(Case(partial(Stack, 3), how=how, backend=backend, bucketing="neighbours"))
+
+
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [
+        ("stance", "passes"),
+        pytest.param("never", "passes", marks=pytest.mark.more),
+        pytest.param("limit", "inductor", marks=pytest.mark.more),
+    ],
+)
+def test_a_rank_that_runs_eagerly_has_the_same_travel_together(two_ranks: Ranks, how: str, backend: str) -> None:
+    counts = two_ranks.run(_eagerly, how, backend)
+    assert max(counts[1]) > max(counts[0]) and len(counts[0]) == NUM_STEPS
+
+
+def test_explain_says_where_units_could_travel_together(fake_group_of_four: None) -> None:
+    torch._dynamo.reset()
+    model = shard(Stack(2), reshard_after_forward=True)
+    found = explain(torch.compile(model, backend=passes, fullgraph=True), TOKENS)
+    said = [one.apart for one in found.buckets if "another unit" in one.apart]
+    assert said and all(words.endswith(", which bucketing='neighbours' allows") for words in said)
+    wide = shard(Stack(2, dim=1024), reshard_after_forward=True)
+    torch._dynamo.reset()
+    found = explain(torch.compile(wide, backend=passes, fullgraph=True), TOKENS)
+    of_layers = [one.apart for one in found.buckets if "layers.0.down.weight" in one.launch.fqns and one.stage == "forward"]
+    assert of_layers and all("neighbours" not in words for words in of_layers)
