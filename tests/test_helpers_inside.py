@@ -222,7 +222,8 @@ def _gradients_that_would_be_lost() -> None:
     with full_params(model), pytest.raises(RuntimeError, match=r"first\.weight is a full parameter.*Leave that block"):
         clip_grad_norm_(model, 0.1)
     unchanged()
-    for given in (model, shards):  # one rank would wait for the other
+    both: list[Any] = [model, shards]
+    for given in both:  # one rank would wait for the other
         with full_params(model, writeback=False, rank0_only=True), pytest.raises(RuntimeError, match="Leave that block"):
             clip_grad_norm_(given, 0.1)
     with full_params(model, with_grads=True), pytest.raises(RuntimeError, match="will be the shard's"):

@@ -232,7 +232,7 @@ def test_a_folder_is_written_over_and_what_is_not_of_it_stays(two_ranks: Ranks, 
 
 
 def _mapped_by_class(folder: str) -> None:
-    theirs = {
+    theirs: dict[str, Any] = {
         "neox": transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**_NEOX)),
         "vit": transformers.ViTForImageClassification(transformers.ViTConfig(**_VIT)),
     }
