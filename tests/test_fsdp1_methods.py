@@ -88,23 +88,50 @@ def test_full_parameters_are_seen_and_written(two_ranks: Ranks, strategy: Shardi
     two_ranks.run(check_summoned, strategy, backend)
 
 
-def check_partly_summoned() -> list[set[str]]:
-    _, model = pair_of()
+def check_partly_summoned() -> set[str]:
+    unsharded, model = pair_of()
 
     def whole() -> set[str]:
-        return {name for name, param in model.named_parameters() if not isinstance(param, DTensor)}
+        """What is full, with the values of the unsharded model."""
+        found = {name: param for name, param in model.named_parameters() if not isinstance(param, DTensor)}
+        for name, param in found.items():
+            torch.testing.assert_close(param.detach(), unsharded.get_parameter(name).detach(), rtol=0, atol=0)
+        return set(found)
+
+    def add(number: float, names: set[str]) -> None:
+        with torch.no_grad():
+            for name in names:
+                model.get_parameter(name).add_(number)
+                unsharded.get_parameter(name).add_(number)
+
+    def same_shards() -> None:
+        assert whole() == set()
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(full(param).detach(), unsharded.get_parameter(name).detach(), rtol=0, atol=0)
 
     with OURS.summon_full_params(model, recurse=False):
         assert whole() == {"embed.weight", "norm.weight", "norm.bias", "head.weight"}
+        add(1.0, whole())
+    same_shards()
     with OURS.summon_full_params(model.layers[1]):
         assert whole() == {f"layers.1.{name}" for name, _ in Block().named_parameters()}
+        add(2.0, whole())
+    same_shards()
     with OURS.summon_full_params(nn.Sequential(model.module.layers), offload_to_cpu=True):
         assert len(whole()) == 12 and model.layers[0].up.weight.device.type == "cpu"
+        add(3.0, whole())
+    same_shards()
     with pytest.raises(KeyError), OURS.summon_full_params(model):
+        add(4.0, whole())
         raise KeyError
-    assert whole() == set()
+    same_shards()  # what was written before the error is kept, as torch's keeps it
     with OURS.summon_full_params(model, writeback=False, rank0_only=True, offload_to_cpu=True):
-        return whole()
+        there = whole()
+        with torch.no_grad():
+            for name in there:
+                model.get_parameter(name).zero_()
+    same_shards()
+    return there
 
 
 @pytest.mark.compat

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile.fsdp1 import ShardedGradScaler
 from fsdp_compile.fsdp1.wrap import CustomPolicy
-from tests.comparing import full, loss_of, mine
+from tests.comparing import batches, full, loss_of, mine
 from tests.compiling import compiled
 from tests.fsdp1_scripts import OURS, THEIRS, is_block, silenced, under_theirs
 from tests.models import Stack
@@ -68,12 +68,18 @@ def check_rekeyed() -> None:
     torch.manual_seed(0)
     unsharded = Stack(1, tied=True)
     plain_optim = optimizer(unsharded, 2)
-    steps(unsharded, plain_optim, range(1))
-    by_number = plain_optim.state_dict()
+    step_of_all_ranks(unsharded, plain_optim, 0)
+    # As if read from a file: load_state_dict takes tensors as they are, and the plain optimizer trains on below.
+    by_number = copy.deepcopy(plain_optim.state_dict())
+    expected = {name: copy.deepcopy(plain_optim.state[param]) for name, param in unsharded.named_parameters()}
+    assert len({state["exp_avg"].sum().item() for state in expected.values()}) == len(expected), "no two are alike"
+    groups = [{*map(id, group["params"])} for group in plain_optim.param_groups]
     for model, fsdp in ((made(OURS, 0), OURS), (made(under_theirs, 0), THEIRS)):
         optim = optimizer(model, 2)
         named = fsdp.rekey_optim_state_dict(by_number, OptimStateKeyType.PARAM_NAME, unsharded, optim=plain_optim)
-        assert set(named["state"]) == {name for name, _ in unsharded.named_parameters()}
+        same_values(named["state"], expected)
+        for group, ids in zip(named["param_groups"], groups):
+            assert {id(unsharded.get_parameter(name)) for name in group["params"]} == ids
         again = fsdp.rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, unsharded, optim=plain_optim)
         same_state(again, by_number)
         mixed = {"state": {0: {}, "embed.weight": {}}, "param_groups": []}
@@ -81,18 +87,39 @@ def check_rekeyed() -> None:
             fsdp.rekey_optim_state_dict(mixed, OptimStateKeyType.PARAM_ID, model, optim=optim)
     assert OURS.rekey_optim_state_dict(named, OptimStateKeyType.PARAM_NAME, unsharded, optim=plain_optim) is named
     # A checkpoint of a model that was never sharded goes on under ours.
-    model = made(OURS, 0)
+    model = made(OURS, 1)
     optim = optimizer(model, 2)
+    for group in optim.param_groups:
+        group["lr"] = 9.0  # not what was saved
     model.load_state_dict(unsharded.state_dict())
     optim.load_state_dict(OURS.optim_state_dict_to_load(model, optim, named))
-    same_state({**OURS.rekey_optim_state_dict(optim.state_dict(), OptimStateKeyType.PARAM_NAME, model, optim=optim)}, {
-        "param_groups": OURS.optim_state_dict(model, optim)["param_groups"], "state": whole_as_sharded(model, optim, named)
-    })  # fmt: skip
+    same_values({name: optim.state[param] for name, param in model.named_parameters()}, expected)
+    for ours, group in zip(optim.param_groups, plain_optim.param_groups, strict=True):
+        assert ours["lr"] == group["lr"]
+        names = [name for name, param in model.named_parameters() if any(param is one for one in ours["params"])]
+        assert {id(unsharded.get_parameter(name)) for name in names} == {*map(id, group["params"])}
+    run_on_all_ranks = steps(model, optim, range(1, 3))
+    alone = [step_of_all_ranks(unsharded, plain_optim, number) for number in (1, 2)]
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(full(param).detach(), unsharded.get_parameter(name).detach(), msg=name)
+    torch.testing.assert_close(run_on_all_ranks, [losses[dist.get_rank()] for losses in alone])
 
 
-def whole_as_sharded(model: Any, optim: Any, named: Any) -> Any:
-    loadable = OURS.optim_state_dict_to_load(model, optim, named, is_named_optimizer=True)
-    return loadable["state"]
+def same_values(given: Any, expected: Any) -> None:
+    """Of states by name, which may be sharded or not."""
+    assert set(given) == set(expected)
+    for name, entries in expected.items():
+        assert set(given[name]) == set(entries)
+        for key, value in entries.items():
+            torch.testing.assert_close(full(given[name][key]), value, rtol=0, atol=0)
+
+
+def step_of_all_ranks(unsharded: Any, optim: Any, number: int) -> list[float]:
+    losses = [loss_of(unsharded(batch)) for batch in batches(number)]
+    torch.stack(losses).mean().backward()
+    optim.step()
+    optim.zero_grad()
+    return [float(loss) for loss in losses]
 
 
 def test_numbers_become_names_and_names_numbers(two_ranks: Ranks) -> None:

@@ -111,23 +111,34 @@ def test_whole_state_dicts_go_to_and_from_torchs_fsdp1_and_plain_models(two_rank
     two_ranks.run(check_crossed)
 
 
-def check_configured() -> list[int]:
+def check_configured() -> list[str]:
+    torch.manual_seed(0)
+    expected = small().state_dict()
     model = made(OURS, 0)
     with OURS.state_dict_type(model, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
         first = model.state_dict()
+    for name, value in first.items():
+        equal(value, expected[name])
     around = nn.ModuleDict({"model": model, "beside": nn.Linear(2, 2)})
     with OURS.state_dict_type(around, SHARDED, ShardedStateDictConfig(offload_to_cpu=True)):
         state = around.state_dict()
-        assert [name for name in state if "wrapped" in name] == []
-        assert isinstance(state["model.layers.0.up.weight"], DTensor) and "beside.weight" in state
-        around.load_state_dict(state)
-    return [len(first)]
+        assert list(state) == [*(f"model.{name}" for name in expected), "beside.weight", "beside.bias"]
+        for name in expected:
+            assert isinstance(state[f"model.{name}"], DTensor)
+            equal(state[f"model.{name}"], expected[name])
+        beside = state["beside.weight"].clone()
+        around.load_state_dict({name: value * 3 for name, value in state.items()})
+        equal(around["beside"].weight, beside * 3)
+    for name, value in model.state_dict().items():  # FULL again, on every rank
+        assert not isinstance(value, DTensor)
+        equal(value, expected[name] * 3)
+    return list(first)
 
 
 @pytest.mark.compat
 def test_rank_0_alone_may_get_it(two_ranks: Ranks) -> None:
     """Others get nothing; and a module that is not wrapped passes wrapped ones' state on."""
-    assert two_ranks.run(check_configured) == [[len(small().state_dict())], [0]]
+    assert two_ranks.run(check_configured) == [list(small().state_dict()), []]
 
 
 def check_buffers() -> None:
@@ -245,20 +256,26 @@ def check_resumed(kind: StateDictType, strategy: ShardingStrategy, backend: str 
     first = made(OURS, 0, sharding_strategy=strategy)
     run, optim = compiled(first, backend), optimizer(first, 2)
     steps(run, optim, range(2))
+    for group in optim.param_groups:  # as a schedule does
+        group["lr"] *= 0.5
     with OURS.state_dict_type(first, kind):
         state, optim_state = first.state_dict(), OURS.optim_state_dict(first, optim)
         # Not what the first one goes on to write to.
         state, optim_state = copy.deepcopy(state), copy.deepcopy(optim_state)
     graphs = num_graphs()
     assert graphs == (backend is not None)
-    uninterrupted = steps(run, optim, range(2, 4))
+    uninterrupted = steps(run, optim, range(2, 5))
+    rates = [group["lr"] for group in optim.param_groups]
     second = made(OURS, 1, sharding_strategy=strategy)
     run, optim = compiled(second, backend), optimizer(second, 2)
     with OURS.state_dict_type(second, kind):
         second.load_state_dict(state)
         loadable = OURS.optim_state_dict_to_load(second, optim, optim_state)
     optim.load_state_dict(loadable)
-    assert steps(run, optim, range(2, 4)) == uninterrupted
+    assert [group["lr"] for group in optim.param_groups] == rates and rates[0] != rates[1]
+    assert steps(run, optim, range(2, 5)) == uninterrupted
+    for ours, param in zip(second.parameters(), first.parameters(), strict=True):
+        equal(ours, param)
     assert num_graphs() == graphs, "saving and loading compile nothing"
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from fsdp_compile import MixedPrecisionPolicy, auto_shard, full_params, materialize
+from fsdp_compile import MixedPrecisionPolicy, auto_shard, clip_grad_norm_, full_params, materialize
 from tests.ranks import Ranks
 
 
@@ -202,6 +202,60 @@ def _plain_for_parallel() -> None:
 
 def test_a_plain_tensor_may_be_put_in_the_place_of_a_parallel_one(two_ranks: Ranks) -> None:
     two_ranks.run(_plain_for_parallel)
+
+
+def _trained() -> tuple[Net, Any]:
+    torch.manual_seed(0)
+    model = auto_shard(Net(), Block)
+    model(X).pow(2).mean().backward()
+    return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def _gradients_that_would_be_lost() -> None:
+    model, optim = _trained()
+    shards = list(model.parameters())
+    before = [full(param.grad).clone() for param in shards]  # type: ignore[arg-type]
+
+    def unchanged() -> None:
+        assert all(torch.equal(full(param.grad), grad) for param, grad in zip(shards, before))  # type: ignore[arg-type]
+
+    with full_params(model), pytest.raises(RuntimeError, match=r"first\.weight is a full parameter.*Leave that block"):
+        clip_grad_norm_(model, 0.1)
+    unchanged()
+    both: list[Any] = [model, shards]
+    for given in both:  # one rank would wait for the other
+        with full_params(model, writeback=False, rank0_only=True), pytest.raises(RuntimeError, match="Leave that block"):
+            clip_grad_norm_(given, 0.1)
+    with full_params(model, with_grads=True), pytest.raises(RuntimeError, match="will be the shard's"):
+        clip_grad_norm_(shards, 0.1)
+    unchanged()
+    for set_to_none in (True, False):
+        model, optim = _trained()
+        words = r"or its gradient was written to .* zero_grad there"
+        with pytest.raises(RuntimeError, match=words), full_params(model, with_grads=True):
+            optim.zero_grad(set_to_none=set_to_none)
+        left = [param.grad for param in model.parameters()]
+        assert all(grad is None if set_to_none else not full(grad).any() for grad in left)  # type: ignore[arg-type]
+
+    # What lasts is done: full gradients that are written back, shards outside, and zero_grad where none are full.
+    model, optim = _trained()
+    unsharded = [nn.Parameter(grad.clone()) for grad in before]
+    for param, grad in zip(unsharded, before):
+        param.grad = grad.clone()
+    expected = nn.utils.clip_grad_norm_(unsharded, 0.1)
+    with full_params(model, with_grads=True):
+        torch.testing.assert_close(clip_grad_norm_(model, 0.1), expected)
+    for param, clipped in zip(model.parameters(), unsharded):
+        torch.testing.assert_close(full(param.grad), clipped.grad)  # type: ignore[arg-type]
+    with full_params(model):
+        optim.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+    model(X).pow(2).mean().backward()
+    torch.testing.assert_close(clip_grad_norm_(model, 0.1), expected)
+
+
+def test_gradients_are_not_clipped_or_dropped_where_it_would_be_lost(two_ranks: Ranks) -> None:
+    two_ranks.run(_gradients_that_would_be_lost)
 
 
 def test_a_module_is_no_policy(fake_group_of_four: None) -> None:

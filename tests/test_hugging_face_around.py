@@ -231,6 +231,66 @@ def test_a_folder_is_written_over_and_what_is_not_of_it_stays(two_ranks: Ranks, 
     two_ranks.run(_over_what_was_there, str(tmp_path))
 
 
+def _mapped_by_class(folder: str) -> None:
+    theirs: dict[str, Any] = {
+        "neox": transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**_NEOX)),
+        "vit": transformers.ViTForImageClassification(transformers.ViTConfig(**_VIT)),
+    }
+    if dist.get_rank() == 0:
+        for name, one in theirs.items():
+            one.save_pretrained(f"{folder}/{name}")
+    dist.barrier()
+    with torch.device("meta"):
+        neox = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**_NEOX))
+        vit = transformers.ViTModel(transformers.ViTConfig(**_VIT), add_pooling_layer=False)
+    load_pretrained(fsdp_compile.auto_shard(neox), f"{folder}/neox")
+    expected = read(f"{folder}/neox", transformers.GPTNeoXForCausalLM)
+    assert_same_values(neox, expected)
+    load_pretrained(fsdp_compile.auto_shard(vit), f"{folder}/vit", strict=False)  # it has a classifier besides
+    assert_same_values(vit, transformers.ViTModel.from_pretrained(f"{folder}/vit", add_pooling_layer=False))
+    save_pretrained(neox, f"{folder}/ours")
+    assert File(Path(folder, "ours/model.safetensors")).entries.keys() == File(Path(folder, "neox/model.safetensors")).entries.keys()
+    assert_same_values(read(f"{folder}/ours", transformers.GPTNeoXForCausalLM), expected)
+
+
+_SMALL = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 42}
+_NEOX = {**_SMALL, "vocab_size": 37, "max_position_embeddings": 32}
+_VIT = {**_SMALL, "image_size": 16, "patch_size": 8}
+
+
+def test_names_that_transformers_maps_by_class_are_those_of_the_class_that_was_sharded(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    two_ranks.run(_mapped_by_class, str(tmp_path))
+
+
+def _generates_as_before(folder: str) -> None:
+    given(folder)
+    path = Path(folder, "theirs")
+    said = transformers.GenerationConfig(do_sample=True, temperature=0.3, eos_token_id=[5, 7])
+    if dist.get_rank() == 0:
+        said.save_pretrained(path)
+    dist.barrier()
+    model = load_pretrained(sharded(on_meta("llama"), "llama"), path)
+    expected = read(str(path)).generation_config
+    assert expected.temperature == 0.3 and model.generation_config == expected
+    save_pretrained(model, path)
+    again = read(str(path)).generation_config
+    assert (again.do_sample, again.temperature, again.eos_token_id) == (True, 0.3, [5, 7])
+
+
+def test_how_a_folders_model_generates_is_read_and_not_written_over(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(_generates_as_before, str(tmp_path))
+
+
+def test_a_file_or_a_name_of_the_hub_in_a_folders_place(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(NotADirectoryError, match=r"model\.safetensors is a file\. Pass the folder"):
+        load_pretrained(nn.Linear(2, 2), tmp_path / "model.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"no folder org/model\. .*snapshot_download"):
+        load_pretrained(nn.Linear(2, 2), "org/model")
+
+
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     names = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
     for name in names:
@@ -251,8 +311,8 @@ def _one_rank_fails(folder: str) -> None:
     model = sharded(made("llama", seed=1), "llama")
     path = f"{folder}/theirs" if rank == 0 else f"{folder}/elsewhere"
     error, words = [
-        (RuntimeError, r"load_pretrained: rank 1 raised FileNotFoundError: .*elsewhere has neither"),
-        (FileNotFoundError, "elsewhere has neither"),
+        (RuntimeError, r"load_pretrained: rank 1 raised FileNotFoundError: There is no folder .*elsewhere\."),
+        (FileNotFoundError, r"There is no folder .*elsewhere\. .*snapshot_download"),
     ][rank]
     began = time.monotonic()
     with pytest.raises(error, match=words):

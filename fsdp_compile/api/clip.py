@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dtensors
+from .full_params import require_lasting_grads
 
 
 def clip_grad_norm_(
@@ -78,6 +79,7 @@ def clip_grad_norm(
     norm_type = _positive("norm_type", norm_type, "above 0, or inf")
     max_norm = _positive("max_norm", max_norm, "from 0 on")
     params = list(dict.fromkeys(params))
+    require_lasting_grads(params)
     for param in params:
         if isinstance(param.grad, DTensor) and any(one.is_partial() for one in param.grad.placements):
             param.grad = param.grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]

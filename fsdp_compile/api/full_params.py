@@ -77,6 +77,31 @@ def require_shards(units: Iterable[Unit]) -> None:
                 )
 
 
+# Of tensors that are there while full parameters are, by their ids: where their gradients must not be clipped, and why.
+_NOT_TO_CLIP: dict[int, str] = {}
+
+
+def require_lasting_grads(params: Iterable[Tensor]) -> None:
+    """Raise where full parameters are in the shards' places, and what is done to these gradients would be lost."""
+    for param in params:
+        if id(param) in _NOT_TO_CLIP:
+            raise RuntimeError(f"clip_grad_norm_: {_NOT_TO_CLIP[id(param)]}")
+
+
+def _said_of_grads(swapped: list[_Swapped], writeback: bool, rank0_only: bool, with_grads: bool) -> dict[int, str]:
+    """What ``_NOT_TO_CLIP`` says while these are there."""
+    said: dict[int, str] = {}
+    for one in swapped:
+        leave = f"{one.name} is a full parameter now, by full_params or summon_full_params"
+        if rank0_only or not with_grads:
+            said[id(one.full)] = f"{leave}, without the gradient that the shard has. Leave that block first."
+        if rank0_only:
+            said[id(one.shard)] = f"{leave}, on one rank alone. Leave that block first."
+        elif with_grads and writeback:
+            said[id(one.shard)] = f"{leave}, and its gradient will be the shard's. Leave that block first."
+    return said
+
+
 @contextmanager
 def full_params(
     model: nn.Module,
@@ -93,7 +118,8 @@ def full_params(
     **rank0_only** all but the first rank of a mesh (of each replica) keep their shards, so nothing can be written.
     **offload_to_cpu** they are copies on the CPU. **with_grads** ``.grad`` is full, too, and what is written to it is
     kept. Every rank enters and leaves it. A forward may run inside, a backward raises: no gradient would reach a shard.
-    So does an optimizer that was made outside and steps inside, since what it did would be lost.
+    So does an optimizer that was made outside and steps inside, since what it did would be lost; with gradients, its
+    ``zero_grad`` too; and ``clip_grad_norm_`` where it would not reach the shards' gradients.
     """
     units = units_in(model) if recurse else [unit for unit in (unit_of(model),) if unit is not None]
     if not units:
@@ -125,22 +151,29 @@ def swapped_in(
     if with_grads:
         _require_grads_everywhere(owners)
     swapped: list[_Swapped] = []
+    said: dict[int, str] = {}
     try:
         for param, unit in owners.items():
             full = _full_parameter(unit, param, offload_to_cpu, with_grads)
-            swapped.append(_Swapped(unit, param, param.param, full))
+            swapped.append(_Swapped(unit, param, param.param, full, with_grads))
             param.is_full = True
             if not rank0_only or _is_first(param):
                 for slot in param.slots:
                     slot.register(full)
+        said = _said_of_grads(swapped, writeback, rank0_only, with_grads)
+        _NOT_TO_CLIP.update(said)
         try:
             yield
         finally:  # an error in the block does not undo what was written before it
+            for one in swapped:  # before any is written to: gradients of a bucket count as one
+                one.look()
             for one in swapped:
                 one.keep(writeback, with_grads)
             if writeback:
                 _require_nothing_stepped(swapped)
     finally:
+        for known in said:
+            _NOT_TO_CLIP.pop(known, None)
         for one in swapped:
             one.param.is_full = False
             for slot in one.param.slots:
@@ -150,23 +183,37 @@ def swapped_in(
 class _Swapped:
     """A shard, and the full parameter in its place."""
 
-    def __init__(self, unit: Unit, param: ShardedParam, shard: nn.Parameter, full: nn.Parameter) -> None:
+    def __init__(
+        self, unit: Unit, param: ShardedParam, shard: nn.Parameter, full: nn.Parameter, with_grads: bool
+    ) -> None:
         self.stepped = False
         self.unit, self.param, self.shard, self.full = unit, param, shard, full
+        self.grad = shard.grad if with_grads else None  # which is held, so that no other one has its id
+        self.with_grads = with_grads
         self.version = self._version()
 
     def _version(self) -> tuple[int, ...]:
-        """How often the shard, or what it holds, was written to: an optimizer's step counts for the DTensor alone."""
-        both = (self.shard, dtensors.local_tensor(self.shard))  # type: ignore[arg-type]
-        return tuple(one._version for one in both if not one.is_inference())
+        """How often the shard, or what it holds, was written to: an optimizer's step counts for the DTensor alone.
+
+        With gradients theirs too: ``zero_grad`` of an optimizer drops them, or writes zeros.
+        """
+        held: list[Tensor] = [self.shard]
+        if self.with_grads and self.shard.grad is not None:
+            held.append(self.shard.grad)
+        both = [one for tensor in held for one in (tensor, dtensors.local_tensor(tensor))]  # type: ignore[arg-type]
+        same_grad = self.grad is (self.shard.grad if self.with_grads else None)
+        return same_grad, *(one._version for one in both if not one.is_inference())
 
     @property
     def name(self) -> str:
         return f"{self.unit.name}: {self.param.fqn}"
 
+    def look(self) -> None:
+        """See whether the shard was itself written to."""
+        self.stepped = self._version() != self.version
+
     def keep(self, writeback: bool, with_grads: bool) -> None:
         """Have the shard be what the full parameter is now; not one that was itself written to."""
-        self.stepped = self._version() != self.version
         full = self._registered()
         if full is self.shard:  # another rank has the full one
             return
@@ -198,10 +245,11 @@ class _Swapped:
 def _require_nothing_stepped(swapped: list[_Swapped]) -> None:
     stepped = [one.name for one in swapped if one.stepped]
     if stepped:
+        what = "shard or its gradient" if any(one.with_grads for one in swapped) else "shard"
         raise RuntimeError(
-            f"{', '.join(stepped[:3])}{', ...' if len(stepped) > 3 else ''}: the shard was written to while full "
+            f"{', '.join(stepped[:3])}{', ...' if len(stepped) > 3 else ''}: the {what} was written to while full "
             "parameters were there, by an optimizer perhaps, so what was written to them is left out. Step outside of "
-            "full_params, or pass writeback=False."
+            "full_params, and call zero_grad there, or pass writeback=False."
         )
 
 

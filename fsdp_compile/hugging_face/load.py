@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from ..core.unit import original_class, units_in
 from .names import (
     Source,
     adapters_of,
+    as_built,
     may_be_more,
     plain_model,
     plain_names,
@@ -51,17 +52,20 @@ def load_pretrained(
     Names and shapes are those that the model has, as ``from_pretrained`` finds them: with or without the base model's
     prefix, tied weights once, experts one by one. Values are cast to the parameters' dtype.
 
+    How it generates (``generation_config.json``) is read with the weights, where the model has a ``generation_config``.
+
     What is on the meta device gets memory on **device** (by default that of the mesh); of that, what the folder does
     not have is initialized as the model does it: buffers that are not saved, adapters.
 
     **strict** raises where the model has parameters that the folder lacks, or the folder tensors that the model lacks.
     Call it on every rank, which all see the folder; no weights are sent. What one rank raises, all raise.
     """
-    inner = plain_model(model)
+    inner = as_built(plain_model(model))
     with raised_on_all("load_pretrained"):
         require_shards(model, "load weights")
         found = _find(model, Path(folder))
         _check(Path(folder), model, found, strict)
+        generating = _generation_config(plain_model(model), Path(folder))
     adapters = _adapters_on_meta(model)
     there = saved_tensors(model)
     fill_in(model, {id(there[name]) for short in found.shapes for name in found.plain.get(short, ())}, device)
@@ -71,6 +75,8 @@ def load_pretrained(
             for name in found.plain.get(short, ()):
                 _write(tensors[name], sharded.get(id(tensors[name])), value)
     _reset(model, adapters)
+    if generating is not None:
+        plain_model(model).generation_config = generating
     return model
 
 
@@ -95,11 +101,18 @@ def _find(model: nn.Module, folder: Path) -> _Found:
             if name in entries:
                 raise ValueError(f"{name} is in {entries[name].path} and in {path}. Take one of them out.")
             entries[name] = file
-    inner, plain = plain_model(model), plain_names(model, saved_tensors(model))
+    inner, plain = as_built(plain_model(model)), plain_names(model, saved_tensors(model))
     found = sources(inner, plain, entries)
     made = [source.make(lambda one: entries[one].like(one), inner) for source in found]
     shapes = {short: like.shape for some in made for short, like in some.items()}
     return _Found(entries, found, shapes, plain)
+
+
+def _generation_config(model: nn.Module, folder: Path) -> Any:
+    """How the folder's model generates: its config.json, of which the model was made, does not say."""
+    made = getattr(model, "generation_config", None)
+    there = (folder / "generation_config.json").is_file()
+    return type(made).from_pretrained(folder) if there and hasattr(type(made), "from_pretrained") else None
 
 
 def _adapters_on_meta(model: nn.Module) -> list[nn.Module]:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from .._torch_compat import dynamo, fsdp1, modules
 from ..api.full_params import require_idle
 from ..core.param import ShardedParam
-from ..core.unit import WRAPPED, units_in
+from ..core.unit import WRAPPED, original_class, units_in
 
 # What PEFT puts between a module and the weight that a folder has of it; of what it trains, a second copy.
 _BETWEEN = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
@@ -61,6 +61,29 @@ def plain_model(model: nn.Module) -> nn.Module:
         if inner is model:
             return model
         model = inner
+
+
+def as_built(model: nn.Module) -> nn.Module:
+    """The model for transformers to ask for its mappings, which it has by the names of classes.
+
+    FSDPGPTNeoXForCausalLM(WRAPPED: FSDPGPTNeoXModel)     GPTNeoXForCausalLM(GPTNeoXModel), with the same parameters
+    """
+    return _as_built(model, {})
+
+
+def _as_built(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
+    if module in made:
+        return made[module]
+    before = {name: child for name, child in module._modules.items() if child is not None}
+    children = {name: _as_built(plain_model(child), made) for name, child in before.items()}
+    built, kind = module, original_class(module)
+    of_sharded_class = kind is not type(module) and hasattr(module, "config")
+    if of_sharded_class or any(child is not before[name] for name, child in children.items()):
+        built = object.__new__(kind)
+        built.__dict__.update(module.__dict__)
+        built.__dict__["_modules"] = {**module._modules, **children}
+    made[module] = built
+    return built
 
 
 def adapters_of(model: nn.Module) -> dict[str, Any]:

@@ -166,7 +166,14 @@ def files_in(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     if single.exists():
         return [single]
-    there = [path.name for path in sorted(folder.glob("*.bin"))] if folder.is_dir() else []
+    if folder.is_file():
+        raise NotADirectoryError(f"{folder} is a file. Pass the folder that it is in.")
+    if not folder.exists():
+        raise FileNotFoundError(
+            f"There is no folder {folder}. A model of the Hub is downloaded first: "
+            "huggingface_hub.snapshot_download(name) returns its folder."
+        )
+    there = [path.name for path in sorted(folder.glob("*.bin"))]
     old = f" It has {listed(there)}: convert it with from_pretrained and save_pretrained." if there else ""
     raise FileNotFoundError(f"{folder} has neither {single.name} nor {index.name}.{old}")
 

@@ -29,7 +29,16 @@ from ..api.full_params import gathered
 from ..core.param import ShardedParam
 from ..core.unit import original_class
 from ..passes.budget import Budget
-from .names import adapters_of, as_saved, groups_of, plain_model, require_shards, saved_tensors, sharded_params
+from .names import (
+    adapters_of,
+    as_built,
+    as_saved,
+    groups_of,
+    plain_model,
+    require_shards,
+    saved_tensors,
+    sharded_params,
+)
 from .safetensors import Writer, name_of
 from .together import raised_on_all, told
 
@@ -66,7 +75,7 @@ def save_pretrained(
     them, so all of them call it and see the folder. What it held before loads until all is written; then that is put
     in its place, and whoever looks in between finds nothing that loads.
     """
-    path, inner = Path(folder), plain_model(model)
+    path, inner = Path(folder), as_built(plain_model(model))
     with raised_on_all("save_pretrained"):
         _refuse_adapters(model, inner)
         require_shards(model, "save weights")
