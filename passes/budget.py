@@ -115,7 +115,7 @@ def plan_within(budget: Budget, graph: fx.Graph, settled: Settled, budget_id: st
     reduced = sorted(one.fqn for one in find_reduces(graph))
     about = f"{budget_id} {hashlib.sha256(repr(reduced).encode()).hexdigest()[:16]}"
     decision = settled.decision(about, names, ranks, lambda rank: _decide(budget, graph, rank))
-    plan = plan_keeping(graph, decision.keep, decision.recompute, decision.slices)
+    plan = plan_keeping(graph, decision.keep, decision.recompute, decision.slices, decision.lookahead)
     return dataclasses.replace(plan, choice=decision.choice)
 
 
@@ -138,8 +138,10 @@ def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Decision:
             "shorter sequences.",
             stacklevel=2,
         )
-    trial = best.trial
-    return Decision(tuple(sorted(trial.kept)), tuple(sorted(trial.recomputed)), tuple(sorted(trial.sliced)), choice)
+    keep, recompute, sliced = (
+        tuple(sorted(its)) for its in (best.trial.kept, best.trial.recomputed, best.trial.sliced)
+    )
+    return Decision(keep, recompute, sliced, best.trial.plan.lookahead, choice)
 
 
 def device_of(graph: fx.Graph) -> torch.device:

@@ -32,7 +32,7 @@ def fitted(given: Plan, graph: fx.Graph) -> Plan:
     said = [one for one in (*given.keep, *given.regather) if one in needed or one.partition("@")[0] not in needed]
     _require_equal("keeps or regathers", said, needed)
     _require_computable(given.recompute, activations_of(graph))
-    ours = plan_keeping(graph, given.keep, given.recompute, given.slices)
+    ours = plan_keeping(graph, given.keep, given.recompute, given.slices, given.lookahead)
     assert ours.forward is not None and ours.backward is not None
     named, reduced = {one.node: one.fqn for one in unshards}, {one.fqn: one for one in find_reduces(graph)}
     gathered = {one.fqn: one for one in unshards if whole_of(one.node) is None}

@@ -40,7 +40,7 @@ def with_neighbours(
     for unit in in_order:
         num_bytes = sum(one.spec.gather_bytes * one.spec.num_shards for one in units[unit])
         limit = _limit(units[unit])
-        if groups and num_bytes <= room:
+        if groups and limit and num_bytes <= room:
             groups[-1].append(unit)
         else:
             room = limit if groups else limit // _SHARE_OF_ENDS
@@ -62,7 +62,7 @@ _MOST = 1 << 20  # parameters of a unit: those of one stand together in a bucket
 
 
 def _limit(members: Sequence[Marker]) -> int:
-    """Bytes that may travel with these; none where one of them is to travel otherwise."""
+    """Bytes that may travel together with these; none where one of them is to travel otherwise."""
     asked = all(one.spec.bucketing == NEIGHBOURS for one in members)
     return bucket_limits(members[0].spec.backend).neighbours_bytes if asked else 0
 

@@ -47,8 +47,11 @@ AHEAD = "vectors:ahead"  # the unit of those that travel ahead of their own
 Place = tuple[int, int, str]
 
 
-def plan_joint(graph: fx.Graph) -> Plan:
-    """The plan of a step: keep or regather each parameter, as its unit was told, and every launch of both graphs."""
+def plan_joint(graph: fx.Graph, lookahead: int = 1) -> Plan:
+    """The plan of a step: keep or regather each parameter, as its unit was told, and every launch of both graphs.
+
+    Gathers are launched ``lookahead`` units before the one that they are of.
+    """
     unshards, reduces = find_unshards(graph), find_reduces(graph)
     structure = structure_of(graph)
     place = {node: index for index, node in enumerate(graph.nodes)}
@@ -58,6 +61,7 @@ def plan_joint(graph: fx.Graph) -> Plan:
         regather=tuple(one.fqn for one in unshards if one.node not in kept),
         again=tuple(one.fqn for one in unshards if one.node in structure.again),
         keep=tuple(one.fqn for one in unshards if one.node in kept),
+        lookahead=lookahead,
     )
     if compat.partitioner_has_a_budget(graph):
         return plan  # it may compute anything again: each graph is planned as it comes
@@ -69,13 +73,18 @@ def plan_joint(graph: fx.Graph) -> Plan:
             [],
             lambda one: _first_read(one.node, place),
             lambda one: 0,
+            lookahead=lookahead,
         ),
-        backward=_plan_backward(graph, structure, unshards, reduces, place),
+        backward=_plan_backward(graph, structure, unshards, reduces, place, lookahead),
     )
 
 
 def plan_keeping(
-    graph: fx.Graph, kept: Collection[str], recompute: Collection[str] = (), sliced: Collection[str] = ()
+    graph: fx.Graph,
+    kept: Collection[str],
+    recompute: Collection[str] = (),
+    sliced: Collection[str] = (),
+    lookahead: int = 1,
 ) -> Plan:
     """The plan of a step that keeps these parameters, and regathers all others, whatever their units were told.
 
@@ -88,7 +97,8 @@ def plan_keeping(
     if sliced:
         graph = copied(graph)
         slice_these(graph, sliced)
-    return dataclasses.replace(plan_joint(graph), recompute=tuple(sorted(recompute)), slices=tuple(sorted(sliced)))
+    plan = plan_joint(graph, lookahead)
+    return dataclasses.replace(plan, recompute=tuple(sorted(recompute)), slices=tuple(sorted(sliced)))
 
 
 def _plan_backward(
@@ -97,6 +107,7 @@ def _plan_backward(
     unshards: Sequence[Marker],
     reduces: Sequence[Marker],
     place: Mapping[fx.Node, int],
+    lookahead: int,
 ) -> Plan:
     named = {marker.node: marker.fqn for marker in unshards}
     again = [as_the_whole(one, named) for one in unshards if one.node in structure.again]
@@ -112,6 +123,7 @@ def _plan_backward(
         lambda one: structure.again[one.node],
         lambda one: place[one.node],  # autograd's order; what stands before it may depend on a batch of one
         kept=kept,
+        lookahead=lookahead,
     )
 
 
@@ -248,6 +260,7 @@ def _plan(
     computed_at: Callable[[Marker], int],
     phase: int = 0,
     kept: Mapping[str, int] | None = None,
+    lookahead: int = 1,
 ) -> Plan:
     """``kept`` says where the graph has the first gradient of each unit that it finds gathered."""
     # A gather is launched for its first member, a reduction once its last member's gradient is there.
@@ -267,6 +280,7 @@ def _plan(
         stage=stage,
         gathers=tuple(dataclasses.replace(bucket, phase=phase) for _, bucket in gathers),
         reduces=tuple(dataclasses.replace(bucket, phase=phase) for _, bucket in reductions),
+        lookahead=lookahead,
     )
     gathered = {one.unit for one in unshards}
     found = [place for unit, place in (kept or {}).items() if unit not in gathered]

@@ -36,6 +36,7 @@ class Decision:
     keep: tuple[str, ...]
     recompute: tuple[str, ...]
     slices: tuple[str, ...]
+    lookahead: int  # of gathers, in units
     choice: Choice
 
     def to_json(self) -> str:
@@ -47,7 +48,8 @@ class Decision:
         if "error" in fields:
             raise RuntimeError(f"the rank that chooses what is kept for memory_budget could not: {fields['error']}")
         choice = Choice.of(fields["choice"])
-        return cls(**{name: tuple(fields[name]) for name in ("keep", "recompute", "slices")}, choice=choice)
+        names = {which: tuple(fields[which]) for which in ("keep", "recompute", "slices")}
+        return cls(**names, lookahead=fields["lookahead"], choice=choice)
 
 
 class Settled:

@@ -88,6 +88,7 @@ def trial_of(
     like_fsdp2: bool = False,
     recompute: Collection[str] = (),
     sliced: Collection[str] = (),
+    lookahead: int = 1,
 ) -> Trial:
     """Predict the step of a joint graph that has gone through all passes but ``keep``; the graph stays as it is.
 
@@ -96,7 +97,7 @@ def trial_of(
     module = fx.GraphModule(joint.owning_module or {}, copy.deepcopy(joint))  # type: ignore[arg-type]
     if like_fsdp2:
         pack_units(module.graph)
-    plan = plan_keeping(module.graph, kept, recompute, sliced)
+    plan = plan_keeping(module.graph, kept, recompute, sliced, lookahead)
     chosen_slices(module.graph, plan)
     keep(module.graph, plan)
     if like_fsdp2:

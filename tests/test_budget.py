@@ -475,3 +475,45 @@ def test_what_fsdp2_needs_is_predicted(two_ranks: Ranks, batch: tuple[int, int])
         # 1 to 10 % off where this was written: autograd holds a result here and there for longer.
         assert predicted == pytest.approx(measured, rel=0.15)
         assert chosen <= predicted
+
+
+# --- how far ahead ---------------------------------------------------------------------------------------------------
+
+
+class Steps(nn.Module):
+    """What takes long, then what takes nothing, then a weight that is large for what is done with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.long, self.tiny, self.large = nn.Linear(256, 256), nn.LayerNorm(256), nn.Linear(256, 2048, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.large(self.tiny(self.long(x)[:4])).sum()
+
+
+def test_gathers_are_launched_as_far_ahead_as_hides_them(fake_group_of_four: None) -> None:
+    def planned(budget: int | None) -> tuple[Plan, float]:
+        torch._dynamo.reset()
+        model = Steps()
+        for part in model.children():
+            fully_shard(part)
+        fully_shard(model)
+        if budget is not None:
+            configure(model, memory_budget=budget, profile=TOY)
+        with inspect(model) as report:
+            run = torch.compile(model, backend=passes, fullgraph=True)
+            run(torch.randn(8192, 256, requires_grad=True)).backward()
+        forward = report.joint.predict(TOY).of("forward")
+        return report.joint.plan, forward.exposed_s
+
+    plan, exposed_s = planned(None)
+    ahead, less_exposed_s = planned(1 << 30)
+    assert (plan.lookahead, ahead.lookahead) == (1, 2)
+    assert ahead.forward is not None and ahead.backward is not None
+    assert (ahead.forward.lookahead, ahead.backward.lookahead) == (2, 2)
+    assert less_exposed_s < 0.8 * exposed_s
+    assert ahead.choice is not None and ahead.choice.chosen.name.endswith(", gathered 2 units ahead")
+    held = next(one for one in ahead.choice.lost if ahead.choice.chosen.name.startswith(f"{one.name},"))
+    assert held.seconds > ahead.choice.chosen.seconds and held.peak_bytes <= ahead.choice.chosen.peak_bytes
+    tight, _ = planned(held.peak_bytes)
+    assert tight.lookahead == 1 or tight.choice.chosen.peak_bytes <= held.peak_bytes  # type: ignore[union-attr]

@@ -134,19 +134,20 @@ def planned(model: Any, **options: Any) -> tuple[Plan, str]:
 
 
 def test_the_plan_names_its_slices_and_comes_back(fake_group_of_four: None) -> None:
-    model = shard(Stack(6))
+    model = shard(Stack(4))
     plan, text = planned(model, memory_budget=budget_of(model, TOKENS), profile=NODES)
-    assert {"layers.0.up.weight", "layers.1.down.weight"} <= {*plan.slices}
+    assert {"layers.0.up.weight", "layers.0.down.weight"} <= {*plan.slices}
     assert Plan.from_json(plan.to_json()) == plan == Plan.unpacked(plan.packed())
-    assert "memory budget; from the slices that are kept" in text
+    assert "memory budget; from the slices that are kept" in text and f" kept, slices of {len(plan.slices)}" in text
     assert plan.choice is not None and f"{len(plan.slices)} sliced" in str(plan.choice)
     given, _ = planned(model, plan=plan)
     assert given.id == plan.id
-    other = shard(Stack(6))  # that had no budget: the plan says how many ranks
+    other = shard(Stack(4))  # that had no budget: the plan says how many ranks
     given, _ = planned(other, plan=plan)
     assert given.id == plan.id
 
 
+@pytest.mark.more
 def test_a_slice_may_be_taken_out_of_a_plan_and_not_put_where_no_group_is(fake_group_of_four: None) -> None:
     model = shard(Stack(6))
     plan, _ = planned(model, memory_budget=budget_of(model, TOKENS), profile=NODES)
@@ -160,6 +161,7 @@ def test_a_slice_may_be_taken_out_of_a_plan_and_not_put_where_no_group_is(fake_g
         planned(shard(Stack(2)), plan=dataclasses.replace(without, slices=("layers.0.up.weight",)))
 
 
+@pytest.mark.more
 def test_a_budget_that_is_taken_back_leaves_no_slices(fake_group_of_four: None) -> None:
     model = shard(Stack(6), reshard_after_forward=True)
     before, _ = planned(model)

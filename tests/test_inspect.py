@@ -110,7 +110,7 @@ Stack: 3 graphs, 8 collectives, 12.0 KiB a rank
   layers.1 (Block)       4  norm.weight norm.bias up.weight +1     gathered again        4   2.1 KiB  may be read to compute again, or a gradient reads it
   layers.1 (Block)       2  up.bias down.bias                      not needed            2      98 B  no gradient reads it
   predicted on 'cpu': forward - ms, backward - ms, - of them waiting; peak -
-  passes: merge 0 (- ms), slices 0 (- ms), parts 0 (- ms), keep 16 (- ms)
+  passes: merge 0 (- ms), slices 0 (- ms), parts 0 (- ms), chosen_slices 0 (- ms), keep 16 (- ms)
 
 01_forward: 16 unshards and 0 reduce_grads -> 3 collectives, 3.3 KiB a rank
   #  collective  unit              params  names                                       dtype  bytes/rank   bucket   copied
@@ -514,7 +514,7 @@ def test_nothing_is_copied_while_nobody_looks(two_ranks: Ranks) -> None:
 
 def _no_copies() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdp_compile.passes.manager._snapshot", None)
+        patch.setattr("fsdp_compile.passes.manager.copied", None)
         patch.setattr("fsdp_compile.passes.manager._code", None)
         step(torch.compile(sharded(), backend="aot_eager"))
 

@@ -79,6 +79,15 @@ def test_large_units_have_no_neighbours(fake_group_of_four: None, monkeypatch: p
     assert (units_of(plan.forward), units_of(plan.backward)) == (units_of(apart.forward), units_of(apart.backward))
 
 
+def test_who_did_not_ask_travels_alone(fake_group_of_four: None) -> None:
+    model = shard(Stack(3), reshard_after_forward=True)
+    configure(model.layers[0], bucketing="neighbours")
+    configure(model.layers[1], bucketing="neighbours")
+    assert [bucket.unit.split(":")[1] for bucket in planned(model).forward.gathers] == [  # type: ignore[union-attr]
+        "", "layers.0 to layers.1", "layers.2"
+    ]  # fmt: skip
+
+
 def _trained(backend: Any, tied: bool) -> Plan:
     with mock.patch.object(layout, "_LIMITS", together(24 * KIB)):
         return _trained_together(backend, tied)
@@ -114,8 +123,8 @@ def _eagerly(how: str, backend: str) -> list[int]:
 @pytest.mark.parametrize(
     ("how", "backend"),
     [
-        ("stance", "passes"),
-        pytest.param("never", "passes", marks=pytest.mark.more),
+        pytest.param("stance", "passes", marks=pytest.mark.more),
+        pytest.param("never", "passes", marks=pytest.mark.slow),
         pytest.param("limit", "inductor", marks=pytest.mark.more),
     ],
 )

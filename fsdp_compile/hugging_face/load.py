@@ -110,9 +110,9 @@ def _find(model: nn.Module, folder: Path) -> _Found:
 
 def _generation_config(model: nn.Module, folder: Path) -> Any:
     """How the folder's model generates: its config.json, of which the model was made, does not say."""
-    made = getattr(model, "generation_config", None)
+    made: Any = getattr(model, "generation_config", None)
     there = (folder / "generation_config.json").is_file()
-    return type(made).from_pretrained(folder) if there and hasattr(type(made), "from_pretrained") else None
+    return made.from_pretrained(folder) if there and hasattr(made, "from_pretrained") else None
 
 
 def _adapters_on_meta(model: nn.Module) -> list[nn.Module]:

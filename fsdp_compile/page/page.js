@@ -51,7 +51,7 @@ function plan() {
     return el("li", {}, el("i", { class: `dot f-${kind}` }), `${kind} ${bucket.fqns.join(", ")} `, el("code", {}, `${bucket.dtype}, ${bytes(bucket.num_bytes)}`));
   }));
   find("plan").replaceChildren(
-    el("p", { class: "hint" }, `${step.plan_id}: ${whole.again.length} gathered again in backward, ${whole.keep.length} kept${(whole.recompute || []).length ? `, activations of ${whole.recompute.length} computed again` : ""}.`),
+    el("p", { class: "hint" }, `${step.plan_id}: ${whole.again.length} gathered again in backward, ${whole.keep.length} kept${(whole.slices || []).length ? `, slices of ${whole.slices.length}` : ""}${(whole.recompute || []).length ? `, activations of ${whole.recompute.length} computed again` : ""}.`),
     ...(step.choice ? [el("pre", {}, el("span", {}, step.choice))] : []),
     el("div", { class: "halves" }, ...(halves.length ? halves : [whole]).map((half) => el("div", {}, el("h3", {}, `${half.stage}, in the order of launch`), launches(half)))),
     el("details", {}, el("summary", {}, "As JSON, for configure(model, plan=...)"), el("pre", {}, el("span", {}, JSON.stringify(whole, null, 1)))),

@@ -95,6 +95,8 @@ def _line(report: GraphReport) -> str:
     plan, record = report.plan, report.record
     if report.stage == "joint":
         what = f"{plural(len(plan.again), 'parameter')} gathered again in backward, {len(plan.keep)} kept"
+        if plan.slices:
+            what += f", slices of {len(plan.slices)}"
         if plan.recompute:
             what += f", activations of {len(plan.recompute)} computed again"
     else:

@@ -85,6 +85,8 @@ class GraphReport:
         if self.stage == "joint":
             plan = self.plan
             became = f"{len(plan.again)} gathered again in backward, {len(plan.keep)} kept"
+            if plan.slices:
+                became += f", slices of {len(plan.slices)}"
             if plan.recompute:
                 became += f", activations of {len(plan.recompute)} computed again"
             rows = self._joint_rows()
