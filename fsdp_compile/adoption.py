@@ -20,8 +20,6 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from ._torch_compat import fsdp1 as torch_fsdp1
 from ._torch_compat import fsdp2 as torch_fsdp2
 from .api.forward_methods import register_fsdp_forward_method
@@ -29,6 +27,7 @@ from .api.fully_shard import fully_shard
 from .api.module import share_comm_ctx
 from .api.replicate import replicate
 from .fsdp1.grad_scaler import ShardedGradScaler
+from .fsdp1.helpers import state_of_wrapper
 from .fsdp1.wrapper import FullyShardedDataParallel
 
 _PACKAGE = __name__.partition(".")[0]
@@ -105,7 +104,7 @@ def adopt() -> Adoption:
         pairs += [
             (torch_fsdp1.TORCH_FSDP, FullyShardedDataParallel),
             (torch_fsdp1.TORCH_GRAD_SCALER, ShardedGradScaler),
-            (torch_fsdp1.TORCH_STATE_OF_WRAPPER, _state_of_wrapper),
+            (torch_fsdp1.TORCH_STATE_OF_WRAPPER, state_of_wrapper),
         ]
     ours = {id(theirs): (theirs, mine) for theirs, mine in pairs}
     bindings = [
@@ -122,11 +121,6 @@ def adopt() -> Adoption:
 
 def _is_ours(module: types.ModuleType) -> bool:
     return module.__name__ == _PACKAGE or module.__name__.startswith(f"{_PACKAGE}.")
-
-
-def _state_of_wrapper(module: nn.Module) -> Any:
-    """What torch's helpers take for the state of a wrapped module: of ours, the wrapper itself, as FSDP1's is."""
-    return module if isinstance(module, FullyShardedDataParallel) else torch_fsdp1.TORCH_STATE_OF_WRAPPER(module)
 
 
 def _uses_of_torchs_class() -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as helpers
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
@@ -105,6 +106,71 @@ def check_subgroup() -> tuple[int, int, bool]:
 def test_the_first_rank_of_a_subgroup_gets_what_rank_0_only_keeps_from_others(four_ranks: Ranks) -> None:
     num, num_params = len(plain().state_dict()), len(list(plain().parameters()))
     assert four_ranks.run(check_subgroup) == [(num, num_params, True), (0, 0, False)] * 2
+
+
+HELPED: dict[str, dict[str, Any]] = {
+    "default": {},
+    "full": {"full_state_dict": True},
+    "full, on rank 0": {"full_state_dict": True, "cpu_offload": True},
+    "full, sent from rank 0": {"full_state_dict": True, "broadcast_from_rank0": True},
+    "flat": {"flatten_optimizer_state_dict": True},
+}
+
+
+def check_helped(asked: dict[str, Any], compiles: bool) -> None:
+    options = helpers.StateDictOptions(**asked)
+
+    def run_of(model: Any) -> Any:
+        return torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+
+    unsharded, model = plain(), made(checkpointed=True)
+    run = run_of(model)
+    optim = trained(run)
+    reference_backward(unsharded, batches(0))
+    reference = torch.optim.AdamW(unsharded.parameters(), lr=1e-2)
+    reference.step()
+    state, optim_state = helpers.get_state_dict(run, optim, options=options)
+    whole = options.full_state_dict
+    if not (asked.get("cpu_offload") and dist.get_rank() != 0):
+        assert sorted(state) == sorted(unsharded.state_dict())
+        for name, value in unsharded.state_dict().items():
+            assert isinstance(state[name], DTensor) is not whole, name
+            torch.testing.assert_close(full(state[name]) if not whole else state[name], value, atol=1e-5, rtol=1e-3)
+        moments = {} if options.flatten_optimizer_state_dict else optim_state["state"]
+        for name, param in unsharded.named_parameters() if moments else ():
+            moment = moments[name]["exp_avg"]
+            got = moment if whole else full(moment)
+            torch.testing.assert_close(got, reference.state[param]["exp_avg"], atol=1e-6, rtol=1e-3)
+    if asked.get("cpu_offload") or (compiles and asked.get("broadcast_from_rank0")):
+        return  # what rank 0 alone has is loaded by no helper, nor what it sends by a compiled model's: under torch's too
+    state, optim_state = copy.deepcopy(state), copy.deepcopy(optim_state)  # not what the first one goes on to write to
+    other = made(1, checkpointed=True)
+    run = run_of(other)
+    others = torch.optim.AdamW(other.parameters(), lr=1.0)
+    helpers.set_state_dict(run, others, model_state_dict=state, optim_state_dict=optim_state, options=options)
+    for ours, theirs in zip(model.parameters(), other.parameters()):
+        assert torch.equal(ours.to_local(), theirs.to_local())
+        assert torch.equal(optim.state[ours]["exp_avg"].to_local(), others.state[theirs]["exp_avg"].to_local())
+    assert others.param_groups[0]["lr"] == 1e-2
+    assert all(isinstance(value, DTensor) == (key != "beside") for key, value in _around(other).items())
+
+
+def _around(model: Any) -> dict[str, Any]:
+    """What helpers see of a wrapper in a module of the user's."""
+    around = nn.ModuleDict({"model": model})
+    around.register_buffer("beside", torch.ones(2))
+    state: dict[str, Any] = helpers.get_model_state_dict(around)
+    assert sorted(state) == sorted(["beside", *(f"model.{name}" for name in plain().state_dict())])
+    return state
+
+
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.more)])
+@pytest.mark.parametrize("asked", HELPED)
+def test_helpers_of_checkpoints_know_our_class_by_its_import_alone(
+    two_ranks: Ranks, asked: str, compiles: bool
+) -> None:
+    """torch's helpers know its own wrapper by class; ours, without ``adopt()``, by what it says of itself."""
+    two_ranks.run(check_helped, HELPED[asked], compiles)
 
 
 def check_unnamed_mesh() -> None:

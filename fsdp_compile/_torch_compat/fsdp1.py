@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint.state_dict as state_dict_helpers
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -64,6 +65,20 @@ def dtype_of_hook(hook: Any) -> torch.dtype | str | None:
     if hook is default_hooks.bf16_compress_hook:
         return torch.bfloat16
     return "own" if hook in (default_hooks.allreduce_hook, default_hooks.reduce_scatter_hook) else None
+
+
+def tell_checkpoint_helpers(either: Any, state_of: Any) -> None:
+    """Have ``checkpoint.state_dict``'s helpers ask ``either`` and ``state_of`` where they ask torch's own of FSDP1.
+
+    Its names ``FSDP``: 2.11 to 2.15; ``_get_module_fsdp_state_if_fully_sharded_module``: 2.11.
+    """
+    names = vars(state_dict_helpers)
+    for name, theirs, both in (
+        ("FSDP", TORCH_FSDP, either),
+        ("_get_module_fsdp_state_if_fully_sharded_module", TORCH_STATE_OF_WRAPPER, state_of),
+    ):
+        if names.get(name) is theirs:
+            names[name] = both
 
 
 def rows_of_sharded_tensor(value: Any) -> torch.Tensor | None:

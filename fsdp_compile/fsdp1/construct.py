@@ -35,6 +35,7 @@ from ..api.fully_shard import fully_shard
 from ..api.replicate import replicate
 from ..core.containers import cast_floating, tensors_in
 from ..core.unit import Unit, unit_of
+from .helpers import known_to_helpers
 from .ignored import ignored_in
 from .policies import choose, wrap_children
 from .prepare import (
@@ -132,6 +133,7 @@ class Constructed(Wrapper):
             one._is_root = one is self
             one._settle_casts()
         has_clean_state_dicts(self)
+        known_to_helpers()
 
     def _new(self, module: nn.Module, **kwargs: Any) -> Constructed:
         """A wrapper for a module below."""
