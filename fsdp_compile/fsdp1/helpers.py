@@ -24,7 +24,7 @@ class _IsEither(type):
         """A static method of FSDP1's class: the model that it is about comes first, or is called so."""
 
         def ask(*args: Any, **kwargs: Any) -> Any:
-            model = args[0] if args else kwargs.get("module", kwargs.get("model"))
+            model = args[0] if args else kwargs["module" if "module" in kwargs else "model"]
             return getattr(_class_in(model), name)(*args, **kwargs)
 
         return ask
