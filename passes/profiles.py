@@ -240,7 +240,7 @@ def _nvlink(both_directions: float) -> Link:
 # FP64 tensor core 19.5, FP32 19.5, TF32 156, BF16 and FP16 312 TFLOPS; 80 GB, 2,039 GB/s; NVLink 600 GB/s, PCIe Gen4
 # 64 GB/s, of both directions. DGX A100 data sheet: eight 200 Gb/s adapters for eight GPUs. Matmuls: the best shape
 # reaches 268 of 312 (86 %; stas00/ml-engineering, "Maximum Achievable Matmul FLOPS"); less for a model's shapes: an
-# estimate.
+# estimate. Attention: 50 to 73 % of the peak (FlashAttention-2, arXiv 2307.08691), 62 of the 78 % that matmuls reach.
 _A100 = HardwareProfile(
     name="a100",
     backend="nccl",
@@ -254,12 +254,14 @@ _A100 = HardwareProfile(
     ranks_per_node=8,
     inside=_nvlink(600e9),
     between=_infiniband(200),
+    attention_efficiency=0.79,
 )
 
 # NVIDIA H100 Tensor Core GPU data sheet, H100 SXM: FP64 tensor core 67, FP32 67; with sparsity, which is twice the
 # dense figure: TF32 989, BF16 and FP16 1,979, FP8 3,958 TFLOPS; 80 GB, 3.35 TB/s; NVLink 900 GB/s, PCIe Gen5 128
 # GB/s. DGX H100 user guide: eight ConnectX-7 of 400 Gb/s for eight GPUs. Matmuls of a model's shapes: 720 of 989
-# (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1: Training").
+# (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1: Training"). Attention: the kernel that torch takes by default,
+# FlashAttention-2, reaches 35 % of the peak (FlashAttention-3, arXiv 2407.08608), 35 of the 73 % that matmuls do.
 _HOPPER_FLOPS = {
     "float64": 67e12, "float32": 67e12, "tf32": 494.5e12, "bfloat16": 989.5e12, "float16": 989.5e12,
     "float8_e4m3fn": 1979e12, "float8_e5m2": 1979e12,
@@ -277,6 +279,7 @@ _H100 = HardwareProfile(
     ranks_per_node=8,
     inside=_nvlink(900e9),
     between=_infiniband(400),
+    attention_efficiency=0.48,
 )
 
 # NVIDIA H200 Tensor Core GPU data sheet, H200 SXM: the compute figures of H100 SXM; 141 GB, 4.8 TB/s; NVLink 900 GB/s.
@@ -286,7 +289,8 @@ _H200 = dataclasses.replace(_H100, name="h200", memory_bytes=141 * 10**9, memory
 # NVIDIA Blackwell architecture technical brief and HGX B200 page, one of eight GPUs: FP64 40, FP32 80, dense TF32
 # 1,100, BF16 and FP16 2,250 (36 PFLOPS for eight, with sparsity), FP8 4,500 TFLOPS; NVLink 1.8 TB/s. DGX B200 data
 # sheet: 1,440 GB and 64 TB/s for eight, ConnectX-7 of 400 Gb/s for each, hosts with PCIe Gen5. Matmuls of a model's
-# shapes: 1,448 to 1,562 of 2,250 (arXiv 2604.23466); the best shape 1,745.
+# shapes: 1,448 to 1,562 of 2,250 (arXiv 2604.23466); the best shape 1,745. Attention: nothing was found for the kernel
+# that torch takes, and as fast as matmuls is too fast.
 _B200 = HardwareProfile(
     name="b200",
     backend="nccl",
