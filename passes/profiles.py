@@ -260,7 +260,7 @@ _A100 = HardwareProfile(
 # NVIDIA H100 Tensor Core GPU data sheet, H100 SXM: FP64 tensor core 67, FP32 67; with sparsity, which is twice the
 # dense figure: TF32 989, BF16 and FP16 1,979, FP8 3,958 TFLOPS; 80 GB, 3.35 TB/s; NVLink 900 GB/s, PCIe Gen5 128
 # GB/s. DGX H100 user guide: eight ConnectX-7 of 400 Gb/s for eight GPUs. Matmuls of a model's shapes: 720 of 989
-# (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1: Training"). Attention: the kernel that torch takes by default,
+# (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1: Training"). Attention: the kernel that torch takes,
 # FlashAttention-2, reaches 35 % of the peak (FlashAttention-3, arXiv 2407.08608), 35 of the 73 % that matmuls do.
 _HOPPER_FLOPS = {
     "float64": 67e12, "float32": 67e12, "tf32": 494.5e12, "bfloat16": 989.5e12, "float16": 989.5e12,

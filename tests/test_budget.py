@@ -467,8 +467,9 @@ def _peak_above(step: Callable[[], None]) -> int:
     return max(itertools.accumulate(change for _, change in sorted(changes, key=lambda one: one[0])))
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("batch", [(1, 64), (4, 256)], ids=str)
+@pytest.mark.parametrize(
+    "batch", [pytest.param((1, 64), marks=pytest.mark.slow), pytest.param((4, 256), marks=pytest.mark.more)], ids=str
+)
 def test_what_fsdp2_needs_is_predicted(two_ranks: Ranks, batch: tuple[int, int]) -> None:
     settings = Settings(layers=3, dim=256, batch=batch[0], seq=batch[1], head_dim=64)
     for predicted, chosen, measured in two_ranks.run(_beside_fsdp2, settings):

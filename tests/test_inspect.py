@@ -190,7 +190,8 @@ noisy/00_joint/0_captured.py
 noisy/00_joint/1_merge.py
 noisy/00_joint/2_slices.py
 noisy/00_joint/3_parts.py
-noisy/00_joint/4_keep.py
+noisy/00_joint/4_chosen_slices.py
+noisy/00_joint/5_keep.py
 noisy/01_forward/0_captured.py
 noisy/01_forward/1_insert.py
 noisy/01_forward/2_overlap.py
@@ -210,7 +211,8 @@ stack/00_joint/0_captured.py
 stack/00_joint/1_merge.py
 stack/00_joint/2_slices.py
 stack/00_joint/3_parts.py
-stack/00_joint/4_keep.py
+stack/00_joint/4_chosen_slices.py
+stack/00_joint/5_keep.py
 stack/01_forward/0_captured.py
 stack/01_forward/1_insert.py
 stack/01_forward/2_overlap.py

@@ -17,6 +17,7 @@ from torch import nn
 from fsdp_compile import fully_shard
 from fsdp_compile._torch_compat import inductor
 from fsdp_compile.graph.install import manager
+from fsdp_compile.passes import JOINT_PASSES
 from fsdp_compile.tools import logs
 
 pytestmark = pytest.mark.usefixtures("fake_group_of_four")
@@ -122,4 +123,4 @@ def test_torchs_trace_has_plans_and_code(tmp_path: Path) -> None:
     assert plan["gathers"][0]["fqns"] == ["weight", "bias"]
     assert "all_gather_into_tensor" not in found["fsdp_compile_forward_0_captured"]
     assert "all_gather_into_tensor" in found["fsdp_compile_forward_1_insert"]
-    assert "fsdp_compile_joint_4_keep" in found and "fsdp_compile_backward_table" in found
+    assert f"fsdp_compile_joint_{len(JOINT_PASSES)}_keep" in found and "fsdp_compile_backward_table" in found

@@ -125,7 +125,7 @@ def _eagerly(how: str, backend: str) -> list[int]:
     [
         pytest.param("stance", "passes", marks=pytest.mark.more),
         pytest.param("never", "passes", marks=pytest.mark.slow),
-        pytest.param("limit", "inductor", marks=pytest.mark.more),
+        pytest.param("limit", "inductor", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_runs_eagerly_has_the_same_travel_together(two_ranks: Ranks, how: str, backend: str) -> None:

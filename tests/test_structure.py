@@ -303,7 +303,7 @@ def _step(backend: str, length: int, dynamic: bool | None) -> tuple[Stages, list
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("backend", ["passes", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("backend", ["passes", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_backward_gathers_the_same_for_every_length(backend: str) -> None:
     expected = {f"layers.{index}.{name}" for index, layer in enumerate(LAYERS) for name in LAYERS[layer]}
     expected.add("head.weight")
