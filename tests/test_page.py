@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +229,19 @@ def test_the_trace_has_lanes_waits_arrows_and_memory() -> None:
     assert len({one["id"] for one in arrows}) == 4
     counted = [(one["ts"], sum(one["args"].values())) for one in events if one["ph"] == "C"]
     assert counted == [(0, 100), (pytest.approx(3000), 800), (pytest.approx(10_000), 100), (pytest.approx(13_000), 900)]
+
+
+def test_the_trace_has_whole_nanoseconds_so_that_perfetto_drops_no_operator() -> None:
+    """Perfetto cuts times to nanoseconds, and of two spans of a thread that overlap then it drops the second."""
+    ends = [0.0]
+    for step in range(2000):
+        ends.append(ends[-1] + 1e-7 + step * 1.7e-7 / 3)
+    work = tuple(Compute(f"mm_{n}", "mm", "", start, end, "compute") for n, (start, end) in enumerate(pairwise(ends)))
+    picture = made("Net")
+    drawn = dataclasses.replace(picture.steps[0].graphs[0], compute=work, collectives=())
+    step = dataclasses.replace(picture.steps[0], graphs=(drawn,))
+    events = trace_events(dataclasses.replace(picture, steps=(step,)))["traceEvents"]
+    shown = [(one["ts"] * 1000, one["dur"] * 1000) for one in events if one["ph"] == "X" and one["cat"] == "compute"]
+    assert len(shown) == len(work)
+    assert all(at.is_integer() and lasts.is_integer() for at, lasts in shown)
+    assert all(at + lasts <= after for (at, lasts), (after, _) in pairwise(shown))

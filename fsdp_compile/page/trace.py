@@ -13,7 +13,7 @@ from typing import Any
 
 from .picture import Collective, Picture, PicturedGraph, PicturedStep
 
-_US = 1e6  # the format counts microseconds
+_EIGHTHS = 8e6  # of a microsecond, in a second
 _GRAPHS, _COMPUTE, _FIRST_GROUP = 1, 2, 10  # threads, in the order in which they are shown
 
 
@@ -64,8 +64,8 @@ def _collective(one: Collective, process: int, lane: int, flow: int) -> Iterator
     if one.exposed_s:
         yield _span(process, _COMPUTE, f"wait for {name}", "wait", one.end_s - one.exposed_s, one.end_s, about)
     arrow = {"cat": "collective", "name": one.kind, "pid": process, "id": flow}
-    yield {**arrow, "ph": "s", "tid": lane, "ts": one.start_s * _US}
-    yield {**arrow, "ph": "f", "bp": "e", "tid": _COMPUTE, "ts": max(one.waited_s, one.end_s) * _US}
+    yield {**arrow, "ph": "s", "tid": lane, "ts": _us(one.start_s)}
+    yield {**arrow, "ph": "f", "bp": "e", "tid": _COMPUTE, "ts": _us(max(one.waited_s, one.end_s))}
 
 
 def _memory(graph: PicturedGraph, process: int) -> Iterator[dict[str, Any]]:
@@ -75,7 +75,7 @@ def _memory(graph: PicturedGraph, process: int) -> Iterator[dict[str, Any]]:
     for at_s, *levels in zip(graph.memory.at, *graph.memory.of_kind.values()):
         if tuple(levels) != last:
             last = tuple(levels)
-            counted = {"ph": "C", "pid": process, "name": "memory (bytes)", "ts": at_s * _US}
+            counted = {"ph": "C", "pid": process, "name": "memory (bytes)", "ts": _us(at_s)}
             yield {**counted, "args": dict(zip(kinds, levels))}
 
 
@@ -83,7 +83,16 @@ def _span(
     process: int, thread: int, name: str, category: str, start_s: float, end_s: float, about: dict[str, Any]
 ) -> dict[str, Any]:
     where = {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": category}
-    return {**where, "ts": start_s * _US, "dur": (end_s - start_s) * _US, "args": about}
+    return {**where, "ts": _us(start_s), "dur": _us(end_s) - _us(start_s), "args": about}
+
+
+def _us(seconds: float) -> float:
+    """Microseconds, as the format counts, in eighths: whole nanoseconds without a rest, and exact in binary.
+
+    Perfetto counts whole nanoseconds. Where one operator ends as the next begins, a rest would have them overlap by
+    one, and of two that overlap it drops the second.
+    """
+    return round(seconds * _EIGHTHS) / 8
 
 
 def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
