@@ -162,9 +162,12 @@ def test_a_profile_is_refined_from_a_run(run: tuple[str, Path, dict[str, Any]], 
     assert profile.name == "mine" and profile.backend == "gloo" and profile.ranks_per_node == 2
     assert {"all_gather", "all_to_all"} == set(profile.inside.measured) and profile.inside.measured_ranks == 2
     products = [
-        (2 * one["args"]["Input Dims"][0][0] * one["args"]["Input Dims"][0][1] * one["args"]["Input Dims"][1][1] / one["dur"] * 1e6)
-        for trace in traces_in(folder) for one in ranges(trace, "aten::mm")
-    ]  # fmt: skip
+        2 * left[-2] * left[-1] * right[-1] * torch.Size(left[:-2]).numel() / one["dur"] * 1e6
+        for trace in traces_in(folder)
+        for operator, operands in (("aten::mm", slice(0, 2)), ("aten::bmm", slice(0, 2)), ("aten::addmm", slice(1, 3)))
+        for one in ranges(trace, operator)
+        for left, right in [one["args"]["Input Dims"][operands]]
+    ]
     assert min(products) <= profile.flops["float32"] <= max(products)
 
 
