@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 from fsdp_compile import configure, inspect
 from fsdp_compile.core.unit import units_in
@@ -205,6 +207,7 @@ def _eagerly(how: str, backend: str, tied: bool = False) -> list[int]:
     finally:
         manager.observers.remove(observe)
     assert all(plan.slices for plan in plans)
+    assert plans or dist.get_rank()  # rank 1 may compile nothing
     return counts
 
 
@@ -225,3 +228,48 @@ def test_a_rank_that_runs_eagerly_keeps_and_gathers_slices_too(four_ranks: Ranks
 def test_it_does_where_embeddings_are_tied(four_ranks: Ranks) -> None:
     counts = four_ranks.run(_eagerly, "stance", "passes", True)
     assert max(counts[1]) > max(counts[0])
+
+
+def _all_sliced(make: Callable[[], Any], **options: Any) -> list[int]:
+    """Backward gathers all from slices, whatever units were told."""
+    plan, _ = planned(shard(make(), reshard_after_forward=True))
+    backward = plan.backward
+    assert backward is not None and "head.weight" in {*plan.regather}
+    few = tuple(dataclasses.replace(bucket, num_ranks=2) for bucket in backward.gathers)
+    fqns = tuple(fqn for bucket in few for fqn in bucket.fqns)
+    followed = dataclasses.replace(plan, slices=fqns, backward=dataclasses.replace(backward, gathers=few))
+    return train(Case(make, plan=followed, options=options))
+
+
+@pytest.mark.slow
+def test_it_does_of_a_unit_that_is_not_resharded_behind_forward(four_ranks: Ranks) -> None:
+    stays, falls_back, *_ = four_ranks.run(_all_sliced, partial(Stack, 2))  # the root, if nobody says so
+    assert max(falls_back) > max(stays)
+
+
+class Lent(nn.Module):
+    """Gives its weight away, for whoever calls it to compute with."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dim, dim) / 4)
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class Borrowing(Stack):
+    """Its layers have nothing but weights."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.tanh(F.linear(x, layer()))
+        return self.head(self.norm(x))
+
+
+@pytest.mark.slow
+def test_it_does_of_a_weight_that_a_unit_returns(four_ranks: Ranks) -> None:
+    run = partial(_all_sliced, reshard_after_forward=True)
+    stays, falls_back, *_ = four_ranks.run(run, partial(Borrowing, 2, block=Lent))
+    assert max(falls_back) > max(stays)

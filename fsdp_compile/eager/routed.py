@@ -114,8 +114,12 @@ class Routed(Gathered):
         """What this rank has of one parameter, where backward gathers from slices."""
         return self._pieces[index]
 
+    def keep_slices(self) -> None:
+        """Of all that is here and that backward gathers from slices, whether or not it goes now."""
+        if self.fulls is not None:
+            self._cut_slices({index: self.fulls[index] for index in self._here})
+
     def _cut_slices(self, fulls: Mapping[int, Tensor]) -> None:
-        """Keep what backward gathers from slices of, before it goes."""
         sliced = set() if self.route is None or self.stage != "forward" else self.route.sliced
         for index, full in fulls.items():
             if (self.unit, index) in sliced and index not in self._pieces:
@@ -131,7 +135,7 @@ class Routed(Gathered):
         """
         comes_again = set() if self.route is None else self.route.again
         again = {index for index in self._here if (self.unit, index) in comes_again}
-        self._cut_slices({index: self.fulls[index] for index in again} if self.fulls is not None else {})
+        self.keep_slices()
         self._give_back(again)
         self._here -= again
         if self.stage in ("backward", "over") or not comes_again:
@@ -150,7 +154,9 @@ class Routed(Gathered):
 
     def give_away(self, tensors: list[Tensor]) -> None:
         given = subclasses.addresses_in(*tensors)
-        for index in [one for one in self._here if self.fulls and given & subclasses.addresses_in(self.fulls[one])]:
+        gone = [one for one in self._here if self.fulls and given & subclasses.addresses_in(self.fulls[one])]
+        for index in gone:
+            self._cut_slices({index: self.fulls[index]})  # type: ignore[index]
             self._here.discard(index)
             self._forget(index)
 
