@@ -14,15 +14,13 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .._torch_compat import subclasses
 from ..core.unit import Unit
 from ..passes import ParamSpec, lower
-from ..passes.slices import inner_spec
 from .collectives import Caller
-from .gathered import Gathered, without_autograd
+from .gathered import Gathered, slice_of, without_autograd
 
 _logger = logging.getLogger(__name__)
 
@@ -123,10 +121,7 @@ class Routed(Gathered):
         sliced = set() if self.route is None or self.stage != "forward" else self.route.sliced
         for index, full in fulls.items():
             if (self.unit, index) in sliced and index not in self._pieces:
-                spec = self.specs[index]
-                start, stop = inner_spec(spec).layout.span(spec.inner_rank)
-                with torch.inference_mode(False), torch.no_grad():
-                    self._pieces[index] = full.narrow(spec.dim, start, stop - start).clone()
+                self._pieces[index] = slice_of(full, self.specs[index])
 
     def free(self) -> None:
         """Let go of what is here; until backward, of that alone which backward gathers again.
