@@ -25,14 +25,17 @@ def with_neighbours(
 ) -> list[Marker]:
     """The markers of small units with the names of the groups that these travel in, in the order of their places.
 
-    ``small_end`` is 0 where the first group is to be small, -1 where the last one is.
+    ``small_end`` is 0 where the first group is to be small, as with gathers, of which a group is launched for the first
+    one that is read; -1 where the last one is, as with reductions, which wait for the last gradient of the group. A root
+    has its first gradient (of the head) when backward begins, and its last one (of the embedding) at the end.
     """
     units: dict[str, list[Marker]] = {}
     for one in found:
         units.setdefault(one.unit, []).append(one)
     if not any(one.spec.bucketing == NEIGHBOURS for one in found):
         return list(found)
-    in_order = sorted(units, key=lambda unit: min(map(place, units[unit])))  # type: ignore[type-var]
+    launched = max if small_end else min
+    in_order = sorted(units, key=lambda unit: launched(map(place, units[unit])))  # type: ignore[type-var]
     if small_end:
         in_order.reverse()
     groups: list[list[str]] = []
