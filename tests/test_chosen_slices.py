@@ -158,9 +158,23 @@ def test_a_slice_may_be_taken_out_of_a_plan_and_not_put_where_no_group_is(fake_g
     assert followed.slices == fewer.slices and followed.backward is not None
     ranks = {fqn: bucket.num_ranks for bucket in followed.backward.gathers for fqn in bucket.fqns}
     assert (ranks["layers.0.up.weight"], ranks["layers.1.up.weight"]) == (4, 2)
+    put_back, _ = planned(model, plan=dataclasses.replace(followed, slices=plan.slices))
+    assert put_back.slices == plan.slices and put_back.backward is not None
+    assert {bucket.num_ranks for bucket in put_back.backward.gathers if {*bucket.fqns} & {*plan.slices}} == {2}
     without, _ = planned(shard(Stack(2)), memory_budget="1GiB")
     with pytest.raises(Exception, match=r"keeps slices of layers\.0\.up\.weight, and the ranks .* no groups for that"):
         planned(shard(Stack(2)), plan=dataclasses.replace(without, slices=("layers.0.up.weight",)))
+
+
+def test_a_slice_may_be_put_into_a_plan_where_a_budget_has_made_groups(fake_group_of_four: None) -> None:
+    model = shard(Stack(2), reshard_after_forward=True)
+    plan, _ = planned(model)
+    assert plan.backward is not None
+    [fqns] = [bucket.fqns for bucket in plan.backward.gathers if "layers.0.up.weight" in bucket.fqns]
+    configure(model, memory_budget="1GiB", profile=NODES)  # as the error says where there are no groups
+    followed, _ = planned(model, plan=dataclasses.replace(plan, slices=fqns))
+    assert followed.slices == tuple(sorted(fqns)) and followed.backward is not None
+    assert [bucket.num_ranks for bucket in followed.backward.gathers if {*bucket.fqns} & {*fqns}] == [2]
 
 
 @pytest.mark.more
