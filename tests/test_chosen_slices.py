@@ -17,7 +17,9 @@ from torch.nn import functional as F
 from fsdp_compile import configure, inspect
 from fsdp_compile.core.unit import units_in
 from fsdp_compile.graph.install import manager
-from fsdp_compile.passes import Group, Plan
+from fsdp_compile.passes import Group, Plan, agree
+from fsdp_compile.passes.agree import Agreement
+from fsdp_compile.passes.planner import plan_keeping
 from fsdp_compile.passes.provenance import annotate, find_unshards, settle_names
 from fsdp_compile.passes.residency import AGAIN, KEPT, SLICED, choose
 from fsdp_compile.passes.residents import SLICES, residents_of, slices_of
@@ -84,6 +86,16 @@ def test_what_a_slice_is_worth_is_what_the_shorter_gather_saves() -> None:
     ]  # fmt: skip
     kept = [trial_of(graph, (), NODES, GROUPS, sliced=one.fqns).seconds for one in found]
     assert [one.saved_s for one in found] == pytest.approx([again.seconds - seconds for seconds in kept], rel=0.05)
+
+
+def test_ranks_are_told_so_where_one_of_them_keeps_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(agree.compat, "default_store", lambda: store)
+    monkeypatch.setattr(agree.compat, "group_ranks", lambda group: (0, 1))
+    without, with_slices = (plan_keeping(products(3), (), sliced=which) for which in ((), READ[:2]))
+    Agreement().check(without, {"g"})
+    with pytest.raises(RuntimeError, match=r"only here .*num_ranks=2.*same arguments"):
+        Agreement().check(with_slices, {"g"})
 
 
 def test_each_budget_has_the_fastest_that_fits() -> None:
