@@ -145,12 +145,34 @@ def test_a_rank_that_runs_eagerly_has_the_same_travel_together(two_ranks: Ranks,
     assert max(counts[1]) > max(counts[0]) and len(counts[0]) == NUM_STEPS
 
 
+def _says_what_the_pass_does(limit: int) -> None:
+    model = shard(Stack(6), reshard_after_forward=True)
+    with mock.patch.object(layout, "_LIMITS", together(limit)):
+        torch._dynamo.reset()
+        found = explain(torch.compile(model, backend=passes, fullgraph=True), TOKENS)
+        configure(model, bucketing="neighbours")
+        plan = planned(model)
+    apart = 0
+    for stage, of in (("forward", "gathers"), ("backward", "gathers"), ("backward", "reduces")):
+        gathers = of == "gathers"
+        said = [one for one in found.buckets if one.stage == stage and (one.launch.kind == "all_gather") == gathers]
+        travels_in = {fqn: bucket.unit for bucket in getattr(getattr(plan, stage), of) for fqn in bucket.fqns}
+        units = [travels_in[one.launch.fqns[0]] for one in said]
+        assert len(said) > 5
+        for one, unit, following in zip(said, units, units[1:]):
+            assert one.apart.endswith("which bucketing='neighbours' allows") == (unit == following), (limit, stage, of)
+            apart += unit != following
+    assert apart >= 3
+
+
 def test_explain_says_where_units_could_travel_together(fake_group_of_four: None) -> None:
     torch._dynamo.reset()
     model = shard(Stack(2), reshard_after_forward=True)
     found = explain(torch.compile(model, backend=passes, fullgraph=True), TOKENS)
     said = [one.apart for one in found.buckets if "another unit" in one.apart]
     assert said and all(words.endswith(", which bucketing='neighbours' allows") for words in said)
+    _says_what_the_pass_does(24 * KIB)
+    _says_what_the_pass_does(160 * KIB)
     wide = shard(Stack(2, dim=1024), reshard_after_forward=True)
     torch._dynamo.reset()
     found = explain(torch.compile(wide, backend=passes, fullgraph=True), TOKENS)
