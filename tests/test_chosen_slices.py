@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,14 +17,14 @@ from torch.nn import functional as F
 from fsdp_compile import configure, inspect
 from fsdp_compile.core.unit import units_in
 from fsdp_compile.graph.install import manager
-from fsdp_compile.passes import Group, Plan, agree
+from fsdp_compile.passes import Group, Plan, agree, residency
 from fsdp_compile.passes.agree import Agreement
 from fsdp_compile.passes.planner import plan_keeping
 from fsdp_compile.passes.provenance import annotate, find_unshards, settle_names
 from fsdp_compile.passes.residency import AGAIN, KEPT, SLICED, choose
-from fsdp_compile.passes.residents import SLICES, residents_of, slices_of
+from fsdp_compile.passes.residents import PARAMETERS, SLICES, Resident, residents_of, slices_of
 from fsdp_compile.passes.slices import keep_slice
-from fsdp_compile.passes.trial import trial_of
+from fsdp_compile.passes.trial import Trial, trial_of
 from tests.comparing import batches, train_and_compare
 from tests.models import Stack, pair, shard
 from tests.ranks import Ranks
@@ -109,6 +109,20 @@ def test_each_budget_has_the_fastest_that_fits() -> None:
     assert [len(one.sliced) for one in found] == [0, 7, 0] and len(found[2].kept) == 7
     assert all(one.peak_bytes <= peak for one, peak in zip(found, peaks.values()))
     assert found[0].seconds > found[1].seconds > found[2].seconds
+
+
+def test_slices_that_leave_room_give_way_to_fewer_whole_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = products()
+    budget = trial_of(graph, READ, NODES, GROUPS).peak_bytes
+
+    def fill(again: Trial, residents: Sequence[Resident], order: Sequence[Resident], room: int) -> list[Resident]:
+        """By an estimate that takes whole parameters for larger than they are."""
+        kind, num = (SLICES, 7) if room <= budget else (PARAMETERS, 6)
+        return [one for one in order if one.kind == kind][:num]
+
+    monkeypatch.setattr(residency, "fill", fill)
+    best, lost = choose(graph, lambda _: budget, NODES, GROUPS)
+    assert {(len(one.trial.kept), len(one.trial.sliced)) for one in (best, *lost)} >= {(0, 7), (6, 0)}
 
 
 def test_where_all_ranks_are_on_a_node_nothing_is_offered(fake_group_of_four: None) -> None:
