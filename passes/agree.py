@@ -40,8 +40,10 @@ class Agreement:
             return
         if store is not self._store:  # the process group was made anew
             self._store, self._planned = store, {}
-        # Of a step, what it reads; that it gathers other parts of that in backward is a difference.
-        fqns = sorted([*plan.regather, *plan.keep] or (fqn for bucket in _buckets(plan) for fqn in bucket.fqns))
+        # Of a step, what it reads; that it gathers other parts of that in backward, or from slices (w@2), is a
+        # difference: plans that differ so have to meet.
+        read = {fqn.partition("@")[0] for fqn in (*plan.regather, *plan.keep)}
+        fqns = sorted(read or (fqn for bucket in _buckets(plan) for fqn in bucket.fqns))
         for ranks in sorted({compat.group_ranks(group) for group in groups}):
             if len(ranks) > 1:
                 self._check_within(store, plan, fqns, ranks)

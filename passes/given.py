@@ -26,6 +26,7 @@ def fitted(given: Plan, graph: fx.Graph) -> Plan:
     """The given plan for this joint graph, what it leaves to us filled in; raises ValueError where it does not fit."""
     if given.stage != "joint" or given.forward is None or given.backward is None:
         raise ValueError(f"a plan of a {given.stage} graph was given. The plan of a step is that of the joint graph.")
+    _require_lookahead(given.lookahead, given.forward.lookahead, given.backward.lookahead)
     unshards = find_unshards(_with_slices(graph, given.slices))
     needed = [one.fqn for one in unshards if whole_of(one.node) is None]
     # In a joint graph w@2 gathers slices of w; the plan may have been of one that kept other slices.
@@ -46,6 +47,17 @@ def fitted(given: Plan, graph: fx.Graph) -> Plan:
         forward=_fitted_half(given.forward, ours.forward, gathered, reduced),
         backward=_fitted_half(backward, ours.backward, gathered_again, reduced),
     )
+
+
+def _require_lookahead(of_step: int, of_forward: int, of_backward: int) -> None:
+    said = f"the given plan has lookahead={of_step}, {of_forward} in forward and {of_backward} in backward."
+    if min(of_step, of_forward, of_backward) < 1:
+        raise ValueError(f"{said} A gather is launched at least one unit ahead of its use: give 1 or more.")
+    if not of_step == of_forward == of_backward:
+        raise ValueError(
+            f"{said} Give all three the same, and leave `order` of forward and backward empty to have gathers launched "
+            "so far ahead."
+        )
 
 
 def _with_slices(graph: fx.Graph, fqns: Collection[str]) -> fx.Graph:

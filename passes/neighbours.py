@@ -12,10 +12,11 @@ compute, and what they brought is there for as long as any of them needs it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from .layout import NEIGHBOURS, bucket_limits
 from .provenance import Marker
+from .spec import ParamSpec
 
 _SHARE_OF_ENDS = 8  # of what may travel together, at the end that nothing hides
 
@@ -25,29 +26,18 @@ def with_neighbours(
 ) -> list[Marker]:
     """The markers of small units with the names of the groups that these travel in, in the order of their places.
 
-    ``small_end`` is 0 where the first group is to be small, -1 where the last one is.
+    ``small_end`` is 0 where the first group is to be small, as with gathers, whose turn is that of the first one to be
+    read; -1 where the last one is, as with reductions, which wait for their last gradient. A root has its first one (of
+    the head) when backward begins, and its last one (of the embedding) at the end.
     """
     units: dict[str, list[Marker]] = {}
     for one in found:
         units.setdefault(one.unit, []).append(one)
     if not any(one.spec.bucketing == NEIGHBOURS for one in found):
         return list(found)
-    in_order = sorted(units, key=lambda unit: min(map(place, units[unit])))  # type: ignore[type-var]
-    if small_end:
-        in_order.reverse()
-    groups: list[list[str]] = []
-    room = 0
-    for unit in in_order:
-        num_bytes = sum(one.spec.gather_bytes * one.spec.num_shards for one in units[unit])
-        limit = _limit(units[unit])
-        if groups and limit and num_bytes <= room:
-            groups[-1].append(unit)
-        else:
-            room = limit if groups else limit // _SHARE_OF_ENDS
-            groups.append([unit])
-        room -= num_bytes
-    if small_end:
-        groups = [group[::-1] for group in reversed(groups)]
+    launched = max if small_end else min
+    in_order = sorted(units, key=lambda unit: launched(map(place, units[unit])))  # type: ignore[type-var]
+    groups = groups_of({unit: [one.spec for one in units[unit]] for unit in in_order}, small_end)
     return [
         dataclasses.replace(
             one, unit=_called(group), spec=dataclasses.replace(one.spec, order=number * _MOST + one.spec.order)
@@ -58,13 +48,31 @@ def with_neighbours(
     ]
 
 
+def groups_of(
+    units: Mapping[str, Sequence[ParamSpec]], small_end: int, asking: Collection[str] = (NEIGHBOURS,)
+) -> list[list[str]]:
+    """Which units travel together, of these in the order of their turns, where all their parameters ask for it."""
+    groups: list[list[str]] = []
+    room = 0
+    for unit in [*units][::-1] if small_end else units:
+        num_bytes = sum(spec.gather_bytes * spec.num_shards for spec in units[unit])
+        limit = _limit(units[unit], asking)
+        if groups and limit and num_bytes <= room:
+            groups[-1].append(unit)
+        else:
+            room = limit if groups else limit // _SHARE_OF_ENDS
+            groups.append([unit])
+        room -= num_bytes
+    return [group[::-1] for group in reversed(groups)] if small_end else groups
+
+
 _MOST = 1 << 20  # parameters of a unit: those of one stand together in a bucket
 
 
-def _limit(members: Sequence[Marker]) -> int:
+def _limit(members: Sequence[ParamSpec], asking: Collection[str]) -> int:
     """Bytes that may travel together with these; none where one of them is to travel otherwise."""
-    asked = all(one.spec.bucketing == NEIGHBOURS for one in members)
-    return bucket_limits(members[0].spec.backend).neighbours_bytes if asked else 0
+    asked = all(spec.bucketing in asking for spec in members)
+    return bucket_limits(members[0].backend).neighbours_bytes if asked else 0
 
 
 def _called(group: Sequence[str]) -> str:

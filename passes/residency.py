@@ -117,7 +117,7 @@ def choose(
             first = (fits + over) // 2
             if not over:  # all that was tried fits, and by its peak there is more room than was thought
                 more = fill(base, residents, order, room)
-                if len(more) <= len(listed):
+                if more == listed:  # a shorter list may be more: whole parameters in the place of slices
                     break
                 fits = next((at for at, (had, one) in enumerate(zip(listed, more)) if had != one), len(listed))
                 listed, first = more, len(more)

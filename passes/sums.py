@@ -1,4 +1,4 @@
-"""What an all_to_all brought, one part a rank, is summed and divided by an op of ours.
+"""What an all_to_all brought, one part a rank, is summed and divided by an op of ours: on the CPU in rank order.
 
     received [2 * 4, 3]    rank 0's part | rank 1's part          returned [4, 3]    (one + other) / divisor
 
@@ -16,8 +16,9 @@ from .spec import NAMESPACE, library
 library.define("sum_of_parts(Tensor received, int num_parts, float divisor) -> Tensor")
 sum_of_parts = torch.ops.fsdpc.sum_of_parts.default
 
-# Summed and divided while it is in the processor's cache: with the parts of a few ranks some hundred kilobytes.
-_BLOCK_BYTES = 128 << 10
+# Summed and divided while it is in the processor's cache. Of blocks that are smaller there are more calls than that
+# saves: two parts of 8 MiB take 1.9 ms in blocks of 128 KiB, 1.3 of 512 and 1.2 of these.
+_BLOCK_BYTES = 1 << 20
 
 
 def _one_of(received: Tensor, num_parts: int) -> Tensor:
@@ -33,19 +34,43 @@ def _sum_of_parts_fake(received: Tensor, num_parts: int, divisor: float) -> Tens
 def _sum_of_parts_kernel(received: Tensor, num_parts: int, divisor: float) -> Tensor:
     summed = _one_of(received, num_parts)
     out, parts = summed.view(-1), received.reshape(num_parts, summed.numel())
-    # Of half precision the sum is exact until it is divided: fp16 overflows early.
-    exact = torch.float32 if summed.dtype.itemsize < 4 else summed.dtype
-    length = max(out.numel(), 1) if out.device.type != "cpu" else _BLOCK_BYTES // exact.itemsize
-    scratch = None if exact == summed.dtype else out.new_empty(min(length, out.numel()), dtype=exact)
+    if out.device.type == "cpu":
+        _sum_in_rank_order(parts, out, divisor)
+    else:
+        _sum_at_once(parts, out, divisor)
+    return summed
+
+
+def _sum_in_rank_order(parts: Tensor, out: Tensor, divisor: float) -> None:
+    """Not ``torch.sum``, which adds up every fourth part by itself, in some columns, where there are more than four."""
+    exact = _exact(out.dtype)
+    length = _BLOCK_BYTES // exact.itemsize
+    scratch = None if exact == out.dtype else out.new_empty(min(length, out.numel()), dtype=exact)
     for start in range(0, out.numel(), length):
         block = out[start : start + length]
         into = block if scratch is None else scratch[: block.numel()]
-        torch.sum(parts[:, start : start + length], 0, dtype=exact, out=into)
+        first, *others = parts[:, start : start + length].unbind(0)
+        into.copy_(first)
+        for other in others:
+            into.add_(other)
         if divisor != 1.0:
             into.div_(divisor)
         if into is not block:
             block.copy_(into)
-    return summed
+
+
+def _sum_at_once(parts: Tensor, out: Tensor, divisor: float) -> None:
+    """One kernel, which sums half precision in single precision, in an order that depends on the shape alone."""
+    exact = _exact(out.dtype)
+    into = out if divisor == 1.0 or exact == out.dtype else torch.empty_like(out, dtype=exact)
+    torch.sum(parts, 0, dtype=into.dtype, out=into)
+    if divisor != 1.0:
+        torch.div(into, divisor, out=out)
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """In which half precision is summed until it is divided: fp16 overflows early."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 library.impl("sum_of_parts", _sum_of_parts_kernel, "CompositeExplicitAutograd")

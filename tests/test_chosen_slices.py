@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 from fsdp_compile import configure, inspect
 from fsdp_compile.core.unit import units_in
 from fsdp_compile.graph.install import manager
-from fsdp_compile.passes import Group, Plan
+from fsdp_compile.passes import Group, Plan, agree, residency
+from fsdp_compile.passes.agree import Agreement
+from fsdp_compile.passes.planner import plan_keeping
 from fsdp_compile.passes.provenance import annotate, find_unshards, settle_names
 from fsdp_compile.passes.residency import AGAIN, KEPT, SLICED, choose
-from fsdp_compile.passes.residents import SLICES, residents_of, slices_of
+from fsdp_compile.passes.residents import PARAMETERS, SLICES, Resident, residents_of, slices_of
 from fsdp_compile.passes.slices import keep_slice
-from fsdp_compile.passes.trial import trial_of
+from fsdp_compile.passes.trial import Trial, trial_of
 from tests.comparing import batches, train_and_compare
 from tests.models import Stack, pair, shard
 from tests.ranks import Ranks
@@ -84,6 +88,16 @@ def test_what_a_slice_is_worth_is_what_the_shorter_gather_saves() -> None:
     assert [one.saved_s for one in found] == pytest.approx([again.seconds - seconds for seconds in kept], rel=0.05)
 
 
+def test_ranks_are_told_so_where_one_of_them_keeps_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(agree.compat, "default_store", lambda: store)
+    monkeypatch.setattr(agree.compat, "group_ranks", lambda group: (0, 1))
+    without, with_slices = (plan_keeping(products(3), (), sliced=which) for which in ((), READ[:2]))
+    Agreement().check(without, {"g"})
+    with pytest.raises(RuntimeError, match=r"only here .*num_ranks=2.*same arguments"):
+        Agreement().check(with_slices, {"g"})
+
+
 def test_each_budget_has_the_fastest_that_fits() -> None:
     graph = products()
     peaks = {
@@ -95,6 +109,20 @@ def test_each_budget_has_the_fastest_that_fits() -> None:
     assert [len(one.sliced) for one in found] == [0, 7, 0] and len(found[2].kept) == 7
     assert all(one.peak_bytes <= peak for one, peak in zip(found, peaks.values()))
     assert found[0].seconds > found[1].seconds > found[2].seconds
+
+
+def test_slices_that_leave_room_give_way_to_fewer_whole_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = products()
+    budget = trial_of(graph, READ, NODES, GROUPS).peak_bytes
+
+    def fill(again: Trial, residents: Sequence[Resident], order: Sequence[Resident], room: int) -> list[Resident]:
+        """By an estimate that takes whole parameters for larger than they are."""
+        kind, num = (SLICES, 7) if room <= budget else (PARAMETERS, 6)
+        return [one for one in order if one.kind == kind][:num]
+
+    monkeypatch.setattr(residency, "fill", fill)
+    best, lost = choose(graph, lambda _: budget, NODES, GROUPS)
+    assert {(len(one.trial.kept), len(one.trial.sliced)) for one in (best, *lost)} >= {(0, 7), (6, 0)}
 
 
 def test_where_all_ranks_are_on_a_node_nothing_is_offered(fake_group_of_four: None) -> None:
@@ -156,9 +184,23 @@ def test_a_slice_may_be_taken_out_of_a_plan_and_not_put_where_no_group_is(fake_g
     assert followed.slices == fewer.slices and followed.backward is not None
     ranks = {fqn: bucket.num_ranks for bucket in followed.backward.gathers for fqn in bucket.fqns}
     assert (ranks["layers.0.up.weight"], ranks["layers.1.up.weight"]) == (4, 2)
+    put_back, _ = planned(model, plan=dataclasses.replace(followed, slices=plan.slices))
+    assert put_back.slices == plan.slices and put_back.backward is not None
+    assert {bucket.num_ranks for bucket in put_back.backward.gathers if {*bucket.fqns} & {*plan.slices}} == {2}
     without, _ = planned(shard(Stack(2)), memory_budget="1GiB")
     with pytest.raises(Exception, match=r"keeps slices of layers\.0\.up\.weight, and the ranks .* no groups for that"):
         planned(shard(Stack(2)), plan=dataclasses.replace(without, slices=("layers.0.up.weight",)))
+
+
+def test_a_slice_may_be_put_into_a_plan_where_a_budget_has_made_groups(fake_group_of_four: None) -> None:
+    model = shard(Stack(2), reshard_after_forward=True)
+    plan, _ = planned(model)
+    assert plan.backward is not None
+    [fqns] = [bucket.fqns for bucket in plan.backward.gathers if "layers.0.up.weight" in bucket.fqns]
+    configure(model, memory_budget="1GiB", profile=NODES)  # as the error says where there are no groups
+    followed, _ = planned(model, plan=dataclasses.replace(plan, slices=fqns))
+    assert followed.slices == tuple(sorted(fqns)) and followed.backward is not None
+    assert [bucket.num_ranks for bucket in followed.backward.gathers if {*bucket.fqns} & {*fqns}] == [2]
 
 
 @pytest.mark.more
@@ -205,6 +247,7 @@ def _eagerly(how: str, backend: str, tied: bool = False) -> list[int]:
     finally:
         manager.observers.remove(observe)
     assert all(plan.slices for plan in plans)
+    assert plans or dist.get_rank()  # rank 1 may compile nothing
     return counts
 
 
@@ -225,3 +268,48 @@ def test_a_rank_that_runs_eagerly_keeps_and_gathers_slices_too(four_ranks: Ranks
 def test_it_does_where_embeddings_are_tied(four_ranks: Ranks) -> None:
     counts = four_ranks.run(_eagerly, "stance", "passes", True)
     assert max(counts[1]) > max(counts[0])
+
+
+def _all_sliced(make: Callable[[], Any], **options: Any) -> list[int]:
+    """Backward gathers all from slices, whatever units were told."""
+    plan, _ = planned(shard(make(), reshard_after_forward=True))
+    backward = plan.backward
+    assert backward is not None and "head.weight" in {*plan.regather}
+    few = tuple(dataclasses.replace(bucket, num_ranks=2) for bucket in backward.gathers)
+    fqns = tuple(fqn for bucket in few for fqn in bucket.fqns)
+    followed = dataclasses.replace(plan, slices=fqns, backward=dataclasses.replace(backward, gathers=few))
+    return train(Case(make, plan=followed, options=options))
+
+
+@pytest.mark.slow
+def test_it_does_of_a_unit_that_is_not_resharded_behind_forward(four_ranks: Ranks) -> None:
+    stays, falls_back, *_ = four_ranks.run(_all_sliced, partial(Stack, 2))  # the root, if nobody says so
+    assert max(falls_back) > max(stays)
+
+
+class Lent(nn.Module):
+    """Gives its weight away, for whoever calls it to compute with."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dim, dim) / 4)
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class Borrowing(Stack):
+    """Its layers have nothing but weights."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.tanh(F.linear(x, layer()))
+        return self.head(self.norm(x))
+
+
+@pytest.mark.slow
+def test_it_does_of_a_weight_that_a_unit_returns(four_ranks: Ranks) -> None:
+    run = partial(_all_sliced, reshard_after_forward=True)
+    stays, falls_back, *_ = four_ranks.run(run, partial(Borrowing, 2, block=Lent))
+    assert max(falls_back) > max(stays)

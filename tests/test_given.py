@@ -89,6 +89,11 @@ def _short_order(plan: Plan) -> Plan:
     return dataclasses.replace(plan, backward=_half(backward, order=backward.order[1:]))
 
 
+def _ahead(plan: Plan, num_units: int, in_halves: int) -> Plan:
+    halves = {name: _half(getattr(plan, name), lookahead=in_halves, order=()) for name in ("forward", "backward")}
+    return dataclasses.replace(plan, lookahead=num_units, **halves)
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -96,6 +101,9 @@ def _short_order(plan: Plan) -> Plan:
         (_twice, r"gathers in forward each of its parameters once: too many are \['"),
         (_short_order, "does not name each of its buckets once"),
         (lambda plan: plan.forward, "a plan of a forward graph was given"),
+        (lambda plan: _ahead(plan, 0, 0), r"lookahead=0, 0 in forward .* give 1 or more"),
+        (lambda plan: _ahead(plan, 1, 0), r"lookahead=1, 0 in forward .* give 1 or more"),
+        (lambda plan: _ahead(plan, 2, 1), r"lookahead=2, 1 in forward .* all three the same, and leave `order`"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(
@@ -105,6 +113,18 @@ def test_a_plan_that_does_not_fit_is_refused(
     configure(model, plan=edit(_planned(model, "aot_eager")))
     with pytest.raises(Exception, match=message):
         torch.compile(model, backend="aot_eager", fullgraph=True)(torch.zeros(2, 5, dtype=torch.long))
+
+
+def test_a_plan_may_have_gathers_launched_further_ahead(fake_group_of_four: None) -> None:
+    model = shard(Stack(4), reshard_after_forward=True)
+    plan = _planned(model, "aot_eager")
+    configure(model, plan=_ahead(plan, 2, 2))
+    followed = _planned(model, "aot_eager")
+    for ours, theirs in ((plan.forward, followed.forward), (plan.backward, followed.backward)):
+        ours, theirs = _half(ours), _half(theirs)
+        assert (theirs.lookahead, theirs.gathers, theirs.reduces) == (2, ours.gathers, ours.reduces)
+    # In forward there are nothing but gathers, and they have one order.
+    assert _half(followed.backward).order != _half(plan.backward).order
 
 
 def test_what_cannot_share_a_bucket_is_refused(fake_group_of_four: None) -> None:

@@ -228,6 +228,8 @@ def _gradients_that_would_be_lost() -> None:
             clip_grad_norm_(given, 0.1)
     with full_params(model, with_grads=True), pytest.raises(RuntimeError, match="will be the shard's"):
         clip_grad_norm_(shards, 0.1)
+    with full_params(model, writeback=False, with_grads=True), pytest.raises(RuntimeError, match="writeback=False:"):
+        clip_grad_norm_(model, 0.1)
     unchanged()
     for set_to_none in (True, False):
         model, optim = _trained()

@@ -20,7 +20,7 @@ from tests.ranks import Ranks
 from tests.test_route import NUM_STEPS, Case, train
 
 TOKENS = torch.arange(10).view(2, 5)
-# Of a layer of the model here 9.4 KiB are gathered, of its embedding 2 and of its head 2.1.
+# Of a layer of the model here 4.6 KiB are gathered, of its embedding 2 and of its head 2.1.
 KIB = 1 << 10
 
 
@@ -56,11 +56,23 @@ def test_small_units_travel_together_but_for_what_nothing_hides(
     assert len(units_of(apart.forward)) > len(sizes) > 2
     assert max(sizes.values()) <= 24 * KIB
     assert len(units_of(apart.backward)) > len(units_of(plan.backward))
-    reduces = units_of(plan.backward, "reduces")
-    assert " to " in reduces[0] and " to " not in reduces[-1]  # the last one is a unit alone
+    reduces = [unit.split(":")[1] for unit in units_of(plan.backward, "reduces")]
+    assert reduces == ["layers.5", "layers.4 to layers.0", ""]  # nothing hides the last one, so it is a unit alone
     assert {*apart.regather} == {*plan.regather} and apart.again == plan.again
     everything = sorted(fqn for bucket in plan.backward.reduces for fqn in bucket.fqns)  # type: ignore[union-attr]
     assert everything == sorted(fqn for bucket in apart.backward.reduces for fqn in bucket.fqns)  # type: ignore[union-attr]
+
+
+def test_reductions_do_not_wait_for_the_last_gradient_of_a_unit_that_has_its_first_one_early(
+    fake_group_of_four: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shard(Stack(6), reshard_after_forward=True)
+    configure(model, bucketing="neighbours")
+    # The root would fit beside five of the layers, whose gradients come soon after that of its head.
+    monkeypatch.setattr(layout, "_LIMITS", together(32 * KIB))
+    reduces = planned(model).backward.reduces  # type: ignore[union-attr]
+    assert [bucket.unit.split(":")[1] for bucket in reduces] == ["layers.5 to layers.0", ""]
+    assert {"embed.weight", "head.weight"} <= {*reduces[-1].fqns}
 
 
 def test_members_of_a_unit_stand_together_in_the_order_of_the_model(fake_group_of_four: None) -> None:
@@ -133,12 +145,34 @@ def test_a_rank_that_runs_eagerly_has_the_same_travel_together(two_ranks: Ranks,
     assert max(counts[1]) > max(counts[0]) and len(counts[0]) == NUM_STEPS
 
 
+def _says_what_the_pass_does(limit: int) -> None:
+    model = shard(Stack(6), reshard_after_forward=True)
+    with mock.patch.object(layout, "_LIMITS", together(limit)):
+        torch._dynamo.reset()
+        found = explain(torch.compile(model, backend=passes, fullgraph=True), TOKENS)
+        configure(model, bucketing="neighbours")
+        plan = planned(model)
+    apart = 0
+    for stage, of in (("forward", "gathers"), ("backward", "gathers"), ("backward", "reduces")):
+        gathers = of == "gathers"
+        said = [one for one in found.buckets if one.stage == stage and (one.launch.kind == "all_gather") == gathers]
+        travels_in = {fqn: bucket.unit for bucket in getattr(getattr(plan, stage), of) for fqn in bucket.fqns}
+        units = [travels_in[one.launch.fqns[0]] for one in said]
+        assert len(said) > 5
+        for one, unit, following in zip(said, units, units[1:]):
+            assert one.apart.endswith("which bucketing='neighbours' allows") == (unit == following), (limit, stage, of)
+            apart += unit != following
+    assert apart >= 3
+
+
 def test_explain_says_where_units_could_travel_together(fake_group_of_four: None) -> None:
     torch._dynamo.reset()
     model = shard(Stack(2), reshard_after_forward=True)
     found = explain(torch.compile(model, backend=passes, fullgraph=True), TOKENS)
     said = [one.apart for one in found.buckets if "another unit" in one.apart]
     assert said and all(words.endswith(", which bucketing='neighbours' allows") for words in said)
+    _says_what_the_pass_does(24 * KIB)
+    _says_what_the_pass_does(160 * KIB)
     wide = shard(Stack(2, dim=1024), reshard_after_forward=True)
     torch._dynamo.reset()
     found = explain(torch.compile(wide, backend=passes, fullgraph=True), TOKENS)

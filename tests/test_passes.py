@@ -12,7 +12,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fsdp_compile.passes import Bucket, ParamSpec, Plan, markers
+from fsdp_compile.passes import Bucket, ParamSpec, Plan, markers, sums
 from fsdp_compile.passes.check import check
 from fsdp_compile.passes.copies import to_host
 from fsdp_compile.passes.insert import ROLE, insert
@@ -195,9 +195,24 @@ def test_parts_are_summed_block_by_block_as_one_sum_would(dtype: torch.dtype, nu
         assert got.is_contiguous() and got.untyped_storage().nbytes() == got.numel() * dtype.itemsize
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [37, 300_001])
+def test_parts_are_summed_in_the_order_of_ranks(dtype: torch.dtype, numel: int) -> None:
+    parts = torch.randn(8, numel).to(dtype)
+    expected = parts[0].clone().float()
+    for part in parts[1:]:
+        expected.add_(part)
+    assert torch.equal(torch.ops.fsdpc.sum_of_parts(parts.reshape(-1), 8, 1.0), expected.to(dtype))
+
+
 def test_a_sum_in_half_precision_overflows_only_where_the_mean_does() -> None:
     received = torch.full((4,), 60_000.0, dtype=torch.float16)
     assert torch.ops.fsdpc.sum_of_parts(received, 2, 2.0).tolist() == [60_000.0, 60_000.0]
+    at_once = torch.empty(2, dtype=torch.float16)  # as on a GPU
+    sums._sum_at_once(received.view(2, 2), at_once, 2.0)
+    assert at_once.tolist() == [60_000.0, 60_000.0]
+    sums._sum_at_once(received.view(2, 2), at_once, 1.0)
+    assert at_once.isinf().all()
 
 
 def test_gradients_share_a_reduction_once_the_last_one_is_there() -> None:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_compile import configure, fully_shard
 from fsdp_compile.core.param import READS
 from fsdp_compile.eager import forward
-from fsdp_compile.passes import HardwareProfile
+from fsdp_compile.passes import HardwareProfile, Plan
 from tests.comparing import assert_same_grads
 from tests.compiling import compiled
 from tests.models import Block, Checkpointed, PartlyUsedBlock, Stack, shard, twins
@@ -57,6 +57,7 @@ class Case:
     twice: bool = False  # backward, through the same graph
     budget: int | None = None  # bytes; with one that nothing fits into, all is gathered and computed again
     profile: HardwareProfile | None = None
+    plan: Plan | None = None  # to follow in place of one of ours
     bucketing: str | None = None
     tolerance: float = 1e-5
     never: tuple[int, ...] = (1,)  # ranks that compile nothing, where ``how`` says so
@@ -111,6 +112,8 @@ def train(case: Case) -> list[int]:
         configure(model, bucketing=case.bucketing)
     if case.budget is not None:
         configure(model, memory_budget=case.budget, profile=case.profile)
+    if case.plan is not None:
+        configure(model, plan=case.plan)
     if case.blocks or case.both:
         for layer in model.layers:
             layer.compile(backend=case.backend)

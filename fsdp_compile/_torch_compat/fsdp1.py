@@ -70,7 +70,7 @@ def dtype_of_hook(hook: Any) -> torch.dtype | str | None:
 def tell_checkpoint_helpers(either: Any, state_of: Any) -> None:
     """Have ``checkpoint.state_dict``'s helpers ask ``either`` and ``state_of`` where they ask torch's own of FSDP1.
 
-    Its names ``FSDP``: 2.11 to 2.15; ``_get_module_fsdp_state_if_fully_sharded_module``: 2.11.
+    Its names ``FSDP`` and ``_get_module_fsdp_state_if_fully_sharded_module``: 2.11 to 2.15.
     """
     names = vars(state_dict_helpers)
     for name, theirs, both in (

@@ -89,7 +89,7 @@ def configure(
         elif takes_back and manager.is_budget(unit.settings.plan):
             unit.settings.plan, unit.may_slice = "", None
     if few is not None:
-        _let_slices_be_kept(units, few)
+        _let_slices_be_kept(units, few, keeps_groups=plan is not None)
     for unit in units:
         refresh(unit)
 
@@ -99,6 +99,8 @@ def _few_ranks(budget: Budget | None, plan: Plan | None, units: Sequence[Unit]) 
     if plan is not None:
         gathers = () if plan.backward is None else plan.backward.gathers
         asked = {one.num_ranks for one in gathers if {*one.fqns} & {*plan.slices}}
+        # A name that was put into `slices` by hand is in a bucket of all ranks: the groups that are there will do.
+        asked = {size for size in asked if any(_is_part(size, unit.mesh) for unit in units)}
         if len(asked) > 1:
             raise ValueError(f"plan gathers from slices of {sorted(asked)} ranks. Have as many ranks in each bucket.")
         return lambda mesh: next(iter(asked), 1)
@@ -107,15 +109,23 @@ def _few_ranks(budget: Budget | None, plan: Plan | None, units: Sequence[Unit]) 
     return lambda mesh: ranks_of_a_node(mesh, profile)
 
 
-def _let_slices_be_kept(units: Sequence[Unit], few: Callable[[ShardMesh], int]) -> None:
-    """Make the groups that slices need: a compilation cannot."""
+def _is_part(size: int, mesh: ShardMesh) -> bool:
+    """Whether a mesh can be cut into groups of so many ranks."""
+    return 1 < size < mesh.num_shards and mesh.num_shards % size == 0
+
+
+def _let_slices_be_kept(units: Sequence[Unit], few: Callable[[ShardMesh], int], keeps_groups: bool) -> None:
+    """Make the groups that slices need: a compilation cannot.
+
+    ``keeps_groups``: where none are asked for, those that an earlier call made stay.
+    """
     made: dict[str, ShardMesh | None] = {"": None}
     for unit in units:
         group, size = unit.mesh.group, few(unit.mesh)
         if group not in made:
-            is_part = 1 < size < unit.mesh.num_shards and unit.mesh.num_shards % size == 0
-            made[group] = inner_mesh(unit.mesh, size) if is_part else None
-        unit.may_slice = None if unit.post_forward is not None else made[group]
+            made[group] = inner_mesh(unit.mesh, size) if _is_part(size, unit.mesh) else None
+        few_of_them = made[group] or (unit.may_slice if keeps_groups else None)
+        unit.may_slice = None if unit.post_forward is not None else few_of_them
 
 
 def _budget(said: int | float | str, profile: HardwareProfile | str | Path | None, units: Sequence[Unit]) -> Budget:

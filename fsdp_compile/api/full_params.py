@@ -95,6 +95,8 @@ def _said_of_grads(swapped: list[_Swapped], writeback: bool, rank0_only: bool, w
         leave = f"{one.name} is a full parameter now, by full_params or summon_full_params"
         if rank0_only or not with_grads:
             said[id(one.full)] = f"{leave}, without the gradient that the shard has. Leave that block first."
+        elif not writeback:
+            said[id(one.full)] = f"{leave}, and writeback=False: its gradient goes with it. Leave that block first."
         if rank0_only:
             said[id(one.shard)] = f"{leave}, on one rank alone. Leave that block first."
         elif with_grads and writeback:

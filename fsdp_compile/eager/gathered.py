@@ -28,6 +28,7 @@ from ..core.unit import Unit
 from ..passes import ParamSpec, lower
 from ..passes.buckets import gather_buckets
 from ..passes.markers import require_data, require_on_cpu
+from ..passes.slices import inner_spec
 from .collectives import Caller
 from .extension import Extension
 
@@ -193,13 +194,8 @@ class Gathered:
 
     def free_but_a_slice(self) -> None:
         """Keep this rank's part of ``unit.post_forward``: backward then gathers over its few ranks."""
-        mesh = self.unit.post_forward
-        assert mesh is not None and self.fulls is not None
-        with torch.inference_mode(False), torch.no_grad():
-            slices = []
-            for full, spec in zip(self.fulls, self._slice_specs()):
-                start, stop = spec.layout.span(mesh.rank)
-                slices.append(full.narrow(spec.dim, start, stop - start).clone())
+        assert self.unit.post_forward is not None and self.fulls is not None
+        slices = [slice_of(full, spec) for full, spec in zip(self.fulls, self.specs)]
         self.free()
         self._slices = slices
 
@@ -223,25 +219,13 @@ class Gathered:
     def _sources(self) -> tuple[list[Tensor], list[ParamSpec]]:
         """What this rank contributes to the gather."""
         if self._slices is not None:
-            return self._slices, self._slice_specs()
+            return self._slices, [inner_spec(spec) for spec in self.specs]
         return [self.source(index) for index in range(len(self.shards))], self.specs
 
     def source(self, index: int) -> Tensor:
         """What this rank has of one parameter, where it is gathered."""
         device, shard = self.unit.mesh.device, dtensors.local_tensor(self.shards[index]).detach()
         return shard if shard.device == device else shard.to(device, non_blocking=True)
-
-    def _slice_specs(self) -> list[ParamSpec]:
-        mesh = self.unit.post_forward
-        assert mesh is not None
-        slices = []
-        for spec in self.specs:
-            layout = dataclasses.replace(spec.layout, num_shards=mesh.num_shards)
-            length = layout.local_size(mesh.rank)[spec.dim]
-            slices.append(
-                dataclasses.replace(spec, num_shards=mesh.num_shards, group=mesh.group, local_length=length)
-            )
-        return slices
 
     def _caller(self, bucket: list[int], members: list[ParamSpec]) -> Caller:
         """Executes the ops of one bucket; a lone parameter is gathered right into the storage that it had."""
@@ -280,6 +264,13 @@ class Gathered:
                 self._allocate(index)
                 if again.untyped_storage().data_ptr() != full.untyped_storage().data_ptr():
                     full.data.copy_(again)
+
+
+def slice_of(full: Tensor, spec: ParamSpec) -> Tensor:
+    """A copy of this rank's slice of a full parameter, for ranks to gather from as ``inner_spec`` says."""
+    start, stop = inner_spec(spec).layout.span(spec.inner_rank)
+    with torch.inference_mode(False), torch.no_grad():
+        return full.narrow(spec.dim, start, stop - start).clone()
 
 
 @contextmanager

@@ -127,6 +127,7 @@ class Route:
             self._flush()
             for routed in self.routed.values():
                 routed.drop()
+                routed.keep_slices()  # of what is not freed behind forward: backward has no other source
             self.stage = "between"
             if not self._backward:
                 self.leave()

@@ -14,15 +14,13 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .._torch_compat import subclasses
 from ..core.unit import Unit
 from ..passes import ParamSpec, lower
-from ..passes.slices import inner_spec
 from .collectives import Caller
-from .gathered import Gathered, without_autograd
+from .gathered import Gathered, slice_of, without_autograd
 
 _logger = logging.getLogger(__name__)
 
@@ -114,15 +112,16 @@ class Routed(Gathered):
         """What this rank has of one parameter, where backward gathers from slices."""
         return self._pieces[index]
 
+    def keep_slices(self) -> None:
+        """Of all that is here and that backward gathers from slices, whether or not it goes now."""
+        if self.fulls is not None:
+            self._cut_slices({index: self.fulls[index] for index in self._here})
+
     def _cut_slices(self, fulls: Mapping[int, Tensor]) -> None:
-        """Keep what backward gathers from slices of, before it goes."""
         sliced = set() if self.route is None or self.stage != "forward" else self.route.sliced
         for index, full in fulls.items():
             if (self.unit, index) in sliced and index not in self._pieces:
-                spec = self.specs[index]
-                start, stop = inner_spec(spec).layout.span(spec.inner_rank)
-                with torch.inference_mode(False), torch.no_grad():
-                    self._pieces[index] = full.narrow(spec.dim, start, stop - start).clone()
+                self._pieces[index] = slice_of(full, self.specs[index])
 
     def free(self) -> None:
         """Let go of what is here; until backward, of that alone which backward gathers again.
@@ -131,7 +130,7 @@ class Routed(Gathered):
         """
         comes_again = set() if self.route is None else self.route.again
         again = {index for index in self._here if (self.unit, index) in comes_again}
-        self._cut_slices({index: self.fulls[index] for index in again} if self.fulls is not None else {})
+        self.keep_slices()
         self._give_back(again)
         self._here -= again
         if self.stage in ("backward", "over") or not comes_again:
@@ -150,7 +149,9 @@ class Routed(Gathered):
 
     def give_away(self, tensors: list[Tensor]) -> None:
         given = subclasses.addresses_in(*tensors)
-        for index in [one for one in self._here if self.fulls and given & subclasses.addresses_in(self.fulls[one])]:
+        gone = [one for one in self._here if self.fulls and given & subclasses.addresses_in(self.fulls[one])]
+        for index in gone:
+            self._cut_slices({index: self.fulls[index]})  # type: ignore[index]
             self._here.discard(index)
             self._forget(index)
 

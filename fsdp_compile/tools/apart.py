@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from ..passes import Bucket, ParamSpec
 from ..passes.buckets import gather_key, reduce_key
-from ..passes.layout import bucket_limits
+from ..passes.layout import NEIGHBOURS, bucket_limits
+from ..passes.neighbours import groups_of
 from .tables import format_bytes, format_dtype
 
 _TOGETHER = {
@@ -36,7 +37,7 @@ def why_apart(kind: str, buckets: Sequence[Bucket], place: int, specs: Mapping[s
         return "the next is of another phase of the step"
     if one.unit != other.unit:
         does = "be whole" if kind == "gather" else "wait"
-        allowed = ", which bucketing='neighbours' allows" if _could_be_neighbours(one, other, specs) else ""
+        allowed = ", which bucketing='neighbours' allows" if _could_be_neighbours(kind, buckets, place, specs) else ""
         return f"the next is of another unit: together one would {does} a unit longer{allowed}"
     if not all(bucket.fqns[0] in specs for bucket in (one, other)):
         return ""
@@ -57,9 +58,20 @@ def why_apart(kind: str, buckets: Sequence[Bucket], place: int, specs: Mapping[s
     return f"together they would have more than {format_bytes(limits.bucket_bytes)}"
 
 
-def _could_be_neighbours(one: Bucket, other: Bucket, specs: Mapping[str, ParamSpec]) -> bool:
-    first = specs.get(one.fqns[0])
-    if first is None or first.bucketing != "size":
+def _could_be_neighbours(
+    kind: str, buckets: Sequence[Bucket], place: int, specs: Mapping[str, ParamSpec]
+) -> bool:
+    """Whether the pass would have the units of a bucket and of the one behind it travel together, if asked to."""
+    one, other = buckets[place : place + 2]
+    units: dict[str, list[ParamSpec]] = {}
+    for bucket in buckets:
+        if bucket.phase == one.phase:
+            # A reduction waits for the last gradient of its unit, so the last bucket says when that one's turn is.
+            members = units.pop(bucket.unit, []) if kind == "reduce" else units.get(bucket.unit, [])
+            units[bucket.unit] = [*members, *(specs[fqn] for fqn in bucket.fqns if fqn in specs)]
+    of_both = [*units[one.unit], *units[other.unit]]
+    known = all(fqn in specs for bucket in buckets for fqn in bucket.fqns)
+    if not known or any(spec.bucketing != "size" for spec in of_both):
         return False
-    num_bytes = sum(bucket.num_bytes * bucket.num_ranks for bucket in (one, other))
-    return num_bytes <= bucket_limits(first.backend).neighbours_bytes // 4
+    groups = groups_of(units, small_end=-1 if kind == "reduce" else 0, asking=("size", NEIGHBOURS))
+    return any({one.unit, other.unit} <= {*group} for group in groups)
