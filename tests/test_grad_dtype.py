@@ -22,6 +22,8 @@ from tests.ranks import Ranks
 needs_output_grad_dtype = pytest.mark.skipif(
     not autograd.GRADIENTS_COME_AS_PRODUCED, reason="torch casts gradients on the way"
 )
+# Before torch 2.15 FSDP2 reduces by param_dtype, and rounds what is finer.
+FSDP2_KEEPS_GRAD_DTYPE = torch.torch_version.TorchVersion(torch.__version__) >= (2, 15)
 
 
 class _Times(torch.autograd.Function):
@@ -74,7 +76,8 @@ def _as_fsdp2(sync: str, replicas: bool, reduce_dtype: torch.dtype | None) -> No
         theirs = _gradients(fsdp2, grad_dtype, sync, **kwargs)
         assert ours[0].dtype is torch.float32
         assert torch.equal(ours[0], torch.ones(5, 3)), ours[0]
-        assert torch.equal(ours[0], theirs[0])
+        if FSDP2_KEEPS_GRAD_DTYPE:
+            assert torch.equal(ours[0], theirs[0])
         assert torch.equal(ours[1].float(), theirs[1].float())
 
 

@@ -243,16 +243,18 @@ def reports(two_ranks: Ranks, three_ranks: Ranks) -> Callable[[Case], list[Repor
 # Every model is on three ranks, where shards are uneven, most of Hugging Face's with ``pytest -m more``; and on two, where
 # they are even, with ``pytest -m slow``, unless that is the first to run.
 QUICK = ("llama",)
+LIKE_OTHERS = ("qwen3", "vit")
 SLOW = [
     Case("mixtral", 2, "inductor"),
     *(Case(model, 2) for model in PLAIN if model not in ("sequential", "tied_in_group", "frozen")),
     *(Case(model, 2) for model in HUGGING_FACE if model not in ("llama", "mixtral", "t5")),
+    *(Case(model, 3) for model in LIKE_OTHERS),
 ]
 MORE = [
     Case("llama", 2, "inductor"),
     Case("conv", 3, "inductor"),
     *(Case(model, 2) for model in ("tied_in_group", "frozen")),
-    *(Case(model, 3) for model in HUGGING_FACE if model not in QUICK),
+    *(Case(model, 3) for model in HUGGING_FACE if model not in (*QUICK, *LIKE_OTHERS)),
 ]
 COMPAT = [Case("sequential", 2), Case("loop", 3)]
 CASES = [

@@ -66,8 +66,13 @@ def _by_name(name: str, how: str) -> list[int]:
     return train(dataclasses.replace(CASES[name], how=how))
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("never", [(0,), (2,), (0, 1), (0, 1, 2)])
+@pytest.mark.parametrize(
+    "never",
+    [
+        pytest.param(ranks, marks=pytest.mark.more if ranks in ((0,), (0, 1, 2)) else pytest.mark.slow)
+        for ranks in ((0,), (2,), (0, 1), (0, 1, 2))
+    ],
+)
 def test_of_three_ranks(three_ranks: Ranks, never: tuple[int, ...]) -> None:
     """Whichever they are; and where none compiles, they are as they were."""
     counts = three_ranks.run(train, Case(how="never", never=never))

@@ -72,6 +72,8 @@ REFUSED = {
     "SparseAdam": "dense",
     "ZeroRedundancyOptimizer": "broadcast_",
 }
+if torch.torch_version.TorchVersion(torch.__version__) < (2, 15):
+    REFUSED["Rprop"] = "aten."
 BY_REPLICAS = ["LBFGS", "LBFGS, strong Wolfe", "Adafactor", "Adafactor, foreach"]
 
 

@@ -340,8 +340,13 @@ def _of_the_zoo(name: str, backend: str) -> tuple[int, int, str]:
     return len(plan.recompute), len(plan.again) + len(plan.keep), plan.id
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("name", ZOO)
+# The others are much like these: ``pytest -m slow``.
+QUICKER = ("sequential", "attention", "conv", "frozen", "tied_in_group", "llama", "mixtral", "t5")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.more if name in QUICKER else pytest.mark.slow) for name in ZOO]
+)
 def test_models_whose_activations_are_all_computed_again_train_the_same(two_ranks: Ranks, name: str) -> None:
     here, there = two_ranks.run(_of_the_zoo, name, "passes")
     assert here == there
