@@ -281,7 +281,7 @@ def _all_sliced(make: Callable[[], Any], **options: Any) -> list[int]:
     return train(Case(make, plan=followed, options=options))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_it_does_of_a_unit_that_is_not_resharded_behind_forward(four_ranks: Ranks) -> None:
     stays, falls_back, *_ = four_ranks.run(_all_sliced, partial(Stack, 2))  # the root, if nobody says so
     assert max(falls_back) > max(stays)

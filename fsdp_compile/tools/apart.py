@@ -62,16 +62,16 @@ def _could_be_neighbours(
     kind: str, buckets: Sequence[Bucket], place: int, specs: Mapping[str, ParamSpec]
 ) -> bool:
     """Whether the pass would have the units of a bucket and of the one behind it travel together, if asked to."""
+    if not all(fqn in specs for bucket in buckets for fqn in bucket.fqns):
+        return False
     one, other = buckets[place : place + 2]
     units: dict[str, list[ParamSpec]] = {}
     for bucket in buckets:
         if bucket.phase == one.phase:
             # A reduction waits for the last gradient of its unit, so the last bucket says when that one's turn is.
             members = units.pop(bucket.unit, []) if kind == "reduce" else units.get(bucket.unit, [])
-            units[bucket.unit] = [*members, *(specs[fqn] for fqn in bucket.fqns if fqn in specs)]
-    of_both = [*units[one.unit], *units[other.unit]]
-    known = all(fqn in specs for bucket in buckets for fqn in bucket.fqns)
-    if not known or any(spec.bucketing != "size" for spec in of_both):
+            units[bucket.unit] = [*members, *(specs[fqn] for fqn in bucket.fqns)]
+    if any(spec.bucketing != "size" for spec in (*units[one.unit], *units[other.unit])):
         return False
     groups = groups_of(units, small_end=-1 if kind == "reduce" else 0, asking=("size", NEIGHBOURS))
     return any({one.unit, other.unit} <= {*group} for group in groups)
