@@ -142,7 +142,26 @@ class _Kernel:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    return node.target in _INLINED or compat.has_tag(node.target, torch.Tag.pointwise)
+    return node.target in _INLINED or compat.has_tag(node.target, torch.Tag.pointwise) or _is_one_hot(node)
+
+
+def _is_one_hot(node: fx.Node) -> bool:
+    """Whether a node puts a number at one place a row of a constant, as cross entropy's gradient does.
+
+    Inductor's patterns on the joint graph make it ``where(place == arange, number, constant)`` (joint_graph.py's
+    ``scatter_upon_const_tensor``, in 2.11 and 2.15).
+    """
+    if node.target is not aten.scatter.value:
+        return False
+    constant, dim, place = node.args[:3]
+    if not (isinstance(constant, fx.Node) and constant.target is aten.full.default and len(constant.users) == 1):
+        return False
+    assert isinstance(dim, int) and isinstance(place, fx.Node)
+    places, sizes = list(place.meta["val"].shape), list(constant.meta["val"].shape)
+    if not sizes or len(places) != len(sizes):
+        return False
+    sizes[dim] = 1
+    return places == sizes
 
 
 def _computes_inputs(node: fx.Node) -> bool:

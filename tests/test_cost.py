@@ -173,6 +173,33 @@ def test_cat_is_written_by_what_it_joins() -> None:
     assert graph_seconds(graph, TOY)[joined] == pytest.approx(1e-6 + 4 * 64 * 32 * 4 / MEMORY)
 
 
+@pytest.mark.parametrize(
+    ("places", "dim", "is_read_twice", "is_nowhere"),
+    [
+        ((64, 1), 1, False, True),
+        ((64, 1), -1, False, True),
+        ((1, 32), 0, False, True),
+        ((64, 2), 1, False, False),  # Inductor compares one place a row
+        ((32, 1), 1, False, False),  # ... in every row
+        ((64, 1), 1, True, False),
+    ],
+)
+def test_one_hot_rows_are_nowhere(places: tuple[int, int], dim: int, is_read_twice: bool, is_nowhere: bool) -> None:
+    """As the gradient of a cross entropy has them, a row a token and a column a word."""
+    b = Builder()
+    place = b.graph.placeholder("place")
+    with b.mode:
+        place.meta["val"] = torch.zeros(*places, dtype=torch.int64)
+    zeros = b.call(aten.full.default, [64, 32], 0.0)
+    one_hot = b.call(aten.scatter.value, zeros, dim, place, -1.0)
+    results = [b.call(aten.sum.default, b.call(aten.mul.Tensor, one_hot, 2.0))]
+    if is_read_twice:
+        results.append(b.call(aten.mm.default, zeros, b.input("weight", 32, 8)))
+    graph = b.output(*results)
+    assert ({zeros, one_hot} <= fused_away(graph)) == is_nowhere
+    assert (one_hot in fused_away(graph)) == is_nowhere
+
+
 def test_what_the_cpu_is_slow_at_is_not_computed_twice() -> None:
     def away(device: str) -> tuple[list[str], list[list[str]]]:
         b = Builder()
