@@ -31,7 +31,7 @@ from tests.ranks import Ranks
 ACTIVE = 2
 
 
-def _record(folder: str, backend: str, *dimensions: str) -> dict[str, Any]:
+def record(folder: str, backend: str, *dimensions: str) -> dict[str, Any]:
     """A training that is profiled; which parameters there are."""
     model = shard(Stack(num_blocks=1), mesh=mesh_of(*dimensions) if dimensions else None)
     run = model if backend == "none" else torch.compile(model, fullgraph=True, backend=backend)
@@ -52,7 +52,7 @@ def _record(folder: str, backend: str, *dimensions: str) -> dict[str, Any]:
 @pytest.fixture(scope="module", params=[pytest.param("compiled", marks=pytest.mark.more), "eager"])
 def run(request: pytest.FixtureRequest, two_ranks: Ranks) -> Iterator[tuple[str, Path, dict[str, Any]]]:
     with tempfile.TemporaryDirectory() as folder:
-        found = two_ranks.run(_record, folder, "inductor" if request.param == "compiled" else "none")
+        found = two_ranks.run(record, folder, "inductor" if request.param == "compiled" else "none")
         assert [sorted(Path(folder).iterdir())] == [sorted(Path(one["path"]) for one in found)], "other files are left"
         yield request.param, Path(folder), found[0]["sizes"]
 
@@ -78,13 +78,15 @@ def test_every_gather_and_reduction_is_a_range_that_names_its_parameters(run: tu
         steps = ranges(trace, "ProfilerStep#")
         assert len(steps) == ACTIVE
         gathers, reductions = ranges(trace, "FSDP::gather"), ranges(trace, "FSDP::reduce")
-        for begin, end in [(step["ts"], step["ts"] + step["dur"]) for step in steps]:
+        for step in steps:
+            begin, end, number = step["ts"], step["ts"] + step["dur"], int(step["name"].partition("#")[2])
             for found, least in ((gathers, 1), (reductions, 1)):
                 inside = [one["args"] for one in found if begin <= one["args"]["launched_us"] <= end]
                 assert {name for one in inside for name in one["parameters"]} == set(sizes), "not all parameters"
                 for one in inside:
                     assert one["bytes"] == sum(padded_bytes(sizes[name]) for name in one["parameters"])
                     assert one["ranks"] == [0, 1] and one["recorded"] and one["planned_us"] > 0
+                    assert one["step"] == number  # as TensorBoard counts it
                 assert len(inside) >= least
         launched = re.compile(r"(fsdpc::all_gather_into_tensor|_c10d_functional::(all_to_all_single|reduce_scatter_tensor))")
         assert len(gathers) + len(reductions) == len([one for one in ranges(trace, "fsdpc", "_c10d") if launched.fullmatch(one["name"])])
@@ -174,7 +176,7 @@ def test_a_profile_is_refined_from_a_run(run: tuple[str, Path, dict[str, Any]], 
 @pytest.mark.more
 @pytest.mark.parametrize("backend", ["inductor", "none"])
 def test_reductions_over_shards_and_over_copies_are_told_apart(four_ranks: Ranks, tmp_path: Path, backend: str) -> None:
-    found = four_ranks.run(_record, str(tmp_path), backend, "replicate", "shard")
+    found = four_ranks.run(record, str(tmp_path), backend, "replicate", "shard")
     sizes = found[0]["sizes"]
     for rank, trace in enumerate(traces_in(tmp_path)):
         shards, copies = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]

@@ -61,7 +61,7 @@ def annotate(trace: dict[str, Any], facts: Facts) -> dict[str, Any]:
     added: list[dict[str, Any]] = []
     lanes = _Lanes(pid)
     for flight in sorted(flights, key=lambda one: one.interval):
-        step = next((number for number, one in enumerate(steps) if one.start <= flight.launch.start <= one.end), None)
+        step = next((_number_of(one) for one in steps if one.start <= flight.launch.start <= one.end), None)
         added += _ranges_of(flight, step, lanes, facts)
         _rename(flight, of_nccl if flight.run is not None and flight.run.category == "kernel" else ())
     added += lanes.names()
@@ -88,6 +88,11 @@ def called(expected: Expected | None, kind: str, num_bytes: int) -> str:
     first, *others = expected.parameters
     what = {"all_gather": "gather", "all_reduce": "reduce copies of"}.get(kind, "reduce")
     return f"{what} {first}" + (f" +{len(others)}" if others else "")
+
+
+def _number_of(step: Event) -> int:
+    """As torch and TensorBoard count it: with the steps that were not recorded."""
+    return int(step.name.partition("#")[2])
 
 
 def _ranges_of(flight: Flight, step: int | None, lanes: _Lanes, facts: Facts) -> Iterator[dict[str, Any]]:
