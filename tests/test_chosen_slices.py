@@ -203,7 +203,7 @@ def test_a_slice_may_be_put_into_a_plan_where_a_budget_has_made_groups(fake_grou
     assert [bucket.num_ranks for bucket in followed.backward.gathers if {*bucket.fqns} & {*fqns}] == [2]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_budget_that_is_taken_back_leaves_no_slices(fake_group_of_four: None) -> None:
     model = shard(Stack(6), reshard_after_forward=True)
     before, _ = planned(model)

@@ -71,8 +71,9 @@ def _train(block: type[Block], backend: str) -> tuple[list[tuple[str, int, int]]
         return [(one.stage, one.num_unshards, one.num_reduces) for one in seen], torch._dynamo.utils.counters["compiled_autograd"]["captures"]
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("block", [Block, BreakBlock])
+@pytest.mark.parametrize(
+    "block", [pytest.param(Block, marks=pytest.mark.more), pytest.param(BreakBlock, marks=pytest.mark.slow)]
+)
 def test_one_backward_graph_whatever_the_forward_is(two_ranks: Ranks, block: type[Block]) -> None:
     for seen, captures in two_ranks.run(_train, block, "inductor"):
         assert captures >= 1
@@ -83,7 +84,7 @@ def test_one_backward_graph_whatever_the_forward_is(two_ranks: Ranks, block: typ
         assert (len([stage for stage, *_ in seen if stage == "forward"]) > 1) == (block is BreakBlock)
 
 
-@pytest.mark.more
+@pytest.mark.slow  # on Inductor: a row of test_matrix.py
 def test_numbers_without_code_generation(two_ranks: Ranks) -> None:
     two_ranks.run(_train, BreakBlock, "aot_eager")
 
@@ -114,7 +115,7 @@ def _whole_step(backend: str) -> None:
         assert_same_params(model, unsharded, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.more
+@pytest.mark.slow  # on Inductor: a row of test_matrix.py
 def test_clipping_and_the_optimizer_inside_the_compiled_step(two_ranks: Ranks) -> None:
     two_ranks.run(_whole_step, "aot_eager")
 
@@ -165,7 +166,7 @@ def _descend(param: Tensor) -> None:
     param.grad = None
 
 
-@pytest.mark.more
+@pytest.mark.slow  # on Inductor: a row of test_matrix.py
 def test_an_optimizer_in_backward(two_ranks: Ranks) -> None:
     two_ranks.run(_optimizer_in_backward, "aot_eager")
 

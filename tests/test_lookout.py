@@ -47,8 +47,8 @@ def part(case: str, mode: str, world: int = 2) -> list[tuple[int, dict[str, str]
 
 MODES = [
     "eager",
-    *(pytest.param(mode, marks=pytest.mark.more) for mode in ("inductor", "blocks")),
-    pytest.param("aot_eager", marks=pytest.mark.slow),
+    pytest.param("inductor", marks=pytest.mark.more),
+    *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("blocks", "aot_eager")),
 ]
 
 

@@ -243,7 +243,7 @@ def reports(two_ranks: Ranks, three_ranks: Ranks) -> Callable[[Case], list[Repor
 # Every model is on three ranks, where shards are uneven, most of Hugging Face's with ``pytest -m more``; and on two, where
 # they are even, with ``pytest -m slow``, unless that is the first to run.
 QUICK = ("llama",)
-LIKE_OTHERS = ("qwen3", "vit")
+LIKE_OTHERS = ("qwen3", "vit", "bert", "gpt2")
 SLOW = [
     Case("mixtral", 2, "inductor"),
     *(Case(model, 2) for model in PLAIN if model not in ("sequential", "tied_in_group", "frozen")),

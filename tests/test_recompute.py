@@ -341,7 +341,7 @@ def _of_the_zoo(name: str, backend: str) -> tuple[int, int, str]:
 
 
 # The others are much like these: ``pytest -m slow``.
-QUICKER = ("sequential", "attention", "conv", "frozen", "tied_in_group", "llama", "mixtral", "t5")
+QUICKER = ("sequential", "attention", "conv", "frozen", "tied_in_group", "mixtral")
 
 
 @pytest.mark.parametrize(

@@ -265,8 +265,12 @@ CASES = {
 }
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("name", CASES)
+LONG = ("many kinds of layers", "units in blocks of one model", "backward twice")  # the first: test_never_compiled.py
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else pytest.mark.more) for name in CASES]
+)
 def test_it_does_in_every_mode(two_ranks: Ranks, name: str) -> None:
     stays, falls_back = two_ranks.run(_by_name, name)
     assert max(falls_back) > max(stays)

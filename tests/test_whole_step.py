@@ -480,14 +480,15 @@ CASES: dict[str, tuple[Callable[..., Stack], int, dict[str, Any], tuple[int | No
 
 
 @pytest.mark.parametrize(
-    "case", [case if case == "tied" else pytest.param(case, marks=pytest.mark.more) for case in CASES]
+    "case", [case if case == "tied" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
 def test_numbers_gathers_and_memory(two_ranks: Any, case: str) -> None:
     two_ranks.run(_train_case, "aot_eager", case)
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("case", ["nothing kept", "checkpointed"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("nothing kept", marks=pytest.mark.slow), pytest.param("checkpointed", marks=pytest.mark.more)]
+)
 def test_numbers_gathers_and_memory_on_inductor(two_ranks: Any, case: str) -> None:
     two_ranks.run(_train_case, "inductor", case)
 
