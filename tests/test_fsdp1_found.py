@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile.fsdp1 import ShardedGradScaler
 from fsdp_compile.fsdp1.wrap import ModuleWrapPolicy
 from tests.comparing import batches, full, loss_of, mine, reference_backward
-from tests.fsdp1_scripts import OURS, silenced
+from tests.fsdp1_scripts import OURS, silenced, under_theirs
 from tests.models import Block, Stack
 from tests.ranks import Ranks
 
@@ -308,3 +308,51 @@ def check_scaler() -> None:
 
 def test_the_scaler_keeps_dtypes_and_takes_sparse_gradients(two_ranks: Ranks) -> None:
     two_ranks.run(check_scaler)
+
+
+def check_optimizer_from_before(backend: str | None) -> None:
+    """Beside torch's, whose parameters stay the objects that they were."""
+    losses: list[list[float]] = []
+    for wrap in (under_theirs, OURS):
+        torch.manual_seed(0)
+        module = Stack(2, tied=True)
+        optim = torch.optim.AdamW([{"params": [one]} for one in module.parameters()], lr=1e-2)
+        with silenced():
+            model = wrap(module, auto_wrap_policy=BLOCKS)
+        run = torch.compile(model, backend=backend) if backend and wrap is OURS else model
+        losses.append([])
+        for step in range(3):
+            loss = loss_of(run(mine(step)))
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            losses[-1].append(loss.item())
+    torch.testing.assert_close(*losses, atol=1e-5, rtol=1e-4)
+    # One that goes on by state of whole parameters cannot train shards, and says so.
+    module = Stack(2)
+    optim = torch.optim.AdamW(module.parameters())
+    loss_of(module(mine(0))).backward()
+    optim.step()
+    with pytest.warns(UserWarning, match="had taken steps already"):
+        OURS(module)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+def test_an_optimizer_that_was_built_before_wrapping_trains_the_model(two_ranks: Ranks, backend: str | None) -> None:
+    two_ranks.run(check_optimizer_from_before, backend)
+
+
+def check_forward_inside() -> None:
+    """As transformers' Seq2SeqTrainer generates; beside the forward outside."""
+    model = made().eval()
+    with torch.no_grad():
+        expected = model(mine(0))
+        for recurse in (True, False):
+            for run in (model, model.module):
+                with OURS.summon_full_params(model, recurse=recurse, writeback=False):
+                    torch.testing.assert_close(run(mine(0)), expected)
+        torch.testing.assert_close(model(mine(0)), expected)
+
+
+def test_a_model_is_called_while_its_parameters_are_full(two_ranks: Ranks) -> None:
+    two_ranks.run(check_forward_inside)

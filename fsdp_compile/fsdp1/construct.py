@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -34,9 +35,10 @@ from ..api.arguments import require_dtypes
 from ..api.fully_shard import fully_shard
 from ..api.replicate import replicate
 from ..core.containers import cast_floating, tensors_in
-from ..core.unit import Unit, unit_of
+from ..core.unit import Unit, unit_of, units_in
 from .helpers import known_to_helpers
 from .ignored import ignored_in
+from .optimizers import hand_over
 from .policies import choose, wrap_children
 from .prepare import (
     ask_for_gradients_in,
@@ -50,6 +52,9 @@ from .ranks import KEEPS_GATHERED, device_for, mesh_for
 from .region import WRAPPED, Wrapper, wrappers_in
 from .settings import default_settings
 from .state_dicts import has_clean_state_dicts
+
+# A policy's wrappers are made inside of the constructor of the one that it was given to, which looks for optimizers.
+_IS_WRAPPING: ContextVar[bool] = ContextVar("wraps what a policy chose", default=False)
 
 
 class Constructed(Wrapper):
@@ -134,6 +139,8 @@ class Constructed(Wrapper):
             one._settle_casts()
         has_clean_state_dicts(self)
         known_to_helpers()
+        if not _IS_WRAPPING.get():
+            hand_over(units_in(self))
 
     def _new(self, module: nn.Module, **kwargs: Any) -> Constructed:
         """A wrapper for a module below."""
@@ -187,7 +194,11 @@ class Constructed(Wrapper):
             wrapper._gives_inputs_dtype = child in exact
             return wrapper
 
-        wrap_children(module, chosen, wrap)
+        token = _IS_WRAPPING.set(True)
+        try:
+            wrap_children(module, chosen, wrap)
+        finally:
+            _IS_WRAPPING.reset(token)
 
     def _shard(self, module: nn.Module, reduce_dtype: torch.dtype | None) -> None:
         """Have the core shard, or replicate, what the module's region has."""
@@ -227,8 +238,6 @@ class Constructed(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module, with inputs in the dtype that it computes in."""
-        if self._has_full_params:
-            raise ValueError("A forward began inside summon_full_params. Leave that block first.")
         if self._inputs_dtype is not None:
             args, kwargs = cast_floating(args, self._inputs_dtype), cast_floating(kwargs, self._inputs_dtype)
         if not self._gives_inputs_dtype:

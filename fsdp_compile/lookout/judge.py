@@ -160,7 +160,8 @@ def _at(answer: Answer) -> str:
 
 def _link(link: Link) -> str:
     shown = ", ".join(link.names[:6]) + (", ..." if len(link.names) > 6 else "")
-    return f"{link.wire.split()[0]} of {shown} ({' '.join(link.wire.split()[1:5])})"
+    kind, _, how = link.wire.partition(",")[0].partition(" ")
+    return f"{kind} of {shown} ({how})"
 
 
 def _by_line(lines: Mapping[int, str]) -> list[tuple[str, list[int]]]:
