@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from .._torch_compat import autograd
 from .._torch_compat.process_groups import group_ranks
@@ -69,6 +68,7 @@ class Listener:
         self._names: list[dict[str, Iterator[tuple[str, ...]]]] = []
         self._known: dict[tuple[int, tuple[int, ...]], int] = {}
         self._records: list[GraphRecord] = []
+        self._ranks: dict[str, tuple[int, ...]] = {}
         self._device = torch.device("cpu")
         self._namer: Namer | None = None  # made when all is sharded
 
@@ -88,6 +88,11 @@ class Listener:
     def device(self) -> torch.device:
         """Where the shards are that were issued."""
         return self._device
+
+    @property
+    def ranks(self) -> dict[str, tuple[int, ...]]:
+        """Of each process group that was heard of, as it was then: a script may end its groups before the profile."""
+        return self._ranks
 
     @property
     def hardware(self) -> HardwareProfile:
@@ -120,6 +125,7 @@ class Listener:
         first = entry.specs[0]
         dtype = str(first.reduce_dtype if reduces else first.dtype).removeprefix("torch.")
         num_bytes = sum(spec.reduce_bytes if reduces else spec.gather_bytes for spec in entry.specs)
+        self._meet(entry.group)
         [link] = namer.of_launch(entry).links
         self._heard.append(Heard(EAGER, (Expected(entry.kind, entry.group, dtype, num_bytes, link.names),)))
         self._names.append({})
@@ -129,6 +135,7 @@ class Listener:
         key = id(entry.text), entry.addresses
         if key not in self._known:
             self._see(*entry.memory)
+            self._meet(*entry.text.groups)
             self._known[key] = len(self._heard)
             self._heard.append(entry.text)
             pieces = namer.of_call(entry)
@@ -139,6 +146,11 @@ class Listener:
         for storage in memory:
             if isinstance(storage, torch.UntypedStorage):
                 self._device = storage.device
+
+    def _meet(self, *groups: str) -> None:
+        for group in groups:
+            if group not in self._ranks:
+                self._ranks[group] = group_ranks(group)
 
     def _predicted(self) -> dict[GraphText, PredictedGraph]:
         """By what a graph says of itself; without those that are not predicted, because of operators of others."""
@@ -166,10 +178,3 @@ def _of_graph(text: GraphText, names: dict[str, Iterator[tuple[str, ...]]], grap
 
 def _planned(graph: PredictedGraph) -> list[tuple[float | None, float | None]]:
     return [(one.seconds, one.exposed_s) for one in graph.collectives]
-
-
-def ranks_of(heard: list[Heard]) -> dict[str, tuple[int, ...]]:
-    """Of each process group that is named."""
-    if not dist.is_initialized():
-        return {}
-    return {one.group: group_ranks(one.group) for what in heard for one in what.launches}
