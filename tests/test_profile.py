@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -253,10 +254,39 @@ def test_on_a_gpu_what_is_exposed_is_what_no_kernel_computes_beside(tmp_path: Pa
     assert "Without ranks 1, 2, 3, 4, 5, 6 and 7, whose traces are not in" in str(summary)
 
 
+LONG = "model.layers.17.attention.query_key_value.weight"
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
+def test_no_terminal_is_too_narrow_for_a_name_or_a_number(tmp_path: Path, width: int) -> None:
+    launches = (Expected("all_gather", "shards", "bfloat16", 80, (LONG,)), Expected("all_gather", "shards", "bfloat16", 120, ("b",)))
+    (tmp_path / "node_0.1.pt.trace.json").write_text(json.dumps(annotate(a_gpu(), facts(heard=[Heard("forward", launches)]))))
+    summary = summarize(tmp_path)
+    console = Console(width=width, force_terminal=True, color_system=None)
+    with console.capture() as printed:
+        console.print(summary, summary.all_collectives())
+    said = printed.get()
+    assert all(len(line) <= width for line in said.splitlines()) and "…" not in said
+    # A long name may go on in the next line, and so may the words of a head, but no number is parted.
+    names = [line.partition(" forward ")[0] for line in said.splitlines()]
+    assert f"gather{LONG}" in "".join("".join(names).split())
+    numbers = re.findall(r"\d+\.\d\d\b", said)
+    [rank] = summary.ranks
+    seconds = [rank.step_s, rank.communication_s, rank.exposed_s]
+    seconds += [value for one in summary.collectives for value in (one.seconds, one.exposed_s, one.planned_s or 0.0)]
+    assert {f"{value * 1e3:.2f}" for value in seconds} <= set(numbers)
+    assert "No waiting was planned" in " ".join(said.split()) and "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1" in "".join(said.split())
+
+
 def test_what_the_plan_does_not_have_is_not_ours() -> None:
     heard = [Heard("forward", (Expected("all_gather", "shards", "bfloat16", 120, ("layers.1.w",)),))]
     names = [one["name"] for one in annotate(a_gpu(), facts(heard=heard))["traceEvents"] if one["tid"] > 1 << 20]
     assert names[0] == "all_gather of 640 bytes, not ours" and names[1] == "FSDP::gather layers.1.w"
+
+
+def test_a_run_of_others_says_that_nothing_was_planned(tmp_path: Path) -> None:
+    (tmp_path / "node_0.1.pt.trace.json").write_text(json.dumps(annotate(a_gpu(), facts(heard=[]))))
+    assert "Nothing was planned: these collectives are of no module that fsdp_compile shards." in str(summarize(tmp_path))
 
 
 @pytest.mark.more

@@ -28,7 +28,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..passes import load_profile
 from ..tools import script
 from ..tools.tables import plural
-from .refine import refine, table_of
+from . import printed
+from .refine import doubts_of, refine, table_of
 from .session import NothingRecordedError, Profile, recording, refuse_old_traces
 from .summarize import summarize
 from .summary import Summary
@@ -236,7 +237,7 @@ def _print_summary(folder: Path, arguments: argparse.Namespace, num_ranks: int) 
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    console = Console()
+    console = printed.console()
     console.print(summary)
     if arguments.all:
         console.print(summary.all_collectives())
@@ -263,8 +264,10 @@ def _refine(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    console = Console()
+    console = printed.console()
     console.print(table_of(refined))
+    for doubt in doubts_of(refined):
+        print(doubt, file=sys.stderr)
     out.write_text(refined.profile.to_json() + "\n", encoding="utf-8")
     said = f"Wrote {out}; configure(model, profile=...), predict(...) and --hardware take it."
     console.print(said, highlight=False, soft_wrap=True)
