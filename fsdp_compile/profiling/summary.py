@@ -31,7 +31,7 @@ class OfRank:
     step_s: float
     communication_s: float  # at least one collective was on the wire
     exposed_s: float  # computation waited for one
-    overlap: float  # share of communication beside which there was computation; 1 where there was none to hide
+    overlap: float  # share of communication during which nothing waited; 1 where there was none to hide
 
 
 @dataclass(frozen=True)
