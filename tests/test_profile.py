@@ -254,6 +254,28 @@ def test_on_a_gpu_what_is_exposed_is_what_no_kernel_computes_beside(tmp_path: Pa
     assert "Without ranks 1, 2, 3, 4, 5, 6 and 7, whose traces are not in" in str(summary)
 
 
+def record_two(folder: str, backend: str) -> None:
+    """Two models whose parameters have the same names, and steps of one after the other."""
+    models = [shard(Stack(num_blocks=1)) for _ in range(2)]
+    runs = [one if backend == "none" else torch.compile(one, fullgraph=True, backend=backend) for one in models]
+    with fsdp_compile.profile(models[0], folder, wait=0, active=1) as profiled:
+        for step in range(3):
+            for run in runs:
+                loss_of(run(batches(step)[dist.get_rank()])).backward()
+            profiled.step()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("backend", ["none", pytest.param("inductor", marks=pytest.mark.more)])
+def test_two_models_of_one_class_are_told_apart(two_ranks: Ranks, tmp_path: Path, backend: str) -> None:
+    two_ranks.run(record_two, str(tmp_path), backend)
+    found: dict[str, list[tuple[str, float, tuple[str, ...]]]] = {"Stack": [], "Stack 2": []}
+    for one in summarize(tmp_path).collectives:
+        name, _, model = one.name.rpartition(" of ")
+        found[model].append((name, one.count, one.parameters))
+    assert found["Stack"] == found["Stack 2"] != []
+
+
 LONG = "model.layers.17.attention.query_key_value.weight"
 
 
