@@ -24,7 +24,7 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 well, 1 the numbers disagree, 2 it did not run to its end, 130 interrupted."""
+    """Exit codes: 0 well, 1 the numbers disagree, 2 it did not run to its end, 130 interrupted; a script's own."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.run is None:

@@ -206,4 +206,4 @@ def test_calibrate_writes_a_profile_of_this_machine(tmp_path: Path, capsys: pyte
     rates = [*profile.flops.values(), profile.memory_bytes_per_s, profile.inside.bytes_per_s]
     assert all(rate > 0 and math.isfinite(rate) for rate in rates)
     printed = capsys.readouterr().out
-    assert "Collectives of 2 ranks over" in printed and f"Wrote {out}" in printed
+    assert "Collectives of 2 ranks over" in printed and f"Wrote {out}; configure(model, profile=...), predict(...) and --hardware take it." in printed

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_compile
 from fsdp_compile import cli
@@ -252,10 +254,61 @@ def test_on_a_gpu_what_is_exposed_is_what_no_kernel_computes_beside(tmp_path: Pa
     assert "Without ranks 1, 2, 3, 4, 5, 6 and 7, whose traces are not in" in str(summary)
 
 
+def record_two(folder: str, backend: str) -> None:
+    """Two models whose parameters have the same names, and steps of one after the other."""
+    models = [shard(Stack(num_blocks=1)) for _ in range(2)]
+    runs = [one if backend == "none" else torch.compile(one, fullgraph=True, backend=backend) for one in models]
+    with fsdp_compile.profile(models[0], folder, wait=0, active=1) as profiled:
+        for step in range(3):
+            for run in runs:
+                loss_of(run(batches(step)[dist.get_rank()])).backward()
+            profiled.step()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("backend", ["none", pytest.param("inductor", marks=pytest.mark.more)])
+def test_two_models_of_one_class_are_told_apart(two_ranks: Ranks, tmp_path: Path, backend: str) -> None:
+    two_ranks.run(record_two, str(tmp_path), backend)
+    found: dict[str, list[tuple[str, float, tuple[str, ...]]]] = {"Stack": [], "Stack 2": []}
+    for one in summarize(tmp_path).collectives:
+        name, _, model = one.name.rpartition(" of ")
+        found[model].append((name, one.count, one.parameters))
+    assert found["Stack"] == found["Stack 2"] != []
+
+
+LONG = "model.layers.17.attention.query_key_value.weight"
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
+def test_no_terminal_is_too_narrow_for_a_name_or_a_number(tmp_path: Path, width: int) -> None:
+    launches = (Expected("all_gather", "shards", "bfloat16", 80, (LONG,)), Expected("all_gather", "shards", "bfloat16", 120, ("b",)))
+    (tmp_path / "node_0.1.pt.trace.json").write_text(json.dumps(annotate(a_gpu(), facts(heard=[Heard("forward", launches)]))))
+    summary = summarize(tmp_path)
+    console = Console(width=width, force_terminal=True, color_system=None)
+    with console.capture() as printed:
+        console.print(summary, summary.all_collectives())
+    said = printed.get()
+    assert all(len(line) <= width for line in said.splitlines()) and "…" not in said
+    # A long name may go on in the next line, and so may the words of a head, but no number is parted.
+    names = [line.partition(" forward ")[0] for line in said.splitlines()]
+    assert f"gather{LONG}" in "".join("".join(names).split())
+    numbers = re.findall(r"\d+\.\d\d\b", said)
+    [rank] = summary.ranks
+    seconds = [rank.step_s, rank.communication_s, rank.exposed_s]
+    seconds += [value for one in summary.collectives for value in (one.seconds, one.exposed_s, one.planned_s or 0.0)]
+    assert {f"{value * 1e3:.2f}" for value in seconds} <= set(numbers)
+    assert "No waiting was planned" in " ".join(said.split()) and "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1" in "".join(said.split())
+
+
 def test_what_the_plan_does_not_have_is_not_ours() -> None:
     heard = [Heard("forward", (Expected("all_gather", "shards", "bfloat16", 120, ("layers.1.w",)),))]
     names = [one["name"] for one in annotate(a_gpu(), facts(heard=heard))["traceEvents"] if one["tid"] > 1 << 20]
     assert names[0] == "all_gather of 640 bytes, not ours" and names[1] == "FSDP::gather layers.1.w"
+
+
+def test_a_run_of_others_says_that_nothing_was_planned(tmp_path: Path) -> None:
+    (tmp_path / "node_0.1.pt.trace.json").write_text(json.dumps(annotate(a_gpu(), facts(heard=[]))))
+    assert "Nothing was planned: these collectives are of no module that fsdp_compile shards." in str(summarize(tmp_path))
 
 
 @pytest.mark.more
@@ -316,11 +369,12 @@ def test_what_cannot_be_profiled_is_refused_with_what_to_do(tmp_path: Path, fake
     assert ledger.hear is None
     with pytest.raises(ZeroDivisionError), fsdp_compile.profile(sharded, tmp_path):
         raise ZeroDivisionError  # and no word of steps that are missing
-    with pytest.warns(UserWarning, match=r"recorded 1 of 3 steps: the block ended early"):
+    with pytest.warns(UserWarning, match=r"recorded 1 of 3 steps: the block ended early\. Train longer in it") as warned:
         with fsdp_compile.profile(sharded, tmp_path, wait=0) as profiled:
             for _ in range(2):
                 profiled.step()
         assert profiled.summary.num_steps == 1
+    assert [one.filename for one in warned] == [__file__], "it blames another file than that of the block"
     (tmp_path / "node_1.1.pt.trace.json").write_text("{}")  # of another rank, which may write now
     with pytest.raises(FileExistsError, match=r"holds the trace of another run already, .*_0\..*: both would be shown"):
         fsdp_compile.profile(sharded, tmp_path).__enter__()
@@ -334,7 +388,7 @@ def test_what_cannot_be_profiled_is_refused_with_what_to_do(tmp_path: Path, fake
         (["profile", "--out", "{here}/file", "--", "{here}/script.py"], "file is a file: give a folder, which need not"),
         (["profile", "--hardware", "abacus", "--", "{here}/script.py"], "There is no hardware profile 'abacus'"),
         (["profile", "--out", "{here}/old", "--", "{here}/script.py"], "holds the trace of another run already"),
-        (["profile", "--out", "{here}/new", "--", "{here}/script.py"], "The script ended, and nothing was recorded: 0 of 3"),
+        (["profile", "--out", "{here}/new", "--", "{here}/script.py"], "Nothing was recorded: no optimizer stepped in the script"),
         (["refine", "{here}/none"], "none is no folder. Give the one that `fsdp-compile profile --out` wrote"),
         (["refine", "{here}/empty"], "empty holds no *.pt.trace.json: give a folder that"),
         (["refine", "{here}/old"], "has no ranges of fsdp_compile: a profiler of another kind wrote it"),
@@ -369,6 +423,73 @@ def test_ranks_are_started_by_one_of_the_two(tmp_path: Path, capsys: pytest.Capt
     monkeypatch.setenv("RANK", "0")
     assert cli.main(["profile", "--ranks", "2", "--", str(tmp_path / "script.py")]) == 2
     assert capsys.readouterr().err == "--ranks starts processes, and torchrun has started this one already: leave --ranks out.\n"
+
+
+ALONE = """
+import sys, torch
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+for _ in range(int(sys.argv[1])):
+    optimizer.step()
+exec(sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "then", "rank", "code", "says"),
+    [
+        (2, "", "0", 2, "Nothing was recorded: the script ended after 2 steps, and the first recorded one is step 4. Train "
+         "longer, or give a smaller --wait (it is 2).\n"),
+        (2, "sys.exit(5)", "0", 5, "Nothing was recorded: the script ended after 2 steps, and "),
+        (2, "", "1", 0, ""),  # the first rank says it, and torchrun, told of a failure here, might end that one before
+        (4, "", "0", 0, "The script ended after 1 of 3 recorded steps; train longer, or give a smaller --wait or --active.\n"),
+        (4, "", "1", 0, ""),
+        (6, "", "0", 0, ""),
+    ],
+)  # fmt: skip
+def test_what_a_script_recorded_too_little_of_is_said_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    num_steps: int, then: str, rank: str, code: int, says: str,
+) -> None:  # fmt: skip
+    (tmp_path / "train.py").write_text(ALONE)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    for name, value in (("argv", ["fsdp-compile"]), ("path", list(sys.path))):
+        monkeypatch.setattr(sys, name, value)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    command = ["profile", "--out", str(tmp_path / "traces"), "--", str(tmp_path / "train.py"), str(num_steps), then]
+    assert cli.main(command) == code
+    said = capfd.readouterr().err
+    assert says in said and ("recorded" in said) == bool(says)
+
+
+@pytest.mark.parametrize("error", ["ValueError('bad data')", "FileNotFoundError('no data')"])  # the second is an OSError
+def test_a_script_that_raises_is_blamed_as_without_a_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    (tmp_path / "train.py").write_text(f"def train():\n    raise {error}\ntrain()\n")
+    for name, value in (("argv", ["fsdp-compile"]), ("path", list(sys.path)), ("excepthook", sys.__excepthook__)):
+        monkeypatch.setattr(sys, name, value)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    assert cli.main(["profile", "--out", str(tmp_path / "traces"), "--", str(tmp_path / "train.py")]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if line.startswith("  File")] == [
+        f'  File "{tmp_path}/train.py", line 3, in <module>', f'  File "{tmp_path}/train.py", line 2, in train'
+    ]  # fmt: skip
+    assert said[-1] == error.replace("('", ": ").replace("')", "")
+
+
+def test_groups_that_end_before_the_profile_are_known_all_the_same(tmp_path: Path, fake_group_of_four: None) -> None:
+    model = fsdp_compile.fully_shard(nn.Linear(8, 8))
+    early = pytest.warns(UserWarning, match="recorded 1 of 3 steps")
+    with early, fsdp_compile.profile(model, tmp_path, wait=0) as profiled:
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+            profiled.step()
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())  # for the fixture to end
+    summary = profiled.summary
+    assert summary.world_size == 4 and {one.name for one in summary.collectives} == {"gather weight +1", "reduce weight +1"}
+    assert all(one.num_ranks == 4 and one.planned_s for one in summary.collectives) and "Measured beside planned" in str(summary)
 
 
 SCRIPT = """

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsdp_compile.passes import HardwareProfile
+from fsdp_compile import cli
+from fsdp_compile.passes import HardwareProfile, load_profile
 from fsdp_compile.passes.cost import Group, collective_seconds
 from fsdp_compile.passes.profiles import PROFILES
 from fsdp_compile.profiling.refine import refine
@@ -125,6 +127,27 @@ def test_where_no_line_begins_above_nothing_the_smallest_size_is_the_latency(tmp
             trace.collective("all_gather", num_bytes, [0, 1], seconds, beside=1e7)
         trace.write(tmp_path, world_size=2, ranks_per_node=2)
     assert refine(tmp_path).profile.inside.measured["all_gather"].latency_s == pytest.approx(1e-3)
+
+
+def test_a_fit_that_is_far_off_is_written_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")  # the output is no terminal: the table is as wide as it is
+    for rank in range(2):
+        trace = Written(rank)
+        for num_bytes, gather_s, reduction_s in ((1 << 20, 1e-2, 1e-3), (1 << 21, 1e-3, 2e-3), (1 << 22, 1e-2, 4e-3)):
+            trace.collective("all_gather", num_bytes, [0, 1], gather_s, beside=1e7)
+            trace.collective("all_to_all", num_bytes, [0, 1], reduction_s, beside=1e7)
+        trace.write(tmp_path, world_size=2, ranks_per_node=2)
+    out = tmp_path / "profile.json"
+    assert cli.main(["refine", str(tmp_path), "-o", str(out)]) == 0
+    printed = capsys.readouterr()
+    worst = {one.kind: one.error for one in refine(tmp_path).fitted}
+    assert worst["all_gather"] > 1 > worst["all_to_all"]
+    [warning] = printed.err.splitlines()
+    assert warning.startswith(f"all_gather of 2 ranks inside nodes: the fit is off by {worst['all_gather']:.0%} of what one size took")
+    assert re.search(r"^ all_gather +2 ranks inside nodes .* ms .* GB/s +3 +\d+% *$", printed.out, flags=re.MULTILINE)
+    assert set(load_profile(out).inside.measured) == {"all_gather", "all_to_all"}
 
 
 def test_one_size_leaves_the_latency_as_it_was(tmp_path: Path) -> None:

@@ -81,6 +81,13 @@ class Namer:
             found[group] = known[1]
         return found
 
+    def root_at(self, address: int) -> Unit | None:
+        """The outermost unit around the parameter whose shard lies there now."""
+        if not address:
+            return None
+        found = (unit for unit in list(self._units) if any(param.address == address for param in unit.params))
+        return next((unit.root for unit in found), None)
+
     def forget_addresses(self) -> None:
         """Between two looks shards may have moved, and others be where they were."""
         self._by_address.clear()

@@ -60,9 +60,11 @@ def annotate(trace: dict[str, Any], facts: Facts) -> dict[str, Any]:
     of_nccl = [event for event in events if event.name.startswith("nccl:")]
     added: list[dict[str, Any]] = []
     lanes = _Lanes(pid)
+    models = {one.model for heard in facts.heard for one in heard.launches}
+    says_model = len(models - {""}) > 1
     for flight in sorted(flights, key=lambda one: one.interval):
         step = next((_number_of(one) for one in steps if one.start <= flight.launch.start <= one.end), None)
-        added += _ranges_of(flight, step, lanes, facts)
+        added += _ranges_of(flight, step, lanes, facts, says_model)
         _rename(flight, of_nccl if flight.run is not None and flight.run.category == "kernel" else ())
     added += lanes.names()
     added += _graphs(events, facts.heard)
@@ -81,13 +83,14 @@ def annotate(trace: dict[str, Any], facts: Facts) -> dict[str, Any]:
     }
 
 
-def called(expected: Expected | None, kind: str, num_bytes: int) -> str:
-    """A collective in few words."""
+def called(expected: Expected | None, kind: str, num_bytes: int, says_model: bool = False) -> str:
+    """A collective in few words; whose it is, where several models call their parameters alike."""
     if expected is None:
         return f"{kind} of {num_bytes} bytes, not ours"
     first, *others = expected.parameters
     what = {"all_gather": "gather", "all_reduce": "reduce copies of"}.get(kind, "reduce")
-    return f"{what} {first}" + (f" +{len(others)}" if others else "")
+    whose = f" of {expected.model}" if says_model and expected.model else ""
+    return f"{what} {first}" + (f" +{len(others)}" if others else "") + whose
 
 
 def _number_of(step: Event) -> int:
@@ -95,8 +98,10 @@ def _number_of(step: Event) -> int:
     return int(step.name.partition("#")[2])
 
 
-def _ranges_of(flight: Flight, step: int | None, lanes: _Lanes, facts: Facts) -> Iterator[dict[str, Any]]:
-    name, (start, end) = called(flight.expected, flight.kind, flight.num_bytes), flight.interval
+def _ranges_of(
+    flight: Flight, step: int | None, lanes: _Lanes, facts: Facts, says_model: bool
+) -> Iterator[dict[str, Any]]:
+    name, (start, end) = called(flight.expected, flight.kind, flight.num_bytes, says_model), flight.interval
     prefix = "FSDP::" if flight.expected else ""
     lane = lanes.free_at(start, end)
     yield lanes.event(f"{prefix}{name}", lane, start, end, _args(flight, step, facts))
@@ -118,6 +123,7 @@ def _args(flight: Flight, step: int | None, facts: Facts) -> dict[str, Any]:
         "dtype": flight.launch.size()[1],
         "bytes": flight.num_bytes,
         "parameters": list(expected.parameters) if expected else [],
+        "model": expected.model if expected else "",
         "launched_us": flight.launch.start,
         "waited_us": [list(one) for one in flight.waited],
         "recorded": flight.run is not None,

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,9 +26,11 @@ from rich.console import Console
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..passes import load_profile
-from ..tools.script import run_script
-from .refine import refine, table_of
-from .session import Profile, recording, refuse_old_traces
+from ..tools import script
+from ..tools.tables import plural
+from . import printed
+from .refine import doubts_of, refine, table_of
+from .session import NothingRecordedError, Profile, recording, refuse_old_traces
 from .summarize import summarize
 from .summary import Summary
 from .traces import SUFFIXES
@@ -40,7 +43,8 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Run a training script and record some of its steps: one trace a rank, for TensorBoard with torch-tb-profiler "
         "and for any viewer of Chrome traces, and a summary of what was exposed, beside the plan. Under torchrun it "
-        "is one of the ranks; --ranks starts them on this machine. Exit code 2 when nothing could be recorded."
+        "is one of the ranks; --ranks starts them on this machine. Exit code 2 when nothing could be recorded; the "
+        "script's own where that fails, with --ranks 1."
     )
     parser.usage = "fsdp-compile profile [--out DIR] [--ranks N] [--wait N] [--active N] -- [-m] script [arguments]"
     parser.add_argument("--out", metavar="DIR", default="traces", help="where traces go (default %(default)s)")
@@ -81,20 +85,30 @@ def _profile(arguments: argparse.Namespace) -> int:
         return 2
     folder = Path(arguments.out)
     if arguments.ranks is not None and "RANK" not in os.environ:
-        code = _start_ranks(arguments)
-        return code or _print_summary(folder, arguments, arguments.ranks)
+        if _start_ranks(arguments):
+            return 1
+        if not _num_written(folder):  # the first rank has said why, if it could
+            print(f"No rank wrote a trace into {folder}.", file=sys.stderr)
+            return 2
+        return _print_summary(folder, arguments, arguments.ranks)
+    code = 0
     try:
         with _stepped_by_optimizer(arguments) as profile:
             code = _run(arguments)
-    except RuntimeError as error:
-        if not str(error).startswith("nothing was recorded"):
-            raise
-        print(f"The script ended, and {error}", file=sys.stderr)
-        return 2
-    is_first = os.environ.get("RANK", "0") == "0"
-    if code or not is_first or _OF_PARENT in os.environ:
+    except _RaisedError:
+        return 1
+    except NothingRecordedError as error:
+        # Other ranks, and the process that started this one, would only say it again.
+        if _is_first():
+            print(error, file=sys.stderr)
+        return code if code or not _is_first() or _OF_PARENT in os.environ else 2
+    if code or not _is_first() or _OF_PARENT in os.environ:
         return code
     return _print_summary(profile.folder, arguments, int(os.environ.get("WORLD_SIZE", "1")))
+
+
+class _RaisedError(Exception):
+    """The script raised, and the traceback is printed."""
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -102,13 +116,28 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.module and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        run_script(arguments.script, arguments.args, is_module=arguments.module)
+        script.run_script(arguments.script, arguments.args, is_module=arguments.module)
     except SystemExit as ended:
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
             return 1
         return ended.code or 0
+    except Exception as error:
+        error = error.with_traceback(_in_script(error.__traceback__))
+        sys.excepthook(type(error), error, error.__traceback__)  # torch's, which names the rank, or the script's own
+        raise _RaisedError from error
     return 0
+
+
+def _in_script(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback as it is without us: from the script's own first line on."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, script.__file__):
+        trace = trace.tb_next
+    return trace
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _problem_of(arguments: argparse.Namespace) -> str | None:
@@ -135,14 +164,14 @@ _OF_PARENT = "FSDP_COMPILE_PROFILE_PARENT"
 def _start_ranks(arguments: argparse.Namespace) -> int:
     options = ["--out", arguments.out, "--wait", str(arguments.wait), "--active", str(arguments.active)]
     options += ["--hardware", arguments.hardware] if arguments.hardware else []
-    script = [*(["-m"] if arguments.module else []), arguments.script, *arguments.args]
+    theirs = [*(["-m"] if arguments.module else []), arguments.script, *arguments.args]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
-    command += ["-m", "fsdp_compile.cli", "profile", *options, "--", *script]
+    command += ["-m", "fsdp_compile.cli", "profile", *options, "--", *theirs]
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = {"OMP_NUM_THREADS": str(max(1, num_cpus // arguments.ranks))}  # or torchrun takes one, and says so
     started = subprocess.Popen(command, env={**threads, **os.environ, _OF_PARENT: "1"})
     try:
-        return 2 if started.wait() else 0
+        return started.wait()
     finally:
         if started.poll() is None:  # we were interrupted: torchrun ends its processes when it is told to
             started.terminate()
@@ -150,6 +179,27 @@ def _start_ranks(arguments: argparse.Namespace) -> int:
                 started.wait(_LEAVES_S)
             started.kill()
             started.wait()
+
+
+class _OfScript(Profile):
+    """A profile in the words of the command line."""
+
+    def _nothing(self) -> str:
+        if not self._num_steps:
+            return (
+                "Nothing was recorded: no optimizer stepped in the script, and a step ends where one does. Profile a "
+                "script that trains; where no torch.optim.Optimizer updates the parameters, call step() of "
+                "fsdp_compile.profile(model, folder) in the script itself."
+            )
+        return (
+            f"Nothing was recorded: the script ended after {plural(self._num_steps, 'step')}, and the first recorded "
+            f"one is step {self._before + 1}. Train longer, or give a smaller --wait (it is {self._wait})."
+        )
+
+    def _warn_of_early_end(self) -> None:
+        if _is_first():
+            said = f"The script ended after {self._num_recorded} of {self._active} recorded steps"
+            print(f"{said}; train longer, or give a smaller --wait or --active.", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -166,7 +216,9 @@ def _stepped_by_optimizer(arguments: argparse.Namespace) -> Iterator[Profile]:
         if first[0]() is optimizer:
             profile.step()
 
-    profile = recording(arguments.out, wait=arguments.wait, active=arguments.active, hardware=arguments.hardware)
+    profile = recording(
+        arguments.out, wait=arguments.wait, active=arguments.active, hardware=arguments.hardware, kind=_OfScript
+    )
     hook = register_optimizer_step_post_hook(stepped)
     try:
         with profile:
@@ -185,7 +237,7 @@ def _print_summary(folder: Path, arguments: argparse.Namespace, num_ranks: int) 
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    console = Console()
+    console = printed.console()
     console.print(summary)
     if arguments.all:
         console.print(summary.all_collectives())
@@ -212,8 +264,10 @@ def _refine(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    console = Console()
+    console = printed.console()
     console.print(table_of(refined))
+    for doubt in doubts_of(refined):
+        print(doubt, file=sys.stderr)
     out.write_text(refined.profile.to_json() + "\n", encoding="utf-8")
     said = f"Wrote {out}; configure(model, profile=...), predict(...) and --hardware take it."
     console.print(said, highlight=False, soft_wrap=True)

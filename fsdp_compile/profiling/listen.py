@@ -10,14 +10,16 @@ number of the mark. Of graphs that compile meanwhile, what they were predicted t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from .._torch_compat import autograd
 from .._torch_compat.process_groups import group_ranks
+from ..core.unit import Unit, original_class
 from ..graph.install import manager
 from ..lookout.lookout import lookout
 from ..lookout.names import Namer
@@ -42,6 +44,7 @@ class Expected:
     parameters: tuple[str, ...]
     planned_s: float | None = None  # with nothing else on the links, where its graph was predicted
     planned_exposed_s: float | None = None
+    model: str = ""  # of the outermost sharded module, its class; with a number, for the second of that class
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,11 @@ class Listener:
         self._hardware = hardware
         self._heard: list[Heard | GraphText] = []
         self._names: list[dict[str, Iterator[tuple[str, ...]]]] = []
+        self._models = _Models()
+        self._models_of: dict[int, list[str]] = {}  # of each launch of a graph, by the number of its mark
         self._known: dict[tuple[int, tuple[int, ...]], int] = {}
         self._records: list[GraphRecord] = []
+        self._ranks: dict[str, tuple[int, ...]] = {}
         self._device = torch.device("cpu")
         self._namer: Namer | None = None  # made when all is sharded
 
@@ -90,6 +96,11 @@ class Listener:
         return self._device
 
     @property
+    def ranks(self) -> dict[str, tuple[int, ...]]:
+        """Of each process group that was heard of, as it was then: a script may end its groups before the profile."""
+        return self._ranks
+
+    @property
     def hardware(self) -> HardwareProfile:
         """What is planned by: as was said, or as the budget was, or the device's built-in profile."""
         planned_by = next((one.profile for one in self._records if one.profile is not None), None)
@@ -99,7 +110,9 @@ class Listener:
         """By the numbers of the marks."""
         predicted = self._predicted()
         return [
-            one if isinstance(one, Heard) else _of_graph(one, self._names[number], predicted.get(one))
+            one
+            if isinstance(one, Heard)
+            else _of_graph(one, self._names[number], self._models_of[number], predicted.get(one))
             for number, one in enumerate(self._heard)
         ]
 
@@ -120,8 +133,12 @@ class Listener:
         first = entry.specs[0]
         dtype = str(first.reduce_dtype if reduces else first.dtype).removeprefix("torch.")
         num_bytes = sum(spec.reduce_bytes if reduces else spec.gather_bytes for spec in entry.specs)
+        self._meet(entry.group)
         [link] = namer.of_launch(entry).links
-        self._heard.append(Heard(EAGER, (Expected(entry.kind, entry.group, dtype, num_bytes, link.names),)))
+        unit = next((unit for unit in (one() for one in entry.units) if unit is not None), None)
+        model = self._models.of(unit.root) if unit is not None else self._models.at(entry.address, namer)
+        expected = Expected(entry.kind, entry.group, dtype, num_bytes, link.names, model=model)
+        self._heard.append(Heard(EAGER, (expected,)))
         self._names.append({})
         return len(self._heard) - 1
 
@@ -129,9 +146,11 @@ class Listener:
         key = id(entry.text), entry.addresses
         if key not in self._known:
             self._see(*entry.memory)
+            self._meet(*entry.text.groups)
             self._known[key] = len(self._heard)
             self._heard.append(entry.text)
             pieces = namer.of_call(entry)
+            self._models_of[self._known[key]] = self._models.of_call(entry, namer)
             self._names.append({group: iter([link.names for link in piece.links]) for group, piece in pieces.items()})
         return self._known[key]
 
@@ -139,6 +158,11 @@ class Listener:
         for storage in memory:
             if isinstance(storage, torch.UntypedStorage):
                 self._device = storage.device
+
+    def _meet(self, *groups: str) -> None:
+        for group in groups:
+            if group not in self._ranks:
+                self._ranks[group] = group_ranks(group)
 
     def _predicted(self) -> dict[GraphText, PredictedGraph]:
         """By what a graph says of itself; without those that are not predicted, because of operators of others."""
@@ -155,21 +179,50 @@ class Listener:
         return found
 
 
-def _of_graph(text: GraphText, names: dict[str, Iterator[tuple[str, ...]]], graph: PredictedGraph | None) -> Heard:
+class _Models:
+    """Calls models by their classes, and the second of a class that is heard of "Net 2": ranks hear in one order."""
+
+    def __init__(self) -> None:
+        self._names: weakref.WeakKeyDictionary[Unit, str] = weakref.WeakKeyDictionary()
+        self._counts: Counter[str] = Counter()
+        self._at: dict[int, str] = {}
+
+    def of(self, root: Unit) -> str:
+        if root not in self._names:
+            name = original_class(root.modules[0]).__name__
+            self._counts[name] += 1
+            self._names[root] = name if self._counts[name] == 1 else f"{name} {self._counts[name]}"
+        return self._names[root]
+
+    def of_call(self, called: Called, namer: Namer) -> list[str]:
+        """Of each launch; a unit that the graph only reduces shows no shard, and is taken to be of the only model."""
+        units = [one.unit for _, one in called.text.firsts]
+        known = {unit: self.at(address, namer) for unit, address in zip(units, called.addresses)}
+        models = set(known.values())
+        only = models.pop() if len(models) == 1 else ""
+        return [known.get(one.members[0].unit, only) for one in called.text.launches]
+
+    def at(self, address: int, namer: Namer) -> str:
+        """Of the parameter whose shard lies there; nothing where nobody knows."""
+        if address not in self._at:
+            root = namer.root_at(address)
+            self._at[address] = "" if root is None else self.of(root)
+        return self._at[address]
+
+
+def _of_graph(
+    text: GraphText,
+    names: dict[str, Iterator[tuple[str, ...]]],
+    models: Sequence[str],
+    graph: PredictedGraph | None,
+) -> Heard:
     planned = [(None, None)] * len(text.launches) if graph is None else _planned(graph)
     launches = tuple(
-        Expected(one.kind, one.group, one.dtype, one.num_bytes, next(names[one.group]), *takes)
-        for one, takes in zip(text.launches, planned, strict=True)
+        Expected(one.kind, one.group, one.dtype, one.num_bytes, next(names[one.group]), *takes, model)
+        for one, takes, model in zip(text.launches, planned, models, strict=True)
     )
     return Heard(text.stage, launches, *((None, None) if graph is None else (graph.seconds, graph.exposed_s)))
 
 
 def _planned(graph: PredictedGraph) -> list[tuple[float | None, float | None]]:
     return [(one.seconds, one.exposed_s) for one in graph.collectives]
-
-
-def ranks_of(heard: list[Heard]) -> dict[str, tuple[int, ...]]:
-    """Of each process group that is named."""
-    if not dist.is_initialized():
-        return {}
-    return {one.group: group_ranks(one.group) for what in heard for one in what.launches}

@@ -18,12 +18,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.table import Table
-
 from ..passes import HardwareProfile
 from ..passes.cost import wire_bytes
 from ..passes.profiles import Fit, Link
 from ..tools.calibrate import fit_line
+from .printed import Column, Rows
 from .record import Interval, common, union
 from .summarize import together
 from .traces import Trace, read_folder
@@ -31,6 +30,7 @@ from .traces import Trace, read_folder
 _LATENCY_SHARE = 0.5  # of a collective's latency, what is there once; steps from rank to rank take the rest
 _LEAST_SHARE = 0.02  # of the time in products: smaller ones say little of what large ones reach
 _MOST_SLOWED = 0.95
+_DOUBTFUL = 1.0  # of a size's time, what a fit may be off
 
 
 @dataclass(frozen=True)
@@ -195,25 +195,38 @@ def _near(busy: Sequence[Interval], interval: Interval) -> list[Interval]:
     return [one for one in busy if one[0] < interval[1] and one[1] > interval[0]]
 
 
-def table_of(refined: Refined) -> Table:
+def doubts_of(refined: Refined) -> list[str]:
+    """Of each fit that says little of what was measured, and what to do."""
+    return [
+        f"{one.kind} of {one.dimension}: the fit is off by {one.error:.0%} of what one size took, so what is "
+        "planned by it will be off as well. Profile again on a machine that does nothing else, with more steps "
+        "(--active) and units of more sizes; or measure it idle, with `fsdp-compile calibrate`."
+        for one in refined.fitted
+        if one.error > _DOUBTFUL
+    ]
+
+
+def table_of(refined: Refined) -> Rows:
     """What was fitted, and how far off it is."""
-    table = Table(
-        title=f"Measured, and {refined.base.name!r} for all else",
-        title_justify="left",
-        caption="error: the most that the fit is off, of a size's time",
-        caption_justify="left",
-    )
-    for name in ("", "where", "latency", "reaches", "sizes", "error"):
-        table.add_column(name, justify="left" if name in ("", "where") else "right")
-    for one in refined.fitted:
-        table.add_row(
+    rows = [
+        [
             one.kind,
             str(one.dimension),
             f"{one.fit.latency_s * 1e3:.3f} ms",
             f"{one.fit.bytes_per_s / 1e9:,.2f} GB/s",
             str(len(one.points)),
             f"{one.error:.0%}",
-        )
+        ]
+        for one in refined.fitted
+    ]
     for dtype, rate in refined.flops.items():
-        table.add_row(f"products, {dtype}", "", "", f"{rate / 1e9:,.1f} GFLOP/s", "", "")
-    return table
+        rows.append([f"products, {dtype}", "", "", f"{rate / 1e9:,.1f} GFLOP/s", "", ""])
+    return Rows(
+        title=f"Measured, and {refined.base.name!r} for all else",
+        columns=[
+            *(Column(name, is_number=False) for name in ("", "where")),
+            *map(Column, ("latency", "reaches", "sizes", "error")),
+        ],
+        cells=rows,
+        below="error: the most that the fit is off, of a size's time",
+    )

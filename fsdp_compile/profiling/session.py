@@ -30,7 +30,7 @@ from ..core.unit import original_class, units_in
 from ..passes import HardwareProfile, load_profile
 from ..passes import _torch_compat as compat
 from .annotate import Facts, annotate
-from .listen import Listener, ranks_of
+from .listen import Listener
 from .record import load
 from .summarize import summarize
 from .summary import Summary
@@ -39,6 +39,10 @@ from .traces import SUFFIXES
 _OF_RANK = re.compile(r".*_(\d+)\.\d+\.pt\.trace\.json")
 _SETTLES_S = 0.05  # gloo's threads record for a moment after who waits for them goes on
 _WARMUP = 1  # of the profiler: the first step that it sees takes longer
+
+
+class NothingRecordedError(RuntimeError):
+    """A profile ended before its first recorded step did."""
 
 
 class Profile:
@@ -50,6 +54,7 @@ class Profile:
         self._wait, self._active = wait, active
         self._num_steps = 0
         self._failed = False
+        self._place: tuple[int, int] | None = None  # the rank, and how many there are
         self._listener = Listener(hardware)
         self._schedule = torch.profiler.schedule(wait=wait, warmup=_WARMUP, active=active, repeat=1)
         activities = [ProfilerActivity.CPU]
@@ -76,6 +81,8 @@ class Profile:
     def step(self) -> None:
         """One step of the training has ended."""
         self._num_steps += 1
+        if dist.is_initialized():  # it may be over when the trace is written
+            self._place = _rank(), _world_size()
         self._profiler.step()
 
     def __exit__(
@@ -88,12 +95,27 @@ class Profile:
             self._profiler.__exit__(kind, error, trace)
         finally:
             self._listener.stop()
-        if self.path is None and not self._failed:
-            raise RuntimeError(
-                f"nothing was recorded: {self._num_steps} of {self._before} steps had ended that stand before the "
-                f"first recorded one (wait={self._wait}, and {_WARMUP} to warm up). Call step() behind each step of "
-                "the training, train longer, or give a smaller wait."
-            )
+        if self._failed:
+            return
+        if self.path is None:
+            raise NothingRecordedError(self._nothing())
+        if self._num_recorded < self._active:
+            self._warn_of_early_end()
+
+    def _nothing(self) -> str:
+        """Why no step was recorded, and what to do."""
+        return (
+            f"nothing was recorded: {self._num_steps} of {self._before} steps had ended that stand before the "
+            f"first recorded one (wait={self._wait}, and {_WARMUP} to warm up). Call step() behind each step of "
+            "the training, train longer, or give a smaller wait."
+        )
+
+    def _warn_of_early_end(self) -> None:
+        warnings.warn(
+            f"fsdp_compile.profile recorded {self._num_recorded} of {self._active} steps: the block ended early. Train "
+            "longer in it, or give a smaller wait or active.",
+            stacklevel=3,  # whose block it is
+        )
 
     def _action(self, step: int) -> torch.profiler.ProfilerAction:
         """What torch asks between two steps: what to do in the next one."""
@@ -115,31 +137,31 @@ class Profile:
     def _before(self) -> int:
         return self._wait + _WARMUP
 
+    @property
+    def _num_recorded(self) -> int:
+        """Steps that were recorded to their ends."""
+        return max(0, min(self._num_steps - self._before, self._active))
+
     def _write(self, profiler: Any) -> None:
-        num_recorded = min(self._num_steps - self._before, self._active)
-        if self._failed or num_recorded <= 0:
+        if self._failed or not self._num_recorded:
             return
-        if num_recorded < self._active:
-            warnings.warn(
-                f"fsdp_compile.profile recorded {num_recorded} of {self._active} steps: the block ended early.",
-                stacklevel=2,
-            )
+        rank, world_size = self._place or (_rank(), _world_size())
         heard = self._listener.heard()
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"{_worker()}.{time.time_ns()}{SUFFIXES[0]}"
+        path = self.folder / f"{_worker(rank)}.{time.time_ns()}{SUFFIXES[0]}"
         raw = path.with_name(f".{path.name}.raw.json")  # a name that TensorBoard does not look at
         try:
             profiler.export_chrome_trace(str(raw))
             trace = load(raw)
             facts = Facts(
-                rank=_rank(),
-                world_size=_world_size(),
-                num_steps=num_recorded,
+                rank=rank,
+                world_size=world_size,
+                num_steps=self._num_recorded,
                 device=self._listener.device.type,
                 hardware=self._listener.hardware,
                 allows_tf32=compat.allows_tf32(),
                 heard=heard,
-                ranks=ranks_of(heard),
+                ranks=self._listener.ranks,
             )
             raw.write_text(json.dumps(annotate(trace, facts), separators=(",", ":")), encoding="utf-8")
             os.replace(raw, path)
@@ -175,16 +197,21 @@ def profile(
 
 
 def recording(
-    folder: str | Path, *, wait: int, active: int, hardware: str | Path | HardwareProfile | None = None
+    folder: str | Path,
+    *,
+    wait: int,
+    active: int,
+    hardware: str | Path | HardwareProfile | None = None,
+    kind: type[Profile] = Profile,
 ) -> Profile:
-    """The same of whatever is trained in this process."""
+    """The same of whatever is trained in this process; ``kind`` says in its own words what goes wrong."""
     for name, value, least in (("wait", wait, 0), ("active", active, 1)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} is {value!r}. Give a number of steps, at least {least}.")
         if value < least:
             raise ValueError(f"{name} is {value}. Give a number of steps, at least {least}.")
     known = hardware if hardware is None or isinstance(hardware, HardwareProfile) else load_profile(hardware)
-    return Profile(folder, wait, active, known)
+    return kind(folder, wait, active, known)
 
 
 def refuse_old_traces(folder: Path) -> None:
@@ -207,6 +234,6 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _worker() -> str:
+def _worker(rank: int) -> str:
     """As torch-tb-profiler reads it: a machine, and its process, here by its rank."""
-    return f"{re.sub(r'[^A-Za-z0-9-]', '-', socket.gethostname()) or 'node'}_{_rank()}"
+    return f"{re.sub(r'[^A-Za-z0-9-]', '-', socket.gethostname()) or 'node'}_{rank}"

@@ -2,7 +2,7 @@
 
     communication   a link is busy      |--------|   |-----|
     waiting         nothing computes           |=|   |==|
-    exposed         of waiting, all     overlap: of communication, the share that is not waited for
+    exposed         of waiting, all     overlap: of communication, the share during which nothing waits
 
 Seconds are those of one step, the mean of those that were recorded. A collective that a rank began early also waits for
 the others: it took what it took on the rank that came last, and is exposed as on the rank that waited longest.

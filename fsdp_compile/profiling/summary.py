@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..tools.tables import format_bytes, on_one_line, plural
+from .printed import Column, Rows
 
 if TYPE_CHECKING:  # and in functions, for most programs never print one
     from rich.console import RenderableType
-    from rich.table import Table
 
 _WORST = 5
 _WIDTH = 110
+_OF_RANKS = ("rank", "step", "communication", "exposed", "of the step", "overlap")
 EAGER = "eager"  # in the place of a graph's stage
-_NOT_SEEN = "the graphs had been compiled before the profile began, or came from a cache"
+_NOT_SEEN = (
+    "the graphs had been compiled before the profile began, or came from a cache; run it anew with "
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1, which reads none"
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class OfRank:
     step_s: float
     communication_s: float  # at least one collective was on the wire
     exposed_s: float  # computation waited for one
-    overlap: float  # share of communication beside which there was computation; 1 where there was none to hide
+    overlap: float  # share of communication during which nothing waited; 1 where there was none to hide
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ class Summary:
         waited_for = [one for one in self.collectives if one.exposed_s > 0]
         return tuple(sorted(waited_for, key=lambda one: -one.exposed_s * one.count)[:_WORST])
 
-    def all_collectives(self) -> Table:
+    def all_collectives(self) -> Rows:
         """Every collective, in the order of launch."""
         return _table("Collectives in the order of launch; of one, in ms", self.collectives)
 
@@ -125,64 +129,55 @@ def _parts(summary: Summary) -> Iterator[RenderableType]:
         yield Text("No collective ran in the recorded steps.")
     if any(one.planned_s is not None for one in summary.collectives):
         yield _totals(summary)
+    elif summary.collectives:
+        yield Text("Nothing was planned: these collectives are of no module that fsdp_compile shards.")
 
 
-def _ranks(summary: Summary) -> Table:
-    table = _empty(f"{plural(summary.world_size, 'rank')}, mean of {plural(summary.num_steps, 'step')}, in ms")
-    for name in ("rank", "step", "communication", "exposed", "of the step", "overlap"):
-        table.add_column(name, justify="right")
+def _ranks(summary: Summary) -> Rows:
+    title = f"{plural(summary.world_size, 'rank')}, mean of {plural(summary.num_steps, 'step')}, in ms"
+    rows = []
     for one in summary.ranks:
         share = one.exposed_s / one.step_s if one.step_s else 0.0
         cells = [_ms(one.step_s), _ms(one.communication_s), _ms(one.exposed_s), f"{share:.0%}", f"{one.overlap:.0%}"]
-        table.add_row(str(one.rank), *cells)
-    return table
+        rows.append([str(one.rank), *cells])
+    return Rows(title, [Column(name) for name in _OF_RANKS], rows)
 
 
-def _table(title: str, collectives: Sequence[OfCollective]) -> Table:
-    from rich.text import Text
-
-    table = _empty(title)
-    table.add_column("collective", overflow="fold")
-    for name in ("in", "bytes", "took", "planned", "exposed", "planned"):
-        table.add_column(name, justify="left" if name == "in" else "right", no_wrap=True)
-    for one in collectives:
-        table.add_row(
-            Text(on_one_line(one.name)),
+def _table(title: str, collectives: Sequence[OfCollective]) -> Rows:
+    rows = [
+        [
+            on_one_line(one.name),
             one.stage or "-",
             format_bytes(one.num_bytes) + ("" if one.count == 1 else f" x{one.count:g}"),
             _ms(one.seconds),
             _ms(one.planned_s),
             _ms(one.exposed_s),
             _ms(one.planned_exposed_s),
-        )
-    return table
+        ]
+        for one in collectives
+    ]
+    names = [Column("collective", is_number=False), Column("in", is_number=False)]
+    return Rows(title, [*names, *map(Column, ("bytes", "took", "planned", "exposed", "planned"))], rows)
 
 
-def _totals(summary: Summary) -> Table:
-    table = _empty(f"Measured beside planned on {summary.hardware!r}, in a step, in ms")
-    for name in ("", "measured", "planned", "ratio"):
-        table.add_column(name, justify="right" if name else "left")
-    rows: tuple[tuple[str, Total | None], ...] = (
+def _totals(summary: Summary) -> Rows:
+    given: tuple[tuple[str, Total | None], ...] = (
         ("collectives, one after the other", summary.takes),
         ("waiting for them", summary.waits),
         ("forward and backward graph", summary.graphs),
     )
-    for name, total in rows:
+    rows = []
+    for name, total in given:
         if total is not None:
             ratio = f"{total.measured_s / total.planned_s:.2f}" if total.planned_s else "-"
-            table.add_row(name, _ms(total.measured_s), _ms(total.planned_s), ratio)
+            rows.append([name, _ms(total.measured_s), _ms(total.planned_s), ratio])
+    below = ""
     if summary.waits is None:
         stages = {one.stage for one in summary.collectives}
-        why = "the eager path has no plan" if stages <= {EAGER, ""} else _NOT_SEEN
-        table.caption, table.caption_justify = f"No waiting was planned: {why}.", "left"
-    return table
-
-
-def _empty(title: str) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+        below = f"No waiting was planned: {'the eager path has no plan' if stages <= {EAGER, ''} else _NOT_SEEN}."
+    title = f"Measured beside planned on {summary.hardware!r}, in a step, in ms"
+    columns = [Column("", is_number=False), *map(Column, ("measured", "planned", "ratio"))]
+    return Rows(title, columns, rows, below)
 
 
 def _ms(seconds: float | None) -> str:

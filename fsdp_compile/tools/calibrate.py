@@ -49,7 +49,8 @@ def run_calibrate(settings: Settings, console: Console) -> HardwareProfile:
     console.print(compute_table(samples, profile))
     console.print(collectives_table(samples, profile, settings.ranks))
     Path(settings.out).write_text(profile.to_json() + "\n")
-    console.print(f"Wrote {settings.out}; fsdp_compile.passes.load_profile reads it.", highlight=False, soft_wrap=True)
+    said = f"Wrote {settings.out}; configure(model, profile=...), predict(...) and --hardware take it."
+    console.print(said, highlight=False, soft_wrap=True)
     return profile
 
 

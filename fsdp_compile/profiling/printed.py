@@ -1,0 +1,96 @@
+"""Tables that lose nothing: where the terminal is too narrow for the columns, each row is said in lines instead.
+
+    collective        took   exposed            gather emb.weight +1
+    ────────────────────────────────    or        took 2.02
+    gather emb.w...   2.02     17.28              exposed 17.28
+
+Rich shortens cells to what fits, numbers and names alike, until a column is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # and in functions, for most programs never print one
+    from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
+    from rich.table import Table
+
+_LEAST_NAME = 16  # letters of a name in a line; the rest goes on in the next one
+_BETWEEN = 3  # letters between two columns
+_WIDEST = 10_000
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column, whose head says what a cell is: under it, or in front of it."""
+
+    head: str
+    is_number: bool = True
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What ``table`` says, as a table where there is room; the first cell of a row is its name."""
+
+    title: str
+    columns: Sequence[Column]
+    cells: Sequence[Sequence[str]]
+    below: str = ""
+
+    @property
+    def least_width(self) -> int:
+        """With which all columns are whole, but for names that go on in the next line."""
+        from rich.cells import cell_len
+
+        widths = [
+            max(cell_len(column.head), *(cell_len(row[place]) for row in self.cells), 0)
+            for place, column in enumerate(self.columns)
+        ]
+        if not self.columns[0].is_number:
+            widths[0] = min(widths[0], _LEAST_NAME)
+        return sum(widths) + _BETWEEN * (len(widths) - 1) + 2
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        if self.least_width <= options.max_width:
+            yield self._table()
+        else:
+            yield Text(self.title, style="bold")
+            for row in self.cells:
+                yield from self._lines(row)
+            yield Text()
+        if self.below:
+            yield Text(self.below)
+
+    def _table(self) -> Table:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=self.title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+        for place, column in enumerate(self.columns):
+            is_name = place == 0 and not column.is_number
+            side: JustifyMethod = "right" if column.is_number else "left"
+            table.add_column(column.head, justify=side, no_wrap=not is_name, overflow="fold")
+        for row in self.cells:
+            table.add_row(*map(Text, row))
+        return table
+
+    def _lines(self, row: Sequence[str]) -> RenderResult:
+        from rich.padding import Padding
+        from rich.text import Text
+
+        name, *others = [f"{column.head} {cell}" if cell else "" for column, cell in zip(self.columns, row)]
+        yield Text(name if self.columns[0].is_number else row[0], overflow="fold")
+        yield Padding(Text(", ".join(filter(None, others)), overflow="fold"), (0, 0, 0, 2))
+
+
+def console() -> Console:
+    """For the standard output; where that is a file or a pipe, as wide as what is printed."""
+    from rich.console import Console
+
+    found = Console()
+    return found if found.is_terminal else Console(width=_WIDEST)
