@@ -19,6 +19,7 @@ from .aliases import Storage, storages_of
 from .collectives import is_launch
 from .insert import GRADIENT_OF, PARAMETER, ROLE, Role
 from .memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, OTHER, SHARD, kinds_of, lifetimes, storages_given
+from .module_paths import path_of
 from .plan import Plan
 from .weigh import results_of
 
@@ -154,7 +155,8 @@ class _Names:
 def module_of(node: fx.Node) -> str:
     """The path of the innermost module whose code a node is of; empty where nothing says so."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path = str(next(reversed(list(stack.values())), ("",))[0]) if stack else ""
-    for prefix in ("L['self']", "L__self__"):
-        path = path.removeprefix(prefix)
-    return path.lstrip("._").replace("_modules['", "").replace("']", "")
+    source = next(reversed(list(stack.values())), None)
+    if source is None:
+        return ""
+    model, path = path_of(str(source[0]))
+    return ".".join([*([model] if model not in ("", "self") else []), *path])
