@@ -196,7 +196,8 @@ def test_a_path_is_read_from_any_text_of_dynamo() -> None:
 
 @pytest.mark.usefixtures("fake_group_of_four")
 def test_a_name_that_ends_as_a_wrapper_is_called_stays_whole() -> None:
-    model = nn.ModuleDict({"my_modules": nn.Linear(4, 4), "_orig_mod": nn.Sequential(nn.Linear(4, 4))})
+    model = nn.Module()
+    model.my_modules, model._orig_mod = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))
     unit = unit_of(fully_shard(model))
     assert unit is not None
     names = Namer()._names_in(unit).values()
