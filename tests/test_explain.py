@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import fsdp_compile
 from fsdp_compile import Explanation, MixedPrecisionPolicy, explain, fully_shard
 from fsdp_compile.passes.owners import owners_of
-from fsdp_compile.passes.replay import Compute, Event, Launch, Wait, simulate
+from fsdp_compile.passes.replay import QUEUED, Compute, Event, Launch, Wait, simulate
 from fsdp_compile.passes.verdicts import COMPUTE, DEPENDENCY, HIDDEN, MEMORY, ORDER, Verdict, Verdicts
 from tests.compiling import passes
 from tests.test_budget import five_products
@@ -115,6 +116,36 @@ def test_a_model_that_is_limited_by_compute_and_by_a_dependency() -> None:
     # The last gradient is computed last, and sent then.
     last = found.buckets[-1].launch
     assert last.fqns == ("0.weight",) and last.cause == DEPENDENCY and "left to compute beside it" in last.verdict
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_verdicts_say_what_the_tables_say() -> None:
+    """Of a model on whose links collectives queue, and slow computation down."""
+    slowed = dataclasses.replace(TOY, inside=dataclasses.replace(TOY.inside, slows_compute=0.5))
+    model = nn.Sequential(*[nn.Linear(width, width + 1, bias=False) for width in range(64, 69)])
+    found = explained(model, torch.randn(64, 64), profile=slowed)
+    exposed = [one.launch for one in found.buckets if not one.launch.is_hidden]
+    queued = [one for one in exposed if one.why.startswith(QUEUED)]
+    assert queued and len(queued) < len(exposed)
+    for one in exposed:
+        beside = f"{one.beside_s * 1e3:.3f} ms"
+        assert beside in one.why
+        if one.cause in (COMPUTE, DEPENDENCY):
+            assert beside in one.verdict or ("nothing is left to compute" in one.verdict and not one.beside_s)
+        is_first = one.launched_behind == "begin"
+        assert not (is_first and one.cause == COMPUTE and "launched earlier" in one.verdict)
+        if one.kind == "all_gather" and one.cause == DEPENDENCY:
+            assert ("when the graph begins" in one.verdict) == is_first
+            assert is_first or f"launched behind {one.launched_behind}," in one.verdict
+        in_queue = re.search(r"[\d.]+ ms behind \w+ of [^;]+", one.why)
+        assert (in_queue is not None) == ("queued" in one.verdict)
+        assert in_queue is None or one.verdict.endswith(f"; queued {in_queue[0]}")
+
+
+def test_what_packs_others_is_no_place_to_stand_in_front_of() -> None:
+    packing = [Compute("cat0", 1.0, is_copy=True), gather("w0", 3.0), Compute("cat1", 1.0, is_copy=True), gather("w1", 3.0)]
+    found = verdict(*packing, Wait("w0"), Compute("a", 1.0), Wait("w1"), Compute("b", 1.0))
+    assert found.cause == DEPENDENCY and "when the graph begins; only 1000.000 ms" in found.words
 
 
 @pytest.mark.usefixtures("fake_group_of_four")
