@@ -132,16 +132,21 @@ class _Names:
     def __init__(self, graph: fx.Graph, plan: Plan) -> None:
         storages = storages_of(graph)
         self._said: dict[Storage, str] = {}
+        sent: set[Role] = set()  # whose collective stands in front
         for node in graph.nodes:
             role = node.meta.get(ROLE)
-            if isinstance(role, Role):
+            if isinstance(role, Role) and role.kind in ("gather", "reduce"):
                 buckets = plan.gathers if role.kind == "gather" else plan.reduces
                 first, *others = buckets[role.bucket].fqns
                 name = first + (f" +{len(others)}" if others else "")
-                own = storages[node] if role.kind == "gather" or is_launch(node) else ()
+                for storage in storages[node]:
+                    if storage.node is node:  # else it is what this looks at
+                        self._said.setdefault(storage, _held(role.kind, is_launch(node), role in sent) + name)
                 reads = [one for source in node.all_input_nodes for one in storages[source] if role.kind == "gather"]
-                for storage in (*own, *reads):
+                for storage in reads:
                     self._said.setdefault(storage, name)
+                if is_launch(node):
+                    sent.add(role)
             for key, prefix in ((PARAMETER, ""), (GRADIENT_OF, "grad ")):
                 if key in node.meta:
                     for storage in storages[node]:
@@ -150,6 +155,13 @@ class _Names:
     def of(self, storage: Storage) -> str:
         """Parameters, else the module whose code allocated it."""
         return self._said.get(storage) or module_of(storage.node)
+
+
+def _held(kind: str, is_launch: bool, is_behind: bool) -> str:
+    """What a bucket's node holds of its parameters."""
+    if kind == "gather":
+        return "" if is_launch or is_behind else "packed shards of "
+    return "received gradients of " if is_launch else "reduced gradients of " if is_behind else "packed gradients of "
 
 
 def module_of(node: fx.Node) -> str:

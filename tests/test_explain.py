@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 import fsdp_compile
 from fsdp_compile import Explanation, MixedPrecisionPolicy, explain, fully_shard
-from fsdp_compile.passes.owners import owners_of
+from fsdp_compile.passes.aliases import storages_of
+from fsdp_compile.passes.insert import ROLE
+from fsdp_compile.passes.owners import _Names, owners_of
 from fsdp_compile.passes.replay import QUEUED, Compute, Event, Launch, Wait, simulate
 from fsdp_compile.passes.verdicts import COMPUTE, DEPENDENCY, HIDDEN, MEMORY, ORDER, Verdict, Verdicts
 from tests.compiling import passes
@@ -249,6 +252,41 @@ def test_owners_of_a_graph_are_those_of_its_curve() -> None:
     assert sum(one.num_bytes for one in found.peak) == max(found.alive)
 
 
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_rows_tell_layers_apart_and_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Module()
+    model.layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3)])
+    for layer in model.layers:
+        fully_shard(layer)
+    model.forward = lambda x: model.layers(x)
+    found = explained(model, torch.randn(4, 8))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    rows = [line for line in str(found).splitlines() if "all_gather" in line and "forward " in line]
+    for layer, row in zip(range(3), rows, strict=True):
+        assert f"layers.{layer}: 0.weight 0.bias 1.weight +1" in row
+    numbers = re.compile(r"[\d.]+ (?:B|KiB|ms)|\d+%")
+    wide = sorted(numbers.findall(" ".join(str(found).split())))
+    for columns in (120, 80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = str(found).splitlines()
+        assert max(map(len, lines)) <= columns
+        assert sorted(numbers.findall(" ".join(" ".join(lines).split()))) == wide, "a number is cut"
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_owners_at_the_peak_are_called_by_what_they_hold() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(3)])
+    found = explained(model, torch.randn(4, 64), reduction="all_to_all")
+    said: set[str] = set()
+    for record in (graph.record for graph in found.report.graphs if graph.stage != "joint"):
+        names = _Names(record.graph, record.plan)
+        for node in record.graph.nodes:
+            if node.op == "call_function" and ROLE in node.meta:
+                said |= {names.of(storage) for storage in storages_of(record.graph)[node] if storage.node is node}
+    for what in ("packed shards of ", "", "packed gradients of ", "received gradients of ", "reduced gradients of "):
+        assert f"{what}2.0.weight +3" in said
+
+
 class Broken(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -273,3 +311,22 @@ def test_what_ran_eagerly_is_said_with_its_reason() -> None:
 def test_the_model_must_be_one() -> None:
     with pytest.raises(TypeError, match="explain takes the model and its inputs, but got int"):
         explain(3)  # type: ignore[arg-type]
+
+
+class Tagged(nn.Linear):
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        return super().forward(x) * scale
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_a_dict_is_one_argument_and_the_error_says_how_it_becomes_keywords() -> None:
+    torch._dynamo.reset()
+    model, batch = fully_shard(Tagged(8, 8)), {"x": torch.randn(4, 8), "scale": 2.0}
+    with pytest.raises(TypeError) as raised:
+        explain(torch.compile(model, backend=passes), batch)
+    assert "call explain(model, **batch)" in "".join(raised.value.__notes__)
+    assert explain(torch.compile(model, backend=passes), **batch).steps
+    with pytest.raises(TypeError) as raised:
+        explain(torch.compile(model, backend=passes), batch["x"])
+    assert not hasattr(raised.value, "__notes__")
