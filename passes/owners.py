@@ -47,6 +47,7 @@ class Owners:
     peak: tuple[Owned, ...]  # at the first highest, largest first
     held: Mapping[str, int]  # by kind, what is there throughout
     callers: tuple[Owned, ...]  # that is theirs: inputs that are not given up
+    peak_at: str = ""  # what is made there: its node, and what that holds
 
     @property
     def alive(self) -> list[int]:
@@ -105,7 +106,8 @@ def owners_of(
     of_callers = set(callers)
     own = [one for one in there if one not in of_callers]
     ordered = sorted((*callers, *own), key=lambda one: -one.num_bytes)
-    return Owners(tuple(nodes[place].name for place in calls), of_kind, tuple(ordered), stays, callers)
+    events = tuple(nodes[place].name for place in calls)
+    return Owners(events, of_kind, tuple(ordered), stays, callers, named.at(nodes[peak]) if calls else "")
 
 
 def saved_kinds(forward: fx.Graph, plan: Plan, taken_as: Sequence[str], num_results: int) -> dict[str, str]:
@@ -132,6 +134,7 @@ class _Names:
     def __init__(self, graph: fx.Graph, plan: Plan) -> None:
         storages = storages_of(graph)
         self._said: dict[Storage, str] = {}
+        self._of_node: dict[fx.Node, str] = {}
         sent: set[Role] = set()  # whose collective stands in front
         for node in graph.nodes:
             role = node.meta.get(ROLE)
@@ -139,9 +142,10 @@ class _Names:
                 buckets = plan.gathers if role.kind == "gather" else plan.reduces
                 first, *others = buckets[role.bucket].fqns
                 name = first + (f" +{len(others)}" if others else "")
+                self._of_node[node] = _held(role.kind, is_launch(node), role in sent) + name
                 for storage in storages[node]:
                     if storage.node is node:  # else it is what this looks at
-                        self._said.setdefault(storage, _held(role.kind, is_launch(node), role in sent) + name)
+                        self._said.setdefault(storage, self._of_node[node])
                 reads = [one for source in node.all_input_nodes for one in storages[source] if role.kind == "gather"]
                 for storage in reads:
                     self._said.setdefault(storage, name)
@@ -151,6 +155,11 @@ class _Names:
                 if key in node.meta:
                     for storage in storages[node]:
                         self._said[storage] = prefix + node.meta[key]
+
+    def at(self, node: fx.Node) -> str:
+        """A node as a place in the graph."""
+        said = self._of_node.get(node, "") or module_of(node)
+        return f"{node.name} ({said})" if said else node.name
 
     def of(self, storage: Storage) -> str:
         """Parameters, else the module whose code allocated it."""

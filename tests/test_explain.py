@@ -285,6 +285,8 @@ def test_owners_at_the_peak_are_called_by_what_they_hold() -> None:
                 said |= {names.of(storage) for storage in storages_of(record.graph)[node] if storage.node is node}
     for what in ("packed shards of ", "", "packed gradients of ", "received gradients of ", "reduced gradients of "):
         assert f"{what}2.0.weight +3" in said
+    highest = max((one.owners for step in found.steps for one in step.memory), key=lambda one: max(one.alive))
+    assert highest.peak_at.startswith(f"{highest.events[highest.alive.index(max(highest.alive))]} (")
 
 
 class Broken(nn.Module):

@@ -71,8 +71,8 @@ def _called(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     except TypeError as error:
         if sys.version_info >= (3, 11) and len(args) == 1 and isinstance(args[0], Mapping) and not kwargs:
             error.add_note(
-                "explain gave the model a dict as its one argument. Where forward takes what is in it as keywords, call "
-                "explain(model, **batch)."
+                "explain gave the model a dict as its one argument. Where forward takes what is in it as keywords, "
+                "call explain(model, **batch)."
             )
         raise
 

@@ -165,7 +165,7 @@ def _memory(step: ExplainedStep, width: int | None) -> Iterator[str]:
     place = highest.owners.alive.index(top)
     kinds = {kind: levels[place] for kind, levels in highest.owners.of_kind.items() if levels[place]}
     parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sorted(kinds.items(), key=lambda pair: -pair[1]))
-    peak = f"peak in {highest.stage} at {highest.owners.events[place]}: {parts}"
+    peak = f"peak in {highest.stage} at {highest.owners.peak_at}: {parts}"
     yield from _wrapped(peak, width)
     rows = [[f"{one.of or one.name}", one.kind, format_bytes(one.num_bytes)] for one in highest.owners.peak[:_OWNERS]]
     yield from (f"    {line}" for line in table(rows, right=(2,)))
