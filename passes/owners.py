@@ -19,6 +19,7 @@ from .aliases import Storage, storages_of
 from .collectives import is_launch
 from .insert import GRADIENT_OF, PARAMETER, ROLE, Role
 from .memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, OTHER, SHARD, kinds_of, lifetimes, storages_given
+from .module_paths import path_of
 from .plan import Plan
 from .weigh import results_of
 
@@ -46,6 +47,7 @@ class Owners:
     peak: tuple[Owned, ...]  # at the first highest, largest first
     held: Mapping[str, int]  # by kind, what is there throughout
     callers: tuple[Owned, ...]  # that is theirs: inputs that are not given up
+    peak_at: str = ""  # what is made there: its node, and what that holds
 
     @property
     def alive(self) -> list[int]:
@@ -104,7 +106,8 @@ def owners_of(
     of_callers = set(callers)
     own = [one for one in there if one not in of_callers]
     ordered = sorted((*callers, *own), key=lambda one: -one.num_bytes)
-    return Owners(tuple(nodes[place].name for place in calls), of_kind, tuple(ordered), stays, callers)
+    events = tuple(nodes[place].name for place in calls)
+    return Owners(events, of_kind, tuple(ordered), stays, callers, named.at(nodes[peak]) if calls else "")
 
 
 def saved_kinds(forward: fx.Graph, plan: Plan, taken_as: Sequence[str], num_results: int) -> dict[str, str]:
@@ -131,30 +134,50 @@ class _Names:
     def __init__(self, graph: fx.Graph, plan: Plan) -> None:
         storages = storages_of(graph)
         self._said: dict[Storage, str] = {}
+        self._of_node: dict[fx.Node, str] = {}
+        sent: set[Role] = set()  # whose collective stands in front
         for node in graph.nodes:
             role = node.meta.get(ROLE)
-            if isinstance(role, Role):
+            if isinstance(role, Role) and role.kind in ("gather", "reduce"):
                 buckets = plan.gathers if role.kind == "gather" else plan.reduces
                 first, *others = buckets[role.bucket].fqns
                 name = first + (f" +{len(others)}" if others else "")
-                own = storages[node] if role.kind == "gather" or is_launch(node) else ()
+                self._of_node[node] = _held(role.kind, is_launch(node), role in sent) + name
+                for storage in storages[node]:
+                    if storage.node is node:  # else it is what this looks at
+                        self._said.setdefault(storage, self._of_node[node])
                 reads = [one for source in node.all_input_nodes for one in storages[source] if role.kind == "gather"]
-                for storage in (*own, *reads):
+                for storage in reads:
                     self._said.setdefault(storage, name)
+                if is_launch(node):
+                    sent.add(role)
             for key, prefix in ((PARAMETER, ""), (GRADIENT_OF, "grad ")):
                 if key in node.meta:
                     for storage in storages[node]:
                         self._said[storage] = prefix + node.meta[key]
+
+    def at(self, node: fx.Node) -> str:
+        """A node as a place in the graph."""
+        said = self._of_node.get(node, "") or module_of(node)
+        return f"{node.name} ({said})" if said else node.name
 
     def of(self, storage: Storage) -> str:
         """Parameters, else the module whose code allocated it."""
         return self._said.get(storage) or module_of(storage.node)
 
 
+def _held(kind: str, is_launch: bool, is_behind: bool) -> str:
+    """What a bucket's node holds of its parameters."""
+    if kind == "gather":
+        return "" if is_launch or is_behind else "packed shards of "
+    return "received gradients of " if is_launch else "reduced gradients of " if is_behind else "packed gradients of "
+
+
 def module_of(node: fx.Node) -> str:
     """The path of the innermost module whose code a node is of; empty where nothing says so."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path = str(next(reversed(list(stack.values())), ("",))[0]) if stack else ""
-    for prefix in ("L['self']", "L__self__"):
-        path = path.removeprefix(prefix)
-    return path.lstrip("._").replace("_modules['", "").replace("']", "")
+    source = next(reversed(list(stack.values())), None)
+    if source is None:
+        return ""
+    model, path = path_of(str(source[0]))
+    return ".".join([*([model] if model not in ("", "self") else []), *path])

@@ -27,7 +27,7 @@ from .memory import memory_curve
 from .plan import Bucket, Plan
 from .profiles import HardwareProfile
 from .reasons import AGAIN, BUDGET, Residency
-from .replay import Compute, Event, Exposed, Timeline, Wait, simulate
+from .replay import QUEUED, Compute, Event, Exposed, Timeline, Wait, simulate
 from .verdicts import COMPUTE, HIDDEN, MEMORY, Verdict, Verdicts
 from .weigh import saved_by, weigh
 
@@ -180,6 +180,8 @@ def _predicted(
         cause, verdict = HIDDEN, f"hidden behind {_ms(beside_s)} of compute"
         if its is not None:
             cause, verdict = _judged(its, verdicts, landmarks, bucket, given_back)
+            if its.reason == QUEUED:
+                verdict += f"; queued {_ms(its.queued_s)} behind {called.get(its.behind, its.behind)}"
         span = spans[launch.name]
         found.append(
             PredictedCollective(
@@ -200,7 +202,8 @@ def _judged(
     exposed: Exposed, verdicts: Verdicts, landmarks: _Landmarks, bucket: Bucket, given_back: set[str]
 ) -> tuple[str, str]:
     """What keeps a collective from being hidden, in words of the model."""
-    found = verdicts.of(exposed)
+    behind, _ = landmarks.around_name(exposed.name)
+    found = verdicts.of(exposed, "" if behind == BEGIN else behind)
     if found.cause == COMPUTE and not given_back.isdisjoint(bucket.fqns):
         found = Verdict(MEMORY, f"gathered again, as the memory budget has no room to keep it; {found.words}")
     where = ""

@@ -15,7 +15,6 @@ the markers, and stay: graphs that are cut from it call a parameter and a unit w
 
 from __future__ import annotations
 
-import ast
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -23,15 +22,13 @@ from dataclasses import dataclass
 from torch import fx
 
 from . import markers
+from .module_paths import path_of, without_wrappers
 from .phases import phase_of
 from .spec import ParamSpec, with_part
 from .views import VIEWS
 
 _FQN = "fsdp_fqn"
 _UNIT = "fsdp_unit"
-# One step of a path: in brackets, quoted or not, or behind a dot.
-_STEP = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^'"\]]*)\]|\.?([^.\[]+)""")
-_WRAPPERS = ("_modules", "__dict__", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _MEMBER = re.compile(r"^(\[\d+\])\.")  # what the FQN begins with in a unit of several modules
 
 
@@ -218,7 +215,7 @@ def _best_prefix(readers: list[fx.Node]) -> tuple[str, str] | None:
             continue
         model, path = found
         owner = _MEMBER.sub("", str(node.kwargs["fqn"]), count=1).split(".")[:-1]
-        agreement, prefix = _strip(path, [part for part in owner if part not in _WRAPPERS])
+        agreement, prefix = _strip(path, without_wrappers(owner))
         if best is None or agreement > best[0]:
             best = (agreement, model, prefix)
     return None if best is None else best[1:]
@@ -237,16 +234,4 @@ def _reader_path(node: fx.Node) -> tuple[str, list[str]] | None:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ("", []) if node.target is markers.unshard and "seq_nr" in node.meta else None
-    # L['self'].layers[3]._modules['a[0]'] -> L, self, layers, 3, _modules, a[0]
-    steps = [_unquoted(quoted or plain) for quoted, plain in _STEP.findall(list(stack.values())[-1][0])]
-    components = [step for step in steps if step not in _WRAPPERS]
-    return (components[1], components[2:]) if components[:1] == ["L"] else ("", components[1:])
-
-
-def _unquoted(step: str) -> str:
-    """A module's name, of which Dynamo writes what is not plain as Python would."""
-    quote = step[0] if step[0] in "'\"" else '"'
-    try:
-        return str(ast.literal_eval(step if step[0] == quote else f"{quote}{step}{quote}"))
-    except (SyntaxError, ValueError):
-        return step
+    return path_of(list(stack.values())[-1][0])

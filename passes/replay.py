@@ -75,6 +75,8 @@ class Exposed:
     seconds: float
     reason: str  # LONG, QUEUED or LATE
     detail: str
+    queued_s: float = 0.0  # between its launch and its turn on the links
+    behind: str = ""  # the collective that it was queued behind
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,7 @@ def _exposed(
             reason, detail = LATE, f"right after {last}; {takes}"
         else:
             reason, detail = LONG, takes
-    return Exposed(launch.name, launch.group, seconds, reason, detail)
+    return Exposed(launch.name, launch.group, seconds, reason, detail, queued_s, flight.behind)
 
 
 def _computes(event: Event) -> bool:

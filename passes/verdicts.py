@@ -11,6 +11,7 @@ A cause is what one would have to change. Events are data: nothing of a graph is
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -53,9 +54,14 @@ class Verdicts:
         self._launched = {one.name: place for place, one in enumerate(self._short) if isinstance(one, Launch)}
         self._waited = {one.name: place for place, one in enumerate(self._short) if isinstance(one, Wait)}
         self._total_s = simulate(self._short).total_s
+        # By the clock, with what collectives slow computation down by: what is beside a collective hides as much of it.
+        spans = iter(timeline.compute)
+        computing = (next(spans) if isinstance(event, Compute) else None for event in events)
+        seconds = (0.0 if span is None else span.end_s - span.start_s for span in computing)
+        self._computed_s = [0.0, *itertools.accumulate(seconds)]
 
-    def of(self, exposed: Exposed) -> Verdict:
-        """Why computation waits for it."""
+    def of(self, exposed: Exposed, behind: str = "") -> Verdict:
+        """Why computation waits for it; ``behind`` names what is computed last before its launch, if anything is."""
         name = exposed.name
         tried = [self._try(name, place) for place in self._earlier(name)]
         worth = [one for one in tried if one.saves_s > _WORTH * exposed.seconds]
@@ -69,19 +75,30 @@ class Verdicts:
             assert room is not None
             over = f"; the budget has room for {as_size(room)}"
             return self._said(MEMORY, best, "launched earlier, the step would take", over)
-        beside_s = self._computed(self._launched[name], self._waited[name])
+        launched, waited = (self._computed_s[self._first[at[name]]] for at in (self._launched, self._waited))
+        beside_s = waited - launched
+        beside = f"only {_ms(beside_s)} of compute stand beside it"
         if self._cannot_move(name, _WORTH * exposed.seconds):
             if self._needs[name]:
                 rest = "nothing is left to compute" if not beside_s else f"{_ms(beside_s)} are left to compute"
                 return Verdict(DEPENDENCY, f"launched as soon as what it sends is there, and {rest} beside it")
-            return Verdict(DEPENDENCY, f"launched when the graph begins; {_ms(beside_s)} of compute do not need it")
+            where = f"launched behind {behind}, {_ms(launched)} of compute from" if behind else "launched when"
+            begins = "the begin of the graph" if behind else "the graph begins"
+            return Verdict(DEPENDENCY, f"{where} {begins}; {beside}")
+        if not behind and not self._needs[name]:
+            return Verdict(COMPUTE, f"{beside}, though it is launched before any parameter is read")
         tail = "; launched earlier, the step is no shorter" if tried else ""
-        return Verdict(COMPUTE, f"only {_ms(beside_s)} of compute stand beside it{tail}")
+        return Verdict(COMPUTE, f"{beside}{tail}")
 
     def _cannot_move(self, name: str, seconds: float) -> bool:
-        """Whether less is computed between the earliest place for a launch and its own."""
+        """Whether less is computed between the earliest place for a launch and its own.
+
+        What others are packed with is no place to stand in front of: in the queue it would be in front of them.
+        """
         between = self._short[self._earliest(name) : self._packed(name)]
-        return sum(one.seconds for one in between if isinstance(one, Compute)) <= seconds
+        waits = any(isinstance(one, Wait) for one in between)
+        works = [one for one in between if isinstance(one, Compute) and (waits or not one.is_copy)]
+        return sum(one.seconds for one in works) <= seconds
 
     def _said(self, cause: str, found: _Tried, words: str, tail: str = "") -> Verdict:
         holds = f"{as_size(found.holds_bytes)} are alive then"
@@ -116,9 +133,6 @@ class Verdicts:
         more = sum(num_bytes for _, num_bytes in self._allocs[name])
         alive = self._alive[self._first[place] : self._first[at]]
         return _Tried(place, saves_s, max(alive, default=0) + more)
-
-    def _computed(self, begin: int, end: int) -> float:
-        return sum(one.seconds for one in self._short[begin:end] if isinstance(one, Compute))
 
 
 def _nearest(tried: Sequence[_Tried]) -> _Tried:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import sys
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ from torch import Tensor, nn
 
 import fsdp_compile
 from fsdp_compile import Explanation, MixedPrecisionPolicy, explain, fully_shard
-from fsdp_compile.passes.owners import owners_of
-from fsdp_compile.passes.replay import Compute, Event, Launch, Wait, simulate
+from fsdp_compile.passes.aliases import storages_of
+from fsdp_compile.passes.insert import ROLE
+from fsdp_compile.passes.owners import _Names, owners_of
+from fsdp_compile.passes.replay import QUEUED, Compute, Event, Launch, Wait, simulate
 from fsdp_compile.passes.verdicts import COMPUTE, DEPENDENCY, HIDDEN, MEMORY, ORDER, Verdict, Verdicts
 from tests.compiling import passes
 from tests.test_budget import five_products
@@ -118,6 +122,36 @@ def test_a_model_that_is_limited_by_compute_and_by_a_dependency() -> None:
 
 
 @pytest.mark.usefixtures("fake_group_of_four")
+def test_verdicts_say_what_the_tables_say() -> None:
+    """Of a model on whose links collectives queue, and slow computation down."""
+    slowed = dataclasses.replace(TOY, inside=dataclasses.replace(TOY.inside, slows_compute=0.5))
+    model = nn.Sequential(*[nn.Linear(width, width + 1, bias=False) for width in range(64, 69)])
+    found = explained(model, torch.randn(64, 64), profile=slowed)
+    exposed = [one.launch for one in found.buckets if not one.launch.is_hidden]
+    queued = [one for one in exposed if one.why.startswith(QUEUED)]
+    assert queued and len(queued) < len(exposed)
+    for one in exposed:
+        beside = f"{one.beside_s * 1e3:.3f} ms"
+        assert beside in one.why
+        if one.cause in (COMPUTE, DEPENDENCY):
+            assert beside in one.verdict or ("nothing is left to compute" in one.verdict and not one.beside_s)
+        is_first = one.launched_behind == "begin"
+        assert not (is_first and one.cause == COMPUTE and "launched earlier" in one.verdict)
+        if one.kind == "all_gather" and one.cause == DEPENDENCY:
+            assert ("when the graph begins" in one.verdict) == is_first
+            assert is_first or f"launched behind {one.launched_behind}," in one.verdict
+        in_queue = re.search(r"[\d.]+ ms behind \w+ of [^;]+", one.why)
+        assert (in_queue is not None) == ("queued" in one.verdict)
+        assert in_queue is None or one.verdict.endswith(f"; queued {in_queue[0]}")
+
+
+def test_what_packs_others_is_no_place_to_stand_in_front_of() -> None:
+    packing = [Compute("cat0", 1.0, is_copy=True), gather("w0", 3.0), Compute("cat1", 1.0, is_copy=True), gather("w1", 3.0)]
+    found = verdict(*packing, Wait("w0"), Compute("a", 1.0), Wait("w1"), Compute("b", 1.0))
+    assert found.cause == DEPENDENCY and "when the graph begins; only 1000.000 ms" in found.words
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
 def test_a_model_that_is_limited_by_memory() -> None:
     def products() -> nn.Module:
         return nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(5)])
@@ -218,6 +252,43 @@ def test_owners_of_a_graph_are_those_of_its_curve() -> None:
     assert sum(one.num_bytes for one in found.peak) == max(found.alive)
 
 
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_rows_tell_layers_apart_and_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Module()
+    model.layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3)])
+    for layer in model.layers:
+        fully_shard(layer)
+    model.forward = lambda x: model.layers(x)
+    found = explained(model, torch.randn(4, 8))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    rows = [line for line in str(found).splitlines() if "all_gather" in line and "forward " in line]
+    for layer, row in zip(range(3), rows, strict=True):
+        assert f"layers.{layer}: 0.weight 0.bias 1.weight +1" in row
+    numbers = re.compile(r"[\d.]+ (?:B|KiB|ms)|\d+%")
+    wide = sorted(numbers.findall(" ".join(str(found).split())))
+    for columns in (120, 80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = str(found).splitlines()
+        assert max(map(len, lines)) <= columns
+        assert sorted(numbers.findall(" ".join(" ".join(lines).split()))) == wide, "a number is cut"
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_owners_at_the_peak_are_called_by_what_they_hold() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(3)])
+    found = explained(model, torch.randn(4, 64), reduction="all_to_all")
+    said: set[str] = set()
+    for record in (graph.record for graph in found.report.graphs if graph.stage != "joint"):
+        names = _Names(record.graph, record.plan)
+        for node in record.graph.nodes:
+            if node.op == "call_function" and ROLE in node.meta:
+                said |= {names.of(storage) for storage in storages_of(record.graph)[node] if storage.node is node}
+    for what in ("packed shards of ", "", "packed gradients of ", "received gradients of ", "reduced gradients of "):
+        assert f"{what}2.0.weight +3" in said
+    highest = max((one.owners for step in found.steps for one in step.memory), key=lambda one: max(one.alive))
+    assert highest.peak_at.startswith(f"{highest.events[highest.alive.index(max(highest.alive))]} (")
+
+
 class Broken(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -242,3 +313,22 @@ def test_what_ran_eagerly_is_said_with_its_reason() -> None:
 def test_the_model_must_be_one() -> None:
     with pytest.raises(TypeError, match="explain takes the model and its inputs, but got int"):
         explain(3)  # type: ignore[arg-type]
+
+
+class Tagged(nn.Linear):
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        return super().forward(x) * scale
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_a_dict_is_one_argument_and_the_error_says_how_it_becomes_keywords() -> None:
+    torch._dynamo.reset()
+    model, batch = fully_shard(Tagged(8, 8)), {"x": torch.randn(4, 8), "scale": 2.0}
+    with pytest.raises(TypeError) as raised:
+        explain(torch.compile(model, backend=passes), batch)
+    assert "call explain(model, **batch)" in "".join(raised.value.__notes__)
+    assert explain(torch.compile(model, backend=passes), **batch).steps
+    with pytest.raises(TypeError) as raised:
+        explain(torch.compile(model, backend=passes), batch["x"])
+    assert not hasattr(raised.value, "__notes__")

@@ -12,8 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_compile import fully_shard, inspect
+from fsdp_compile import explain, fully_shard, inspect
+from fsdp_compile.core.unit import unit_of
+from fsdp_compile.lookout.names import Namer
+from fsdp_compile.passes.module_paths import path_of
+from fsdp_compile.tools.inspect import Report
 from tests.comparing import assert_same_grads
+from tests.compiling import passes
 from tests.ranks import Ranks
 
 # What Python takes for one identifier, and what looks like two things that belong to one parameter.
@@ -127,3 +132,73 @@ def test_saved_graphs_run_whatever_parameters_are_called(two_ranks: Ranks, tmp_p
 def test_graphs_saved_on_inductor_run_whatever_parameters_are_called(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(_save, ("a'b", "line\nbreak = 1", "{x}"), "inductor", str(tmp_path))
     _run_all(tmp_path)
+
+
+# Of modules that a forward asks for with getattr, as no attribute could be called so.
+ASKED_FOR = ("out-proj", "a b", "x[0]", "блок[0]日本", "L['self']", 'a, "b")', "{x}")
+
+
+class AskedFor(nn.Module):
+    """Modules whose names are no identifiers, in one another and in a dictionary."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.names = names
+        self.kept = nn.ModuleDict({name: nn.Sequential(nn.Linear(4, 4)) for name in names})
+        for name in names:
+            outer = nn.Module()
+            outer.add_module(name, nn.Linear(4, 4))
+            self.add_module(name, outer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.names:
+            x = torch.tanh(self.kept[name](getattr(getattr(self, name), name)(x)))
+        return x
+
+
+def _bucketed(report: Report) -> set[str]:
+    plans = [graph.plan for graph in report.graphs if graph.stage in ("forward", "backward")]
+    return {fqn for plan in plans for bucket in (*plan.gathers, *plan.reduces) for fqn in bucket.fqns}
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+@pytest.mark.parametrize("of_their_own", (False, True))
+def test_a_module_that_getattr_asks_for_keeps_its_name(tmp_path: Path, of_their_own: bool) -> None:
+    torch._dynamo.reset()
+    model = AskedFor(ASKED_FOR)
+    for name in ASKED_FOR if of_their_own else ():
+        fully_shard(getattr(getattr(model, name), name))
+        fully_shard(model.kept[name])
+    fully_shard(model)
+    expected = {name for name, _ in model.named_parameters()}
+    found = explain(torch.compile(model, backend=passes, fullgraph=True), torch.ones(2, 4))
+    assert _bucketed(found.report) == expected
+    assert {one.fqn for one in found.parameters} == expected
+    assert {fqn for one in found.buckets for fqn in one.launch.fqns} == expected
+    units = {name for name, _ in model.named_modules()}
+    assert {one.launch.unit.partition(":")[2] for one in found.buckets} <= units
+    picture = found.report.picture()
+    assert {fqn for step in picture.steps for graph in step.graphs for one in graph.collectives for fqn in one.fqns} == expected
+    assert {one.module for step in picture.steps for graph in step.graphs for one in graph.compute} <= units
+
+
+def test_a_path_is_read_from_any_text_of_dynamo() -> None:
+    for source, path in (
+        ("L['self'].layers[3].attn", ["layers", "3", "attn"]),
+        ("getattr(getattr(L['self'], 'a b').up, \"c'd\").w", ["a b", "up", "c'd", "w"]),
+        ("getattr(L['self'].a, b), 'x[0]')[1]", ["a, b)", "x[0]", "1"]),  # a name that looks like the end of another
+        ("L['self'].kept.x[0.up", ["kept", "x[0", "up"]),
+        ("L['self'].kept._modules['line\\nbreak']._orig_mod.0", ["kept", "line\nbreak", "0"]),
+    ):
+        assert path_of(source) == ("self", path), source
+    assert path_of("getattr(L['teacher'], 'out-proj')") == ("teacher", ["out-proj"])
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_a_name_that_ends_as_a_wrapper_is_called_stays_whole() -> None:
+    model = nn.Module()
+    model.my_modules, model._orig_mod = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))
+    unit = unit_of(fully_shard(model))
+    assert unit is not None
+    names = Namer()._names_in(unit).values()
+    assert {"my_modules.weight", "0.weight"} < {*names}

@@ -80,6 +80,26 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
+def long_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a model as Hugging Face names them, with more rows than a screen has."""
+    whole = made("Net")
+    sent = tuple(
+        collective("all_gather", (f"model.layers.{place}.self_attn.q_proj.weight", "more"), place, place + 1, 4096, 0.718)
+        for place in range(30)
+    )
+    verdict = "only 0.118 ms of compute stand beside it; queued 1.106 ms behind all_gather of model.layers.0.w.weight +8"
+    sent = tuple(dataclasses.replace(one, verdict=verdict) for one in sent)
+    owners = tuple(Storage(f"cat_{place}", f"packed shards of {one.fqns[0]} +8", "gathered", 512) for place, one in enumerate(sent))
+    [step] = whole.steps
+    memory = dataclasses.replace(step.graphs[0].memory, owners=owners, peak_bytes=1 << 20)
+    forward = dataclasses.replace(step.graphs[0], collectives=sent, memory=memory)
+    step = dataclasses.replace(step, graphs=(forward, *step.graphs[1:]))
+    path = tmp_path_factory.mktemp("page") / "long.html"
+    path.write_text(page_of(dataclasses.replace(whole, steps=(step,))), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "step.html"
     path.write_text(page_of(made()), encoding="utf-8")
@@ -117,6 +137,49 @@ def test_it_opens_offline_without_a_word_on_the_console(browser: Browser, file: 
         one.click("#theme")
         assert one.run("getComputedStyle(document.body).backgroundColor") != ground
         assert one.errors == []
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", (1280, 1200, 1024, 390))
+def test_every_cell_is_on_the_screen_and_no_row_is_cut(browser: Browser, long_file: Path, width: int) -> None:
+    page = browser.open(long_file, width=width)
+    for table in ("collectives", "owners"):
+        box, rows, cells = page.run(
+            f"(() => {{ const table = document.getElementById('{table}'), box = table.parentElement;"
+            " const at = (one) => { const box = one.getBoundingClientRect(); return [box.left, box.right, box.bottom]; };"
+            " return [[...at(box), box.clientWidth, box.scrollWidth],"
+            " [...table.tBodies[0].rows].map(at), [...table.tBodies[0].querySelectorAll('td')].map(at)]; })()"
+        )
+        left, right, bottom, inside, whole = box
+        assert whole <= inside and all(left <= one[0] and one[1] <= right + 1 for one in cells), table
+        assert bottom < rows[-1][2] and min(abs(bottom - one[2]) for one in rows) <= 5, "a row is cut"
+
+
+@pytest.mark.browser
+def test_labels_can_be_read_on_their_bars(browser: Browser, file: Path) -> None:
+    for dark in (False, True):
+        page = browser.open(file, dark=dark)
+        contrasts = page.run(
+            "['compute', 'copy', 'wait', 'gather', 'reduce', 'other'].map((name) => {"
+            " const space = 'http://www.w3.org/2000/svg', root = document.querySelector('#chart svg');"
+            " const fill = (tag, said) => { const one = document.createElementNS(space, tag); one.setAttribute('class', said);"
+            " root.append(one); return getComputedStyle(one).fill.match(/[\\d.]+/g).slice(0, 3).map(Number); };"
+            " const light = (color) => color.map((one) => one / 255)"
+            ".map((one) => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4)"
+            ".reduce((sum, one, place) => sum + one * [0.2126, 0.7152, 0.0722][place], 0.05);"
+            " const both = [light(fill('rect', `bar f-${name}`)), light(fill('text', `in on-f-${name}`))];"
+            " return Math.max(...both) / Math.min(...both); })"
+        )
+        assert min(contrasts) >= 4.5, contrasts
+        drawn = page.run("[...document.querySelectorAll('#chart text.in')].map(one => one.getAttribute('class'))")
+        assert {"in on-f-wait", "in on-f-gather", "in on-f-reduce"} <= {*drawn}
+
+
+@pytest.mark.browser
+def test_times_are_written_as_verdicts_write_them(browser: Browser, long_file: Path) -> None:
+    page = browser.open(long_file)
+    assert "0.718 ms" in page.texts("#collectives tbody tr")[0]
+    assert "µs" not in page.run("document.body.innerText")
 
 
 @pytest.mark.browser

@@ -19,7 +19,7 @@ from ..passes.ledger import Called, Issued, Launch
 from ..passes.spec import ParamSpec, with_part
 from .chain import Link, Piece
 
-_WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_modules|_fsdp_wrapped_module)\.")
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_modules|_fsdp_wrapped_module)\.")
 _COPY = re.compile(r"@\d+$")  # the same parameter once more in one graph
 _MOST = 4096  # pieces that are remembered; each belongs to a bucket, or to a graph
 

@@ -87,6 +87,6 @@ find("theme").onclick = () => {
   document.documentElement.style.colorScheme = dark ? "light" : "dark";
 };
 let due = 0;
-new ResizeObserver(() => { cancelAnimationFrame(due); due = requestAnimationFrame(() => step && draw()); }).observe(chart);
+new ResizeObserver(() => { cancelAnimationFrame(due); due = requestAnimationFrame(() => { if (step) { draw(); fit("collectives"); fit("owners"); } }); }).observe(chart);
 if (picture.steps.length) show(0);
 else for (const id of ["figures", "when", "sent", "held", "stay", "passes", "planned"]) find(id).hidden = true;

@@ -44,7 +44,7 @@ const COLUMNS = [
   ["#", (one) => one.number, "right", (one) => `${one.number}`],
   ["graph", (one) => one.stage, "", (one) => one.stage],
   ["kind", (one) => one.kind, "", (one) => el("span", {}, el("i", { class: `dot ${isGather(one) ? "f-gather" : "f-reduce"}` }), one.kind)],
-  ["parameters", (one) => one.fqns[0], "name", (one) => el("span", { title: one.fqns.join("\n") }, named(one.fqns))],
+  ["parameters", (one) => one.fqns[0], "name", (one) => el("span", { title: one.fqns.join("\n") }, ...broken(named(one.fqns)))],
   ["dtype", (one) => one.dtype, "", (one) => one.dtype],
   ["bytes a rank", (one) => one.num_bytes, "right", (one) => bytes(one.num_bytes)],
   ["takes", (one) => one.seconds, "right", (one) => time(one.seconds)],
@@ -54,7 +54,7 @@ const COLUMNS = [
     return el("span", {}, el("span", { class: "share" }, filled), percent(hiddenShare(one)));
   }],
   ["exposed", (one) => one.exposed_s, "right", (one) => (one.exposed_s ? time(one.exposed_s) : "–")],
-  ["verdict", (one) => one.cause, "words", (one) => el("span", {}, el("span", { class: one.exposed_s ? "chip" : "chip hidden" }, one.cause), one.exposed_s ? ` ${one.verdict}` : "")],
+  ["verdict", (one) => one.cause, "words", (one) => el("span", {}, el("span", { class: one.exposed_s ? "chip" : "chip hidden" }, one.cause), one.exposed_s ? " " : "", ...(one.exposed_s ? broken(one.verdict) : []))],
 ];
 function head(name, columns, pick) {
   const cells = columns.map(([title, , side], place) => {
@@ -78,9 +78,10 @@ function table() {
   const exposed = rows.reduce((sum, one) => sum + one.exposed_s, 0);
   find("shown").textContent = `${rows.length} of ${sent.length}, ${time(exposed)} exposed`;
   find("collectives").tBodies[0].replaceChildren(...rows.map((one) => {
-    const cells = COLUMNS.map(([, , side, show]) => el("td", { class: side || false }, show(one)));
+    const cells = COLUMNS.map(([title, , side, show]) => el("td", { class: side || false, "data-title": title }, show(one)));
     return el("tr", { class: picked === one ? "row chosen" : "row", "data-number": one.number, onclick: () => choose(one, true) }, ...cells);
   }));
+  fit("collectives");
 }
 function owners() {
   const peak = highest();
@@ -90,10 +91,11 @@ function owners() {
   const named = list.slice(0, 200), rest = list.slice(200).reduce((sum, one) => sum + one.num_bytes, 0);
   find("peak-at").textContent = `${bytes(peak.memory.peak_bytes)} in ${peak.stage}, at ${peak.memory.peak_at} (${time(peak.memory.peak_s)}); ${list.length} owners, largest first`;
   head("owners", [["owner"], ["kind"], ["bytes", null, "right"], ["share", null, "right"]]);
-  const row = (name, kind, count) => el("tr", {}, el("td", { class: "what" }, name), el("td", {}, kind >= 0 ? swatch(`m${kind}`, KINDS[kind]) : ""), el("td", { class: "right" }, bytes(count)), el("td", { class: "right" }, percent(count / total)));
+  const row = (name, kind, count) => el("tr", {}, el("td", { class: "what" }, ...broken(name)), el("td", {}, kind >= 0 ? swatch(`m${kind}`, KINDS[kind]) : ""), el("td", { class: "right" }, bytes(count)), el("td", { class: "right" }, percent(count / total)));
   const rows = named.map((one) => row(one.of ? `${one.of}  (${one.name})` : one.name, KINDS.indexOf(one.kind), one.num_bytes));
   if (rest) rows.push(row(`${list.length - 200} more`, -1, rest));
   find("owners").tBodies[0].replaceChildren(...rows);
+  fit("owners");
 }
 function params() {
   const groups = new Map();

@@ -39,7 +39,7 @@ function ticks(root, x, width, height) {
     const place = x(at);
     root.append(svg("line", { class: "tick", x1: place, x2: place, y1: 0, y2: height - 18 }));
     const anchor = place < 20 ? "start" : place > width - 30 ? "end" : "middle";
-    root.append(svg("text", { x: place, y: height - 5, "text-anchor": anchor }, time(Math.abs(at) < every / 2 ? 0 : +at.toPrecision(6))));
+    root.append(svg("text", { x: place, y: height - 5, "text-anchor": anchor }, Math.abs(at) < every / 2 ? "0" : every >= 0.1 ? `${+at.toPrecision(6)} s` : `${+(at * 1e3).toPrecision(6)} ms`));
   }
 }
 function bar(root, left, right, y, name, words, label, pick, chosen) {
@@ -53,7 +53,7 @@ function bar(root, left, right, y, name, words, label, pick, chosen) {
   const room = Math.floor((Math.min(right, chart.clientWidth) - Math.max(left, 0) - 10) / 6.4);
   if (room >= 4 && label) {
     const text = label.length > room ? `${label.slice(0, room - 1)}…` : label;
-    root.append(svg("text", { class: "in", x: Math.max(left, 0) + 5, y: y + LANE / 2 + 4 }, text));
+    root.append(svg("text", { class: `in on-${name}`, x: Math.max(left, 0) + 5, y: y + LANE / 2 + 4 }, text));
   }
   return rect;
 }

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def explain(
         param.grad = None
     try:
         with inspect(whole) as report, watching(whole, breaks):
-            output = run(*args, **kwargs)
+            output = _called(run, args, kwargs)
             if torch.is_grad_enabled():
                 total = _total(output) if loss is None else loss(output)
                 if total is not None:
@@ -61,6 +62,19 @@ def explain(
             param.grad = grad
     steps = [_explained(step, profile) for step in steps_of(report.records) if step.graphs]
     return Explanation(report.model, tuple(steps), tuple(_eagerly(report, breaks)), breaks, report)
+
+
+def _called(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The model's output; a batch by names that was not taken apart is pointed out where the call fails."""
+    try:
+        return run(*args, **kwargs)
+    except TypeError as error:
+        if sys.version_info >= (3, 11) and len(args) == 1 and isinstance(args[0], Mapping) and not kwargs:
+            error.add_note(
+                "explain gave the model a dict as its one argument. Where forward takes what is in it as keywords, "
+                "call explain(model, **batch)."
+            )
+        raise
 
 
 def _total(output: Any) -> Tensor | None:

@@ -11,9 +11,9 @@ from ..passes.owners import Owners
 from ..passes.predicted import PredictedCollective
 from .breaks import BreakReport
 from .inspect import Report
-from .tables import format_bytes, format_dtype, format_unit, plural, shorten, table
+from .tables import format_bytes, format_dtype, format_unit, located, named, plural, table, terminal_width
 
-_WIDTH = 110
+_WIDTH = 110  # of text; tables are as wide as the terminal, or as they need to be
 _CURVE = 60  # columns of the memory curve
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _OWNERS = 6
@@ -88,43 +88,61 @@ class Explanation:
         return tuple(one for step in self.steps for one in step.parameters)
 
     def __str__(self) -> str:
+        width = terminal_width()
         lines = [f"{self.model}: {plural(len(self.steps), 'step')} of {plural(len(self.report.graphs), 'graph')}"]
         for step in self.steps:
-            lines += ["", *_step(step)]
+            lines += ["", *_step(step, width)]
         lines += ["", "ran eagerly" if self.eagerly else "nothing ran eagerly", *[f"  {one}" for one in self.eagerly]]
         return "\n".join(lines)
 
 
-def _step(step: ExplainedStep) -> Iterator[str]:
-    yield str(step.predicted)
+def _step(step: ExplainedStep, width: int | None) -> Iterator[str]:
+    yield from _wrapped(str(step.predicted), width, indent="")
     places = ["launched behind", "waited for before"]
-    rows = [["#", "graph", "collective", "names", "dtype", "bytes/rank", *places, "hidden", ""]]
-    for place, one in enumerate(step.buckets):
-        sent = one.launch
-        rows.append([
-            str(place), one.stage, sent.kind, shorten(sent.fqns, format_unit(sent.unit)), format_dtype(sent.dtype),
-            format_bytes(sent.num_bytes), sent.launched_behind, sent.waited_before, f"{sent.hidden_share:.0%}",
-            sent.cause,
-        ])  # fmt: skip
-    yield from (f"  {line}" for line in table(rows, right=(0, 5, 8)))
+    header = ["#", "graph", "collective", "names", "dtype", "bytes/rank", *places, "hidden", ""]
+    rows = [
+        [
+            str(place), one.stage, one.launch.kind, located(one.launch.fqns, format_unit(one.launch.unit)),
+            format_dtype(one.launch.dtype), format_bytes(one.launch.num_bytes), one.launch.launched_behind,
+            one.launch.waited_before, f"{one.launch.hidden_share:.0%}", one.launch.cause,
+        ]
+        for place, one in enumerate(step.buckets)
+    ]  # fmt: skip
+    lines, room = table([header, *rows], right=(0, 5, 8)), None if width is None else width - 2
+    if room is not None and max(map(len, lines)) > room:
+        rows = [
+            [at, f"{stage} {kind}", named(one.launch.fqns), *rest, f"{share} {cause}"]
+            for (at, stage, kind, _, *rest, share, cause), one in zip(rows, step.buckets)
+        ]
+        header = [header[0], " ".join(header[1:3]), *header[3:-1]]
+        lines = table([header, *rows], right=(0, 4), width=room, wraps=(1, 2, 5, 6, 7))
+    yield from (f"  {line}" for line in lines)
     exposed = [(place, one.launch) for place, one in enumerate(step.buckets) if not one.launch.is_hidden]
     if exposed:
         yield "exposed"
         for place, sent in exposed:
             because = f"#{place} {sent.exposed_s * 1e3:.3f} ms, because of {_BECAUSE[sent.cause]}: {sent.verdict}"
-            yield from textwrap.wrap(because, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+            yield from _wrapped(because, width)
     apart = [(one.apart, f"#{place}") for place, one in enumerate(step.buckets)]
-    yield from _grouped("not merged with the next", apart)
+    yield from _grouped("not merged with the next", apart, width)
     stays = [(f"{one.becomes}: {one.why}", one.fqn) for one in step.parameters if one.becomes]
     stays += [("what is computed with it is computed again", fqn) for fqn in step.computed_again]
-    yield from _grouped("from forward to backward", stays)
-    yield from _memory(step)
+    yield from _grouped("from forward to backward", stays, width)
+    yield from _memory(step, width)
 
 
 _BECAUSE = {"compute": "compute", "memory": "memory", "dependency": "a dependency", "order": "the order"}
 
 
-def _grouped(title: str, said: list[tuple[str, str]]) -> Iterator[str]:
+def _wrapped(text: str, width: int | None, indent: str = "  ") -> list[str]:
+    """Text whose words, names among them, stay whole."""
+    return textwrap.wrap(
+        text, min(width or _WIDTH, _WIDTH), initial_indent=indent, subsequent_indent=f"{indent}  ",
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def _grouped(title: str, said: list[tuple[str, str]], width: int | None) -> Iterator[str]:
     groups: dict[str, list[str]] = {}
     for words, name in said:
         if words:
@@ -133,10 +151,10 @@ def _grouped(title: str, said: list[tuple[str, str]]) -> Iterator[str]:
         yield title
     for words, names in groups.items():
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        yield from textwrap.wrap(f"{words} ({shown})", _WIDTH, initial_indent="  ", subsequent_indent="    ")
+        yield from _wrapped(f"{words} ({shown})", width)
 
 
-def _memory(step: ExplainedStep) -> Iterator[str]:
+def _memory(step: ExplainedStep, width: int | None) -> Iterator[str]:
     if not any(one.owners.events for one in step.memory):
         return
     highest = max(step.memory, key=lambda one: max(one.owners.alive, default=0))
@@ -147,8 +165,8 @@ def _memory(step: ExplainedStep) -> Iterator[str]:
     place = highest.owners.alive.index(top)
     kinds = {kind: levels[place] for kind, levels in highest.owners.of_kind.items() if levels[place]}
     parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sorted(kinds.items(), key=lambda pair: -pair[1]))
-    peak = f"peak in {highest.stage} at {highest.owners.events[place]}: {parts}"
-    yield from textwrap.wrap(peak, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+    peak = f"peak in {highest.stage} at {highest.owners.peak_at}: {parts}"
+    yield from _wrapped(peak, width)
     rows = [[f"{one.of or one.name}", one.kind, format_bytes(one.num_bytes)] for one in highest.owners.peak[:_OWNERS]]
     yield from (f"    {line}" for line in table(rows, right=(2,)))
     if len(highest.owners.peak) > _OWNERS:

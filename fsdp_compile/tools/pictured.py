@@ -118,7 +118,7 @@ def _memory(predicted: PredictedGraph, owners: Owners, start_s: float) -> Memory
         at=at,
         of_kind={kind: levels for kind, levels in owners.of_kind.items() if any(levels)},
         peak_s=at[peak] if at else start_s,
-        peak_at=owners.events[peak] if at else "",
+        peak_at=owners.peak_at if at else "",
         peak_bytes=max(alive, default=0),
         owners=tuple(Storage(one.name, one.of, one.kind, one.num_bytes) for one in owners.peak),
     )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import re
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -10,8 +14,14 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": 
 _NAMES_WIDTH = 44
 
 
-def table(rows: Sequence[Sequence[str]], right: tuple[int, ...] = ()) -> list[str]:
-    """Lines with aligned columns, those in ``right`` to the right."""
+def table(
+    rows: Sequence[Sequence[str]], right: tuple[int, ...] = (), width: int | None = None, wraps: tuple[int, ...] = ()
+) -> list[str]:
+    """Lines with aligned columns, those in ``right`` to the right.
+
+    Where they are wider than ``width``, cells of columns in ``wraps`` go on in the line below, between words and behind
+    dots: nothing is cut.
+    """
     from rich.console import Console  # here, for most programs never print one
     from rich.table import Table
     from rich.text import Text
@@ -19,12 +29,57 @@ def table(rows: Sequence[Sequence[str]], right: tuple[int, ...] = ()) -> list[st
     grid = Table.grid(padding=(0, 2, 0, 0))
     for column in range(len(rows[0]) if rows else 0):
         grid.add_column(justify="right" if column in right else "left", no_wrap=True)
-    for row in rows:
-        grid.add_row(*[Text(on_one_line(cell)) for cell in row])
+    for row in _wrapped([[on_one_line(cell) for cell in row] for row in rows], width, wraps):
+        grid.add_row(*map(Text, row))
     console = Console(width=100_000, color_system=None)
     with console.capture() as printed:
         console.print(grid)
     return [line.rstrip() for line in printed.get().splitlines()]
+
+
+def _wrapped(rows: list[list[str]], width: int | None, wraps: tuple[int, ...]) -> list[list[str]]:
+    """Rows of which each takes as many lines as its highest cell."""
+    from rich.cells import cell_len
+
+    widths = [max(map(cell_len, column)) for column in zip(*rows)]
+    least = {at: max((cell_len(word) for row in rows for word in _words(row[at])), default=0) for at in wraps}
+    while width is not None and sum(widths) + 2 * len(widths) - 2 > width:
+        wide = [at for at in wraps if widths[at] > least[at]]
+        if not wide:
+            break
+        widths[max(wide, key=widths.__getitem__)] -= 1
+    found = []
+    for row in rows:
+        cells = [_lines(cell, widths[at]) if at in wraps else [cell] for at, cell in enumerate(row)]
+        found += [list(line) for line in itertools.zip_longest(*cells, fillvalue="")]
+    return found
+
+
+def _lines(cell: str, width: int) -> list[str]:
+    from rich.cells import cell_len
+
+    lines = [""]
+    for word in _words(cell):
+        if lines[-1] and cell_len((lines[-1] + word).rstrip()) > width:
+            lines.append("")
+        lines[-1] += word
+    return [line.rstrip() for line in lines]
+
+
+def _words(cell: str) -> list[str]:
+    """What stays on one line: words, and the steps of a path."""
+    return re.findall(r"[^ .]*[ .]|[^ .]+", cell)
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal that is printed to, or what COLUMNS says; None where there is neither."""
+    said = os.environ.get("COLUMNS", "")
+    if said.isdecimal() and int(said):
+        return int(said)
+    try:
+        return (os.get_terminal_size(sys.stdout.fileno()).columns or None) if sys.stdout.isatty() else None
+    except (AttributeError, OSError, ValueError):  # what stands in for stdout may have no file, or a closed one
+        return None
 
 
 def on_one_line(text: str) -> str:
@@ -34,11 +89,28 @@ def on_one_line(text: str) -> str:
 
 def shorten(fqns: Sequence[str], unit: str) -> str:
     """As many names as fit, without the unit's own path."""
-    prefix = unit.partition(" ")[0] + "."
-    names = [fqn.removeprefix(prefix) for fqn in fqns]
-    shown = names[:1]
+    prefix = unit.rpartition(" (")[0] + "."
+    return _first_of([fqn.removeprefix(prefix) for fqn in fqns], _NAMES_WIDTH)
+
+
+def named(fqns: Sequence[str]) -> str:
+    """The first, and how many there are besides."""
+    return fqns[0] + (f" +{len(fqns) - 1}" if len(fqns) > 1 else "")
+
+
+def located(fqns: Sequence[str], unit: str) -> str:
+    """As many names as fit with the unit's path in front, for tables in which nothing else tells layers apart."""
+    path = unit.rpartition(" (")[0]
+    if not path or not all(fqn.startswith(f"{path}.") for fqn in fqns):
+        return _first_of(fqns, _NAMES_WIDTH)
+    return f"{path}: {_first_of([fqn.removeprefix(f'{path}.') for fqn in fqns], _NAMES_WIDTH - len(path) - 2)}"
+
+
+def _first_of(names: Sequence[str], width: int) -> str:
+    """As many as fit, but one at least, and how many there are besides."""
+    shown = list(names[:1])
     for name in names[1:]:
-        if len(" ".join([*shown, name])) > _NAMES_WIDTH - len(" +999"):
+        if len(" ".join([*shown, name])) > width - len(" +999"):
             break
         shown.append(name)
     hidden = len(names) - len(shown)
