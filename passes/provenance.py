@@ -31,7 +31,7 @@ _FQN = "fsdp_fqn"
 _UNIT = "fsdp_unit"
 # One step of a path: in brackets, quoted or not, or behind a dot.
 _STEP = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^'"\]]*)\]|\.?([^.\[]+)""")
-_WRAPPERS = ("_modules", "__dict__", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+WRAPPERS = ("_modules", "__dict__", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _MEMBER = re.compile(r"^(\[\d+\])\.")  # what the FQN begins with in a unit of several modules
 
 
@@ -229,7 +229,7 @@ def _best_prefix(readers: list[fx.Node]) -> tuple[str, str] | None:
             continue
         model, path = found
         owner = _MEMBER.sub("", str(node.kwargs["fqn"]), count=1).split(".")[:-1]
-        agreement, prefix = _strip(path, [part for part in owner if part not in _WRAPPERS])
+        agreement, prefix = _strip(path, [part for part in owner if part not in WRAPPERS])
         if best is None or agreement > best[0]:
             best = (agreement, model, prefix)
     return None if best is None else best[1:]
@@ -250,7 +250,7 @@ def _reader_path(node: fx.Node) -> tuple[str, list[str]] | None:
         return ("", []) if node.target is markers.unshard and "seq_nr" in node.meta else None
     # L['self'].layers[3]._modules['a[0]'] -> L, self, layers, 3, _modules, a[0]
     steps = [_unquoted(quoted or plain) for quoted, plain in _STEP.findall(list(stack.values())[-1][0])]
-    components = [step for step in steps if step not in _WRAPPERS]
+    components = [step for step in steps if step not in WRAPPERS]
     return (components[1], components[2:]) if components[:1] == ["L"] else ("", components[1:])
 
 

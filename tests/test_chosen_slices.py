@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from fsdp_compile import configure, fully_shard, inspect
 from fsdp_compile.core.unit import units_in
 from fsdp_compile.graph.install import manager
-from fsdp_compile.passes import Group, Plan, agree, residency
+from fsdp_compile.passes import Bucket, Group, Plan, agree, residency
 from fsdp_compile.passes.agree import Agreement
 from fsdp_compile.passes.planner import plan_keeping
 from fsdp_compile.passes.provenance import annotate, find_unshards, reduce_nodes, settle_names, unshard_nodes
@@ -149,6 +150,39 @@ def test_where_all_ranks_are_on_a_node_nothing_is_offered(fake_group_of_four: No
         configure(model, memory_budget="1GiB", profile=profile)
         offered = [unit.may_slice for unit in units_in(model)]
         assert [one and one.num_shards for one in offered] == [size] * 3
+
+
+@pytest.mark.parametrize(
+    ("buckets", "sizes"),
+    [
+        ({"layers.0.weight": 8, "layers.1.weight": 4}, [2, 2]),  # as in a plan without slices: the groups stay
+        ({"layers.0.weight": 2, "layers.1.weight": 4}, [2, 2]),
+        ({"layers.0.weight": 4, "layers.1.weight": 2}, [4, 2]),
+        ({"layers.1.weight": 2}, [2, 2]),
+        ({"layers.0._checkpoint_wrapped_module.weight": 4}, [4, 2]),
+        ({"elsewhere.weight": 4}, [4, 2]),
+    ],
+)
+def test_a_plan_asks_for_groups_on_each_mesh(
+    fake_group_of_eight: None, buckets: dict[str, int], sizes: list[int]
+) -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+    fully_shard(model.layers[0])
+    fully_shard(model.layers[1], mesh=init_device_mesh("cpu", (2, 4), mesh_dim_names=("node", "shard"))["shard"])
+    configure(model, memory_budget="1GiB", profile=NODES)
+    gathers = tuple(Bucket("Linear:", (fqn,), "float32", 1, num_ranks=size) for fqn, size in buckets.items())
+    backward = Plan("backward", gathers=gathers)
+    configure(model, plan=Plan("joint", slices=tuple(buckets), forward=Plan("forward"), backward=backward))
+    assert [unit.may_slice and unit.may_slice.num_shards for unit in units_in(model)] == sizes
+
+
+def test_a_plan_asks_for_groups_of_one_size_on_a_mesh(fake_group_of_eight: None) -> None:
+    model = shard(Stack(1))
+    names = ("layers.0.up.weight", "layers.0.down.weight")
+    gathers = tuple(Bucket("Block:layers.0", (fqn,), "float32", 1, num_ranks=size) for fqn, size in zip(names, (2, 4)))
+    with pytest.raises(ValueError, match=r"slices of \[2, 4\] ranks on one mesh\. Have as many ranks in each bucket"):
+        configure(model, plan=Plan("joint", slices=names, backward=Plan("backward", gathers=gathers)))
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
