@@ -39,8 +39,8 @@ def configure(
     ``"group"`` makes one bucket a unit, as FSDP2 does; ``"none"`` one collective a parameter. Blocks that are compiled
     one by one, and the eager path, have no neighbours.
 
-    **reduction** ``"reduce_scatter"``, or ``"all_to_all"`` followed by a sum in rank order; ``"auto"`` (default) takes
-    the second on gloo, whose reduce-scatter moves every byte twice.
+    **reduction** ``"reduce_scatter"``, or ``"all_to_all"`` followed by a sum, which on the CPU is one in rank order;
+    ``"auto"`` (default) takes the second on gloo, whose reduce-scatter moves every byte twice.
 
     **plan** is what the compiled model follows in place of its own: ``report.joint.plan`` of an inspection, edited with
     ``dataclasses.replace`` or as JSON. Every rank gives the same one. A graph that it does not fit is refused when it
