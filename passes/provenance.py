@@ -18,6 +18,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx
@@ -78,6 +79,16 @@ def find_unshards(graph: fx.Graph) -> list[Marker]:
 def find_reduces(graph: fx.Graph) -> list[Marker]:
     """The reductions of the graph, in graph order, named."""
     return _named(reduce_nodes(graph))
+
+
+def num_units_of(gathers: Iterable[Marker]) -> int:
+    """How many units these are of, at the least: units that share a name have a shard each of what is alike in them."""
+    shards: dict[str, dict[tuple[object, ...], set[fx.Node]]] = {}
+    for one in gathers:
+        if _cut_from(one.node) is None:
+            alike = shards.setdefault(one.unit, {}).setdefault(_alike(one.node), set())
+            alike.add(_behind_views(one.shard))
+    return sum(max(map(len, of_unit.values())) for of_unit in shards.values())
 
 
 def annotate(graph: fx.Graph) -> None:

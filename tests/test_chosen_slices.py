@@ -271,6 +271,11 @@ def test_parameters_that_share_a_name_may_be_kept_as_slices(fake_group_of_four: 
     assert given.id == sliced.id
 
 
+def test_units_that_share_a_name_are_two_to_a_budget(fake_group_of_four: None) -> None:
+    plan, _ = planned(ReadsOthers(Own(), Own()), memory_budget="1GiB", profile=NODES)
+    assert plan.choice is not None, "the graph was taken for less than the step"
+
+
 @pytest.mark.more
 def test_a_slice_may_be_taken_out_of_a_plan_and_not_put_where_no_group_is(fake_group_of_four: None) -> None:
     model = shard(Stack(6))
