@@ -40,9 +40,9 @@ class Agreement:
             return
         if store is not self._store:  # the process group was made anew
             self._store, self._planned = store, {}
-        # Of a step, what it reads; that it gathers other parts of that in backward, or from slices of it (w@2), is a
-        # difference: plans that differ so have to meet. Other copies, of models with equal names, are read.
-        read = [fqn for fqn in (*plan.regather, *plan.keep) if not _gathers_slices(fqn, plan)]
+        # Of a step, what it reads; that it gathers other parts of that in backward, or from slices of it, is a
+        # difference: plans that differ so have to meet.
+        read = (*plan.regather, *plan.keep)
         fqns = sorted(read or (fqn for bucket in _buckets(plan) for fqn in bucket.fqns))
         for ranks in sorted({compat.group_ranks(group) for group in groups}):
             if len(ranks) > 1:
@@ -63,11 +63,6 @@ class Agreement:
             return  # a store that cannot compare and set (fake groups in tests)
         if published and published != ours:
             raise RuntimeError(_difference(plan, Plan.from_json(published)))
-
-
-def _gathers_slices(fqn: str, plan: Plan) -> bool:
-    base, _, copy = fqn.partition("@")
-    return bool(copy) and base in plan.slices
 
 
 def _buckets(plan: Plan) -> Iterator[Bucket]:

@@ -23,7 +23,7 @@ from .choice import Choice, as_size
 from .plan import Plan
 from .planner import plan_joint, plan_keeping
 from .profiles import PROFILES, HardwareProfile
-from .provenance import find_reduces, find_unshards, groups_of
+from .provenance import find_reduces, find_unshards, groups_of, num_units_of
 from .residency import choose, told_to_keep
 from .settle import Decision, Settled
 from .trial import Trial, trial_of
@@ -99,10 +99,10 @@ def plan_within(budget: Budget, graph: fx.Graph, settled: Settled, budget_id: st
             "saves is not known when parameters are chosen. Leave one of them out."
         )
     unshards = find_unshards(graph)
-    units = {one.unit for one in unshards}
-    if len(units) < budget.num_units:
+    num_units = num_units_of(unshards)
+    if num_units < budget.num_units:
         warnings.warn(
-            f"memory_budget is not applied to a graph that reads {len(units)} of the {budget.num_units} units of its "
+            f"memory_budget is not applied to a graph that reads {num_units} of the {budget.num_units} units of its "
             "model: what the rest of the step holds is not in it. Where the graph broke, see explain_breaks, and "
             "compile the model as a whole, with fullgraph=True; leave units that forward does not use unsharded. "
             "Until then parameters are kept or gathered again as reshard_after_forward says.",

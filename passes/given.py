@@ -29,9 +29,7 @@ def fitted(given: Plan, graph: fx.Graph) -> Plan:
     _require_lookahead(given.lookahead, given.forward.lookahead, given.backward.lookahead)
     unshards = find_unshards(_with_slices(graph, given.slices))
     needed = [one.fqn for one in unshards if whole_of(one.node) is None]
-    # In a joint graph w@2 gathers slices of w; the plan may have been of one that kept other slices.
-    said = [one for one in (*given.keep, *given.regather) if one in needed or one.partition("@")[0] not in needed]
-    _require_equal("keeps or regathers", said, needed)
+    _require_equal("keeps or regathers", (*given.keep, *given.regather), needed)
     _require_computable(given.recompute, activations_of(graph))
     ours = plan_keeping(graph, given.keep, given.recompute, given.slices, given.lookahead)
     assert ours.forward is not None and ours.backward is not None

@@ -43,7 +43,7 @@ class Plan:
 
     stage: str
     regather: tuple[str, ...] = ()  # joint, whole: not kept behind forward
-    again: tuple[str, ...] = ()  # joint, whole: of these, what backward gathers
+    again: tuple[str, ...] = ()  # joint, whole: of these, what backward gathers; joint: w@2 from slices of w
     keep: tuple[str, ...] = ()  # joint, whole: gathered once, saved for backward
     slices: tuple[str, ...] = ()  # joint: of these, backward gathers from slices that a budget has kept (slices.py)
     recompute: tuple[str, ...] = ()  # joint: what is computed with these, backward computes again (activations.py)

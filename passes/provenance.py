@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx
@@ -77,6 +78,16 @@ def find_reduces(graph: fx.Graph) -> list[Marker]:
     return _named(reduce_nodes(graph))
 
 
+def num_units_of(gathers: Iterable[Marker]) -> int:
+    """How many units these are of, at the least: units that share a name have a shard each of what is alike in them."""
+    shards: dict[str, dict[tuple[object, ...], set[fx.Node]]] = {}
+    for one in gathers:
+        if _cut_from(one.node) is None:
+            alike = shards.setdefault(one.unit, {}).setdefault(_alike(one.node), set())
+            alike.add(_behind_views(one.shard))
+    return sum(max(map(len, of_unit.values())) for of_unit in shards.values())
+
+
 def annotate(graph: fx.Graph) -> None:
     """Write absolute names on the markers of a graph that was not cut: all readers are there, with their paths.
 
@@ -133,19 +144,30 @@ def _behind_views(node: fx.Node) -> fx.Node:
 
 
 def _named(nodes: list[fx.Node]) -> list[Marker]:
-    found, seen = [], set()
     _write_names([[node] for node in nodes if _FQN not in node.meta])
     _count_nameless(nodes)
-    for node in nodes:
+    found: dict[fx.Node, Marker] = {}
+    seen: set[str] = set()
+    # Gathers from slices take what names are left: no cut graph has one beside its whole, and what stands in a cut
+    # graph must be called what it is called here.
+    for node in sorted(nodes, key=lambda node: _cut_from(node) is not None):
         spec = ParamSpec.of(dict(node.kwargs))
         fqn, unit = node.meta[_FQN], node.meta[_UNIT]
         fqn = with_part(fqn, spec.part)
         base, copy = fqn, 2
-        while fqn in seen:  # the same parameter gathered twice in one graph
+        while fqn in seen:  # the same parameter gathered twice in one graph, or two of one name
             fqn, copy = f"{base}@{copy}", copy + 1
         seen.add(fqn)
-        found.append(Marker(node, spec, fqn, f"{spec.unit}:{unit}"))
-    return found
+        found[node] = Marker(node, spec, fqn, f"{spec.unit}:{unit}")
+    return [found[node] for node in nodes]
+
+
+def _cut_from(node: fx.Node) -> fx.Node | None:
+    """Of a gather from slices, the gather that these were cut from (slices.py); None of any other marker."""
+    source = node.args[0]
+    if node.target is not markers.unshard or not isinstance(source, fx.Node):
+        return None
+    return next((one for one in source.all_input_nodes if one.target is markers.unshard), None)
 
 
 def settle_names(graph: fx.Graph) -> None:
@@ -155,8 +177,8 @@ def settle_names(graph: fx.Graph) -> None:
     """
     for marker in (*find_unshards(graph), *find_reduces(graph)):
         part = with_part("", marker.spec.part)
-        cut_from = [one for one in marker.shard.all_input_nodes if one.target is marker.node.target is markers.unshard]
-        marker.node.meta[_FQN] = cut_from[0].meta[_FQN] if cut_from else marker.fqn.removesuffix(part)
+        whole = _cut_from(marker.node)
+        marker.node.meta[_FQN] = marker.fqn.removesuffix(part) if whole is None else whole.meta[_FQN]
 
 
 def settle_names_of_phases(graph: fx.Graph) -> None:

@@ -46,7 +46,7 @@ class ParamSpec:
     reduce_op: str  # "sum" or "avg" on the wire
     predivide: float  # gradient divisors before and after the wire
     postdivide: float
-    reduction: str  # "reduce_scatter", or "all_to_all" and a sum in rank order
+    reduction: str  # "reduce_scatter", or "all_to_all" and a sum, on the CPU in rank order
     bucketing: str  # "size", "neighbours", "group" or "none"
     replicate_group: str = ""  # name of the process group whose ranks hold the same shard; empty when none does
     num_replicas: int = 1

@@ -79,12 +79,22 @@ def four_ranks() -> Iterator[Ranks]:
 @pytest.fixture
 def fake_group_of_four() -> Iterator[None]:
     """Rank 0 of a group that moves no data: for errors, shapes and graphs. No kernel is built to compute with none."""
+    yield from _fake_group(4)
+
+
+@pytest.fixture
+def fake_group_of_eight() -> Iterator[None]:
+    """Likewise, for meshes of which more than one can be cut into smaller groups."""
+    yield from _fake_group(8)
+
+
+def _fake_group(num_ranks: int) -> Iterator[None]:
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch._dynamo.reset()  # or what other tests compiled counts towards the limit of recompilations
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     with no_kernels_built():
         yield
     dist.destroy_process_group()

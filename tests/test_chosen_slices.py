@@ -12,15 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from fsdp_compile import configure, inspect
+from fsdp_compile import configure, fully_shard, inspect
 from fsdp_compile.core.unit import units_in
 from fsdp_compile.graph.install import manager
-from fsdp_compile.passes import Group, Plan, agree, residency
+from fsdp_compile.passes import Bucket, Group, Plan, agree, residency
 from fsdp_compile.passes.agree import Agreement
 from fsdp_compile.passes.planner import plan_keeping
-from fsdp_compile.passes.provenance import annotate, find_unshards, settle_names
+from fsdp_compile.passes.provenance import annotate, find_unshards, reduce_nodes, settle_names, unshard_nodes
 from fsdp_compile.passes.residency import AGAIN, KEPT, SLICED, choose
 from fsdp_compile.passes.residents import PARAMETERS, SLICES, Resident, residents_of, slices_of
 from fsdp_compile.passes.slices import keep_slice
@@ -42,8 +43,11 @@ GROUPS = {"g": Group(4, 2), "node": Group(2, 2)}
 READ = tuple(f"{layer}.weight" for layer in range(1, 8))  # by gradients
 
 
-def products(num: int = 8, rows: int = 8) -> fx.Graph:
-    """y = x @ w0 @ w1 @ ... on four ranks. Each weight is 16 KiB, its shard 4, a slice of it for two ranks 8."""
+def products(num: int = 8, rows: int = 8, name: str = "") -> fx.Graph:
+    """y = x @ w0 @ w1 @ ... on four ranks. Each weight is 16 KiB, its shard 4, a slice of it for two ranks 8.
+
+    All weights have the one name, if any is given.
+    """
     b = Builder()
     shards = [b.input(f"primals_{layer + 1}", 16, 64) for layer in range(num)]
     x, grad = b.input(f"primals_{num + 1}", rows, 64), b.input("tangents_1", rows, 64)
@@ -60,6 +64,8 @@ def products(num: int = 8, rows: int = 8) -> fx.Graph:
         grads.insert(0, b.reduce(of_weight, its, of=weights[layer]))
     graph = b.output(ys[-1], *grads, None)  # type: ignore[arg-type]
     annotate(graph)
+    for node in (*unshard_nodes(graph), *reduce_nodes(graph)) if name else ():
+        node.meta["fsdp_fqn"] = name
     settle_names(graph)
     return graph
 
@@ -98,6 +104,19 @@ def test_ranks_are_told_so_where_one_of_them_keeps_slices(monkeypatch: pytest.Mo
         Agreement().check(with_slices, {"g"})
 
 
+@pytest.mark.parametrize("sliced", [("weight@2",), ("weight@2", "weight@3")])
+def test_they_are_where_parameters_share_a_name(monkeypatch: pytest.MonkeyPatch, sliced: tuple[str, ...]) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(agree.compat, "default_store", lambda: store)
+    monkeypatch.setattr(agree.compat, "group_ranks", lambda group: (0, 1))
+    names = ("weight", "weight@2", "weight@3")
+    without, with_slices = (plan_keeping(products(3, name="weight"), (), sliced=which) for which in ((), sliced))
+    assert without.regather == with_slices.regather == names
+    Agreement().check(without, {"g"})
+    with pytest.raises(RuntimeError, match=r"only here .*num_ranks=2.*same arguments"):
+        Agreement().check(with_slices, {"g"})
+
+
 def test_each_budget_has_the_fastest_that_fits() -> None:
     graph = products()
     peaks = {
@@ -131,6 +150,39 @@ def test_where_all_ranks_are_on_a_node_nothing_is_offered(fake_group_of_four: No
         configure(model, memory_budget="1GiB", profile=profile)
         offered = [unit.may_slice for unit in units_in(model)]
         assert [one and one.num_shards for one in offered] == [size] * 3
+
+
+@pytest.mark.parametrize(
+    ("buckets", "sizes"),
+    [
+        ({"layers.0.weight": 8, "layers.1.weight": 4}, [2, 2]),  # as in a plan without slices: the groups stay
+        ({"layers.0.weight": 2, "layers.1.weight": 4}, [2, 2]),
+        ({"layers.0.weight": 4, "layers.1.weight": 2}, [4, 2]),
+        ({"layers.1.weight": 2}, [2, 2]),
+        ({"layers.0._checkpoint_wrapped_module.weight": 4}, [4, 2]),
+        ({"elsewhere.weight": 4}, [4, 2]),
+    ],
+)
+def test_a_plan_asks_for_groups_on_each_mesh(
+    fake_group_of_eight: None, buckets: dict[str, int], sizes: list[int]
+) -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+    fully_shard(model.layers[0])
+    fully_shard(model.layers[1], mesh=init_device_mesh("cpu", (2, 4), mesh_dim_names=("node", "shard"))["shard"])
+    configure(model, memory_budget="1GiB", profile=NODES)
+    gathers = tuple(Bucket("Linear:", (fqn,), "float32", 1, num_ranks=size) for fqn, size in buckets.items())
+    backward = Plan("backward", gathers=gathers)
+    configure(model, plan=Plan("joint", slices=tuple(buckets), forward=Plan("forward"), backward=backward))
+    assert [unit.may_slice and unit.may_slice.num_shards for unit in units_in(model)] == sizes
+
+
+def test_a_plan_asks_for_groups_of_one_size_on_a_mesh(fake_group_of_eight: None) -> None:
+    model = shard(Stack(1))
+    names = ("layers.0.up.weight", "layers.0.down.weight")
+    gathers = tuple(Bucket("Block:layers.0", (fqn,), "float32", 1, num_ranks=size) for fqn, size in zip(names, (2, 4)))
+    with pytest.raises(ValueError, match=r"slices of \[2, 4\] ranks on one mesh\. Have as many ranks in each bucket"):
+        configure(model, plan=Plan("joint", slices=names, backward=Plan("backward", gathers=gathers)))
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -173,6 +225,55 @@ def test_the_plan_names_its_slices_and_comes_back(fake_group_of_four: None) -> N
     other = shard(Stack(4))  # that had no budget: the plan says how many ranks
     given, _ = planned(other, plan=plan)
     assert given.id == plan.id
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+
+class OtherOwn(Own):
+    pass
+
+
+class ThirdOwn(Own):
+    pass
+
+
+class ReadsOthers(nn.Module):
+    """No reader says whose these weights are, so they share a name."""
+
+    def __init__(self, *owns: Own) -> None:
+        super().__init__()
+        self.owns = nn.ModuleList(owns)
+        for own in owns:
+            fully_shard(own)
+        fully_shard(self)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = F.one_hot(tokens, 64).float()
+        for own in self.owns:
+            x = F.linear(x, own.weight).relu()  # type: ignore[arg-type]
+        return x
+
+
+def test_parameters_that_share_a_name_may_be_kept_as_slices(fake_group_of_four: None) -> None:
+    model = ReadsOthers(Own(), OtherOwn(), ThirdOwn())
+    plan, _ = planned(model, memory_budget="1GiB", profile=NODES)  # tries slices, and makes the groups for them
+    assert sorted((*plan.keep, *plan.regather)) == ["weight", "weight@2", "weight@3"]
+    said = dataclasses.replace(plan, keep=(), regather=("weight", "weight@2", "weight@3"), slices=("weight@2",))
+    sliced, _ = planned(model, plan=said)
+    assert sliced.slices == ("weight@2",) and sliced.backward is not None
+    ranks = {fqn: bucket.num_ranks for bucket in sliced.backward.gathers for fqn in bucket.fqns}
+    assert ranks == {"weight@2": 2, "weight@3": 4}
+    given, _ = planned(model, plan=sliced)
+    assert given.id == sliced.id
+
+
+def test_units_that_share_a_name_are_two_to_a_budget(fake_group_of_four: None) -> None:
+    plan, _ = planned(ReadsOthers(Own(), Own()), memory_budget="1GiB", profile=NODES)
+    assert plan.choice is not None, "the graph was taken for less than the step"
 
 
 @pytest.mark.more

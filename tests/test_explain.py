@@ -13,14 +13,17 @@ from torch import Tensor, nn
 
 import fsdp_compile
 from fsdp_compile import Explanation, MixedPrecisionPolicy, explain, fully_shard
+from fsdp_compile.passes import Bucket, ParamSpec, layout
 from fsdp_compile.passes.aliases import storages_of
 from fsdp_compile.passes.insert import ROLE
 from fsdp_compile.passes.owners import _Names, owners_of
 from fsdp_compile.passes.replay import QUEUED, Compute, Event, Launch, Wait, simulate
 from fsdp_compile.passes.verdicts import COMPUTE, DEPENDENCY, HIDDEN, MEMORY, ORDER, Verdict, Verdicts
+from fsdp_compile.tools.apart import why_apart
 from tests.compiling import passes
 from tests.test_budget import five_products
 from tests.test_cost import TOY
+from tests.test_passes import spec
 
 
 def verdict(*events: Event, room: int | None = None) -> Verdict:
@@ -332,3 +335,28 @@ def test_a_dict_is_one_argument_and_the_error_says_how_it_becomes_keywords() -> 
     with pytest.raises(TypeError) as raised:
         explain(torch.compile(model, backend=passes), batch["x"])
     assert not hasattr(raised.value, "__notes__")
+
+
+def said_of(kind: str, *specs: ParamSpec, **of_the_second: Any) -> str:
+    """Why two parameters of one unit are in two buckets, of which the second one is otherwise in these."""
+    buckets = [Bucket("Block:0", (one.fqn,), "float32", one.gather_bytes, num_ranks=one.num_shards) for one in specs]
+    buckets[1] = dataclasses.replace(buckets[1], **of_the_second)
+    return why_apart(kind, buckets, 0, {one.fqn: one for one in specs})
+
+
+def test_what_is_gathered_from_slices_says_so_beside_what_is_not() -> None:
+    a, b = (spec(fqn, (64, 64), num_shards=4, local_length=16) for fqn in "ab")
+    assert said_of("gather", a, b, num_ranks=2) == "the next has another process group: 2 ranks, not 4"
+
+
+@pytest.mark.parametrize("kind", ["gather", "reduce"])
+def test_units_that_could_be_neighbours_send_alike(kind: str) -> None:
+    a, b = (spec(fqn, (64, 64), bucketing="size") for fqn in "ab")
+    small = layout.bucket_limits(a.backend).small_bytes
+    allowed = "which bucketing='neighbours' allows"
+    assert said_of(kind, a, b, unit="Block:1").endswith(allowed)
+    for other in ({"group": "h"}, {"dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}, {"num_shards": 1}):
+        assert "neighbours" not in said_of(kind, a, dataclasses.replace(b, **other), unit="Block:1")
+    assert "neighbours" not in said_of(kind, a, b, unit="Block:1", num_ranks=4)
+    assert "neighbours" not in said_of(kind, a, b, unit="Block:1", num_bytes=small + 1)
+    assert said_of(kind, a, b, unit="Block:1", num_bytes=small).endswith(allowed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ..graph.install import manager
 from ..lookout.lookout import lookout
 from ..passes import Budget, HardwareProfile, Plan, load_profile
 from ..passes.budget import default_profile
+from ..passes.module_paths import without_wrappers
 from .classes import refresh
 
 _AS_IT_IS: Any = object()  # where None says something else: no budget from now on
@@ -37,8 +39,8 @@ def configure(
     ``"group"`` makes one bucket a unit, as FSDP2 does; ``"none"`` one collective a parameter. Blocks that are compiled
     one by one, and the eager path, have no neighbours.
 
-    **reduction** ``"reduce_scatter"``, or ``"all_to_all"`` followed by a sum in rank order; ``"auto"`` (default) takes
-    the second on gloo, whose reduce-scatter moves every byte twice.
+    **reduction** ``"reduce_scatter"``, or ``"all_to_all"`` followed by a sum, which on the CPU is one in rank order;
+    ``"auto"`` (default) takes the second on gloo, whose reduce-scatter moves every byte twice.
 
     **plan** is what the compiled model follows in place of its own: ``report.joint.plan`` of an inspection, edited with
     ``dataclasses.replace`` or as JSON. Every rank gives the same one. A graph that it does not fit is refused when it
@@ -80,7 +82,12 @@ def configure(
     if profile is not None and memory_budget is None:
         raise ValueError("profile is what memory_budget is predicted by. Give memory_budget as well.")
     budget = None if memory_budget is None else _budget(memory_budget, profile, units)
-    few = None if budget is None and plan is None else _few_ranks(budget, plan, units)
+    few = None
+    if plan is not None:
+        few = _ranks_that_a_plan_asks_for(plan, model, units)
+    elif budget is not None:
+        profile = budget.profile or default_profile(units[0].mesh.device)
+        few = functools.partial(ranks_of_a_node, profile=profile)
     given = manager.give(plan) if plan is not None else manager.give_budget(budget) if budget is not None else None
     for unit in units:
         unit.settings.set_communication(bucketing, reduction)
@@ -94,19 +101,44 @@ def configure(
         refresh(unit)
 
 
-def _few_ranks(budget: Budget | None, plan: Plan | None, units: Sequence[Unit]) -> Callable[[ShardMesh], int]:
-    """Of the ranks of a mesh, how many may have slices among them: those of a node, or as many as the plan says."""
-    if plan is not None:
-        gathers = () if plan.backward is None else plan.backward.gathers
-        asked = {one.num_ranks for one in gathers if {*one.fqns} & {*plan.slices}}
-        # A name that was put into `slices` by hand is in a bucket of all ranks: the groups that are there will do.
-        asked = {size for size in asked if any(_is_part(size, unit.mesh) for unit in units)}
-        if len(asked) > 1:
-            raise ValueError(f"plan gathers from slices of {sorted(asked)} ranks. Have as many ranks in each bucket.")
-        return lambda mesh: next(iter(asked), 1)
-    assert budget is not None
-    profile = budget.profile or default_profile(units[0].mesh.device)
-    return lambda mesh: ranks_of_a_node(mesh, profile)
+def _ranks_that_a_plan_asks_for(plan: Plan, model: nn.Module, units: Sequence[Unit]) -> Callable[[ShardMesh], int]:
+    """Of the ranks of a mesh, how many gather from slices in the plan; 1 where it does not say."""
+    asked: dict[str, set[int]] = {}  # of the meshes by their groups
+    sliced = {*plan.slices}
+    named = _owners(model, units)
+    for bucket in () if plan.backward is None else plan.backward.gathers:
+        owners = [named[plain] for fqn in sliced & {*bucket.fqns} if (plain := _plain(fqn)) in named]
+        if not owners and sliced & {*bucket.fqns}:  # what a reader elsewhere is called by says no path
+            owners = [unit for unit in units if unit.label == bucket.unit.partition(":")[0]] or [*units]
+        for unit in owners:
+            # A name that was put into `slices` by hand is in a bucket of all ranks of its mesh, whatever is part of a
+            # larger one: the groups that are there will do.
+            if _is_part(bucket.num_ranks, unit.mesh):
+                asked.setdefault(unit.mesh.group, set()).add(bucket.num_ranks)
+    for sizes in asked.values():
+        if len(sizes) > 1:
+            raise ValueError(
+                f"plan gathers from slices of {sorted(sizes)} ranks on one mesh. Have as many ranks in each bucket."
+            )
+    return lambda mesh: next(iter(asked.get(mesh.group, ())), 1)
+
+
+def _owners(model: nn.Module, units: Sequence[Unit]) -> dict[str, Unit]:
+    """The unit of each parameter, by the names that it has in the model."""
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    return {
+        _plain(f"{path}.{slot.name}" if path else slot.name): unit
+        for unit in units
+        for param in unit.params
+        for slot in param.slots
+        for path in paths.get(slot.module, ())
+    }
+
+
+def _plain(fqn: str) -> str:
+    return ".".join(without_wrappers(fqn.split(".")))
 
 
 def _is_part(size: int, mesh: ShardMesh) -> bool:

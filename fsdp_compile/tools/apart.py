@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ..passes import Bucket, ParamSpec
 from ..passes.buckets import gather_key, reduce_key
-from ..passes.layout import NEIGHBOURS, bucket_limits
+from ..passes.layout import NEIGHBOURS, BucketLimits, bucket_limits
 from ..passes.neighbours import groups_of
 from .tables import format_bytes, format_dtype
 
@@ -48,23 +48,35 @@ def why_apart(kind: str, buckets: Sequence[Bucket], place: int, specs: Mapping[s
         values = (getattr(a, name), getattr(b, name))
         said = [format_dtype(value) if "dtype" in name else repr(value) for value in values]
         return f"the next has another {_CALLED.get(name, name)}: {said[1]}, not {said[0]}"
+    if one.num_ranks != other.num_ranks:  # one of them is gathered from slices, of which specs say nothing
+        return f"the next has another process group: {other.num_ranks} ranks, not {one.num_ranks}"
     if a.bucketing == "none":
         return "bucketing='none': each parameter has a collective of its own"
     limits = bucket_limits(a.backend)
     for bucket in (one, other):
-        if len(bucket.fqns) == 1 and bucket.num_bytes > limits.small_bytes:
+        if _travels_alone(bucket, limits):
             size, small = format_bytes(bucket.num_bytes), format_bytes(limits.small_bytes)
             return f"{bucket.fqns[0]} has {size} a rank, and what has more than {small} travels alone"
     return f"together they would have more than {format_bytes(limits.bucket_bytes)}"
 
 
+def _travels_alone(bucket: Bucket, limits: BucketLimits) -> bool:
+    return len(bucket.fqns) == 1 and bucket.num_bytes > limits.small_bytes
+
+
 def _could_be_neighbours(
     kind: str, buckets: Sequence[Bucket], place: int, specs: Mapping[str, ParamSpec]
 ) -> bool:
-    """Whether the pass would have the units of a bucket and of the one behind it travel together, if asked to."""
+    """Whether the pass would have a bucket and the one behind it, of another unit, travel together, if asked to."""
     if not all(fqn in specs for bucket in buckets for fqn in bucket.fqns):
         return False
     one, other = buckets[place : place + 2]
+    key = gather_key if kind == "gather" else reduce_key
+    first = specs[one.fqns[0]]
+    if one.num_ranks != other.num_ranks or key(first) != key(specs[other.fqns[0]]):
+        return False  # nor would they in one unit
+    if any(_travels_alone(bucket, bucket_limits(first.backend)) for bucket in (one, other)):
+        return False
     units: dict[str, list[ParamSpec]] = {}
     for bucket in buckets:
         if bucket.phase == one.phase:
