@@ -30,7 +30,10 @@ from fsdp_compile.forecast.show import show_sweep
 from fsdp_compile.forecast.steps import NO_BYTES, Half, Step, peak, replay
 from fsdp_compile.forecast.sweep import around, best_of
 from fsdp_compile.forecast.target import Target, find_target
-from fsdp_compile.passes import load_profile
+from fsdp_compile.graph.install import manager
+from fsdp_compile.passes import GraphRecord, load_profile
+from fsdp_compile.passes.layout import reduction_of
+from fsdp_compile.passes.provenance import find_reduces
 from fsdp_compile.passes.residency import choose
 from tests.compiling import decomposed
 
@@ -65,6 +68,15 @@ def tiny() -> nn.Module:
 
 def with_batch() -> tuple[nn.Module, Tensor]:
     return Tiny(), torch.zeros(3, 32, dtype=torch.long)
+
+
+class OneLayer(nn.Linear):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens.float()).sum()
+
+
+def one_layer(batch_size: int, sequence: int) -> tuple[nn.Module, Tensor]:
+    return OneLayer(8, 8), torch.zeros(2, 8)
 
 
 def broken() -> nn.Module:
@@ -248,6 +260,21 @@ def test_layers_that_are_kept_tell_of_others_that_are() -> None:
             planner.forecast(few, num_kept, LAYERS),
             planner.forecast(planner.few(LAYERS, planner.keeping(num_kept, as_told)), num_kept, LAYERS),
         )
+
+
+@pytest.mark.parametrize(("name", "reduction", "op"), [("cpu", "all_to_all", "sum"), ("h100", "reduce_scatter", "avg")])
+def test_it_plans_what_the_backend_of_the_hardware_does(capsys: Any, name: str, reduction: str, op: str) -> None:
+    found: list[GraphRecord] = []
+    manager.observers.append(found.append)
+    try:
+        assert cli.main(["plan", "tests.test_plan_command:one_layer", "--world-size", "4", "--hardware", name, "--json"]) == 0
+    finally:
+        manager.observers.remove(found.append)
+    [joint] = [record for record in found if record.stage == "joint"]
+    backend = load_profile(name).backend
+    specs = [one.spec for one in find_reduces(joint.snapshots[-2])]
+    assert {(one.backend, one.reduction, one.reduce_op) for one in specs} == {(backend, reduction, op)}
+    assert (backend, reduction) == (backend, reduction_of(backend))
 
 
 # --- what the command says -------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     hardware = read_hardware(arguments)
     batch, sequence = read_batch(arguments.batch)
     target = find_target(arguments.target)
-    with warnings.catch_warnings(), pretended_world(hardware.num_ranks):
+    with warnings.catch_warnings(), pretended_world(hardware.num_ranks, hardware.profile.backend):
         warnings.simplefilter("ignore")  # about a process that trains, which this one is not
         made = target.make(batch, sequence)
         num_params = sum(param.numel() for param in made.model.parameters())
