@@ -390,7 +390,7 @@ def test_a_model_that_does_not_fit_says_what_would_help(capsys: Any) -> None:
 def test_what_is_too_large_for_its_ranks_asks_for_more_of_them(capsys: Any) -> None:
     params = sum(param.numel() for param in Tiny().parameters())
     # Eight ranks hold 16 bytes a parameter in these: parameter, gradient, two states.
-    code, _, error = _plans(capsys, MODEL, "--mesh", "2x4", "--memory", str(16 * params // 8))
+    code, _, error = _plans(capsys, MODEL, "--mesh", "2x4", "--memory", f"{16 * params // 8}B")
     assert code == 2 and "share the parameters out over at least 8 ranks" in error
 
 
