@@ -86,7 +86,7 @@ def planned(row: Row) -> Forecast:
     profile = profile_of(row.hardware)
     hardware = Hardware(profile, profile.memory_bytes, row.ranks, "bf16", "adamw")
     configuration = Configuration((row.ranks,), row.batch, row.sequence, row.checkpointing)
-    with warnings.catch_warnings(), pretended_world(row.ranks):
+    with warnings.catch_warnings(), pretended_world(row.ranks, "nccl"):
         warnings.simplefilter("ignore")
         made = find_target(str(_CONFIGS / f"llama-3-{row.model}.json")).make(row.batch, row.sequence)
         return forecast_of(Planner(made, configuration, hardware))

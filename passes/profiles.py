@@ -132,6 +132,8 @@ def load_profile(name: str | Path) -> HardwareProfile:
         return PROFILES[str(name)]
     path = Path(name)
     if not path.is_file():
+        if str(name).lower() in PROFILES:
+            return PROFILES[str(name).lower()]
         known = ", ".join(PROFILES)
         raise ValueError(f"There is no hardware profile {str(name)!r}: give one of {known}, or the path of a file.")
     try:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -20,17 +21,23 @@ import fsdp_compile
 from fsdp_compile import MixedPrecisionPolicy, cli, fully_shard
 from fsdp_compile._torch_compat.process_groups import pretended_world
 from fsdp_compile.forecast import command
+from fsdp_compile.forecast.choose import _rank as rank
 from fsdp_compile.forecast.choose import forecast_of
 from fsdp_compile.forecast.extend import added, extended
-from fsdp_compile.forecast.forecast import Configuration, Forecast, Hardware, Planner, as_told
+from fsdp_compile.forecast.figures import count, size, unit_for
+from fsdp_compile.forecast.forecast import OPTIMIZER, Configuration, Forecast, Hardware, Planner, Whole, as_told
 from fsdp_compile.forecast.joint import FULL, NONE, SELECTIVE
 from fsdp_compile.forecast.layers import Run, find_run, with_fewer
 from fsdp_compile.forecast.options import add_options
-from fsdp_compile.forecast.show import show_sweep
+from fsdp_compile.forecast.show import show_one, show_sweep
 from fsdp_compile.forecast.steps import NO_BYTES, Half, Step, peak, replay
-from fsdp_compile.forecast.sweep import around, best_of
+from fsdp_compile.forecast.sweep import Sweep, around, best_of
+from fsdp_compile.forecast.tables import console_for_output
 from fsdp_compile.forecast.target import Target, find_target
-from fsdp_compile.passes import load_profile
+from fsdp_compile.graph.install import manager
+from fsdp_compile.passes import GraphRecord, load_profile
+from fsdp_compile.passes.layout import reduction_of
+from fsdp_compile.passes.provenance import find_reduces
 from fsdp_compile.passes.residency import choose
 from tests.compiling import decomposed
 
@@ -65,6 +72,25 @@ def tiny() -> nn.Module:
 
 def with_batch() -> tuple[nn.Module, Tensor]:
     return Tiny(), torch.zeros(3, 32, dtype=torch.long)
+
+
+class OneLayer(nn.Linear):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens.float()).sum()
+
+
+def one_layer(batch_size: int, sequence: int) -> tuple[nn.Module, Tensor]:
+    return OneLayer(8, 8), torch.zeros(2, 8)
+
+
+class Breaks(OneLayer):
+    def forward(self, tokens: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(tokens)
+
+
+def one_that_breaks() -> nn.Module:
+    return Breaks(8, 8)
 
 
 def broken() -> nn.Module:
@@ -250,6 +276,21 @@ def test_layers_that_are_kept_tell_of_others_that_are() -> None:
         )
 
 
+@pytest.mark.parametrize(("name", "reduction", "op"), [("cpu", "all_to_all", "sum"), ("h100", "reduce_scatter", "avg")])
+def test_it_plans_what_the_backend_of_the_hardware_does(capsys: Any, name: str, reduction: str, op: str) -> None:
+    found: list[GraphRecord] = []
+    manager.observers.append(found.append)
+    try:
+        assert cli.main(["plan", "tests.test_plan_command:one_layer", "--world-size", "4", "--hardware", name, "--json"]) == 0
+    finally:
+        manager.observers.remove(found.append)
+    [joint] = [record for record in found if record.stage == "joint"]
+    backend = load_profile(name).backend
+    specs = [one.spec for one in find_reduces(joint.snapshots[-2])]
+    assert {(one.backend, one.reduction, one.reduce_op) for one in specs} == {(backend, reduction, op)}
+    assert (backend, reduction) == (backend, reduction_of(backend))
+
+
 # --- what the command says -------------------------------------------------------------------------------------------
 
 MODEL = "tests.test_plan_command:tiny"
@@ -265,6 +306,8 @@ WORLD = ("--world-size", "16")
         ((MODEL, *WORLD, "--hardware", "h1000"), r"no hardware profile 'h1000': give one of cpu, a100, h100"),
         ((MODEL, *WORLD, "--memory", "plenty"), r"--memory plenty is no number of bytes: give one such as 70GiB"),
         ((MODEL, *WORLD, "--memory", "90GiB"), r"--memory 90GiB is more than the 74\.5 GiB of h100: give less"),
+        ((MODEL, *WORLD, "--memory", "80"), r"--memory 80 has no unit, so it is 80 bytes: write 80GiB, or 80B"),
+        ((MODEL, *WORLD, "--budget", "60"), r"--budget 60 has no unit, so it is 60 bytes: write 60GiB"),
         ((MODEL, *WORLD, "--batch", "8192"), r"--batch 8192 is no batch: give .* such as 2x8192"),
         ((MODEL, "--world-size", "none"), r"--world-size none is no number of ranks: give"),
         (("tests.test_plan_command:tinny", *WORLD), r"no function called tinny: give a function of it, such as tiny"),
@@ -277,19 +320,55 @@ WORLD = ("--world-size", "16")
         (("missing.json", *WORLD), r"missing\.json cannot be read \(No such file.*\): give the path"),
         (("text.json", *WORLD), r"text\.json is not JSON .*: give the config\.json"),
         (("other.json", *WORLD), r"other\.json has no model_type.*: give the config\.json"),
-        (("unknown.json", *WORLD), r"transformers makes no model of .*unknown\.json .*: mend the config"),
+        (("unknown.json", *WORLD), r"transformers makes no model of .*unknown\.json .*'llamma' is none .*llama.*: mend the"),
     ],
 )  # fmt: skip
 def test_a_mistake_says_what_to_change(
     arguments: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    for name, text in {"text": "{", "other": "{}", "unknown": '{"model_type": "no such"}'}.items():
+    for name, text in {"text": "{", "other": "{}", "unknown": '{"model_type": "llamma"}'}.items():
         (tmp_path / f"{name}.json").write_text(text)
     monkeypatch.chdir(tmp_path)
     assert cli.main(["plan", *arguments]) == 2
     shown = capsys.readouterr()
     assert re.search(said, shown.err) and shown.out == ""
     assert len(shown.err.strip().splitlines()) == 1 and shown.err.startswith("fsdp-compile plan: ")
+    assert len(shown.err) < 500
+
+
+def test_what_dynamo_says_is_shown(capsys: Any) -> None:
+    arguments = ("tests.test_plan_command:one_that_breaks", *WORLD)
+    assert cli.main(["plan", *arguments]) == 2
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first.startswith("fsdp-compile plan: Breaks could not be traced into one graph: make it run under")
+    assert lines[0] == "  Call to `torch._dynamo.graph_break()`" and lines[1].startswith("  Explanation: User-inserted graph")
+    assert any(line.startswith("  Hint: ") for line in lines) and "FSDPBreaks" not in "".join(lines)
+    assert re.search(r'File ".*test_plan_command\.py", line \d+, in forward$', lines[-1])
+
+
+def test_a_budget_that_nothing_meets_is_said(capsys: Any) -> None:
+    arguments = ("tests.test_plan_command:one_layer", "--world-size", "2", "--budget", "0.1KiB")
+    code, data, error = _plans(capsys, *arguments)
+    [plan] = data["plans"]
+    least = plan["forward_backward_bytes"]
+    assert code == 2 and data["best"] is None and plan["fits"] and plan["budget_met"] is False
+    assert least == plan["peak_bytes"] - plan["peak_bytes_by_kind"]["optimizer state"] > 102
+    assert "does not meet its budget: forward and backward may hold 102 bytes on each rank, and the least" in error
+    assert f"({least:,} bytes): give a larger --budget, or --checkpointing full, or" in error
+    assert cli.main(["plan", *arguments]) == 2
+    assert re.search(r"of a budget of 102 bytes +not met", capsys.readouterr().out)
+    code, data, error = _plans(capsys, *arguments[:-1], f"{least}B")
+    assert code == 0 and data["plans"][0]["budget_met"] and not error
+
+
+def test_where_no_plan_fits_the_smallest_is_taken_that_keeps_least() -> None:
+    def whole(num_bytes: int, seconds: float) -> Whole:
+        half = Half((num_bytes, 0, 0, 0, 0, 0), NO_BYTES, (dataclasses.replace(_step("mm"), seconds=seconds),))
+        return Whole(half, half, NO_BYTES)
+
+    fast_and_kept, slow, large = (whole(9, 1.0), 4, 4), (whole(9, 2.0), 0, 4), (whole(10, 0.5), 0, 4)
+    assert min((large, fast_and_kept, slow), key=lambda one: rank(one, 8)) is slow
+    assert min((large, fast_and_kept, slow), key=lambda one: rank(one, 9)) is fast_and_kept
 
 
 def _plans(capsys: Any, *arguments: str) -> tuple[int, dict[str, Any], str]:
@@ -311,7 +390,7 @@ def test_a_model_that_does_not_fit_says_what_would_help(capsys: Any) -> None:
 def test_what_is_too_large_for_its_ranks_asks_for_more_of_them(capsys: Any) -> None:
     params = sum(param.numel() for param in Tiny().parameters())
     # Eight ranks hold 16 bytes a parameter in these: parameter, gradient, two states.
-    code, _, error = _plans(capsys, MODEL, "--mesh", "2x4", "--memory", str(16 * params // 8))
+    code, _, error = _plans(capsys, MODEL, "--mesh", "2x4", "--memory", f"{16 * params // 8}B")
     assert code == 2 and "share the parameters out over at least 8 ranks" in error
 
 
@@ -346,9 +425,82 @@ def test_the_table_says_what_the_data_says(capsys: Any) -> None:
     shown = capsys.readouterr().out
     for kind, num_bytes in plan["peak_bytes_by_kind"].items():
         if num_bytes:
-            assert re.search(rf"{kind} +{num_bytes / 2**30:.4f}", shown), kind
+            assert re.search(rf"{kind} +{re.escape(size(num_bytes))} ", shown), kind
     assert re.search(rf"tokens/s a rank +{plan['tokens_per_s_per_rank']:,.0f}", shown)
-    assert re.search(r"of 60\.0 +fits", shown) and "5 of 12 repeated layers traced" in shown
+    assert re.search(r"of 60\.0 GiB of memory +fits", shown) and "5 of 12 repeated layers traced" in shown
+
+
+def planned(how: str = NONE, budget: int | None = None, held: int = 9 << 30, seconds: float = 1.0) -> Forecast:
+    return Forecast(
+        Configuration((8, 64), 2, 8192, how, budget), hardware(512), {"activations": held, OPTIMIZER: 1 << 30},
+        seconds, 2.3456, 0.0123, 0.0456789, 512 * 2 * 8192, 1e15, 29 if budget else 0, 4, 80,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [200, 100, 80, 60, 30])
+def test_no_window_is_too_narrow_for_digits(width: int, capsys: Any) -> None:
+    found = [planned(), planned(NONE, 62 << 30, 61 << 30), planned(SELECTIVE, held=195 << 30)]
+    console = Console(width=width, force_terminal=True, no_color=True)
+    show_sweep(found, found[1], "Llama", console)
+    show_one(found[1], "Llama", console)
+    shown = capsys.readouterr().out
+    assert "\u2026" not in shown
+    for figure in ("8x64", "2x8192", "selective", "10.0", "62.0 ", "196.0 (over)", "3.358 s", "4,879"):
+        assert figure in shown, figure
+    for figure in ("62.0 GiB", "61.0 GiB", "3.358 s", f"{found[1].tokens_per_s:,.0f}", "12.300 ms"):
+        assert figure in shown[shown.rindex("Llama") :], figure
+    assert ("Left out" in shown) == (width < 90)
+
+
+def test_where_no_window_is_nothing_is_left_out(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    found = [planned(), planned(NONE, 62 << 30, 61 << 30)]
+    show_sweep(found, found[1], "Llama", console_for_output())
+    shown = capsys.readouterr().out
+    assert "\u2026" not in shown and "Left out" not in shown
+    [line] = [line for line in shown.splitlines() if "-> " in line]
+    assert " ".join(line.split()) == "-> 8x64 2x8192 none 62.0 29 62.0 3.358 s 45.679 ms 4,879 30.1%"
+
+
+def test_three_digits_of_a_figure_are_seen() -> None:
+    assert [count(one) for one in (12, 918_700, 999_999, 8_030_261_248, 70_600_000_000)] == ["12", "919K", "1M", "8.03B", "70.6B"]
+    sizes = (12, 1 << 10, 1_234_567, 9 << 29, 75 << 30)
+    assert [size(one) for one in sizes] == ["12 bytes", "1.00 KiB", "1.18 MiB", "4.50 GiB", "75.0 GiB"]
+    assert [unit_for(one) for one in ((1 << 30, 1 << 40), (1 << 27, 1 << 30), (1 << 26, 1 << 35), (1,))] == ["GiB", "GiB", "MiB", "KiB"]
+
+
+class Canned(Sweep):
+    """Whose plans take as long whatever they are, and hold less within a budget, but not less than a GiB."""
+
+    def __init__(self, saves: bool) -> None:
+        super().__init__(Target("", lambda *size: find_target("tests.test_plan_command:with_batch").make(*size)), hardware(512), 9, print)
+        self.saves = saves
+
+    def plan(self, one: Configuration) -> Forecast:
+        within = one.budget is not None and self.saves
+        full = one.checkpointing == FULL
+        return planned(one.checkpointing, one.budget, (1 if within else 5 if full else 9) << 30, 3.0 if full else 1.0)
+
+
+def test_a_row_that_says_the_same_is_left_out() -> None:
+    given = Configuration((512,), 3, 32, NONE)
+    for saves in (False, True):
+        rows = Canned(saves).sweep(given)
+        assert [one.configuration.budget is None for one in rows if isinstance(one, Forecast)].count(False) == saves
+
+
+def test_the_best_is_within_the_budget_that_was_given() -> None:
+    given = Configuration((512,), 3, 32, NONE, budget=6 << 30)
+    rows = Canned(saves=False).sweep(given)
+    best = best_of(rows, given.budget)
+    assert best is not None and best.configuration.checkpointing == FULL and best.configuration.budget is None
+    assert [one.is_met for one in rows if isinstance(one, Forecast) and one.configuration.budget] == [False]
+    assert best_of(rows, 1 << 20) is None
+    assert best_of(Canned(saves=True).sweep(given), given.budget).configuration.budget == given.budget
+
+
+def test_capitals_name_the_same_hardware() -> None:
+    assert load_profile("H100") is load_profile("h100")
 
 
 def test_a_sweep_is_around_what_was_given() -> None:

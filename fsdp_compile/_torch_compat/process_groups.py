@@ -91,16 +91,33 @@ def start_fake_groups():
 """
 
 
+_PRETENDED: list[str] = []  # backends of the worlds that are pretended, the innermost last
+
+
+def backend_of(group: torch.distributed.ProcessGroup, device_type: str) -> str:
+    """The backend that serves ``device_type`` in ``group``; "cpu:gloo,cuda:nccl" names one for each."""
+    if _PRETENDED:
+        return _PRETENDED[-1]
+    for entry in torch.distributed.get_backend_config(group).split(","):
+        kind, _, name = entry.partition(":")
+        if name and kind == device_type:
+            return name
+    return str(torch.distributed.get_backend(group))
+
+
 @contextlib.contextmanager
-def pretended_world(num_ranks: int) -> Iterator[None]:
+def pretended_world(num_ranks: int, backend: str = "fake") -> Iterator[None]:
     """This process as rank 0 of so many that are not there: collectives return at once and move nothing.
 
+    Its groups pass for groups of ``backend``, whose reductions, gathers and buckets a plan for it has to have.
     ``torch.testing._internal.distributed.fake_pg.FakeStore``, which also makes the backend "fake" known: 2.11 to 2.15.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    _PRETENDED.append(backend)
     try:
         yield
     finally:
+        _PRETENDED.pop()
         torch.distributed.destroy_process_group()

@@ -180,7 +180,7 @@ def _with_roles(
     return ShardMesh(
         mesh=mesh,
         device=_device(mesh.device_type),
-        backend=_backend(some, mesh.device_type),
+        backend=process_groups.backend_of(some, mesh.device_type),
         group="" if shard is None else shard.group_name,
         num_shards=1 if shard is None else shard.size(),
         rank=0 if shard is None else shard.rank(),
@@ -240,13 +240,3 @@ def _device(device_type: str) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_type, torch.accelerator.current_device_index())
-
-
-def _backend(group: dist.ProcessGroup, device_type: str) -> str:
-    """The backend that serves ``device_type`` in ``group``; "cpu:gloo,cuda:nccl" names one for each."""
-    config = dist.get_backend_config(group)
-    for entry in config.split(","):
-        kind, _, name = entry.partition(":")
-        if name and kind == device_type:
-            return name
-    return str(dist.get_backend(group))

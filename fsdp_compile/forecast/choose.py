@@ -15,13 +15,15 @@ def forecast_of(planner: Planner) -> Forecast:
     if budget is None:
         whole, num_traced = planner.all_alike(as_told)
         return planner.forecast(whole, 0, num_traced)
-    best, num_kept, num_traced = min(_candidates(planner, budget), key=lambda found: _rank(found[0], budget))
-    return planner.forecast(best, num_kept, num_traced)
+    return planner.forecast(*min(_candidates(planner, budget), key=lambda found: _rank(found, budget)))
 
 
-def _rank(whole: Whole, budget: int) -> tuple[float, ...]:
+def _rank(candidate: tuple[Whole, int, int], budget: int) -> tuple[float, ...]:
+    whole, num_kept, _ = candidate
     num_bytes = sum(whole.peak())
-    return (0, whole.seconds(), num_bytes) if num_bytes <= budget else (1, num_bytes, whole.seconds())
+    if num_bytes <= budget:
+        return 0, whole.seconds(), num_bytes
+    return 1, num_bytes, num_kept, whole.seconds()  # what is over is not to keep layers as well
 
 
 def _candidates(planner: Planner, budget: int) -> list[tuple[Whole, int, int]]:

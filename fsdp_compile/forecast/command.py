@@ -13,18 +13,20 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .._torch_compat.process_groups import pretended_world
+from .figures import count
 from .forecast import Forecast, Hardware
 from .mistake import Mistake
 from .options import read_batch, read_configuration, read_hardware
-from .show import advice, as_data, show_one, show_sweep
+from .show import as_data, show_one, show_sweep, why_none
 from .sweep import Sweep, Told, TooLarge, around, best_of
+from .tables import console_for_output
 from .target import find_target
 
 _TURNS = 6  # what the bar takes a configuration to be: graphs that are traced, and planned
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    """Exit code: 0 where it fits, else 2."""
+    """Exit code: 0 where it fits and its budget is met, else 2."""
     try:
         return _plan(arguments)
     except Mistake as mistake:
@@ -36,7 +38,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     hardware = read_hardware(arguments)
     batch, sequence = read_batch(arguments.batch)
     target = find_target(arguments.target)
-    with warnings.catch_warnings(), pretended_world(hardware.num_ranks):
+    with warnings.catch_warnings(), pretended_world(hardware.num_ranks, hardware.profile.backend):
         warnings.simplefilter("ignore")  # about a process that trains, which this one is not
         made = target.make(batch, sequence)
         num_params = sum(param.numel() for param in made.model.parameters())
@@ -45,12 +47,11 @@ def _plan(arguments: argparse.Namespace) -> int:
         with _bar(many) as told:
             planned = Sweep(target, hardware, num_params, told)
             found: list[Forecast | TooLarge] = planned.sweep(said) if arguments.sweep else [planned.plan(said)]
-    best = best_of(found)
+    best = best_of(found, said.budget)
     _show(arguments, found, best, num_params, hardware)
     if best is not None:
         return 0
-    nearest = min(found, key=lambda one: one.peak_bytes if isinstance(one, Forecast) else one.num_bytes)
-    print(f"{arguments.target} does not fit: {advice(nearest, num_params)}", file=sys.stderr)
+    print(f"{arguments.target} {why_none(found, said.budget, num_params)}", file=sys.stderr)
     return 2
 
 
@@ -74,8 +75,8 @@ def _show(
         }
         print(json.dumps(data, indent=1))
         return
-    console = Console()
-    what = f"{arguments.target}, {num_params / 1e9:.4g}B parameters, on {hardware.num_ranks:,} {hardware.profile.name}"
+    console = console_for_output()
+    what = f"{arguments.target}, {count(num_params)} parameters, on {hardware.num_ranks:,} {hardware.profile.name}"
     if arguments.sweep:
         show_sweep(found, best, f"{what}, {hardware.precision}, {hardware.optimizer}", console)
         return

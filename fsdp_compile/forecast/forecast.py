@@ -85,6 +85,17 @@ class Forecast:
         return sum(self.peak.values())
 
     @property
+    def held_bytes(self) -> int:
+        """What forward and backward hold, which a budget is of."""
+        return self.peak_bytes - self.peak.get(OPTIMIZER, 0)
+
+    @property
+    def is_met(self) -> bool:
+        """Whether its budget is, where it has one."""
+        budget = self.configuration.budget
+        return budget is None or self.held_bytes <= budget
+
+    @property
     def fits(self) -> bool:
         return self.peak_bytes <= self.hardware.memory_bytes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from .._torch_compat.tracing import trace_joint_graph
 from ..api.auto_shard import auto_shard
-from ..core.unit import units_in
+from ..core.unit import original_class, units_in
 from ..graph.install import manager
 from ..passes import GraphRecord
 from ..passes.provenance import settle_names
@@ -30,6 +31,7 @@ PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None, torch.dtype 
 }
 NONE, SELECTIVE, FULL = "none", "selective", "full"
 
+_LONGEST_LINE = 400  # of what Dynamo says
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
@@ -59,17 +61,19 @@ def joint_graph(
     try:
         trace_joint_graph(model, call.args, call.kwargs)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        called = original_class(model).__name__
+        why = _why(error).replace(type(model).__name__, called)
         raise Mistake(
-            f"{type(model).__name__} could not be traced into one graph ({_first_line(error)}): make it run under "
-            "torch.compile(model, fullgraph=True) on this batch; fsdp_compile.explain_breaks says where it breaks."
+            f"{called} could not be traced into one graph: make it run under torch.compile(model, fullgraph=True) on "
+            f"this batch; fsdp_compile.explain_breaks says where it breaks.{why}"
         ) from error
     finally:
         manager.observers.remove(found.append)
     joints = [record for record in found if record.stage == "joint"]
     if not joints:
         raise Mistake(
-            f"{type(model).__name__} made no graph with parameters and gradients: return a model that is trained, "
-            "whose forward reads its parameters."
+            f"{original_class(model).__name__} made no graph with parameters and gradients: return a model that is "
+            "trained, whose forward reads its parameters."
         )
     graph = joints[0].snapshots[-2]  # before `keep`
     settle_names(graph)
@@ -130,5 +134,11 @@ def _saving_every_second_product() -> tuple[Any, Any]:
     return contexts
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _why(error: BaseException) -> str:
+    """What Dynamo says, without the stack: what broke, its explanation, the first hint, and the last place."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    said = lines[:1]
+    for begin in ("Explanation:", "Developer debug context:", "Hint:", "Caused by:"):
+        said += [line for line in lines if line.startswith(begin)][:1]
+    said += [line for line in lines if line.startswith('File "')][-1:]
+    return "".join(f"\n  {textwrap.shorten(line, _LONGEST_LINE, placeholder=' ...')}" for line in said)

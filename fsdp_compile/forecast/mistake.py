@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class Mistake(ValueError):
-    """One sentence that says what to change."""
+    """One sentence that says what to change; what others said of it may stand in lines below."""

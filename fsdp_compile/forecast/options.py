@@ -6,6 +6,7 @@ import argparse
 import math
 
 from ..passes import Budget, load_profile
+from .figures import size
 from .forecast import OPTIMIZERS, Configuration, Hardware
 from .joint import FULL, NONE, PRECISIONS, SELECTIVE
 from .mistake import Mistake
@@ -13,13 +14,14 @@ from .sweep import rest_bytes
 from .target import Made
 
 _BATCH = (1, 4096)
+_FEWEST_BYTES = 1 << 20  # a bare number below it was meant to be of GiB
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Plan a training step on ranks that are not there: whether it fits, bytes by kind, step time, communication "
         "that computation waits for, tokens a second. Nothing is allocated or sent; layers that repeat are traced a "
-        "few times and extended to all. Exit code 2 where the model does not fit, or cannot be planned."
+        "few times and extended to all. Exit code 2 where the model does not fit or meet its budget, or has no plan."
     )
     add = parser.add_argument
     add("target", metavar="MODEL", help="module:function, which returns a model, or a model and its batch (it may take "
@@ -51,7 +53,7 @@ def read_hardware(arguments: argparse.Namespace) -> Hardware:
         memory = _bytes("--memory", arguments.memory)
     if memory > profile.memory_bytes:
         raise Mistake(
-            f"--memory {arguments.memory} is more than the {profile.memory_bytes / 2**30:.1f} GiB of {profile.name}: "
+            f"--memory {arguments.memory} is more than the {size(profile.memory_bytes)} of {profile.name}: "
             "give less, or other --hardware."
         )
     return Hardware(profile, memory, math.prod(_mesh(arguments)), arguments.mp, arguments.optimizer)
@@ -124,4 +126,6 @@ def _bytes(option: str, said: str) -> int:
         found = None
     if found is None:
         raise Mistake(f"{option} {said} is no number of bytes: give one such as 70GiB.")
+    if said.isdecimal() and found < _FEWEST_BYTES:
+        raise Mistake(f"{option} {said} has no unit, so it is {said} bytes: write {said}GiB, or {said}B for so few.")
     return found

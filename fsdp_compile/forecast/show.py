@@ -11,38 +11,44 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from .figures import in_unit, seconds, size, unit_for
 from .forecast import Forecast
 from .joint import FULL, NONE
 from .sweep import TooLarge, standing_bytes
+from .tables import Column, print_columns, print_whole
 
-_GIB = 2**30
+_WIDEST = len("1,234,567,890")  # figure of a single plan, or word about one
 
 
 def show_one(one: Forecast, title: str, console: Console) -> None:
     console.print(title, highlight=False)
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     grid.add_column("on each rank, at the peak")
-    grid.add_column("GiB", justify="right")
+    grid.add_column("memory", justify="right", no_wrap=True, min_width=_WIDEST)
     for kind, num_bytes in one.peak.items():
         if num_bytes:
-            grid.add_row(kind, _gib(num_bytes))
+            grid.add_row(kind, size(num_bytes))
     grid.add_section()
-    grid.add_row("peak", _gib(one.peak_bytes))
+    grid.add_row("peak", size(one.peak_bytes))
     verdict = "fits" if one.fits else "does not fit"
-    grid.add_row(f"of {_gib(one.hardware.memory_bytes)}", f"[bold]{verdict}[/bold]")
-    console.print(grid)
+    grid.add_row(f"of {size(one.hardware.memory_bytes)} of memory", f"[bold]{verdict}[/bold]")
+    budget = one.configuration.budget
+    if budget is not None:
+        grid.add_row("forward and backward", size(one.held_bytes))
+        grid.add_row(f"of a budget of {size(budget)}", f"[bold]{'met' if one.is_met else 'not met'}[/bold]")
+    print_whole(grid, console)
     grid = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     grid.add_column("")
-    grid.add_column("", justify="right")
-    grid.add_row("forward", _seconds(one.forward_s))
-    grid.add_row("backward", _seconds(one.backward_s))
-    grid.add_row("optimizer", _seconds(one.optimizer_s))
-    grid.add_row("step", f"[bold]{_seconds(one.step_s)}[/bold]")
-    grid.add_row("of it waiting for communication", _seconds(one.exposed_s))
+    grid.add_column("", justify="right", no_wrap=True, min_width=_WIDEST)
+    grid.add_row("forward", seconds(one.forward_s))
+    grid.add_row("backward", seconds(one.backward_s))
+    grid.add_row("optimizer", seconds(one.optimizer_s))
+    grid.add_row("step", f"[bold]{seconds(one.step_s)}[/bold]")
+    grid.add_row("of it waiting for communication", seconds(one.exposed_s))
     grid.add_row("tokens/s", f"{one.tokens_per_s:,.0f}")
     grid.add_row("tokens/s a rank", f"[bold]{one.tokens_per_s_per_rank:,.0f}[/bold]")
     grid.add_row("MFU", f"{one.mfu:.1%}")
-    console.print(grid)
+    print_whole(grid, console)
     kept = f", {one.num_kept} of {one.num_periods} layers kept gathered for backward" if one.num_kept else ""
     traced = f"{one.num_traced} of {one.num_periods} repeated layers traced" if one.num_periods > 1 else "all traced"
     console.print(f"Predicted on {one.hardware.profile.name!r}; {traced}{kept}.", highlight=False)
@@ -50,52 +56,87 @@ def show_one(one: Forecast, title: str, console: Console) -> None:
 
 def show_sweep(found: Sequence[Forecast | TooLarge], best: Forecast | None, title: str, console: Console) -> None:
     console.print(title, highlight=False)
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("", "mesh", "batch", "checkpointing", "budget GiB"):
-        grid.add_column(heading)
-    for heading in ("kept", "peak GiB", "step", "waiting", "tokens/s a rank", "MFU"):
-        grid.add_column(heading, justify="right")
     planned = [one for one in found if isinstance(one, Forecast)]
-    for one in sorted(planned, key=lambda one: (not one.fits, -one.tokens_per_s)):
-        marked, said = one is best, one.configuration
-        row = [
-            "-> " if marked else "   ",
-            *_said(said),
-            "-" if said.budget is None else _gib(said.budget),
-            str(one.num_kept) if one.num_kept else "-",
-            _gib(one.peak_bytes) + ("" if one.fits else " (over)"),
-            _seconds(one.step_s),
-            _seconds(one.exposed_s),
-            f"{one.tokens_per_s_per_rank:,.0f}",
-            f"{one.mfu:.1%}",
-        ]
-        grid.add_row(*row, style="bold green" if marked else None if one.fits else "dim")
+    planned.sort(key=lambda one: (not one.fits, -one.tokens_per_s))
+    said = [one.configuration for one in planned]
+    budgets = [one.budget for one in said if one.budget is not None]
+    unit = unit_for([*(one.peak_bytes for one in planned), *budgets])
+    columns = (
+        Column("", "", ["-> " if one is best else "   " for one in planned]),
+        Column("mesh", "mesh", ["x".join(map(str, one.mesh)) for one in said]),
+        Column("batch", "batch", [f"{one.batch}x{one.sequence}" for one in said]),
+        Column("checkpointing", "check-\npointing", [one.checkpointing for one in said]),
+        Column(f"budget {unit}", f"budget\n{unit}", [_budget(one, unit) for one in planned]),
+        Column("kept", "kept", [str(one.num_kept) if one.num_kept else "-" for one in planned], is_figure=True),
+        Column(f"peak {unit}", f"peak\n{unit}", [_peak(one, unit) for one in planned], is_figure=True),
+        Column("step", "step", [seconds(one.step_s) for one in planned], is_figure=True),
+        Column("waiting", "waiting", [seconds(one.exposed_s) for one in planned], is_figure=True),
+        Column(
+            "tokens/s a rank",
+            "tokens/s\na rank",
+            [f"{one.tokens_per_s_per_rank:,.0f}" for one in planned],
+            is_figure=True,
+        ),
+        Column("MFU", "MFU", [f"{one.mfu:.1%}" for one in planned], is_figure=True),
+    )
+    styles = ["bold green" if one is best else None if one.fits else "dim" for one in planned]
+    if planned:
+        print_columns(columns, styles, ("waiting", "kept", "MFU", f"budget {unit}"), console)
     too_large = {(one.configuration.mesh, one.num_bytes) for one in found if isinstance(one, TooLarge)}
-    console.print(grid)
     for mesh, num_bytes in sorted(too_large, key=lambda one: one[1]):
         shown = "x".join(map(str, mesh))
-        console.print(f"Not planned: mesh {shown}: shards, gradients and optimizer alone take {_gib(num_bytes)} GiB.")
+        console.print(f"Not planned: mesh {shown}: shards, gradients and optimizer alone take {size(num_bytes)}.")
+
+
+def _budget(one: Forecast, unit: str) -> str:
+    budget = one.configuration.budget
+    return "-" if budget is None else in_unit(budget, unit) + ("" if one.is_met else " (not met)")
+
+
+def _peak(one: Forecast, unit: str) -> str:
+    return in_unit(one.peak_bytes, unit) + ("" if one.fits else " (over)")
+
+
+def why_none(found: Sequence[Forecast | TooLarge], budget: int | None, num_params: int) -> str:
+    """Of plans none of which is to be taken: what they lack, and what to change."""
+    fitting = [one for one in found if isinstance(one, Forecast) and one.fits]
+    if fitting and budget is not None:
+        least = min(fitting, key=lambda one: one.held_bytes)
+        return f"does not meet its budget: {_advice_on_budget(least, budget)}"
+    nearest = min(found, key=lambda one: one.peak_bytes if isinstance(one, Forecast) else one.num_bytes)
+    return f"does not fit: {advice(nearest, num_params)}"
+
+
+def _advice_on_budget(one: Forecast, budget: int) -> str:
+    said = one.configuration
+    helps = ["a smaller batch or shorter sequences", "more ranks to share the parameters out over"]
+    if said.checkpointing != FULL:
+        helps.insert(0, "--checkpointing full")
+    return (
+        f"forward and backward may hold {size(budget)} on each rank, and the least that they need ({said}) is "
+        f"{size(one.held_bytes)} ({one.held_bytes:,} bytes): give a larger --budget, or {', or '.join(helps)}."
+    )
 
 
 def advice(one: Forecast | TooLarge, num_params: int) -> str:
     """What to change so that it fits."""
     if isinstance(one, TooLarge):
         return (
-            f"shards, their gradients and the optimizer's states alone are {_gib(one.num_bytes)} GiB on each rank of "
+            f"shards, their gradients and the optimizer's states alone are {size(one.num_bytes)} on each rank of "
             f"mesh {'x'.join(map(str, one.configuration.mesh))}: share the parameters out over more ranks."
         )
     memory, said = one.hardware.memory_bytes, one.configuration
     standing = standing_bytes(num_params, said, one.hardware)
-    needs = f"it needs {_gib(one.peak_bytes)} GiB on each rank and has {_gib(memory)}"
+    needs = f"it needs {size(one.peak_bytes)} on each rank and has {size(memory)}"
     if standing > memory:
         ranks = math.ceil(said.mesh[-1] * standing / memory)
         return (
-            f"{needs}: shards, their gradients and the optimizer's states alone are {_gib(standing)} GiB, so share the "
+            f"{needs}: shards, their gradients and the optimizer's states alone are {size(standing)}, so share the "
             f"parameters out over at least {ranks} ranks (the last number of --mesh)."
         )
     if said.checkpointing != FULL and one.peak["activations"] > one.peak_bytes - memory:
-        return f"{needs}: {_gib(one.peak['activations'])} of them are activations, so add --checkpointing full."
-    if one.num_kept or said.budget is not None:
+        return f"{needs}: {size(one.peak['activations'])} of them are activations, so add --checkpointing full."
+    if said.budget is not None and one.is_met:
         return f"{needs}: give a smaller --budget, or 'rest'."
     if said.batch > 1 and said.sequence > 1:
         return f"{needs}: give fewer sequences, --batch {said.batch // 2}x{said.sequence}."
@@ -114,6 +155,8 @@ def as_data(one: Forecast | TooLarge) -> dict[str, Any]:
         "memory_bytes": one.hardware.memory_bytes,
         "peak_bytes": one.peak_bytes,
         "peak_bytes_by_kind": one.peak,
+        "forward_backward_bytes": one.held_bytes,
+        "budget_met": None if one.configuration.budget is None else one.is_met,
         "step_s": one.step_s,
         "forward_s": one.forward_s,
         "backward_s": one.backward_s,
@@ -126,15 +169,3 @@ def as_data(one: Forecast | TooLarge) -> dict[str, Any]:
         "layers_traced": one.num_traced,
         "layers": one.num_periods,
     }
-
-
-def _said(said: Any) -> tuple[str, str, str]:
-    return "x".join(map(str, said.mesh)), f"{said.batch}x{said.sequence}", said.checkpointing
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.1f}" if num_bytes >= _GIB / 10 else f"{num_bytes / _GIB:.4f}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"

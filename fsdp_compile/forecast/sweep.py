@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -50,11 +51,19 @@ class Sweep:
         for one in around(given, self.hardware, has_own_batch):
             least = standing_bytes(self.num_params, one, self.hardware)
             found.append(TooLarge(one, least) if least > self.hardware.memory_bytes else self.plan(one))
-        fastest = best_of(found)
-        if fastest is not None:
+        # A budget that was given and that the fastest cannot meet, one may that is within it as it is.
+        first, other = _fastest(found), best_of(found, given.budget)
+        for fastest in (first,) if other is first else (first, other):
+            if fastest is None:
+                continue
             said = fastest.configuration
             rest = rest_bytes(self.num_params, said.mesh, self.hardware)
-            found.append(self.plan(dataclasses.replace(said, budget=given.budget or rest)))
+            within = self.plan(dataclasses.replace(said, budget=given.budget or rest))
+            if within.is_met and _are_equal(within, fastest):
+                break  # it was within the budget before: a second row would say the same
+            found.append(within)
+            if within.is_met:
+                break
         return found
 
 
@@ -86,10 +95,20 @@ def around(given: Configuration, hardware: Hardware, has_own_batch: bool) -> lis
     ]
 
 
-def best_of(found: Iterable[Forecast | TooLarge]) -> Forecast | None:
-    """The most tokens a second of those that fit."""
+def best_of(found: Iterable[Forecast | TooLarge], budget: int | None = None) -> Forecast | None:
+    """The most tokens a second of those that fit, and that are within a budget that was given."""
+    return _fastest(one for one in found if isinstance(one, Forecast) and (budget is None or one.held_bytes <= budget))
+
+
+def _fastest(found: Iterable[Forecast | TooLarge]) -> Forecast | None:
     fitting = [one for one in found if isinstance(one, Forecast) and one.fits]
     return max(fitting, key=lambda one: (one.tokens_per_s, -one.peak_bytes), default=None)
+
+
+def _are_equal(one: Forecast, other: Forecast) -> bool:
+    """Whether two plans of one configuration, with a budget and without, do the same."""
+    figures = (one.forward_s, one.backward_s), (other.forward_s, other.backward_s)
+    return one.peak == other.peak and all(map(math.isclose, *figures))
 
 
 def _meshes(given: Configuration, hardware: Hardware) -> list[tuple[int, ...]]:

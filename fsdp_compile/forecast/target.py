@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from .mistake import Mistake
 
 _SIZES = ("batch_size", "sequence")
 _MOST_NAMES = 5
+_LONGEST_MESSAGE = 300
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ def _model_of(config: dict[str, Any], path: Path, sequence: int) -> nn.Module:
             f"{path} is a Hugging Face config, and transformers is not installed: pip install 'transformers>=5', or "
             "give module:function."
         ) from error
+    if config["model_type"] not in transformers.CONFIG_MAPPING:
+        raise _no_model(path, _unknown_type(config["model_type"], transformers))
     settings = {key: value for key, value in config.items() if key not in ("model_type", "transformers_version")}
     try:
         read = transformers.AutoConfig.for_model(config["model_type"], **settings)
@@ -137,8 +141,19 @@ def _without_a_mask() -> str:
     return name
 
 
+def _unknown_type(said: str, transformers: Any) -> ValueError:
+    """Theirs names hundreds of types."""
+    known = [*transformers.CONFIG_MAPPING]
+    near = difflib.get_close_matches(said, known, n=_MOST_NAMES, cutoff=0.5)
+    return ValueError(
+        f"transformers {transformers.__version__} knows {len(known)} values of model_type, and {said!r} is none of them"
+        + (f"; near it are {', '.join(near)}" if near else "")
+    )
+
+
 def _no_model(path: Path, error: Exception) -> Mistake:
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    lines = (line.strip() for line in str(error).splitlines() if line.strip())
+    said = textwrap.shorten(next(lines, ""), _LONGEST_MESSAGE, placeholder=" ...")
     return Mistake(
         f"transformers makes no model of {path} ({type(error).__name__}: {said}): mend the config, or give "
         "module:function."
