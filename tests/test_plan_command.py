@@ -241,7 +241,7 @@ def test_checkpointing_trades_time_for_activations(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize(
-    "share", [pytest.param(one, marks=pytest.mark.slow if one > 0.3 else pytest.mark.more) for one in (-1.0, 0.0, 0.3, 0.6, 1.0)]
+    "share", [pytest.param(one, marks=pytest.mark.slow if one > 0.0 else pytest.mark.more) for one in (-1.0, 0.0, 0.3, 0.6, 1.0)]
 )
 def test_a_budget_is_kept_and_used(share: float) -> None:
     """Against the choice of a model that trains, from the joint graph of all layers."""
@@ -257,7 +257,10 @@ def test_a_budget_is_kept_and_used(share: float) -> None:
     one = forecast_of(planner)
     assert one.peak_bytes - one.peak["optimizer state"] <= budget
     fitting = [each.trial for each in (best, *others) if each.trial.peak_bytes <= budget]
-    alike = [trial.seconds for trial in fitting if share < 0 or not trial.recomputed]
+    # A forecast saves all activations, or computes again all that may be and keeps no layer: what lies between is for
+    # models that train.
+    lean = max((trial for trial in tried if not trial.kept), key=lambda trial: len(trial.recomputed))
+    alike = [lean.seconds] if share < 0 else [trial.seconds for trial in fitting if not trial.recomputed]
     assert one.forward_s + one.backward_s <= min(alike) * 1.03
     if share == 1.0:
         assert one.num_kept == LAYERS

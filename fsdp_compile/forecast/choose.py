@@ -1,7 +1,8 @@
 """What stays gathered until backward, where a budget leaves room: as many of the last layers as save time and fit.
 
 Where none does, and the step does not fit either, all that a plan within a budget may compute again is. What lies
-between, some activations saved and others not, a model that compiles with the budget finds: it is faster than that.
+between, some activations saved and others not, or layers kept beside those that are computed again, a model that
+compiles with the budget finds: it is faster than that.
 """
 
 from __future__ import annotations
