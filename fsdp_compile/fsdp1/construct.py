@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
@@ -35,7 +36,7 @@ from ..api.arguments import require_dtypes
 from ..api.fully_shard import fully_shard
 from ..api.replicate import replicate
 from ..core.containers import cast_floating, tensors_in
-from ..core.unit import Unit, unit_of, units_in
+from ..core.unit import Unit, unit_of
 from .helpers import known_to_helpers
 from .ignored import ignored_in
 from .optimizers import hand_over
@@ -84,9 +85,10 @@ class Constructed(Wrapper):
         super().__init__()
         _require_kinds(module, sharding_strategy, cpu_offload, mixed_precision, device_mesh)
         self._ignored = ignored_in(module, ignored_modules, ignored_states)
-        params = [param for _, _, _, param in unsharded_params(module, self._ignored)]
+        before = [weakref.ref(param) for _, _, _, param in unsharded_params(module, self._ignored)]
+        devices = {param.device for _, _, _, param in unsharded_params(module, self._ignored) if not param.is_meta}
         self.sharding_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
-        self.compute_device = device_for(device_id, params, device_mesh)
+        self.compute_device = device_for(device_id, devices, device_mesh)
         self._device_mesh = mesh_for(
             self.sharding_strategy, process_group, device_mesh, self.compute_device, auto_wrap_policy is None
         )
@@ -140,7 +142,7 @@ class Constructed(Wrapper):
         has_clean_state_dicts(self)
         known_to_helpers()
         if not _IS_WRAPPING.get():
-            hand_over(units_in(self))
+            hand_over(before)
 
     def _new(self, module: nn.Module, **kwargs: Any) -> Constructed:
         """A wrapper for a module below."""

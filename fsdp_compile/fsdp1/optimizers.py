@@ -12,23 +12,32 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from collections.abc import Iterable
 
+from torch import nn
 from torch.optim import Optimizer
 
-from ..core.param import STAMP
-from ..core.unit import Unit
+from ..core.param import STAMP, ShardedParam
 
 
-def hand_over(units: Iterable[Unit]) -> None:
-    """Put the shards of ``units`` where optimizers have what was sharded; warn of one that has taken steps with it."""
-    ours = {id(param): param for unit in units for param in unit.params}
+def hand_over(before: Iterable[weakref.ref[nn.Parameter]]) -> None:
+    """Put shards where optimizers have what was sharded; warn of one that has taken steps with it.
+
+    ``before``: the parameters as they were. What is gone by now, no optimizer has: most calls look no further.
+    """
+    left: dict[int, ShardedParam] = {}
+    for full in (one() for one in before):
+        if hasattr(full, STAMP):
+            left[id(full)] = getattr(full, STAMP)
+    if not left:
+        return
     # By its type: what says of itself that it is of another class (a proxy) need not be asked.
     for optimizer in [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]:
         for group in optimizer.param_groups:
             for place, param in enumerate(group["params"]):
-                sharded = ours.get(id(getattr(param, STAMP, None)))
-                if sharded is None or param is sharded.shard:
+                sharded = left.get(id(param))
+                if sharded is None:
                     continue
                 if optimizer.state.get(param):
                     warnings.warn(

@@ -11,12 +11,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
@@ -26,9 +24,8 @@ HYBRID = (ShardingStrategy.HYBRID_SHARD, HYBRID_SHARD_ZERO2)
 KEEPS_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, HYBRID_SHARD_ZERO2)
 
 
-def device_for(device_id: Any, params: Iterable[Tensor], mesh: DeviceMesh | None) -> torch.device:
-    """Where to compute: as ``device_id`` says, or the mesh, or the parameters, or this machine's accelerator."""
-    devices = {param.device for param in params if not param.is_meta}
+def device_for(device_id: Any, devices: set[torch.device], mesh: DeviceMesh | None) -> torch.device:
+    """Where to compute: as ``device_id`` says, or the mesh, or where parameters are, or this machine's accelerator."""
     if len({one for one in devices if one.type != "cpu"}) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise RuntimeError(f"FSDP wraps a module on one device, but this one is on {names}. Move it to one of them.")
