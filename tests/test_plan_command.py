@@ -32,13 +32,13 @@ from fsdp_compile.forecast.options import add_options
 from fsdp_compile.forecast.show import show_one, show_sweep
 from fsdp_compile.forecast.steps import NO_BYTES, Half, Step, peak, replay
 from fsdp_compile.forecast.sweep import Sweep, around, best_of
-from fsdp_compile.forecast.tables import console_for_output
 from fsdp_compile.forecast.target import Target, find_target
 from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import GraphRecord, load_profile
 from fsdp_compile.passes.layout import reduction_of
 from fsdp_compile.passes.provenance import find_reduces
 from fsdp_compile.passes.residency import choose
+from fsdp_compile.tools.tables import console_for_output
 from tests.compiling import decomposed
 
 DIM, VOCAB, LAYERS, RANKS = 64, 256, 12, 16

@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .._torch_compat.process_groups import pretended_world
+from ..tools.tables import console_for_output
 from .figures import count
 from .forecast import Forecast, Hardware
 from .mistake import Mistake
 from .options import read_batch, read_configuration, read_hardware
 from .show import as_data, show_one, show_sweep, why_none
 from .sweep import Sweep, Told, TooLarge, around, best_of
-from .tables import console_for_output
 from .target import find_target
 
 _TURNS = 6  # what the bar takes a configuration to be: graphs that are traced, and planned

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-_ANY_WIDTH = 10_000
+from ..tools.tables import ANY_WIDTH
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,6 @@ class Column:
     narrow: str  # may have several lines
     cells: Sequence[str]
     is_figure: bool = False
-
-
-def console_for_output() -> Console:
-    """As wide as it takes where nobody looks: in a pipe or a file."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = _ANY_WIDTH
-    return console
 
 
 def print_columns(
@@ -72,5 +64,5 @@ def _table(
 
 
 def _least_width(table: Table) -> int:
-    console = Console(width=_ANY_WIDTH)
+    console = Console(width=ANY_WIDTH)
     return Measurement.get(console, console.options, table).minimum

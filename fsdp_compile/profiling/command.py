@@ -27,8 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..passes import load_profile
 from ..tools import script
-from ..tools.tables import plural
-from . import printed
+from ..tools.tables import console_for_output, plural
 from .refine import doubts_of, refine, table_of
 from .session import NothingRecordedError, Profile, recording, refuse_old_traces
 from .summarize import summarize
@@ -237,7 +236,7 @@ def _print_summary(folder: Path, arguments: argparse.Namespace, num_ranks: int) 
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    console = printed.console()
+    console = console_for_output()
     console.print(summary)
     if arguments.all:
         console.print(summary.all_collectives())
@@ -264,7 +263,7 @@ def _refine(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    console = printed.console()
+    console = console_for_output()
     console.print(table_of(refined))
     for doubt in doubts_of(refined):
         print(doubt, file=sys.stderr)

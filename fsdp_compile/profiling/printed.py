@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # and in functions, for most programs never print one
 
 _LEAST_NAME = 16  # letters of a name in a line; the rest goes on in the next one
 _BETWEEN = 3  # letters between two columns
-_WIDEST = 10_000
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,3 @@ class Rows:
         name, *others = [f"{column.head} {cell}" if cell else "" for column, cell in zip(self.columns, row)]
         yield Text(name if self.columns[0].is_number else row[0], overflow="fold")
         yield Padding(Text(", ".join(filter(None, others)), overflow="fold"), (0, 0, 0, 2))
-
-
-def console() -> Console:
-    """For the standard output; where that is a file or a pipe, as wide as what is printed."""
-    from rich.console import Console
-
-    found = Console()
-    return found if found.is_terminal else Console(width=_WIDEST)

@@ -7,11 +7,16 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:  # and in functions, for most programs never print one
+    from rich.console import Console
+
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _NAMES_WIDTH = 44
+ANY_WIDTH = 10_000  # columns
 
 
 def table(
@@ -80,6 +85,14 @@ def terminal_width() -> int | None:
         return (os.get_terminal_size(sys.stdout.fileno()).columns or None) if sys.stdout.isatty() else None
     except (AttributeError, OSError, ValueError):  # what stands in for stdout may have no file, or a closed one
         return None
+
+
+def console_for_output() -> Console:
+    """For the standard output; in a pipe or a file, where nobody looks, as wide as it takes."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=ANY_WIDTH)
 
 
 def on_one_line(text: str) -> str:
