@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -19,12 +20,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+import fsdp_compile
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from fsdp_compile.eager import forward as eager
 from tests.comparing import assert_same_grads
 from tests.compiling import no_kernels_built, num_graphs
 from tests.ranks import Ranks
 from tests.recording import recorded
+
+PACKAGE = Path(fsdp_compile.__file__).resolve().parent
 
 
 class Recurrent(nn.Module):
@@ -81,6 +85,20 @@ def _compare(make: Callable[[], nn.Module], backend: str | None) -> None:
 @pytest.mark.parametrize("make", [Recurrent, normed, orthogonal, parametrized])
 def test_reads_through_lists_and_parametrizations(two_ranks: Ranks, make: Any, backend: str | None) -> None:
     two_ranks.run(_compare, make, backend)
+
+
+def _compiled_with(make: Callable[[], nn.Module]) -> list[str]:
+    files: list[str] = []
+    with torch._dynamo.convert_frame.register_bytecode_hook(lambda code, _: files.append(code.co_filename)):
+        _compare(make, "aot_eager")
+    ours = [(PACKAGE / part).resolve() for part in ("eager", "lookout", "passes")]
+    return [file for file in files if any(Path(file).resolve().is_relative_to(part) for part in ours)]
+
+
+@pytest.mark.compat  # before 2.15, Dynamo looks at these frames
+def test_what_an_eager_read_runs_is_not_compiled(two_ranks: Ranks) -> None:
+    """nn.LSTM runs in Python inside a compiled frame; guards on what other threads write failed now and then."""
+    assert two_ranks.run(_compiled_with, Recurrent) == [[], []]
 
 
 def test_reads_from_a_hook_of_an_inner_module(two_ranks: Ranks) -> None:

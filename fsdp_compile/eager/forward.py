@@ -210,6 +210,10 @@ def eager_read(module: nn.Module, name: str, param: Any) -> Any:
     return param
 
 
+# nn.LSTM reads its parameters in Python inside of compiled code, where Dynamo looks at each frame that begins.
+dynamo.leave_all_to_python(eager_read)
+
+
 def _as_computed_with(full: Any, known: tuple[ShardedParam, Unit, Unit]) -> Any:
     """What full_params put in the shard's place: inside a forward in the dtype that the inputs are cast to."""
     sharded, unit, reader = known
