@@ -7,8 +7,8 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
