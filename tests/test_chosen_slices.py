@@ -213,6 +213,7 @@ def planned(model: Any, **options: Any) -> tuple[Plan, str]:
     return report.joint.plan, str(report)
 
 
+@pytest.mark.more
 def test_the_plan_names_its_slices_and_comes_back(fake_group_of_four: None) -> None:
     model = shard(Stack(4))
     plan, text = planned(model, memory_budget=budget_of(model, TOKENS), profile=NODES)
@@ -355,7 +356,7 @@ def _eagerly(how: str, backend: str, tied: bool = False) -> list[int]:
 @pytest.mark.parametrize(
     ("how", "backend"),
     [
-        pytest.param("stance", "passes", marks=pytest.mark.more),
+        pytest.param("stance", "passes", marks=pytest.mark.slow),
         pytest.param("never", "passes", marks=pytest.mark.slow),
         pytest.param("limit", "inductor", marks=pytest.mark.slow),
     ],

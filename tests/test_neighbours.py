@@ -165,6 +165,7 @@ def _says_what_the_pass_does(limit: int) -> None:
     assert apart >= 3
 
 
+@pytest.mark.more
 def test_explain_says_where_units_could_travel_together(fake_group_of_four: None) -> None:
     torch._dynamo.reset()
     model = shard(Stack(2), reshard_after_forward=True)

@@ -311,6 +311,7 @@ def _with_other_lengths() -> list[Plan]:
     return plans
 
 
+@pytest.mark.more
 def test_what_is_computed_again_is_the_same_for_every_length(two_ranks: Ranks) -> None:
     here, there = two_ranks.run(_with_other_lengths)
     assert len(here) == len(there) == 3
