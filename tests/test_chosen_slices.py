@@ -356,7 +356,7 @@ def _eagerly(how: str, backend: str, tied: bool = False) -> list[int]:
 @pytest.mark.parametrize(
     ("how", "backend"),
     [
-        pytest.param("stance", "passes", marks=pytest.mark.slow),
+        pytest.param("stance", "passes", marks=pytest.mark.more),
         pytest.param("never", "passes", marks=pytest.mark.slow),
         pytest.param("limit", "inductor", marks=pytest.mark.slow),
     ],
