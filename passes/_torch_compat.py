@@ -13,6 +13,11 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass  # 2.11 to 2.15
 
 
+def foreach_copy(into: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source, cast to what it is copied into; on a GPU in one kernel (``_foreach_copy_``: 2.11 to 2.15)."""
+    torch._foreach_copy_(into, sources)
+
+
 def may_alias(target: object) -> bool:
     """Whether an op's result may share storage with its first argument, by its schema (``_schema``: 2.11 to 2.15)."""
     if target in (operator.getitem, torch.ops.aten.reshape.default, torch.ops.aten.contiguous.default):

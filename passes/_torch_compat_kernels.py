@@ -22,14 +22,20 @@ SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGra
 def add_order_dependency(after: BaseSchedulerNode, before: BaseSchedulerNode) -> None:
     """Make Inductor's later passes keep ``after`` behind ``before``, without keeping a buffer alive.
 
-    ``WeakDep(is_fake=True)`` and ``add_fake_dep``: 2.11 to 2.15; Inductor orders its own collectives with it.
+    ``WeakDep(is_fake=True)`` and ``add_fake_dep``: 2.11 to 2.15; Inductor orders its own collectives with it. What is
+    made of several has no ``add_fake_dep`` of its own, and its ``unmet_dependencies`` are asked.
     """
     from torch._inductor.dependencies import WeakDep
 
     source = next(iter(before.get_buffer_names()), None)
     target = next(iter(after.get_buffer_names()), None)
-    if source is not None and target is not None:
-        after.add_fake_dep(WeakDep(source, mutating_buf=target, is_fake=True))
+    if source is None or target is None:
+        return
+    dependency = WeakDep(source, mutating_buf=target, is_fake=True)
+    if len(after.get_nodes()) > 1:
+        after.unmet_dependencies.add(dependency)
+    else:
+        after.add_fake_dep(dependency)
 
 
 @functools.cache
@@ -105,6 +111,29 @@ def lower_as_collective(op: torch._ops.OpOverload) -> None:
     register_lowering(op)(lowering)
 
 
+def lower_as_call(op: torch._ops.OpOverload, called: torch._ops.OpOverload, **settings: Any) -> None:
+    """Have Inductor generate a call of ``called`` where the graph has ``op``, whose inputs it writes as they lie there.
+
+    ``lowering.register_lowering``, ``fallback_handler``, ``add_layout_constraint``: 2.11 to 2.15.
+    """
+    if op in _called:
+        return
+    from torch._inductor.lowering import (
+        add_layout_constraint,
+        constrain_to_fx_strides,
+        fallback_handler,
+        register_lowering,
+    )
+
+    _called.add(op)
+    call = fallback_handler(called, add_to_fallback_set=False)
+    add_layout_constraint(op, constrain_to_fx_strides)
+    register_lowering(op, type_promotion_kind=None)(lambda *args: call(*args, **settings))
+
+
+_called: set[torch._ops.OpOverload] = set()
+
+
 @functools.cache
 def lower_as_written(op: torch._ops.OpOverload) -> None:
     """Let Inductor write what ``op``, tensor -> the same tensor, is given (``TensorBox.realize``: 2.11 to 2.15)."""
@@ -138,6 +167,12 @@ def is_heavy(snode: BaseSchedulerNode) -> bool:
     ``is_extern``, ``is_template``: 2.11 to 2.15.
     """
     return snode.is_extern() or snode.is_template()
+
+
+def is_loop_on_cpu(snode: BaseSchedulerNode) -> bool:
+    """Whether Inductor makes a loop for the CPU of a kernel, or nothing (``get_device``: 2.11 to 2.15)."""
+    device = snode.get_device()
+    return not is_heavy(snode) and device is not None and device.type == "cpu"
 
 
 def dependencies_added(snodes: list[BaseSchedulerNode]) -> None:

@@ -12,13 +12,13 @@ step on cannot know that yet.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, fx
 
 from .collectives import KINDS, is_launch
 from .insert import ROLE, Role
 from .keep import STEP
 from .ledger import GraphText, Launch, Member, begin
+from .packing import pack
 from .plan import Bucket, Plan
 
 
@@ -89,6 +89,6 @@ def _input_behind(launch: fx.Node, place: int) -> fx.Node | None:
     """The shard that a gather packs in this place, where that is an input of the graph."""
     node = launch
     while node.op != "placeholder" and node.all_input_nodes:
-        packs = node.target is torch.ops.aten.cat.default
+        packs = node.target is pack
         node = node.args[0][place] if packs else node.all_input_nodes[0]  # type: ignore[index,assignment]
     return node if node.op == "placeholder" else None

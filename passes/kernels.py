@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from . import _torch_compat_kernels as compat
@@ -11,6 +12,9 @@ from .insert import ROLE, Role
 from .keep import STEP
 from .ledger import begin
 from .phases import phase_of
+from .views import VIEWS
+
+_VIEWS = (*VIEWS, torch.ops.aten.reshape.default)  # Inductor has made all views reshapes
 
 
 class Kernels:
@@ -68,7 +72,6 @@ def _call_origins(part: BaseSchedulerNode) -> list[fx.Node]:
 
 
 def _role(origins: list[fx.Node]) -> Role | None:
-    """A kernel is communication when all of it is; a kernel that computes as well is compute."""
-    if not origins or any(ROLE not in node.meta for node in origins):
-        return None
-    return origins[0].meta[ROLE]
+    """A kernel is communication when all of it is, but for views; a kernel that computes as well is compute."""
+    roles = [node.meta.get(ROLE) for node in origins if ROLE in node.meta or node.target not in _VIEWS]
+    return roles[0] if None not in roles and roles else None

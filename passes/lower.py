@@ -1,14 +1,14 @@
 """What a marker becomes: pack, collective, wait, unpack. Written once, run eagerly or written into a graph.
 
-    gather   shards -> [to_device] -> cast -> pad -> [cat] -> all_gather_into_tensor -> wait
+    gather   shards -> [to_device] -> pad -> cast, or pack -> all_gather_into_tensor -> wait
                     -> [split] -> reorder, unpad -> full
-    reduce   grads  -> cast -> pad, reorder -> [cat] -> reduce_scatter_tensor -> wait
+    reduce   grads  -> pad, reorder -> cast, or pack -> reduce_scatter_tensor -> wait
                     -> [all_reduce over the replicas -> wait] -> divide -> [to_host] -> [split], unpad
              or        all_to_all_single -> wait -> sum_of_parts, which divides as well
 
 The functions take ``call(op, *args)``: ``run`` executes the op, the insert pass's emitter adds a node instead. So
-both paths put the same bytes on the wire in the same order. ``note`` writes down each launch; a graph has a list of
-all its launches instead (announce.py), so there the emitter leaves it out.
+both paths put the same bytes on the wire in the same order. What packs a bucket casts as well. ``note`` writes down
+each launch; a graph has a list of all its launches instead (announce.py), so there the emitter leaves it out.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .collectives import all_gather_of, c10d
 from .copies import to_device, to_host
 from .layout import BucketLayout, ShardLayout
 from .ledger import ledger, note
+from .packing import copied, pack
 from .spec import ParamSpec
 from .sums import sum_of_parts
 
@@ -43,12 +44,15 @@ def launch_gather(call: Call, shards: Sequence[Any], specs: Sequence[ParamSpec])
     # An offloaded shard travels as it is stored, and each by itself: a cast or a cat in front of the copy would be work
     # for the CPU, which has a tenth of the device's bandwidth and may be busy launching.
     here = [call(to_device, shard, spec.device) if spec.device else shard for shard, spec in zip(shards, specs)]
-    cast = [as_sent(call, _cast(call, shard, spec.dtype)) for shard, spec in zip(here, specs)]
+    packs = len(specs) > 1 and specs[0].num_shards > 1  # what does not travel is not packed
+    cast = here if packs and _pack_casts(here, specs[0].dtype) else [
+        as_sent(call, _cast(call, shard, spec.dtype)) for shard, spec in zip(here, specs)
+    ]
     named, specs = specs, [_gathered_as(spec) for spec in specs]
     parts = [_on_the_wire(call, shard, spec.layout) for shard, spec in zip(cast, specs)]
     if specs[0].num_shards == 1:
-        return parts  # nothing travels, so nothing is packed
-    packed = parts[0] if len(parts) == 1 else call(aten.cat.default, [_flat(call, part) for part in parts])
+        return parts
+    packed = call(pack, parts, 1, _wire_dtype(specs[0].dtype)) if packs else parts[0]
     call(note, "all_gather", named, specs[0].group, shards[0])
     return call(all_gather_of(specs[0].backend), packed, specs[0].num_shards, specs[0].group)
 
@@ -72,31 +76,21 @@ def _finish_gather(call: Call, gathered: Any, specs: Sequence[ParamSpec]) -> lis
     fulls = []
     for spec, member, offset in zip(specs, bucket.members, bucket.offsets):
         piece = call(aten.slice.Tensor, rows, 1, offset, offset + member.padded_numel)
-        ranks_first = [num_shards * member.padded_size[0], *member.padded_size[1:]]
-        # Contiguous as any parameter is: one row a rank would be a view with the bucket's stride, and another kernel's
-        # rounding.
-        piece = _contiguous(call, call(aten.reshape.default, piece, ranks_first))
-        fulls.append(_unpadded(call, piece, spec.layout))
+        fulls.append(_unpadded(call, call(aten.view.default, piece, [num_shards, *member.padded_size]), spec.layout))
     return fulls
 
 
 def launch_reduce(call: Call, grads: Sequence[Any], specs: Sequence[ParamSpec]) -> Any:
     """Pack one bucket of full gradients and start its reduction; specs agree on reduce dtype, divisors and group."""
-    grads = [as_real(call, _cast(call, grad, spec.reduce_dtype)) for grad, spec in zip(grads, specs)]
+    packs = len(specs) > 1
+    if not packs or specs[0].predivide != 1.0 or not _pack_casts(grads, specs[0].reduce_dtype):
+        grads = [as_real(call, _cast(call, grad, spec.reduce_dtype)) for grad, spec in zip(grads, specs)]
     named, specs = specs, [_reduced_as(spec) for spec in specs]
     first = specs[0]
-    parts = []
-    for part, spec in zip(grads, specs):
-        parts.append(_ranks_first(call, _divided(call, part, first.predivide), spec.layout))
-    if len(parts) == 1:
-        packed = parts[0]
-    else:
-        rows = [call(aten.reshape.default, part, [first.num_shards, -1]) for part in parts]
-        packed = call(aten.cat.default, rows, 1)
+    parts = [_ranks_first(call, _divided(call, grad, first.predivide), spec.layout) for grad, spec in zip(grads, specs)]
+    packed = call(pack, parts, first.num_shards, first.reduce_dtype) if packs else _contiguous(call, parts[0])
     if first.num_shards == 1:
         return packed
-    if len(parts) > 1:
-        packed = call(aten.view.default, packed, [-1])
     call(note, first.reduction, named, first.group)
     if first.reduction == "all_to_all":
         splits = [_rows(specs)] * first.num_shards
@@ -190,6 +184,16 @@ def _travels_as_bytes(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
+def _pack_casts(tensors: Sequence[Any], dtype: torch.dtype) -> bool:
+    """Whether what packs these can cast them as well: neither they nor ``dtype`` travel as something else."""
+    dtypes = {dtype, *(_value(tensor).dtype for tensor in tensors)}
+    return not any(one.is_complex or _travels_as_bytes(one) for one in dtypes)
+
+
+def _wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.uint8 if _travels_as_bytes(dtype) else dtype
+
+
 def as_sent(call: Call, tensor: Any) -> Any:
     """The same memory in a dtype that every backend sends."""
     if _travels_as_bytes(_value(tensor).dtype):
@@ -232,10 +236,6 @@ def _value(tensor: Any) -> torch.Tensor:
     return tensor if isinstance(tensor, torch.Tensor) else tensor.meta["val"]
 
 
-def _flat(call: Call, tensor: Any) -> Any:
-    return call(aten.reshape.default, tensor, [-1])
-
-
 def _pad(call: Call, tensor: Any, dim: int, length: int) -> Any:
     """Zeros behind ``tensor`` along ``dim`` up to ``length``."""
     missing = length - _value(tensor).shape[dim]
@@ -250,35 +250,41 @@ def _on_the_wire(call: Call, shard: Any, layout: ShardLayout) -> Any:
 
 
 def _unpadded(call: Call, gathered: Any, layout: ShardLayout) -> Any:
-    """The full parameter from rank-major parts ``[num_shards * part[0], ...]``."""
+    """The full parameter from parts ``[num_shards, *part]``, which may lie in a bucket, or its own gather's result.
+
+    Contiguous as any parameter is: what reads it with a bucket's stride is another kernel, which rounds otherwise, and
+    which Inductor does not fuse with what it fuses the unsharded model's with.
+    """
     if layout.num_shards == 1:
         return call(aten.reshape.default, gathered, list(layout.size))
+    padded = list(layout.size)
+    padded[layout.dim] = layout.chunk * layout.num_shards
     if layout.dim != 0:
         # [ranks, *part] -> the ranks' axis in front of dim -> merged with it
         ndim = len(layout.size)
         parts = call(aten.view.default, gathered, [layout.num_shards, *layout.padded_size])
         order = [*range(1, layout.dim + 1), 0, *range(layout.dim + 1, ndim + 1)]
-        moved = call(aten.permute.default, parts, order)
-        padded = list(layout.size)
-        padded[layout.dim] = layout.chunk * layout.num_shards
-        gathered = call(aten.clone.default, moved, memory_format=torch.contiguous_format)
-        gathered = call(aten.reshape.default, gathered, padded)
+        gathered = call(aten.view.default, call(copied, call(aten.permute.default, parts, order)), padded)
+    elif not _value(gathered).is_contiguous():
+        gathered = call(aten.view.default, call(copied, gathered), padded)
+    elif list(_value(gathered).shape) != padded:
+        gathered = call(aten.view.default, gathered, padded)
     if layout.even:
         return gathered
     return call(aten.slice.Tensor, gathered, layout.dim, 0, layout.size[layout.dim])
 
 
 def _ranks_first(call: Call, grad: Any, layout: ShardLayout) -> Any:
-    """A full gradient as rank-major parts ``[num_shards * part[0], ...]``, contiguous: _unpadded undone."""
+    """A full gradient as rank-major parts ``[num_shards * part[0], ...]``: _unpadded undone."""
     grad = _pad(call, grad, layout.dim, layout.chunk * layout.num_shards)
-    if layout.dim != 0:
-        split = [*layout.size[: layout.dim], layout.num_shards, layout.chunk, *layout.size[layout.dim + 1 :]]
-        parts = call(aten.reshape.default, grad, split)
-        order = [layout.dim, *range(layout.dim), *range(layout.dim + 1, len(split))]
-        parts = call(aten.permute.default, parts, order)
-        merged = [layout.num_shards * layout.padded_size[0], *layout.padded_size[1:]]
-        return call(aten.reshape.default, _contiguous(call, parts), merged)
-    return _contiguous(call, grad)
+    if layout.dim == 0:
+        return grad
+    split = [*layout.size[: layout.dim], layout.num_shards, layout.chunk, *layout.size[layout.dim + 1 :]]
+    parts = call(aten.reshape.default, grad, split)
+    order = [layout.dim, *range(layout.dim), *range(layout.dim + 1, len(split))]
+    parts = call(aten.permute.default, parts, order)
+    merged = [layout.num_shards * layout.padded_size[0], *layout.padded_size[1:]]
+    return call(aten.reshape.default, _contiguous(call, parts), merged)
 
 
 def _contiguous(call: Call, tensor: Any) -> Any:

@@ -29,6 +29,7 @@ from .insert import insert
 from .keep import follow, keep, let_go
 from .merge import merge
 from .overlap import overlap
+from .packing import let_inductor_call_copies
 from .parts import parts
 from .phases import has_phases, number_phases
 from .plan import Plan
@@ -114,6 +115,7 @@ class PassManager(CustomGraphPass):
         leave_graph()
         if has_markers(graph):
             let_inductor_see_collectives()
+            let_inductor_call_copies()
             stage = _stage(graph)
             if stage == "inference":
                 annotate(graph)

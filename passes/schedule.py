@@ -14,8 +14,6 @@ takes), so it is on for our graphs alone. A graph that fails on the way leaves i
 
 from __future__ import annotations
 
-from typing import Any
-
 from . import _torch_compat_kernels as compat
 from ._torch_compat_kernels import BaseSchedulerNode
 from .kernels import Kernels
@@ -61,20 +59,63 @@ class ScheduleInPlannedOrder:
             phase=kernels.phase,
         )
         lookahead = next(role.lookahead for role in kernels.role.values() if role is not None)
-        planned = planned_order(items, lookahead)
+        planned = _loops_together(planned_order(items, lookahead), items)
         _pin(planned, items)
         return planned
 
 
-def _pin(planned: list[BaseSchedulerNode], items: Items[BaseSchedulerNode]) -> None:
-    """Let a gather's launch depend on what runs before it, so that later passes do not hoist it.
+def _loops_together(planned: list[BaseSchedulerNode], items: Items[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+    """Put generated loops, on the CPU, beside one another where communication stands among them.
 
-    torch 2.15 runs ``simple_overlap`` after this one: it moves every collective to the front while the peak of memory
-    allows, and respects dependencies.
+        planned     mm  add  launch  wait  norm  mm         two kernels
+        together    mm  launch  wait  add  norm  mm         one, as in the unsharded model: add is written once, and
+                                                            there is one kernel less to compile
+
+    For the CPU Inductor makes one kernel of all loops between two calls. No loop goes past a product: that would be
+    less to hide communication behind, or memory that is taken earlier or given back later.
     """
-    before: Any = None
+    together: list[BaseSchedulerNode] = []
+    between: list[BaseSchedulerNode] = []  # two products, or whatever else is no loop and no communication
     for snode in planned:
-        if snode in items.gathers and before is not None:
+        if items.role[snode] is None and not compat.is_loop_on_cpu(snode):
+            together += [*_sorted_out(between, items), snode]
+            between.clear()
+        else:
+            between.append(snode)
+    return together + _sorted_out(between, items)
+
+
+def _sorted_out(between: list[BaseSchedulerNode], items: Items[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+    """Communication that needs no loop, then loops that need no more communication, and so on; each in its order."""
+    order: list[BaseSchedulerNode] = []
+    left = dict.fromkeys(between)
+    while left:
+        for is_loop in (False, True):
+            launches = [snode for snode in left if snode in items.launches]
+            for snode in [one for one in left if (items.role[one] is None) == is_loop]:
+                has_turn = snode not in items.launches or snode is launches[0]
+                if has_turn and not any(dep in left for dep in items.deps[snode]):
+                    order.append(snode)
+                    del left[snode]
+                    del launches[: snode in items.launches]
+    return order
+
+
+def _pin(planned: list[BaseSchedulerNode], items: Items[BaseSchedulerNode]) -> None:
+    """Let launches depend on what runs before them, and loops on the waits before them, so that these stay there.
+
+    torch 2.15 runs ``simple_overlap`` after this pass: while the peak of memory allows, it moves every collective to
+    the front, which holds memory, and every wait to the end, which is in among loops; and it respects dependencies.
+    """
+    before: BaseSchedulerNode | None = None
+    waits: list[BaseSchedulerNode] = []
+    for snode in planned:
+        if snode in items.launches and before is not None:
             compat.add_order_dependency(snode, before)
-        if items.role[snode] is None:
+        elif compat.is_wait(snode):
+            waits.append(snode)
+        elif items.role[snode] is None:
+            for wait in waits if compat.is_loop_on_cpu(snode) else ():
+                compat.add_order_dependency(snode, wait)
+            waits.clear()
             before = snode

@@ -130,9 +130,9 @@ Stack: 3 graphs, 8 collectives, 12.0 KiB a rank
   #  collective  unit              params  names                                       dtype  bytes/rank   bucket   copied
   0  all_gather  layers.1 (Block)       4  norm.weight norm.bias up.weight +1          bf16      1.1 KiB  2.2 KiB  3.2 KiB
   1  all_gather  layers.0 (Block)       4  norm.weight norm.bias up.weight +1          bf16      1.1 KiB  2.2 KiB  3.2 KiB
-  2  all_to_all  layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  fp32      2.3 KiB  4.5 KiB  6.8 KiB
-  3  all_to_all  layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  fp32      2.3 KiB  4.5 KiB  6.8 KiB
-  4  all_to_all  (Stack)                4  embed.weight norm.weight norm.bias +1       fp32      2.1 KiB  4.1 KiB  8.1 KiB
+  2  all_to_all  layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  fp32      2.3 KiB  4.5 KiB  5.6 KiB
+  3  all_to_all  layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  fp32      2.3 KiB  4.5 KiB  5.6 KiB
+  4  all_to_all  (Stack)                4  embed.weight norm.weight norm.bias +1       fp32      2.1 KiB  4.1 KiB  6.1 KiB
   #  launched behind             waited for before           takes  beside it   exposed
   0  begin ..                    .. layers.1.down.weight - ms - ms - ms
   1  grad layers.1.down.bias ..  .. layers.0.down.weight - ms - ms - ms

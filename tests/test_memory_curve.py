@@ -362,7 +362,7 @@ def test_the_peak_names_its_owners_and_what_they_are() -> None:
     names = {one.name: one.kind for position in graph.nodes for one in _owners_at(graph, position.name)}
     assert names["saved"] == ACTIVATION and names["relu_default"] == ACTIVATION
     assert names["w_shard"] == SHARD
-    assert names["cat_default"] == names["all_gather_into_tensor_default"] == BUFFER
+    assert names["pack_default"] == names["all_gather_into_tensor_default"] == BUFFER
     assert names["reshape_default_2"] == names["reshape_default_3"] == GATHERED  # unpacked
     assert names["mm_default"] == names["mm_default_1"] == GRADIENT
     assert names["reduce_scatter_tensor_default"] == BUFFER and names["div_tensor"] == GRADIENT

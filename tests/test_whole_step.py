@@ -357,7 +357,7 @@ def _readers_of_gathers(code: str) -> dict[str, list[tuple[int, str]]]:
         made = re.match(r"\s*(\w+) = .*all_gather_into_tensor", line)
         if made:
             readers[made[1]] = []
-        elif "cpp_fused" in line or "extern_kernels" in line:
+        elif any(call in line for call in ("cpp_fused", "extern_kernels", "aten.clone")):
             for name in set(re.findall(r"\bbuf\d+\b", line)) & set(readers):
                 readers[name].append((place, line))
     return readers

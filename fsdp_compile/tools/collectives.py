@@ -15,11 +15,12 @@ from ..passes import Plan
 from ..passes.collectives import is_launch
 from ..passes.copies import to_device, to_host
 from ..passes.insert import ROLE
+from ..passes.packing import copied, pack
 from .tables import format_unit
 
 aten = torch.ops.aten
 
-_MOVES = (aten.cat.default, aten.constant_pad_nd.default, aten.clone.default)
+_MOVES = (pack, copied, aten.constant_pad_nd.default, aten.clone.default)
 _KINDS = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
