@@ -1,11 +1,11 @@
 """Markers become collectives, one a bucket.
 
-    w0 = unshard(s0)                 packed = cat(cast(s0), cast(s1))
+    w0 = unshard(s0)                 packed = pack([s0, s1], dtype)
     w1 = unshard(s1)                 launch = all_gather_into_tensor(packed)
                                      wait   = wait_tensor(launch)
-                                     w0, w1 = slices of wait
+                                     w0, w1 = copied(slices of wait)
 
-    r0 = reduce_grad(g0)             packed = cat(cast(g0), cast(g1))
+    r0 = reduce_grad(g0)             packed = pack([g0, g1], dtype)
     r1 = reduce_grad(g1)             launch = reduce_scatter_tensor(packed)
                                      wait   = wait_tensor(launch)
                                      r0, r1 = slices of wait / divisor

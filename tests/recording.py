@@ -15,7 +15,7 @@ from fsdp_compile._torch_compat import inductor
 from fsdp_compile.graph.install import manager
 
 GATHER, REDUCE, WAIT = "all_gather_into_tensor", "all_to_all_single", "wait_tensor"
-NO_COLLECTIVES = (WAIT, "unshard", "reduce_grad", "sum_of_parts")
+NO_COLLECTIVES = (WAIT, "unshard", "reduce_grad", "sum_of_parts", "pack", "copied")
 
 
 class Collectives(TorchDispatchMode):

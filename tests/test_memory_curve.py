@@ -363,7 +363,7 @@ def test_the_peak_names_its_owners_and_what_they_are() -> None:
     assert names["saved"] == ACTIVATION and names["relu_default"] == ACTIVATION
     assert names["w_shard"] == SHARD
     assert names["pack_default"] == names["all_gather_into_tensor_default"] == BUFFER
-    assert names["reshape_default_2"] == names["reshape_default_3"] == GATHERED  # unpacked
+    assert names["copied_default"] == names["copied_default_1"] == GATHERED  # unpacked
     assert names["mm_default"] == names["mm_default_1"] == GRADIENT
     assert names["reduce_scatter_tensor_default"] == BUFFER and names["div_tensor"] == GRADIENT
     assert curve.peak_owners == _owners_at(graph, curve.peak_at)
