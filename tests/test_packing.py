@@ -1,0 +1,132 @@
+"""Buckets are packed and parameters copied out of them by calls: what is in memory, and what Inductor generates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+
+from fsdp_compile.passes import schedule
+from fsdp_compile.passes.packing import copied, pack
+from tests.compiling import no_kernels_built
+from tests.models import Stack, shard
+
+BF16 = torch.bfloat16
+
+
+def _laid_out(parts: Sequence[Tensor], num_ranks: int) -> Tensor:
+    """Rank after rank, of each part the rows that the rank gets."""
+    rows = [part.reshape(num_ranks, -1) for part in parts]
+    return torch.cat([row[rank] for rank in range(num_ranks) for row in rows])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_a_bucket_has_what_each_rank_gets_end_to_end(num_ranks: int, dtype: torch.dtype) -> None:
+    parts = [torch.randn(4, 3), torch.randn(8), torch.randn(4, 2, 2), torch.randn(5, 4).t(), torch.randn(4, 6)[:, ::2]]
+    torch.testing.assert_close(pack(parts, num_ranks, dtype), _laid_out(parts, num_ranks).to(dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BF16, torch.float64])
+def test_what_is_packed_is_cast_on_the_way(dtype: torch.dtype) -> None:
+    parts = [torch.randn(4, 3, dtype=dtype), torch.randn(2), torch.randn(2, 2, dtype=BF16)]
+    expected = _laid_out([part.float() for part in parts], 2)
+    torch.testing.assert_close(pack(parts, 2, torch.float32), expected, rtol=0, atol=0)
+
+
+def test_bytes_and_nothing_at_all_are_packed_too() -> None:
+    parts = [torch.arange(6, dtype=torch.uint8), torch.empty(0, 3, dtype=torch.uint8)]
+    assert torch.equal(pack(parts, 2, torch.uint8), parts[0])
+
+
+def test_a_copy_is_contiguous_and_has_memory_of_its_own() -> None:
+    bucket = torch.arange(24.0)
+    view = bucket.view(2, 12)[:, 3:9].view(2, 2, 3)
+    copy = copied(view)
+    assert torch.equal(copy, view) and copy.is_contiguous()
+    bucket.zero_()
+    assert copy.sum() != 0
+
+
+class Attends(nn.Module):
+    """As in a transformer: what is normed is added to what comes of it."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.q, self.k, self.v = (nn.Linear(dim, dim) for _ in range(3))
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        x = x + torch.softmax(self.q(y) @ self.k(y).transpose(-1, -2), -1) @ self.v(y)
+        return x + self.down(nn.functional.gelu(self.up(self.second(x))))
+
+
+def _kernels(model: nn.Module) -> list[int]:
+    """How many different ones Inductor generates for forward, and for backward."""
+    torch._dynamo.reset()
+    run = torch.compile(model, fullgraph=True)
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    with no_kernels_built():
+        _, codes = run_and_get_code(lambda: run(tokens).sum().backward())
+    return [len(set(re.findall(r"cpp_pybinding\(\[.*?\n'''", code, re.DOTALL))) for code in codes]
+
+
+@pytest.mark.more
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_hardly_more_kernels_are_generated_than_for_the_unsharded_model() -> None:
+    """With kernels that pack and unpack, and others for what Inductor fused with these, it was twice as many."""
+    forward, backward = _kernels(Stack(3, block=Attends))
+    our_forward, our_backward = _kernels(shard(Stack(3, block=Attends)))
+    assert our_forward <= forward + 1 and our_backward <= backward + 3
+
+
+class Kernel:
+    """What a scheduler's node is to the function below."""
+
+    def __init__(self, name: str, *deps: Kernel, role: Any = None, loop: bool = False, launch: bool = False) -> None:
+        self.name, self.deps, self.role, self.loop, self.launch = name, deps, role, loop, launch
+
+
+class KernelItems:
+    def __init__(self, order: Sequence[Kernel]) -> None:
+        self.role = {one: one.role for one in order}
+        self.deps = {one: one.deps for one in order}
+        self.launches = {one: one.role for one in order if one.launch}
+
+
+def _together(monkeypatch: pytest.MonkeyPatch, order: list[Kernel]) -> str:
+    monkeypatch.setattr(schedule.compat, "is_loop_on_cpu", lambda one: one.loop)
+    sorted_out = schedule._loops_together(order, KernelItems(order))  # type: ignore[arg-type]
+    return " ".join(one.name for one in sorted_out)
+
+
+def test_loops_stand_behind_communication_that_needs_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = Kernel("mm")
+    add = Kernel("add", product, loop=True)
+    launch = Kernel("launch", role="gather", launch=True)
+    wait = Kernel("wait", role="gather")
+    norm = Kernel("norm", add, wait, loop=True)
+    last = Kernel("last", norm)
+    behind = Kernel("behind", last, loop=True)
+    order = [product, add, launch, wait, norm, last, behind]
+    assert _together(monkeypatch, order) == "mm launch wait add norm last behind"
+
+
+def test_launches_keep_their_order_and_wait_for_the_loops_that_they_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = Kernel("mm")
+    bias = Kernel("bias", product, loop=True)
+    pack = Kernel("pack", bias, role="reduce")
+    reduction = Kernel("reduction", pack, role="reduce", launch=True)
+    gather = Kernel("gather", role="gather", launch=True)
+    wait = Kernel("wait", role="gather")
+    norm = Kernel("norm", product, wait, loop=True)
+    late = Kernel("late", Kernel("elsewhere"), gather, loop=True)
+    order = [product, bias, pack, reduction, gather, wait, norm, late]
+    assert _together(monkeypatch, order) == "mm wait bias norm pack reduction gather late"
