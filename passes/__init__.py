@@ -47,7 +47,6 @@ from .manager import POST_GRAD_PASSES as POST_GRAD_PASSES
 from .manager import GraphRecord as GraphRecord
 from .manager import PassManager as PassManager
 from .manager import PassRecord as PassRecord
-from .manager import source_hash as source_hash
 from .memory import MemoryCurve as MemoryCurve
 from .memory import memory_curve as memory_curve
 from .memory import saved_inputs as saved_inputs
@@ -63,4 +62,5 @@ from .replay import Timeline as Timeline
 from .replay import Wait as Wait
 from .replay import simulate as simulate
 from .schedule import ScheduleInPlannedOrder as ScheduleInPlannedOrder
+from .source import source_hash as source_hash
 from .spec import ParamSpec as ParamSpec

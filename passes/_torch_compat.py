@@ -177,6 +177,17 @@ def partitioner_has_a_budget(graph: torch.fx.Graph) -> bool:
     )
 
 
+def partitioner_settings() -> dict[str, object]:
+    """AOTAutograd's settings that are plain values, which its partitioner heeds.
+
+    ``_functorch.config.save_config_portable``: 2.11 to 2.15. ``get_hash`` is another one after a compilation.
+    """
+    from torch._functorch import config
+
+    settings: dict[str, object] = config.save_config_portable()
+    return {name: said for name, said in sorted(settings.items()) if isinstance(said, (bool, int, float, str))}
+
+
 def has_custom_partitioner() -> bool:
     """Whether the user cuts joint graphs otherwise than min-cut does (``custom_partitioner_fn``: 2.11 to 2.15)."""
     from torch._inductor import config

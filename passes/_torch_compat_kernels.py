@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -184,6 +185,17 @@ def dependencies_added(snodes: list[BaseSchedulerNode]) -> None:
     for snode in snodes:
         for made in {producer[dep.name] for dep in snode.unmet_dependencies if dep.name in producer} - {snode}:
             snode.ancestors |= made.get_operation_names() | made.ancestors
+
+
+def cache_folder() -> Path | None:
+    """Where Inductor keeps what it compiled, unless it is told not to.
+
+    ``runtime.cache_dir_utils.cache_dir``, ``config.fx_graph_cache``, ``force_disable_caches``: 2.11 to 2.15.
+    """
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return None if config.force_disable_caches or not config.fx_graph_cache else Path(cache_dir())
 
 
 def is_deterministic() -> bool:

@@ -24,6 +24,7 @@ from .plan import Plan
 from .planner import plan_joint, plan_keeping
 from .profiles import PROFILES, HardwareProfile
 from .provenance import find_reduces, find_unshards, groups_of, num_units_of
+from .remember import remembered
 from .residency import choose, told_to_keep
 from .settle import Decision, Settled
 from .trial import Trial, trial_of
@@ -121,6 +122,24 @@ def plan_within(budget: Budget, graph: fx.Graph, settled: Settled, budget_id: st
 
 def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Decision:
     profile = budget.profile or default_profile(device_of(graph))
+
+    def search() -> Decision:
+        return _search(budget, graph, profile)
+
+    decision = search() if budget.share is not None else remembered(graph, (budget, profile), search)
+    choice = dataclasses.replace(decision.choice, rank=rank)
+    if not choice.is_met:
+        warnings.warn(
+            f"memory_budget is {as_size(choice.budget_bytes)} ({choice.budget_bytes:,} bytes), and the smallest plan "
+            f"of this step needs {as_size(choice.chosen.peak_bytes)} ({choice.chosen.peak_bytes:,} bytes): "
+            f"{choice.chosen.name}, which is used. To come down, checkpoint whole blocks (torch.utils.checkpoint), or "
+            "take a smaller batch or shorter sequences.",
+            stacklevel=2,
+        )
+    return dataclasses.replace(decision, choice=choice)
+
+
+def _search(budget: Budget, graph: fx.Graph, profile: HardwareProfile) -> Decision:
     found = 0
 
     def allowed(trial: Trial) -> int:
@@ -129,15 +148,7 @@ def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Decision:
         return found
 
     best, lost = choose(graph, allowed, profile)
-    choice = Choice(found, profile.name, rank, best.as_candidate(), tuple(one.as_candidate() for one in lost))
-    if not choice.is_met:
-        warnings.warn(
-            f"memory_budget is {as_size(found)} ({found:,} bytes), and the smallest plan of this step needs "
-            f"{as_size(choice.chosen.peak_bytes)} ({choice.chosen.peak_bytes:,} bytes): {choice.chosen.name}, which "
-            "is used. To come down, checkpoint whole blocks (torch.utils.checkpoint), or take a smaller batch or "
-            "shorter sequences.",
-            stacklevel=2,
-        )
+    choice = Choice(found, profile.name, 0, best.as_candidate(), tuple(one.as_candidate() for one in lost))
     keep, recompute, sliced = (
         tuple(sorted(its)) for its in (best.trial.kept, best.trial.recomputed, best.trial.sliced)
     )

@@ -45,9 +45,9 @@ def launch_gather(call: Call, shards: Sequence[Any], specs: Sequence[ParamSpec])
     # for the CPU, which has a tenth of the device's bandwidth and may be busy launching.
     here = [call(to_device, shard, spec.device) if spec.device else shard for shard, spec in zip(shards, specs)]
     packs = len(specs) > 1 and specs[0].num_shards > 1  # what does not travel is not packed
-    cast = here if packs and _pack_casts(here, specs[0].dtype) else [
-        as_sent(call, _cast(call, shard, spec.dtype)) for shard, spec in zip(here, specs)
-    ]
+    cast = here
+    if not packs or not _pack_casts(here, specs[0].dtype):
+        cast = [as_sent(call, _cast(call, shard, spec.dtype)) for shard, spec in zip(here, specs)]
     named, specs = specs, [_gathered_as(spec) for spec in specs]
     parts = [_on_the_wire(call, shard, spec.layout) for shard, spec in zip(cast, specs)]
     if specs[0].num_shards == 1:

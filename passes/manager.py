@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import os
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -50,6 +47,7 @@ from .regather import regather
 from .schedule import leave_graph, schedule_this_graph
 from .settle import Settled
 from .slices import chosen_slices, slices, use_first_gather
+from .source import source_hash
 from .write_out import write_out
 
 Pass = Callable[[fx.Graph, Plan], int]
@@ -274,12 +272,3 @@ def _all_groups(graph: fx.Graph) -> set[str]:
 
 def _code(graph: fx.Graph) -> str:
     return graph.python_code("self", verbose=False).src
-
-
-@functools.cache
-def source_hash() -> str:
-    """Hash of the passes' source: a graph compiled by other passes is never served from a cache."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -1,0 +1,81 @@
+"""What was chosen within a budget is found again by whoever compiles the same step later, after a restart for one.
+
+    first process     joint graph -> a trial for each candidate -> decision -> <Inductor's cache>/fsdp_compile/<key>
+    another one       joint graph, the same as far as a trial looks at it  ->  read there
+
+The key is of all that a trial reads: the joint graph with its sizes, the parameters' names, the ranks, the hardware
+profile, the budget, the settings of AOTAutograd (whose partitioner cuts), torch and the source of the passes. A share
+of what is free is not remembered: it is other bytes in each process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from . import _torch_compat as compat
+from . import _torch_compat_kernels as kernels_compat
+from .aliases import hint, tensors_of
+from .provenance import find_reduces, find_unshards, groups_of
+from .settle import Decision
+from .source import source_hash
+
+_OF_THIS_PROCESS = "step"  # of a marker: it stands for the budget
+_SAID_TO_THE_PARTITIONER = ("recompute", "ac_graph_id", "partitioner_tag", "desc")
+
+
+def remembered(graph: fx.Graph, said: object, search: Callable[[], Decision]) -> Decision:
+    """The decision for a joint graph and what else was ``said``; searched for where nobody has."""
+    folder = kernels_compat.cache_folder()
+    has_graphs_inside = any(not tensors_of(node) for node in graph.find_nodes(op="get_attr"))  # which are not looked at
+    if folder is None or has_graphs_inside:
+        return search()
+    path = folder / "fsdp_compile" / _key(graph, said)
+    # A file that somebody else wrote, or half of one, is as good as none.
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
+        return Decision.from_json(path.read_text())
+    decision = search()
+    with contextlib.suppress(OSError):  # a full or read-only disk: it is searched for again
+        _write(path, decision.to_json())
+    return decision
+
+
+def _key(graph: fx.Graph, said: object) -> str:
+    ranks = [compat.group_ranks(group) for group in groups_of(graph)]
+    names = [[one.fqn for one in found] for found in (find_unshards(graph), find_reduces(graph))]
+    circumstances = [repr(one) for one in (compat.partitioner_settings(), said, ranks, names)]
+    parts = [torch.__version__, source_hash(), *circumstances]
+    digest = hashlib.sha256("\n".join([*parts, *map(_text, graph.nodes)]).encode())
+    return digest.hexdigest()
+
+
+def _text(node: fx.Node) -> str:
+    kwargs = {name: value for name, value in node.kwargs.items() if name != _OF_THIS_PROCESS}
+    values = [(_sizes(one), _strides(one), one.dtype, one.device.type) for one in tensors_of(node)]
+    said = [str(node.meta.get(key)) for key in _SAID_TO_THE_PARTITIONER]
+    target = node.target if isinstance(node.target, (str, compat.OpOverload)) else torch.typename(node.target)
+    return f"{node.name} {node.op} {target} {node.args} {kwargs} {values} {said}"
+
+
+def _sizes(tensor: torch.Tensor) -> Sequence[int]:
+    return [hint(size) for size in tensor.shape]
+
+
+def _strides(tensor: torch.Tensor) -> Sequence[int]:
+    return [hint(stride) for stride in tensor.stride()] if tensor.layout is torch.strided else []
+
+
+def _write(path: Path, text: str) -> None:
+    """At once, for whoever reads meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+    os.replace(name, path)

@@ -1,0 +1,16 @@
+"""The passes' source as a hash: what they made is never taken for what others would have made."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+
+@functools.cache
+def source_hash() -> str:
+    """Hash of the passes' source: a graph compiled by other passes is never served from a cache."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,165 @@
+"""What was chosen within a budget is found by the next process, and only where a search would choose the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import fx, nn
+
+from fsdp_compile import configure
+from fsdp_compile.graph.install import manager
+from fsdp_compile.passes import Budget, Plan, budget, remember
+from fsdp_compile.passes import _torch_compat as compat
+from fsdp_compile.passes.choice import Candidate, Choice
+from fsdp_compile.passes.provenance import annotate, settle_names
+from fsdp_compile.passes.remember import remembered
+from fsdp_compile.passes.residency import choose
+from fsdp_compile.passes.settle import Decision, Settled
+from tests.models import Stack, shard
+from tests.test_passes import Builder, spec
+
+aten = torch.ops.aten
+FOUND = Decision(
+    ("up.weight",), (), (), 2, Choice(100, "toy", 0, Candidate("kept", 1, 90, 0.5, 0.25), (Candidate("again", 0, 60, 1.0, 0.5),))
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(remember.kernels_compat, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(compat, "group_ranks", lambda name: (0, 1))
+    return tmp_path / "fsdp_compile"
+
+
+def product(rows: int = 8, step: str = "budget 0, 7.1", saved: Any = None, op: Any = aten.relu.default) -> fx.Graph:
+    """A weight's product and gradient, as a joint graph has them."""
+    b = Builder()
+    shard, x, tangent = b.input("primals_1", 2, 3), b.input("primals_2", rows, 4), b.input("tangents_1", rows, 3)
+    its_spec = spec(step=step)
+    weight = b.unshard(shard, its_spec)
+    y = b.call(op, b.call(aten.mm.default, x, weight))
+    y.meta["recompute"] = saved
+    grad = b.call(aten.mm.default, b.call(aten.t.default, x), tangent)
+    graph = b.output(y, b.reduce(grad, its_spec, of=weight), None)  # type: ignore[arg-type]
+    annotate(graph)
+    settle_names(graph)
+    return graph
+
+
+class Search:
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self) -> Decision:
+        self.times += 1
+        return FOUND
+
+
+def test_the_same_step_is_searched_once(folder: Path) -> None:
+    search = Search()
+    found = [remembered(product(step=f"budget 0, {process}.1"), "1GiB", search) for process in (7, 8)]
+    assert found == [FOUND, FOUND] and search.times == 1
+    assert found[1].choice == FOUND.choice  # which equality leaves out of plans, not of this
+    assert len(list(folder.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: (product(rows=16), "1GiB"),
+        lambda: (product(op=aten.gelu.default), "1GiB"),
+        lambda: (product(saved=1), "1GiB"),
+        lambda: (product(), "2GiB"),
+    ],
+    ids=["sizes", "operator", "checkpointing", "budget"],
+)
+def test_another_step_is_searched_anew(folder: Path, other: Callable[[], tuple[fx.Graph, str]]) -> None:
+    search = Search()
+    remembered(product(), "1GiB", search)
+    remembered(*other(), search)
+    assert search.times == 2 and len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "patched",
+    [
+        lambda: mock.patch.object(remember, "source_hash", lambda: "of other passes"),
+        lambda: mock.patch.object(torch, "__version__", "2.99"),
+        lambda: mock.patch.object(compat, "group_ranks", lambda name: (0, 8)),
+        lambda: torch._functorch.config.patch(aggressive_recomputation=True),
+    ],
+    ids=["passes", "torch", "ranks", "partitioner"],
+)
+def test_so_is_one_of_other_circumstances(folder: Path, patched: Callable[[], Any]) -> None:
+    search = Search()
+    remembered(product(), "1GiB", search)
+    with patched():
+        remembered(product(), "1GiB", search)
+    assert search.times == 2
+
+
+def test_half_a_file_is_as_good_as_none(folder: Path) -> None:
+    search = Search()
+    for text in ("", "{}", '{"error": "rank 3"}', FOUND.to_json()[:40]):
+        remembered(product(), "1GiB", search)
+        (file,) = folder.iterdir()
+        file.write_text(text)
+    assert remembered(product(), "1GiB", search) == FOUND and search.times == 5
+    assert remembered(product(), "1GiB", search) == FOUND and search.times == 5
+
+
+@pytest.mark.parametrize("setting", ["force_disable_caches", "fx_graph_cache"])
+def test_where_inductor_keeps_nothing_nothing_is_remembered(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "group_ranks", lambda name: (0, 1))
+    search = Search()
+    with torch._inductor.config.patch(**{setting: setting == "force_disable_caches"}):
+        for _ in range(2):
+            remembered(product(), "1GiB", search)
+    assert search.times == 2
+
+
+def test_a_disk_that_takes_nothing_is_no_error(folder: Path) -> None:
+    folder.write_text("a file in the folder's place")
+    search = Search()
+    assert [remembered(product(), "1GiB", search) for _ in range(2)] == [FOUND, FOUND] and search.times == 2
+
+
+def _planned(model: nn.Module, said: Any, **settings: Any) -> Plan:
+    """As another process would: nothing is left of what this one settled."""
+    configure(model, memory_budget=said, **settings)
+    plans: list[Plan] = []
+    torch._dynamo.reset()
+    manager.settled = Settled()
+    manager.observers.append(observe := lambda record: plans.append(record.plan) if record.stage == "joint" else None)
+    try:
+        torch.compile(model, backend="aot_eager", fullgraph=True)(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
+    finally:
+        manager.observers.remove(observe)
+    return plans[0]
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+@pytest.mark.parametrize("said", ["1GiB", "fsdp2"])
+def test_a_model_is_planned_as_it_was_before(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remember.kernels_compat, "cache_folder", lambda: tmp_path)
+    with mock.patch.object(budget, "choose", side_effect=choose) as searching:
+        first = _planned(shard(Stack(2)), said, profile="h100")
+        second = _planned(shard(Stack(2)), said, profile="h100")
+        assert searching.call_count == 1
+        assert second == first and second.id == first.id and second.choice == first.choice
+        _planned(shard(Stack(2)), said, profile="a100")
+        _planned(shard(Stack(3)), said, profile="h100")
+        assert searching.call_count == 3
+
+
+@pytest.mark.parametrize(("said", "searches"), [(Budget(share=0.5), 2), (Budget(1 << 30), 1)])
+def test_a_share_of_what_is_free_is_other_bytes_each_time(said: Budget, searches: int, folder: Path) -> None:
+    with mock.patch.object(budget, "_search", return_value=FOUND) as searching:
+        decided = [budget._decide(said, product(), rank) for rank in (0, 4)]
+    assert searching.call_count == searches
+    assert [one.choice.rank for one in decided] == [0, 4]  # whoever decides, from wherever it has that
