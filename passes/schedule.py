@@ -86,18 +86,29 @@ def _loops_together(planned: list[BaseSchedulerNode], items: Items[BaseScheduler
 
 
 def _sorted_out(between: list[BaseSchedulerNode], items: Items[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-    """Communication that needs no loop, then loops that need no more communication, and so on; each in its order."""
+    """What launches and what loops need, then loops that need no more of that, and so on; each in its order.
+
+    What loops do not need, as the wait for the weight of the product behind them, stays behind them: they hide it.
+    """
     order: list[BaseSchedulerNode] = []
     left = dict.fromkeys(between)
+    needed = {snode for snode in between if items.role[snode] is None or snode in items.launches}
+    for snode in reversed(between):
+        if snode in needed:
+            needed.update(items.deps[snode])
     while left:
+        before = len(order)
         for is_loop in (False, True):
             launches = [snode for snode in left if snode in items.launches]
-            for snode in [one for one in left if (items.role[one] is None) == is_loop]:
+            for snode in [one for one in left if (items.role[one] is None) == is_loop and one in needed]:
                 has_turn = snode not in items.launches or snode is launches[0]
                 if has_turn and not any(dep in left for dep in items.deps[snode]):
                     order.append(snode)
                     del left[snode]
                     del launches[: snode in items.launches]
+        if len(order) == before:
+            order += left
+            left.clear()
     return order
 
 

@@ -119,6 +119,17 @@ def test_loops_stand_behind_communication_that_needs_none_of_them(monkeypatch: p
     assert _together(monkeypatch, order) == "mm launch wait add norm last behind"
 
 
+def test_a_wait_that_no_loop_needs_stays_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = Kernel("mm")
+    norm_arrives = Kernel("wait_norm", role="gather")
+    act = Kernel("act", product, loop=True)
+    norm = Kernel("norm", act, norm_arrives, loop=True)
+    weight_arrives = Kernel("wait_weight", role="gather")
+    reduced = Kernel("wait_reduced", role="reduce")
+    order = [product, reduced, act, norm_arrives, norm, weight_arrives, Kernel("down", norm, weight_arrives)]
+    assert _together(monkeypatch, order) == "mm wait_norm act norm wait_reduced wait_weight down"
+
+
 def test_launches_keep_their_order_and_wait_for_the_loops_that_they_send(monkeypatch: pytest.MonkeyPatch) -> None:
     product = Kernel("mm")
     bias = Kernel("bias", product, loop=True)
