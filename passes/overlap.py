@@ -122,6 +122,7 @@ def planned_order(items: Items[T], lookahead: int) -> list[T]:
         schedule.launch_until(steps[0][1])  # no unit comes before the first one: launched at the start of the graph
         for item in _beside_the_first(items, steps):
             schedule.compute(item)
+            schedule.reduce_what_is_ready()
     phases = [items.gathers[launches[0]].phase for _, launches in steps]
     for item in items.order:
         if items.role[item] is not None:

@@ -113,16 +113,18 @@ def _sorted_out(between: list[BaseSchedulerNode], items: Items[BaseSchedulerNode
 
 
 def _pin(planned: list[BaseSchedulerNode], items: Items[BaseSchedulerNode]) -> None:
-    """Let launches depend on what runs before them, and loops on the waits before them, so that these stay there.
+    """Let gathers depend on what runs before them, loops on the waits before them, and reductions on loops.
 
     torch 2.15 runs ``simple_overlap`` after this pass: while the peak of memory allows, it moves every collective to
-    the front, which holds memory, and every wait to the end, which is in among loops; and it respects dependencies.
+    the front and every wait to the end, and respects dependencies. A gather would hold memory for longer there; waits
+    and reductions may go where they please, but not in among loops.
     """
     before: BaseSchedulerNode | None = None
     waits: list[BaseSchedulerNode] = []
     for snode in planned:
         if snode in items.launches and before is not None:
-            compat.add_order_dependency(snode, before)
+            if snode in items.gathers or compat.is_loop_on_cpu(before):
+                compat.add_order_dependency(snode, before)
         elif compat.is_wait(snode):
             waits.append(snode)
         elif items.role[snode] is None:
