@@ -99,8 +99,8 @@ def test_a_bucket_is_worth_what_backward_waits_for_it_and_lives_from_its_last_to
     ("budget", "kept", "peak"),
     [
         (10, (), PEAK),
-        (PEAK, WEIGHTS[4:], PEAK - 8),  # w4's reduction is launched behind the product that reads w4
-        (PEAK + 15, WEIGHTS[4:], PEAK - 8),
+        (PEAK, WEIGHTS[4:], PEAK),  # w4's reduction is launched in front of the product that reads w4, kept or not
+        (PEAK + 15, WEIGHTS[4:], PEAK),
         (PEAK + 16, WEIGHTS[2:], PEAK + 16),
         (PEAK + 31, WEIGHTS[2:], PEAK + 16),
         (PEAK + 32, WEIGHTS[1:], PEAK + 32),
