@@ -112,13 +112,12 @@ def lower_as_collective(op: torch._ops.OpOverload) -> None:
     register_lowering(op)(lowering)
 
 
+@functools.cache
 def lower_as_call(op: torch._ops.OpOverload, called: torch._ops.OpOverload, **settings: Any) -> None:
     """Have Inductor generate a call of ``called`` where the graph has ``op``, whose inputs it writes as they lie there.
 
     ``lowering.register_lowering``, ``fallback_handler``, ``add_layout_constraint``: 2.11 to 2.15.
     """
-    if op in _called:
-        return
     from torch._inductor.lowering import (
         add_layout_constraint,
         constrain_to_fx_strides,
@@ -126,13 +125,9 @@ def lower_as_call(op: torch._ops.OpOverload, called: torch._ops.OpOverload, **se
         register_lowering,
     )
 
-    _called.add(op)
     call = fallback_handler(called, add_to_fallback_set=False)
     add_layout_constraint(op, constrain_to_fx_strides)
     register_lowering(op, type_promotion_kind=None)(lambda *args: call(*args, **settings))
-
-
-_called: set[torch._ops.OpOverload] = set()
 
 
 @functools.cache

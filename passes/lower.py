@@ -88,7 +88,10 @@ def launch_reduce(call: Call, grads: Sequence[Any], specs: Sequence[ParamSpec]) 
     named, specs = specs, [_reduced_as(spec) for spec in specs]
     first = specs[0]
     parts = [_ranks_first(call, _divided(call, grad, first.predivide), spec.layout) for grad, spec in zip(grads, specs)]
-    packed = call(pack, parts, first.num_shards, first.reduce_dtype) if packs else _contiguous(call, parts[0])
+    if packs:
+        packed = call(pack, parts, first.num_shards, first.reduce_dtype)
+    else:
+        packed = _laid_out(call, parts[0], first.layout)
     if first.num_shards == 1:
         return packed
     call(note, first.reduction, named, first.group)
@@ -264,10 +267,10 @@ def _unpadded(call: Call, gathered: Any, layout: ShardLayout) -> Any:
         ndim = len(layout.size)
         parts = call(aten.view.default, gathered, [layout.num_shards, *layout.padded_size])
         order = [*range(1, layout.dim + 1), 0, *range(layout.dim + 1, ndim + 1)]
-        gathered = call(aten.view.default, call(copied, call(aten.permute.default, parts, order)), padded)
+        gathered = call(copied, call(aten.permute.default, parts, order))
     elif not _value(gathered).is_contiguous():
-        gathered = call(aten.view.default, call(copied, gathered), padded)
-    elif list(_value(gathered).shape) != padded:
+        gathered = call(copied, gathered)
+    if list(_value(gathered).shape) != padded:
         gathered = call(aten.view.default, gathered, padded)
     if layout.even:
         return gathered
@@ -275,16 +278,22 @@ def _unpadded(call: Call, gathered: Any, layout: ShardLayout) -> Any:
 
 
 def _ranks_first(call: Call, grad: Any, layout: ShardLayout) -> Any:
-    """A full gradient as rank-major parts ``[num_shards * part[0], ...]``: _unpadded undone."""
+    """A full gradient as one part a rank, in the order of ranks; a view, but for padding: what packs it copies it."""
     grad = _pad(call, grad, layout.dim, layout.chunk * layout.num_shards)
     if layout.dim == 0:
         return grad
     split = [*layout.size[: layout.dim], layout.num_shards, layout.chunk, *layout.size[layout.dim + 1 :]]
     parts = call(aten.reshape.default, grad, split)
     order = [layout.dim, *range(layout.dim), *range(layout.dim + 1, len(split))]
-    parts = call(aten.permute.default, parts, order)
-    merged = [layout.num_shards * layout.padded_size[0], *layout.padded_size[1:]]
-    return call(aten.reshape.default, _contiguous(call, parts), merged)
+    return call(aten.permute.default, parts, order)
+
+
+def _laid_out(call: Call, parts: Any, layout: ShardLayout) -> Any:
+    """What ``_ranks_first`` gave as it travels alone, ``[num_shards * part[0], ...]``: _unpadded undone."""
+    parts = _contiguous(call, parts)
+    if layout.dim == 0:
+        return parts
+    return call(aten.reshape.default, parts, [layout.num_shards * layout.padded_size[0], *layout.padded_size[1:]])
 
 
 def _contiguous(call: Call, tensor: Any) -> Any:

@@ -90,26 +90,21 @@ def _sorted_out(between: list[BaseSchedulerNode], items: Items[BaseSchedulerNode
 
     What loops do not need, as the wait for the weight of the product behind them, stays behind them: they hide it.
     """
-    order: list[BaseSchedulerNode] = []
-    left = dict.fromkeys(between)
+    launches = [snode for snode in between if snode in items.launches]
+    launched_before = dict(zip(launches[1:], launches))
     needed = {snode for snode in between if items.role[snode] is None or snode in items.launches}
     for snode in reversed(between):
         if snode in needed:
             needed.update(items.deps[snode])
+    order: list[BaseSchedulerNode] = []
+    left = dict.fromkeys(snode for snode in between if snode in needed)
     while left:
-        before = len(order)
         for is_loop in (False, True):
-            launches = [snode for snode in left if snode in items.launches]
-            for snode in [one for one in left if (items.role[one] is None) == is_loop and one in needed]:
-                has_turn = snode not in items.launches or snode is launches[0]
-                if has_turn and not any(dep in left for dep in items.deps[snode]):
+            for snode in [one for one in left if (items.role[one] is None) == is_loop]:
+                if not any(one in left for one in (*items.deps[snode], launched_before.get(snode))):
                     order.append(snode)
                     del left[snode]
-                    del launches[: snode in items.launches]
-        if len(order) == before:
-            order += left
-            left.clear()
-    return order
+    return [*order, *(snode for snode in between if snode not in needed)]
 
 
 def _pin(planned: list[BaseSchedulerNode], items: Items[BaseSchedulerNode]) -> None:

@@ -34,11 +34,12 @@ def _sum_of_parts_fake(received: Tensor, num_parts: int, divisor: float) -> Tens
 
 
 def _sum_of_parts_kernel(received: Tensor, num_parts: int, divisor: float) -> Tensor:
-    if received.device.type == "cpu":
+    on_cpu = received.device.type == "cpu"
+    if on_cpu:
         _let_other_threads_run()
     summed = _one_of(received, num_parts)
     out, parts = summed.view(-1), received.reshape(num_parts, summed.numel())
-    if out.device.type == "cpu":
+    if on_cpu:
         _sum_in_rank_order(parts, out, divisor)
     else:
         _sum_at_once(parts, out, divisor)

@@ -45,6 +45,12 @@ def test_what_is_cut_elsewhere_than_in_front_is_put_in_order() -> None:
     assert copied(report_of(weight=((4, 3), columns))) == [("all_gather", 4 * 24), ("reduce_scatter", 4 * 24)]
 
 
+def test_so_it_is_in_a_bucket_and_by_what_packs_that() -> None:
+    columns, bias = spec(size=(4, 6), dim=1), spec("up.bias", (4,), order=1)
+    report = report_of(weight=((4, 3), columns), bias=((2,), bias))
+    assert copied(report) == [("all_gather", 4 * (14 + 28)), ("reduce_scatter", 4 * 28)]
+
+
 def test_uneven_shards_are_padded_and_a_cast_is_no_copy() -> None:
     last_rank = spec(size=(3, 3), local_length=1, dtype=torch.bfloat16)
     # One row of two is there: the part that is sent is written with its padding, as is the gradient of three.
