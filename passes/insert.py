@@ -67,6 +67,7 @@ class Role:
     shown: tuple[int, ...] = ()  # of each unit in it, the first of its members that has rows on every rank
     step: str = ""  # the plan that the graph is a part of
     phase: int = 0
+    num_bytes: int = 0  # of the bucket
 
 
 def insert(graph: fx.Graph, plan: Plan) -> int:
@@ -113,8 +114,18 @@ def _role(kind: str, index: int, plan: Plan, members: Sequence[Marker]) -> Role:
         units.setdefault(one.unit, []).append(place)
     everywhere = {place for place, one in enumerate(members) if one.spec.layout.is_everywhere}
     shown = tuple(next((one for one in places if one in everywhere), places[0]) for places in units.values())
-    step = members[0].spec.step
-    return Role(kind, index, bucket.unit, plan.turn(kind, index), plan.lookahead, named, shown, step, bucket.phase)
+    return Role(
+        kind,
+        index,
+        bucket.unit,
+        plan.turn(kind, index),
+        plan.lookahead,
+        named,
+        shown,
+        step=members[0].spec.step,
+        phase=bucket.phase,
+        num_bytes=bucket.num_bytes,
+    )
 
 
 def _wait_at_the_end(graph: fx.Graph, plan: Plan) -> None:

@@ -8,12 +8,14 @@
 A unit's gathers are launched when the unit before it begins to compute, not earlier: a gather that is early holds
 memory. Before the first unit, what needs no launch is computed. A reduction is launched as soon as its gradients are
 there and waited for when the next unit has launched its own; where that wait starts the all-reduce over replicas, it is
-waited for one unit later still. Everything else keeps its order. A graph with several phases, a whole step, is ordered
-as if each phase were a graph: the first unit of backward is launched when that begins, and not while forward still
-holds it. Launches are in the plan's order, gathers and reductions alike, wherever compute went: two ranks
-that launch in different orders hang. So what is computed for a launch may be pulled ahead for one that has its turn
-later, and a reduction waits for a gather that has its turn before. Inductor fuses and sorts after the FX passes, so the
-same rule is applied once more to what it will generate, through its documented hook for scheduler passes.
+waited for one unit later still. All are waited for before the last gradient is computed where that is a large one, as
+an embedding's: the gradients of the whole model stand beside it. Everything else keeps its order. A graph with several
+phases, a whole step, is ordered as if each phase were a graph: the first unit of backward is launched when that begins,
+and not while forward still holds it. Launches are in the plan's order, gathers and reductions alike, wherever compute
+went: two ranks that launch in different orders hang. So what is computed for a launch may be pulled ahead for one that
+has its turn later, and a reduction waits for a gather that has its turn before. Inductor fuses and sorts after the FX
+passes, so the same rule is applied once more to what it will generate, through its documented hook for scheduler
+passes.
 """
 
 from __future__ import annotations
@@ -73,6 +75,8 @@ class Items(Generic[T]):
         self.seconds = set(self.second_of.values())
         self.needs = self._last_launch_needed()
         self.begins_phase = self._first_of_phases(phase)
+        self.sends = {item: self._compute_sent(item) for item in self.reductions}
+        self.large_end = self._find_large_end()
 
     def _first_of_phases(self, phase: Callable[[T], int]) -> dict[T, int]:
         """What computes first in each phase but the first one, of what needs a launch: constants stand anywhere."""
@@ -82,6 +86,35 @@ class Items(Generic[T]):
             if self.role[item] is None and self.needs[item] >= 0 and phase(item) > last:
                 first[item] = last = phase(item)
         return first
+
+    def _compute_sent(self, launch: T) -> list[T]:
+        """The compute whose results a launch sends."""
+        found: list[T] = []
+        work, seen = list(self.deps[launch]), set()
+        while work:
+            item = work.pop()
+            if item in seen:
+                continue
+            seen.add(item)
+            if self.role[item] is None:
+                found.append(item)
+            else:
+                work.extend(self.deps[item])
+        return found
+
+    def _find_large_end(self) -> T | None:
+        """What computes the last gradient, where that is more than all that is reduced of the unit before it.
+
+        With less the peak of memory is not there, and what is in flight may stay so: computing hides it.
+        """
+        launches = [item for item in self.reductions if item not in self.seconds]
+        if len(launches) < 2:
+            return None
+        *others, last = sorted(map(self.reductions.__getitem__, launches), key=lambda role: role.turn)
+        if last.num_bytes <= sum(role.num_bytes for role in others if role.unit == others[-1].unit):
+            return None
+        computed = next(self.sends[item] for item in launches if self.reductions[item] == last)
+        return max(computed, key=self.position.__getitem__, default=None)
 
     def _last_launch_needed(self) -> dict[T, int]:
         """For each item, the last turn among the launches that it comes from; -1 of one that needs none."""
@@ -127,6 +160,8 @@ def planned_order(items: Items[T], lookahead: int) -> list[T]:
     for item in items.order:
         if items.role[item] is not None:
             continue  # communication is emitted when compute asks for it
+        if item is items.large_end and item not in schedule.emitted:
+            schedule.drain_before(item)
         if item in items.begins_phase:
             schedule.drain()
             if items.begins_phase[item] in phases:
@@ -242,6 +277,13 @@ class _Schedule(Generic[T]):
         while self._in_flight:
             self._complete(*self._in_flight.pop(0))
 
+    def drain_before(self, item: T) -> None:
+        """The same, and let this item depend on all that was waited for, whoever sorts it once more."""
+        self.drain()
+        for launch, epilogue in self.items.epilogues.items():
+            if launch in self.emitted:
+                self.items.deps[item] += epilogue
+
     def finish(self) -> None:
         """Emit what nothing asked for: the last launches, and whatever only outputs read."""
         while self._waiting:
@@ -296,13 +338,4 @@ class _Schedule(Generic[T]):
 
     def _ready(self, launch: T) -> bool:
         """Whether all compute that the reduction needs has been emitted (its packing may come now)."""
-        work, seen = list(self.items.deps[launch]), set()
-        while work:
-            item = work.pop()
-            if item in self.emitted or item in seen:
-                continue
-            if self.items.role[item] is None:
-                return False
-            seen.add(item)
-            work.extend(self.items.deps[item])
-        return True
+        return all(item in self.emitted for item in self.items.sends[launch])

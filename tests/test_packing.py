@@ -87,6 +87,22 @@ def test_hardly_more_kernels_are_generated_than_for_the_unsharded_model() -> Non
     assert our_forward <= forward + 1 and our_backward <= backward + 3
 
 
+@pytest.mark.usefixtures("fake_group_of_four")
+@pytest.mark.parametrize("vocab", [8192, 31])
+def test_nothing_is_in_flight_beside_a_large_embeddings_gradient(vocab: int) -> None:
+    """Its kernel stands behind the waits; one of a small embedding hides what is on its way."""
+    torch._dynamo.reset()
+    run = torch.compile(shard(Stack(2, block=Attends, vocab=vocab)), fullgraph=True)
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    with no_kernels_built():
+        _, (_, code) = run_and_get_code(lambda: run(tokens).sum().backward())
+    behind = code[code.rindex(f"empty_strided_cpu(({vocab}, 16)") :]
+    num_launched = len(re.findall(r"= torch.ops._c10d_functional.(?:reduce_scatter|all_to_all)", behind))
+    num_awaited = behind.count("_c10d_functional.wait_tensor.default(")
+    assert num_launched > 0
+    assert num_awaited == num_launched if vocab == 8192 else num_awaited > num_launched
+
+
 class Kernel:
     """What a scheduler's node is to the function below."""
 
