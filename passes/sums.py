@@ -8,7 +8,7 @@ each, and no work would be saved, since what follows are views.
 
 from __future__ import annotations
 
-import os
+import time
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ sum_of_parts = torch.ops.fsdpc.sum_of_parts.default
 # Summed and divided while it is in the processor's cache. Of blocks that are smaller there are more calls than that
 # saves: two parts of 8 MiB take 1.9 ms in blocks of 128 KiB, 1.3 of 512 and 1.2 of these.
 _BLOCK_BYTES = 1 << 20
+
+# Of what has arrived, so much that it matters when what was sent is let go; and how long that takes at most.
+_LARGE_BYTES = 2 << 20
+_LET_GO_S = 20e-6
 
 
 def _one_of(received: Tensor, num_parts: int) -> Tensor:
@@ -35,7 +39,7 @@ def _sum_of_parts_fake(received: Tensor, num_parts: int, divisor: float) -> Tens
 
 def _sum_of_parts_kernel(received: Tensor, num_parts: int, divisor: float) -> Tensor:
     on_cpu = received.device.type == "cpu"
-    if on_cpu:
+    if on_cpu and received.nbytes >= _LARGE_BYTES:
         _let_other_threads_run()
     summed = _one_of(received, num_parts)
     out, parts = summed.view(-1), received.reshape(num_parts, summed.numel())
@@ -50,10 +54,10 @@ def _let_other_threads_run() -> None:
     """gloo's thread still holds what was sent when it says that all has arrived: it lets go before more is allocated.
 
     Where it shares the core with this one, as often as not it would come to that much later: the peak of a step whose
-    largest gradient is reduced last was higher by half of that gradient.
+    largest gradient is reduced last was higher by half of that gradient. To yield is not enough: the kernel may well
+    choose this thread again.
     """
-    if hasattr(os, "sched_yield"):  # not on Windows
-        os.sched_yield()
+    time.sleep(_LET_GO_S)
 
 
 def _sum_in_rank_order(parts: Tensor, out: Tensor, divisor: float) -> None:
