@@ -87,10 +87,11 @@ class Unit:
     @property
     def root(self) -> Unit:
         """The outermost unit around this one."""
-        unit = self
-        while unit.outer is not None:
-            unit = unit.outer
-        return unit
+        return [self, *self.around()][-1]
+
+    def around(self) -> list[Unit]:
+        """The units around this one, innermost first."""
+        return [] if self.outer is None else [self.outer, *self.outer.around()]
 
     def inside(self) -> list[Unit]:
         """This unit and those inside it, outermost first."""

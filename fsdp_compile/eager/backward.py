@@ -1,6 +1,7 @@
 """The eager path's backward: gather again, launch the next, reduce, free, and end it all in order.
 
-    enter_backward     backward reached the outputs of a call: gather, launch the gather of the unit that comes next
+    enter_backward     backward reached the outputs of a call: gather, launch the gather of the unit that comes next,
+                       and the reduction of what has arrived of the units around it
     arrive             a gradient of a call is there; the last one completes it
     complete           no more come: free, and launch their reduction, or hold them back
     leave_backward     nothing of the call reads parameters any more: free
@@ -10,7 +11,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -50,12 +52,38 @@ def enter_backward(call: Call) -> None:
             if ahead is not None:
                 iteration.touched.setdefault(target)
                 ahead.launch()
-        return
-    for earlier in iteration.before(call):
-        if earlier.run is not run and _are_on_one_route(call.gathered, earlier.gathered):
-            if earlier.unit.settings.unshard_in_backward:
-                earlier.gathered.launch()
-            break
+    else:
+        for earlier in iteration.before(call):
+            if earlier.run is not run and _are_on_one_route(call.gathered, earlier.gathered):
+                if earlier.unit.settings.unshard_in_backward:
+                    earlier.gathered.launch()
+                break
+    _reduce_around(call)
+
+
+def _reduce_around(call: Call) -> None:
+    """Send the gradients that the units around this one have by now: of a model's head, while its layers compute.
+
+    They are final: backward is through with what those units did behind this one. Not where others are to join them.
+    """
+    around, iteration = call.unit.around(), call.run.iteration
+    for recording, since in iteration.incomplete.items():
+        unit, gathered = recording.call.unit, recording.call.gathered
+        if since != call.task or unit not in around or isinstance(gathered, Routed):
+            continue
+        joined = not unit.accumulation.sync or not unit.accumulation.all_reduce or unit.accumulation.has_left_over
+        if joined or not _are_worth_a_reduction(recording.grads, gathered):
+            continue
+        grads, recording.grads = recording.grads, {}
+        gathered.unalias(grads)
+        recording.delivered.update(grads)
+        iteration.traffic.reduce(gathered, grads, iteration.max_reductions)
+
+
+def _are_worth_a_reduction(grads: Mapping[int, Tensor], gathered: Gathered) -> bool:
+    """Whether they are a quarter of the unit, so that it has few reductions: each takes a while, however small."""
+    sizes = [math.prod(spec.size) for spec in gathered.specs]
+    return 4 * sum(sizes[index] for index in grads) >= sum(sizes) > 0
 
 
 def _go_back(route: Route, iteration: Iteration) -> None:

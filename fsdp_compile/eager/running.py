@@ -128,7 +128,7 @@ class Recording:
         self.read: set[int] = set()
         self.arrived: set[int] = set()
         self.grads: dict[int, Tensor] = {}
-        self.delivered: set[int] = set()  # by autograd itself
+        self.delivered: set[int] = set()  # on their way already, or by autograd itself
 
 
 class Iteration:
