@@ -94,6 +94,7 @@ def _order() -> tuple[str, str]:
 
 
 def test_gathers_run_one_block_ahead_and_reductions_one_behind(two_ranks: Ranks) -> None:
+    """And of the root, what is behind the blocks is reduced before them, not with what is in front of them."""
     for in_forward, in_backward in two_ranks.run(_order):
         assert in_forward == (
             "gather root, have root, gather 0, have 0, gather 1, compute 0, have 1, gather 2, compute 1, "
@@ -101,7 +102,7 @@ def test_gathers_run_one_block_ahead_and_reductions_one_behind(two_ranks: Ranks)
         )
         assert in_backward == (
             "gather 2, backward root, "
-            "have 2, gather 1, backward 2, reduce 2, "
+            "have 2, gather 1, reduce root, backward 2, wait for root, reduce 2, "
             "have 1, gather 0, backward 1, wait for 2, reduce 1, "
             "have 0, backward 0, wait for 1, reduce 0, "
             "wait for 0, reduce root, wait for root"

@@ -64,10 +64,13 @@ def enter_backward(call: Call) -> None:
 def _reduce_around(call: Call) -> None:
     """Send the gradients that the units around this one have by now: of a model's head, while its layers compute.
 
-    They are final: backward is through with what those units did behind this one. Not where others are to join them.
+    They are final: backward is through with what those units did behind this one. Not where others are to join them,
+    nor in the place of a graph, around which nobody does this.
     """
+    if isinstance(call.gathered, Routed):
+        return
     around, iteration = call.unit.around(), call.run.iteration
-    for recording, since in iteration.incomplete.items():
+    for recording, since in list(iteration.incomplete.items()):
         unit, gathered = recording.call.unit, recording.call.gathered
         if since != call.task or unit not in around or isinstance(gathered, Routed):
             continue
