@@ -279,7 +279,7 @@ def test_units_that_share_a_name_are_two_to_a_budget(fake_group_of_four: None) -
 
 @pytest.mark.more
 def test_a_slice_may_be_taken_out_of_a_plan_and_not_put_where_no_group_is(fake_group_of_four: None) -> None:
-    model = shard(Stack(6))
+    model = shard(Stack(4))
     plan, _ = planned(model, memory_budget=budget_of(model, TOKENS), profile=NODES)
     fewer = dataclasses.replace(plan, slices=tuple(fqn for fqn in plan.slices if "layers.0" not in fqn))
     followed, _ = planned(model, plan=fewer)
@@ -307,7 +307,7 @@ def test_a_slice_may_be_put_into_a_plan_where_a_budget_has_made_groups(fake_grou
 
 @pytest.mark.slow
 def test_a_budget_that_is_taken_back_leaves_no_slices(fake_group_of_four: None) -> None:
-    model = shard(Stack(6), reshard_after_forward=True)
+    model = shard(Stack(4), reshard_after_forward=True)
     before, _ = planned(model)
     plan, _ = planned(model, memory_budget=budget_of(model, TOKENS), profile=NODES)
     after, _ = planned(model, memory_budget=None)
@@ -315,7 +315,7 @@ def test_a_budget_that_is_taken_back_leaves_no_slices(fake_group_of_four: None) 
 
 
 def _trained(backend: str) -> tuple[Plan, list[int]]:
-    unsharded, model = pair(make=lambda: Stack(6), reshard_after_forward=True)
+    unsharded, model = pair(make=lambda: Stack(4), reshard_after_forward=True)
     configure(model, memory_budget=budget_of(model, batches(0)[dist.get_rank()]), profile=NODES)
     with inspect(model) as report:
         train_and_compare(torch.compile(model, backend=backend, fullgraph=True), model, unsharded)
@@ -334,7 +334,7 @@ def test_slices_train_like_the_unsharded_model(four_ranks: Ranks, backend: str) 
 
 
 def _eagerly(how: str, backend: str, tied: bool = False) -> list[int]:
-    make = partial(Stack, 6, tied=tied)
+    make = partial(Stack, 4, tied=tied)
     model = shard(make(), reshard_after_forward=True)
     budget = budget_of(model, _tokens(0, 0))
     plans: list[Plan] = []
