@@ -94,7 +94,7 @@ def _order() -> tuple[str, str]:
 
 
 def test_gathers_run_one_block_ahead_and_reductions_one_behind(two_ranks: Ranks) -> None:
-    """And of the root, what is behind the blocks is reduced before them, not with what is in front of them."""
+    """Gathers run one block ahead, reductions one behind; of the root, what is behind the blocks is reduced before them."""
     for in_forward, in_backward in two_ranks.run(_order):
         assert in_forward == (
             "gather root, have root, gather 0, have 0, gather 1, compute 0, have 1, gather 2, compute 1, "
