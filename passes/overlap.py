@@ -107,14 +107,14 @@ class Items(Generic[T]):
 
         With less the peak of memory is not there, and what is in flight may stay so: computing hides it.
         """
-        launches = [item for item in self.reductions if item not in self.seconds]
-        if len(launches) < 2:
+        first = [item for item in self.reductions if item not in self.seconds]
+        if len(first) < 2:
             return None
-        *others, last = sorted(map(self.reductions.__getitem__, launches), key=lambda role: role.turn)
+        launches = sorted(first, key=lambda item: self.reductions[item].turn)
+        *others, last = map(self.reductions.__getitem__, launches)
         if last.num_bytes <= sum(role.num_bytes for role in others if role.unit == others[-1].unit):
             return None
-        computed = next(self.sends[item] for item in launches if self.reductions[item] == last)
-        return max(computed, key=self.position.__getitem__, default=None)
+        return max(self.sends[launches[-1]], key=self.position.__getitem__, default=None)
 
     def _last_launch_needed(self) -> dict[T, int]:
         """For each item, the last turn among the launches that it comes from; -1 of one that needs none."""

@@ -679,29 +679,30 @@ def test_a_reduction_is_waited_for_after_the_next_units_was_launched() -> None:
     assert_expected_inline(order(graph), "G0 G1 w0 C R0 G2 w1 C R1 w'0 w2 C R2 w'1 w'2")
 
 
-@pytest.mark.parametrize("last_is_large", [True, False])
-def test_nothing_is_in_flight_beside_a_last_gradient_that_is_large(last_is_large: bool) -> None:
-    """As an embedding's: it stands beside the gradients of the whole model."""
+def units_reduced(*specs: ParamSpec) -> str:
+    """The order in which units are reduced whose gradients come one after another, each from the one before."""
     b = Builder()
     x = b.input("x", 4, 3)
     reduced = []
-    for layer in range(3):
-        x = b.call(torch.ops.aten.relu.default, x)
-        reduced.append(b.reduce(x, spec()))
-        reduced[-1].meta["nn_module_stack"] = {"1": (f"L['self'].layers.{2 - layer}.up", torch.nn.Linear)}
-    x = b.call(torch.ops.aten.cat.default, [x, x]) if last_is_large else b.call(torch.ops.aten.relu.default, x)
-    reduced.append(b.reduce(x, spec(size=(8, 3) if last_is_large else (4, 3))))
-    reduced[-1].meta["nn_module_stack"] = {"1": ("L['self'].embed", torch.nn.Embedding)}
+    for layer, its_spec in enumerate(specs):
+        grows = its_spec.size != tuple(x.meta["val"].shape)
+        x = b.call(torch.ops.aten.cat.default, [x, x]) if grows else b.call(torch.ops.aten.relu.default, x)
+        reduced.append(b.reduce(x, its_spec))
+        reduced[-1].meta["nn_module_stack"] = {"1": (f"L['self'].layers.{layer}.up", torch.nn.Linear)}
     graph = b.output(*reduced)
     plan = plan_graph(graph, "backward")
     insert(graph, plan)
     overlap(graph, plan)
     graph.lint()
-    assert check(graph, plan) == 4
-    if last_is_large:
-        assert_expected_inline(order(graph), """C R0 C R1 w'0 C R2 w'1 w'2 C R3 w'3""")
-    else:
-        assert_expected_inline(order(graph), """C R0 C R1 w'0 C R2 w'1 C R3 w'2 w'3""")
+    assert check(graph, plan) == sum(its_spec.num_reductions for its_spec in specs)
+    return order(graph)
+
+
+def test_nothing_is_in_flight_beside_a_last_gradient_that_is_large() -> None:
+    """As an embedding's: it stands beside the gradients of the whole model."""
+    large = units_reduced(*[spec()] * 3, spec(size=(8, 3)))
+    assert_expected_inline(large, """C R0 C R1 w'0 C R2 w'1 w'2 C R3 w'3""")
+    assert_expected_inline(units_reduced(*[spec()] * 4), """C R0 C R1 w'0 C R2 w'1 C R3 w'2 w'3""")
 
 
 def three_layers_in_order(launches: list[tuple[str, int]]) -> tuple[fx.Graph, Plan]:
@@ -737,20 +738,8 @@ def test_an_order_that_cannot_be_kept_is_refused() -> None:
 
 
 def test_replicas_reduce_one_unit_later_and_are_waited_for_another_one_later() -> None:
-    b = Builder()
-    x = b.input("x", 4, 3)
-    reduced = []
-    for layer in range(4):
-        x = b.call(torch.ops.aten.relu.default, x)
-        reduced.append(b.reduce(x, replicated()))
-        reduced[-1].meta["nn_module_stack"] = {"1": (f"L['self'].layers.{layer}.up", torch.nn.Linear)}
-    graph = b.output(*reduced)
-    plan = plan_graph(graph, "backward")
-    insert(graph, plan)
-    overlap(graph, plan)
-    graph.lint()
-    assert check(graph, plan) == 8
-    assert_expected_inline(order(graph), """C R0 C R1 w'0 A0 C R2 w'0 w'1 A1 C R3 w'1 w'2 A2 w'2 w'3 A3 w'3""")
+    ordered = units_reduced(*[replicated()] * 4)
+    assert_expected_inline(ordered, """C R0 C R1 w'0 A0 C R2 w'0 w'1 A1 C R3 w'1 w'2 A2 w'2 w'3 A3 w'3""")
 
 
 def order(graph: fx.Graph) -> str:

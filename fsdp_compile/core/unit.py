@@ -87,7 +87,7 @@ class Unit:
     @property
     def root(self) -> Unit:
         """The outermost unit around this one."""
-        return [self, *self.around()][-1]
+        return self if self.outer is None else self.outer.root
 
     def around(self) -> list[Unit]:
         """The units around this one, innermost first."""

@@ -72,7 +72,7 @@ def _reduce_around(call: Call) -> None:
     around, iteration = call.unit.around(), call.run.iteration
     for recording, since in list(iteration.incomplete.items()):
         unit, gathered = recording.call.unit, recording.call.gathered
-        if since != call.task or unit not in around or isinstance(gathered, Routed):
+        if since != call.task or not recording.grads or unit not in around or isinstance(gathered, Routed):
             continue
         joined = not unit.accumulation.sync or not unit.accumulation.all_reduce or unit.accumulation.has_left_over
         if joined or not _are_worth_a_reduction(recording.grads, gathered):
