@@ -20,6 +20,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import importlib
 import math
 import multiprocessing
@@ -69,7 +70,7 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
 
     ``prefixes``: what goes before each rank's command (``ip netns exec ...``). ``preload``: names of modules; the
     workers are forked from a process that has imported them, which saves most of a start, have that process's
-    environment and write where it does, and not to a log. ``stay``: for a Crew.
+    environment and write where it does; to the log goes only where it was when it crashed. ``stay``: for a Crew.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
                 self._lines[rank], theirs = Pipe()
                 prefix = prefixes[rank] if prefixes else ()
                 with theirs:
-                    forked = _fork(theirs, preload) if preload else None
+                    forked = _fork(theirs, preload, self._log(rank)) if preload else None
                     process = forked or _start(theirs, prefix, {**os.environ, **(env or {})}, self._log(rank))
                 self._processes.append(process)
                 self._tell(rank, (target, settings, rank, stay))
@@ -163,7 +164,7 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
         if not self._stay and code in (0, None):  # None: said all that it had to say; stop() ends it
             return None
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-        summary = f"rank {rank} ended with {how}, without a traceback"
+        summary = f"rank {rank} ended with {how}"
         # Whoever is killed is the cause of what others say; an abort may itself come from a lost connection.
         at = 0.0 if how.startswith("SIG") and how != "SIGABRT" else time.time()
         return {_FAILURE: f"{summary}.\n{self._log_tails()}", "summary": summary, "raised": False, "at": at}
@@ -182,7 +183,7 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
     def _log(self, rank: int) -> Path:
         return self._log_dir / f"rank{rank}.log"
 
-    def _log_tails(self, num_lines: int = 20) -> str:
+    def _log_tails(self, num_lines: int = 40) -> str:
         tails = []
         for rank in range(len(self._processes)):
             if self._log(rank).exists():
@@ -296,10 +297,10 @@ def _start(line: Connection, prefix: Sequence[str], env: Mapping[str, str], log:
         )
 
 
-def _fork(line: Connection, preload: Sequence[str]) -> BaseProcess:
+def _fork(line: Connection, preload: Sequence[str], log: Path) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
-    process = context.Process(target=_work, args=(line,), daemon=True)
+    process = context.Process(target=_work, args=(line, None, log), daemon=True)
     process.start()
     return process
 
@@ -314,8 +315,9 @@ def _exit_code(process: subprocess.Popen[bytes] | BaseProcess, patience_s: float
     return process.returncode
 
 
-def _work(line: Connection, parent: int | None = None) -> NoReturn:
+def _work(line: Connection, parent: int | None = None, crash_log: Path | None = None) -> NoReturn:
     """A worker's life: call the target and, if it stays, what it is sent from then on."""
+    faulthandler.enable(crash_log.open("wb") if crash_log else sys.stderr)
     if parent is None:  # forked: by a server that ends when the process that started it does
         os.setsid()
         parent = os.getppid()

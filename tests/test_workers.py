@@ -62,7 +62,7 @@ def test_who_was_killed_is_named_before_those_who_noticed(tmp_path: Path) -> Non
         Workers("tests.worker_functions:one_is_killed_and_the_other_notices", settings, num_ranks=2, log_dir=tmp_path) as workers,
     ):
         list(workers.messages(silence_s=60))
-    assert error.value.summary == "rank 0 ended with SIGKILL, without a traceback" and not error.value.raised
+    assert error.value.summary == "rank 0 ended with SIGKILL" and not error.value.raised
 
 
 @pytest.fixture(scope="module", params=PRELOADS)
@@ -81,7 +81,7 @@ def test_a_crew_stays_for_several_calls_and_answers_by_rank(crew: Crew) -> None:
     ("rank", "how", "summary"),
     [
         (1, "raises", "SystemExit: made up advice"),
-        (0, "exits", "rank 0 ended with exit code 0, without a traceback"),
+        (0, "exits", "rank 0 ended with exit code 0"),
         (None, "", "rank 0 and rank 1 not done after 1 s"),
     ],
 )
@@ -95,6 +95,12 @@ def test_a_crew_begins_anew_after_a_failure(crew: Crew, rank: int | None, how: s
         assert str(error.value).startswith("rank 1 failed.\nTraceback") and "in fails_on" in str(error.value)
     wait_until(lambda: not any(map(alive, pids + compilers)), "all of them are gone")
     assert not set(pids) & {pid for _, _, pid in crew.run(worker_functions.rank_and, None)}
+
+
+def test_where_a_worker_crashed_is_said(crew: Crew) -> None:
+    with pytest.raises(WorkerError, match=r"rank 1 ended with SIGSEGV\.(.|\n)*Segmentation fault(.|\n)* in fails_on") as error:
+        crew.run(worker_functions.fails_on, 1, "crashes")
+    assert error.value.summary == "rank 1 ended with SIGSEGV"
 
 
 @pytest.mark.parametrize("preload", PRELOADS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import signal
 import subprocess
@@ -69,6 +70,8 @@ def fails_on(rank: int, how: str) -> None:
             sys.exit("made up\n\nadvice\nmore advice")  # no Exception
         if how == "exits":
             os._exit(0)
+        if how == "crashes":
+            ctypes.string_at(0)
     time.sleep(600)
 
 
