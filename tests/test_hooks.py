@@ -67,36 +67,45 @@ def test_every_rank_sends_the_same_with_hooks_on_one(two_ranks: Ranks) -> None:
     assert launched == also_launched and len(launched) == 4  # the root's head, its blocks, its embedding
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("passes", marks=pytest.mark.more)])
+COMPILED = [
+    pytest.param("aot_eager", marks=pytest.mark.compat),
+    pytest.param("passes", marks=pytest.mark.more),
+    pytest.param("inductor", marks=pytest.mark.more),
+]
+
+
+@pytest.mark.parametrize("backend", COMPILED)
 def test_hooks_on_one_rank_of_a_compiled_model(two_ranks: Ranks, backend: str) -> None:
     (seen, _, names), (nothing, _, _) = two_ranks.run(_a_hook_on_one_rank, backend)
     assert seen == sorted(names) and nothing == []
 
 
-def _replacing() -> None:
+def _replacing(path: str | None) -> None:
     unsharded, model = pair()
+    run = compiled(model, path, fullgraph=False)
     chosen, other = model.layers[1].up.weight, model.layers[1].up.bias
     order: list[str] = []
     chosen.register_hook(lambda grad: order.append("first") or grad * 2)
     chosen.register_hook(lambda grad: order.append("second") or grad + 1)
     chosen.register_post_accumulate_grad_hook(lambda param: order.append("accumulated"))
-    local_loss(model, 0).backward()
+    local_loss(run, 0).backward()
     reference_backward(unsharded, batches(0))
     plain = unsharded.layers[1].up.weight
     plain.grad.mul_(2).add_(1)
     assert order == ["first", "second", "accumulated"]
     assert_same_grads(model, unsharded)
-    local_loss(model, 0).backward()  # adds to what is there
+    local_loss(run, 0).backward()  # adds to what is there
     torch.testing.assert_close(full(chosen.grad), 2 * plain.grad, atol=1e-5, rtol=1e-4)
 
     model.zero_grad()
     other.register_hook(lambda grad: torch.zeros(3))
     with pytest.raises(TypeError, match=r"up\.bias: a tensor hook made a Tensor"):
-        local_loss(model, 0).backward()
+        local_loss(run, 0).backward()
 
 
-def test_a_hook_replaces_the_gradient_and_hooks_run_in_order(two_ranks: Ranks) -> None:
-    two_ranks.run(_replacing)
+@pytest.mark.parametrize("path", [None, *COMPILED])
+def test_a_hook_replaces_the_gradient_and_hooks_run_in_order(two_ranks: Ranks, path: str | None) -> None:
+    two_ranks.run(_replacing, path)
 
 
 def _set_between_forward_and_backward() -> None:

@@ -1,9 +1,12 @@
 """The one place where a shard gets its gradient, whoever computed it.
 
-    eager reduction ----> through_hooks --+
-    compiled backward, by a unit's edges -+--> give --------> shard.grad, then post-accumulate hooks
-    ... of shards with hooks, or asked for -----------------> autograd
-    compiled autograd, in its graph ---------> give_traced -> shard.grad
+    eager reduction ---------------------+-> through_hooks -+
+    compiled backward, by a unit's edges +------------------+-> give --> shard.grad, then post-accumulate hooks
+    ... of shards that are asked for --------------------------> autograd
+    compiled autograd, in its graph ---------------------------> give_traced -> shard.grad
+
+Tensor hooks are not left to autograd. What they keep it copies into the shard's gradient, and torch 2.11 makes that copy
+of an uneven shard by gathering it: where hooks are on one rank alone, nobody answers.
 """
 
 from __future__ import annotations
@@ -20,11 +23,6 @@ from .._torch_compat import autograd, dtensors
 def is_asked_for(shard: DTensor, leaf: Any) -> bool:
     """Whether somebody asked autograd for the gradient of a shard, who gets it in the place of ``shard.grad``."""
     return torch.is_grad_enabled() or not shard.is_leaf or not autograd.accumulates(leaf)
-
-
-def is_watched(shard: DTensor, leaf: Any) -> bool:
-    """Whether a gradient that is reduced already must come through autograd: asked for, or hooks see it on its way."""
-    return bool(autograd.tensor_hooks(shard)) or is_asked_for(shard, leaf)
 
 
 def give(shard: DTensor, local: Tensor) -> None:

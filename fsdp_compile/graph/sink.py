@@ -155,7 +155,7 @@ def _make_edges(sinks: Sequence[Sink]) -> None:
         for shard in frozen:  # which may be thawed, and its AccumulateGrad goes by what it is then
             shard.requires_grad_(True)
         with torch.enable_grad(), torch.inference_mode(False):
-            edges = _Edges.apply([_look_of(sink) for sink in sinks], *shards)
+            edges = _Edges.apply([(sink.param.fqn, _look_of(sink)) for sink in sinks], *shards)
     finally:
         for shard in frozen:
             shard.requires_grad_(False)
@@ -181,17 +181,18 @@ class _Edges(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, likes: list[Tensor], *shards: DTensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, looks: list[tuple[str, Tensor]], *shards: DTensor) -> tuple[Tensor, ...]:
+        ctx.fqns = [fqn for fqn, _ in looks]
         ctx.shards = shards
         ctx.set_materialize_grads(False)
-        return tuple(like.detach() for like in likes)
+        return tuple(like.detach() for _, like in looks)
 
     @staticmethod
     def backward(ctx: Any, *local_grads: Tensor | None) -> tuple[DTensor | None, ...]:
-        through_autograd: list[DTensor | None] = [None]  # that of the likes
+        through_autograd: list[DTensor | None] = [None]  # that of the looks
         late = LateHooks()
         with autograd.quick_attributes():
-            for shard, leaf, grad in zip(ctx.shards, ctx.leaves, local_grads, strict=True):
+            for fqn, shard, leaf, grad in zip(ctx.fqns, ctx.shards, ctx.leaves, local_grads, strict=True):
                 through_autograd.append(None)
                 if grad is None:
                     if any(autograd.hooks_of(shard)):
@@ -199,8 +200,12 @@ class _Edges(torch.autograd.Function):
                     continue
                 if not shard.requires_grad:
                     continue
-                if autograd.has_post_accumulate_grad_hooks(shard) or grads.is_watched(shard, leaf):
+                has_hooks = bool(autograd.tensor_hooks(shard))
+                if grads.is_asked_for(shard, leaf) or (autograd.has_post_accumulate_grad_hooks(shard) and not has_hooks):
                     through_autograd[-1] = dtensors.dtensor_like(shard, grad)
+                elif has_hooks:
+                    grads.give(shard, grads.through_hooks(fqn, shard, grad))
+                    late.hold_back_all(shard)
                 else:
                     grads.give(shard, grad)
         if late.are_waiting and not autograd.in_compiled_autograd():
