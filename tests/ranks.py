@@ -37,6 +37,7 @@ def join(settings: dict[str, Any], rank: int, send: Send) -> None:
     """Make this process a rank of the group."""
     torch.set_num_threads(1)
     build_graphs_at_once()
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"  # launches that recording.Wire can look back on
     os.environ.pop("COLUMNS", None)  # readline, which pdb imports, tells children of a process without a terminal 80
     mend_gathers_on_gloo()
     if settings["backend"] == "nccl":

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+import pickle
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,34 +43,60 @@ class Collectives(TorchDispatchMode):
 
 
 class Wire:
-    """What this rank asks the process group for, whoever asks: each launch with its sizes, in order, and their count."""
+    """What this rank asks the process group for, whoever asks: each launch with its sizes, in order, and their count.
+
+    It is read from torch's flight recorder, whose length tests/ranks.py sets. A profiler that stops while gloo's
+    threads still record has ended a process now and then.
+    """
 
     def __init__(self) -> None:
         self.launches: list[tuple[str, Any]] = []
         self.calls: Counter[str] = Counter()
 
     def __enter__(self) -> Wire:
-        cpu = torch.profiler.ProfilerActivity.CPU
-        self._profile = torch.profiler.profile(activities=[cpu], record_shapes=True).__enter__()
+        self._seen = max((entry["record_id"] for entry in _flight_record()), default=-1)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        # gloo's threads record for a moment after their work is done, and must not write where nothing is any more.
-        time.sleep(0.05)
-        self._profile.__exit__(*error)
-        for event in sorted(self._profile.events() or (), key=lambda event: event.time_range.start):
-            if not event.name.startswith("c10d::"):
+        entries = _flight_record()
+        assert all(entry["record_id"] <= self._seen + 1 for entry in entries[:1]), "more launches than the recorder holds"
+        for entry in entries:
+            if entry["record_id"] <= self._seen:
                 continue
-            self.launches.append((event.name, event.input_shapes))
-            kind = next(
-                (kind for kind in ("gather", "alltoall", "reduce_scatter", "allreduce") if kind in event.name), ""
-            )
+            name = entry["profiling_name"]
+            self.launches.append((name, entry["input_sizes"]))
+            kind = next((kind for kind in ("gather", "all_to_all", "reduce_scatter", "all_reduce") if kind in name), "")
             if kind:
                 self.calls[kind] += 1
 
     @property
     def reductions(self) -> int:
-        return self.calls["alltoall"] + self.calls["reduce_scatter"] + self.calls["allreduce"]
+        return self.calls["all_to_all"] + self.calls["reduce_scatter"] + self.calls["all_reduce"]
+
+
+def _flight_record() -> list[Any]:
+    """What process groups were asked for of late, the oldest first (``_dump_fr_trace``: 2.11 to 2.15)."""
+    entries = pickle.loads(torch._C._distributed_c10d._dump_fr_trace(True, False, False))["entries"]
+    return sorted(entries, key=operator.itemgetter("record_id"))
+
+
+def let_threads_rest() -> None:
+    """Wait until no other thread of this process runs: before a profiler stops.
+
+    gloo's record for a moment after their work is done, and must not write where nothing is any more.
+    """
+    deadline, rested = time.monotonic() + 5, 0
+    while rested < 3 and time.monotonic() < deadline:
+        time.sleep(0.005)
+        rested = 0 if _others_run() else rested + 1
+
+
+def _others_run() -> bool:
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            if int(task.name) != threading.get_native_id() and (task / "stat").read_text().rpartition(") ")[2][0] == "R":
+                return True
+    return False
 
 
 @contextmanager

@@ -177,8 +177,8 @@ def check_replicas(backend: str) -> list[Counter[str]]:
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("passes", marks=pytest.mark.more)])
 def test_replicas_are_summed_once(four_ranks: Ranks, backend: str) -> None:
     for wires in four_ranks.run(check_replicas, backend):
-        assert [wire["allreduce"] > 0 for wire in wires] == [False, False, True]
-        assert len({wire["alltoall"] + wire["reduce_scatter"] for wire in wires}) == 1
+        assert [wire["all_reduce"] > 0 for wire in wires] == [False, False, True]
+        assert len({wire["all_to_all"] + wire["reduce_scatter"] for wire in wires}) == 1
 
 
 def check_all_three_modes() -> None:

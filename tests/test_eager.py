@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +30,7 @@ from tests.comparing import (
 )
 from tests.models import Block, Stack, mesh_of, pair, shard
 from tests.ranks import Ranks
-from tests.recording import GATHER, REDUCE, Collectives
+from tests.recording import GATHER, REDUCE, Collectives, let_threads_rest
 
 
 def assert_same_accumulated(model: nn.Module, unsharded: nn.Module, steps: range) -> None:
@@ -856,7 +855,7 @@ def _ranges() -> list[str]:
     tokens = batches(0)[dist.get_rank()]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         loss_of(model(tokens)).backward()
-        time.sleep(0.05)  # gloo's threads record for a moment after their work is done
+        let_threads_rest()
     events = sorted(profile.events() or (), key=lambda event: event.time_range.start)
     return [event.name for event in events if event.name.startswith("FSDP::")]
 

@@ -14,7 +14,7 @@ from tests.comparing import assert_same_grads, assert_same_params, batches, full
 from tests.compiling import compiled, num_graphs
 from tests.models import Block, Checkpointed, Stack, pair, shard
 from tests.ranks import Ranks
-from tests.test_accumulate import Wire
+from tests.recording import Wire
 
 
 def _batch(step: int, length: int) -> Tensor:

@@ -34,7 +34,7 @@ from tests.comparing import (
 from tests.compiling import num_graphs
 from tests.models import Block, Stack, shard, twins
 from tests.ranks import Ranks
-from tests.test_accumulate import Wire
+from tests.recording import Wire
 from tests.test_graphs import saved_weights
 from tests.test_meshes import EvenBlock
 
@@ -99,7 +99,7 @@ def _replicas_of_shards(blocks: list[str]) -> None:
     names["model"].set_requires_all_reduce(False)
     with Wire() as wire:
         names["model"](mine()).sum().backward()
-    assert not wire.calls["allreduce"] and wire.reductions
+    assert not wire.calls["all_reduce"] and wire.reductions
 
 
 @section("Gather from few ranks in backward", ranks=4)
@@ -120,7 +120,7 @@ def _replicas(blocks: list[str]) -> None:
     trains(run, unsharded)
     with Wire() as wire:
         run(mine()).sum().backward()
-    assert wire.calls["allreduce"] and not wire.calls["gather"]
+    assert wire.calls["all_reduce"] and not wire.calls["gather"]
 
 
 @section("Tensor parallelism", ranks=4)

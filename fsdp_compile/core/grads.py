@@ -5,8 +5,8 @@
     ... of shards that are asked for --------------------------> autograd
     compiled autograd, in its graph ---------------------------> give_traced -> shard.grad
 
-Tensor hooks are not left to autograd. What they keep it copies into the shard's gradient, and torch 2.11 makes that copy
-of an uneven shard by gathering it: where hooks are on one rank alone, nobody answers.
+Tensor hooks are not left to autograd. What they keep it copies into the shard's gradient, and torch 2.11 makes that
+copy of an uneven shard by gathering it: where hooks are on one rank alone, nobody answers.
 """
 
 from __future__ import annotations

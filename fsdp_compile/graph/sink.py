@@ -200,10 +200,10 @@ class _Edges(torch.autograd.Function):
                     continue
                 if not shard.requires_grad:
                     continue
-                has_hooks = bool(autograd.tensor_hooks(shard))
-                if grads.is_asked_for(shard, leaf) or (autograd.has_post_accumulate_grad_hooks(shard) and not has_hooks):
+                hooks, hooks_behind = autograd.hooks_of(shard)
+                if grads.is_asked_for(shard, leaf) or (hooks_behind and not hooks):
                     through_autograd[-1] = dtensors.dtensor_like(shard, grad)
-                elif has_hooks:
+                elif hooks:
                     grads.give(shard, grads.through_hooks(fqn, shard, grad))
                     late.hold_back_all(shard)
                 else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.worker import plain_name
 from fsdp_compile._torch_compat import dtensors, dynamo
 from fsdp_compile.eager import forward as eager
+from tests.recording import let_threads_rest
 
 _BACKWARD = "autograd::engine::evaluate_function"
 _REGION = "Torch-Compiled Region: "
@@ -112,7 +112,7 @@ class Meter:
         self.wire = wire = Wire()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
             yield wire
-            time.sleep(0.05)  # gloo's threads record for a moment after their work is done
+            let_threads_rest()
         backward_until = -math.inf
         calls = wire.forward
         for event in sorted(profile.events() or (), key=lambda event: event.time_range.start):
