@@ -190,7 +190,7 @@ class _Edges(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *local_grads: Tensor | None) -> tuple[DTensor | None, ...]:
         through_autograd: list[DTensor | None] = [None]  # that of the looks
-        late = LateHooks()
+        late, in_one_graph = LateHooks(), autograd.in_compiled_autograd()
         with autograd.quick_attributes():
             for fqn, shard, leaf, grad in zip(ctx.fqns, ctx.shards, ctx.leaves, local_grads, strict=True):
                 through_autograd.append(None)
@@ -201,14 +201,14 @@ class _Edges(torch.autograd.Function):
                 if not shard.requires_grad:
                     continue
                 hooks, hooks_behind = autograd.hooks_of(shard)
-                if grads.is_asked_for(shard, leaf) or (hooks_behind and not hooks):
+                if grads.is_asked_for(shard, leaf) or (in_one_graph if hooks else hooks_behind):
                     through_autograd[-1] = dtensors.dtensor_like(shard, grad)
                 elif hooks:
                     grads.give(shard, grads.through_hooks(fqn, shard, grad))
                     late.hold_back_all(shard)
                 else:
                     grads.give(shard, grad)
-        if late.are_waiting and not autograd.in_compiled_autograd():
+        if late.are_waiting and not in_one_graph:
             autograd.at_end_of_backward(late.release)
         return tuple(through_autograd)
 
