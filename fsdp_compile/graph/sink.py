@@ -191,6 +191,7 @@ class _Edges(torch.autograd.Function):
     def backward(ctx: Any, *local_grads: Tensor | None) -> tuple[DTensor | None, ...]:
         through_autograd: list[DTensor | None] = [None]  # that of the looks
         late, in_one_graph = LateHooks(), autograd.in_compiled_autograd()
+        for_hooks: list[tuple[str, DTensor, Tensor]] = []
         with autograd.quick_attributes():
             for fqn, shard, leaf, grad in zip(ctx.fqns, ctx.shards, ctx.leaves, local_grads, strict=True):
                 through_autograd.append(None)
@@ -204,10 +205,12 @@ class _Edges(torch.autograd.Function):
                 if grads.is_asked_for(shard, leaf) or (in_one_graph if hooks else hooks_behind):
                     through_autograd[-1] = dtensors.dtensor_like(shard, grad)
                 elif hooks:
-                    grads.give(shard, grads.through_hooks(fqn, shard, grad))
-                    late.hold_back_all(shard)
+                    for_hooks.append((fqn, shard, grad))
                 else:
                     grads.give(shard, grad)
+        for fqn, shard, grad in for_hooks:
+            grads.give(shard, grads.through_hooks(fqn, shard, grad))
+            late.hold_back_all(shard)
         if late.are_waiting and not in_one_graph:
             autograd.at_end_of_backward(late.release)
         return tuple(through_autograd)
