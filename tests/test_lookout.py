@@ -9,12 +9,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
+import weakref
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
 from fsdp_compile.lookout.chain import Chain, Link, Piece
 from fsdp_compile.lookout.judge import Answer, Group, judge
+from fsdp_compile.lookout.waiting import interrupt
+from fsdp_compile.passes import _torch_compat as passes_compat
+from tests.processes import wait_until
 
 WATCH_S = 3
 ROOT = Path(__file__).parent.parent
@@ -173,3 +180,42 @@ def test_names_that_are_not_sure_are_no_difference() -> None:
     unsure = Group((0, 1), 0, (Link(links("b")[0].wire, ("b",), sure=False),), ("graph",), 1)
     verdict = judge({0: Answer("runs", "", {"0": group("a")}), 1: Answer("runs", "", {"0": unsure})})
     assert verdict.text == "" and verdict.nameless == ("0",)
+
+
+def test_an_error_that_python_dropped_is_raised_again_and_one_that_was_caught_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped: list[object] = []
+    done: dict[int, FrameType | None] = {}
+    monkeypatch.setattr(sys, "unraisablehook", lambda about: dropped.append(about.exc_type))
+    monkeypatch.setattr(passes_compat, "is_generated_code", lambda frame: frame.f_code is generated.__code__)
+    caught, ended = threading.Event(), threading.Event()
+
+    class Key:
+        pass
+
+    def generated() -> None:
+        key = Key()
+        seen = weakref.ref(key, lambda _: [time.sleep(0.01) for _ in iter(lambda: ended.is_set(), True)])
+        del key  # the error comes while this calls back
+        while not ended.is_set():
+            time.sleep(0.01)
+        assert seen() is None
+
+    def train() -> None:
+        with contextlib.suppress(KeyError):
+            generated()
+        caught.set()
+        generated()  # other code, by whoever caught it
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        wait_until(lambda: bool(interrupt(KeyError, done)) and dropped == [KeyError], "the first is dropped")
+        wait_until(lambda: bool(interrupt(KeyError, done)) and caught.is_set(), "the second arrives")
+        for _ in range(10):
+            interrupt(KeyError, done)
+            time.sleep(0.02)
+        assert thread.is_alive() and dropped == [KeyError] and done == {thread.ident: None}
+    finally:
+        ended.set()
+        thread.join(10)
+    assert not thread.is_alive()

@@ -17,6 +17,7 @@ import os
 import threading
 import time
 import weakref
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -300,7 +301,7 @@ class _Watch:
 
         ledger.alarm = alarm
         log.error(text)
-        interrupted: set[int] = set()
+        interrupted: dict[int, FrameType | None] = {}
         interrupt(parted, interrupted)
         self._wait_until_heard(number)
         while not self._stop.wait(0.2) and self.is_in_this_world():

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Hashable, Iterator
+from types import FrameType
 
 from .._torch_compat import interrupting
 from ..passes import _torch_compat as passes_compat
@@ -42,13 +43,20 @@ class Waiting:
         return doing, thread, time.monotonic() - self._since
 
 
-def interrupt(error: type[BaseException], done: set[int]) -> bool:
-    """Have the threads that wait, or are between two waits of generated code, raise; whether any is left to wait."""
-    threads = set(_interruptible())
-    for thread in threads - done:
-        interrupting.raise_in(thread, error)
-    done |= threads
-    return bool(threads)
+def interrupt(error: type[BaseException], done: dict[int, FrameType | None]) -> bool:
+    """Have the threads that wait, or are between two waits of generated code, raise; whether any is left to wait.
+
+    Each once, and again while it has not left the frame that it was in: Python drops what is raised where a weak
+    reference calls back, or in ``__del__``.
+    """
+    found = dict(_interruptible())
+    for thread, frame in found.items():
+        if done.setdefault(thread, frame) is frame:
+            interrupting.raise_in(thread, error)
+    for thread, interrupted in done.items():
+        if found.get(thread) is not interrupted:
+            done[thread] = None  # frames hold tensors
+    return bool(found)
 
 
 def _doing() -> tuple[str, int]:
@@ -64,13 +72,16 @@ def _doing() -> tuple[str, int]:
     return "runs", main
 
 
-def _interruptible() -> Iterator[int]:
+def _interruptible() -> Iterator[tuple[int, FrameType]]:
+    """Threads, each with the outermost frame that an error of ours is to leave."""
     main = threading.main_thread().ident
     for thread in _others():
         stack = interrupting.stack_of(thread)
-        ours = any(frame.f_code is _WAIT or passes_compat.is_generated_code(frame) for frame in stack)
-        if ours or (thread == main and stack and interrupting.waits_in_torch_distributed(stack[0])):
-            yield thread
+        ours = [frame for frame in stack if frame.f_code is _WAIT or passes_compat.is_generated_code(frame)]
+        if ours:
+            yield thread, ours[-1]
+        elif thread == main and stack and interrupting.waits_in_torch_distributed(stack[0]):
+            yield thread, stack[0]
 
 
 def _others() -> list[int]:
