@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -47,7 +48,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # as ranks.py does: modules stay
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.unfreeze()
     if _CACHE_DIR in config.stash:
         shutil.rmtree(config.stash[_CACHE_DIR], ignore_errors=True)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,7 @@ class Ranks(Crew):
 
 def join(settings: dict[str, Any], rank: int, send: Send) -> None:
     """Make this process a rank of the group."""
+    gc.freeze()  # what was imported stays: to look through it again and again is a tenth of a compilation
     torch.set_num_threads(1)
     build_graphs_at_once()
     os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"  # launches that recording.Wire can look back on

@@ -42,6 +42,7 @@ from fsdp_compile.tools.tables import console_for_output
 from tests.compiling import decomposed
 
 DIM, VOCAB, LAYERS, RANKS = 64, 256, 12, 16
+LLAMAS_LAYERS = 8  # which take a second each to trace
 
 
 class Layer(nn.Module):
@@ -212,11 +213,11 @@ OFTEN = ((SELECTIVE, (RANKS,)),)
     ("how", "mesh"), [pytest.param(*one, marks=pytest.mark.more if one in OFTEN else pytest.mark.slow) for one in SEVERAL]
 )
 def test_few_layers_of_a_llama_tell_of_all(tmp_path: Path, how: str, mesh: tuple[int, ...]) -> None:
-    planner = planner_of(find_target(str(_config(tmp_path, LAYERS))), mesh, how)
+    planner = planner_of(find_target(str(_config(tmp_path, LLAMAS_LAYERS))), mesh, how)
     few, num_traced = planner.all_alike(as_told)
-    all_of_it = planner.few(LAYERS, as_told)
-    assert num_traced < LAYERS
-    one, other = planner.forecast(few, 0, num_traced), planner.forecast(all_of_it, 0, LAYERS)
+    all_of_it = planner.few(LLAMAS_LAYERS, as_told)
+    assert num_traced < LLAMAS_LAYERS
+    one, other = planner.forecast(few, 0, num_traced), planner.forecast(all_of_it, 0, LLAMAS_LAYERS)
     assert_alike(one, other)
 
 
@@ -231,7 +232,7 @@ def assert_alike(one: Forecast, other: Forecast) -> None:
 @pytest.mark.more
 @pytest.mark.usefixtures("world")
 def test_checkpointing_trades_time_for_activations(tmp_path: Path) -> None:
-    target = find_target(str(_config(tmp_path, LAYERS)))
+    target = find_target(str(_config(tmp_path, LLAMAS_LAYERS)))
     none, selective, full = (forecast_of(planner_of(target, how=how)) for how in (NONE, SELECTIVE, FULL))
     assert none.peak["activations"] > selective.peak["activations"] > full.peak["activations"]
     assert none.backward_s < selective.backward_s < full.backward_s
