@@ -1,9 +1,9 @@
 """The one place where a shard gets its gradient, whoever computed it.
 
-    eager reduction ---------------------+-> through_hooks -+
-    compiled backward, by a unit's edges +------------------+-> give --> shard.grad, then post-accumulate hooks
-    ... of shards that are asked for --------------------------> autograd
-    compiled autograd, in its graph ---------------------------> give_traced -> shard.grad
+    eager reduction ---------------------+-> give_through_hooks -+
+    compiled backward, by a unit's edges +-----------------------+-> give --> shard.grad, then post-accumulate hooks
+    ... of shards that are asked for -------------------------------> autograd
+    compiled autograd, in its graph --------------------------------> give_traced -> shard.grad
 
 Tensor hooks are not left to autograd. What they keep it copies into the shard's gradient, and torch 2.11 makes that
 copy of an uneven shard by gathering it: where hooks are on one rank alone, nobody answers.
@@ -67,7 +67,12 @@ def wait_for_offloaded() -> None:
         torch.accelerator.current_stream().synchronize()
 
 
-def through_hooks(fqn: str, shard: DTensor, local: Tensor) -> Tensor:
+def give_through_hooks(fqn: str, shard: DTensor, local: Tensor) -> None:
+    """Give the shard what its tensor hooks make of its local gradient, which they see where the shard is."""
+    give(shard, _through_hooks(fqn, shard, brought_to(shard, local, read_at_once=True)))
+
+
+def _through_hooks(fqn: str, shard: DTensor, local: Tensor) -> Tensor:
     """What the shard's tensor hooks make of its local gradient."""
     grad = dtensors.dtensor_like(shard, local)
     with torch.no_grad():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import autograd
-from ..core.grads import brought_to, give, through_hooks, wait_for_offloaded
+from ..core.grads import give, give_through_hooks, wait_for_offloaded
 from ..core.unit import Unit
 from ..passes import ParamSpec, lower
 from ..passes.buckets import reduce_buckets
@@ -174,9 +174,9 @@ def deliver(gathered: Gathered, index: int, local: Tensor) -> None:
     """Give a shard its gradient."""
     shard = gathered.shards[index]
     if autograd.tensor_hooks(shard):
-        local = brought_to(shard, local, read_at_once=True)
-        local = through_hooks(gathered.params[index].fqn, shard, local)
-    give(shard, local)
+        give_through_hooks(gathered.params[index].fqn, shard, local)
+    else:
+        give(shard, local)
 
 
 class Traffic:

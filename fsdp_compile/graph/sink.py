@@ -209,7 +209,7 @@ class _Edges(torch.autograd.Function):
                 else:
                     grads.give(shard, grad)
         for fqn, shard, grad in for_hooks:
-            grads.give(shard, grads.through_hooks(fqn, shard, grad))
+            grads.give_through_hooks(fqn, shard, grad)
             late.hold_back_all(shard)
         if late.are_waiting and not in_one_graph:
             autograd.at_end_of_backward(late.release)
