@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch import fx, nn
@@ -54,8 +55,9 @@ def fresh_config() -> Iterator[None]:
             _pre_fusion_custom_pass=None,
             reorder_for_compute_comm_overlap=False,
             reorder_for_compute_comm_overlap_passes=[],
+            fx_graph_cache=False,  # which a test may set otherwise
         ),
-        inductor.no_compile_caches(),
+        functorch_config.patch(enable_autograd_cache=False),
     ):
         inductor.set_joint_pass(None)
         yield

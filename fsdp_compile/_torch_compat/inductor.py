@@ -120,43 +120,33 @@ def _set_in_all_threads(config: Any, name: str, value: Any) -> None:
 class _SwitchesOff:
     """Some switches of one of torch's settings modules; uses may overlap, on one thread or several, in any order.
 
-    In 2.15 a setting is a ContextVar: what a thread sets, it finds alone, and who set nothing finds the default. So the
-    default goes off with the first use and comes back with the last, and so it is with what each thread set. In 2.11
-    all threads find the same. ``_config``, ``_make_closure_patcher``: 2.11 to 2.15.
+    As if the environment forced them off: that goes before what a thread sets, which others may not see, and before
+    what the environment does say (TORCHINDUCTOR_FX_GRAPH_CACHE=1). ``_config``, ``env_value_force``: 2.11 to 2.15.
     """
 
     def __init__(self, config: Any, *names: str) -> None:
-        self._config, self._names = config, names
+        self._entries = [config._config[name] for name in names]
         self._lock = threading.Lock()
-        self._num_uses: dict[int, int] = {}  # by thread
-        self._undo: dict[int, Callable[[], None]] = {}
-        self._defaults: list[Any] = []
+        self._num_uses = 0
+        self._forced: list[Any] = []
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Off inside."""
-        entries = [self._config._config[name] for name in self._names]
-        by_thread = [entry for entry in entries if hasattr(entry.user_override, "get")]
-        thread = threading.get_ident() if by_thread else 0
+        """Off inside, on every thread."""
         with self._lock:
             if not self._num_uses:
-                self._defaults = [entry.default for entry in by_thread]
-            if thread not in self._num_uses:
-                self._undo[thread] = self._config._make_closure_patcher(**dict.fromkeys(self._names, False))()
-            self._num_uses[thread] = self._num_uses.get(thread, 0) + 1
-            for entry in by_thread:
-                entry.default = False
+                self._forced = [entry.env_value_force for entry in self._entries]
+                for entry in self._entries:
+                    entry.env_value_force = False
+            self._num_uses += 1
         try:
             yield
         finally:
             with self._lock:
-                self._num_uses[thread] -= 1
-                if not self._num_uses[thread]:
-                    del self._num_uses[thread]
-                    self._undo.pop(thread)()
+                self._num_uses -= 1
                 if not self._num_uses:
-                    for entry, default in zip(by_thread, self._defaults, strict=True):
-                        entry.default = default
+                    for entry, forced in zip(self._entries, self._forced, strict=True):
+                        entry.env_value_force = forced
 
 
 _graph_caches = _SwitchesOff(inductor_config, "fx_graph_cache", "fx_graph_remote_cache")
