@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import tempfile
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
@@ -26,7 +27,7 @@ from tests.comparing import (
     reference_backward,
     train_and_compare,
 )
-from tests.compiling import PATHS, compiled
+from tests.compiling import PATHS, compile_blocks, compiled
 from tests.models import Block, Stack, mesh_of, pair, shard
 from tests.ranks import Ranks
 
@@ -216,6 +217,45 @@ def _load_assign(path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_load_state_dict_assign_replaces_the_shards(two_ranks: Ranks, path: str) -> None:
     two_ranks.run(_load_assign, path)
+
+
+def _load_assign_tied(path: str, on_meta: bool) -> None:
+    """A checkpoint has a tied parameter under each of its names; here each comes as a tensor of its own."""
+    unsharded, sharded = pair(make=functools.partial(Stack, tied=True))
+    state = {fqn: value.clone() for fqn, value in sharded.state_dict().items()}
+    if on_meta:
+        with torch.device("meta"):
+            sharded = shard(Stack(tied=True))
+    run = compile_blocks(sharded, "inductor") if path == "blocks" else compiled(sharded, path)
+    if not on_meta:
+        run(batches(0)[0])
+    sharded.load_state_dict(state, assign=True)
+    assert sharded.head.weight is sharded.embed.weight
+    train_and_compare(run, sharded, unsharded)
+    state = sharded.state_dict()
+    torch.testing.assert_close(full(state["head.weight"]), full(state["embed.weight"]), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize(
+    "path", [*PATHS, *(pytest.param(path, marks=pytest.mark.more) for path in ("inductor", "blocks"))]
+)
+def test_what_is_tied_stays_tied_when_a_state_is_assigned(two_ranks: Ranks, path: str, on_meta: bool) -> None:
+    two_ranks.run(_load_assign_tied, path, on_meta)
+
+
+def _to_empty_tied() -> None:
+    unsharded, _ = pair(make=functools.partial(Stack, tied=True))
+    with torch.device("meta"):
+        sharded = shard(Stack(tied=True))
+    sharded.to_empty(device="cpu")
+    assert sharded.head.weight is sharded.embed.weight
+    set_model_state_dict(sharded, unsharded.state_dict(), options=StateDictOptions(full_state_dict=True))
+    train_and_compare(sharded, sharded, unsharded)
+
+
+def test_what_is_tied_stays_tied_when_a_model_on_meta_gets_memory(two_ranks: Ranks) -> None:
+    two_ranks.run(_to_empty_tied)
 
 
 def _load_whole_tensors() -> None:

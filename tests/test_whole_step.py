@@ -496,3 +496,26 @@ def test_numbers_gathers_and_memory_on_inductor(two_ranks: Any, case: str) -> No
 def _train_case(backend: str, case: str) -> None:
     make, num_batches, options, num_gathers = CASES[case]
     _train(backend, functools.partial(make, 4), num_batches, num_gathers[backend == "inductor"], **options)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+def test_it_reduces_what_was_held_back_before(two_ranks: Any, backend: str) -> None:
+    two_ranks.run(_accumulate_before, backend)
+
+
+def _accumulate_before(backend: str) -> None:
+    """A batch whose gradients wait, then whole steps: the first one takes them along."""
+    unsharded, sharded = pair(make=functools.partial(Stack, 2))
+    rank = dist.get_rank()
+    sharded.set_requires_gradient_sync(False)
+    loss_of(sharded(batches(0)[rank])).backward()
+    reference_backward(unsharded, batches(0))
+    sharded.set_requires_gradient_sync(True)
+    step = _compiled_step(sharded, backend)
+    for number in (1, 2):
+        with traced():
+            step(batches(number)[rank])
+        reference_backward(unsharded, batches(number))
+        assert_same_grads(sharded, unsharded)
+        for model in (sharded, unsharded):
+            model.zero_grad()

@@ -156,6 +156,11 @@ def in_compiled_autograd() -> bool:
     return compiled_autograd.in_compiled_autograd_region
 
 
+def backward_has_an_end() -> bool:
+    """Whether a backward runs that calls back at its end: not one in a graph, of compiled autograd or a whole step."""
+    return backward_task() is not None and not in_compiled_autograd()
+
+
 @torch.compiler.assume_constant_result
 def uses_compiled_autograd() -> bool:
     """Whether backwards inside compiled functions are compiled too.

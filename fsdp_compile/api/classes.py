@@ -128,6 +128,7 @@ def refresh(unit: Unit) -> None:
 
 def _follow(unit: Unit) -> None:
     for param in unit.params:
+        param.tie()
         for slot in param.slots:
             if slot.param is not None:
                 param.follow(slot.param)
@@ -171,8 +172,8 @@ def let_go(module: Any) -> None:
 
 def take_back(module: Any) -> None:
     """Have edges again; where other parameters came, of other dtypes perhaps, the units are set up anew."""
-    known = module.__dict__.get(READS, {}).values()
-    if any(param.param is not param.shard or param.has_other_data for param, _, _ in known):
+    params = [param for param, _, _ in module.__dict__.get(READS, {}).values()]
+    if any(param.has_other_data or any(slot.param is not param.shard for slot in param.slots) for param in params):
         refresh_owners(module)
         return
     for owner in _owners(module):

@@ -121,6 +121,14 @@ class ShardedParam:
         for slot in self.slots:
             slot.register(self.shard)
 
+    def tie(self) -> None:
+        """Have one shard in all slots: ``load_state_dict(assign=True)`` and ``to_empty`` make one for each of them."""
+        sharded = [slot for slot in self.slots if isinstance(slot.param, DTensor)]
+        new = next((slot.param for slot in sharded if slot.param is not self.shard), None)
+        if new is not None and not self.is_full:
+            for slot in sharded:
+                slot.register(new)
+
     def follow(self, shard: nn.Parameter) -> None:
         """Have ``shard`` as the shard, which it may have been before with another tensor in it."""
         self._look_at(shard)

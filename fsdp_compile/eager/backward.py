@@ -211,8 +211,8 @@ def _require_reduce_dtype(unit: Unit, gathered: Gathered) -> None:
 
 def clean_up_at_end(unit: Unit) -> None:
     """Have the end of the backward that runs clean up; once for each backward."""
-    if autograd.in_compiled_autograd():
-        return  # it has no end, and its units hold nothing
+    if not autograd.backward_has_an_end():
+        return  # and its units hold nothing
     iteration, task = running(unit).iteration, autograd.backward_task()
     iteration.touched.setdefault(running(unit))
     if task not in iteration.tasks:

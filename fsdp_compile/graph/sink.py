@@ -318,6 +318,6 @@ def _held_back(unit: Unit, fqn: str) -> Tensor | None:
     # changes his mind in between does so again.
     if not accumulation.decides_in_backward:
         accumulation.decides_in_backward = True
-        if not autograd.in_compiled_autograd():
+        if autograd.backward_has_an_end():
             autograd.at_end_of_backward(functools.partial(follow_mode, unit))
     return None
