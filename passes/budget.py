@@ -132,8 +132,8 @@ def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Decision:
         warnings.warn(
             f"memory_budget is {as_size(choice.budget_bytes)} ({choice.budget_bytes:,} bytes), and the smallest plan "
             f"of this step needs {as_size(choice.chosen.peak_bytes)} ({choice.chosen.peak_bytes:,} bytes): "
-            f"{choice.chosen.name}, which is used. To come down, checkpoint whole blocks (torch.utils.checkpoint), or "
-            "take a smaller batch or shorter sequences.",
+            f"{choice.chosen.name}, which is used. To come down, checkpoint whole blocks that are not yet "
+            "(torch.utils.checkpoint), take a smaller batch or shorter sequences, or shard over more ranks.",
             stacklevel=2,
         )
     return dataclasses.replace(decision, choice=choice)
