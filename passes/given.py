@@ -26,6 +26,11 @@ def fitted(given: Plan, graph: fx.Graph) -> Plan:
     """The given plan for this joint graph, what it leaves to us filled in; raises ValueError where it does not fit."""
     if given.stage != "joint" or given.forward is None or given.backward is None:
         raise ValueError(f"a plan of a {given.stage} graph was given. The plan of a step is that of the joint graph.")
+    if given.gathers or given.reduces or given.order:
+        raise ValueError(
+            "the given plan has gathers, reduces or an order of its own, and those of a step are in its `forward` and "
+            "`backward`: edit them there."
+        )
     _require_lookahead(given.lookahead, given.forward.lookahead, given.backward.lookahead)
     unshards = find_unshards(_with_slices(graph, given.slices))
     needed = [one.fqn for one in unshards if whole_of(one.node) is None]

@@ -101,6 +101,7 @@ def _ahead(plan: Plan, num_units: int, in_halves: int) -> Plan:
         (_twice, r"gathers in forward each of its parameters once: too many are \['"),
         (_short_order, "does not name each of its buckets once"),
         (lambda plan: plan.forward, "a plan of a forward graph was given"),
+        (lambda plan: dataclasses.replace(plan, order=(("gather", 0),)), "those of a step are in its `forward` and `backward`"),
         (lambda plan: _ahead(plan, 0, 0), r"lookahead=0, 0 in forward .* give 1 or more"),
         (lambda plan: _ahead(plan, 1, 0), r"lookahead=1, 0 in forward .* give 1 or more"),
         (lambda plan: _ahead(plan, 2, 1), r"lookahead=2, 1 in forward .* all three the same, and leave `order`"),
