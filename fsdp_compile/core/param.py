@@ -122,7 +122,7 @@ class ShardedParam:
             slot.register(self.shard)
 
     def tie(self) -> None:
-        """Have one shard in all slots: ``load_state_dict(assign=True)`` and ``to_empty`` make one for each of them."""
+        """Have one shard in all slots: ``load_state_dict(assign=True)`` puts one of its own into each of them."""
         sharded = [slot for slot in self.slots if isinstance(slot.param, DTensor)]
         new = next((slot.param for slot in sharded if slot.param is not self.shard), None)
         if new is not None and not self.is_full:
