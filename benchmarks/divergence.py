@@ -74,6 +74,7 @@ def main() -> int:
                 for how in options.how:
                     progress.update(task, description=f"{world} ranks, {case}, {HOW[how]}")
                     row[how] = _run(case, how, world, Path(work) / f"{how}-{world}", options)
+                    progress.print(f"{world} ranks, {(DIFFER | PART)[case]}, {HOW[how]}: {row[how]}", highlight=False)
                     progress.advance(task)
     for title, cases in (("Ranks that differ", DIFFER), ("Ranks that part", PART)):
         table = Table("ranks", title, *(HOW[how] for how in options.how))

@@ -101,7 +101,7 @@ def build(base: Path, rank: int) -> PeftModel:
 def small_llama(folder: Path) -> Path:
     """A folder with a model of bytes, random weights in it; written by the first rank, unless it is there."""
     if dist.get_rank() == 0 and not (folder / "model.safetensors").exists():
-        sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4}
+        sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 4}
         config = LlamaConfig(vocab_size=BYTES, max_position_embeddings=512, bos_token_id=0, eos_token_id=0, **sizes)
         torch.manual_seed(1)
         LlamaForCausalLM(config).save_pretrained(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -14,7 +15,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -52,7 +52,7 @@ def _play(page: str) -> None:
     }  # fmt: skip
     folder = shared_folder()
     try:
-        with mock.patch.object(torch, "compile", partial(torch.compile, backend="passes")):
+        with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="passes")):
             play(page, folder=folder, **names)
         dist.barrier()  # not where a rank failed: the others would wait for it
     finally:
@@ -137,12 +137,17 @@ def _check_command(words: list[str]) -> None:
         for wanted in re.findall(r"\[(.*?)\]", " ".join(arguments)):
             assert set(wanted.split(",")) <= set(extras)
     elif name == "fsdp-compile":
-        subprocess.run([sys.executable, "-m", "fsdp_compile.cli", arguments[0], "--help"], check=True, capture_output=True)
+        _has_help(arguments[0])
         package = ROOT / "fsdp_compile"
         options = ("cli.py", "forecast/options.py", "profiling/command.py")
         _require_options(arguments, [package / one for one in options])
     else:
         assert name in ("mkdocs", "pytest") and shutil.which(name), f"no such command: {name}"
+
+
+@functools.cache
+def _has_help(command: str) -> None:
+    subprocess.run([sys.executable, "-m", "fsdp_compile.cli", command, "--help"], check=True, capture_output=True)
 
 
 def _check_program(arguments: list[str]) -> None:

@@ -144,7 +144,7 @@ def _planned(model: nn.Module, said: Any, **settings: Any) -> Plan:
 
 
 @pytest.mark.usefixtures("fake_group_of_four")
-@pytest.mark.parametrize("said", ["1GiB", "fsdp2"])
+@pytest.mark.parametrize("said", ["fsdp2", pytest.param("1GiB", marks=pytest.mark.more)])
 def test_a_model_is_planned_as_it_was_before(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remember.kernels_compat, "cache_folder", lambda: tmp_path)
     with mock.patch.object(budget, "choose", side_effect=choose) as searching:
