@@ -47,6 +47,16 @@ def aliased_argument(target: object, result: int) -> tuple[str, bool] | None:
     return None
 
 
+def written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The inputs that an operator writes to, by its schema (``_schema``, ``alias_info.is_write``: 2.11 to 2.15)."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return []
+    arguments = node.target._schema.arguments
+    names = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    given = arguments_of(node)
+    return [one for name in names if isinstance(one := given.get(name), torch.fx.Node)]
+
+
 def allows_tf32() -> bool:
     """Whether float32 matmuls on GPUs may round to TF32, by whichever of torch's settings that was said.
 

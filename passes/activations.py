@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from .effects import read_what_is_written
 from .provenance import Marker, find_unshards
 from .slices import whole_of
 from .structure import (
@@ -46,10 +47,12 @@ def activations_of(graph: fx.Graph) -> dict[str, tuple[fx.Node, ...]]:
     products = _products(graph, structure)
     reached = _units_reached(graph, structure, products)
     made_for = _made_for(graph, structure, products)
+    changed = read_what_is_written(graph, structure.saved)  # computed again it would be something else
     found: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
         owner = products.get(node) if node in structure.saved else made_for.get(node)
-        if owner is not None and reached[node] <= {owner.unit} and "recompute" not in node.meta:
+        may_be_again = node not in changed and "recompute" not in node.meta
+        if owner is not None and reached[node] <= {owner.unit} and may_be_again:
             found.setdefault(owner.fqn, []).append(node)
     return {name: tuple(nodes) for name, nodes in found.items()}
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch import fx
 
+from . import _torch_compat as compat
 from .activations import activations_of
 from .buckets import gather_key, reduce_key
 from .emit import copied
@@ -31,18 +32,29 @@ def fitted(given: Plan, graph: fx.Graph) -> Plan:
             "the given plan has gathers, reduces or an order of its own, and those of a step are in its `forward` and "
             "`backward`: edit them there."
         )
+    if compat.partitioner_has_a_budget(graph):
+        raise ValueError(
+            "a plan was given, and torch's activation_memory_budget is set: what the partitioner computes again to "
+            "meet that is in no plan. Leave one of them out."
+        )
     _require_lookahead(given.lookahead, given.forward.lookahead, given.backward.lookahead)
     unshards = find_unshards(_with_slices(graph, given.slices))
     needed = [one.fqn for one in unshards if whole_of(one.node) is None]
     _require_equal("keeps or regathers", (*given.keep, *given.regather), needed)
-    _require_computable(given.recompute, activations_of(graph))
-    ours = plan_keeping(graph, given.keep, given.recompute, given.slices, given.lookahead)
-    assert ours.forward is not None and ours.backward is not None
     named, reduced = {one.node: one.fqn for one in unshards}, {one.fqn: one for one in find_reduces(graph)}
+    reduces_less = len(reduced) < len(_fqns(given.backward.reduces))  # under no_sync: its backward reads less, too
+    possible = activations_of(graph)
+    if reduces_less:
+        given = dataclasses.replace(given, recompute=tuple(name for name in given.recompute if name in possible))
+    _require_computable(given.recompute, possible)
+    ours = plan_keeping(graph, given.keep, given.recompute, given.slices, given.lookahead)
+    assert given.forward is not None and given.backward is not None
+    assert ours.forward is not None and ours.backward is not None
     gathered = {one.fqn: one for one in unshards if whole_of(one.node) is None}
     gathered_again = gathered | {one.fqn: one for one in (as_the_whole(one, named) for one in unshards)}
-    not_kept = [one for one in gathered_again.values() if one.fqn not in given.keep]
-    backward = only(given.backward, not_kept, list(reduced.values()))
+    read_again = {*_fqns(ours.backward.gathers)} if reduces_less else {*gathered_again} - {*given.keep}
+    read = [one for fqn, one in gathered_again.items() if fqn in read_again]
+    backward = only(given.backward, read, list(reduced.values()))
     if given.recompute:
         backward = _with_what_computing_again_needs(backward, ours.backward)
     return dataclasses.replace(

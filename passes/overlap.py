@@ -27,6 +27,7 @@ from torch import fx
 
 from . import _torch_compat as compat
 from .collectives import is_launch
+from .effects import held_behind
 from .insert import ROLE, Role
 from .phases import phase_of
 from .plan import Plan
@@ -37,9 +38,10 @@ T = TypeVar("T", bound=Hashable)
 def overlap(graph: fx.Graph, plan: Plan) -> int:
     """Put the FX graph in the planned order; return how many nodes changed their place."""
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    behind = held_behind(nodes)
     items = Items(
         order=nodes,
-        deps=lambda node: node.all_input_nodes,
+        deps=lambda node: [*node.all_input_nodes, *behind.get(node, ())],
         role=lambda node: node.meta.get(ROLE),
         is_launch=lambda node: ROLE in node.meta and is_launch(node),
         phase=phase_of,

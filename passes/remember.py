@@ -4,7 +4,8 @@
     another one       joint graph, the same as far as a trial looks at it  ->  read there
 
 The key is of all that a trial reads: the joint graph with its sizes, the parameters' names, the ranks, the hardware
-profile, the budget, the settings of AOTAutograd (whose partitioner cuts), torch and the source of the passes. A share
+profile, the budget, the settings of AOTAutograd (whose partitioner cuts), whether GPUs may round to TF32, torch and the
+source of the passes. A share
 of what is free is not remembered: it is other bytes in each process.
 """
 
@@ -50,7 +51,8 @@ def remembered(graph: fx.Graph, said: object, search: Callable[[], Decision]) ->
 def _key(graph: fx.Graph, said: object) -> str:
     ranks = [compat.group_ranks(group) for group in groups_of(graph)]
     names = [[one.fqn for one in found] for found in (find_unshards(graph), find_reduces(graph))]
-    circumstances = [repr(one) for one in (compat.partitioner_settings(), said, ranks, names)]
+    settings = compat.partitioner_settings(), compat.allows_tf32()
+    circumstances = [repr(one) for one in (*settings, said, ranks, names)]
     parts = [torch.__version__, source_hash(), *circumstances]
     digest = hashlib.sha256("\n".join([*parts, *map(_text, graph.nodes)]).encode())
     return digest.hexdigest()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_compile import fully_shard
+from fsdp_compile import configure, fully_shard
 
 
 class Branching(nn.Module):
@@ -34,7 +34,7 @@ class Branching(nn.Module):
 
 
 def branch_of(case: str, rank: int, step: int) -> str:
-    if step < 2 or case in ("fewer", "slow", "destroyed", "later", "alone"):
+    if step < 2 or case in ("fewer", "slow", "off", "destroyed", "later", "alone"):
         return "a"
     if case == "one":
         return "a" if rank == 0 else ""
@@ -57,7 +57,9 @@ def train(case: str, mode: str, rank: int) -> None:
     for step in range(400 if case == "equal" else 5):
         if case in ("fewer", "destroyed") and rank == 1 and step == 3:
             return
-        if case == "slow" and rank == 1 and step == 2:
+        if case == "off" and step == 1:
+            configure(model, watch_s=0)
+        if case in ("slow", "off") and rank == 1 and step == 2:
             time.sleep(6)
         length = 4 + rank * step if case == "slow" else 4
         run(torch.randn(length, 16), branch_of(case, rank, step)).sum().backward()

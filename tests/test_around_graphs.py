@@ -436,6 +436,18 @@ def test_a_budget_that_compiled_blocks_do_not_heed_is_said(two_ranks: Ranks) -> 
     two_ranks.run(_no_plan_for_blocks)
 
 
+def _no_plan_without_a_graph() -> None:
+    unsharded, model = pair()
+    configure(model, memory_budget="1GiB")
+    with pytest.warns(UserWarning, match="memory_budget or plan has no effect where .root. .* runs eagerly") as caught:
+        train_and_compare(model, model, unsharded, steps=2)
+    assert sum("memory_budget" in str(one.message) for one in caught) == 1, "said once"
+
+
+def test_a_budget_that_an_eager_model_does_not_heed_is_said(two_ranks: Ranks) -> None:
+    two_ranks.run(_no_plan_without_a_graph)
+
+
 def _settings_of_the_eager_path() -> None:
     model = compile_blocks(pair(make=functools.partial(Stack, 3))[1])
     first, second, third = model.layers

@@ -247,7 +247,7 @@ def test_the_reasons_are_printed_and_no_part_of_the_plan(fake_group_of_four: Non
     assert f"-> {choice.chosen.name}" in str(choice)
 
 
-def test_a_budget_is_taken_back(fake_group_of_four: None) -> None:
+def test_a_budget_is_taken_back_and_so_is_a_plan(fake_group_of_four: None) -> None:
     model = shard(Stack(2))
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     plans: list[Plan] = []
@@ -265,11 +265,14 @@ def test_a_budget_is_taken_back(fake_group_of_four: None) -> None:
         configure(model, plan=given)
         configure(model, memory_budget=None)  # there is none, and the plan stays
         run(TOKENS)
+        configure(model, plan=None, bucketing="group")
+        run(TOKENS)
     finally:
         manager.observers.remove(observe)
     assert within.choice is not None and len(within.keep) > len(without.keep)
     assert without.choice is None and {*without.keep} == {"embed.weight", "norm.weight", "norm.bias", "head.weight"}
     assert {*plans[2].keep} == {*given.keep}
+    assert {*plans[3].keep} == {*without.keep}
 
 
 def _keeping_too(plan: Plan, fqn: str) -> Plan:

@@ -28,6 +28,7 @@ from tests.comparing import (
     reference_backward,
     train_and_compare,
 )
+from tests.compiling import compile_blocks
 from tests.models import Block, Stack, mesh_of, pair, shard
 from tests.ranks import Ranks
 from tests.recording import GATHER, REDUCE, Collectives, let_threads_rest
@@ -181,6 +182,30 @@ def _everything_but_biases(name: str) -> bool:
 
 def _only_the_embedding(name: str) -> bool:
     return name.startswith("embed")
+
+
+def _only_what_comes_last(name: str) -> bool:
+    return name.startswith(("head", "layers.1."))
+
+
+def _a_frozen_norm_before_a_head(backend: str | None) -> None:
+    """The root's frozen norm is read by backward after the gradient of its head came, and no input asks for one."""
+    unsharded, model = pair()
+    for one in (unsharded, model):
+        for name, param in one.named_parameters():
+            param.requires_grad_(_only_what_comes_last(name))
+    if backend is not None:
+        compile_blocks(model, backend)
+    for step in range(2):
+        local_loss(model, step).backward()
+        reference_backward(unsharded, batches(step))
+    assert_same_grads(model, unsharded)
+    assert sum(_storages(model).values()) == 0
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+def test_a_frozen_parameter_stays_until_backward_has_read_it(two_ranks: Ranks, backend: str | None) -> None:
+    two_ranks.run(_a_frozen_norm_before_a_head, backend)
 
 
 @pytest.mark.parametrize("trainable", [_everything_but_biases, _only_the_embedding])
@@ -584,6 +609,19 @@ def _few_ranks() -> None:
 def test_backward_gathers_over_few_ranks_after_an_int(four_ranks: Ranks) -> None:
     four_ranks.run(_few_ranks)
 
+
+def _few_ranks_after_a_step() -> None:
+    unsharded, model = pair(reshard_after_forward=2)
+    local_loss(model, 0)  # leaves slices, which no backward reads
+    with torch.no_grad():
+        for one in (unsharded, model):
+            for param in one.parameters():
+                param.mul_(0.5)
+    torch.testing.assert_close(model(mine(0)), unsharded(mine(0)))
+
+
+def test_slices_of_before_a_step_are_not_read_after_it(four_ranks: Ranks) -> None:
+    four_ranks.run(_few_ranks_after_a_step)
 
 def _embedding() -> None:
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ import torch
 
 from fsdp_compile import configure, inspect
 from fsdp_compile.passes import Plan
-from tests.comparing import train_and_compare
+from tests.comparing import assert_same_grads, batches, loss_of, mine, reference_backward, train_and_compare
 from tests.compiling import compiled
 from tests.models import Stack, pair, shard
 from tests.ranks import Ranks
@@ -114,6 +114,34 @@ def test_a_plan_that_does_not_fit_is_refused(
     configure(model, plan=edit(_planned(model, "aot_eager")))
     with pytest.raises(Exception, match=message):
         torch.compile(model, backend="aot_eager", fullgraph=True)(torch.zeros(2, 5, dtype=torch.long))
+
+
+def _accumulated(path: str) -> None:
+    unsharded, sharded = pair(reshard_after_forward=True)
+    plan = _planned(sharded, path)
+    sharded.zero_grad()
+    names = [fqn for fqn in plan.again if fqn.startswith("layers.0.") and fqn.endswith("weight") and "norm" not in fqn]
+    configure(sharded, plan=dataclasses.replace(plan, recompute=(names[-1],)))
+    run = compiled(sharded, path)
+    for step in range(4):  # the first two and the last two together
+        sharded.set_requires_gradient_sync(step % 2 == 1)
+        loss_of(run(mine(step))).backward()
+        reference_backward(unsharded, batches(step))
+    assert_same_grads(sharded, unsharded)
+
+
+@pytest.mark.parametrize("path", ["passes", pytest.param("inductor", marks=pytest.mark.more)])
+def test_a_plan_is_followed_where_gradients_are_held_back(two_ranks: Ranks, path: str) -> None:
+    """That backward reduces nothing, so it reads less than the plan gathers."""
+    two_ranks.run(_accumulated, path)
+
+
+def test_no_plan_is_followed_where_the_partitioner_has_a_budget_of_its_own(fake_group_of_four: None) -> None:
+    model = shard(Stack(2))
+    configure(model, plan=_planned(model, "aot_eager"))
+    message = "a plan was given, and torch's activation_memory_budget is set"
+    with torch._functorch.config.patch(activation_memory_budget=0.5), pytest.raises(Exception, match=message):
+        _planned(model, "aot_eager")
 
 
 def test_a_plan_may_have_gathers_launched_further_ahead(fake_group_of_four: None) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.comparing import train_and_compare
+from fsdp_compile import fully_shard
+from tests.comparing import assert_same_grads, train_and_compare
 from tests.compiling import compiled
 from tests.models import Block, BreakBlock, Checkpointed, Stack, pair, shard
 from tests.ranks import Ranks
@@ -109,6 +112,55 @@ def _fail_on_all(how: str, error: type[BaseException], backend: str, warm: bool)
 @pytest.mark.parametrize("how", ["eager", "blocks", "whole"])
 def test_an_error_behind_a_break_that_the_user_catches(two_ranks: Ranks, how: str) -> None:
     two_ranks.run(_fail_on_all, how, ValueError, "aot_eager", how != "whole")
+
+
+class Fault(torch.autograd.Function):
+    """Raises in backward where it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, raises: bool) -> Tensor:
+        ctx.raises = raises
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.raises:
+            raise ArithmeticError("in backward")
+        return grad, None
+
+
+def _backward_raises(backend: str | None) -> None:
+    """In front of the model, whose gradients are there by then and wait for the end of that backward."""
+    torch.manual_seed(0)
+    unsharded = nn.Sequential(Block(16), Block(16))
+    model = copy.deepcopy(unsharded)
+    for block in (*model, model):
+        fully_shard(block)
+    run = compiled(model, backend)
+    for step in range(3):
+        x = torch.randn(2, 16, requires_grad=True)
+        model.zero_grad()
+        unsharded.zero_grad()
+        model.set_requires_gradient_sync(False)
+        loss = run(Fault.apply(x, step == 0)).pow(2).sum()
+        model.set_requires_gradient_sync(True)
+        if step == 0:
+            with pytest.raises(ArithmeticError):
+                loss.backward()
+            continue
+        loss.backward()
+        unsharded(x.detach()).pow(2).sum().backward()
+        for param in unsharded.parameters():
+            dist.all_reduce(param.grad)
+            param.grad.div_(dist.get_world_size())
+        assert_same_grads(model, unsharded)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+def test_steps_after_a_backward_that_raised_have_their_gradients_and_no_others(
+    two_ranks: Ranks, backend: str | None
+) -> None:
+    two_ranks.run(_backward_raises, backend)
 
 
 def test_an_interrupt_behind_a_break(two_ranks: Ranks) -> None:

@@ -119,6 +119,11 @@ def test_a_slow_rank_with_other_lengths_is_none_that_parted(mode: str) -> None:
     assert "it waits for rank 1, runs" in outcomes[0][2]
 
 
+def test_what_was_switched_off_after_the_first_step_says_nothing() -> None:
+    for status, said, err in part("off", "eager"):
+        assert (status, said["raised"], "waits for" in err) == (0, "", False), err
+
+
 @pytest.mark.more
 def test_of_three_ranks_all_raise() -> None:
     for status, said, err in part("equal", "eager", world=3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -232,6 +233,41 @@ def _reentrant_inside() -> None:
 
 def test_reentrant_checkpointing_inside_a_unit(two_ranks: Ranks) -> None:
     two_ranks.run(_reentrant_inside)
+
+
+class Adapted(nn.Module):
+    """A frozen matrix and an adapter beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 6).requires_grad_(False)
+        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def _reentrant_around(block: Callable[[], nn.Module], calls: int) -> None:
+    torch.manual_seed(0)
+    unsharded = block()
+    sharded = fully_shard(copy.deepcopy(unsharded), reshard_after_forward=True)
+    inputs = []
+    for model in (sharded, unsharded):
+        for _ in range(2):
+            inputs.append(torch.ones(3, 6, requires_grad=True))
+
+            def repeated(x: Tensor, model: nn.Module = model) -> Tensor:
+                return model(x) if calls == 1 else model(model(x))
+
+            checkpoint(repeated, inputs[-1], use_reentrant=True).pow(2).sum().backward()
+    assert_same_grads(sharded, unsharded)
+    torch.testing.assert_close(inputs[0].grad, inputs[2].grad)
+
+
+@pytest.mark.parametrize(("block", "calls"), [(Adapted, 1), (functools.partial(nn.Linear, 6, 6), 2), (Adapted, 2)])
+def test_reentrant_checkpointing_around_units(two_ranks: Ranks, block: Callable[[], nn.Module], calls: int) -> None:
+    """Of frozen matrices that backward reads last; of one unit that is read again after a gradient of it came."""
+    two_ranks.run(_reentrant_around, block, calls)
 
 
 def _inference_first() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compile import fully_shard
+from fsdp_compile.passes.ledger import ledger
+from tests.processes import wait_until
 from tests.ranks import Ranks
 
 
@@ -43,6 +46,10 @@ def test_switching_often_makes_one_group(two_ranks: Ranks) -> None:
     two_ranks.run(_toggle)
 
 
+def _watching() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "fsdp_compile lookout"]
+
+
 def _another_world(path: str) -> None:
     def world(number: int) -> None:
         dist.init_process_group(
@@ -59,8 +66,13 @@ def _another_world(path: str) -> None:
         model(torch.ones(2, 4)).sum().backward()
         assert model[0].weight.grad is not None
         counts.append(_counts())
+        assert ledger.is_kept, "ranks of this world are not compared"
         dist.destroy_process_group()
     world(3)
+    model = _sharded()  # before the thread that watched the last world has seen that it is gone
+    wait_until(lambda: not _watching(), "it has")
+    model(torch.ones(2, 4)).sum().backward()
+    assert ledger.is_kept and len(_watching()) == 1
     assert counts[0][0] == counts[1][0] == counts[2][0]
 
 

@@ -92,8 +92,9 @@ def test_another_step_is_searched_anew(folder: Path, other: Callable[[], tuple[f
         lambda: mock.patch.object(torch, "__version__", "2.99"),
         lambda: mock.patch.object(compat, "group_ranks", lambda name: (0, 8)),
         lambda: torch._functorch.config.patch(aggressive_recomputation=True),
+        lambda: mock.patch.object(remember.compat, "allows_tf32", lambda: True),
     ],
-    ids=["passes", "torch", "ranks", "partitioner"],
+    ids=["passes", "torch", "ranks", "partitioner", "tf32"],
 )
 def test_so_is_one_of_other_circumstances(folder: Path, patched: Callable[[], Any]) -> None:
     search = Search()

@@ -19,7 +19,7 @@ from ..passes.budget import default_profile
 from ..passes.module_paths import without_wrappers
 from .classes import refresh
 
-_AS_IT_IS: Any = object()  # where None says something else: no budget from now on
+_AS_IT_IS: Any = object()  # where None says something else: no plan, no budget from now on
 
 
 def configure(
@@ -27,7 +27,7 @@ def configure(
     *,
     bucketing: str | None = None,
     reduction: str | None = None,
-    plan: Plan | None = None,
+    plan: Plan | None = _AS_IT_IS,
     memory_budget: int | float | str | None = _AS_IT_IS,
     profile: HardwareProfile | str | Path | None = None,
     watch_s: float | None = None,
@@ -44,7 +44,7 @@ def configure(
 
     **plan** is what the compiled model follows in place of its own: ``report.joint.plan`` of an inspection, edited with
     ``dataclasses.replace`` or as JSON. Every rank gives the same one. A graph that it does not fit is refused when it
-    compiles. The eager path has no use for it.
+    compiles. ``plan=None`` takes it back. The eager path has no use for it.
 
     **memory_budget** what forward and backward of one rank may hold at their peak: bytes (``70 << 30``), text
     (``"70GiB"``, ``"800MiB"``), a share of the memory that is free on the GPU when the model is first compiled (a
@@ -62,21 +62,19 @@ def configure(
     profile; by default the built-in one of the device. It also says how many ranks a node has.
 
     **watch_s** for how many seconds (60 by default, or what FSDP_COMPILE_WATCH_S says) a rank may wait for ranks that
-    wait for something else, or have left, before all of them raise; 0, said before the first collective, has ranks not
-    compare what they issue. For the whole process, and the same on every rank.
+    wait for something else before all of them raise; where one has left, they do so at once. 0 has ranks not compare
+    what they issue. For the whole process, and the same on every rank.
     """
-    if watch_s is not None:
-        if watch_s < 0:
-            raise ValueError(f"watch_s={watch_s} is negative. 0 switches the comparing off.")
-        lookout.timeout_s = watch_s
+    if watch_s is not None and watch_s < 0:
+        raise ValueError(f"watch_s={watch_s} is negative. 0 switches the comparing off.")
     units = units_in(model)
     if not units:
         raise ValueError(f"{type(model).__name__} holds no module that fully_shard was applied to. Shard it first.")
+    no_plan, no_budget = plan is None, memory_budget is None
+    plan = None if plan is _AS_IT_IS else plan
+    memory_budget = None if memory_budget is _AS_IT_IS else memory_budget
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan is a Plan (Plan.from_json reads one from a file's text), not {type(plan).__name__}.")
-    takes_back = memory_budget is None
-    if memory_budget is _AS_IT_IS:
-        memory_budget = None
     if plan is not None and memory_budget is not None:
         raise ValueError("A plan says what is kept for backward, and memory_budget has that chosen. Give one of them.")
     if profile is not None and memory_budget is None:
@@ -93,8 +91,10 @@ def configure(
         unit.settings.set_communication(bucketing, reduction)
         if given is not None:
             unit.settings.plan = given
-        elif takes_back and manager.is_budget(unit.settings.plan):
+        elif no_budget if manager.is_budget(unit.settings.plan) else no_plan:
             unit.settings.plan, unit.may_slice = "", None
+    if watch_s is not None:
+        lookout.timeout_s = watch_s
     if few is not None:
         _let_slices_be_kept(units, few, keeps_groups=plan is not None)
     for unit in units:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -27,7 +28,7 @@ from .gathered import Gathered
 from .reduction import Reduction, hold_back, with_pending
 from .route import Route
 from .routed import Routed
-from .running import Call, Iteration, Recording, Running, running
+from .running import Call, Iteration, Recording, Running, recover, running
 from .trace import span
 
 
@@ -160,8 +161,8 @@ def complete(recording: Recording) -> None:
     recording.arrived.clear()
     run.iteration.incomplete.pop(recording, None)
     # Free before the reduction takes memory of its own; but what is left of this unit's backward may still read a
-    # frozen parameter.
-    if not call.ends_at_inputs:
+    # frozen parameter, until it comes to the inputs, or to its end where no input asks for a gradient.
+    if not (call.ends_at_inputs or call.read_frozen):
         call.gathered.unalias(grads)
         leave_backward(call)
     _reduce(run, call.gathered, grads, delivered)
@@ -213,14 +214,17 @@ def clean_up_at_end(unit: Unit) -> None:
     """Have the end of the backward that runs clean up; once for each backward."""
     if not autograd.backward_has_an_end():
         return  # and its units hold nothing
-    iteration, task = running(unit).iteration, autograd.backward_task()
-    iteration.touched.setdefault(running(unit))
+    iteration, task, root = running(unit).iteration, autograd.backward_task(), unit.root
     if task not in iteration.tasks:
-        iteration.tasks.append(task)
-        root = unit.root
+        if iteration.in_stale_backward():  # of what has no eager forward, which would have seen to it
+            recover(root)
+        iteration.forget_raised()
         # Walks the model: once a backward.
         iteration.max_reductions = max(inner.settings.max_reductions for inner in root.inside())
-        autograd.at_end_of_backward(functools.partial(end_backward, root, task))
+        end = functools.partial(end_backward, root, task)
+        iteration.tasks[task] = weakref.ref(end)
+        autograd.at_end_of_backward(end)
+    iteration.touched.setdefault(running(unit))
 
 
 def end_backward(root: Unit, task: int | None = None) -> None:
@@ -229,12 +233,13 @@ def end_backward(root: Unit, task: int | None = None) -> None:
     Where it raises, as a hook may, the backward is noted as one that did not end, and the next forward recovers.
     """
     iteration = running(root).iteration
-    others = [one for one in iteration.tasks if one != task]
+    iteration.tasks.pop(task, None)
     for recording in [one for one, since in iteration.incomplete.items() if since == task]:
         complete(recording)  # a parameter that was read has no part in this backward
-    if others:
-        iteration.tasks = others
+    if iteration.tasks:
         return  # inside another backward, which goes on
+    if not iteration.routes:
+        root.watch.say_no_plan_eagerly()
     for route in iteration.routes:
         route.end_backward(keeps=iteration.creates_graph)
     iteration.routes.clear()

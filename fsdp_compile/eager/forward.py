@@ -47,7 +47,11 @@ def begin_forward(
     """Gather for an eager forward; the call that its reads go to, and the inputs to call the module with."""
     run = running(unit)
     if autograd.backward_task() is not None:  # recomputed for backward
-        call = _call_in_backward(run) or Call(run, run.current())
+        call = _call_in_backward(run)
+        if call is None:  # in a backward of its own, of reentrant checkpointing
+            call = Call(run, run.current())
+            call.is_in_backward = True
+            args, kwargs = _end_at_inputs(call, args, kwargs)
         run.calls.append(call)
         clean_up_at_end(unit)
         return call, args, kwargs
@@ -69,12 +73,18 @@ def begin_forward(
         except BaseException:
             abandon_forward(unit, call)
             raise
-        some_frozen = any(not shard.requires_grad for shard in call.gathered.shards)
-        if some_frozen and torch.is_grad_enabled() and not autograd.in_functorch():
-            args, kwargs = end_at_inputs(call, args, kwargs)
+        args, kwargs = _end_at_inputs(call, args, kwargs)
     iteration.depth += 1
     run.calls.append(call)
     return call, args, kwargs
+
+
+def _end_at_inputs(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The inputs, to be told when backward is through with them, where no gradient tells of all that it reads."""
+    some_frozen = any(not shard.requires_grad for shard in call.gathered.shards)
+    if some_frozen and torch.is_grad_enabled() and not autograd.in_functorch():
+        return end_at_inputs(call, args, kwargs)
+    return args, kwargs
 
 
 def _gather_ahead(run: Running, call: Call) -> None:
@@ -87,6 +97,8 @@ def _gather_ahead(run: Running, call: Call) -> None:
         ahead = run_ahead(call.gathered, target) if target is not run and target.unit.params else None
         if ahead is not None:
             run.iteration.touched.setdefault(target)  # which may not run this time
+            if not target.calls:
+                ahead.free_if_stale()
             ahead.launch()
 
 
@@ -124,13 +136,15 @@ def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
     """Free or keep what the unit gathered, and be told when backward reaches it."""
     run, iteration = call.run, call.run.iteration
     run.calls.remove(call)
-    if autograd.backward_task() is not None:
-        call.forget_reads()
-        return output  # its end frees
-    iteration.depth -= 1
     tensors = tensors_in(output)
     recorded = torch.is_grad_enabled() and not autograd.in_functorch()
     outputs = [tensor for tensor in tensors if tensor.requires_grad] if recorded else []
+    if autograd.backward_task() is not None:
+        call.forget_reads()
+        if call.is_in_backward:
+            _hook_outputs(call, outputs)  # another call in there may free before its backward comes
+        return output  # its end frees
+    iteration.depth -= 1
     if call.gathered.is_full:
         iteration.touched.setdefault(run)
         call.gathered.give_away(tensors)

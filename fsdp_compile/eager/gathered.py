@@ -80,7 +80,8 @@ class Gathered:
 
     def free_if_stale(self) -> None:
         """Free when a shard was written to since it was gathered."""
-        if (self.is_full or self.launched) and self._versions != self._current_versions():
+        has_some = self.is_full or self.launched or self._slices is not None
+        if has_some and self._versions != self._current_versions():
             self.free()
 
     def _current_versions(self) -> list[int]:

@@ -33,6 +33,7 @@ def read(call: Call, fqn: str) -> Any:
         return None
     shard = call.gathered.shards[index]
     recorded = _is_recorded(shard)
+    call.read_frozen |= not recorded and torch.is_grad_enabled()
     if (index, recorded) not in call.tensors:
         full = _Read.apply(_recording(call), index, _leaf(shard)) if recorded else call.gathered.full(index)
         _have_read(call, index, recorded, full)
@@ -48,6 +49,7 @@ def read_all(call: Call) -> list[Tensor]:
     call.was_read = True
     fulls, shards = call.gathered.wait(), call.gathered.shards
     recorded = [_is_recorded(shard) for shard in shards]
+    call.read_frozen |= not all(recorded) and torch.is_grad_enabled()
     new = [index for index in range(len(shards)) if recorded[index] and (index, True) not in call.plain]
     if new:
         outputs = _ReadAll.apply(_recording(call), new, *[_leaf(shards[index]) for index in new])

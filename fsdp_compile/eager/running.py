@@ -99,9 +99,11 @@ class Call:
         self.place = 0  # among the calls that await backward
         self.forward_number = run.iteration.forward_number
         self.task: int | None = None  # the backward that reached the outputs
+        self.is_in_backward = False  # the call itself, made while one runs and not by it
         # An autograd node at the inputs tells when backward is through with the unit.
         self.ends_at_inputs = False
         self.was_read = False
+        self.read_frozen = False  # which autograd may have saved, and no gradient tells of
         # What reads see, by whether autograd was recording; autograd's nodes refer to the call, so not for longer than
         # a forward runs.
         self.tensors: dict[tuple[int, bool], Any] = {}
@@ -130,6 +132,12 @@ class Recording:
         self.grads: dict[int, Tensor] = {}
         self.delivered: set[int] = set()  # on their way already, or by autograd itself
 
+    def forget(self) -> None:
+        """Be as before a backward."""
+        self.arrived.clear()
+        self.grads.clear()
+        self.delivered.clear()
+
 
 class Iteration:
     """One root's forward and backward, as far as they run eagerly."""
@@ -146,7 +154,8 @@ class Iteration:
         self.forward_number = 0  # counts forwards of the root
         # Backward: calls in the order in which their forwards ended.
         self._calls: list[weakref.ref[Call]] = []
-        self.tasks: list[int | None] = []  # backwards that run, a nested one behind the one around it
+        # Backwards that run, a nested one behind the one around it; each with what autograd holds to call at its end.
+        self.tasks: dict[int | None, weakref.ref[Any]] = {}
         self.max_reductions = 1  # in flight, in the backward that runs
         # The backward that runs will be differentiated itself: what it read is read again.
         self.creates_graph = False
@@ -204,9 +213,14 @@ class Iteration:
             place -= 1
         return max(place, 0)
 
+    def forget_raised(self) -> None:
+        """Forget nested backwards that raised: autograd has let go of what it was to call at their end."""
+        self.tasks = {task: end for task, end in self.tasks.items() if end() is not None}
+
     def in_stale_backward(self) -> bool:
         """Whether a backward began that neither ended nor runs: it raised."""
-        return bool(self.tasks) and autograd.backward_task() is None
+        raised = all(end() is None for end in self.tasks.values())
+        return bool(self.tasks) and (raised or autograd.backward_task() is None)
 
 
 def recover(root: Unit) -> None:
@@ -216,6 +230,8 @@ def recover(root: Unit) -> None:
     iteration.traffic.forget(units)
     iteration.abandon_forward()
     iteration.tasks.clear()
+    for recording in iteration.incomplete:
+        recording.forget()
     iteration.incomplete.clear()
     iteration.depth, iteration.creates_graph = 0, False
     iteration.pending_handle = None

@@ -276,16 +276,17 @@ def _holder(unit: Unit, fqn: str, partial: bool) -> Hook:
         unit = owner()
         if unit is None or grad is None:
             return
+        in_one_graph = autograd.in_compiled_autograd()
+        if not in_one_graph:
+            unit.ends.at_end(unit)  # first: it forgets what a backward that raised held back
         waiting = unit.accumulation.partials if partial else unit.accumulation.pending
         with torch.no_grad():
             if fqn in waiting:
                 waiting[fqn].add_(grad)
             else:
                 waiting[fqn] = grad.contiguous()
-        if autograd.in_compiled_autograd():
+        if in_one_graph:
             unit.ends.now(unit)
-        else:
-            unit.ends.at_end(unit)
 
     return hold
 

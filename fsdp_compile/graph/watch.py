@@ -62,7 +62,10 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
             around.watch.say_unheeded()
             around = around.outer
         if around is not None:
-            around.watch._say_no_plan()
+            around.watch.say_no_plan(
+                "is compiled by itself: the eager path gathers and reduces around its graph, as reshard_after_forward "
+                "and the prefetch settings say"
+            )
         if dynamo.traces_backward():
             return None  # gradients must reach leaves of the graph: the DTensor itself, and not its edge
         if any(dynamo.changed_while_traced(slot.module._parameters) for slot in param.slots):
@@ -107,18 +110,24 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
                 stacklevel=2,
             )
 
-    def _say_no_plan(self) -> None:
-        """The same of what only a graph that gathers and reduces goes by, and the eager path around it does not."""
+    def say_no_plan(self, why: str) -> None:
+        """The same of what only a graph that gathers and reduces goes by, which this unit's module is not part of."""
         unit = self._unit()
         said: set[str] = set() if unit is None else unit.root.watch._said
         if unit is not None and unit.settings.plan and "plan" not in said:
             said.add("plan")
             warnings.warn(
-                f"memory_budget or plan has no effect where {unit.name} is compiled by itself: the eager path gathers "
-                "and reduces around its graph, as reshard_after_forward and the prefetch settings say. Compile the "
-                "whole model to have it planned.",
+                f"memory_budget or plan has no effect where {unit.name} {why}. Compile the whole model to have it "
+                "planned.",
                 stacklevel=2,
             )
+
+    def say_no_plan_eagerly(self) -> None:
+        """That of a whole model, of which this unit is the root, after a step that no graph had a part in."""
+        unit = self._unit()
+        if unit is not None and not self._was_asked:
+            for inner in unit.inside():
+                inner.watch.say_no_plan("runs eagerly: it gathers and reduces as reshard_after_forward says")
 
     def _of(self, fqn: str) -> tuple[Unit, ShardedParam]:
         unit = self._unit()

@@ -88,7 +88,13 @@ class Lookout:
     def forget(self) -> None:
         """The world is gone, or its store. Whoever sets up another one shards anew, and so begins again."""
         ledger.forget()
-        ledger.alarm, ledger.explain = None, None
+        ledger.explain = None
+        if ledger.alarm != self._start:  # of that other world, if it is there already
+            ledger.alarm = None
+
+    def is_current(self, watch: _Watch) -> bool:
+        """Whether no world has begun since that of this watch: what is issued is of it."""
+        return self._watch is watch
 
 
 class _Watch:
@@ -125,7 +131,8 @@ class _Watch:
             log.debug("ranks are not compared any more", exc_info=True)
         finally:
             self._done.set()
-            self._lookout.forget()
+            if self._lookout.is_current(self):
+                self._lookout.forget()
 
     def stop(self) -> None:
         """At the end of the process, before Python takes down what the thread stands on."""
@@ -159,6 +166,8 @@ class _Watch:
         return At({group: chain.now for group, chain in self._chains.items()}, left)
 
     def _drain(self) -> None:
+        if not self._lookout.is_current(self):
+            return
         entries = ledger.entries
         self._namer.forget_addresses()
         for _ in range(len(entries)):
@@ -188,6 +197,8 @@ class _Watch:
 
     def _doubt(self) -> Question | None:
         """What this rank would ask all: a neighbour differs, or has left it behind, or it has waited for long."""
+        if self._lookout.timeout_s <= 0:
+            return None  # switched off since
         doing, _, seconds = self._waiting.look(self._progress())
         read: dict[int, At] = {}
         for group, chain in self._chains.items():

@@ -1,0 +1,119 @@
+"""Inputs that a forward writes to, and random numbers: nothing is moved across a write, nor computed again behind it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from fsdp_compile import fully_shard
+from fsdp_compile.passes.activations import activations_of
+from fsdp_compile.passes.effects import held_behind
+from fsdp_compile.passes.insert import insert
+from fsdp_compile.passes.overlap import overlap
+from fsdp_compile.passes.planner import plan_graph
+from tests.comparing import full
+from tests.compiling import compiled
+from tests.ranks import Ranks
+from tests.test_passes import Builder, spec
+
+aten = torch.ops.aten
+
+
+class Counted(nn.Module):
+    """Adds how often it was called, and something random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) + self.calls.view(2, 4).reshape(8) + torch.rand(8)
+        self.calls.add_(1.0)
+        return y + torch.rand(8)
+
+
+def _reads_what_was(path: str) -> None:
+    torch.manual_seed(0)
+    unsharded = Counted()
+    sharded = fully_shard(copy.deepcopy(unsharded))
+    runs = {sharded: compiled(sharded, path), unsharded: compiled(unsharded, path and "inductor")}
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for step in range(4):
+        results = []
+        for model, run in runs.items():
+            torch.manual_seed(step)
+            with torch.set_grad_enabled(step < 2), torch._inductor.config.patch(fallback_random=True):
+                results.append(run(x))
+            if step < 2:
+                model.zero_grad()
+                results[-1].sum().backward()
+        torch.testing.assert_close(*results)
+        torch.testing.assert_close(sharded.calls, torch.full((8,), step + 1.0))
+    for ours, theirs in zip(sharded.parameters(), unsharded.parameters()):
+        mean = theirs.grad.clone()
+        dist.all_reduce(mean)
+        torch.testing.assert_close(full(ours.grad), mean / dist.get_world_size())
+
+
+@pytest.mark.parametrize("path", ["inductor", pytest.param(None, marks=pytest.mark.more)])
+def test_a_buffer_is_read_before_it_is_written_to(two_ranks: Ranks, path: str | None) -> None:
+    two_ranks.run(_reads_what_was, path)
+
+
+def _linear_with_a_buffer() -> fx.Graph:
+    b = Builder()
+    its = spec("weight", (4, 4))
+    shard, buffer, x = b.input("primals_1", 2, 4), b.input("primals_2", 4), b.input("primals_3", 3, 4)
+    more = b.call(aten.add.Tensor, buffer, 1.0)
+    weight = b.unshard(shard, its)
+    out = b.call(aten.add.Tensor, b.call(aten.mm.default, x, weight), b.call(aten.view.default, buffer, [1, 4]))
+    written = b.call(aten.copy_.default, buffer, more)
+    return b.output(out, written)
+
+
+def test_a_write_stays_behind_what_reads_views_of_the_old_value() -> None:
+    graph = _linear_with_a_buffer()
+    plan = plan_graph(graph, "forward")
+    insert(graph, plan)
+    overlap(graph, plan)
+    names = [node.name for node in graph.nodes]
+    assert names.index("add_tensor_1") < names.index("copy__default")
+    assert names.index("add_tensor") < names.index("wait_tensor_default")  # that needs no weight, and may stay
+
+
+def test_the_next_write_and_reads_of_the_new_value_are_held_behind_a_write() -> None:
+    b = Builder()
+    buffer, other = b.input("primals_1", 4), b.input("primals_2", 4)
+    before = b.call(aten.mul.Tensor, buffer, 2.0)
+    first = b.call(aten.copy_.default, buffer, other)
+    after = b.call(aten.mul.Tensor, buffer, 3.0)
+    second = b.call(aten.copy_.default, buffer, after)
+    one, two = (b.call(aten.rand_like.default, other) for _ in range(2))
+    graph = b.output(before, first, after, second, one, two)
+    behind = {node: {*held} for node, held in held_behind(list(graph.nodes)).items() if held}
+    assert behind == {first: {before}, after: {first}, second: {first, after}, two: {one}}
+
+
+def test_what_is_computed_with_an_input_that_is_written_to_is_not_computed_again() -> None:
+    def named(writes: bool) -> set[str]:
+        b = Builder()
+        up, down = spec("up", (64, 256)), spec("down", (256, 64))
+        shards = [b.input("primals_1", 32, 256), b.input("primals_2", 128, 64)]
+        buffer, h, grad = b.input("primals_3", 256), b.input("primals_4", 256, 64), b.input("tangents_1", 256, 64)
+        weights = [b.unshard(shards[0], up, "0.up"), b.unshard(shards[1], down, "0.down")]
+        wide = b.call(aten.relu.default, b.call(aten.add.Tensor, b.call(aten.mm.default, h, weights[0]), buffer))
+        out = b.call(aten.mm.default, wide, weights[1])
+        written = [b.call(aten.copy_.default, buffer, b.call(aten.add.Tensor, buffer, 1.0))] if writes else []
+        of_down = b.reduce(b.call(aten.mm.default, b.call(aten.t.default, wide), grad), down, weights[1])
+        inner = b.call(aten.mm.default, grad, b.call(aten.t.default, weights[1]))
+        of_wide = b.call(aten.mul.Tensor, inner, wide)
+        of_up = b.reduce(b.call(aten.mm.default, b.call(aten.t.default, h), of_wide), up, weights[0])
+        graph = b.output(out, *written, of_up, of_down)
+        return {node.name for nodes in activations_of(graph).values() for node in nodes}
+
+    assert named(False) - named(True) == {"relu_default", "add_tensor"}
