@@ -233,10 +233,11 @@ def end_backward(root: Unit, task: int | None = None) -> None:
     Where it raises, as a hook may, the backward is noted as one that did not end, and the next forward recovers.
     """
     iteration = running(root).iteration
-    iteration.tasks.pop(task, None)
+    others = {*iteration.tasks} - {task}
     for recording in [one for one, since in iteration.incomplete.items() if since == task]:
         complete(recording)  # a parameter that was read has no part in this backward
-    if iteration.tasks:
+    if others:
+        iteration.tasks.pop(task, None)
         return  # inside another backward, which goes on
     if not iteration.routes:
         root.watch.say_no_plan_eagerly()

@@ -3,6 +3,7 @@
     inputs -> [_Inputs] -> forward -> outputs          backward reaches the outputs: enter_backward
     shard ----[_Read]----^ a read                      _Read's backward: the last one to run reduces, and leaves
                                                        _Inputs' backward: leave_backward, where _Read comes too early
+                                                       for what is frozen; without them, the end of the backward
 
 Reading is an autograd function, so repeated calls and unused parameters are autograd's own business. Each parameter has
 a node of its own, as it would without us: what splits a backward in two, as zero-bubble pipelines do, looks for them.
