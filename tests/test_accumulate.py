@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fsdp_compile
 from fsdp_compile.core.unit import unit_of
-from tests.comparing import assert_same_grads, assert_same_params, batches, loss_of, reference_backward
+from tests.comparing import assert_same_grads, assert_same_params, batches, loss_of, mine, reference_backward
 from tests.compiling import compiled, num_graphs
 from tests.models import Block, Stack, mesh_of, pair
 from tests.ranks import Ranks
@@ -96,6 +96,26 @@ def check_no_sync_context(backend: str) -> None:
 @pytest.mark.more
 def test_no_sync_is_a_context(two_ranks: Ranks) -> None:
     two_ranks.run(check_no_sync_context, "aot_eager")
+
+
+def check_grad_in_between(backend: str | None) -> None:
+    """As a loss that is weighed by the gradient of the last layer asks for it, among micro-batches."""
+    unsharded, model = pair(make=small)
+    run = compiled(model, backend)
+    losses = [torch.stack([loss_of(unsharded(batch)) for batch in batches(micro)]).mean() for micro in range(3)]
+    with fsdp_compile.no_sync(model):
+        loss_of(run(mine(0))).backward()
+    (grad,) = torch.autograd.grad(loss_of(run(mine(1))), [model.head.weight])
+    (expected,) = torch.autograd.grad(losses[1], [unsharded.head.weight])
+    torch.testing.assert_close(grad.full_tensor(), expected, atol=1e-6, rtol=1e-4)
+    loss_of(run(mine(2))).backward()
+    (losses[0] + losses[2]).backward()
+    assert_same_grads(model, unsharded)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+def test_autograd_grad_leaves_alone_what_was_held_back(two_ranks: Ranks, backend: str | None) -> None:
+    two_ranks.run(check_grad_in_between, backend)
 
 
 def test_no_sync_needs_sharded_modules() -> None:

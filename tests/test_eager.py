@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -376,6 +377,28 @@ def test_a_divide_factor_of_ones_own(two_ranks: Ranks, force_sum: bool) -> None:
     two_ranks.run(_divide, 5.0, force_sum)
 
 
+def _divide_since_forward(blocks: bool) -> None:
+    """Where the number of tokens is known behind forward alone."""
+    unsharded, model = pair()
+    if blocks:
+        compile_blocks(model)
+    for step, factor in enumerate((1.0, 5.0)):
+        model.zero_grad()
+        unsharded.zero_grad()
+        loss = local_loss(model, step)
+        model.set_gradient_divide_factor(factor, recurse=True)
+        loss.backward()
+        reference_backward(unsharded, batches(step))
+        for param in unsharded.parameters():
+            param.grad.mul_(dist.get_world_size() / factor)
+        assert_same_grads(model, unsharded)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_divide_factor_that_is_known_behind_forward(two_ranks: Ranks, blocks: bool) -> None:
+    two_ranks.run(_divide_since_forward, blocks)
+
+
 def _hooks_and_inputs() -> None:
     unsharded, model = pair()
     reference_backward(unsharded, batches(0))
@@ -727,6 +750,35 @@ def _forward_method() -> None:
 
 def test_another_method_as_forward(two_ranks: Ranks) -> None:
     two_ranks.run(_forward_method)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def _method_of_its_own() -> None:
+    """As ``module.encode = torch.compile(module.encode)`` puts one, or a wrapper that hands on what it has not."""
+    torch.manual_seed(0)
+    unsharded = Encoder()
+    model: Any = copy.deepcopy(unsharded)
+    model.encode = types.MethodType(lambda self, x: self.linear(x) + 1, model)
+    fully_shard(model)
+    model.other = lambda x: model.linear(x) + 2
+    for name in ("encode", "other", "encode", "other"):  # the second time for nothing
+        register_fsdp_forward_method(model, name)
+    x = torch.ones(2, 4)
+    torch.testing.assert_close(model.encode(x), unsharded.encode(x) + 1)
+    torch.testing.assert_close(model.other(x), unsharded.encode(x) + 2)
+    torch.testing.assert_close(copy.deepcopy(model).encode(x), unsharded.encode(x) + 1)
+
+
+def test_a_method_that_the_module_was_given(two_ranks: Ranks) -> None:
+    two_ranks.run(_method_of_its_own)
 
 
 class Viewing(Block):

@@ -289,6 +289,26 @@ def test_the_norm_is_over_all_meshes(four_ranks: Ranks, norm_type: float) -> Non
     four_ranks.run(_clipped, norm_type)
 
 
+def _clipped_wide(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    unsharded = nn.Linear(6, 4, dtype=dtype)
+    sharded = fully_shard(copy.deepcopy(unsharded))
+    x = torch.randn(3, 6, dtype=dtype)
+    for model in (sharded, unsharded):
+        model(x).abs().pow(2).sum().backward()
+    norm = clip_grad_norm_(sharded, 0.05)
+    expected = nn.utils.clip_grad_norm_(unsharded.parameters(), 0.05)
+    torch.testing.assert_close(norm, expected)
+    for ours, theirs in zip(sharded.parameters(), unsharded.parameters()):  # a row for each rank
+        row = theirs.grad[dist.get_rank() : dist.get_rank() + 1]
+        torch.testing.assert_close(ours.grad.to_local(), row)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_wide_and_complex_gradients_are_clipped(four_ranks: Ranks, dtype: torch.dtype) -> None:
+    four_ranks.run(_clipped_wide, dtype)
+
+
 def _not_clipped() -> None:
     _, model = pair()
     with pytest.warns(UserWarning, match="before any gradient was there"):

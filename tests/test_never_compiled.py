@@ -11,9 +11,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_compile
+from fsdp_compile import fully_shard
 from fsdp_compile.core import exchange
 from fsdp_compile.core.exchange import others_of
 from fsdp_compile.core.unit import unit_of, units_in
@@ -91,6 +93,34 @@ def _compile_after_all() -> None:
 def test_it_may_compile_after_all(two_ranks: Ranks) -> None:
     """Ranks compare the plans that they make, and this one has made fewer."""
     two_ranks.run(_compile_after_all)
+
+
+def _nothing_trains(backend: str, inputs_train: bool) -> None:
+    """Rank 1 runs eagerly: from the first step on, and then after it has compiled."""
+    for first in range(2):
+        unsharded, model = (nn.Sequential(*one.layers) for one in twins())
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model).requires_grad_(False)
+        run: Any = compiled(model, backend)
+        for step in range(3):
+            x = torch.randn(2, 16, requires_grad=inputs_train)
+            eagerly = dist.get_rank() == 1 and step >= first
+            with torch.compiler.set_stance("force_eager" if eagerly else "default"):
+                y = run(x)
+            expected = unsharded(x)
+            torch.testing.assert_close(y, expected)
+            if inputs_train:
+                (grad,), (its,) = torch.autograd.grad(y.sum(), [x]), torch.autograd.grad(expected.sum(), [x])
+                torch.testing.assert_close(grad, its)
+
+
+@pytest.mark.parametrize(
+    ("backend", "inputs_train"), [("passes", False), pytest.param("inductor", True, marks=pytest.mark.more)]
+)
+def test_it_runs_a_model_of_which_nothing_trains(two_ranks: Ranks, backend: str, inputs_train: bool) -> None:
+    """A teacher, whose graph has no backward although gradients are on, unless its inputs ask for them."""
+    two_ranks.run(_nothing_trains, backend, inputs_train)
 
 
 PLANNED = {

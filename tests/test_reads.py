@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
@@ -268,6 +269,35 @@ def _reentrant_around(block: Callable[[], nn.Module], calls: int) -> None:
 def test_reentrant_checkpointing_around_units(two_ranks: Ranks, block: Callable[[], nn.Module], calls: int) -> None:
     """Of frozen matrices that backward reads last; of one unit that is read again after a gradient of it came."""
     two_ranks.run(_reentrant_around, block, calls)
+
+
+class Renaming(nn.Linear):
+    """Puts a parameter of a kind of its own in its weight's place when it first runs, as bitsandbytes' layers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self.weight, "kind"):
+            self.weight = nn.Parameter(self.weight.data, requires_grad=False)
+            self.weight.kind = "another"  # type: ignore[attr-defined]
+        return functional.linear(x, self.weight, self.bias)
+
+
+def _renamed_in_forward() -> None:
+    torch.manual_seed(0)
+    unsharded = nn.Sequential(Renaming(6, 6), nn.Linear(6, 6))
+    unsharded[0].weight.requires_grad_(False)
+    sharded = copy.deepcopy(unsharded)
+    fully_shard(sharded[0])
+    fully_shard(sharded)
+    for _ in range(3):
+        x = torch.ones(3, 6, requires_grad=True)
+        for model in (sharded, unsharded):
+            model(x).pow(2).sum().backward()
+        assert isinstance(sharded[0]._parameters["weight"], DTensor)
+    assert_same_grads(sharded, unsharded)
+
+
+def test_a_module_that_replaces_what_it_was_given_has_its_shard_again(two_ranks: Ranks) -> None:
+    two_ranks.run(_renamed_in_forward)
 
 
 def _inference_first() -> None:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.func import functional_call
 
 from fsdp_compile import fully_shard
@@ -270,6 +270,26 @@ def _load_whole_tensors() -> None:
 
 def test_loading_whole_tensors_is_refused_and_names_them(two_ranks: Ranks) -> None:
     two_ranks.run(_load_whole_tensors)
+
+
+def _assign_what_is_no_shard() -> None:
+    unsharded, sharded = pair()
+    before = {fqn: param.to_local().clone() for fqn, param in sharded.named_parameters()}
+    mesh = init_device_mesh("cpu", (2,))
+    copies = {
+        fqn: distribute_tensor(value, mesh, [Replicate()]) if value.is_floating_point() else value
+        for fqn, value in unsharded.state_dict().items()
+    }
+    for given, what in ((unsharded.state_dict(), "a Tensor"), (copies, r"a DTensor with placements \(Replicate\(\),\)")):
+        with pytest.raises(RuntimeError, match=rf"embed\.weight: load_state_dict\(assign=True\) would put {what}"):
+            sharded.load_state_dict(given, assign=True)
+    for fqn, param in sharded.named_parameters():
+        assert torch.equal(param.to_local(), before[fqn])
+    train_and_compare(sharded, sharded, unsharded, steps=1)
+
+
+def test_assigning_what_is_not_cut_so_is_refused_and_names_it(two_ranks: Ranks) -> None:
+    two_ranks.run(_assign_what_is_no_shard)
 
 
 def _meta(path: str) -> None:

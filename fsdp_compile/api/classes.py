@@ -8,12 +8,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd
 from ..core.captures import refuse_script
@@ -58,6 +59,9 @@ class ShardedModule:
         refuse_script(name)
 
     def _load_from_state_dict(self, *args: Any) -> None:
+        state, prefix, metadata = args[:3]
+        if metadata.get("assign_to_params_buffers", False):
+            _require_shards(self, {name: state.get(prefix + name) for name in self.__dict__.get(READS, {})})
         let_go(self)  # as above, where the user has load_state_dict swap
         self._fsdp_compile_original._load_from_state_dict(self, *args)  # type: ignore[attr-defined]
         take_back(self)
@@ -168,6 +172,22 @@ def let_go(module: Any) -> None:
     """Let nothing of ours hold the parameters that ``module`` reads."""
     for owner in _owners(module):
         forget_edges(owner)
+
+
+def _require_shards(module: Any, given: Mapping[str, Any]) -> None:
+    """Raise where what is to be assigned to a module is not cut as its shards are."""
+    for name, (param, _, _) in module.__dict__.get(READS, {}).items():
+        shard, new = param.shard, given[name]
+        if param.is_full or module._parameters.get(name) is not shard or not isinstance(new, torch.Tensor):
+            continue
+        if isinstance(new, DTensor) and (new.device_mesh, new.placements) == (shard.device_mesh, shard.placements):
+            continue
+        has = f"a DTensor with placements {new.placements}" if isinstance(new, DTensor) else f"a {type(new).__name__}"
+        raise RuntimeError(
+            f"{param.fqn}: load_state_dict(assign=True) would put {has} in the place of its shard, a DTensor with "
+            f"placements {shard.placements} on {shard.device_mesh}. Give that of a sharded model's state_dict(), or "
+            "have torch.distributed.checkpoint.state_dict.set_model_state_dict cut whole tensors."
+        )
 
 
 def take_back(module: Any) -> None:

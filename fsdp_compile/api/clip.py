@@ -74,7 +74,8 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scale gradients in place so that their norm is at most ``max_norm``; the norm before, on ``device``.
 
-    Every rank calls it. Norms are computed in fp32; the result has the widest dtype of the gradients.
+    Every rank calls it. Norms are computed in fp32, or fp64 where parameters are; the result has the widest dtype of
+    the gradients.
     """
     norm_type = _positive("norm_type", norm_type, "above 0, or inf")
     max_norm = _positive("max_norm", max_norm, "from 0 on")
@@ -88,15 +89,18 @@ def clip_grad_norm(
     grads = [param.grad for param in params if param.grad is not None]
     # By parameters, not gradients: every rank has the same ones, whatever its backward reached.
     norms: dict[Any, list[Tensor]] = {_ways_cut(param): [] for param in params}
+    wide = (torch.float64, torch.complex128)
+    norm_dtype = torch.float64 if any(param.dtype in wide for param in params) else torch.float32
     for param in params:
         if param.grad is not None:
             local = _numbers_in(param.grad)
             if local.numel():
-                norm = torch.linalg.vector_norm(local, norm_type, dtype=torch.float32)
-                norms[_ways_cut(param)].append(norm.to(device))
-    total = torch.zeros((), device=device)
+                norm = torch.linalg.vector_norm(local, norm_type, dtype=torch.promote_types(local.dtype, norm_dtype))
+                norms[_ways_cut(param)].append(norm.to(device, norm_dtype))
+    zero = torch.zeros((), device=device, dtype=norm_dtype)
+    total = zero.clone()
     for (mesh, dims), some in norms.items():
-        here = torch.linalg.vector_norm(torch.stack(some), norm_type) if some else torch.zeros((), device=device)
+        here = torch.linalg.vector_norm(torch.stack(some), norm_type) if some else zero.clone()
         if math.isinf(norm_type):
             # A maximum over ranks may drop what is no number: on gloo it depends on which rank has it.
             nan_and_norm = torch.stack([here.isnan().to(here.dtype), here.nan_to_num(nan=0.0, posinf=math.inf)])
@@ -127,7 +131,7 @@ def clip_grad_norm(
     dtype = grads[0].dtype
     for grad in grads:
         dtype = torch.promote_types(dtype, grad.dtype)
-    return total.to(dtype)
+    return total.to(dtype.to_real())
 
 
 def _numbers_in(grad: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,10 +28,28 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     if not hasattr(module, method_name):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r}.")
-    method = getattr(type(module), method_name)
-
-    forward: Any = _forward_by(method)
+    known = getattr(module, method_name)
+    if getattr(known, "__func__", None) in _forwards:
+        return  # registered before
+    forward: Any = _forward_by(_as_function(known, module))
+    _forwards.add(forward)
     setattr(module, method_name, forward.__get__(module, type(module)))
+
+
+# Those that were made here.
+_forwards: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _as_function(method: Any, module: nn.Module) -> Callable[..., Any]:
+    """What a module has under a name, as a function of a module: its class's, or one that it was given alone."""
+    if getattr(method, "__self__", None) is module:
+        function: Callable[..., Any] = method.__func__
+        return function
+
+    def of_this_one(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return of_this_one
 
 
 @shared

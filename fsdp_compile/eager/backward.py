@@ -192,7 +192,9 @@ def _reduce(run: Running, gathered: Gathered, grads: dict[int, Tensor], delivere
 
 def _reduce_asked_for(run: Running, gathered: Gathered, index: int, grad: Tensor) -> DTensor | None:
     """The gradient of one shard, for autograd to carry on; None while it is a partial sum."""
-    grads = with_pending(gathered, {index: grad}, only=gathered.params[index].fqn)
+    grads = {index: grad}
+    if autograd.in_compiled_autograd() or not gathered.shards[index].is_leaf:  # else the caller has this one alone
+        grads = with_pending(gathered, grads, only=gathered.params[index].fqn)
     run.reduced_in = autograd.backward_task()
     local = Reduction(gathered, grads, alone=True).finish().get(index)
     if local is None:

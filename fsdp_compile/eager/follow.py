@@ -12,12 +12,12 @@ from .gathered import Gathered
 from .route import Route
 from .routed import Routed
 from .running import Running, running
-from .ways import Way, own_way, way_of_others
+from .ways import InputsTrain, Way, own_way, way_of_others
 
 _logger = logging.getLogger(__name__)
 
 
-def enter_route(unit: Unit, around_graph: bool) -> None:
+def enter_route(unit: Unit, around_graph: bool, inputs_train: InputsTrain) -> None:
     """Have the eager forward that begins launch what a compiled one does, where it stands in the place of one.
 
     One that stands around a graph of its own does so only where a larger graph had the unit's parameters.
@@ -27,7 +27,7 @@ def enter_route(unit: Unit, around_graph: bool) -> None:
     if route is None:
         if run.route is not None:
             run.route.give_up_forward()
-        route = _find(unit)
+        route = _find(unit, inputs_train)
         if around_graph and route is not None and unit not in route.routed:
             route = None  # what is inside of that graph has another one's
         run.route = route
@@ -79,19 +79,19 @@ def _around(unit: Unit) -> Route | None:
     return None
 
 
-def _find(unit: Unit) -> Route | None:
+def _find(unit: Unit, inputs_train: InputsTrain) -> Route | None:
     if autograd.in_functorch():
         return None
     is_compiled = ledger.has_run and dynamo.is_called_through_compile()
     if is_compiled:
-        route = _route(unit, own_way(unit))
+        route = _route(unit, own_way(unit, inputs_train))
         if route is not None:
             return route
     if running(unit).iteration.depth or others_of(unit.root).is_decided:
         return None  # what is around it has asked
-    if ledger.has_run and not is_compiled and own_way(unit) is not None:
+    if ledger.has_run and not is_compiled and own_way(unit, inputs_train) is not None:
         return None  # it has the graph, and was told to run without
-    return _route(unit, way_of_others(unit))
+    return _route(unit, way_of_others(unit, inputs_train))
 
 
 def _route(top: Unit, way: Way | None) -> Route | None:

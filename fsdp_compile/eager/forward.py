@@ -65,7 +65,7 @@ def begin_forward(
         recover(unit.root)
     iteration.forward_number += unit.outer is None and iteration.depth == 0
     if not reads_are_compiled:
-        enter_route(unit, around_graph)
+        enter_route(unit, around_graph, lambda: any(one.requires_grad for one in tensors_in((args, kwargs))))
     call = _call_of_pass(run)
     if not reads_are_compiled:
         try:
@@ -147,6 +147,7 @@ def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
     iteration.depth -= 1
     if call.gathered.is_full:
         iteration.touched.setdefault(run)
+        call.gathered.take_names_back()
         call.gathered.give_away(tensors)
         _hook_outputs(call, outputs)
     run.not_run_yet.discard(module)

@@ -92,6 +92,11 @@ class Gathered:
     def spec_for(self, index: int, grad: Tensor) -> ParamSpec:
         """What a parameter's gradient travels and arrives in: with ``grad_dtype=None``, what autograd produced."""
         spec = self.specs[index]
+        if self._version != self.unit.version:  # since forward; what gradients are divided by holds at once
+            now = spec_of(self.unit, self.params[index])
+            spec = dataclasses.replace(
+                spec, reduce_op=now.reduce_op, predivide=now.predivide, postdivide=now.postdivide
+            )
         if not self.asks_for_any_dtype(index):
             return spec
         travels = spec.reduce_dtype if self.unit.mp_policy.reduce_dtype else grad.dtype
@@ -209,6 +214,17 @@ class Gathered:
             self.fulls, self.is_full = None, False
             for extension in self._extensions.values():
                 extension.forget()
+
+    def take_names_back(self) -> None:
+        """Register shards again where a module put what it was given of them into their places, in its forward."""
+        others = [
+            (param, slot) for param in self.params if not param.is_full
+            for slot in param.slots if slot.param is not param.shard and isinstance(slot.param, Tensor)
+        ]  # fmt: skip
+        addresses = self._addresses() if others else set()
+        for param, slot in others:
+            if not isinstance(slot.param, DTensor) and addresses & subclasses.addresses_in(slot.param):
+                slot.register(param.shard)
 
     def _addresses(self) -> set[int]:
         """Where the storages of the full parameters are."""

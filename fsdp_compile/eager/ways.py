@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import starmap
 from typing import Any
@@ -40,6 +40,13 @@ class Way:
     backward: tuple[Launch, ...] = ()
 
 
+InputsTrain = Callable[[], bool]  # whether an input of the forward asks for a gradient
+
+
+def _surely() -> bool:
+    return True
+
+
 def know(unit: Unit) -> None:
     """Of a unit that was made: graphs may read its parameters."""
     unit.made_after = ledger.num_begun
@@ -51,14 +58,14 @@ def synchronizes(unit: Unit) -> bool:
     return unit.accumulation.sync and not unit.accumulation.decides_in_backward
 
 
-def own_way(top: Unit) -> Way | None:
+def own_way(top: Unit, inputs_train: InputsTrain = _surely) -> Way | None:
     """What a graph that this rank ran launches in the place of a forward of ``top``; None without such a graph."""
     units = top.inside()
     syncs = synchronizes(top)
     if any(synchronizes(unit) != syncs for unit in units):
         return None
     reduces = syncs and any(param.shard.requires_grad for unit in units for param in unit.params)
-    stage = _stage()
+    stage = _stage(units, inputs_train)
     # Nothing new ran since it was last looked for: so it is with every step of a rank that stays eager.
     looked_for = ledger.num_begun, stage, reduces, len(units)
     run = running(top)
@@ -95,13 +102,13 @@ def _texts_of(
     return None if best is None else best[1:]
 
 
-def way_of_others(top: Unit) -> Way | None:
+def way_of_others(top: Unit, inputs_train: InputsTrain = _surely) -> Way | None:
     """What ranks that compile launch in the place of a forward of ``top``, of which this rank has no graph."""
     others = others_of(top.root)
     syncs, units = synchronizes(top), top.root.inside()
     if any(synchronizes(unit) != syncs or _has_extension(unit) for unit in units):
         return None
-    kind = _kind(syncs)
+    kind = _kind(syncs, _stage(top.inside(), inputs_train))
     if others.asks_for(kind) and all(map(_is_here, top.inside())):
         return None  # no gather comes in which other ranks take part: one rank alone may do that
     text = ledger.wait(others.text, kind)
@@ -173,12 +180,15 @@ def _launch(kind: str, num_bytes: int, members: list[list[str]]) -> Launch:
     return Launch(kind, "", "", num_bytes, tuple(one.fqn for one in named), named)
 
 
-def _stage() -> str:
-    return "forward" if torch.is_grad_enabled() else "inference"
+def _stage(units: Iterable[Unit], inputs_train: InputsTrain) -> str:
+    """Which graph AOTAutograd makes of such a forward: one without a backward where nothing asks for a gradient."""
+    if not torch.is_grad_enabled():
+        return "inference"
+    some_train = any(param.shard.requires_grad for unit in units for param in unit.params)
+    return "forward" if some_train or inputs_train() else "inference"
 
 
-def _kind(syncs: bool, stage: str | None = None) -> str:
-    stage = _stage() if stage is None else stage
+def _kind(syncs: bool, stage: str) -> str:
     return stage if syncs or stage == "inference" else f"{stage} without sync"
 
 

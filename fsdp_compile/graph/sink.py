@@ -299,7 +299,7 @@ def _ticket(unit: Unit, fqn: str) -> Tensor:
         unit = owner()
         if unit is not None:
             unit.ends.at_end(unit)
-            held = _held_back(unit, fqn)
+            held = None if _is_asked_for(unit, fqn) else _held_back(unit, fqn)
             if held is not None:
                 return held.add_(grad)
         return grad.clone(memory_format=torch.contiguous_format)
@@ -307,6 +307,18 @@ def _ticket(unit: Unit, fqn: str) -> Tensor:
     ticket_holders[number] = take
     weakref.finalize(unit, ticket_holders.pop, number, None)
     return torch.tensor(number, device="cpu")  # read in backward, where a copy from a GPU would wait
+
+
+def _is_asked_for(unit: Unit, fqn: str) -> bool:
+    """Whether ``autograd.grad`` takes the gradient: the caller gets that of this backward alone."""
+    param = next(one for one in unit.params if one.fqn == fqn)
+    edge = None if param.sink is None else param.sink.edge
+    node: Any = None if edge is None else edge.grad_fn
+    if node is None or autograd.in_compiled_autograd():
+        return False
+    ours: Any = param.shard
+    leaves = [leaf for shard, leaf in zip(node.shards, node.leaves, strict=True) if shard is ours]
+    return any(grads.is_asked_for(ours, leaf) for leaf in leaves)
 
 
 def _held_back(unit: Unit, fqn: str) -> Tensor | None:
