@@ -113,6 +113,22 @@ def lower_as_collective(op: torch._ops.OpOverload) -> None:
 
 
 @functools.cache
+def may_be_in_place(node: torch.fx.Node) -> bool:
+    """Whether Inductor may have an op write into an input that nobody reads behind it.
+
+    ``fx_passes.reinplace``: ``inplaceable_ops``, ``inplaceable_foreach_ops``, Triton kernels of users, ops that were
+    functionalized, and what it makes of scatters into views: 2.11 to 2.15.
+    """
+    from torch._inductor.fx_passes import reinplace
+
+    if node.op != "call_function":
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return isinstance(node.target, torch._ops.OperatorBase)
+    is_scatter = "scatter" in node.target._schema.name
+    return is_scatter or node.target in reinplace.inplaceable_ops or node.target in reinplace.inplaceable_foreach_ops
+
+
 def lower_as_call(op: torch._ops.OpOverload, called: torch._ops.OpOverload, **settings: Any) -> None:
     """Have Inductor generate a call of ``called`` where the graph has ``op``, whose inputs it writes as they lie there.
 

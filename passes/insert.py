@@ -30,7 +30,9 @@ import torch
 from torch import fx
 
 from . import _torch_compat as compat
+from . import _torch_compat_kernels as kernels_compat
 from . import lower
+from .aliases import base_of, is_free
 from .collectives import c10d
 from .copies import to_host, wait_for_copies
 from .emit import emit
@@ -44,6 +46,9 @@ from .structure import closure
 from .views import VIEWS
 
 aten = torch.ops.aten
+
+# ``clone`` is taken away by Inductor where the copy looks as the original does, whatever becomes of either's memory.
+_COPY = aten.lift_fresh_copy.default
 
 ROLE = "fsdp_role"
 # Beside the roles, for who asks where a graph computes with a parameter: on what its readers read, and on its gradient.
@@ -95,7 +100,10 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         for marker in members:
             marker.shard.meta[GRADIENT_OF] = marker.fqn
         call = _emitter(graph, anchor, _role("reduce", index, plan, members), _step(members))
-        reduced = lower.finish_reduce(call, lower.launch_reduce(call, [m.shard for m in members], specs), specs)
+        grads = [marker.shard for marker in members]
+        if len(grads) == 1 and _may_be_overwritten(grads[0], members[0].node):
+            grads = [call(_COPY, grads[0])]
+        reduced = lower.finish_reduce(call, lower.launch_reduce(call, grads, specs), specs)
         _replace(graph, members, reduced)
         num_launched += num_launches(bucket)
     for node in graph.find_nodes(op="call_function", target=keep_slice):
@@ -128,6 +136,12 @@ def _role(kind: str, index: int, plan: Plan, members: Sequence[Marker]) -> Role:
     )
 
 
+def _may_be_overwritten(grad: fx.Node, marker: fx.Node) -> bool:
+    """Whether Inductor may write into what a launch sends as it is: it sees who reads that, and not for how long."""
+    reached = closure([base_of(grad)], lambda node: [user for user in node.users if is_free(user)])
+    return any(kernels_compat.may_be_in_place(user) for node in reached for user in node.users if user is not marker)
+
+
 def _wait_at_the_end(graph: fx.Graph, plan: Plan) -> None:
     """Wait once for what is copied to the CPU; but at once where the graph goes on to read it, as an optimizer does."""
     copies = [node for node in graph.find_nodes(op="call_function", target=to_host) if not _is_read(node)]
@@ -148,7 +162,7 @@ def _cut(graph: fx.Graph, node: fx.Node) -> None:
     full, dim, start, length = node.args
     with graph.inserting_before(node):
         view = emit(graph, aten.slice.Tensor, full, dim, start, start + length)  # type: ignore[operator]
-        copy = emit(graph, aten.clone.default, view, memory_format=torch.contiguous_format)
+        copy = emit(graph, _COPY, view)
     copy.meta = dict(node.meta)
     node.replace_all_uses_with(copy)
     graph.erase_node(node)
@@ -217,7 +231,7 @@ def _copy_before_outputs(graph: fx.Graph, marker: fx.Node, result: fx.Node) -> N
     for node in reached:
         source = result if node is marker else node
         with graph.inserting_before(output):
-            copies[node] = graph.call_function(aten.clone.default, (source,))
+            copies[node] = graph.call_function(_COPY, (source,))
         copies[node].meta = {"val": node.meta["val"]}
     if copies:
         output.args = fx.map_arg(output.args, lambda used: copies.get(used, used))

@@ -16,14 +16,17 @@ it), which is as large: that is tagged like the gather. structure.py says what i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import _torch_compat as compat
 from . import markers
+from .effects import read_what_is_written
 from .emit import emit
 from .plan import Plan
-from .provenance import find_reduces, find_unshards, reduce_nodes, unshard_nodes
+from .provenance import Marker, find_reduces, find_unshards, reduce_nodes, unshard_nodes
 from .slices import keep_slice
 from .structure import Structure, closure, made_of_weights, structure_of
 from .tags import tag
@@ -50,10 +53,19 @@ def keep(graph: fx.Graph, plan: Plan) -> int:
     for marker in unshards:
         kept = marker.fqn in plan.keep
         tag(marker.node, CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE)
+    _save_shards_made_here(graph, unshards)
     follow(graph, plan)
     for node in graph.find_nodes(op="call_function", target=keep_slice):
         tag(node, CheckpointPolicy.MUST_SAVE)
     return len(unshards)
+
+
+def _save_shards_made_here(graph: fx.Graph, unshards: Iterable[Marker]) -> None:
+    """Save what forward made of a shard that it writes to: made again of what is there by then it would be another."""
+    changed = read_what_is_written(graph, saved=())
+    for marker in unshards:
+        if marker.shard.op != "placeholder" and marker.shard in changed:
+            tag(marker.shard, CheckpointPolicy.MUST_SAVE)
 
 
 def make_again(graph: fx.Graph, taken: list[fx.Node]) -> None:

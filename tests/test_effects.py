@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import fully_shard
 from fsdp_compile.passes.activations import activations_of
@@ -15,8 +16,9 @@ from fsdp_compile.passes.effects import held_behind
 from fsdp_compile.passes.insert import insert
 from fsdp_compile.passes.overlap import overlap
 from fsdp_compile.passes.planner import plan_graph
-from tests.comparing import full
+from tests.comparing import assert_same_grads, assert_same_params, batches, full, loss_of, mine, reference_backward
 from tests.compiling import compiled
+from tests.models import pair
 from tests.ranks import Ranks
 from tests.test_passes import Builder, spec
 
@@ -117,3 +119,149 @@ def test_what_is_computed_with_an_input_that_is_written_to_is_not_computed_again
         return {node.name for nodes in activations_of(graph).values() for node in nodes}
 
     assert named(False) - named(True) == {"relu_default", "add_tensor"}
+
+
+# --- parameters that the graph writes to
+
+
+def _update(model: nn.Module, how: str) -> None:
+    with torch.no_grad():
+        if how == "one by one":
+            for param in model.parameters():
+                param.mul_(0.9).add_(0.001)
+        else:
+            torch._foreach_mul_(list(model.parameters()), 0.5)
+
+
+def _updates_then_reads(path: str, how: str) -> None:
+    """As the encoder is that follows another one slowly, or weights that are clipped before each forward."""
+    unsharded, sharded = pair()
+
+    def step(model: nn.Module, tokens: Tensor) -> Tensor:
+        _update(model, how)
+        return loss_of(model(tokens))
+
+    run = torch.compile(step, backend=path)
+    for number in range(3):
+        sharded.zero_grad()
+        unsharded.zero_grad()
+        run(sharded, mine(number)).backward()
+        _update(unsharded, how)
+        reference_backward(unsharded, batches(number))
+        assert_same_params(sharded, unsharded)
+        assert_same_grads(sharded, unsharded)
+
+
+@pytest.mark.parametrize("how", ["one by one", "together"])
+@pytest.mark.parametrize("path", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+def test_a_graph_reads_what_it_has_written_into_shards(two_ranks: Ranks, path: str, how: str) -> None:
+    two_ranks.run(_updates_then_reads, path, how)
+
+
+class Clamped(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def _reads_again() -> None:
+    model = fully_shard(Clamped(8, 8))
+    with pytest.raises(Exception, match=r"weight is written to in a compiled forward and read again"):
+        torch.compile(model, backend="aot_eager")(torch.ones(2, 8))
+
+
+def test_a_gathered_parameter_that_is_written_to_and_read_again_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(_reads_again)
+
+
+# --- memory that is in flight, or handed out
+
+
+class Overwritten(nn.Module):
+    """The table's gradient is the one that goes on backward, where Inductor writes zeros into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(512, 512), nn.Linear(512, 512)
+        self.table = nn.Parameter(torch.randn(4096, 512))
+
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        hidden = self.first(x).index_put((rows,), torch.zeros(len(rows), 512))
+        return self.last(hidden + self.table)
+
+
+def _sent_as_it_was() -> None:
+    torch.manual_seed(0)
+    unsharded = Overwritten()
+    sharded = fully_shard(copy.deepcopy(unsharded))
+    inputs = torch.randn(4096, 512), torch.arange(4096)
+    torch.compile(sharded)(*inputs).pow(2).sum().backward()
+    unsharded(*inputs).pow(2).sum().backward()
+    assert_same_grads(sharded, unsharded, atol=1e-2, rtol=1e-3)
+
+
+@pytest.mark.more
+def test_a_gradient_in_flight_is_not_written_to(two_ranks: Ranks) -> None:
+    two_ranks.run(_sent_as_it_was)
+
+
+def test_what_may_be_written_to_is_not_sent_itself() -> None:
+    b = Builder()
+    its, other = (spec(name, (4, 4), bucketing="none") for name in ("weight", "other"))
+    grad, rows = b.input("tangents_1", 4, 4), b.input("rows", 2, dtype=torch.int64)
+    shared, alone = (b.call(aten.mul.Tensor, grad, factor) for factor in (2.0, 3.0))
+    zeros = b.call(aten.index_put.default, b.call(aten.view.default, shared, [4, 4]), [rows], b.call(aten.sum.default, grad))
+    sums = b.call(aten.add.Tensor, alone, 1.0)
+    graph = b.output(b.reduce(shared, its), b.reduce(alone, other), zeros, sums)
+    insert(graph, plan_graph(graph, "backward"))
+    sent = {node.args[0] for node in graph.nodes if str(node.target).startswith("_c10d_functional.reduce_scatter")}
+    assert {node.target for node in sent} == {aten.lift_fresh_copy.default, aten.mul.Tensor}
+
+
+class Summed(nn.Module):
+    """Of two matrices with one gradient, each large enough to travel alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(512, 512)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.a + self.b)
+
+
+def _on_one_rank() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("apart", "alone"))["alone"]
+    unsharded = Summed()
+    sharded = fully_shard(copy.deepcopy(unsharded), mesh=mesh)
+    run, x = torch.compile(sharded), torch.randn(4, 512)
+    for _ in range(2):
+        run(x).sum().backward()
+        unsharded(x).sum().backward()
+        assert_same_grads(sharded, unsharded, rtol=1e-3)
+
+
+@pytest.mark.more
+def test_two_parameters_with_one_gradient_get_one_each(two_ranks: Ranks) -> None:
+    two_ranks.run(_on_one_rank)
+
+
+def _saved_bytes() -> list[tuple[int, int]]:
+    model = fully_shard(nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)), reshard_after_forward=2)
+    run, x = torch.compile(model), torch.randn(4, 512)
+    run(x).sum().backward()
+    saved: list[tuple[int, int]] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append((tensor.nbytes, tensor.untyped_storage().nbytes()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        run(x)
+    return saved
+
+
+@pytest.mark.more
+def test_a_slice_that_is_kept_does_not_hold_the_whole(four_ranks: Ranks) -> None:
+    for saved in four_ranks.run(_saved_bytes):
+        assert (1 << 19, 1 << 19) in saved and max(held for _, held in saved) < 1 << 20

@@ -13,7 +13,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.eager import reduction
-from tests.comparing import assert_same_grads, batches, full, local_loss, loss_of, reference_backward, train_and_compare
+from tests.comparing import (
+    assert_same_grads,
+    batches,
+    full,
+    local_loss,
+    loss_of,
+    mine,
+    reference_backward,
+    train_and_compare,
+)
 from tests.compiling import compiled
 from tests.models import mesh_of, pair
 from tests.ranks import Ranks
@@ -194,6 +203,29 @@ def _asked_for_with_a_hook() -> None:
 
 def test_autograd_grad_and_inputs_with_a_hook_on_one_rank(two_ranks: Ranks) -> None:
     two_ranks.run(_asked_for_with_a_hook)
+
+
+def _kept(backend: str | None) -> None:
+    unsharded, model = pair()
+    run = compiled(model, backend)
+    seen: list[Tensor] = []
+    model.layers[1].up.weight.register_hook(seen.append)
+    for step in range(3):
+        loss_of(run(mine(step))).backward()
+        unsharded.zero_grad()
+        reference_backward(unsharded, batches(step))
+        model.layers[1].up.weight.grad.mul_(0.5)
+        torch.testing.assert_close(full(seen[step]), unsharded.layers[1].up.weight.grad, atol=1e-6, rtol=1e-4)
+    first = full(seen[0])
+    unsharded.zero_grad()
+    reference_backward(unsharded, batches(0))
+    torch.testing.assert_close(first, unsharded.layers[1].up.weight.grad, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+def test_what_a_hook_keeps_stays_as_it_was(two_ranks: Ranks, backend: str | None) -> None:
+    """Whatever becomes of the gradient that the shard has: it is added to, clipped, made zero."""
+    two_ranks.run(_kept, backend)
 
 
 def _an_end_that_raises() -> None:

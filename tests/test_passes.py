@@ -318,8 +318,8 @@ def test_with_one_rank_the_parameter_itself_stands_there_and_outputs_get_a_copy(
 reshape_default = reshape(shard, [4, 3])
 relu_default = relu(reshape_default)
 t_default = t(reshape_default)
-clone_default = clone(t_default)
-return relu_default, clone_default""",
+lift_fresh_copy_default = lift_fresh_copy(t_default)
+return relu_default, lift_fresh_copy_default""",
     )
 
 
@@ -571,8 +571,8 @@ convert_element_type_default = convert_element_type(to_device_default, torch.bfl
 all_gather_into_tensor_default = all_gather_into_tensor(convert_element_type_default, 4, g)
 wait_tensor_default = wait_tensor(all_gather_into_tensor_default)
 slice_tensor = slice.Tensor(wait_tensor_default, 0, 2, 4)
-clone_default = clone(slice_tensor)
-all_gather_into_tensor_default_1 = all_gather_into_tensor(clone_default, 2, pair)
+lift_fresh_copy_default = lift_fresh_copy(slice_tensor)
+all_gather_into_tensor_default_1 = all_gather_into_tensor(lift_fresh_copy_default, 2, pair)
 wait_tensor_default_1 = wait_tensor(all_gather_into_tensor_default_1)
 relu_default = relu(wait_tensor_default_1)
 return relu_default""",
@@ -639,10 +639,10 @@ def test_where_a_slice_is_cut_the_whole_is_there() -> None:
 all_gather_into_tensor_default = all_gather_into_tensor(shard, 4, g)
 wait_tensor_default = wait_tensor(all_gather_into_tensor_default)
 slice_tensor = slice.Tensor(wait_tensor_default, 0, 2, 4)
-clone_default = clone(slice_tensor)
+lift_fresh_copy_default = lift_fresh_copy(slice_tensor)
 t_default = t(wait_tensor_default)
 mm_default = mm(x, t_default)
-return mm_default, clone_default""",
+return mm_default, lift_fresh_copy_default""",
     )
 
 

@@ -92,6 +92,41 @@ def _dynamo_output() -> Any:
         return None
 
 
+def written_while_traced(tensor: torch.Tensor) -> bool:
+    """Whether what Dynamo is tracing has written to a tensor that is an input of its graph.
+
+    ``FakeTensorConverter._get_memo``, ``OutputGraph.tracers``, ``meta["example_value"]``: 2.11 to 2.15. Versions do not
+    tell of ``_foreach`` ops on a DTensor.
+    """
+    output = _dynamo_output()
+    fake = None if output is None else output.fake_mode.fake_tensor_converter._get_memo(tensor)
+    if fake is None:
+        return False
+    inputs = output.tracers[0].graph.find_nodes(op="placeholder")
+    users = [user for node in inputs if node.meta.get("example_value") is fake for user in node.users]
+    return fake._version > 0 or any(_writes(user) for user in users)
+
+
+def _writes(node: torch.fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def was_written_to(op: Any, fqn: str, given: list[torch.Tensor | None]) -> bool:
+    """Whether what Dynamo is tracing has written to a result of ``op``, which was given one of these tensors.
+
+    ``meta["grapharg"].example``, ``meta["example_value"]``: 2.11 to 2.15.
+    """
+    output = _dynamo_output()
+    for node in () if output is None else output.tracers[0].graph.find_nodes(op="call_function", target=op):
+        result = node.meta.get("example_value")
+        if node.kwargs.get("fqn") == fqn and isinstance(result, torch.Tensor) and result._version > 0:
+            arg = node.args[0].meta.get("grapharg")
+            if arg is not None and any(arg.example is one for one in given):
+                return True
+    return False
+
+
 # What Dynamo traces, by the context that it hands on to AOTAutograd, where that takes tensors which are free to save.
 _taking: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 

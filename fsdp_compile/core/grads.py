@@ -88,7 +88,7 @@ def _through_hooks(fqn: str, shard: DTensor, local: Tensor) -> Tensor:
             grad = replaced
     if grad.placements != shard.placements:
         grad = grad.redistribute(placements=shard.placements)
-    return dtensors.local_tensor(grad)
+    return dtensors.local_tensor(grad).clone()  # a hook may have kept what it saw
 
 
 def _fits(shard: DTensor, local: Tensor) -> bool:

@@ -48,6 +48,9 @@ def _shard_and_backward(param: Any, sink: Sink, mode: Mode) -> tuple[Any, Any, A
         edge = sink.edge if param is sink.param.shard and not dynamo.traces_backward() else None
     if takes == "local":
         return shard, None, None, "reduce"
+    if takes == "registered":
+        written: Any = sink.param.shard
+        return written.to_local(), None, None, "reduce"
     ticket = sink.ticket if mode == "resume" or mode == "resume_over_shards" else None
     if mode == "hold":
         return shard, sink.full, ticket, "hold"

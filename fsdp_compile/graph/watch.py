@@ -14,19 +14,21 @@ import warnings
 import weakref
 from typing import Any, Literal
 
+import torch
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dynamo
 from ..core.accumulation import Mode
-from ..core.captures import refuse_traced
+from ..core.captures import refuse_read_again, refuse_traced
 from ..core.exchange import say_compiling
 from ..core.param import ShardedParam, Slot
 from ..core.unit import Unit
 from .sink import follow_mode
 
 # What a graph takes of a parameter: the full one, where the eager path stands around the graph and gives it; the local
-# tensor of a frozen one; its edge, which is the local tensor; or both of these.
-Taken = Literal["full", "local", "edge", "both"] | None  # None: what is registered, which is not our shard
+# tensor of a frozen one; its edge, which is the local tensor; both of these; or the shard, a DTensor, where the graph
+# has written to it. AOTAutograd would not know that the local tensor is another by then.
+Taken = Literal["full", "local", "edge", "both", "registered"] | None  # None: what is there is not our shard
 
 
 class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
@@ -54,6 +56,9 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         """What graphs take of a parameter; None where the user put something else in its place, or into it."""
         unit, param = self._of(fqn)
         refuse_traced(fqn, unit.mode_of(param))
+        given = [param.local, None if param.sink is None else param.sink.edge]
+        if dynamo.was_written_to(torch.ops.fsdpc.unshard, fqn, given):
+            refuse_read_again(fqn)
         if unit.given is None:
             say_compiling(unit)
         around: Unit | None = unit
@@ -75,6 +80,8 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
             return None
         if taken[0] == "full":
             dynamo.note_free_to_save()
+        elif dynamo.written_while_traced(param.shard):
+            return "registered"
         return taken[0]
 
     def mode(self, fqn: str) -> Mode:
