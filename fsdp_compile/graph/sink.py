@@ -314,7 +314,7 @@ def _is_asked_for(unit: Unit, fqn: str) -> bool:
     param = next(one for one in unit.params if one.fqn == fqn)
     edge = None if param.sink is None else param.sink.edge
     node: Any = None if edge is None else edge.grad_fn
-    if node is None or autograd.in_compiled_autograd():
+    if node is None or not autograd.backward_has_an_end():  # one in a graph, where autograd runs no node
         return False
     ours: Any = param.shard
     leaves = [leaf for shard, leaf in zip(node.shards, node.leaves, strict=True) if shard is ours]

@@ -31,6 +31,10 @@ from .sink import follow_mode
 Taken = Literal["full", "local", "edge", "both", "registered"] | None  # None: what is there is not our shard
 
 
+# Dynamo would compile a frame that names torch, where it looks at each one that begins.
+_UNSHARD = torch.ops.fsdpc.unshard
+
+
 class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
     """What a unit's compiled reads ask before they take anything of a shard; Dynamo asks it again at each call."""
 
@@ -57,7 +61,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         unit, param = self._of(fqn)
         refuse_traced(fqn, unit.mode_of(param))
         given = [param.local, None if param.sink is None else param.sink.edge]
-        if dynamo.was_written_to(torch.ops.fsdpc.unshard, fqn, given):
+        if dynamo.was_written_to(_UNSHARD, fqn, given):
             refuse_read_again(fqn)
         if unit.given is None:
             say_compiling(unit)
