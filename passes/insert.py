@@ -80,13 +80,17 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
     unshards = {marker.fqn: marker for marker in find_unshards(graph)}
     reduces = {marker.fqn: marker for marker in find_reduces(graph)}
     position = {node: index for index, node in enumerate(graph.nodes)}
+    written = {base_of(one) for node in graph.nodes for one in compat.written_by(node)}
     num_launched = 0
     for index, bucket in enumerate(plan.gathers):
         members = [unshards.pop(fqn) for fqn in bucket.fqns]
         anchor = min((marker.node for marker in members), key=position.__getitem__)
         specs = [marker.spec for marker in members]
         call = _emitter(graph, anchor, _role("gather", index, plan, members), _step(members))
-        fulls = lower.finish_gather(call, lower.launch_gather(call, [m.shard for m in members], specs), specs)
+        shards = [marker.shard for marker in members]
+        if len(shards) == 1 and base_of(shards[0]) in written:  # by an optimizer, perhaps while it is on its way
+            shards = [call(_COPY, shards[0])]
+        fulls = lower.finish_gather(call, lower.launch_gather(call, shards, specs), specs)
         for marker, full in zip(members, fulls):
             full.meta[PARAMETER] = marker.fqn
         _replace(graph, members, fulls)

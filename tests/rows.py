@@ -292,6 +292,7 @@ ROWS = (
             "test_eager.py::test_a_step_after_one_rank_failed_is_right",
             "test_interrupted.py::test_an_error_behind_a_break_that_the_user_catches",
             "test_accumulate.py::test_reset_drops_what_was_held",
+            "test_interrupted.py::test_steps_after_a_backward_that_raised_have_their_gradients_and_no_others",
         ),
         "Before the first forward and on an inner unit: `test_eager.py::test_reset_and_finalization_are_the_roots`. Another root's reductions in a shared context go on: `test_eager.py::test_a_reset_leaves_the_neighbour_alone`.",
     ),
@@ -425,9 +426,10 @@ ROWS = (
             "test_eager.py::test_a_divide_factor_of_ones_own",
             "test_meshes.py::test_gradients_are_divided_once",
             "test_settings.py::test_a_divide_factor_is_that_of_one_unit",
+            "test_eager.py::test_a_divide_factor_that_is_known_behind_forward",
             "test_settings.py::test_the_old_name_of_the_divide_factor_warns_and_works",
         ),
-        "Compiled too; does not recurse by default; old name with FutureWarning. Differs: a factor is always a sum and a division. Not: a replicated mesh.",
+        "Compiled too; does not recurse by default; old name with FutureWarning. Differs: a factor is always a sum and a division; where the whole model is compiled it holds from the next forward on. Not: a replicated mesh.",
     ),
     Row(
         "B19",
@@ -529,6 +531,7 @@ ROWS = (
         "`register_fsdp_forward_method`",
         (
             "test_eager.py::test_another_method_as_forward",
+            "test_eager.py::test_a_method_that_the_module_was_given",
             "test_torch_names.py::test_torchs_forward_methods_gather_ours",
             "test_torch_names.py::test_a_reset_helps_after_such_a_method_raised",
             "test_errors.py::test_a_mistake_is_named [a forward method that is missing]",
@@ -663,6 +666,7 @@ ROWS = (
         (
             "test_models.py::test_frozen_parameters_are_gathered_but_not_reduced",
             "test_eager.py::test_frozen_units_are_freed_when_backward_leaves_them",
+            "test_eager.py::test_a_frozen_parameter_stays_until_backward_has_read_it",
             "test_graphs.py::test_a_frozen_parameter_is_not_reduced",
             "test_training.py::test_parameters_may_be_frozen_and_thawed_between_steps",
             "test_evaluation.py::test_frozen_parameters",
@@ -818,6 +822,7 @@ ROWS = (
             "test_training.py::test_load_state_dict_assign_replaces_the_shards",
             "test_reads.py::test_dtypes_follow_to_and_load_state_dict",
             "test_training.py::test_loading_whole_tensors_is_refused_and_names_them",
+            "test_training.py::test_assigning_what_is_not_cut_so_is_refused_and_names_it",
         ),
         "Plain tensors: torch's RuntimeError, which names each key; nothing is changed.",
     ),

@@ -219,6 +219,18 @@ def test_what_may_be_written_to_is_not_sent_itself() -> None:
     assert {node.target for node in sent} == {aten.lift_fresh_copy.default, aten.mul.Tensor}
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_shard_that_the_graph_writes_to_is_not_sent_itself(writes: bool) -> None:
+    b = Builder()
+    shard, x = b.input("primals_1", 2, 4), b.input("primals_2", 3, 4)
+    out = b.call(aten.mm.default, x, b.unshard(shard, spec("weight", (4, 4))))
+    written = [b.call(aten.copy_.default, shard, b.call(aten.mul.Tensor, shard, 2.0))] if writes else []
+    graph = b.output(out, *written)
+    insert(graph, plan_graph(graph, "forward"))
+    (sent,) = [node.args[0] for node in graph.nodes if "all_gather_into_tensor" in str(node.target)]
+    assert (sent is shard) != writes
+
+
 class Summed(nn.Module):
     """Of two matrices with one gradient, each large enough to travel alone."""
 
