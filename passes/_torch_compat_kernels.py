@@ -112,7 +112,6 @@ def lower_as_collective(op: torch._ops.OpOverload) -> None:
     register_lowering(op)(lowering)
 
 
-@functools.cache
 def may_be_in_place(node: torch.fx.Node) -> bool:
     """Whether Inductor may have an op write into an input that nobody reads behind it.
 
@@ -129,6 +128,7 @@ def may_be_in_place(node: torch.fx.Node) -> bool:
     return is_scatter or node.target in reinplace.inplaceable_ops or node.target in reinplace.inplaceable_foreach_ops
 
 
+@functools.cache
 def lower_as_call(op: torch._ops.OpOverload, called: torch._ops.OpOverload, **settings: Any) -> None:
     """Have Inductor generate a call of ``called`` where the graph has ``op``, whose inputs it writes as they lie there.
 

@@ -118,6 +118,32 @@ def test_autograd_grad_leaves_alone_what_was_held_back(two_ranks: Ranks, backend
     two_ranks.run(check_grad_in_between, backend)
 
 
+def check_partial_sums(how: str) -> None:
+    """On two replicas of two shards, with gradients that wait to be summed over the replicas."""
+    unsharded, model = pair(make=small, mesh=mesh_of("replicate", "shard"))
+    losses = [torch.stack([loss_of(unsharded(batch)) for batch in batches(micro)]).mean() for micro in range(3)]
+    model.set_requires_all_reduce(False)
+    loss_of(model(mine(0))).backward()
+    model.set_requires_all_reduce(True)
+    if how == "grad":
+        (grad,) = torch.autograd.grad(loss_of(model(mine(1))), [model.head.weight])
+        (expected,) = torch.autograd.grad(losses[1], [unsharded.head.weight])
+        torch.testing.assert_close(grad.full_tensor(), expected, atol=1e-6, rtol=1e-4)
+    loss = loss_of(model(mine(2)))
+    if how == "factor":
+        model.set_gradient_divide_factor(8.0, recurse=True)
+    loss.backward()
+    (losses[0] + losses[2]).backward()
+    for param in unsharded.parameters():
+        param.grad.mul_(0.5 if how == "factor" else 1.0)
+    assert_same_grads(model, unsharded)
+
+
+@pytest.mark.parametrize("how", ["grad", "factor"])
+def test_partial_sums_are_left_alone_and_divided_as_is_said_last(four_ranks: Ranks, how: str) -> None:
+    four_ranks.run(check_partial_sums, how)
+
+
 def test_no_sync_needs_sharded_modules() -> None:
     with pytest.raises(ValueError, match="Linear without sharded modules"), fsdp_compile.no_sync(nn.Linear(2, 2)):
         pass

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import types
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -768,13 +770,17 @@ def _method_of_its_own() -> None:
     model: Any = copy.deepcopy(unsharded)
     model.encode = types.MethodType(lambda self, x: self.linear(x) + 1, model)
     fully_shard(model)
-    model.other = lambda x: model.linear(x) + 2
+    model.other = functools.partial(lambda its, x: its.linear(x) + 2, model)
     for name in ("encode", "other", "encode", "other"):  # the second time for nothing
         register_fsdp_forward_method(model, name)
     x = torch.ones(2, 4)
     torch.testing.assert_close(model.encode(x), unsharded.encode(x) + 1)
     torch.testing.assert_close(model.other(x), unsharded.encode(x) + 2)
     torch.testing.assert_close(copy.deepcopy(model).encode(x), unsharded.encode(x) + 1)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_method_that_the_module_was_given(two_ranks: Ranks) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -173,6 +175,38 @@ def _reads_again() -> None:
 
 def test_a_gathered_parameter_that_is_written_to_and_read_again_is_refused(two_ranks: Ranks) -> None:
     two_ranks.run(_reads_again)
+
+
+class LookedUpTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 8, max_norm=1.0)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.table(a) + self.table(b)
+
+
+def _looks_up_twice() -> None:
+    torch.manual_seed(0)
+    unsharded = LookedUpTwice()
+    sharded = fully_shard(copy.deepcopy(unsharded))
+    inputs = torch.arange(5), torch.arange(3, 8)
+    torch.testing.assert_close(torch.compile(sharded, backend="aot_eager")(*inputs), unsharded(*inputs))
+
+
+def test_rows_that_a_lookup_scales_are_no_writes(two_ranks: Ranks) -> None:
+    two_ranks.run(_looks_up_twice)
+
+
+def test_no_graph_is_kept_for_having_been_asked_about() -> None:
+    b = Builder()
+    marker = b.reduce(b.call(aten.mul.Tensor, b.input("tangents_1", 4, 4), 2.0), spec("weight", (4, 4)))
+    graph = b.output(marker, b.call(aten.add.Tensor, marker.args[0], 1.0))
+    insert(graph, plan_graph(graph, "backward"))
+    gone = weakref.ref(graph)
+    del b, marker, graph
+    gc.collect()
+    assert gone() is None
 
 
 # --- memory that is in flight, or handed out

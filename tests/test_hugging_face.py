@@ -35,7 +35,7 @@ def _llama(**kwargs: Any) -> Any:
 
 def _mixtral() -> Any:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    experts = {"num_local_experts": 3, "num_experts_per_tok": 2}
+    experts = {"num_local_experts": 12, "num_experts_per_tok": 2}  # of which a file has the 11th before the 3rd
     return transformers.MixtralConfig(**_SMALL, **sizes, **experts, num_key_value_heads=1, max_position_embeddings=32)
 
 

@@ -31,7 +31,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     known = getattr(module, method_name)
     if getattr(known, "__func__", None) in _forwards:
         return  # registered before
-    forward: Any = _forward_by(_as_function(known, module))
+    forward: Any
+    if getattr(known, "__self__", None) is module:
+        forward = _forward_by(known.__func__)
+    else:
+        forward = _made_by(lambda self, *args, **kwargs: known(*args, **kwargs))
     _forwards.add(forward)
     setattr(module, method_name, forward.__get__(module, type(module)))
 
@@ -40,21 +44,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 _forwards: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def _as_function(method: Any, module: nn.Module) -> Callable[..., Any]:
-    """What a module has under a name, as a function of a module: its class's, or one that it was given alone."""
-    if getattr(method, "__self__", None) is module:
-        function: Callable[..., Any] = method.__func__
-        return function
-
-    def of_this_one(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return method(*args, **kwargs)
-
-    return of_this_one
-
-
-@shared
-def _forward_by(method: Callable[..., Any]) -> Callable[..., Any]:
-    """unit_forward once more, around a method; one for all modules that have it, as they may share what is compiled."""
+def _made_by(method: Callable[..., Any]) -> Callable[..., Any]:
+    """unit_forward once more, around a method."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         unit: Unit = self.__dict__[STATE]
@@ -69,3 +60,7 @@ def _forward_by(method: Callable[..., Any]) -> Callable[..., Any]:
         return as_given(unit, output)
 
     return with_code_of_its_own(forward, getattr(method, "__qualname__", "forward"))
+
+
+# One for all modules that have it, as they may share what is compiled.
+_forward_by = shared(_made_by)

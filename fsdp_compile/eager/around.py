@@ -35,7 +35,7 @@ def eager_forward(unit: Unit, module: nn.Module, forward: Callable[..., Any], ar
     are_compiled = dynamo.reads_are_compiled(module)
     call = None
     try:
-        if are_compiled and not dynamo.forward_is_compiled(module) and _replaces_graphs(unit):
+        if are_compiled and not dynamo.forward_is_compiled(module) and _replaces_graphs(unit, args, kwargs):
             are_compiled, forward = False, functools.partial(_in_python, forward)
         call, args, kwargs = begin(unit, module, args, kwargs, are_compiled)
         output = forward(module, *args, **kwargs)

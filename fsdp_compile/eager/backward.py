@@ -162,8 +162,8 @@ def complete(recording: Recording) -> None:
     run.iteration.incomplete.pop(recording, None)
     # Free before the reduction takes memory of its own; but what is left of this unit's backward may still read a
     # frozen parameter, until it comes to the inputs, or to its end where no input asks for a gradient.
+    call.gathered.unalias(grads)
     if not (call.ends_at_inputs or call.read_frozen):
-        call.gathered.unalias(grads)
         leave_backward(call)
     _reduce(run, call.gathered, grads, delivered)
 
@@ -193,10 +193,11 @@ def _reduce(run: Running, gathered: Gathered, grads: dict[int, Tensor], delivere
 def _reduce_asked_for(run: Running, gathered: Gathered, index: int, grad: Tensor) -> DTensor | None:
     """The gradient of one shard, for autograd to carry on; None while it is a partial sum."""
     grads = {index: grad}
-    if autograd.in_compiled_autograd() or not gathered.shards[index].is_leaf:  # else the caller has this one alone
+    joins = autograd.in_compiled_autograd() or not gathered.shards[index].is_leaf  # else the caller has this one alone
+    if joins:
         grads = with_pending(gathered, grads, only=gathered.params[index].fqn)
     run.reduced_in = autograd.backward_task()
-    local = Reduction(gathered, grads, alone=True).finish().get(index)
+    local = Reduction(gathered, grads, alone=True, joins_partials=joins).finish().get(index)
     if local is None:
         return None
     shard = gathered.shards[index]
@@ -235,6 +236,7 @@ def end_backward(root: Unit, task: int | None = None) -> None:
     Where it raises, as a hook may, the backward is noted as one that did not end, and the next forward recovers.
     """
     iteration = running(root).iteration
+    iteration.forget_raised()
     others = {*iteration.tasks} - {task}
     for recording in [one for one, since in iteration.incomplete.items() if since == task]:
         complete(recording)  # a parameter that was read has no part in this backward

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
+from typing import Any
 
 from .._torch_compat import autograd, dynamo
+from ..core.containers import tensors_in
 from ..core.exchange import others_of
 from ..core.unit import Unit
 from ..passes.ledger import ledger
@@ -39,11 +43,18 @@ def enter_route(unit: Unit, around_graph: bool, inputs_train: InputsTrain) -> No
         run.gathered = routed
 
 
-def replaces_graphs(unit: Unit) -> bool:
+def inputs_train(unit: Unit, args: Any, kwargs: Any) -> bool:
+    """Whether an input of a forward asks for a gradient, or a parameter inside that no rank has a shard of."""
+    inside = (param for module in unit.modules for param in module.parameters())
+    return any(one.requires_grad for one in itertools.chain(tensors_in((args, kwargs)), inside))
+
+
+def replaces_graphs(unit: Unit, args: Any, kwargs: Any) -> bool:
     """Whether a forward that was broken apart, on this rank alone, is to run in Python as others' one graph."""
     if autograd.in_functorch() or running(unit).iteration.depth or others_of(unit.root).is_decided:
         return False
-    return not (ledger.has_run and own_way(unit) is not None) and way_of_others(unit) is not None
+    train = functools.partial(inputs_train, unit, args, kwargs)
+    return not (ledger.has_run and own_way(unit, train) is not None) and way_of_others(unit, train) is not None
 
 
 def end_route(unit: Unit) -> None:

@@ -31,7 +31,7 @@ from ..core.spec import spec_of
 from ..core.unit import Unit
 from ..passes.markers import require_data
 from .backward import clean_up_at_end, enter_backward
-from .follow import abandon_route, end_route, enter_route, run_ahead
+from .follow import abandon_route, end_route, enter_route, inputs_train, run_ahead
 from .reads import end_at_inputs, read
 from .routed import Routed
 from .running import Call, Running, recover, running
@@ -47,13 +47,13 @@ def begin_forward(
     """Gather for an eager forward; the call that its reads go to, and the inputs to call the module with."""
     run = running(unit)
     if autograd.backward_task() is not None:  # recomputed for backward
+        clean_up_at_end(unit)
         call = _call_in_backward(run)
         if call is None:  # in a backward of its own, of reentrant checkpointing
             call = Call(run, run.current())
             call.is_in_backward = True
             args, kwargs = _end_at_inputs(call, args, kwargs)
         run.calls.append(call)
-        clean_up_at_end(unit)
         return call, args, kwargs
     iteration = run.iteration
     if iteration.pending_handle is not None:
@@ -65,7 +65,7 @@ def begin_forward(
         recover(unit.root)
     iteration.forward_number += unit.outer is None and iteration.depth == 0
     if not reads_are_compiled:
-        enter_route(unit, around_graph, lambda: any(one.requires_grad for one in tensors_in((args, kwargs))))
+        enter_route(unit, around_graph, functools.partial(inputs_train, unit, args, kwargs))
     call = _call_of_pass(run)
     if not reads_are_compiled:
         try:
@@ -141,7 +141,7 @@ def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
     outputs = [tensor for tensor in tensors if tensor.requires_grad] if recorded else []
     if autograd.backward_task() is not None:
         call.forget_reads()
-        if call.is_in_backward:
+        if call.is_in_backward and call.was_read:
             _hook_outputs(call, outputs)  # another call in there may free before its backward comes
         return output  # its end frees
     iteration.depth -= 1

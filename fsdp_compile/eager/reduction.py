@@ -64,13 +64,15 @@ def _sum(held: Tensor, more: Tensor, in_any_dtype: bool) -> Tensor:
 class Reduction:
     """One unit's gradients in flight; unless they travel ``alone``, with what waits to be summed over replicas."""
 
-    def __init__(self, gathered: Gathered, grads: Mapping[int, Tensor], alone: bool = False) -> None:
+    def __init__(
+        self, gathered: Gathered, grads: Mapping[int, Tensor], alone: bool = False, joins_partials: bool = True
+    ) -> None:
         self.gathered = gathered
         self._fqns = {gathered.params[index].fqn for index in grads} if alone else None
         self._in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] = []
         self._advanced = False
         accumulation = gathered.unit.accumulation
-        self._replicated_later = bool(accumulation.partials) or not accumulation.all_reduce
+        self._replicated_later = joins_partials and (bool(accumulation.partials) or not accumulation.all_reduce)
         indices = sorted(grads)
         with torch.no_grad():
             each = {index: self._spec(gathered.spec_for(index, grads[index])) for index in indices}
@@ -147,13 +149,14 @@ class Reduction:
     def _all_reduced(self, partial: dict[int, Tensor]) -> dict[int, Tensor]:
         """Partial sums over the shards, summed over the replicas: one collective a mesh and divisor."""
         by_key: dict[tuple[object, ...], list[int]] = {}
+        specs = {index: self.gathered.spec_for(index, local) for index, local in partial.items()}
         for index in sorted(partial):
-            spec = self.gathered.specs[index]
+            spec = specs[index]
             key = (spec.replicate_group, partial[index].dtype, spec.reduce_op, spec.postdivide)
             by_key.setdefault(key, []).append(index)
         done: dict[int, Tensor] = {}
         for members in by_key.values():
-            spec = self.gathered.specs[members[0]]
+            spec = specs[members[0]]
             packed = torch.cat([lower.as_real(lower.run, partial[index]).reshape(-1) for index in members])
             call = Caller(self.gathered.unit, num_waits_before_hook=1)
             call(note, "all_reduce", [self.gathered.specs[index] for index in members], spec.replicate_group)
@@ -165,8 +168,7 @@ class Reduction:
                 summed = torch.view_as_complex(summed.view(-1, 2))
             sizes = [partial[index].numel() for index in members]
             for index, flat in zip(members, summed.split(sizes)):
-                grad_dtype = self.gathered.spec_for(index, partial[index]).grad_dtype
-                done[index] = flat.view(partial[index].shape).to(grad_dtype)
+                done[index] = flat.view(partial[index].shape).to(specs[index].grad_dtype)
         return done
 
 

@@ -40,7 +40,7 @@ class Way:
     backward: tuple[Launch, ...] = ()
 
 
-InputsTrain = Callable[[], bool]  # whether an input of the forward asks for a gradient
+InputsTrain = Callable[[], bool]  # whether anything else that the forward reads asks for a gradient
 
 
 def _surely() -> bool:
@@ -184,8 +184,8 @@ def _stage(units: Iterable[Unit], inputs_train: InputsTrain) -> str:
     """Which graph AOTAutograd makes of such a forward: one without a backward where nothing asks for a gradient."""
     if not torch.is_grad_enabled():
         return "inference"
-    some_train = any(param.shard.requires_grad for unit in units for param in unit.params)
-    return "forward" if some_train or inputs_train() else "inference"
+    shards_train = any(param.shard.requires_grad for unit in units for param in unit.params)
+    return "forward" if shards_train or inputs_train() else "inference"
 
 
 def _kind(syncs: bool, stage: str) -> str:

@@ -77,7 +77,7 @@ class Sink:
         elif mode == "resume_over_shards":
             self.partial = _leaf(self.partial, spec.local_size, dtype, device, lambda: _holder(unit, spec.fqn, True))
         if mode.startswith("resume") and self.ticket is None:
-            self.ticket = _ticket(unit, spec.fqn)
+            self.ticket = _ticket(unit, self.param)
         self._ready = {(version, ready) for version, ready in self._ready if version == unit.version}
         self._ready.add((unit.version, mode))
 
@@ -161,6 +161,7 @@ def _make_edges(sinks: Sequence[Sink]) -> None:
             shard.requires_grad_(False)
     node = edges[0].grad_fn
     node.leaves = [leaf for leaf, _ in node.next_functions]
+    node.leaf_of = dict(zip(map(id, shards), node.leaves))  # it holds the shards
     for sink, edge in zip(sinks, edges, strict=True):
         sink.have_edge(edge)
 
@@ -291,15 +292,15 @@ def _holder(unit: Unit, fqn: str, partial: bool) -> Hook:
     return hold
 
 
-def _ticket(unit: Unit, fqn: str) -> Tensor:
-    number = next(_numbers)
-    owner = weakref.ref(unit)
+def _ticket(unit: Unit, param: ShardedParam) -> Tensor:
+    number, fqn = next(_numbers), param.fqn
+    owner, of = weakref.ref(unit), weakref.ref(param)
 
     def take(grad: Tensor) -> Tensor:
         unit = owner()
         if unit is not None:
             unit.ends.at_end(unit)
-            held = None if _is_asked_for(unit, fqn) else _held_back(unit, fqn)
+            held = None if _is_asked_for(of()) else _held_back(unit, fqn)
             if held is not None:
                 return held.add_(grad)
         return grad.clone(memory_format=torch.contiguous_format)
@@ -309,16 +310,15 @@ def _ticket(unit: Unit, fqn: str) -> Tensor:
     return torch.tensor(number, device="cpu")  # read in backward, where a copy from a GPU would wait
 
 
-def _is_asked_for(unit: Unit, fqn: str) -> bool:
+def _is_asked_for(param: ShardedParam | None) -> bool:
     """Whether ``autograd.grad`` takes the gradient: the caller gets that of this backward alone."""
-    param = next(one for one in unit.params if one.fqn == fqn)
-    edge = None if param.sink is None else param.sink.edge
+    edge = None if param is None or param.sink is None else param.sink.edge
     node: Any = None if edge is None else edge.grad_fn
-    if node is None or not autograd.backward_has_an_end():  # one in a graph, where autograd runs no node
+    if param is None or node is None or not autograd.backward_has_an_end():  # in a graph autograd runs no node
         return False
-    ours: Any = param.shard
-    leaves = [leaf for shard, leaf in zip(node.shards, node.leaves, strict=True) if shard is ours]
-    return any(grads.is_asked_for(ours, leaf) for leaf in leaves)
+    shard: Any = param.shard
+    leaf = node.leaf_of.get(id(shard))
+    return leaf is not None and grads.is_asked_for(shard, leaf)
 
 
 def _held_back(unit: Unit, fqn: str) -> Tensor | None:

@@ -152,7 +152,7 @@ def sources(model: nn.Module, expected: Collection[str], entries: Collection[str
     """What of the folder becomes which tensors of the model."""
     rename, converters = _mapping(model, expected)
     found: dict[str, Source] = {}
-    for name in entries:
+    for name in sorted(entries, key=_natural):  # experts are put together as they come
         target, pattern = rename(name)
         if pattern is None:
             found[name] = Source(target, [(name, None)])
@@ -160,6 +160,11 @@ def sources(model: nn.Module, expected: Collection[str], entries: Collection[str
             source = found.setdefault(f"-> {target}", Source(target, converter=converters[pattern]))
             source.entries.append((name, pattern))
     return list(found.values())
+
+
+def _natural(name: str) -> list[Any]:
+    """By numbers where there are some: a file has experts.10 before experts.2."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def _mapping(
