@@ -5,8 +5,7 @@
 
 The key is of all that a trial reads: the joint graph with its sizes, the parameters' names, the ranks, the hardware
 profile, the budget, the settings of AOTAutograd (whose partitioner cuts), whether GPUs may round to TF32, torch and the
-source of the passes. A share
-of what is free is not remembered: it is other bytes in each process.
+source of the passes. A share of what is free is not remembered: it is other bytes in each process.
 """
 
 from __future__ import annotations

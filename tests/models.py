@@ -73,6 +73,21 @@ class Checkpointed(Stack):
         return self.head(self.norm(x))
 
 
+class Fault(torch.autograd.Function):
+    """Raises in backward where it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, raises: bool) -> Tensor:
+        ctx.raises = raises
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.raises:
+            raise ArithmeticError("in backward")
+        return grad, None
+
+
 def shard(model: Any, **kwargs: Any) -> Any:
     """Each block, then the root."""
     for layer in model.layers:

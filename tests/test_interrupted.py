@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compile import fully_shard
 from tests.comparing import assert_same_grads, train_and_compare
 from tests.compiling import compiled
-from tests.models import Block, BreakBlock, Checkpointed, Stack, pair, shard
+from tests.models import Block, BreakBlock, Checkpointed, Fault, Stack, pair, shard
 from tests.ranks import Ranks
 from tests.recording import Collectives
 
@@ -112,21 +112,6 @@ def _fail_on_all(how: str, error: type[BaseException], backend: str, warm: bool)
 @pytest.mark.parametrize("how", ["eager", "blocks", "whole"])
 def test_an_error_behind_a_break_that_the_user_catches(two_ranks: Ranks, how: str) -> None:
     two_ranks.run(_fail_on_all, how, ValueError, "aot_eager", how != "whole")
-
-
-class Fault(torch.autograd.Function):
-    """Raises in backward where it is told to."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, raises: bool) -> Tensor:
-        ctx.raises = raises
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        if ctx.raises:
-            raise ArithmeticError("in backward")
-        return grad, None
 
 
 def _backward_raises(backend: str | None) -> None:

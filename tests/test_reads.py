@@ -27,6 +27,7 @@ from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from fsdp_compile.eager import forward as eager
 from tests.comparing import assert_same_grads
 from tests.compiling import no_kernels_built, num_graphs
+from tests.models import Fault
 from tests.ranks import Ranks
 from tests.recording import recorded
 
@@ -396,18 +397,6 @@ def test_no_gathered_parameter_outlives_its_step(two_ranks: Ranks) -> None:
 
 
 def _backward_raises() -> None:
-    class Raises(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, on: bool) -> Tensor:
-            ctx.on = on
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            if ctx.on:
-                raise ArithmeticError("on purpose")
-            return grad, None
-
     class Inner(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -415,7 +404,7 @@ def _backward_raises() -> None:
             self.fail = True
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.b(Raises.apply(self.a(x), self.fail))
+            return self.b(Fault.apply(self.a(x), self.fail))
 
     torch.manual_seed(0)
     unsharded = Inner()

@@ -119,13 +119,13 @@ def was_written_to(op: Any, fqn: str, given: list[torch.Tensor | None]) -> bool:
     """
     output = _dynamo_output()
     for node in () if output is None else output.tracers[0].graph.find_nodes(op="call_function", target=op):
-        result = node.meta.get("example_value")
+        if node.kwargs.get("fqn") != fqn or getattr(node.meta.get("example_value"), "_version", 0) == 0:
+            continue
         # Lookups that keep to a norm scale what was gathered for them, each its own rows.
         is_looked_up = any(getattr(user.target, "__name__", "").startswith("embedding") for user in node.users)
-        if node.kwargs.get("fqn") == fqn and getattr(result, "_version", 0) > 0 and not is_looked_up:
-            arg = node.args[0].meta.get("grapharg")
-            if arg is not None and any(arg.example is one for one in given):
-                return True
+        arg = node.args[0].meta.get("grapharg")
+        if not is_looked_up and arg is not None and any(arg.example is one for one in given):
+            return True
     return False
 
 

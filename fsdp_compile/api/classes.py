@@ -61,7 +61,7 @@ class ShardedModule:
     def _load_from_state_dict(self, *args: Any) -> None:
         state, prefix, metadata = args[:3]
         if metadata.get("assign_to_params_buffers", False):
-            _require_shards(self, {name: state.get(prefix + name) for name in self.__dict__.get(READS, {})})
+            _require_shards(self, state, prefix)
         let_go(self)  # as above, where the user has load_state_dict swap
         self._fsdp_compile_original._load_from_state_dict(self, *args)  # type: ignore[attr-defined]
         take_back(self)
@@ -174,10 +174,10 @@ def let_go(module: Any) -> None:
         forget_edges(owner)
 
 
-def _require_shards(module: Any, given: Mapping[str, Any]) -> None:
+def _require_shards(module: Any, state: Mapping[str, Any], prefix: str) -> None:
     """Raise where what is to be assigned to a module is not cut as its shards are."""
     for name, (param, _, _) in module.__dict__.get(READS, {}).items():
-        shard, new = param.shard, given[name]
+        shard, new = param.shard, state.get(prefix + name)
         if param.is_full or module._parameters.get(name) is not shard or not isinstance(new, torch.Tensor):
             continue
         if isinstance(new, DTensor) and (new.device_mesh, new.placements) == (shard.device_mesh, shard.placements):

@@ -100,7 +100,7 @@ def clip_grad_norm(
     zero = torch.zeros((), device=device, dtype=norm_dtype)
     total = zero.clone()
     for (mesh, dims), some in norms.items():
-        here = torch.linalg.vector_norm(torch.stack(some), norm_type) if some else zero.clone()
+        here = torch.linalg.vector_norm(torch.stack(some), norm_type) if some else zero
         if math.isinf(norm_type):
             # A maximum over ranks may drop what is no number: on gloo it depends on which rank has it.
             nan_and_norm = torch.stack([here.isnan().to(here.dtype), here.nan_to_num(nan=0.0, posinf=math.inf)])

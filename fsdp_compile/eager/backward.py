@@ -217,8 +217,9 @@ def clean_up_at_end(unit: Unit) -> None:
     """Have the end of the backward that runs clean up; once for each backward."""
     if not autograd.backward_has_an_end():
         return  # and its units hold nothing
-    iteration, task, root = running(unit).iteration, autograd.backward_task(), unit.root
+    iteration, task = running(unit).iteration, autograd.backward_task()
     if task not in iteration.tasks:
+        root = unit.root
         if iteration.in_stale_backward():  # of what has no eager forward, which would have seen to it
             recover(root)
         iteration.forget_raised()

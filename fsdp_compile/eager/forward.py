@@ -52,7 +52,7 @@ def begin_forward(
         if call is None:  # in a backward of its own, of reentrant checkpointing
             call = Call(run, run.current())
             call.is_in_backward = True
-            args, kwargs = _end_at_inputs(call, args, kwargs)
+            args, kwargs = end_at_inputs(call, args, kwargs)
         run.calls.append(call)
         return call, args, kwargs
     iteration = run.iteration
@@ -73,18 +73,10 @@ def begin_forward(
         except BaseException:
             abandon_forward(unit, call)
             raise
-        args, kwargs = _end_at_inputs(call, args, kwargs)
+        args, kwargs = end_at_inputs(call, args, kwargs)
     iteration.depth += 1
     run.calls.append(call)
     return call, args, kwargs
-
-
-def _end_at_inputs(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The inputs, to be told when backward is through with them, where no gradient tells of all that it reads."""
-    some_frozen = any(not shard.requires_grad for shard in call.gathered.shards)
-    if some_frozen and torch.is_grad_enabled() and not autograd.in_functorch():
-        return end_at_inputs(call, args, kwargs)
-    return args, kwargs
 
 
 def _gather_ahead(run: Running, call: Call) -> None:

@@ -146,7 +146,10 @@ dynamo.leave_all_to_python(_Read.backward, _ReadAll.backward, _Inputs.backward)
 
 
 def end_at_inputs(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The inputs of a forward, passed through a node that ends the unit's backward."""
+    """The inputs of a forward; of a unit that is partly frozen, passed through a node that ends its backward."""
+    some_frozen = any(not shard.requires_grad for shard in call.gathered.shards)
+    if not some_frozen or not torch.is_grad_enabled() or autograd.in_functorch():
+        return args, kwargs  # gradients tell of all that backward reads
     inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
     if not inputs:
         return args, kwargs
