@@ -24,12 +24,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
     One cache directory, new for each run: equal kernels are compiled once, and no result depends on an old run.
     Kernels without vector instructions: g++ takes 0.7 s for one and not 1.0, Inductor's own Python a fifth less, and
-    nobody compiles probes of the processor. And all kernels of a graph in one call of g++ (building.py).
+    nobody compiles probes of the processor. And all kernels of a graph in one call of g++ (building.py), which does not
+    optimize: it takes a third less so, of kernels that run for microseconds.
     tests/test_matrix.py has a test of kernels as users have them (``-m more``).
     """
     if _GIVEN_CACHE_DIR is None:
         config.stash[_CACHE_DIR] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fsdp_compile_tests_")
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+    os.environ.setdefault("AOT_INDUCTOR_DEBUG_COMPILE", "1")  # -O0, of all that Inductor builds: torch 2.11 to 2.15
     build_graphs_at_once()
 
 

@@ -46,7 +46,7 @@ def _measure_vectorized(name: str, backend: str) -> dict[str, Any]:
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
     try:
         # Found out, as it is by default.
-        with torch._inductor.config.patch({"cpp.vec_isa_ok": None}), as_inductor_builds():
+        with torch._inductor.config.patch({"cpp.vec_isa_ok": None, "aot_inductor.debug_compile": False}), as_inductor_builds():
             assert cpu_vec_isa.pick_vec_isa()
             return measure(name, backend)
     finally:
