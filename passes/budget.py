@@ -167,20 +167,23 @@ def free_bytes(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
+_OTHER_CARDS = ("pcie", "nvl", "40gb")  # profiles are of SXM modules, with 80 GB of an A100
+
+
 def default_profile(device: torch.device) -> HardwareProfile:
     """The built-in profile of a device's kind."""
     if device.type == "cpu":
         return PROFILES["cpu"]
     if device.type == "cuda":
         called = torch.cuda.get_device_name(device)
-        found = next((one for name, one in PROFILES.items() if name in called.lower()), None)
-        if found is None:
+        closest = next((name for name in PROFILES if name in called.lower()), "h100")
+        if not re.search(rf"\b{closest}\b", called.lower()) or any(one in called.lower() for one in _OTHER_CARDS):
             warnings.warn(
-                f"There is no built-in hardware profile for {called}, so its steps are predicted as an h100's. Give "
-                "configure(model, profile=...) a file that `fsdp-compile calibrate` wrote here.",
+                f"There is no built-in hardware profile for {called}, so its steps are predicted as an {closest}'s. "
+                "Give configure(model, profile=...) a file that `fsdp-compile calibrate` wrote here.",
                 stacklevel=2,
             )
-        return found or PROFILES["h100"]
+        return PROFILES[closest]
     raise ValueError(
         f"There is no built-in hardware profile for {device.type!r}. Give configure(model, profile=...) a name, or the "
         "path of a file that `fsdp-compile calibrate` wrote."

@@ -100,7 +100,7 @@ def collective_seconds(kind: str, num_bytes: int, group: Group, profile: Hardwar
     inside_bytes, between_bytes = _wire_bytes(kind, num_bytes, group, profile.backend)
     if kind in link.measured:
         fit = link.measured[kind]
-        measured = Group(link.measured_ranks, 1 if _spans_nodes(group) else link.measured_ranks)
+        measured = Group(link.measured_ranks, link.measured_per_node if _spans_nodes(group) else link.measured_ranks)
         latency_s = max(fit.latency_s + steps_s - _steps_seconds(kind, measured, profile), 0.0)
         sent_bytes = between_bytes if _spans_nodes(group) else inside_bytes
         return latency_s + sent_bytes / fit.bytes_per_s
@@ -289,7 +289,11 @@ def _peak(node: fx.Node, profile: HardwareProfile) -> float:
     name = "float32" if taken is None else str(taken.dtype).removeprefix("torch.")
     if name == "float32" and compat.allows_tf32():
         name = "tf32"
-    return profile.flops.get(name, profile.flops["float32"]) * profile.matmul_efficiency
+    known = profile.flops
+    # Of floats that were not measured: narrow ones are no slower than the next that were.
+    wider = ("float8_e4m3fn", "bfloat16", "float16") if name.startswith(("float8", "float4")) else ()
+    name = next((one for one in (name, *wider) if one in known), "float32")
+    return known[name] * profile.matmul_efficiency
 
 
 def _read(node: fx.Node, source: fx.Node) -> int:

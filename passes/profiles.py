@@ -47,6 +47,7 @@ class Link:
     # Where they were measured, kinds of collectives, on so many ranks; the figures above hold for what was not.
     measured: Mapping[str, Fit] = field(default_factory=dict, hash=False)
     measured_ranks: int = 0
+    measured_per_node: int = 1  # between nodes, how many of them shared one
 
     def __post_init__(self) -> None:
         _require(self, "latency_s", at_least=0.0)
@@ -55,6 +56,7 @@ class Link:
         _require(self, "efficiency", above=0.0, at_most=1.0)
         _require(self, "slows_compute", at_least=0.0, below=1.0)
         _require_whole(self, "measured_ranks", at_least=2 if self.measured else 0)
+        _require_whole(self, "measured_per_node", at_least=1)
         for kind in self.measured:
             if kind not in KINDS:
                 raise ValueError(f"Link.measured has {kind!r}, which is none of {', '.join(KINDS)}. Rename or drop it.")
@@ -212,6 +214,9 @@ _NVLINK_EFFICIENCY = 0.82
 _INFINIBAND_EFFICIENCY = 0.85  # an estimate: operators' acceptance tests want 80 to 90 % of the line rate
 # Copies on Hopper reach 90 % of the data sheet's bandwidth in published probes; the others are taken to be alike.
 _HBM_EFFICIENCY = 0.9
+# Memory: what torch reports of these cards (total_memory), in whole GiB. Data sheets round, and some count in GB: an 80
+# GB card has 79.1 GiB, an H200 139.8, a B200 178.4.
+
 # Between two kernels that depend on one another, without CUDA graphs: an estimate.
 _GPU_KERNEL_S = 2e-6
 
@@ -248,7 +253,7 @@ _A100 = HardwareProfile(
     backend="nccl",
     flops={"float64": 19.5e12, "float32": 19.5e12, "tf32": 156e12, "bfloat16": 312e12, "float16": 312e12},
     matmul_efficiency=0.78,
-    memory_bytes=80 * 10**9,
+    memory_bytes=79 << 30,
     memory_bytes_per_s=2.039e12,
     host_bytes_per_s=32e9,
     memory_efficiency=_HBM_EFFICIENCY,
@@ -273,7 +278,7 @@ _H100 = HardwareProfile(
     backend="nccl",
     flops=_HOPPER_FLOPS,
     matmul_efficiency=0.73,
-    memory_bytes=80 * 10**9,
+    memory_bytes=79 << 30,
     memory_bytes_per_s=3.35e12,
     host_bytes_per_s=64e9,
     memory_efficiency=_HBM_EFFICIENCY,
@@ -286,7 +291,7 @@ _H100 = HardwareProfile(
 
 # NVIDIA H200 Tensor Core GPU data sheet, H200 SXM: the compute figures of H100 SXM; 141 GB, 4.8 TB/s; NVLink 900 GB/s.
 # DGX H200: the adapters of DGX H100. Matmuls as on H100 (the same source).
-_H200 = dataclasses.replace(_H100, name="h200", memory_bytes=141 * 10**9, memory_bytes_per_s=4.8e12)
+_H200 = dataclasses.replace(_H100, name="h200", memory_bytes=139 << 30, memory_bytes_per_s=4.8e12)
 
 # NVIDIA Blackwell architecture technical brief and HGX B200 page, one of eight GPUs: FP64 40, FP32 80, dense TF32
 # 1,100, BF16 and FP16 2,250 (36 PFLOPS for eight, with sparsity), FP8 4,500 TFLOPS; NVLink 1.8 TB/s. DGX B200 data
@@ -301,7 +306,7 @@ _B200 = HardwareProfile(
         "float8_e4m3fn": 4500e12, "float8_e5m2": 4500e12,
     },
     matmul_efficiency=0.69,
-    memory_bytes=180 * 10**9,
+    memory_bytes=178 << 30,
     memory_bytes_per_s=8e12,
     host_bytes_per_s=64e9,
     memory_efficiency=_HBM_EFFICIENCY,

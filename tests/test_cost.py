@@ -376,6 +376,25 @@ def test_what_was_measured_goes_before_the_figures() -> None:
     assert collective_seconds("all_reduce", 8_000_000, Group(2, 2), profile) == pytest.approx(1e-5 + 2e-6 + 8e6 / 50e9)
 
 
+def test_what_was_measured_between_nodes_of_many_ranks_is_what_it_was() -> None:
+    link = dataclasses.replace(SLOW, measured={"all_gather": Fit(1e-4, 8e9)}, measured_ranks=8, measured_per_node=4)
+    profile = HardwareProfile.from_json(dataclasses.replace(TOY, between=link).to_json())
+    assert collective_seconds("all_gather", 64, Group(8, 4), profile) == pytest.approx(1e-4, rel=1e-3)
+    # Of twice as many nodes: two steps more between them, and six inside.
+    more_s = 2 * 2e-6 + 6 * 1e-6
+    assert collective_seconds("all_gather", 64, Group(16, 4), profile) == pytest.approx(1e-4 + more_s, rel=1e-3)
+
+
+def test_floats_that_were_not_measured_are_no_slower_than_wider_ones() -> None:
+    h100 = PROFILES["h100"]
+    flops = {name: rate for name, rate in h100.flops.items() if not name.startswith("float8")}
+    b = Builder()
+    x, w = (b.input(name, 4096, 4096, dtype=torch.float8_e4m3fn) for name in ("x", "w"))
+    product = b.call(aten.mm.default, x, w)
+    narrow, wide = (node_seconds(product, one) for one in (h100, dataclasses.replace(h100, flops=flops)))
+    assert wide == pytest.approx(2 * narrow, rel=0.2)
+
+
 def test_one_link_may_be_both_inside_and_between() -> None:
     link = dataclasses.replace(LINK, measured={"all_gather": Fit(1e-3, 1e9)}, measured_ranks=2)
     one_link = dataclasses.replace(TOY, inside=link, between=link)

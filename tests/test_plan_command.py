@@ -33,6 +33,7 @@ from fsdp_compile.forecast.show import show_one, show_sweep
 from fsdp_compile.forecast.steps import NO_BYTES, Half, Step, peak, replay
 from fsdp_compile.forecast.sweep import Sweep, around, best_of
 from fsdp_compile.forecast.target import Target, find_target
+from fsdp_compile.forecast.weights import Weights, weights_of
 from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import GraphRecord, load_profile
 from fsdp_compile.passes.layout import reduction_of
@@ -309,7 +310,7 @@ WORLD = ("--world-size", "16")
         ((MODEL, *WORLD, "--mesh", "2x2x4"), r"--mesh 2x2x4 is no mesh: give"),
         ((MODEL, *WORLD, "--hardware", "h1000"), r"no hardware profile 'h1000': give one of cpu, a100, h100"),
         ((MODEL, *WORLD, "--memory", "plenty"), r"--memory plenty is no number of bytes: give one such as 70GiB"),
-        ((MODEL, *WORLD, "--memory", "90GiB"), r"--memory 90GiB is more than the 74\.5 GiB of h100: give less"),
+        ((MODEL, *WORLD, "--memory", "90GiB"), r"--memory 90GiB is more than the 79\.0 GiB of h100: give less"),
         ((MODEL, *WORLD, "--memory", "80"), r"--memory 80 has no unit, so it is 80 bytes: write 80GiB, or 80B"),
         ((MODEL, *WORLD, "--budget", "60"), r"--budget 60 has no unit, so it is 60 bytes: write 60GiB"),
         ((MODEL, *WORLD, "--batch", "8192"), r"--batch 8192 is no batch: give .* such as 2x8192"),
@@ -388,6 +389,63 @@ def test_a_model_that_does_not_fit_says_what_would_help(capsys: Any) -> None:
     assert code == 2 and not plan["fits"] and data["best"] is None
     assert plan["peak_bytes"] == sum(plan["peak_bytes_by_kind"].values()) > 6_500_000
     assert "does not fit: it needs" in error and "so add --checkpointing full" in error
+
+
+def with_adapters() -> nn.Module:
+    """Stored in bfloat16, and next to nothing of it is trained."""
+    model = Tiny().bfloat16().requires_grad_(False)
+    model.layers[0].up.weight.requires_grad_(True)
+    return model
+
+
+ADAPTED = ("tests.test_plan_command:with_adapters", "--world-size", "4", "--batch", "1x16")
+
+
+def test_what_is_frozen_or_stored_narrowly_takes_no_more_than_it_does(capsys: Any) -> None:
+    params, trained = sum(param.numel() for param in Tiny().parameters()), 4 * DIM * DIM
+    weights = weights_of(with_adapters(), "bf16")
+    assert weights == Weights(params, 2 * params, 2 * trained)
+    assert weights_of(with_adapters(), "fp32") == Weights(params, 4 * params, 4 * trained)
+    assert weights.standing_bytes((4,), hardware(4)) == (2 * params + 3 * 2 * trained) // 4
+    code, data, _ = _plans(capsys, *ADAPTED, "--memory", "100MiB", "--budget", "rest")
+    [plan] = data["plans"]
+    held = plan["peak_bytes_by_kind"]
+    assert code == 0 and held["shards"] == 2 * params // 4 and held[OPTIMIZER] == 2 * 2 * trained // 4
+    assert plan["budget"] == (100 << 20) - held[OPTIMIZER]
+    assert plan["peak_bytes"] < 16 * params // 4  # what one that is trained in float32 takes before it computes
+
+
+@pytest.mark.more
+def test_what_fits_is_swept_as_well(capsys: Any) -> None:
+    _, data, _ = _plans(capsys, *ADAPTED)
+    memory = ("--memory", f"{data['plans'][0]['peak_bytes'] + 100}B")
+    assert _plans(capsys, *ADAPTED, *memory)[0] == 0
+    code, data, _ = _plans(capsys, *ADAPTED, *memory, "--sweep")
+    assert code == 0 and data["plans"][data["best"]]["fits"]
+
+
+def test_a_model_without_layers_is_swept_without_checkpointing(capsys: Any) -> None:
+    code, data, _ = _plans(capsys, "tests.test_plan_command:one_layer", "--world-size", "2", "--sweep")
+    assert code == 0 and {one["checkpointing"] for one in data["plans"]} == {NONE}
+
+
+class Alternating(Tiny):
+    """Every third layer differs, so that three of them repeat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers[::3]:
+            layer.window = 8
+
+
+def alternating() -> nn.Module:
+    return Alternating()
+
+
+def test_layers_that_are_kept_are_counted_as_layers(capsys: Any) -> None:
+    code, data, _ = _plans(capsys, "tests.test_plan_command:alternating", *WORLD, "--batch", "4x128", "--budget", "1GiB")
+    [plan] = data["plans"]
+    assert code == 0 and plan["layers_kept"] == plan["layers"] == LAYERS
 
 
 @pytest.mark.more
@@ -477,7 +535,7 @@ class Canned(Sweep):
     """Whose plans take as long whatever they are, and hold less within a budget, but not less than a GiB."""
 
     def __init__(self, saves: bool) -> None:
-        super().__init__(Target("", lambda *size: find_target("tests.test_plan_command:with_batch").make(*size)), hardware(512), 9, print)
+        super().__init__(Target("", lambda *size: find_target("tests.test_plan_command:with_batch").make(*size)), hardware(512), Weights(9, 36, 36), print)
         self.saves = saves
 
     def plan(self, one: Configuration) -> Forecast:
@@ -509,11 +567,15 @@ def test_capitals_name_the_same_hardware() -> None:
 
 def test_a_sweep_is_around_what_was_given() -> None:
     given = Configuration((8, 64), 2, 4096, SELECTIVE)
-    tried = around(given, hardware(512), has_own_batch=False)
+    made = find_target(MODEL).make(2, 4096)
+    tried = around(given, hardware(512), made)
     assert given in tried and len(set(tried)) == len(tried)
     assert {one.batch for one in tried} == {1, 2, 4} and {one.checkpointing for one in tried} == {NONE, SELECTIVE, FULL}
     assert {one.mesh for one in tried} == {(8, 64), (512,), (2, 256), (4, 128)}
-    assert {one.batch for one in around(given, hardware(512), has_own_batch=True)} == {2}
+    assert {one.batch for one in around(given, hardware(512), dataclasses.replace(made, has_own_batch=True))} == {2}
+    alone = find_target("tests.test_plan_command:one_layer").make(2, 4096)
+    assert {one.checkpointing for one in around(given, hardware(512), alone)} == {SELECTIVE}
+    assert {one.checkpointing for one in around(dataclasses.replace(given, checkpointing=NONE), hardware(512), alone)} == {NONE}
 
 
 def test_every_option_has_its_help() -> None:

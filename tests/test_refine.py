@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
@@ -54,7 +55,7 @@ class Written:
             {"ph": "X", "name": name, "cat": cat, "ts": self.at, "dur": seconds * 1e6, "pid": 1, "tid": 1, "args": args}
         )
 
-    def write(self, folder: Path, world_size: int, ranks_per_node: int) -> None:
+    def write(self, folder: Path, world_size: int, ranks_per_node: int, planned_per_node: int = 64) -> None:
         step = {"ph": "X", "name": "ProfilerStep#1", "cat": "user_annotation", "ts": 0, "dur": 1e9, "pid": 1, "tid": 1}
         trace = {
             "traceEvents": [step, *self.events],
@@ -62,7 +63,7 @@ class Written:
             "distributedInfo": {"backend": "gloo", "rank": self.rank, "world_size": world_size},
             "fsdp_compile": {
                 "version": 1, "rank": self.rank, "world_size": world_size, "num_steps": 1, "device": "cpu",
-                "allows_tf32": False, "hardware": json.loads(PROFILES["cpu"].to_json()),
+                "allows_tf32": False, "hardware": json.loads(dataclasses.replace(PROFILES["cpu"], ranks_per_node=planned_per_node).to_json()),
             },
         }  # fmt: skip
         (folder / f"node_{self.rank}.1.pt.trace.json").write_text(json.dumps(trace))
@@ -161,3 +162,22 @@ def test_one_size_leaves_the_latency_as_it_was(tmp_path: Path) -> None:
     assert fit.latency_s + (1 << 19) / fit.bytes_per_s == pytest.approx(1e-2)
     assert profile.inside.slows_compute == PROFILES["cpu"].inside.slows_compute, "no product ran beside a collective"
     assert profile.flops == PROFILES["cpu"].flops and profile.between == PROFILES["cpu"].between
+
+
+@pytest.mark.parametrize("traced", [(0, 1), (0,), (0, 1, 2, 3), (0, 4), (0, 1, 4)])
+def test_ranks_that_left_no_trace_are_where_their_place_says(tmp_path: Path, traced: tuple[int, ...]) -> None:
+    """Eight ranks, of nodes of four as it was planned; some of them are traced."""
+    for rank in traced:
+        trace = Written(rank)
+        for ranks in ([0, 1, 2, 3], list(range(8))):
+            for num_bytes in SIZES:
+                trace.collective("all_gather", num_bytes, ranks, 1e-3 * len(ranks) + num_bytes / 1e9, beside=1e7)
+        trace.write(tmp_path, world_size=8, ranks_per_node=4, planned_per_node=4)
+    refined = refine(tmp_path)
+    profile = refined.profile
+    assert profile.ranks_per_node == 4
+    assert [str(one.dimension) for one in refined.fitted] == ["4 ranks inside nodes", "8 ranks between nodes"]
+    for size, ranks in ((4, range(4)), (8, range(8))):
+        for num_bytes in SIZES:
+            seconds = 1e-3 * size + num_bytes / 1e9
+            assert collective_seconds("all_gather", num_bytes, Group.of(ranks, profile), profile) == pytest.approx(seconds, rel=1e-3)

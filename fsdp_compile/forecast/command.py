@@ -21,6 +21,7 @@ from .options import read_batch, read_configuration, read_hardware
 from .show import as_data, show_one, show_sweep, why_none
 from .sweep import Sweep, Told, TooLarge, around, best_of
 from .target import find_target
+from .weights import weights_of
 
 _TURNS = 6  # what the bar takes a configuration to be: graphs that are traced, and planned
 
@@ -41,17 +42,17 @@ def _plan(arguments: argparse.Namespace) -> int:
     with warnings.catch_warnings(), pretended_world(hardware.num_ranks, hardware.profile.backend):
         warnings.simplefilter("ignore")  # about a process that trains, which this one is not
         made = target.make(batch, sequence)
-        num_params = sum(param.numel() for param in made.model.parameters())
-        said = read_configuration(arguments, made, hardware, num_params)
-        many = len(around(said, hardware, made.has_own_batch)) if arguments.sweep else 1
+        weights = weights_of(made.model, hardware.precision)
+        said = read_configuration(arguments, made, hardware, weights)
+        many = len(around(said, hardware, made)) if arguments.sweep else 1
         with _bar(many) as told:
-            planned = Sweep(target, hardware, num_params, told)
+            planned = Sweep(target, hardware, weights, told)
             found: list[Forecast | TooLarge] = planned.sweep(said) if arguments.sweep else [planned.plan(said)]
     best = best_of(found, said.budget)
-    _show(arguments, found, best, num_params, hardware)
+    _show(arguments, found, best, weights.num_params, hardware)
     if best is not None:
         return 0
-    print(f"{arguments.target} {why_none(found, said.budget, num_params)}", file=sys.stderr)
+    print(f"{arguments.target} {why_none(found, said.budget, weights)}", file=sys.stderr)
     return 2
 
 

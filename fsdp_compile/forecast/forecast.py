@@ -235,9 +235,7 @@ class Planner:
             replay(whole.forward).exposed_s + replay(whole.backward).exposed_s,
             self.made.num_tokens * self.hardware.num_ranks,
             self._of_all(_flops, num_traced),
-            num_kept,
-            num_traced * (self.run.period if self.run else 1),
-            self.num_periods * (self.run.period if self.run else 1),
+            *(one * (self.run.period if self.run else 1) for one in (num_kept, num_traced, self.num_periods)),
         )
 
     def _of_all(self, figure: Callable[[fx.Graph], float], num_traced: int) -> float:

@@ -10,8 +10,8 @@ from .figures import size
 from .forecast import OPTIMIZERS, Configuration, Hardware
 from .joint import FULL, NONE, PRECISIONS, SELECTIVE
 from .mistake import Mistake
-from .sweep import rest_bytes
 from .target import Made
+from .weights import Weights
 
 _BATCH = (1, 4096)
 _FEWEST_BYTES = 1 << 20  # a bare number below it was meant to be of GiB
@@ -59,8 +59,10 @@ def read_hardware(arguments: argparse.Namespace) -> Hardware:
     return Hardware(profile, memory, math.prod(_mesh(arguments)), arguments.mp, arguments.optimizer)
 
 
-def read_configuration(arguments: argparse.Namespace, made: Made, hardware: Hardware, num_params: int) -> Configuration:
-    """Of a model that has so many parameters."""
+def read_configuration(
+    arguments: argparse.Namespace, made: Made, hardware: Hardware, weights: Weights
+) -> Configuration:
+    """Of a model that has these parameters."""
     if arguments.batch is not None and made.has_own_batch:
         raise Mistake(
             f"{arguments.target} returns a batch of its own, so --batch {arguments.batch} changes nothing: leave it "
@@ -69,7 +71,7 @@ def read_configuration(arguments: argparse.Namespace, made: Made, hardware: Hard
     batch, sequence = made.size if made.has_own_batch else read_batch(arguments.batch)
     budget = None
     if arguments.budget is not None:
-        rest = rest_bytes(num_params, _mesh(arguments), hardware)
+        rest = weights.rest_bytes(_mesh(arguments), hardware)
         budget = rest if arguments.budget == "rest" else _bytes("--budget", arguments.budget)
         if budget <= 0:
             raise Mistake(

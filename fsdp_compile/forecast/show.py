@@ -14,8 +14,9 @@ from rich.table import Table
 from .figures import in_unit, seconds, size, unit_for
 from .forecast import Forecast
 from .joint import FULL, NONE
-from .sweep import TooLarge, standing_bytes
+from .sweep import TooLarge
 from .tables import Column, print_columns, print_whole
+from .weights import Weights
 
 _WIDEST = len("1,234,567,890")  # figure of a single plan, or word about one
 
@@ -97,14 +98,14 @@ def _peak(one: Forecast, unit: str) -> str:
     return in_unit(one.peak_bytes, unit) + ("" if one.fits else " (over)")
 
 
-def why_none(found: Sequence[Forecast | TooLarge], budget: int | None, num_params: int) -> str:
+def why_none(found: Sequence[Forecast | TooLarge], budget: int | None, weights: Weights) -> str:
     """Of plans none of which is to be taken: what they lack, and what to change."""
     fitting = [one for one in found if isinstance(one, Forecast) and one.fits]
     if fitting and budget is not None:
         least = min(fitting, key=lambda one: one.held_bytes)
         return f"does not meet its budget: {_advice_on_budget(least, budget)}"
     nearest = min(found, key=lambda one: one.peak_bytes if isinstance(one, Forecast) else one.num_bytes)
-    return f"does not fit: {advice(nearest, num_params)}"
+    return f"does not fit: {advice(nearest, weights)}"
 
 
 def _advice_on_budget(one: Forecast, budget: int) -> str:
@@ -118,7 +119,7 @@ def _advice_on_budget(one: Forecast, budget: int) -> str:
     )
 
 
-def advice(one: Forecast | TooLarge, num_params: int) -> str:
+def advice(one: Forecast | TooLarge, weights: Weights) -> str:
     """What to change so that it fits."""
     if isinstance(one, TooLarge):
         return (
@@ -126,7 +127,7 @@ def advice(one: Forecast | TooLarge, num_params: int) -> str:
             f"mesh {'x'.join(map(str, one.configuration.mesh))}: share the parameters out over more ranks."
         )
     memory, said = one.hardware.memory_bytes, one.configuration
-    standing = standing_bytes(num_params, said, one.hardware)
+    standing = weights.standing_bytes(said.mesh, one.hardware)
     needs = f"it needs {size(one.peak_bytes)} on each rank and has {size(memory)}"
     if standing > memory:
         ranks = math.ceil(said.mesh[-1] * standing / memory)

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .choose import forecast_of
-from .forecast import OPTIMIZERS, Configuration, Forecast, Hardware, Planner
-from .joint import FULL, NONE, PRECISIONS
-from .target import Target
+from .forecast import Configuration, Forecast, Hardware, Planner
+from .joint import FULL, NONE
+from .layers import find_run
+from .target import Made, Target
+from .weights import Weights
 
 _MESHES = 4
 
@@ -30,8 +32,8 @@ Told = Callable[[str], None]
 class Sweep:
     """Plans configurations of one model; those that differ in their budget alone are traced once."""
 
-    def __init__(self, target: Target, hardware: Hardware, num_params: int, told: Told) -> None:
-        self.target, self.hardware, self.num_params, self._told = target, hardware, num_params, told
+    def __init__(self, target: Target, hardware: Hardware, weights: Weights, told: Told) -> None:
+        self.target, self.hardware, self.weights, self._told = target, hardware, weights, told
         self._planners: dict[Configuration, Planner] = {}
 
     def plan(self, one: Configuration) -> Forecast:
@@ -47,9 +49,8 @@ class Sweep:
     def sweep(self, given: Configuration) -> list[Forecast | TooLarge]:
         """What is around the given one, and of the fastest that fits the same within a budget."""
         found: list[Forecast | TooLarge] = []
-        has_own_batch = self.target.make(given.batch, given.sequence).has_own_batch
-        for one in around(given, self.hardware, has_own_batch):
-            least = standing_bytes(self.num_params, one, self.hardware)
+        for one in around(given, self.hardware, self.target.make(given.batch, given.sequence)):
+            least = self.weights.standing_bytes(one.mesh, self.hardware)
             found.append(TooLarge(one, least) if least > self.hardware.memory_bytes else self.plan(one))
         # A budget that was given and that the fastest cannot meet, one may that is within it as it is.
         first, other = _fastest(found), best_of(found, given.budget)
@@ -57,7 +58,7 @@ class Sweep:
             if fastest is None:
                 continue
             said = fastest.configuration
-            rest = rest_bytes(self.num_params, said.mesh, self.hardware)
+            rest = self.weights.rest_bytes(said.mesh, self.hardware)
             within = self.plan(dataclasses.replace(said, budget=given.budget or rest))
             if within.is_met and _are_equal(within, fastest):
                 break  # it was within the budget before: a second row would say the same
@@ -67,28 +68,11 @@ class Sweep:
         return found
 
 
-def standing_bytes(num_params: int, configuration: Configuration, hardware: Hardware) -> int:
-    """Shards, their gradients and the optimizer's states, of a model that is trained whole."""
-    states, _ = OPTIMIZERS[hardware.optimizer]
-    return num_params * _itemsize(hardware) * (2 + states) // configuration.mesh[-1]
-
-
-def _itemsize(hardware: Hardware) -> int:
-    """Of a stored parameter; where the model says, taken to be of 32 bits."""
-    stored, _, _ = PRECISIONS[hardware.precision]
-    return 4 if stored is None else stored.itemsize
-
-
-def rest_bytes(num_params: int, mesh: tuple[int, ...], hardware: Hardware) -> int:
-    """What the memory leaves to forward and backward beside the optimizer's states."""
-    states, _ = OPTIMIZERS[hardware.optimizer]
-    return hardware.memory_bytes - num_params * _itemsize(hardware) * states // mesh[-1]
-
-
-def around(given: Configuration, hardware: Hardware, has_own_batch: bool) -> list[Configuration]:
+def around(given: Configuration, hardware: Hardware, made: Made) -> list[Configuration]:
     """What a sweep tries: meshes of these ranks, batches around the one given, with checkpointing and without."""
-    batches = [given.batch] if has_own_batch else sorted({max(given.batch // 2, 1), given.batch, 2 * given.batch})
-    ways = dict.fromkeys((NONE, given.checkpointing, FULL))
+    batches = [given.batch] if made.has_own_batch else sorted({max(given.batch // 2, 1), given.batch, 2 * given.batch})
+    repeats = find_run(made.model) is not None  # else there are no layers to checkpoint
+    ways = dict.fromkeys((NONE, given.checkpointing, FULL) if repeats else (given.checkpointing,))
     return [
         Configuration(mesh, batch, given.sequence, way)
         for mesh, batch, way in itertools.product(_meshes(given, hardware), batches, ways)

@@ -97,7 +97,7 @@ def refine(folder: str | Path, name: str | None = None) -> Refined:
         base,
         name=name or f"{base.name}, refined",
         backend=backend if backend in ("gloo", "nccl") else base.backend,
-        ranks_per_node=max(Counter(trace.host for trace in traces).values()),
+        ranks_per_node=_ranks_per_node(traces),
         inside=_link(base.inside, [one for one in fitted if not one.dimension.spans_nodes], slowed),
         between=_link(base.between, [one for one in fitted if one.dimension.spans_nodes], slowed),
         flops={**{dtype: value * base.matmul_efficiency for dtype, value in base.flops.items()}, **flops},
@@ -106,8 +106,22 @@ def refine(folder: str | Path, name: str | None = None) -> Refined:
     return Refined(profile, base, fitted, flops)
 
 
+def _ranks_per_node(traces: Sequence[Trace]) -> int:
+    """As seen; where some ranks left no trace, or one node is all there is, as it was planned, if that may be so."""
+    seen = Counter(trace.host for trace in traces)
+    most, planned = max(seen.values()), traces[0].hardware.ranks_per_node
+    if len(seen) > 1 and len(traces) == traces[0].world_size:
+        return most
+    places = {(trace.host, trace.rank // planned) for trace in traces}
+    may_be = len(places) == len(seen) == len({place for _, place in places})
+    return max(most, planned) if may_be else most
+
+
 def _fits(traces: Sequence[Trace], backend: str) -> Iterable[Fitted]:
     """In the order of dimensions and kinds."""
+    per_node = _ranks_per_node(traces)
+    # A rank without a trace is where others of its place are: nodes are filled one after the other.
+    node_of = {trace.rank // per_node: trace.host for trace in traces}
     hosts = {trace.rank: trace.host for trace in traces}
     busy = {trace.rank: [(one.start_s, one.end_s) for one in trace.collectives] for trace in traces}
     took: dict[tuple[Dimension, str, int], list[tuple[bool, float]]] = defaultdict(list)
@@ -116,7 +130,9 @@ def _fits(traces: Sequence[Trace], backend: str) -> Iterable[Fitted]:
             rank, one = min(run, key=lambda each: each[1].seconds)
             if len(one.ranks) < 2 or not one.is_recorded or one.seconds <= 0:
                 continue
-            known = Counter(hosts.get(member, hosts[rank]) for member in one.ranks)
+            known = Counter(
+                hosts.get(member) or node_of.get(member // per_node, str(member // per_node)) for member in one.ranks
+            )
             dimension = Dimension(len(one.ranks), max(known.values()))
             others = sum(start < one.end_s and end > one.start_s for start, end in busy[rank])
             took[dimension, one.kind, one.num_bytes].append((others == 1, one.seconds))
@@ -145,17 +161,18 @@ def _link(base: Link, fitted: Sequence[Fitted], slowed: float | None) -> Link:
     """What was measured on the largest groups; the rest as it was."""
     if not fitted:
         return base
-    largest = max(one.dimension.num_ranks for one in fitted)
-    fits = {one.kind: one.fit for one in fitted if one.dimension.num_ranks == largest}
+    largest = max((one.dimension for one in fitted), key=lambda one: (one.num_ranks, one.ranks_per_node))
+    fits = {one.kind: one.fit for one in fitted if one.dimension == largest}
     latency_s = min(fit.latency_s for fit in fits.values())
     return Link(
         latency_s=_LATENCY_SHARE * latency_s,
-        step_s=(1 - _LATENCY_SHARE) * latency_s / (largest - 1),
+        step_s=(1 - _LATENCY_SHARE) * latency_s / (largest.num_ranks - 1),
         bytes_per_s=statistics.median(fit.bytes_per_s for fit in fits.values()),
         efficiency=1.0,
         slows_compute=base.slows_compute if slowed is None else slowed,
         measured=fits,
-        measured_ranks=largest,
+        measured_ranks=largest.num_ranks,
+        measured_per_node=largest.ranks_per_node if largest.spans_nodes else 1,
     )
 
 
