@@ -13,6 +13,7 @@ import torch
 
 from . import _torch_compat as compat
 from .plan import Bucket, Plan
+from .worlds import number_of
 
 
 class Agreement:
@@ -24,11 +25,11 @@ class Agreement:
     is one that followed another rank's graph without one of its own.
     """
 
-    lost_count_in: object = None  # the world in which this rank did that
+    lost_count_in: int | None = None  # the world in which this rank did that
 
     def __init__(self) -> None:
         self._planned: dict[str, list[str]] = {}
-        self._store: object = None
+        self._world: int | None = None
 
     def check(self, plan: Plan, groups: Iterable[str]) -> None:
         """Publish the plan, or raise when another rank of its process groups published a different one in its place.
@@ -36,10 +37,10 @@ class Agreement:
         Each group compares for itself: with replicas no two ranks are in the same set of groups.
         """
         store = compat.default_store()
-        if store is None or store is Agreement.lost_count_in:
+        if store is None or (world := number_of(store)) == Agreement.lost_count_in:
             return
-        if store is not self._store:  # the process group was made anew
-            self._store, self._planned = store, {}
+        if world != self._world:
+            self._world, self._planned = world, {}
         # Of a step, what it reads; that it gathers other parts of that in backward, or from slices of it, is a
         # difference: plans that differ so have to meet.
         read = (*plan.regather, *plan.keep)
@@ -58,7 +59,8 @@ class Agreement:
             return
         planned.append(ours)
         try:
-            published = store.compare_set(f"fsdp_compile/plan/{names}/{len(planned)}", "", ours).decode()
+            key = f"fsdp_compile/plan/{self._world}/{names}/{len(planned)}"
+            published = store.compare_set(key, "", ours).decode()
         except (RuntimeError, NotImplementedError):
             return  # a store that cannot compare and set (fake groups in tests)
         if published and published != ours:

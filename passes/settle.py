@@ -23,6 +23,7 @@ import torch
 
 from . import _torch_compat as compat
 from .choice import Choice
+from .worlds import number_of
 
 TIMEOUT_S = 600.0  # until a rank has begun to choose
 _PATIENCE = 12  # so many times that until it has chosen: large models take minutes
@@ -58,15 +59,16 @@ class Settled:
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
         self._decisions: dict[tuple[str, tuple[str, ...]], Decision] = {}
-        self._store: object = None
+        self._world: int | None = None
 
     def decision(
         self, about: str, names: tuple[str, ...], groups: Iterable[Sequence[int]], decide: Callable[[int], Decision]
     ) -> Decision:
         """What holds for these parameters; ``about`` tells one budget from the next, alike on all ranks."""
         store = compat.default_store()
-        if store is not self._store:  # the process group was made anew
-            self._store, self._decisions = store, {}
+        world = None if store is None else number_of(store)
+        if world != self._world:
+            self._world, self._decisions = world, {}
         if (about, names) not in self._decisions:
             self._decisions[about, names] = self._settle(about, names, [set(one) for one in groups], store, decide)
         return self._decisions[about, names]
@@ -84,32 +86,37 @@ class Settled:
         if store is None or not others:
             return decide(rank)
         topic = hashlib.sha256(repr((about, names)).encode()).hexdigest()[:16]
-        first = min(others)
-        if first < rank:
-            text = self._wait(store, f"fsdp_compile/budget/{first}/{topic}", first, names)
+        keys = {one: f"fsdp_compile/budget/{self._world}/{one}/{topic}" for one in (rank, min(others))}
+        if min(others) < rank:
+            text = self._wait(store, keys, rank, min(others), names)
         else:
-            _publish(store, f"fsdp_compile/budget/{rank}/{topic}{_CHOOSING}", "")
+            _publish(store, keys[rank] + _CHOOSING, f"{rank}")
             try:
                 text = decide(rank).to_json()
             except Exception as error:
-                _publish(store, f"fsdp_compile/budget/{rank}/{topic}", json.dumps({"error": f"rank {rank}: {error}"}))
+                _publish(store, keys[rank], json.dumps({"error": f"rank {rank}: {error}"}))
                 raise
-        _publish(store, f"fsdp_compile/budget/{rank}/{topic}", text)
+        _publish(store, keys[rank], text)
         return Decision.from_json(text)
 
-    def _wait(self, store: torch.distributed.Store, key: str, rank: int, names: tuple[str, ...]) -> str:
-        began = time.monotonic()
+    def _wait(
+        self, store: torch.distributed.Store, keys: dict[int, str], rank: int, first: int, names: tuple[str, ...]
+    ) -> str:
+        key, began = keys[first], time.monotonic()
         pause_s = 0.01
+        chooses = ""  # the rank that does, which another one may stand before
         while not store.check([key]):
             waited_s = time.monotonic() - began
-            is_choosing = store.check([key + _CHOOSING])
-            if waited_s > self.timeout_s * (_PATIENCE if is_choosing else 1):
+            if not chooses and store.check([key + _CHOOSING]):
+                chooses = store.get(key + _CHOOSING).decode()
+                _publish(store, keys[rank] + _CHOOSING, chooses)  # for those who follow this one
+            if waited_s > self.timeout_s * (_PATIENCE if chooses else 1):
                 raise RuntimeError(
-                    f"rank {rank} chooses for this one what is kept for memory_budget, and has not said for "
-                    f"{waited_s:.0f} s what that is in a graph of {len(names)} parameters ({names[0]}, ...). "
+                    f"rank {chooses or first} chooses for this one what is kept for memory_budget, and has not said "
+                    f"for {waited_s:.0f} s what that is in a graph of {len(names)} parameters ({names[0]}, ...). "
                     + (
                         "It began to, and did not come to an end: see what it does there, or leave memory_budget out."
-                        if is_choosing
+                        if chooses
                         else "It compiled no such graph: call configure with the same memory_budget on every rank, in "
                         "the same order, and have all ranks compile the model in the same step. Or leave memory_budget "
                         "out."

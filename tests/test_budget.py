@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +19,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compile import configure, fully_shard, inspect
 from fsdp_compile.demo.training import Settings, batch_of, build_model, shard_with_ours
 from fsdp_compile.graph.install import manager
-from fsdp_compile.passes import Budget, GraphRecord, Group, Plan
+from fsdp_compile.passes import Budget, GraphRecord, Group, Plan, agree
+from fsdp_compile.passes.agree import Agreement
 from fsdp_compile.passes.budget import default_profile
-from fsdp_compile.passes.choice import Candidate
+from fsdp_compile.passes.choice import Candidate, Choice
 from fsdp_compile.passes.planner import plan_joint
 from fsdp_compile.passes.provenance import annotate, settle_names
 from fsdp_compile.passes.residency import AGAIN, KEPT, choose
 from fsdp_compile.passes.residents import peak_with, residents_of
+from fsdp_compile.passes.settle import Decision, Settled
 from fsdp_compile.passes.trial import trial_of
 from tests.comparing import assert_same_grads
 from tests.compiling import passes
@@ -217,6 +220,28 @@ def test_configure_refuses_what_does_not_go_together(fake_group_of_four: None) -
     assert not model.layers[0].up.weight.grad and manager.give_budget(Budget(1)) != manager.give_budget(Budget(1))
 
 
+@pytest.mark.parametrize(
+    ("called", "name", "is_it"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100", True), ("NVIDIA H100 PCIe", "h100", False), ("NVIDIA H100 NVL", "h100", False),
+        ("NVIDIA A100-SXM4-80GB", "a100", True), ("NVIDIA A100-SXM4-40GB", "a100", False),
+        ("NVIDIA H200", "h200", True), ("NVIDIA GH200 480GB", "h200", False), ("NVIDIA B200", "b200", True),
+        ("NVIDIA GB200", "b200", False), ("NVIDIA L4", "h100", False),
+    ],
+)  # fmt: skip
+def test_a_card_that_is_no_profiles_is_said_to_be_none(
+    monkeypatch: pytest.MonkeyPatch, called: str, name: str, is_it: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: called)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert default_profile(torch.device("cuda")).name == name
+    said = [str(one.message) for one in caught]
+    assert [f"no built-in hardware profile for {called}, so its steps are predicted as an {name}'s" in one for one in said] == (
+        [] if is_it else [True]
+    )
+
+
 # --- plans -----------------------------------------------------------------------------------------------------------
 
 
@@ -395,6 +420,55 @@ def test_a_rank_that_nobody_answers_says_what_it_waited_for() -> None:
         ranks.stop()
     assert "rank 0 chooses for this one what is kept for memory_budget, and has not said for 0 s" in said
     assert "call configure with the same memory_budget on every rank" in said
+
+
+def _in_a_corner(slow_s: float) -> tuple[int, float]:
+    """Of replicas of shards: rank 3 shares no group with rank 0, which takes long to choose."""
+    rank, settled = dist.get_rank(), Settled(timeout_s=slow_s / 3)
+    chosen = Candidate("kept", 1, 90, 0.5, 0.25)
+
+    def decide(rank: int) -> Decision:
+        time.sleep(slow_s)
+        return Decision(("w",), (), (), 2, Choice(100, "toy", rank, chosen, ()))
+
+    dist.barrier()
+    began = time.monotonic()
+    decision = settled.decision("corner", ("w",), [{rank, rank ^ 1}, {rank, rank ^ 2}], decide)
+    assert decision.choice.chosen == chosen and decision.keep == ("w",)
+    return decision.choice.rank, time.monotonic() - began
+
+
+def test_ranks_that_follow_others_wait_for_the_one_that_chooses(four_ranks: Ranks) -> None:
+    found = four_ranks.run(_in_a_corner, 4.5)
+    assert [rank for rank, _ in found] == [0] * 4 and min(seconds for _, seconds in found) > 1.5 * 2
+
+
+def test_what_was_settled_in_a_world_that_is_gone_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = dist.HashStore()  # by torchrun, for all worlds of a job
+    asked: list[int] = []
+
+    def world() -> None:
+        store = dist.PrefixStore("", served)
+        monkeypatch.setattr(agree.compat, "default_store", lambda: store)
+
+    def decide(rank: int) -> Decision:
+        asked.append(rank)
+        return Decision((f"w{len(asked)}",), (), (), 2, Choice(100, "toy", rank, Candidate("kept", 1, 90, 0.5, 0.25), ()))
+
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(agree.compat, "group_ranks", lambda group: (0, 1))
+    settled, other = Settled(), Settled()
+    agreement, others = Agreement(), Agreement()
+    for number, plan in enumerate((Plan("joint", keep=("w",)), Plan("joint", regather=("w",))), 1):
+        world()
+        assert settled.decision("world", ("w",), [{0, 1}], decide).keep == (f"w{number}",)
+        assert settled.decision("world", ("w",), [{0, 1}], decide).keep == (f"w{number}",)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+        assert other.decision("world", ("w",), [{0, 1}], decide).keep == (f"w{number}",)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+        for one in (agreement, others):
+            one.check(plan, {"g"})
+    assert asked == [0, 0]
 
 
 SIZES = Settings(layers=2, dim=256, batch=2, seq=128, head_dim=64)
