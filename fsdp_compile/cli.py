@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +18,7 @@ from .forecast.command import run_plan
 from .forecast.options import add_options
 from .profiling import command as profiling
 from .tools import calibrate, link
+from .tools.files import may_write
 from .workers import WorkerError, interruptible
 
 INTERRUPTED = 130
@@ -31,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     try:
-        with interruptible():
+        # A script that is profiled in this process takes signals as under Python.
+        with contextlib.nullcontext() if profiling.is_a_rank(arguments) else interruptible():
             return arguments.run(arguments)
     except KeyboardInterrupt:
         print("Interrupted; no worker process is left.", file=sys.stderr)
@@ -102,6 +104,12 @@ def _demo(arguments: argparse.Namespace) -> int:
     if missing is not None:
         print(missing, file=sys.stderr)
         return 2
+    for option, given, is_right in (("--save", arguments.save, Path.is_dir), ("--page", arguments.page, Path.is_file)):
+        path = Path(given or ".")
+        if given is not None and not (may_write(path) and (is_right(path) or not path.exists())):
+            what = "folder" if option == "--save" else "file"
+            print(f"{option} {given} is not a {what} that can be written: give another one.", file=sys.stderr)
+            return 2
     if arguments.save is not None:
         Path(arguments.save).mkdir(parents=True, exist_ok=True)
     if arguments.page is not None:
@@ -135,7 +143,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         problem = "--link joins two namespaces, one a rank: leave --ranks out."
     elif out.is_dir() or not out.resolve().parent.is_dir():
         problem = f"--out {arguments.out} is not a file in a folder that exists."
-    elif not os.access(out if out.exists() else out.resolve().parent, os.W_OK):
+    elif not may_write(out):
         problem = f"--out {arguments.out} cannot be written: give a file in a folder that is yours."
     elif not arguments.name:
         problem = "--name is empty: give the profile a name, such as 'h100', or leave --name out."

@@ -144,9 +144,11 @@ def test_an_unchanged_script_trains_alike(tmp_path: Path) -> None:
 SHOWS = """\
 import pickle, sys, multiprocessing
 class Thing: pass
+def typed(x: int): ...
 if __name__ == "__main__":
     import beside
     assert pickle.loads(pickle.dumps(Thing())).__class__ is Thing
+    assert typed.__annotations__ == {"x": int}
     print(sys.argv, sys.path[0], __file__, __package__, __spec__ and __spec__.name, beside.fully_shard.__module__)
     sys.exit(3)
 """

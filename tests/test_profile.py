@@ -26,6 +26,7 @@ from fsdp_compile.passes.profiles import PROFILES
 from fsdp_compile.profiling.annotate import Facts, annotate
 from fsdp_compile.profiling.listen import Expected, Heard
 from fsdp_compile.profiling.summarize import summarize
+from fsdp_compile.profiling.traces import read
 from tests.comparing import batches, loss_of
 from tests.models import Stack, mesh_of, shard
 from tests.ranks import Ranks
@@ -163,7 +164,7 @@ def test_a_profile_is_refined_from_a_run(run: tuple[str, Path, dict[str, Any]], 
     out = tmp_path / "profile.json"
     assert cli.main(["refine", str(folder), "-o", str(out), "--name", "mine"]) == 0
     profile = fsdp_compile.passes.load_profile(out)
-    assert profile.name == "mine" and profile.backend == "gloo" and profile.ranks_per_node == 2
+    assert profile.name == "mine" and profile.backend == "gloo" and profile.ranks_per_node == 64  # as planned
     assert {"all_gather", "all_to_all"} == set(profile.inside.measured) and profile.inside.measured_ranks == 2
     products = [
         2 * left[-2] * left[-1] * right[-1] * torch.Size(left[:-2]).numel() / one["dur"] * 1e6
@@ -252,6 +253,17 @@ def test_on_a_gpu_what_is_exposed_is_what_no_kernel_computes_beside(tmp_path: Pa
     assert (rank.communication_s, rank.exposed_s) == (pytest.approx(300e-6), pytest.approx(150e-6))
     assert rank.overlap == pytest.approx(0.5)
     assert "Without ranks 1, 2, 3, 4, 5, 6 and 7, whose traces are not in" in str(summary)
+
+
+def test_steps_are_those_of_the_cpu_and_not_what_streams_have_of_them(tmp_path: Path) -> None:
+    traced = a_gpu()
+    traced["traceEvents"] += [
+        *(event("ProfilerStep#3", "gpu_user_annotation", 200, 300, tid=stream) for stream in (7, 20)),
+        event("ProfilerStep#4", "user_annotation", 1000, 1000),
+    ]
+    path = tmp_path / "node_0.1.pt.trace.json"
+    path.write_text(json.dumps(annotate(traced, facts(num_steps=2))))
+    assert read(path).steps == ((0, pytest.approx(1e-3)), (pytest.approx(1e-3), pytest.approx(2e-3)))
 
 
 def record_two(folder: str, backend: str) -> None:

@@ -55,7 +55,7 @@ def annotate(trace: dict[str, Any], facts: Facts) -> dict[str, Any]:
     """The record with the ranges and the facts; events in it that get another name are changed where they are."""
     events = events_of(trace)
     flights = flights_of(events, facts.heard, facts.ranks)
-    steps = [event for event in events if event.name.startswith("ProfilerStep#")][: facts.num_steps]
+    steps = [event for event in events if event.is_step][: facts.num_steps]
     pid = next((event.raw.get("pid") for event in events if event.category == "cpu_op"), 0)
     of_nccl = [event for event in events if event.name.startswith("nccl:")]
     added: list[dict[str, Any]] = []

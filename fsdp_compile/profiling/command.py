@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..passes import load_profile
 from ..tools import script
+from ..tools.files import may_write
 from ..tools.tables import console_for_output, plural
 from .refine import doubts_of, refine, table_of
 from .session import NothingRecordedError, Profile, recording, refuse_old_traces
@@ -34,8 +35,10 @@ from .summarize import summarize
 from .summary import Summary
 from .traces import SUFFIXES
 
+# Set for processes that --ranks starts: the one that starts them prints.
+_OF_PARENT = "FSDP_COMPILE_PROFILE_PARENT"
 _PATIENCE_S = 20.0  # for the traces of the other ranks, once this one's is written
-_LEAVES_S = 10.0  # for processes that are told to end
+_LEAVES_S = 45.0  # for processes that are told to end: torchrun kills its own after 30
 
 
 def add_profile(parser: argparse.ArgumentParser) -> None:
@@ -75,6 +78,11 @@ def add_refine(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_refine)
 
 
+def is_a_rank(arguments: argparse.Namespace) -> bool:
+    """Whether the command runs a script in its own process."""
+    return arguments.run is _profile and (arguments.ranks is None or "RANK" in os.environ)
+
+
 def _profile(arguments: argparse.Namespace) -> int:
     if arguments.script == "-m" and arguments.args:  # behind "--" it is an argument like others
         arguments.module, arguments.script, arguments.args = True, arguments.args[0], arguments.args[1:]
@@ -83,7 +91,7 @@ def _profile(arguments: argparse.Namespace) -> int:
         print(problem, file=sys.stderr)
         return 2
     folder = Path(arguments.out)
-    if arguments.ranks is not None and "RANK" not in os.environ:
+    if not is_a_rank(arguments):
         if _start_ranks(arguments):
             return 1
         if not _num_written(folder):  # the first rank has said why, if it could
@@ -145,6 +153,8 @@ def _problem_of(arguments: argparse.Namespace) -> str | None:
         return f"{arguments.script} is not a file: give the path of a script, or -m and the name of a module."
     if out.exists() and not out.is_dir():
         return f"--out {out} is a file: give a folder, which need not exist."
+    if not may_write(out):
+        return f"--out {out} cannot be written: give a folder that is yours."
     if arguments.ranks is not None and "RANK" in os.environ:
         return "--ranks starts processes, and torchrun has started this one already: leave --ranks out."
     try:
@@ -156,10 +166,6 @@ def _problem_of(arguments: argparse.Namespace) -> str | None:
     return None
 
 
-# Set for processes that --ranks starts: the one that starts them prints.
-_OF_PARENT = "FSDP_COMPILE_PROFILE_PARENT"
-
-
 def _start_ranks(arguments: argparse.Namespace) -> int:
     options = ["--out", arguments.out, "--wait", str(arguments.wait), "--active", str(arguments.active)]
     options += ["--hardware", arguments.hardware] if arguments.hardware else []
@@ -168,7 +174,8 @@ def _start_ranks(arguments: argparse.Namespace) -> int:
     command += ["-m", "fsdp_compile.cli", "profile", *options, "--", *theirs]
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = {"OMP_NUM_THREADS": str(max(1, num_cpus // arguments.ranks))}  # or torchrun takes one, and says so
-    started = subprocess.Popen(command, env={**threads, **os.environ, _OF_PARENT: "1"})
+    # In a session of its own: a torchrun that is told twice to end, by the terminal and by us, leaves its ranks behind.
+    started = subprocess.Popen(command, env={**threads, **os.environ, _OF_PARENT: "1"}, start_new_session=True)
     try:
         return started.wait()
     finally:

@@ -35,6 +35,11 @@ class Event:
     args: dict[str, Any] = field(repr=False)
     raw: dict[str, Any] = field(repr=False)
 
+    @property
+    def is_step(self) -> bool:
+        """Whether it is a step of the profiler's, as the CPU had it: of a GPU's streams each has one of its own."""
+        return self.category == "user_annotation" and self.name.startswith("ProfilerStep#")
+
     def size(self, place: int = 0) -> tuple[int, str, int]:
         """Elements, dtype and bytes of an argument; of a list, those of its first tensor."""
         dims, types = self.args.get("Input Dims") or [], self.args.get("Input type") or []

@@ -126,7 +126,7 @@ def read(path: Path) -> Trace:
             "`fsdp-compile profile`."
         )
     events = events_of(trace)
-    steps = [event for event in events if event.name.startswith("ProfilerStep#")][: facts["num_steps"]]
+    steps = [event for event in events if event.is_step][: facts["num_steps"]]
     ours = [event for event in events if event.args.get(KEY) == COLLECTIVE]
     ours.sort(key=lambda event: event.args["launched_us"])
     distributed = trace.get("distributedInfo") or {}

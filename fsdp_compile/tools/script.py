@@ -24,7 +24,7 @@ def _run_file(path: str, args: list[str]) -> None:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     loader = SourceFileLoader("__main__", path)
     with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec")
+        code = compile(file.read(), path, "exec", dont_inherit=True)  # of this file's __future__
     _execute(code, {"__file__": path, "__loader__": loader, "__package__": None, "__spec__": None})
 
 

@@ -1,0 +1,14 @@
+"""Files that a command is going to write: what can be refused is refused before the work."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def may_write(path: Path) -> bool:
+    """Whether a file or folder can be written, or made with the folders around it."""
+    path = path.resolve()
+    while not path.exists():
+        path = path.parent
+    return os.access(path, os.W_OK | os.X_OK if path.is_dir() else os.W_OK)
