@@ -64,7 +64,7 @@ def main() -> int:
     }
     options.json.write_text(json.dumps(document, indent=1) + "\n")
     print(f"wrote {options.json}")
-    return 0
+    return int(any(record.problems for record in records.values()))
 
 
 def _run(record: Record, options: argparse.Namespace, settings: Settings, folder: Path) -> None:

@@ -101,25 +101,27 @@ def _run(case: str, how: str, world: int, cache: Path, options: argparse.Namespa
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "benchmarks.divergence_worker", case, how]
     begun = time.monotonic()
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), str(port), "1800"],
-            env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-        )
-        for rank in range(world)
-    ]  # fmt: skip
-    said = []
-    for process in processes:
-        left = max(limit_s + begun - time.monotonic(), 0.1)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=left)
-    for process in processes:
-        status = process.poll()
-        if status is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        out = (process.communicate()[0] or "").strip().splitlines()
-        said.append((status, json.loads(out[-1]) if out else {}))
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for rank in range(world):
+            processes.append(
+                subprocess.Popen(
+                    [*command, str(rank), str(world), str(port), "1800"],
+                    env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+                )
+            )  # fmt: skip
+        for process in processes:
+            left = max(limit_s + begun - time.monotonic(), 0.1)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=left)
+        statuses = [process.poll() for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+    outputs = [(process.communicate()[0] or "").strip().splitlines() for process in processes]
+    said = [(status, json.loads(out[-1]) if out else {}) for status, out in zip(statuses, outputs)]
     return _in_words(said, limit_s)
 
 

@@ -125,7 +125,10 @@ def _run(lines: dict[str, Line], reasons: dict[str, str | None], refused: list[s
             lines[row].cells[column] = cell
             print(f"{row:54}{column:16}{said}", file=sys.stderr, flush=True)
         for name in refused:
-            reasons[name] = crew.run(refusal, name, limit_s=timeout_s)[0]
+            try:
+                reasons[name] = crew.run(refusal, name, limit_s=timeout_s)[0]
+            except WorkerError as error:
+                reasons[name] = error.summary
 
 
 def _table(lines: dict[str, Line], seconds: float) -> Table:

@@ -28,7 +28,7 @@ from benchmarks.predicted_worker import Figures, PredictedJob
 from benchmarks.settings import Settings
 from benchmarks.train_step import MALLOC_GIVES_BACK, exit_on_sigterm
 from fsdp_compile.tools import calibrate
-from fsdp_compile.tools.link import Link, LinkError
+from fsdp_compile.tools.link import Link, LinkError, check_possible
 
 LOOPBACK, RATE = "loopback", "1gbit"
 _LIMIT_S = 600.0
@@ -74,13 +74,19 @@ def main() -> int:
     console = Console(width=max(_WIDTH, Console().width))
     chosen = [CONFIGURATIONS[number - 1] for number in options.only] if options.only else list(CONFIGURATIONS)
     settings = Settings(steps=options.steps)
-    cores = tuple(sorted(os.sched_getaffinity(0))[: settings.ranks])
-    if len(cores) < settings.ranks:
-        print(f"note: {settings.ranks} ranks share {len(cores)} cores, which no profile knows of")
+    usable = sorted(os.sched_getaffinity(0))
+    cores = tuple(usable[rank % len(usable)] for rank in range(settings.ranks))
+    if len(usable) < settings.ranks:
+        print(f"note: {settings.ranks} ranks share {len(usable)} cores, which no profile knows of")
+    if any(one.over != LOOPBACK for one in chosen):
+        check_possible()  # before anything takes minutes
     load = os.getloadavg()[0]
     os.environ["OMP_NUM_THREADS"] = "1"  # of the workers that calibrate, as of those that train
     grid = _grid(f"predicted and measured; load {load:.1f} before the first run")
-    with tempfile.TemporaryDirectory(prefix="fsdp-compile-predicted-") as folder:
+    failed = False
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdp-compile-predicted-"))
+        stack.callback(console.print, grid)  # with what was finished
         for over in dict.fromkeys(one.over for one in chosen):
             profile = options.profile or f"{folder}/{over}.json"
             rate = None if over == LOOPBACK else over
@@ -89,9 +95,9 @@ def main() -> int:
             for number, one in enumerate(chosen):
                 if one.over == over:
                     outcome = _run(one, settings, profile, cores, Path(folder), number)
+                    failed |= outcome.error is not None
                     _add_row(grid, one, outcome)
-    console.print(grid)
-    return 0
+    return int(failed)
 
 
 def _run(

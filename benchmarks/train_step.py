@@ -67,7 +67,8 @@ def main() -> int:
         with_sent_bytes=options.link is not None,
     )
     report.write(options.json, grid, records, reference, environment)
-    return 130 if interrupted else 0
+    failed = any(record.problems for record in records.values()) or (options.repeat and not reference)
+    return 130 if interrupted else int(bool(failed))
 
 
 class Bench:

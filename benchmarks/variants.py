@@ -158,7 +158,7 @@ def _simple_fsdp(model: nn.Module, mesh: DeviceMesh, settings: Settings, *, sche
         optimizations = torch._inductor.config.aten_distributed_optimizations
         optimizations.enable_overlap_scheduling = True
         optimizations.collective_bucketing = True
-        if not torch.cuda.is_available():  # both of its own estimators of compute ask for a GPU
+        if mesh.device_type == "cpu":  # both of its own estimators of compute ask for a GPU
             optimizations.custom_runtime_estimation = estimator(settings.wire_bytes_per_s)
     policy = simple_fsdp.MixedPrecisionPolicy(**_dtypes(settings))
     simple_fsdp.data_parallel(model, mesh, mode="fully_shard", mp_policy=policy)
