@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fsdp_compile
 from fsdp_compile import Explanation, MixedPrecisionPolicy, explain, fully_shard
+from fsdp_compile.core.unit import units_in
 from fsdp_compile.passes import Bucket, ParamSpec, layout
 from fsdp_compile.passes.aliases import storages_of
 from fsdp_compile.passes.insert import ROLE
@@ -360,3 +361,46 @@ def test_units_that_could_be_neighbours_send_alike(kind: str) -> None:
     assert "neighbours" not in said_of(kind, a, b, unit="Block:1", num_ranks=4)
     assert "neighbours" not in said_of(kind, a, b, unit="Block:1", num_bytes=small + 1)
     assert said_of(kind, a, b, unit="Block:1", num_bytes=small).endswith(allowed)
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_it_takes_no_step_where_the_optimizer_is_in_backward() -> None:
+    torch._dynamo.reset()
+    model = fully_shard(nn.Linear(8, 8))
+    stepped: list[Tensor] = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(stepped.append)
+    run = torch.compile(model, backend=passes)
+    assert explain(run, torch.ones(4, 8)).steps and not stepped
+    run(torch.ones(4, 8)).sum().backward()
+    assert len(stepped) == 2, "hooks stay"
+
+
+@pytest.mark.parametrize("holds", [False, True])
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_it_leaves_what_micro_batches_have_held_back(holds: bool) -> None:
+    torch._dynamo.reset()
+    model = fully_shard(nn.Linear(8, 8))
+    run = torch.compile(model, backend=passes)
+    with fsdp_compile.no_sync(model):
+        run(torch.ones(4, 8)).sum().backward()
+        if holds:
+            explain(run, torch.ones(4, 8))
+    if not holds:
+        explain(run, torch.ones(4, 8))
+    [unit] = units_in(model)
+    assert all(param.grad is None for param in model.parameters())
+    assert set(unit.accumulation.pending) == {"weight", "bias"}
+    torch.testing.assert_close(unit.accumulation.pending["bias"], torch.full((8,), 4.0))
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_blocks_that_are_compiled_by_themselves_are_explained_as_they_run() -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in model:
+        fully_shard(layer).compile(backend=passes)
+    fully_shard(model)
+    found = explain(model, torch.ones(4, 8, requires_grad=True))
+    assert len(found.report.around) == 2
+    assert any("compiled by themselves, the eager path gathers around them" in one for one in found.eagerly)

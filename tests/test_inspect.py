@@ -17,9 +17,10 @@ import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compile import fully_shard, inspect
+from fsdp_compile import fully_shard, inspect, plan_of, replicate
 from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import Plan
 from fsdp_compile.tools.inspect import Report
@@ -540,3 +541,53 @@ def test_a_function_is_refused_with_what_to_pass() -> None:
         "inspect takes the model, but got builtin_function_or_method. For a compiled train step, pass the model that "
         "it trains, and call the step inside the block."
     )
+
+
+class Gated(nn.Module):
+    """One of two linears, as the data say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far, self.offset = nn.Linear(6, 9), nn.Linear(6, 9), torch.arange(9.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def far(x: torch.Tensor) -> torch.Tensor:
+            return self.far(x) + self.offset + torch.full((9,), float("inf")).isnan()
+
+        return torch.cond(x.abs().mean() < 10, self.near, far, (x,))
+
+
+@pytest.mark.more
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_graphs_with_branches_run_by_themselves(tmp_path: Path) -> None:
+    model = fully_shard(Gated())
+    with inspect(model) as report, no_kernels_built():
+        torch.compile(model, fullgraph=True)(torch.ones(4, 6)).sum().backward()
+    report.save(tmp_path)
+    files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*_*ward/*.py"))
+    assert any("body_" in (tmp_path / file).read_text() for file in files if "forward" in file)
+    printed = python("-c", RUN_ALL, *files, cwd=tmp_path)
+    parts = [part.partition("\n") for part in re.split(r"^(?=0\d_)", printed, flags=re.MULTILINE) if part]
+    shapes = {file: text for file, _, text in parts}
+    assert set(shapes) == set(files) and all("(4, 9) torch.float32" in shapes[file] for file in files if "forward" in file)
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_a_bucket_of_replicas_is_as_large_as_what_they_send() -> None:
+    model = fully_shard(nn.Linear(64, 64), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    with inspect(model) as report:
+        torch.compile(model, backend="passes")(torch.ones(4, 64)).sum().backward()
+    launches = report.backward.launches
+    assert {one.kind for one in launches} > {"all_reduce"}
+    pictured = [one for graph in report.picture().steps[0].graphs if graph.stage == "backward" for one in graph.collectives]
+    assert [one.bucket_bytes for one in pictured] == [one.bucket_bytes for one in launches]
+
+
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_a_replicated_models_plan_is_in_a_report() -> None:
+    model = replicate(nn.Linear(8, 8))
+    with inspect(model) as report:
+        torch.compile(model, backend="passes")(torch.ones(4, 8)).sum().backward()
+    assert report.joint.plan
+    with pytest.raises(LookupError, match=r"Linear is whole on every rank.*report\.joint\.plan is its plan"):
+        plan_of(model)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from fsdp_compile import fully_shard
 from fsdp_compile._torch_compat import inductor
@@ -124,3 +125,20 @@ def test_torchs_trace_has_plans_and_code(tmp_path: Path) -> None:
     assert "all_gather_into_tensor" not in found["fsdp_compile_forward_0_captured"]
     assert "all_gather_into_tensor" in found["fsdp_compile_forward_1_insert"]
     assert f"fsdp_compile_joint_{len(JOINT_PASSES)}_keep" in found and "fsdp_compile_backward_table" in found
+
+
+@pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 12), reason="torch 2.11 asserts that leaves are no DTensors")
+def test_a_whole_steps_graph_is_predicted(start: object, capfd: pytest.CaptureFixture[str]) -> None:
+    start("plan")  # type: ignore[operator]
+    torch._dynamo.reset()
+    model = fully_shard(nn.Linear(8, 8))
+
+    def train(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).sum()
+        loss.backward()
+        return loss.detach()
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True), inductor.no_compile_caches():
+        torch.compile(train, fullgraph=True)(torch.ones(4, 8))
+    printed = capfd.readouterr().err
+    assert "_whole: " in printed and "not predicted" not in printed

@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._torch_compat import dynamo
+from .._torch_compat import autograd, dynamo
 from ..core.containers import tensors_in
+from ..core.unit import units_in
+from ..eager.running import recover
 from ..passes import HardwareProfile, Plan, Prediction
 from ..passes.provenance import Marker, find_unshards
 from ..passes.slices import whole_of
@@ -37,31 +40,50 @@ def explain(
     """Run ``model(*args, **kwargs)`` and its backward once, compiled, and say why the step takes what it takes.
 
     Every rank calls it. Backward begins at ``loss(output)``, or at the sum of all that the output has of floats; under
-    ``no_grad`` there is none. Gradients are put back as they were; running statistics move, as in any forward. What was
-    compiled before is compiled afresh, and a model that was not compiled runs under ``torch.compile``.
-    ``profile`` names other hardware than the plan's.
+    ``no_grad`` there is none. Gradients, and what micro-batches have held back, are put back as they were, and no hook
+    behind a gradient's arrival runs; running statistics move, as in any forward. What was compiled before is compiled
+    afresh, and a model of which nothing was compiled runs under ``torch.compile``. ``profile`` names other hardware
+    than the plan's.
     """
     whole = dynamo.behind_compile(model)
     if not isinstance(whole, nn.Module):
         raise TypeError(f"explain takes the model and its inputs, but got {type(model).__name__} as the model.")
-    is_compiled = whole is not model or any(dynamo.forward_is_compiled(module) for module in whole.modules())
+    is_compiled = whole is not model or any(dynamo.is_compiled(module) for module in whole.modules())
     run = model if is_compiled else torch.compile(model)
     breaks = BreakReport()
-    grads = {param: param.grad for param in whole.parameters()}
-    for param in grads:
-        param.grad = None
-    try:
-        with inspect(whole) as report, watching(whole, breaks):
-            output = _called(run, args, kwargs)
-            if torch.is_grad_enabled():
-                total = _total(output) if loss is None else loss(output)
-                if total is not None:
-                    total.backward()
-    finally:
-        for param, grad in grads.items():
-            param.grad = grad
+    with _leaving_gradients(whole), inspect(whole) as report, watching(whole, breaks):
+        output = _called(run, args, kwargs)
+        if torch.is_grad_enabled():
+            total = _total(output) if loss is None else loss(output)
+            if total is not None:
+                total.backward()
     steps = [_explained(step, profile) for step in steps_of(report.records) if step.graphs]
     return Explanation(report.model, tuple(steps), tuple(_eagerly(report, breaks)), breaks, report)
+
+
+@contextmanager
+def _leaving_gradients(model: nn.Module) -> Iterator[None]:
+    """A block whose backward gives its gradients to nobody: neither to the user's, nor to what stands behind them."""
+    params = list(model.parameters())
+    grads = [param.grad for param in params]
+    units = units_in(model)
+    held_back = [(unit.accumulation.pending, unit.accumulation.partials) for unit in units]
+    for param in params:
+        param.grad = None
+    for unit in units:
+        unit.accumulation.pending, unit.accumulation.partials = {}, {}
+    try:
+        with autograd.without_post_accumulate_grad_hooks(params):
+            yield
+    except BaseException:
+        for root in dict.fromkeys(unit.root for unit in units):
+            recover(root)  # the next step would, and forget what was held back
+        raise
+    finally:
+        for unit, (pending, partials) in zip(units, held_back, strict=True):
+            unit.accumulation.pending, unit.accumulation.partials = pending, partials
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
 
 
 def _called(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

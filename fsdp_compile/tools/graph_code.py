@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from ..passes.provenance import find_reduces, find_unshards
 from ..passes.spec import NAMESPACE
 from .collectives import collectives_of, num_bytes_of
 from .tables import format_bytes, format_dtype, format_unit, on_one_line
+
+_BODY = "body_"  # what functions for graphs inside of the graph are called before their names
 
 HEADER = '''\
 """{title}
@@ -79,22 +82,27 @@ def runnable_code(record: GraphRecord, step: int) -> str:
     code = graph.python_code("self", verbose=False)
     body = code.src[code.src.index("def forward(") :].splitlines()[1:]
     inputs = graph.find_nodes(op="placeholder")
-    namespaces = _namespaces(graph)
+    bodies = list(_bodies(graph))
+    graphs = (graph, *(one.graph for one in bodies))
+    namespaces = {name: operator for one in graphs for name, operator in _namespaces(one).items()}
+    names = {name: value for one in (code.globals, *(each.names for each in bodies)) for name, value in one.items()}
+    text = "\n".join([*(each.source for each in bodies), *body])
     parts = [
         HEADER.format(
             title=f"{record.stage.capitalize()} graph {when}, recorded by fsdp_compile.inspect.",
             torch=torch.__version__.partition("+")[0],
             needs=" and fsdp_compile (for its ops)" if NAMESPACE in namespaces else "",
-            imports="".join(f"{line}\n" for line in _imports(code.globals, namespaces, "\n".join(body))),
-            groups=_groups(record.snapshots[0], graph),
+            imports="".join(f"{line}\n" for line in _imports(names, namespaces, text)),
+            groups=_groups(record.snapshots[0], *graphs),
         ),
-        *_constants(graph, "\n".join(body)),
+        TENSOR,
+        *(f"\n\n{each.source}\n" for each in bodies),
+        *_constants(graph, text),
         "\n\n" + process_groups.FAKE_GROUPS_SOURCE.rstrip(),
         "\n\n\ndef forward(\n",
         *[f"    {node.name},{comments[node.name]}\n" for node in inputs],
         "):\n",
         *[f"{_commented(line, comments)}\n" for line in body],
-        TENSOR,
         "\n\ndef make_inputs():\n    return [\n",
         *[f"        {_input(node.meta.get('val'))},  # {node.name}\n" for node in inputs],
         "    ]\n",
@@ -214,13 +222,13 @@ def _imports(names: dict[str, Any], namespaces: dict[str, str], body: str) -> It
             yield f"# Import here what registers torch.ops.{namespace} ({operator}), unless torch does."
 
 
-def _groups(captured: fx.Graph, graph: fx.Graph) -> dict[str, int]:
+def _groups(captured: fx.Graph, *graphs: fx.Graph) -> dict[str, int]:
     """Name and size of every process group that a marker or a collective names.
 
     An all-reduce does not say how many ranks it is for; the marker that it comes from, in the captured graph, does.
     """
     groups: dict[str, int] = {}
-    for node in (*captured.nodes, *graph.nodes):
+    for node in (node for graph in (captured, *graphs) for node in graph.nodes):
         if "num_shards" in node.kwargs:  # a marker
             for key, count in (("group", "num_shards"), ("replicate_group", "num_replicas")):
                 if node.kwargs[key]:
@@ -244,14 +252,45 @@ def _constants(graph: fx.Graph, body: str) -> Iterator[str]:
     for name, number in symbols.items():
         if re.search(rf"\b{name}\b", body):
             yield f"{name} = {number}  # a symbolic size; the value seen when it was compiled\n"
+    if owned := _namespace_of(graph, _BODY):
+        yield f"self = {owned}  # constants of the graph\n"
+
+
+def _namespace_of(graph: fx.Graph, prefix: str) -> str:
+    """An expression for what the graph owns, by name; empty where that is nothing."""
     owned = {str(node.target): node for node in graph.nodes if node.op == "get_attr"}
-    if owned:
-        fields = ", ".join(f"{name}={_owned(graph, node)}" for name, node in owned.items())
-        yield f"self = __import__('types').SimpleNamespace({fields})  # constants of the graph\n"
+    fields = ", ".join(f"{name}={_owned(graph, node, prefix)}" for name, node in owned.items())
+    return f"__import__('types').SimpleNamespace({fields})" if owned else ""
 
 
-def _owned(graph: fx.Graph, node: fx.Node) -> str:
+@dataclass(frozen=True)
+class _Body:
+    """A graph inside of the graph, such as a branch of ``torch.cond``: a function of its own in the file."""
+
+    graph: fx.Graph
+    source: str
+    names: dict[str, Any]
+
+
+def _bodies(graph: fx.Graph, prefix: str = _BODY) -> Iterator[_Body]:
+    """Those that others call first."""
+    for name in dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr"):
+        inner = getattr(graph.owning_module, name, None)
+        if not isinstance(inner, fx.GraphModule):
+            continue
+        yield from _bodies(inner.graph, f"{prefix}{name}_")
+        code = inner.graph.python_code("self", verbose=False)
+        head, *lines = code.src[code.src.index("def forward(") :].splitlines()
+        head = re.sub(r"^def forward\(self(, )?", f"def {prefix}{name}(", head)
+        if owned := _namespace_of(inner.graph, f"{prefix}{name}_"):
+            lines.insert(0, f"    self = {owned}")
+        yield _Body(inner.graph, "\n".join([head, *lines]), code.globals)
+
+
+def _owned(graph: fx.Graph, node: fx.Node, prefix: str) -> str:
     value = getattr(graph.owning_module, str(node.target), node.meta.get("val"))
+    if isinstance(value, fx.GraphModule):
+        return prefix + str(node.target)
     if type(value) is torch.Tensor and value.numel() <= 64:
         return f"torch.tensor({value.tolist()!r}, dtype={value.dtype}, device={str(value.device)!r})"
     return _input(value)

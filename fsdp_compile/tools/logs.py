@@ -46,7 +46,7 @@ class Log:
         return not self.names.isdisjoint(("plan", "graph")) or dynamo.is_tracing_to_a_file()
 
     def tell(self, record: GraphRecord) -> None:
-        step = Step(record) if record.stage in ("joint", "whole") else Step(graphs=[record])
+        step = Step(record) if record.stage == "joint" else Step(graphs=[record])
         report = GraphReport(record, self._num_graphs, step)
         self._num_graphs += 1
         if logger.isEnabledFor(logging.INFO):

@@ -13,7 +13,7 @@ from ..page.picture import Collective, Compute, Difference, Memory, Picture, Pic
 from ..passes import GraphRecord, Plan, Prediction
 from ..passes.insert import ROLE
 from ..passes.owners import RETURNED, Owned, Owners, module_of, owners_of, saved_kinds
-from ..passes.predicted import PredictedGraph
+from ..passes.predicted import PredictedCollective, PredictedGraph
 from ..passes.weigh import saved_by, taken_as, weigh
 from .graph_code import node_lines
 from .predicted import Step
@@ -87,7 +87,7 @@ def _graph(predicted: PredictedGraph, record: GraphRecord, owners: Owners, start
     collectives = tuple(
         Collective(
             one.kind, format_unit(one.unit), one.fqns, format_dtype(one.dtype), one.num_bytes,
-            one.num_bytes * one.num_ranks, one.group, start_s + one.launched_s, start_s + one.start_s,
+            _bucket_bytes(one), one.group, start_s + one.launched_s, start_s + one.start_s,
             start_s + one.end_s, start_s + one.waited_s, one.seconds, one.beside_s, one.exposed_s, one.cause,
             one.verdict, (one.launched_behind, one.launched_before, one.waited_behind, one.waited_before),
         )
@@ -97,6 +97,11 @@ def _graph(predicted: PredictedGraph, record: GraphRecord, owners: Owners, start
         predicted.stage, start_s, predicted.seconds, predicted.exposed_s, tuple(compute), collectives,
         _others(predicted, start_s), _memory(predicted, owners, start_s),
     )  # fmt: skip
+
+
+def _bucket_bytes(one: PredictedCollective) -> int:
+    """All ranks' parts; what replicas sum is a part by itself."""
+    return one.num_bytes if one.kind == "all_reduce" else one.num_bytes * one.num_ranks
 
 
 def _others(predicted: PredictedGraph, start_s: float) -> tuple[Compute, ...]:

@@ -19,9 +19,15 @@ def plan_of(model: nn.Module, training: bool = True) -> Plan:
 
     Nothing is compiled for it, and it is there in a process that was served all graphs from a compile cache.
     With ``training=False``, that of the forward without gradients. A model that breaks into several graphs has a plan
-    a graph; LookupError where no compiled graph with its collectives ran.
+    a graph; LookupError where no compiled graph with its collectives ran, and of a replicated model: its graphs gather
+    nothing, and so do not say whose they are.
     """
     units = units_in(model)
+    if units and all(unit.mesh.num_shards == 1 for unit in units):
+        raise LookupError(
+            f"{original_class(model).__name__} is whole on every rank, so its graphs gather nothing that tells whose "
+            "they are. Run a step in inspect(model): report.joint.plan is its plan."
+        )
     addresses = {param.address for unit in units for param in unit.params if param.address}
     for text, shards in ledger.ran(max((unit.made_after for unit in units), default=0)):
         if addresses.isdisjoint(shards):
