@@ -163,7 +163,7 @@ def test_lengths_differ_by_rank(two_ranks: Any) -> None:
     two_ranks.run(_lengths)
 
 
-def _generate(whole: bool) -> None:
+def _llamas() -> tuple[Any, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -176,6 +176,11 @@ def _generate(whole: bool) -> None:
     for layer in sharded.model.layers:
         fully_shard(layer)
     fully_shard(sharded)
+    return unsharded, sharded
+
+
+def _generate(whole: bool) -> None:
+    unsharded, sharded = _llamas()
     tokens = torch.randint(3, 64, (2, 6), generator=torch.Generator().manual_seed(dist.get_rank()))
     settings = dict(max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
     expected = unsharded.generate(tokens, **settings)
@@ -191,6 +196,29 @@ def _generate(whole: bool) -> None:
 @pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.more)])
 def test_llama_generates(two_ranks: Any, whole: bool) -> None:
     two_ranks.run(_generate, whole)
+
+
+def _generate_to_an_end(backend: str | None) -> None:
+    """One rank's text ends before the other's: transformers runs its forwards on where it knows that others wait."""
+    unsharded, sharded = _llamas()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tokens = torch.randint(3, 64, (1, 6), generator=generator)
+    settings: dict[str, Any] = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
+    end = unsharded.generate(tokens, eos_token_id=None, **settings)[:, 7].clone()
+    dist.broadcast(end, 0)
+    expected = unsharded.generate(tokens, eos_token_id=end.item(), **settings)
+    lengths: list[Any] = [None, None]
+    dist.all_gather_object(lengths, expected.shape[1])
+    assert lengths[0] == 8 < lengths[1]
+    if backend is not None:
+        sharded.forward = torch.compile(sharded.forward, backend=backend, dynamic=True)
+    for _ in range(2):
+        assert torch.equal(sharded.generate(tokens, eos_token_id=end.item(), **settings), expected)
+
+
+@pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=pytest.mark.more)])
+def test_ranks_generate_texts_of_different_lengths(two_ranks: Any, backend: str | None) -> None:
+    two_ranks.run(_generate_to_an_end, backend)
 
 
 def _moved() -> None:

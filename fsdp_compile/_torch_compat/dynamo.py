@@ -92,6 +92,11 @@ def _dynamo_output() -> Any:
         return None
 
 
+def is_tracing() -> bool:
+    """Whether it was Dynamo that called, on its way through code of the user's."""
+    return _dynamo_output() is not None
+
+
 def written_while_traced(tensor: torch.Tensor) -> bool:
     """Whether what Dynamo is tracing has written to a tensor that is an input of its graph.
 
@@ -237,6 +242,12 @@ def forward_is_compiled(module: nn.Module) -> bool:
 
 leave_to_python(reads_are_compiled)
 leave_to_python(forward_is_compiled)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the user compiled the module, in any of three ways (``_compiled_call_impl``: 2.11 to 2.15)."""
+    called = module.__dict__.get("_compiled_call_impl")
+    return called is not None or isinstance(module, OptimizedModule) or forward_is_compiled(module)
 
 
 def is_called_through_compile() -> bool:

@@ -10,11 +10,12 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
-from .._torch_compat import autograd, process_groups
+from .._torch_compat import autograd, dynamo, process_groups
 from ..core.unit import Unit, unit_of, units_in
 from ..eager.backward import end_backward, reduce_left_over
 from ..eager.reduction import Traffic
 from ..eager.running import Call, recover, running
+from ..eager.ways import is_here
 from ..passes._torch_compat import group_ranks
 from .accumulate import set_all_reduce, set_sync
 from .classes import ShardedModule, refresh
@@ -25,12 +26,32 @@ from .handles import GradientReductionHandle, UnshardHandle
 _FSDP2: Any = torch_fsdp.FSDPModule  # its methods' types are not ours
 
 
+class _Managed:
+    """Whether ranks wait for one another in a module's forward: transformers asks, and keeps ``generate`` in step.
+
+    Not where Dynamo asks, which leaves out guards where it is true. From torch 2.14 on it reads it off the class.
+    """
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __get__(self, module: nn.Module | None, cls: type) -> Any:
+        if module is None:
+            return self
+        if torch.compiler.is_compiling() or dynamo.is_tracing():
+            return False
+        unit = _unit(module)
+        return unit.mesh.num_shards > 1 and not all(map(is_here, unit.inside()))
+
+
 class FSDPModule(ShardedModule, _FSDP2):
     """The methods of a module that ``fully_shard`` was applied to, FSDP2's by name and meaning.
 
     It is FSDP2's class by name alone, so that code which asks ``isinstance(module, FSDPModule)`` finds what it looks
     for: no method of torch's is inherited.
     """
+
+    _is_fsdp_managed_module = _Managed()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile this module's forward in place, as ``nn.Module`` does."""

@@ -109,7 +109,7 @@ def way_of_others(top: Unit, inputs_train: InputsTrain = _surely) -> Way | None:
     if any(synchronizes(unit) != syncs or _has_extension(unit) for unit in units):
         return None
     kind = _kind(syncs, _stage(top.inside(), inputs_train))
-    if others.asks_for(kind) and all(map(_is_here, top.inside())):
+    if others.asks_for(kind) and all(map(is_here, top.inside())):
         return None  # no gather comes in which other ranks take part: one rank alone may do that
     text = ledger.wait(others.text, kind)
     if not text:
@@ -197,7 +197,7 @@ def _has_extension(unit: Unit) -> bool:
     return any(isinstance(one.shard, DTensor) and has_extension(one.fqn, one.shard) for one in unit.params)
 
 
-def _is_here(unit: Unit) -> bool:
+def is_here(unit: Unit) -> bool:
     """Whether a forward of the unit gathers nothing: it is gathered, or full parameters are in its shards' places."""
     gathered = running(unit).gathered
     return (gathered is not None and gathered.is_full) or all(one.param is not one.shard for one in unit.params)
