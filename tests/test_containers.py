@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
-from fsdp_compile.core.containers import cast_floating
+from fsdp_compile.core.containers import cast_floating, move, tensors_in
 from tests.ranks import Ranks
 
 BF16 = torch.bfloat16
@@ -195,12 +195,13 @@ def test_what_transformers_hands_around_is_cast(two_ranks: Ranks, backend: str |
 
 
 def test_packed_rows_keep_their_places() -> None:
-    from fsdp_compile.core.containers import cast_floating, tensors_in
-
     packed = pack_sequence([torch.ones(3, 2), torch.ones(5, 2)], enforce_sorted=False)
     cast: PackedSequence = cast_floating(packed, BF16)
     assert cast.data.dtype == BF16 and cast.sorted_indices is packed.sorted_indices
     assert tensors_in(packed) == [packed.data]
+    moved: PackedSequence = move(packed, torch.device("meta"))
+    assert moved.data.is_meta and moved.sorted_indices.is_meta and moved.unsorted_indices.is_meta
+    assert moved.batch_sizes is packed.batch_sizes, "which torch has on the CPU"
 
 
 class Behind(collections.abc.MutableMapping):  # type: ignore[type-arg]
@@ -242,3 +243,41 @@ def test_a_tuple_keeps_what_is_noted_on_it() -> None:
     triple = Triple((torch.ones(2), 1))
     triple.note = "kept"  # type: ignore[attr-defined]
     assert cast_floating(triple, BF16).note == "kept"
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict, set, Listed, Words, Bag, Once, PackedSequence])
+def test_what_holds_nothing_new_is_the_same_object(kind: Any) -> None:
+    """A model may write to it for its caller."""
+    x = torch.ones(2)
+    made = {
+        dict: {"x": x}, Words: Words({"x": x}, "en"), Bag: Bag("b", {"x": x}), Once: Once(x), set: {x}, tuple: (x, 3),
+        PackedSequence: pack_sequence([torch.ones(3, 2)]),
+    }.get(kind, kind([x]) if kind in (list, Listed) else None)  # fmt: skip
+    assert made is not None
+    around = {"inner": [made, "else"]}
+    assert cast_floating(around, torch.float32) is around and move(around, x.device) is around
+    cast = cast_floating(around, BF16)
+    assert cast is not around and cast["inner"][0] is not made and cast["inner"][1] == "else"
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.up.requires_grad_(False)
+
+    def forward(self, x: Tensor, seen: dict[str, Any]) -> Tensor:
+        seen["total"] = seen["total"] + x.detach().sum()
+        return self.down(self.up(x))
+
+
+def _counted() -> None:
+    """FSDP2 of torch 2.15 does so too, that of 2.11 does not."""
+    model, seen = fully_shard(Counts()), {"total": torch.zeros(())}
+    for _ in range(2):
+        model(torch.ones(2, 4, requires_grad=True), seen).sum().backward()
+    assert seen["total"] == 16
+
+
+def test_a_partly_frozen_unit_writes_to_its_callers_dict(two_ranks: Ranks) -> None:
+    two_ranks.run(_counted)

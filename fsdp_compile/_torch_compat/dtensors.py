@@ -40,8 +40,14 @@ def on_cpu(sharded: DTensor, pin_memory: bool) -> DTensor:
     if local.is_meta:
         return sharded
     local = local.cpu()
-    pinned = pin_memory and torch.accelerator.is_available()
-    return dtensor_like(sharded, local.pin_memory() if pinned else local)
+    return dtensor_like(sharded, local.pin_memory() if pin_memory and torch.accelerator.is_available() else local)
+
+
+def pin(param: torch.Tensor) -> None:
+    """Have a shard on the CPU in pinned memory, if it came into other memory (``_local_tensor``: 2.11 to 2.15)."""
+    local = param._local_tensor if isinstance(param, DTensor) else None
+    if local is not None and local.device.type == "cpu" and not local.is_pinned() and torch.accelerator.is_available():
+        param._local_tensor = local.pin_memory()  # type: ignore[attr-defined]
 
 
 def is_pinned(param: torch.Tensor) -> bool:

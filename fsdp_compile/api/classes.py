@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import autograd
+from .._torch_compat import autograd, dtensors
 from ..core.captures import refuse_script
 from ..core.param import READS, ReadSpec
 from ..core.shared import shared
@@ -135,6 +135,8 @@ def _follow(unit: Unit) -> None:
         param.tie()
         for slot in param.slots:
             if slot.param is not None:
+                if unit.pins:
+                    dtensors.pin(slot.param)
                 param.follow(slot.param)
                 param.keep_grad_dtype()
     if unit.given is None:

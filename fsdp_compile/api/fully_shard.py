@@ -112,6 +112,7 @@ def make_unit(
         ],
         overrides=overrides,
         offload=isinstance(offload_policy, CPUOffloadPolicy),
+        pins=isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory,
         settings=Settings(reshard_after_forward=reshard),
     )
     unit.watch = Watch(unit)
@@ -132,8 +133,6 @@ def make_unit(
     inner = [*(one for module in modules for one in units_in(module)), *map(_owner_of, claimed.values())]
     parts = [part for one in dict.fromkeys(inner) for part in parts_of(one)]
     with AllOrNothing([*(child for one in modules for child in one.modules()), *fulls, *parts]):
-        for (module, name), buffer in moved.items():
-            module._buffers[name] = buffer
         for one in modules:
             one.__dict__[STATE] = unit
             fsdp2.register_fsdp2_state(one, FSDP2View(unit, end_backward))
@@ -148,6 +147,8 @@ def make_unit(
         for one in modules:
             stand_before(one)
             stand_before_wrappers(one)
+    for buffer, there in moved:  # in place: wherever else the model has it, it moves as well
+        buffer.data = there
     logger.debug(
         "%s: one unit of %d parameters, sharded over %d ranks and replicated %d times",
         unit.label,
@@ -317,14 +318,10 @@ def _validate_param(fqn: str, param: nn.Parameter, target: ShardMesh) -> None:
         )
 
 
-def _moved_buffers(managed: Iterable[nn.Module], device: torch.device) -> dict[tuple[nn.Module, str], Tensor]:
-    """Copies on ``device`` of the buffers that are elsewhere."""
-    return {
-        (module, name): buffer.to(device)
-        for module in managed
-        for name, buffer in module._buffers.items()
-        if buffer is not None and not buffer.is_meta and buffer.device != device
-    }
+def _moved_buffers(managed: Iterable[nn.Module], device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """The buffers that are elsewhere, each once, and copies of them on ``device``."""
+    buffers = dict.fromkeys(buffer for module in managed for buffer in module._buffers.values() if buffer is not None)
+    return [(one, one.to(device)) for one in buffers if not one.is_meta and one.device != device]
 
 
 def _dtype_override(fqn: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -> dict[str, torch.dtype]:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -74,6 +75,7 @@ def fill_in(
     everywhere = dist.is_available() and dist.is_initialized()
     units = units_in(module)
     to = torch.device(device) if device is not None else _device_for(units)
+    offloaded = {id(param.shard) for unit in units if unit.offload for param in unit.params}
     initialize = init_fn or Own(module)
     missing = list(_on_meta(module, loaded, initialize))
     places = [
@@ -82,8 +84,10 @@ def fill_in(
         for name, param in one._parameters.items()
         if param is not None and param.is_meta and id(param) not in loaded
     ]
-    unwritten = _allocate(module, to, loaded)
-    with random_numbers_of_first(to):
+    unwritten = _allocate(module, to, loaded, offloaded if device is None else ())
+    with contextlib.ExitStack() as stack:
+        for one in {to, *(unit.mesh.device for unit in units)}:  # full parameters are written where they are gathered
+            stack.enter_context(random_numbers_of_first(one))
         if isinstance(initialize, Own):
             steps = list(initialize.steps(missing, places))
         else:
@@ -108,12 +112,19 @@ def _on_meta(model: nn.Module, loaded: Collection[int], initialize: Any) -> Iter
         yield module
 
 
-def _allocate(model: nn.Module, device: torch.device, loaded: Collection[int]) -> list[str]:
+def _allocate(
+    model: nn.Module, device: torch.device, loaded: Collection[int], on_cpu: Collection[int]
+) -> list[str]:
     """Memory for what is on the meta device; what was tied stays so. Marked, the names of what is to be initialized."""
+
+    def placed(tensor: Tensor) -> Tensor:
+        place = torch.device("cpu") if id(tensor) in on_cpu else device
+        return torch.empty_like(tensor, device=place) if tensor.is_meta else tensor
+
     ties = _ties(model)
     named = [*model.named_parameters(), *model.named_buffers()]
     names = [name for name, tensor in named if tensor.is_meta and id(tensor) not in loaded]
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    model._apply(placed)
     for (first, name), *others in ties:
         for module, other in others:
             if other in module._parameters:
@@ -126,7 +137,7 @@ def _allocate(model: nn.Module, device: torch.device, loaded: Collection[int]) -
 
 def _device_for(units: list[Unit]) -> torch.device:
     if units:
-        return torch.device("cpu") if units[0].offload else units[0].mesh.device
+        return units[0].mesh.device
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return torch.device("cpu")

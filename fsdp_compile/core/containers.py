@@ -23,36 +23,45 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 def move(value: Any, device: torch.device) -> Any:
     """``value`` with every tensor in it on ``device``."""
-    return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))
+    return map_tensors(value, lambda tensor: tensor.to(device))  # waits: a pinned buffer may be filled anew behind it
 
 
 def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """``value`` with ``fn`` of every tensor in its place; containers keep their types, and are not made anew.
 
-    That is: no ``__init__`` and no ``__post_init__`` of theirs runs again, and one without tensors comes back as it
-    is. Mappings that cannot be written to stay as they are. torch's pytrees know neither dataclasses nor
-    UserDict nor subclasses of tuples. Traced by Dynamo, so written with plain type tests.
+    That is: no ``__init__`` and no ``__post_init__`` of theirs runs again, and one in which nothing becomes another
+    tensor comes back as it is: a module may write to it for its caller. Mappings that cannot be written to stay as they
+    are. torch's pytrees know neither dataclasses nor UserDict nor subclasses of tuples. Traced by Dynamo, so written
+    with plain type tests.
     """
+    return _mapped(value, fn)[0]
+
+
+def _mapped(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, bool]:
+    """That, and whether it is another object than ``value``: while Dynamo traces, wherever there are tensors."""
     if isinstance(value, torch.Tensor):
-        return fn(value)
+        tensor = fn(value)
+        return tensor, torch.compiler.is_compiling() or tensor is not value
     if isinstance(value, PackedSequence):
-        return value._replace(data=fn(value.data))  # the other tensors say where its rows are
+        # The numbers of rows stay where they are, on the CPU.
+        changed = _changed({name: getattr(value, name) for name in ("data", "sorted_indices", "unsorted_indices")}, fn)
+        return (value._replace(**changed), True) if changed else (value, False)
     if isinstance(value, (list, tuple, set, frozenset)):
-        return _like(value, [map_tensors(item, fn) for item in value]) if tensors_in(value) else value
+        found = [_mapped(item, fn) for item in value]
+        return (_like(value, [item for item, _ in found]), True) if any([new for _, new in found]) else (value, False)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = _fields_of(value)
-        changed = _changed(fields, fn)
+        changed = _changed(_fields_of(value), fn)
         if not changed:
-            return value
+            return value, False
         # One that is a dict as well, as outputs of transformers are, fills itself when it is made.
-        return dataclasses.replace(value, **changed) if isinstance(value, dict) else _with(value, changed)
+        return dataclasses.replace(value, **changed) if isinstance(value, dict) else _with(value, changed), True
     if isinstance(value, UserDict):
         changed = _changed(value.data, fn)
-        return _with(value, {"data": {**value.data, **changed}}) if changed else value
+        return (_with(value, {"data": {**value.data, **changed}}), True) if changed else (value, False)
     if isinstance(value, (dict, MutableMapping)):
         changed = _changed(value, fn)
-        return _mapping_like(value, changed) if changed else value
-    return value
+        return (_mapping_like(value, changed), True) if changed else (value, False)
+    return value, False
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -77,8 +86,9 @@ def _fields_of(value: Any) -> dict[str, Any]:
 
 
 def _changed(values: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> dict[Any, Any]:
-    """What has tensors in it, mapped. Dynamo does not compare the identities of tuples."""
-    return {key: map_tensors(item, fn) for key, item in values.items() if tensors_in(item)}
+    """Of these, what becomes another object."""
+    found = {key: _mapped(item, fn) for key, item in values.items()}
+    return {key: item for key, (item, new) in found.items() if new}
 
 
 def _like(value: Any, items: list[Any]) -> Any:

@@ -51,6 +51,7 @@ class Unit:
     params: list[ShardedParam] = field(default_factory=list)
     overrides: dict[str, torch.dtype] = field(default_factory=dict)  # by FQN, from param_dtype_override_fn
     offload: bool = False  # shards and their gradients stay on the CPU
+    pins: bool = False  # shards there are in pinned memory, where there is an accelerator
     # After forward each rank keeps a slice for these few ranks, and backward gathers over them alone.
     post_forward: ShardMesh | None = None
     # The few ranks, where the plan of a step may have slices kept for them: those of a node, with a byte budget.

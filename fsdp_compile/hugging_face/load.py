@@ -125,7 +125,8 @@ def _reset(model: nn.Module, adapters: list[nn.Module]) -> None:
     """Have these initialize themselves, some from the base's weights, with full parameters of one unit at a time."""
     owner = {slot.module: unit for unit in units_in(model) for param in unit.params for slot in param.slots}
     configs = adapters_of(model)
-    with random_numbers_of_first(next(model.parameters()).device):
+    device = next((unit.mesh.device for unit in units_in(model)), next(model.parameters()).device)
+    with random_numbers_of_first(device):
         for layer in adapters:
             units = {owner[one]: None for one in layer.modules() if one in owner}
             with swapped_in(list(units), writeback=True):
