@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as helpers
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, ShardingStrategy, StateDictType
 from torch.distributed.tensor import DTensor
@@ -356,3 +359,44 @@ def check_forward_inside() -> None:
 
 def test_a_model_is_called_while_its_parameters_are_full(two_ranks: Ranks) -> None:
     two_ranks.run(check_forward_inside)
+
+
+def _compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="aot_eager")
+
+
+def check_wrapped_before(around: Any) -> None:
+    unsharded = plain()
+    inner = plain()
+    inner.layers[0] = OURS(around(inner.layers[0]))
+    model = OURS(around(inner))
+    assert all(one._unit is not None for one in OURS.fsdp_modules(model))
+    with OURS.summon_full_params(model):
+        found = [param.detach().clone() for param in model.parameters()]
+    torch.testing.assert_close(found, [param.detach() for param in unsharded.parameters()], atol=0, rtol=0)
+
+    def clamp(module: nn.Module) -> None:
+        with torch.no_grad():
+            for param in module.parameters(recurse=False):
+                assert not isinstance(param, DTensor)
+                param.clamp_(-0.1, 0.1)
+
+    for one in (model, unsharded):
+        one.apply(clamp)
+    calls: list[int] = []
+
+    def reduce(state: Any, grad: Tensor, shard: Tensor) -> None:
+        calls.append(grad.numel())
+        dist.reduce_scatter_tensor(shard, grad / dist.get_world_size())
+
+    model.register_comm_hook(None, reduce)
+    loss_of(model(mine())).backward()
+    assert sum(calls) >= sum(param.numel() for param in unsharded.parameters()), "padded"
+    reference_backward(unsharded, batches(0))
+    for ours, theirs in zip(model.parameters(), unsharded.parameters(), strict=True):
+        torch.testing.assert_close(full(ours.grad), theirs.grad)
+
+
+@pytest.mark.parametrize("around", [checkpoint_wrapper, pytest.param(_compiled, marks=pytest.mark.more)])
+def test_what_was_checkpointed_or_compiled_before_it_was_wrapped_is_known(two_ranks: Ranks, around: Any) -> None:
+    two_ranks.run(check_wrapped_before, around)

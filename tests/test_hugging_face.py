@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import transformers
@@ -145,6 +147,43 @@ def test_a_folder_of_transformers_is_trained_and_read_by_transformers_again(
 @pytest.mark.more
 def test_the_round_trip_on_inductor(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(check_round_trip, "llama", str(tmp_path), "inductor")
+
+
+def _with_experts_of_one_name() -> Any:
+    text = {"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 12, "num_hidden_layers": 2, "head_dim": 8}
+    text |= {"vocab_size": 37, "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4, "out_hidden_size": 16}
+    vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    return transformers.Qwen3VLMoeForConditionalGeneration(config).eval()
+
+
+def check_transposed_experts(folder: str) -> None:
+    """The published folders have them transposed, those that transformers 5 writes have not; both by the model's names."""
+    torch.manual_seed(0)
+    theirs = _with_experts_of_one_name()
+    transposed, written = f"{folder}/transposed", f"{folder}/written"
+    if dist.get_rank() == 0:
+        theirs.save_pretrained(written)
+        shutil.copytree(written, transposed)
+        [file] = Path(transposed).glob("*.safetensors")
+        state = safetensors.torch.load_file(file)
+        for name in [one for one in state if ".experts." in one]:
+            state[name] = state[name].transpose(1, 2).contiguous()
+        safetensors.torch.save_file(state, file, metadata={"format": "pt"})
+    dist.barrier()
+    for where in (transposed, written):
+        assert_same_values(type(theirs).from_pretrained(where), theirs)
+        with torch.device("meta"):
+            model = fsdp_compile.auto_shard(_with_experts_of_one_name(), "Qwen3VLMoeTextDecoderLayer")
+        load_pretrained(model, where)
+        assert_same_values(model, theirs)
+        save_pretrained(model, f"{where}/ours")
+        assert_same_values(type(theirs).from_pretrained(f"{where}/ours"), theirs)
+
+
+def test_what_is_converted_under_its_own_name_is(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(check_transposed_experts, str(tmp_path))
 
 
 # --- layouts, dtypes, prefixes ------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
-from .._torch_compat import fsdp1
+from .._torch_compat import dynamo, fsdp1
 from ..api.arguments import require_dtypes
 from ..api.fully_shard import fully_shard
 from ..api.replicate import replicate
@@ -284,10 +284,18 @@ class Constructed(Wrapper):
 
     @property
     def _unit(self) -> Unit | None:
-        """What the core made of the wrapped module; None around a list of nothing but wrappers."""
-        wrapped = self.module
-        of_members = (unit_of(child) for child in wrapped.children()) if is_container(wrapped) else ()
-        return unit_of(wrapped) or next((unit for unit in of_members if unit is not None), None)
+        """What the core made of the wrapped module; None around a list of nothing but wrappers.
+
+        Checkpointing and torch.compile may have come around that module before this wrapper or after it.
+        """
+        wrapped = self._fsdp_wrapped_module
+        while (unit := unit_of(wrapped)) is None:
+            inner = fsdp1.behind_checkpointing(dynamo.behind_compile(wrapped))
+            if inner is wrapped:
+                of_members = (unit_of(child) for child in wrapped.children()) if is_container(wrapped) else ()
+                return next((unit for unit in of_members if unit is not None), None)
+            wrapped = inner
+        return unit
 
     @property
     def _has_params(self) -> bool:

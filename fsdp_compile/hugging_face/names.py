@@ -193,10 +193,12 @@ def _mapping(
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
     patterns = {pattern: one for one in converters for pattern in one.source_patterns}
 
+    known = dict.fromkeys(expected, True)
+
     def by_transformers(name: str) -> tuple[str, str | None]:
-        if name in expected:
-            return name, None
-        return rename_source_key(name, renamings, converters, prefix, dict.fromkeys(expected, True))
+        target, pattern = rename_source_key(name, renamings, converters, prefix, known)
+        # Converted under its own name: experts that a folder has transposed, or not.
+        return (name, None) if name in known and name != target else (target, pattern)
 
     return (by_transformers if mapping else by_prefix), patterns
 
