@@ -13,7 +13,7 @@ import torch
 
 from . import _torch_compat as compat
 from .plan import Bucket, Plan
-from .worlds import number_of
+from .worlds import World, world_of
 
 
 class Agreement:
@@ -25,11 +25,11 @@ class Agreement:
     is one that followed another rank's graph without one of its own.
     """
 
-    lost_count_in: int | None = None  # the world in which this rank did that
+    lost_count_in: World | None = None  # the world in which this rank did that
 
     def __init__(self) -> None:
         self._planned: dict[str, list[str]] = {}
-        self._world: int | None = None
+        self._world: World | None = None
 
     def check(self, plan: Plan, groups: Iterable[str]) -> None:
         """Publish the plan, or raise when another rank of its process groups published a different one in its place.
@@ -37,7 +37,7 @@ class Agreement:
         Each group compares for itself: with replicas no two ranks are in the same set of groups.
         """
         store = compat.default_store()
-        if store is None or (world := number_of(store)) == Agreement.lost_count_in:
+        if store is None or (world := world_of(store)) == Agreement.lost_count_in:
             return
         if world != self._world:
             self._world, self._planned = world, {}
@@ -59,7 +59,7 @@ class Agreement:
             return
         planned.append(ours)
         try:
-            key = f"fsdp_compile/plan/{self._world}/{names}/{len(planned)}"
+            key = f"fsdp_compile/plan/{world_of(store).number}/{names}/{len(planned)}"
             published = store.compare_set(key, "", ours).decode()
         except (RuntimeError, NotImplementedError):
             return  # a store that cannot compare and set (fake groups in tests)

@@ -23,7 +23,7 @@ import torch
 
 from . import _torch_compat as compat
 from .choice import Choice
-from .worlds import number_of
+from .worlds import World, world_of
 
 TIMEOUT_S = 600.0  # until a rank has begun to choose
 _PATIENCE = 12  # so many times that until it has chosen: large models take minutes
@@ -59,14 +59,14 @@ class Settled:
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
         self._decisions: dict[tuple[str, tuple[str, ...]], Decision] = {}
-        self._world: int | None = None
+        self._world: World | None = None
 
     def decision(
         self, about: str, names: tuple[str, ...], groups: Iterable[Sequence[int]], decide: Callable[[int], Decision]
     ) -> Decision:
         """What holds for these parameters; ``about`` tells one budget from the next, alike on all ranks."""
         store = compat.default_store()
-        world = None if store is None else number_of(store)
+        world = None if store is None else world_of(store)
         if world != self._world:
             self._world, self._decisions = world, {}
         if (about, names) not in self._decisions:
@@ -86,7 +86,7 @@ class Settled:
         if store is None or not others:
             return decide(rank)
         topic = hashlib.sha256(repr((about, names)).encode()).hexdigest()[:16]
-        keys = {one: f"fsdp_compile/budget/{self._world}/{one}/{topic}" for one in (rank, min(others))}
+        keys = {one: f"fsdp_compile/budget/{world_of(store).number}/{one}/{topic}" for one in (rank, min(others))}
         if min(others) < rank:
             text = self._wait(store, keys, rank, min(others), names)
         else:

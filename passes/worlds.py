@@ -1,4 +1,4 @@
-"""Worlds that this process was in, counted: the store of one may outlive it, with all that was said in it.
+"""Worlds that this process was in: the store of one may outlive it, with all that was said in it.
 
     torchrun's store     init_process_group, fully_shard: keys .../1/...     destroy, init, fully_shard: keys .../2/...
     a store a world      init_process_group, fully_shard: keys .../1/...     destroy, init, fully_shard: keys .../1/...
@@ -9,21 +9,30 @@ The store itself counts for each rank, once a world, when the rank shards its fi
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+
+class World(NamedTuple):
+    """One of them. Two are never equal."""
+
+    serial: int  # of this process
+    number: int  # in its store, alike on all ranks: for keys
+
+
 _last: weakref.ref[Any] | None = None  # the store of the last one
-_number = 0
+_world = World(0, 0)
 
 
-def number_of(store: Any) -> int:
-    """The place among the worlds of its store of the one that is there now."""
-    global _last, _number
+def world_of(store: Any) -> World:
+    """The world with this store, which is the one that is there now."""
+    global _last, _world
     if _last is None or _last() is not store:
+        serial = _world.serial + 1
         try:
-            _number = store.add(f"fsdp_compile/worlds/{torch.distributed.get_rank()}", 1)
-        except (RuntimeError, NotImplementedError, ValueError):  # of fake groups, or none: a world each
-            _number += 1
-        _last = weakref.ref(store)
-    return _number
+            number = store.add(f"fsdp_compile/worlds/{torch.distributed.get_rank()}", 1)
+        except (RuntimeError, NotImplementedError, ValueError):  # of fake groups, or none
+            number = serial
+        _last, _world = weakref.ref(store), World(serial, number)
+    return _world

@@ -443,12 +443,15 @@ def test_ranks_that_follow_others_wait_for_the_one_that_chooses(four_ranks: Rank
     assert [rank for rank, _ in found] == [0] * 4 and min(seconds for _, seconds in found) > 1.5 * 2
 
 
-def test_what_was_settled_in_a_world_that_is_gone_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("outlives", [True, False])
+def test_what_was_settled_in_a_world_that_is_gone_does_not_hold(
+    monkeypatch: pytest.MonkeyPatch, outlives: bool
+) -> None:
     served = dist.HashStore()  # by torchrun, for all worlds of a job
     asked: list[int] = []
 
     def world() -> None:
-        store = dist.PrefixStore("", served)
+        store = dist.PrefixStore("", served if outlives else dist.HashStore())
         monkeypatch.setattr(agree.compat, "default_store", lambda: store)
 
     def decide(rank: int) -> Decision:

@@ -27,6 +27,8 @@ from ..eager.ways import know
 from ..graph.install import install_passes
 from ..graph.watch import Watch
 from ..lookout.lookout import lookout
+from ..passes import _torch_compat as passes_compat
+from ..passes.worlds import world_of
 from .arguments import ignored_in, require_kinds
 from .classes import parts_of, refresh, take_back
 from .compiled import stand_before, stand_before_wrappers
@@ -124,6 +126,8 @@ def make_unit(
         unit.takes_inputs_to = target.device
     moved = _moved_buffers(managed, target.device)
     install_passes()
+    if (store := passes_compat.default_store()) is not None:
+        world_of(store)  # counted here, as on every rank that has a model
     lookout.know(unit)
     know(unit)
     if inner_size is not None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from .._torch_compat import process_groups
 from ..passes import _torch_compat as passes_compat
 from ..passes.agree import Agreement
-from ..passes.worlds import number_of
+from ..passes.worlds import World, world_of
 from .unit import Unit
 
 PATIENCE_S = 120.0  # until a rank has said anything
@@ -31,7 +31,7 @@ COMPILING_S = 3600.0  # until one that compiles has
 
 _logger = logging.getLogger(__name__)
 _numbers = Counter[str]()  # models that look alike
-_world = 0  # in which these were counted
+_world: World | None = None  # in which these were counted
 
 
 class Others:
@@ -88,7 +88,7 @@ class Others:
         began, pause_s, said_so = time.monotonic(), 0.001, False
         while True:
             if self._has(f"text/{kind}"):
-                Agreement.lost_count_in = number_of(self._store)
+                Agreement.lost_count_in = world_of(self._store)
                 return str(self._store.get(f"{self._prefix}text/{kind}").decode())
             if self._has("refused") or self._has("given up"):
                 self.is_decided = True
@@ -150,11 +150,11 @@ def _others_of(root: Unit) -> Others:
     # Where nothing is gathered, ranks need not run forward together; nor is it clear who does, of several groups.
     if store is None or len(groups) != 1 or "fake" in dist.get_backend_config():
         return Others(None, "", 1)
-    if number_of(store) != _world:
-        _world = number_of(store)
+    if world_of(store) != _world:
+        _world = world_of(store)
         _numbers.clear()
     (ranks,) = groups
     known_by = [ranks, root.label, [(one.fqn, one.layout.size) for one in params]]
     topic = hashlib.sha256(repr(known_by).encode()).hexdigest()[:16]
     _numbers[topic] += 1
-    return Others(store, f"{_world}/{topic}/{_numbers[topic]}", len(ranks))
+    return Others(store, f"{_world.number}/{topic}/{_numbers[topic]}", len(ranks))
