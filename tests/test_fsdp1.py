@@ -514,7 +514,7 @@ def check_one_rank() -> None:
     torch.manual_seed(0)
     unsharded = Stack()
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    with pytest.warns(UserWarning, match="one rank"):
+    with pytest.warns(UserWarning, match="since the world size is 1"):
         model = OURS(copy.deepcopy(unsharded), process_group=alone)
     assert model.sharding_strategy is ShardingStrategy.NO_SHARD
     assert_alike(train(model), train(under_theirs(copy.deepcopy(unsharded), process_group=alone)))
@@ -542,7 +542,7 @@ def check_container() -> None:
     torch.manual_seed(0)
     unsharded = Calls(nn.ModuleList(nn.Linear(6, 6) for _ in range(2)))
     model = copy.deepcopy(unsharded)
-    with pytest.warns(UserWarning, match="ModuleList, which has no forward"):
+    with pytest.warns(UserWarning, match="members of this ModuleList are one unit"):
         members = OURS(model.members)
     assert all(isinstance(param, DTensor) for param in members.parameters())
     model.members = members.module

@@ -341,7 +341,7 @@ def _units(module: Any, recurse: bool) -> list[Unit]:
 def _require_root(module: Any, method: str) -> Unit:
     unit = _unit(module)
     if unit.outer is not None:
-        raise RuntimeError(f"{method} must be called on the root: {unit.name} is inside {unit.root.name}. Call that's.")
+        raise RuntimeError(f"{method} must be called on the root, {unit.root.name}. {unit.name} is inside of it.")
     return unit
 
 

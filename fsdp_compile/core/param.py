@@ -237,7 +237,7 @@ def _shard_dim(fqn: str, full: nn.Parameter, placement: Any) -> int:
     if not 0 <= dim < full.ndim:
         dims = "only dim 0" if full.ndim == 1 else f"dims 0 to {full.ndim - 1}"
         raise AssertionError(  # FSDP2's type
-            f"Shard dim {placement.dim} is invalid for {full.ndim}D tensor: {fqn} has shape {tuple(full.shape)}, so "
+            f"Shard dim {placement.dim} is invalid for {full.ndim}D tensor: {fqn} has shape {tuple(full.shape)}, with "
             f"{dims}. Have shard_placement_fn return Shard(0), or None for the default, for such parameters."
         )
     return dim
