@@ -316,7 +316,8 @@ RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 def override(api: Api, returned: Any) -> None:
-    policy: Any = MixedPrecisionPolicy(param_dtype=torch.bfloat16, param_dtype_override_fn=lambda _: returned)  # type: ignore[call-arg]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    object.__setattr__(policy, "param_dtype_override_fn", lambda _: returned)  # a field since 2.15
     unit(api, mp_policy=policy)
 
 
@@ -663,7 +664,7 @@ NOT_RUN = (
     N("When using ``NO_SHARD`` for ``ShardingStrategy``", "Differs: SHARDED_STATE_DICT has `Replicate()` DTensors."),
     N("Found state_dict_type LOCAL_STATE_DICT", "Works with a mesh."),
     N("Did not find param with FQN", "load_state_dict says which keys are missing."),
-    N("is all-gathering", "Differs: [RanksParted](../docs/ranks-that-differ.md)."),
+    N("is all-gathering", "Differs: RanksParted, see docs/ranks-that-differ.md."),
     N("Forward order differs from that of the first iteration", "Differs: an order that all ranks change alike is no mistake."),
     N("Found a optim state,", "What an optimizer keeps of no parameter stays under its key."),
     N("Tensor optimizer state does not have same shape as its parameter", "Works: such state goes as it is (Adafactor's rows and columns)."),

@@ -931,7 +931,7 @@ HEAD = """\
 # Which test covers which row
 
 FSDP2's behaviour row by row: A its arguments, B the methods of a sharded module, M what stands beside them, D what holds
-without being asked for. [Its errors and warnings](MESSAGES.md) have a table of their own. Written by `python -m tests.rows` from `tests/rows.py` and the tests, whose own
+without being asked for. Its errors and warnings have a table of their own, MESSAGES.md. Written by `python -m tests.rows` from `tests/rows.py` and the tests, whose own
 words say what they assert: change these, not this file.
 
 - `Not:` a part of the row that the named tests do not assert.
