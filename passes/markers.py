@@ -149,8 +149,8 @@ def require_data(fqn: str, shard: Tensor) -> None:
     """Refuse to gather what was never materialised, while there is a name to say it with."""
     if shard.device.type == "meta":
         raise RuntimeError(
-            f"{fqn} is still on the meta device. Call model.to_empty(device=...) and initialise the parameters, or "
-            "load_state_dict(..., assign=True), before the first forward."
+            f"FSDP parameters should be materialized from meta device before training, and {fqn} is still there. Call "
+            "model.to_empty(device=...) and initialise the parameters, or load_state_dict(..., assign=True)."
         )
 
 
@@ -158,8 +158,8 @@ def require_on_cpu(fqn: str, shard: Tensor) -> None:
     """Refuse an offloaded shard that somebody moved."""
     if shard.device.type != "cpu":
         raise RuntimeError(
-            f"{fqn} was sharded with a CPUOffloadPolicy, but its shard is on {shard.device}. Leave it on the CPU; a "
-            "model built on meta gets its data there with to_empty(device='cpu')."
+            f"FSDP parameters should be materialized on CPU when enabling CPU offloading, but the shard of {fqn} is on "
+            f"{shard.device}. Move it back; a model built on meta gets its data with to_empty(device='cpu')."
         )
 
 

@@ -23,16 +23,6 @@ class Row(NamedTuple):
     note: str = ""
 
 
-class Refusal(NamedTuple):
-    """A mistake, and the exception that names it."""
-
-    condition: str
-    tests: tuple[str, ...]  # as above; "E [case]" and "M [case]" are cases of test_a_mistake_is_named
-    exception: str
-    name: str  # whether the FQN or the module's name is in the message
-    note: str = ""
-
-
 ROWS = (
     Row(
         "A1",
@@ -137,7 +127,7 @@ ROWS = (
         (
             "test_meshes.py::test_a_parameter_may_have_a_mesh_of_its_own",
             "test_meshes.py::test_torchs_mesh_infos_are_understood",
-            "test_errors.py::test_a_mistake_is_named [a gather of one's own for several meshes]",
+            "test_messages.py::test_ours_says_what_torch_says [a gather of one's own for several meshes]",
         ),
         "Differs: equal meshes need not be one mesh-info object; an int `reshard_after_forward` is refused with it.",
     ),
@@ -185,7 +175,7 @@ ROWS = (
         "`param_dtype_override_fn`",
         (
             "test_mixed_precision.py::test_one_parameter_may_stay_in_high_precision",
-            "test_errors.py::test_a_mistake_is_named [override with a foreign dtype]",
+            "test_messages.py::test_ours_says_what_torch_says [override with a foreign dtype]",
         ),
         "The first is skipped on older torch. Not: called once, ranks that disagree, that inputs still get `param_dtype`.",
     ),
@@ -322,7 +312,7 @@ ROWS = (
         "`finalize_backward(async_op)`",
         (
             "test_eager.py::test_backward_is_finalized_by_hand",
-            "test_errors.py::test_a_mistake_is_named [finalization before the last one's handle]",
+            "test_messages.py::test_ours_says_what_torch_says [finalization before the last one's handle]",
         ),
         "Held-back gradients included.",
     ),
@@ -353,9 +343,9 @@ ROWS = (
         "`set_reshard_after_forward(bool)`",
         (
             "test_errors.py::test_root_keeps_and_the_others_regather_unless_told_otherwise",
-            "test_errors.py::test_a_mistake_is_named [set_reshard_after_forward with an int]",
+            "test_messages.py::test_ours_says_what_torch_says [set_reshard_after_forward with an int]",
         ),
-        "Setting read back from the groups; True between compiled steps, and what backward gathers from then on: `test_matrix.py::test_a_row_holds_on_inductor`. A replicated module: `test_errors.py::test_a_mistake_is_named [set_reshard_after_forward of what is replicated]`.",
+        "Setting read back from the groups; True between compiled steps, and what backward gathers from then on: `test_matrix.py::test_a_row_holds_on_inductor`. A replicated module: `test_messages.py::test_ours_says_what_torch_says [set_reshard_after_forward of what is replicated]`.",
     ),
     Row(
         "B11",
@@ -369,7 +359,7 @@ ROWS = (
         "B12",
         "`set_modules_to_forward_prefetch`",
         (
-            "test_errors.py::test_a_mistake_is_named [prefetching forward what is not sharded]",
+            "test_messages.py::test_ours_says_what_torch_says [prefetching forward what is not sharded]",
             "test_settings.py::test_a_unit_launches_the_gathers_that_its_forward_was_told_to",
             "test_eager.py::test_explicit_prefetch_changes_the_order_and_not_the_numbers",
         ),
@@ -379,7 +369,7 @@ ROWS = (
         "B13",
         "`set_modules_to_backward_prefetch`",
         (
-            "test_errors.py::test_a_mistake_is_named [prefetching backward what is not sharded]",
+            "test_messages.py::test_ours_says_what_torch_says [prefetching backward what is not sharded]",
             "test_settings.py::test_a_unit_launches_the_gathers_that_its_backward_was_told_to",
             "test_eager.py::test_explicit_prefetch_changes_the_order_and_not_the_numbers",
         ),
@@ -454,8 +444,8 @@ ROWS = (
         "B21",
         "`set_reduce_scatter_max_input_buffers`",
         (
-            "test_errors.py::test_a_mistake_is_named [a number of buffers that is none]",
-            "test_errors.py::test_a_mistake_is_named [no buffers]",
+            "test_messages.py::test_ours_says_what_torch_says [a number of buffers that is none]",
+            "test_messages.py::test_ours_says_what_torch_says [no buffers]",
             "test_settings.py::test_so_many_reductions_are_in_flight_as_there_may_be",
             "test_settings.py::test_the_number_of_reductions_in_flight_may_change_between_steps",
         ),
@@ -483,7 +473,7 @@ ROWS = (
         "B24",
         "memory from the process group",
         (
-            "test_errors.py::test_a_mistake_is_named [the group's memory for a gather of one's own]",
+            "test_messages.py::test_ours_says_what_torch_says [the group's memory for a gather of one's own]",
             "test_gpu.py::test_gathers_in_memory_of_the_process_group",
         ),
         "A backend without allocator: `test_matrix.py::test_a_row_holds_on_inductor`.",
@@ -493,7 +483,7 @@ ROWS = (
         "`set_symm_mem_for_comm`",
         (
             "test_errors.py::test_a_mistake_is_named [symmetric memory on the CPU]",
-            "test_errors.py::test_a_mistake_is_named [symmetric memory for a gather of one's own]",
+            "test_messages.py::test_ours_says_what_torch_says [symmetric memory for a gather of one's own]",
         ),
         "Only the errors. Allocation: gpu, symmetric memory; for gathers alone, reductions never use it.",
     ),
@@ -534,7 +524,7 @@ ROWS = (
             "test_eager.py::test_a_method_that_the_module_was_given",
             "test_torch_names.py::test_torchs_forward_methods_gather_ours",
             "test_torch_names.py::test_a_reset_helps_after_such_a_method_raised",
-            "test_errors.py::test_a_mistake_is_named [a forward method that is missing]",
+            "test_messages.py::test_ours_says_what_torch_says [a forward method that is missing]",
         ),
         "No-op on plain modules included. torch's own function on our units too: eager, compiled, with casts. Not: what an unregistered method says.",
     ),
@@ -544,7 +534,7 @@ ROWS = (
         (
             "test_eager.py::test_two_roots_share_a_context",
             "test_torch_names.py::test_torchs_contexts_are_shared_by_ours",
-            "test_errors.py::test_a_mistake_is_named [sharing a context with what is not sharded]",
+            "test_messages.py::test_ours_says_what_torch_says [sharing a context with what is not sharded]",
         ),
         "Empty list included. Not: that the cap on reductions in flight is common.",
     ),
@@ -554,7 +544,7 @@ ROWS = (
         (
             "test_eager.py::test_unshard_and_reshard_show_in_reads",
             "test_eager.py::test_backward_is_finalized_by_hand",
-            "test_errors.py::test_a_mistake_is_named [a handle after a reset]",
+            "test_messages.py::test_ours_says_what_torch_says [a handle after a reset]",
         ),
     ),
     Row(
@@ -937,489 +927,11 @@ ROWS = (
     ),
 )
 
-REFUSALS = (
-    Refusal(
-        "ModuleList or ModuleDict without forward",
-        (
-            "E [a ModuleList has no forward]",
-            "E [a ModuleDict has no forward]",
-            "M [replicate of a container]",
-        ),
-        "ValueError",
-        "no",
-        "Asserts the remedy. In lists: E [a list member without forward], with the class name.",
-    ),
-    Refusal(
-        "mesh of neither one nor two dims",
-        (
-            "E [a mesh of three dimensions]",
-            "M [three dimensions]",
-        ),
-        "ValueError",
-        "no",
-    ),
-    Refusal(
-        "2-D mesh without names",
-        (
-            "E [a mesh of two dimensions without names]",
-            "M [two without names]",
-        ),
-        "ValueError",
-        "no",
-        "FSDP2: AssertionError.",
-    ),
-    Refusal(
-        "`dp_mesh_dims` with neither field",
-        (
-            "E [dp_mesh_dims with neither]",
-            "M [dp_mesh_dims without a dimension]",
-        ),
-        "ValueError",
-        "no",
-    ),
-    Refusal(
-        "`dp_mesh_dims`, mesh without names / unknown name",
-        (
-            "E [dp_mesh_dims without names]",
-            "E [dp_mesh_dims with an unknown name]",
-            "M [a dimension for both]",
-        ),
-        "ValueError",
-        "no",
-        "Asserts the dimension's name.",
-    ),
-    Refusal(
-        "`dp_mesh_dims`: plain param / other mesh / not Replicate",
-        (
-            "E [dp_mesh_dims for plain tensors]",
-            "M [a DTensor on another mesh]",
-            "M [a DTensor sharded over a data-parallel dimension]",
-        ),
-        "ValueError",
-        "FQN",
-    ),
-    Refusal(
-        "int `reshard_after_forward` with `dp_mesh_dims`",
-        (
-            "M [an int with dp_mesh_dims]",
-        ),
-        "NotImplementedError",
-        "no",
-    ),
-    Refusal(
-        "`reshard_after_forward` of a wrong type / no divisor",
-        (
-            "E [reshard_after_forward as a string]",
-            "M [a float]",
-            "E [reshard_after_forward that divides nothing]",
-            "M [an int of 0]",
-            "M [an int beyond the ranks]",
-        ),
-        "ValueError",
-        "no",
-        "Asserts the value and the divisors.",
-    ),
-    Refusal(
-        "`set_reshard_after_forward(non-bool)`",
-        (
-            "E [set_reshard_after_forward with an int]",
-        ),
-        "ValueError",
-        "no",
-    ),
-    Refusal(
-        "the same on replicate-only groups",
-        (
-            "E [set_reshard_after_forward of what is replicated]",
-        ),
-        "ValueError",
-        "module",
-    ),
-    Refusal(
-        "applied twice",
-        (
-            "E [applied twice]",
-            "M [fully_shard of what is replicated]",
-            "M [replicate of what is sharded]",
-        ),
-        "ValueError; RuntimeError from `replicate`",
-        "class",
-        "FSDP2: AssertionError.",
-    ),
-    Refusal(
-        "FQNs changed or reordered by the call",
-        (
-            "test_errors.py::test_names_stay_as_they_were",
-        ),
-        "none",
-        "-",
-        "No such check: parameters are exchanged under their names. Names of parameters, buffers, modules and state dict, over the plain models of the zoo.",
-    ),
-    Refusal(
-        "module bound to a state already; state collected",
-        (
-            "E [applied twice]",
-        ),
-        "ValueError",
-        "class",
-        "Left out, second half: it cannot arise, as the module owns its state.",
-    ),
-    Refusal(
-        "scalar parameter",
-        (
-            "E [a scalar]",
-            "test_errors.py::test_a_refused_call_leaves_the_module_as_it_was",
-        ),
-        "ValueError",
-        "FQN",
-    ),
-    Refusal(
-        "DTensor of another device type / not on its device",
-        (
-            "E [a DTensor on another kind of device]",
-        ),
-        "ValueError",
-        "FQN, both types",
-        "Left out, second half: torch's DTensor holds its tensor on its mesh's device.",
-    ),
-    Refusal(
-        "param on a wrong device after the move",
-        (),
-        "-",
-        "-",
-        "Left out: an internal assertion of FSDP2, whose cause cannot arise: a shard is cut on the device of the parameter.",
-    ),
-    Refusal(
-        "non-contiguous parameter",
-        (
-            "E [not contiguous]",
-        ),
-        "NotImplementedError",
-        "FQN",
-    ),
-    Refusal(
-        "placement not Shard, in a result",
-        (
-            "M [a placement result without a Shard]",
-        ),
-        "ValueError",
-        "FQN",
-    ),
-    Refusal(
-        "bad return of `shard_placement_fn`",
-        (
-            "E [placement that is no Shard]",
-        ),
-        "ValueError",
-        "FQN",
-    ),
-    Refusal(
-        "shard dim out of range",
-        (
-            "E [placement on a missing dim]",
-            "E [placement far out of range]",
-        ),
-        "ValueError",
-        "FQN",
-        "FSDP2: AssertionError.",
-    ),
-    Refusal(
-        "uneven split on another dim",
-        (
-            "E [uneven on another dim]",
-        ),
-        "NotImplementedError",
-        "FQN",
-    ),
-    Refusal(
-        "placement fn on a replicate-only mesh / one PG, two mesh infos",
-        (
-            "M [placements where nothing is sharded]",
-            "M [a placement's mesh that only replicates]",
-        ),
-        "ValueError",
-        "no; FQN",
-        "Second half is no error by design: `test_meshes.py::test_a_parameter_may_have_a_mesh_of_its_own`, case \"torch's\", has an info for each parameter.",
-    ),
-    Refusal(
-        "more than two TP/EP placements",
-        (
-            "M [three dimensions of model parallelism]",
-        ),
-        "NotImplementedError",
-        "FQN",
-    ),
-    Refusal(
-        "combined mesh not of 2 to 4 dims",
-        (),
-        "-",
-        "-",
-        "Left out: it cannot arise from the arguments that are accepted, except by `dp_mesh_dims`, where any number serves.",
-    ),
-    Refusal(
-        "override fn returns a non-dtype / foreign dtype",
-        (
-            "E [override with no dtype]",
-            "E [override with a foreign dtype]",
-        ),
-        "ValueError",
-        "FQN",
-    ),
-    Refusal(
-        "mutate `MixedPrecisionPolicy`",
-        (
-            "E [a policy is changed]",
-        ),
-        "FrozenInstanceError",
-        "no",
-        "torch's frozen dataclass, re-exported.",
-    ),
-    Refusal(
-        "half an extension; release hook alone / non-bool",
-        (
-            "test_extension.py::test_half_an_extension_is_refused",
-            "E [a release hook without its extension]",
-            "E [a release hook that returns no bool]",
-        ),
-        "RuntimeError; RuntimeError; TypeError",
-        "FQN",
-        "FSDP2: AssertionError. Not: only the post half.",
-    ),
-    Refusal(
-        "release hook with int; int on DTensor; extension while small-sharded",
-        (
-            "M [an int and tensor parallelism]",
-            "test_extension.py::test_an_extension_and_an_int_are_refused",
-        ),
-        "NotImplementedError",
-        "FQN",
-    ),
-    Refusal(
-        "pre-gather of odd arity; wrong padded size",
-        (
-            "E [a gather with two arguments]",
-            "test_extension.py::test_a_gather_of_another_size_is_refused",
-            "test_extension.py::test_what_a_subclass_sends_is_padded_for_it",
-        ),
-        "TypeError; RuntimeError",
-        "FQN",
-        "Differs: what has the rows of the shard is padded for the subclass.",
-    ),
-    Refusal(
-        "meta parameters at the first forward",
-        (
-            "test_training.py::test_a_model_built_on_meta_trains_once_it_has_data",
-        ),
-        "Exception (any)",
-        "param name",
-        "RuntimeError is raised when eager; the test takes any type and looks for \"weight\".",
-    ),
-    Refusal(
-        "offload and shard not on the CPU",
-        (
-            "test_gpu.py::test_an_offloaded_shard_on_the_gpu_is_refused",
-            "test_offload.py::test_a_shard_that_was_moved_is_refused",
-        ),
-        "RuntimeError",
-        "FQN",
-    ),
-    Refusal(
-        "several reduction buffers with symmetric memory",
-        (),
-        "-",
-        "-",
-        "Left out: reductions never use symmetric memory here.",
-    ),
-    Refusal(
-        "mixed original dtypes among trainables",
-        (
-            "test_mixed_precision.py::test_a_unit_may_store_parameters_in_two_dtypes",
-        ),
-        "none",
-        "-",
-        "No error by design, see A19.",
-    ),
-    Refusal(
-        "unused params, `grad_dtype=None`, no `reduce_dtype`",
-        (
-            "test_mixed_precision.py::test_zeros_for_unused_parameters_need_a_dtype",
-        ),
-        "ValueError",
-        "FQN",
-    ),
-    Refusal(
-        "symmetric memory or group's memory with custom comm",
-        (
-            "E [the group's memory for a gather of one's own]",
-            "E [symmetric memory for a gather of one's own]",
-        ),
-        "RuntimeError",
-        "no",
-        "The message has the module, the test asserts the setter. FSDP2: AssertionError.",
-    ),
-    Refusal(
-        "hook's stream set, hook missing",
-        (
-            "E [a hook that is no function]",
-        ),
-        "TypeError",
-        "no",
-        "They are set by one call, so this is the only way.",
-    ),
-    Refusal(
-        "a list is the root at first forward",
-        (
-            "test_settings.py::test_a_list_may_be_outermost",
-        ),
-        "-",
-        "-",
-        "Differs: no error, it trains.",
-    ),
-    Refusal(
-        "child ran before the root",
-        (
-            "test_eager.py::test_derivatives_by_inputs_through_torch_func",
-        ),
-        "none",
-        "-",
-        "No error by design: roots are known at wrapping. The test runs a child (under `torch.func`), then the root.",
-    ),
-    Refusal(
-        "tied parameter in two groups",
-        (
-            "test_models.py::test_a_parameter_is_gathered_and_reduced_once_however_often_it_is_read",
-        ),
-        "none",
-        "-",
-        "No error by design: it works.",
-    ),
-    Refusal(
-        "manual finalisation set on a non-root",
-        (
-            "E [finalization by hand of an inner unit]",
-            "test_eager.py::test_reset_and_finalization_are_the_roots",
-        ),
-        "RuntimeError",
-        "module",
-        "Set before the root is wrapped: no error, the root takes it over (`test_settings.py::test_what_was_set_on_a_block_holds_for_the_root_that_comes_later`).",
-    ),
-    Refusal(
-        "forward while an async reduction is pending",
-        (
-            "test_eager.py::test_backward_is_finalized_by_hand",
-        ),
-        "RuntimeError",
-        "no",
-        "The message has the module.",
-    ),
-    Refusal(
-        "`finalize_backward`: handle pending / inner / not manual / in backward / replicas pending / no all-reduce",
-        (
-            "E [finalization before the last one's handle]",
-            "E [finalization of an inner unit]",
-            "E [finalization without asking for it]",
-            "E [finalization without the sum over replicas]",
-        ),
-        "RuntimeError",
-        "module, for inner and all-reduce",
-        "Inside a backward: RuntimeError, `test_settings.py::test_a_backward_is_finalized_outside_of_it`. Partial sums with all-reduce on again are reduced, no error.",
-    ),
-    Refusal(
-        "wait on an invalidated handle",
-        (
-            "E [a handle after a reset]",
-        ),
-        "RuntimeError",
-        "no",
-    ),
-    Refusal(
-        "`reset_iter_state`: non-root / foreign pending reduction",
-        (
-            "E [resetting an inner unit]",
-            "test_eager.py::test_reset_and_finalization_are_the_roots",
-            "test_eager.py::test_a_reset_leaves_the_neighbour_alone",
-        ),
-        "RuntimeError",
-        "module",
-        "Differs: a neighbour's reductions go on, without an error.",
-    ),
-    Refusal(
-        "prefetch or `share_comm_ctx` with plain modules",
-        (
-            "E [prefetching forward what is not sharded]",
-            "E [prefetching backward what is not sharded]",
-            "E [sharing a context with what is not sharded]",
-        ),
-        "ValueError",
-        "class",
-        "No list at all: TypeError, E [prefetching a list that is none].",
-    ),
-    Refusal(
-        "forward method missing",
-        (
-            "E [a forward method that is missing]",
-            "test_eager.py::test_another_method_as_forward",
-        ),
-        "ValueError",
-        "class",
-    ),
-    Refusal(
-        "custom comm or hook with several groups; hook's stream with HSDP",
-        (
-            "E [a gather of one's own for several meshes]",
-            "E [a reduction of one's own for several meshes]",
-            "E [a hook for several meshes]",
-            "E [a stream for a hook where replicas have one]",
-        ),
-        "ValueError",
-        "module, for gather and stream",
-    ),
-    Refusal(
-        "cap on buffers: no int / below 1",
-        (
-            "E [a number of buffers that is none]",
-            "E [no buffers]",
-        ),
-        "TypeError; ValueError",
-        "no",
-    ),
-    Refusal(
-        "deepcopy; pickle; `copy.copy`",
-        (
-            "test_copy.py::test_a_copy_is_idle_whatever_the_original_does",
-            "test_copy.py::test_pickle_and_shallow_copies_say_what_to_do_instead",
-            "E [a shallow copy]",
-        ),
-        "RuntimeError while a backward runs; RuntimeError; TypeError",
-        "module; class; class",
-        "Differs: deepcopy works. FSDP2: AssertionError; `copy.copy` shares parameters.",
-    ),
-    Refusal(
-        "inputs or outputs nested too deep or in a circle",
-        (
-            "test_eager.py::test_inputs_in_a_circle_are_refused",
-        ),
-        "RuntimeError",
-        "module",
-        "Not: with a policy that casts inputs, where Python's RecursionError comes without a name.",
-    ),
-    Refusal(
-        "`fully_shard([])`",
-        (
-            "E [nothing]",
-            "M [replicate of nothing]",
-        ),
-        "ValueError",
-        "no",
-        "FSDP2: IndexError by accident.",
-    ),
-)
-
 HEAD = """\
 # Which test covers which row
 
 FSDP2's behaviour row by row: A its arguments, B the methods of a sharded module, M what stands beside them, D what holds
-without being asked for; then its errors. Written by `python -m tests.rows` from `tests/rows.py` and the tests, whose own
+without being asked for. Its errors and warnings have a table of their own, MESSAGES.md. Written by `python -m tests.rows` from `tests/rows.py` and the tests, whose own
 words say what they assert: change these, not this file.
 
 - `Not:` a part of the row that the named tests do not assert.
@@ -1428,10 +940,6 @@ words say what they assert: change these, not this file.
 - `[...]` is a case of the test's table.
 - Tests of `test_gpu.py` are marked `gpu` and need one.
 """
-
-# What stands for a file and its table of mistakes.
-MISTAKES = {"E": "test_errors.py::test_a_mistake_is_named", "M": "test_meshes.py::test_a_mistake_is_named"}
-
 
 @functools.cache
 def functions_of(file: str) -> dict[str, ast.FunctionDef]:
@@ -1443,7 +951,7 @@ def functions_of(file: str) -> dict[str, ast.FunctionDef]:
 def split(named: str) -> tuple[str, str, str]:
     """File, test and case of what a row names."""
     test, _, case = named.partition(" [")
-    file, _, function = MISTAKES.get(test, test).partition("::")
+    file, _, function = test.partition("::")
     return file, function, case.removesuffix("]")
 
 
@@ -1459,7 +967,8 @@ def asserted(named: str) -> str:
 
 
 def cases_in(file: str) -> set[str]:
-    """Everything that may be the name of a case there: its strings."""
+    """Everything that may be the name of a case there: its strings, or those of its table (messages.py)."""
+    file = file if file != "test_messages.py" else "messages.py"
     return {
         node.value
         for node in ast.walk(ast.parse((HERE / file).read_text()))
@@ -1477,20 +986,7 @@ def table(head: str, lines: list[list[str]]) -> str:
 def written() -> str:
     """ROWS.md."""
     rows = [[one.row, one.what, "<br>".join(map(asserted, one.tests)) or "-", one.note] for one in ROWS]
-    refusals = [
-        [one.condition, "<br>".join(map(asserted, one.tests)) or "-", one.exception, one.name, one.note]
-        for one in REFUSALS
-    ]
-    return "\n".join(
-        [
-            HEAD,
-            "## Rows 1A to 1D\n",
-            table("row|what|what tests assert|note", rows),
-            "## Errors of 1E\n",
-            "`name` says whether the FQN or the module's name is asserted in the message.\n",
-            table("condition|what tests assert|exception asserted|name|note", refusals),
-        ]
-    )
+    return f"{HEAD}\n{table('row|what|what tests assert|note', rows)}"
 
 
 def named_in(text: str) -> set[str]:

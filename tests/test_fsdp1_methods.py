@@ -405,69 +405,6 @@ def test_torchs_hooks_are_the_dtype_of_the_reduction(two_ranks: Ranks, name: str
 # --- mistakes ------------------------------------------------------------------------------------------------------
 
 
-class CallsBack(nn.Linear):
-    """Does in its forward what it was told."""
-
-    told: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.told is not None:
-            self.told()
-        return super().forward(x)
-
-
-def check_mistakes(fsdp: Any, cls: Any) -> None:
-    with silenced():
-        model = fsdp(Stack(), auto_wrap_policy=BLOCKS)
-        model(mine())
-        inner, whole = model.layers[0], fsdp(nn.Linear(2, 2), sharding_strategy=ShardingStrategy.NO_SHARD)
-        hybrid = fsdp(
-            nn.Linear(2, 2),
-            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-            device_mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")),
-        )
-    summons: Any = cls.summon_full_params
-    entered = {
-        NotImplementedError: [
-            lambda: summons(model, rank0_only=True),
-            lambda: summons(model, writeback=False, with_grads=True, offload_to_cpu=True),
-            lambda: summons(whole, offload_to_cpu=True),
-        ],
-        RuntimeError: [inner.no_sync],
-    }
-    for kind, contexts in entered.items():
-        for make in contexts:
-            with silenced(), pytest.raises(kind), make():
-                pass
-    with summons(model):
-        with pytest.raises(AssertionError), summons(model):
-            pass
-        with pytest.raises((ValueError, AssertionError)):
-            model.apply(lambda module: None)
-        with pytest.raises(ValueError), model.no_sync():
-            pass
-        with pytest.raises(ValueError):
-            model.clip_grad_norm_(1.0)
-    with pytest.raises(RuntimeError):
-        inner.clip_grad_norm_(1.0)
-    calls = CallsBack(2, 2)
-    wrapped = fsdp(calls)
-    calls.told = lambda: summons(wrapped).__enter__()
-    with pytest.raises(AssertionError):
-        wrapped(torch.ones(1, 2))
-    state = default_hooks.DefaultState(model.process_group)
-    for kind, one, hook in (
-        (AssertionError, inner, mean_and_count), (AssertionError, hybrid, mean_and_count), (ValueError, model, 3)
-    ):  # fmt: skip
-        with pytest.raises(kind):
-            one.register_comm_hook(state, hook)
-
-
-def test_mistakes_raise_what_fsdp1_raises(two_ranks: Ranks) -> None:
-    two_ranks.run(check_mistakes, under_theirs, THEIRS)
-    two_ranks.run(check_mistakes, OURS, OURS)
-
-
 def check_moved() -> None:
     _, model = pair_of()
     with OURS.summon_full_params(model), pytest.raises(RuntimeError, match="inside summon_full_params"):

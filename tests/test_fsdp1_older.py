@@ -38,7 +38,7 @@ def check_older() -> None:
     steps(model, optim, range(2))
     expected = optim.state_dict()
     is_first = dist.get_rank() == 0
-    with pytest.warns(FutureWarning, match="full_optim_state_dict is deprecated in FSDP1, and does what optim_state_dict"):
+    with pytest.warns(FutureWarning, match="full_optim_state_dict is being deprecated and is replaced by optim_state_dict"):
         on_first = OURS.full_optim_state_dict(model, optim)
     with silenced():
         whole = OURS.full_optim_state_dict(model, optim, rank0_only=False)

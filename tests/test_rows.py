@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tests import rows_fsdp1
-from tests.rows import HERE, REFUSALS, ROWS, cases_in, functions_of, named_in, split, written
+from tests.rows import HERE, ROWS, cases_in, functions_of, named_in, split, written
 
-ALL = (*ROWS, *REFUSALS, *rows_fsdp1.ROWS)
+ALL = (*ROWS, *rows_fsdp1.ROWS)
 NAMED = [named for one in ALL for named in one.tests]
 
 

@@ -76,7 +76,9 @@ class _MeshDims:
 
     def __post_init__(self) -> None:
         if self.shard is None and self.replicate is None:
-            raise ValueError("DataParallelMeshDims needs a dimension to shard over, or one to replicate over.")
+            raise ValueError(
+                "At least one of shard or replicate must be set in DataParallelMeshDims. Name a dimension."
+            )
 
 
 # torch.distributed.fsdp has it since some version after 2.11; seen in 2.15.

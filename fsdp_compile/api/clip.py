@@ -115,7 +115,8 @@ def clip_grad_norm(
         total = total ** (1.0 / norm_type)
     if not grads:
         warnings.warn(
-            "clip_grad_norm_ was called before any gradient was there: it returns zero. Call it after backward.",
+            "Called clip_grad_norm_() on a rank with no gradients -- returning the total norm in the default dtype "
+            f"{total.dtype}. Call it after backward, before zero_grad.",
             stacklevel=4,
         )
         return total

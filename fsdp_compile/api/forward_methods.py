@@ -27,7 +27,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             )
         return
     if not hasattr(module, method_name):
-        raise ValueError(f"{type(module).__name__} has no method {method_name!r}.")
+        raise ValueError(f"{type(module).__name__} does not have a method {method_name!r}. Define it before.")
     known = getattr(module, method_name)
     if getattr(known, "__func__", None) in _forwards:
         return  # registered before

@@ -63,7 +63,7 @@ def require_idle(units: Iterable[Unit], doing: str) -> None:
     """Raise where a forward or a backward of these units runs."""
     for unit in units:
         if autograd.backward_task() is not None or running(unit).iteration.depth:
-            raise AssertionError(f"{unit.name}: cannot {doing} inside a forward or a backward. Do it between steps.")
+            raise AssertionError(f"Cannot {doing} during forward/backward, as of {unit.name}. Do it between steps.")
 
 
 def require_shards(units: Iterable[Unit]) -> None:
@@ -132,7 +132,7 @@ def full_params(
             "writeback=False, or leave out rank0_only."
         )
     try:
-        require_idle(units, "have full parameters")
+        require_idle(units, "manually unshard parameters")
         require_shards(units)
     except AssertionError as error:
         raise RuntimeError(*error.args) from None
@@ -237,9 +237,9 @@ class _Swapped:
             )
         put = {id(one): one for one in now if one is not self.full}
         if len(put) > 1:
-            raise RuntimeError(
-                f"{self.name} is tied, and while full parameters were there, each place got another one. Write into "
-                "the parameter, or put the same one everywhere."
+            raise NotImplementedError(  # FSDP1's type
+                f"Changing shared parameters is not supported: {self.name} is tied, and while full parameters were "
+                "there, each place got another one. Write into the parameter, or put the same one everywhere."
             )
         return next(iter(put.values()), self.full)
 
@@ -268,8 +268,9 @@ def _require_grads_everywhere(owners: dict[ShardedParam, Unit]) -> None:
         for param, count in zip(params, counts.tolist()):
             if 0 < count < param.layout.num_shards:
                 raise RuntimeError(
-                    f"{owners[param].name}: {param.fqn} has a gradient on {count} of {param.layout.num_shards} ranks, "
-                    "so there is no full one. Run backward on every rank, or set it to zeros where it is None."
+                    f"Only some but not all ranks have a gradient: of {owners[param].name}: {param.fqn}, {count} of "
+                    f"{param.layout.num_shards}, so there is no full one. Run backward on every rank, or set it to "
+                    "zeros where it is None."
                 )
 
 

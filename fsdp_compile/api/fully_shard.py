@@ -198,8 +198,8 @@ def _validate_module(module: Any, api: str) -> None:
         raise TypeError(f"{api} takes a module or a list of modules, but got {type(module).__name__}.")
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and original_class(module).forward is nn.Module.forward:
         raise ValueError(
-            f"{api} got a {type(module).__name__}, which has no forward to gather for. Apply it to its members, "
-            "or pass list(module) to make them one unit."
+            f"{api} does not support containers that do not implement forward, and got a {type(module).__name__}. "
+            "Apply it to its members, or pass list(module) to make them one unit."
         )
     if "replicate" in fsdp2.composed_by(module):
         raise ValueError(
@@ -207,16 +207,24 @@ def _validate_module(module: Any, api: str) -> None:
             "and takes care of its gradients. Apply one of the two."
         )
     if unit_of(module) is not None:
-        error = ValueError if api == "fully_shard" else RuntimeError
-        raise error(
-            f"{api}: this {original_class(module).__name__} is sharded or replicated already. Apply fully_shard or "
-            "replicate once to each module."
+        name = original_class(module).__name__
+        if api == "replicate" and fsdp2.replicate_state(module) is None:
+            raise RuntimeError(
+                f"Cannot apply `replicate()` on a Module already managed by `fully_shard`, this {name}. Apply one of "
+                "the two."
+            )
+        raise AssertionError(  # FSDP2's type
+            "Each distinct composable distributed API can only be applied to a module once, and this "
+            f"{name} is sharded or replicated already. Apply fully_shard or replicate once to each module."
         )
 
 
 def _validate_reshard(reshard_after_forward: Any) -> None:
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, int)):
-        raise ValueError(f"reshard_after_forward={reshard_after_forward!r} is neither a bool, an int nor None.")
+        raise ValueError(
+            "reshard_after_forward should be a bool or an int representing the group size to reshard to, not "
+            f"{reshard_after_forward!r}. Pass either, or None for the default."
+        )
 
 
 def _resolve_reshard(asked: bool | int | None, mesh: ShardMesh) -> tuple[bool | None, int | None]:
@@ -229,18 +237,18 @@ def _resolve_reshard(asked: bool | int | None, mesh: ShardMesh) -> tuple[bool | 
     if asked < 1 or size % asked != 0:
         factors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
         raise ValueError(
-            f"reshard_after_forward={asked} does not divide the {size} ranks that hold shards. Pass one of {factors}, "
-            "or a bool."
+            f"If passing reshard_after_forward as an int, it should be a factor of {size}, not {asked}: so many ranks "
+            f"hold shards. Pass one of {factors}, or a bool."
         )
     if mesh.spmd is not None:
         raise NotImplementedError(
-            f"reshard_after_forward={asked} with dp_mesh_dims: the parameters are DTensors, which cannot be resharded "
-            "to fewer ranks. Pass True, False or None."
+            "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims): DTensors are not "
+            f"resharded to fewer ranks, here {asked}. Pass True, False or None."
         )
     if asked == 1:
         warnings.warn(
-            "reshard_after_forward=1 keeps every parameter whole after forward, as reshard_after_forward=False does. "
-            "Pass False, or True to reshard.",
+            "reshard_after_forward=1 (int) means resharding parameters to world size 1, so they stay whole after "
+            "forward. Pass False to say so, or True to reshard.",
             stacklevel=4,
         )
         return False, None
@@ -251,8 +259,8 @@ def _validate_slicing(fqn: str, cut: Cut, target: ShardMesh, size: int) -> None:
     """Refuse what cannot be kept as one of ``size`` slices after forward."""
     if cut.read_as is not None:
         raise NotImplementedError(
-            f"{fqn} is a DTensor: reshard_after_forward={size} cannot reshard it to fewer ranks. Pass True, False or "
-            "None for its unit."
+            "Resharding to smaller mesh is not supported for DTensor parameters, and "
+            f"reshard_after_forward={size} asks for it for {fqn}. Pass True, False or None for its unit."
         )
     if cut.mesh != target:
         raise NotImplementedError(
@@ -314,11 +322,14 @@ def _parameter_slots(
 
 def _validate_param(fqn: str, param: nn.Parameter, target: ShardMesh) -> None:
     if param.ndim == 0:
-        raise ValueError(f"{fqn} is a scalar and cannot be sharded. Give it shape (1,), or pass it in ignored_params.")
+        raise ValueError(
+            f"FSDP doesn't support scalar parameters. Change {fqn} to a 1D tensor with numel equal to 1, of shape "
+            "(1,), or ignore it (ignored_params; ignored_states of FSDP1)."
+        )
     if isinstance(param, DTensor) and param.device_mesh.device_type != target.device.type:
         raise ValueError(
-            f"{fqn} is a DTensor on a {param.device_mesh.device_type} mesh, but the mesh to shard over is of "
-            f"{target.device.type}. Use slices of one mesh."
+            "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
+            f"{param.device_mesh.device_type} for {fqn} and {target.device.type} for FSDP. Use slices of one mesh."
         )
 
 
@@ -334,10 +345,12 @@ def _dtype_override(fqn: str, param: nn.Parameter, policy: MixedPrecisionPolicy)
     dtype = None if override_fn is None else override_fn(param)
     if dtype is None:
         return {}
+    allowed = "None, param_dtype, or the parameter's original dtype"
     if not isinstance(dtype, torch.dtype) or dtype not in (policy.param_dtype, param.dtype):
+        must = allowed if isinstance(dtype, torch.dtype) else "a torch.dtype or None"
         raise ValueError(
-            f"{fqn}: param_dtype_override_fn returned {dtype!r}. Return None, the policy's param_dtype "
-            f"({policy.param_dtype}), or the parameter's own dtype ({param.dtype})."
+            f"param_dtype_override_fn must return {must} but got {dtype!r} for {fqn}. Return None, "
+            f"{policy.param_dtype} or {param.dtype}."
         )
     return {fqn: dtype}
 

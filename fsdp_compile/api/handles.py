@@ -32,7 +32,10 @@ class GradientReductionHandle(fsdp2.GRADIENT_REDUCTION_HANDLE):  # type: ignore[
             return
         iteration = running(self._root).iteration
         if iteration.pending_handle is not self:
-            raise RuntimeError("reset_iter_state() took back what this handle waits for.")
+            raise RuntimeError(
+                "This gradient reduction handle was invalidated: reset_iter_state() dropped its gradients. Run the "
+                "step anew."
+            )
         iteration.traffic.finish()
         iteration.pending_handle = None
         self._root = None

@@ -114,10 +114,10 @@ class FSDPModule(ShardedModule, _FSDP2):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Gather parameters again in backward (True), or keep them from forward to backward (False)."""
         if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"reshard_after_forward={reshard_after_forward!r} is not a bool.")
+            raise ValueError(f"reshard_after_forward should be a bool, got {reshard_after_forward!r}. Pass one.")
         params = [param for unit in _units(self, recurse) for param in unit.params]
         if params and not any(param.mesh.group for param in params):
-            raise ValueError(
+            raise AssertionError(  # FSDP2's type
                 f"{_unit(self).name}: set_reshard_after_forward has nothing to do where all parameters are "
                 "replicated, as nothing is gathered. Call it on modules that fully_shard shards."
             )
@@ -182,12 +182,12 @@ class FSDPModule(ShardedModule, _FSDP2):
         """Call ``hook`` on each bucket of summed gradients, in place, before they are divided and cast. Eager only."""
         unit = _unit(self)
         _require_one_mesh(unit, "set_all_reduce_hook")
-        if not callable(hook):
+        if hook is None and stream is not None:
+            raise AssertionError("all reduce hook stream is specified but hook itself is missing. Pass both.")
+        if hook is not None and not callable(hook):
             raise TypeError(f"set_all_reduce_hook takes a function of a tensor, but got {type(hook).__name__}.")
         if stream is not None and any(param.mesh.num_replicas > 1 for param in unit.params):
-            raise ValueError(
-                f"{unit.name} is sharded over a mesh that replicates, and its all-reduce has one: leave out stream=."
-            )
+            raise ValueError(f"stream cannot be set when using native HSDP, as {unit.name} does. Leave it out.")
         unit.settings.comms.all_reduce_hook = hook
         unit.settings.comms.all_reduce_hook_stream = stream
         refresh(unit)
@@ -231,9 +231,9 @@ class FSDPModule(ShardedModule, _FSDP2):
     def set_reduce_scatter_max_input_buffers(self, num_buffers: int, recurse: bool = True) -> None:
         """How many units' reductions may be in flight: the largest number asked for under a root holds."""
         if isinstance(num_buffers, bool) or not isinstance(num_buffers, int):
-            raise TypeError(f"set_reduce_scatter_max_input_buffers takes an int, but got {num_buffers!r}.")
+            raise TypeError(f"max_input_buffers must be an int, got {num_buffers!r}. Pass a number from 1 on.")
         if num_buffers < 1:
-            raise ValueError(f"set_reduce_scatter_max_input_buffers takes at least 1, but got {num_buffers}.")
+            raise ValueError(f"max_input_buffers must be a positive int, got {num_buffers}. Pass at least 1.")
         for unit in _units(self, recurse):
             unit.settings.max_reductions = num_buffers
             refresh(unit)
@@ -263,11 +263,11 @@ class FSDPModule(ShardedModule, _FSDP2):
         root = _require_root(self, "set_manual_backward_finalization")
         iteration = running(root).iteration
         if autograd.backward_task() is not None:
-            raise RuntimeError("set_manual_backward_finalization was called inside a backward. Call it between steps.")
+            raise RuntimeError("set_manual_backward_finalization cannot change mode during backward. Call it after.")
         if iteration.manual_finalization and not enable and iteration.touched:
             raise RuntimeError(
-                "set_manual_backward_finalization(False) was called after a backward that is not finalized. Call "
-                "finalize_backward() first."
+                "set_manual_backward_finalization cannot change mode after backward starts, until it is finalized. "
+                "Call finalize_backward() first."
             )
         iteration.manual_finalization = bool(enable)
 
@@ -276,19 +276,21 @@ class FSDPModule(ShardedModule, _FSDP2):
         root = _require_root(self, "finalize_backward")
         iteration = running(root).iteration
         if iteration.pending_handle is not None:
-            raise RuntimeError("finalize_backward was called before wait() on the handle of the last one.")
+            raise RuntimeError(
+                "The previous gradient reduction must be waited on before finalizing backward again. Call wait()."
+            )
         if autograd.backward_task() is not None:
-            raise RuntimeError("finalize_backward was called inside a backward. Call it when backward has returned.")
+            raise RuntimeError("finalize_backward must be called after backward completes. Call it then.")
         if not iteration.manual_finalization:
             raise RuntimeError(
-                "finalize_backward needs set_manual_backward_finalization(True) before the backward; without it every "
-                "backward finalizes itself."
+                "finalize_backward requires manual backward finalization: each backward finalizes itself otherwise. "
+                "Call set_manual_backward_finalization(True) before forward."
             )
         for unit in root.inside():
             if not unit.accumulation.all_reduce:
                 raise RuntimeError(
-                    f"{unit.name} holds gradients that are summed over the shards alone. Call "
-                    "set_requires_all_reduce(True) before the last backward."
+                    f"{unit.name}: manual backward finalization requires all-reduce, and its gradients are summed over "
+                    "the shards alone. Call set_requires_all_reduce(True) before the last backward."
                 )
         reduce_left_over(root)
         for run in iteration.touched:
@@ -305,7 +307,7 @@ class FSDPModule(ShardedModule, _FSDP2):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Take the buffers of collectives from the process group's own allocator, where it has one (NCCL)."""
         unit = _unit(self)
-        _refuse_custom(unit)
+        _refuse_custom(unit, "set_allocate_memory_from_process_group")
         allocator = process_groups.group_allocator(unit.mesh.group, unit.mesh.device) if enable else None
         unit.settings.comms.allocator = allocator
         refresh(unit)
@@ -313,7 +315,7 @@ class FSDPModule(ShardedModule, _FSDP2):
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Take the buffers of gathers from symmetric memory (GPUs)."""
         unit = _unit(self)
-        _refuse_custom(unit)
+        _refuse_custom(unit, "set_symm_mem")
         unit.settings.comms.allocator = process_groups.symmetric_allocator(unit.mesh.group, unit.mesh.device, backend)
         refresh(unit)
 
@@ -339,22 +341,23 @@ def _units(module: Any, recurse: bool) -> list[Unit]:
 def _require_root(module: Any, method: str) -> Unit:
     unit = _unit(module)
     if unit.outer is not None:
-        raise RuntimeError(f"{unit.name} is inside {unit.root.name}: call {method} on that one, the outermost.")
+        raise RuntimeError(f"{method} must be called on the root, {unit.root.name}. {unit.name} is inside of it.")
     return unit
 
 
-def _refuse_custom(unit: Unit) -> None:
+def _refuse_custom(unit: Unit, method: str) -> None:
     custom = unit.settings.comms.custom
     if custom is not None:
-        raise RuntimeError(f"{unit.name} has collectives of your own ({custom}): they allocate.")
+        kind = custom.removeprefix("set_custom_").replace("_", " ")
+        raise AssertionError(f"{unit.name}: cannot call {method}() when {kind} comm is custom. Leave out {custom}.")
 
 
 def _require_one_mesh(unit: Unit, method: str) -> None:
     groups = {param.mesh.group for param in unit.params}
     if len(groups) > 1:
         raise ValueError(
-            f"{unit.name} shards its parameters over {len(groups)} meshes (shard_placement_fn), so {method} does not "
-            "say which of them is meant. Shard the modules of each mesh by themselves."
+            f"{method} is not supported with multiple param groups, and {unit.name} has one for each of its "
+            f"{len(groups)} meshes (shard_placement_fn). Shard the modules of each mesh by themselves."
         )
 
 
@@ -371,7 +374,8 @@ def _sharded(modules: Any, method: str) -> list[Unit]:
     for module in modules:
         unit = unit_of(module) if isinstance(module, nn.Module) else None
         if unit is None:
-            raise ValueError(f"{method} got a {type(module).__name__} that fully_shard was not applied to.")
+            what = "list of FSDPModules" if method == "share_comm_ctx" else "FSDPModule"
+            raise ValueError(f"{method}: Expects {what} but got {type(module).__name__}. Call fully_shard first.")
         units.append(unit)
     return units
 

@@ -34,21 +34,21 @@ def has_extension(fqn: str, shard: DTensor) -> bool:
     before, after = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
     if before != after:
         there, missing = ("pre", "post") if before else ("post", "pre")
-        raise RuntimeError(
-            f"{fqn} is a {type(local).__name__} with fsdp_{there}_all_gather and without "
-            f"fsdp_{missing}_all_gather. Define both, or neither."
+        raise AssertionError(  # FSDP2's type, as below
+            "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using all-gather extensions: "
+            f"{fqn} is a {type(local).__name__} with fsdp_{there}_all_gather alone. Define fsdp_{missing}_all_gather."
         )
     release = getattr(local, _RELEASE, None)
     if release is None:
         return before
     if not before:
-        raise RuntimeError(
-            f"{fqn} is a {type(local).__name__} with {_RELEASE} and without fsdp_pre_all_gather and "
-            "fsdp_post_all_gather. Define these too, or leave it out."
+        raise AssertionError(
+            f"{_RELEASE} requires fsdp_pre_all_gather and fsdp_post_all_gather to be defined, and {fqn} is a "
+            f"{type(local).__name__} without. Define these too, or leave it out."
         )
     answer = release()
     if not isinstance(answer, bool):
-        raise TypeError(f"{fqn}: {_RELEASE} of {type(local).__name__} returned {answer!r}, which is not a bool.")
+        raise AssertionError(f"{_RELEASE} must return a bool, got {answer!r} from {fqn}, a {type(local).__name__}.")
     return before
 
 
@@ -88,9 +88,10 @@ class Protocol:
         if length == rows or tensor.shape[dim] == rows:
             return tensor
         if tensor.shape[dim] != length:
-            raise RuntimeError(
-                f"{spec.fqn}: fsdp_pre_all_gather of {self.subclass.__name__} returned {tensor.shape[dim]} rows for a "
-                f"shard of {length}. Return {length}, or {rows} with padding."
+            raise AssertionError(
+                f"{spec.fqn} is unevenly sharded, where fsdp_pre_all_gather must return all-gather inputs with the "
+                f"padded sharded size, {rows} rows, or this shard's {length}, but {self.subclass.__name__}'s returned "
+                f"{tensor.shape[dim]}. Return either."
             )
         missing = [*tensor.shape]
         missing[dim] = rows - length
@@ -139,9 +140,9 @@ def arity_of(fqn: str, local: Any) -> int:
     """How many arguments the extension takes; raises where it does not listen."""
     arity = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
     if arity not in (1, ALL_ARGUMENTS):
-        raise TypeError(
-            f"{fqn}: fsdp_pre_all_gather of {type(local).__name__} takes {arity} arguments. It takes the mesh, "
-            "or the mesh, outer size, outer stride, module and mixed-precision policy."
+        raise AssertionError(
+            f"Invalid fsdp_pre_all_gather: that of {fqn}, a {type(local).__name__}, takes {arity} arguments. Have it "
+            "take the mesh, or the mesh, outer size, outer stride, module and mixed-precision policy."
         )
     return arity
 

@@ -88,14 +88,14 @@ def shard_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any = None) -> ShardMesh:
         mesh = _world_mesh()
     if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"fully_shard expects a 1-D mesh (sharding) or a 2-D mesh (replication and sharding), but got {mesh.ndim} "
-            f"dimensions: {mesh}. Slice the mesh by dimension name, or pass dp_mesh_dims."
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}, of {mesh.ndim} dimensions. Slice it by "
+            "dimension name, or pass dp_mesh_dims to say which dimensions shard and which replicate."
         )
     if mesh.ndim == 2:
         if mesh.mesh_dim_names is None:
-            raise ValueError(
-                f"A 2-D mesh needs dimension names to say which dimension replicates and which shards, but {mesh} has "
-                "none. Pass mesh_dim_names=('replicate', 'shard') to init_device_mesh."
+            raise AssertionError(  # FSDP2's type
+                f"Please init the 2D mesh for HSDP with mesh_dim_names specified: {mesh} has none. Pass "
+                "mesh_dim_names=('replicate', 'shard') to init_device_mesh; the first replicates."
             )
         return _with_roles(mesh, shard=mesh.get_group(1), replicate=mesh.get_group(0))
     return _with_roles(mesh, shard=mesh.get_group())
@@ -107,15 +107,15 @@ def replicate_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any = None) -> ShardMe
         target = _spmd_mesh(mesh, dp_mesh_dims)
         if target.group:
             raise ValueError(
-                f"replicate got dp_mesh_dims={dp_mesh_dims}, which names dimensions to shard over. Leave out shard, or "
-                "call fully_shard."
+                f"replicate() with dp_mesh_dims requires replicate-only dims, but got {dp_mesh_dims}. Leave out shard, "
+                "or call fully_shard."
             )
         return target
     if mesh is None:
         mesh = _world_mesh()
     if mesh.ndim != 1:
         raise ValueError(
-            f"replicate expects a 1-D mesh, but got {mesh.ndim} dimensions: {mesh}. Slice the mesh by dimension name, "
+            f"replicate expects a 1D DeviceMesh but got {mesh}, of {mesh.ndim} dimensions. Slice it by dimension name, "
             "or call fully_shard with it."
         )
     return _with_roles(mesh, replicate=mesh.get_group())
@@ -198,13 +198,18 @@ def _spmd_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> ShardMesh:
         )
     shard, replicate = _names(dp_mesh_dims.shard), _names(dp_mesh_dims.replicate)
     if not shard and not replicate:
-        raise ValueError("dp_mesh_dims names neither a shard nor a replicate dimension. Name at least one.")
+        raise ValueError("At least one of shard or replicate must be set in dp_mesh_dims. Name a dimension.")
     names = None if mesh is None else mesh.mesh_dim_names
     if mesh is None or names is None:
-        raise ValueError(f"dp_mesh_dims={dp_mesh_dims} needs a mesh with dimension names, but got mesh={mesh}.")
+        raise ValueError(
+            f"mesh must have mesh_dim_names when dp_mesh_dims is provided ({dp_mesh_dims}), but is {mesh}. Pass "
+            "mesh_dim_names to init_device_mesh."
+        )
     for name in (*shard, *replicate):
         if name not in names:
-            raise ValueError(f"dp_mesh_dims names the dimension {name!r}, but the mesh has only {names}.")
+            raise ValueError(
+                f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {names}. Name these in dp_mesh_dims."
+            )
         if (*shard, *replicate).count(name) > 1:
             raise ValueError(f"dp_mesh_dims={dp_mesh_dims} names the dimension {name!r} twice.")
     shard, replicate = (tuple(sorted(some, key=names.index)) for some in (shard, replicate))

@@ -230,15 +230,15 @@ def _shard_dim(fqn: str, full: nn.Parameter, placement: Any) -> int:
         return 0
     if not isinstance(placement, Shard):
         raise ValueError(
-            f"{fqn}: shard_placement_fn returned {placement!r}. Return Shard(dim), None for the default Shard(0), or a "
-            "ShardPlacementResult."
+            f"Invalid shard_placement_fn result: {placement!r} for {fqn}. Return Shard(dim), None for the default "
+            "Shard(0), or a ShardPlacementResult."
         )
     dim = placement.dim + full.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < full.ndim:
         dims = "only dim 0" if full.ndim == 1 else f"dims 0 to {full.ndim - 1}"
-        raise ValueError(
-            f"{fqn} has shape {tuple(full.shape)}: shard_placement_fn returned {placement!r} for it, but it has {dims}."
-            " Return Shard(0), or None for the default, for such parameters."
+        raise AssertionError(  # FSDP2's type
+            f"Shard dim {placement.dim} is invalid for {full.ndim}D tensor: {fqn} has shape {tuple(full.shape)}, with "
+            f"{dims}. Have shard_placement_fn return Shard(0), or None for the default, for such parameters."
         )
     return dim
 
@@ -246,11 +246,11 @@ def _shard_dim(fqn: str, full: nn.Parameter, placement: Any) -> int:
 def _validate(fqn: str, full: nn.Parameter, layout: ShardLayout) -> None:
     if not (full.is_contiguous() and (not isinstance(full, DTensor) or full.to_local().is_contiguous())):
         raise NotImplementedError(
-            f"{fqn} is not contiguous (shape {tuple(full.shape)}, stride {tuple(full.stride())}). Assign "
-            "nn.Parameter(param.contiguous()) before fully_shard."
+            f"FSDP does not support non-contiguous parameters: {fqn} has shape {tuple(full.shape)} and stride "
+            f"{tuple(full.stride())}. Assign nn.Parameter(param.contiguous()) before fully_shard."
         )
     if layout.dim != 0 and not layout.even:
         raise NotImplementedError(
-            f"{fqn} has shape {layout.size}: dim {layout.dim} does not divide evenly over {layout.num_shards} "
-            "ranks. Uneven shards are supported on dim 0 only: return Shard(0) for it, or pad the parameter."
+            f"FSDP does not support uneven sharding on dim {layout.dim}: {fqn} has shape {layout.size} (world size: "
+            f"{layout.num_shards}). Return Shard(0) for it, where shards may be uneven, or pad the parameter."
         )

@@ -89,8 +89,8 @@ def stored_on(fqn: str, full: nn.Parameter, dim: int, mesh: ShardMesh) -> tuple[
     model = full.device_mesh
     if len(full.placements) > 2:
         raise NotImplementedError(
-            f"{fqn} has the placements {full.placements}: fully_shard combines with one dimension of tensor or expert "
-            "parallelism, or with both, but not with more. Give it a mesh of two dimensions."
+            f"FSDP only supports 1D TP/EP or 2D EP+TP, not {full.placements}, which {fqn} has. Give it a mesh of one "
+            "or two dimensions."
         )
     if mesh.mesh.mesh_dim_names is None or model.mesh_dim_names is None:
         raise ValueError(
@@ -114,19 +114,20 @@ def _on_whole_mesh(
     """The mesh of dp_mesh_dims, its dimensions to shard over flattened into one where they are several."""
     if not isinstance(full, DTensor):
         raise ValueError(
-            f"{fqn} is a plain tensor: with dp_mesh_dims every parameter must be a DTensor on the mesh already. Call "
-            "distribute_module or parallelize_module with that mesh before fully_shard."
+            f"When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh, and {fqn} is a "
+            "plain tensor. Call distribute_module or parallelize_module with that mesh before fully_shard."
         )
     if full.device_mesh != spmd.mesh:
         raise ValueError(
-            f"{fqn} is a DTensor on {full.device_mesh}, but fully_shard got dp_mesh_dims with mesh={spmd.mesh}. "
-            "Distribute the model on the mesh that fully_shard gets."
+            f"{fqn}: Expected param's DTensor mesh to be the same mesh passed to fully_shard with dp_mesh_dims, "
+            f"{spmd.mesh}, but it is {full.device_mesh}. Distribute the model on the mesh that fully_shard gets."
         )
     for place in spmd.dims:
         if not isinstance(full.placements[place], Replicate):
+            role = "shard" if spmd.names[place] in spmd.shard else "replicate"
             raise ValueError(
-                f"{fqn} has the placement {full.placements[place]} on the data-parallel dimension "
-                f"{spmd.names[place]!r} of its mesh. Give it Replicate() there: fully_shard does the sharding."
+                f"{fqn}: Expected Replicate() on DP {role} dim {spmd.names[place]!r} of its mesh but got "
+                f"{full.placements[place]}. Distribute it with Replicate() there: fully_shard does the sharding."
             )
     if not spmd.shard:
         return spmd.mesh, tuple(full.placements)

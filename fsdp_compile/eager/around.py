@@ -132,6 +132,6 @@ def _naming_circles(unit: Unit, what: str) -> Iterator[None]:
         yield
     except RecursionError as error:
         raise RuntimeError(
-            f"{unit.name}: the tensors in its {what} cannot be found, because the containers around them are nested "
-            "too deep, or in a circle."
+            f"{unit.name}: the search for tensors in its {what} exceeded max depth, likely due to a circular reference "
+            "in the containers around them. Take that out."
         ) from error

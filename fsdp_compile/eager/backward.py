@@ -121,8 +121,8 @@ def arrive(recording: Recording, index: int, grad: Tensor | None, leaf: Any) -> 
     iteration = call.run.iteration
     if grad is not None and grad.requires_grad:
         raise RuntimeError(
-            f"{gathered.params[index].fqn}: its gradient was asked for with create_graph=True, and the eager path "
-            "cannot differentiate its reduction. Ask for gradients of inputs alone, as a penalty does."
+            f"{gathered.params[index].fqn}: FSDP does not support gradients of gradients of parameters, and this one's "
+            "was asked for with create_graph=True. Ask for gradients of inputs alone, as a penalty does."
         )
     clean_up_at_end(call.unit)
     if not autograd.in_compiled_autograd():  # which has no end
@@ -208,8 +208,9 @@ def _require_reduce_dtype(unit: Unit, gathered: Gathered) -> None:
     for param, shard in zip(gathered.params, gathered.shards):
         if autograd.get_grad_dtype(shard) is None and unit.mp_policy.reduce_dtype is None:
             raise ValueError(
-                f"{param.fqn} has grad_dtype=None, so its gradient has no dtype of its own, and "
-                "set_reduce_scatter_unused_params needs one for zeros. Give MixedPrecisionPolicy a reduce_dtype."
+                "Reducing unused parameters with grad_dtype=None requires an explicit "
+                f"MixedPrecisionPolicy.reduce_dtype, which zeros have where {param.fqn} is unused. Set it, or leave "
+                "out set_reduce_scatter_unused_params."
             )
 
 

@@ -58,8 +58,8 @@ def begin_forward(
     iteration = run.iteration
     if iteration.pending_handle is not None:
         raise RuntimeError(
-            f"{unit.name}: a forward began while finalize_backward(async_op=True) is pending. Call wait() on the "
-            "handle that it returned first."
+            f"{unit.name}: The previous gradient reduction must be waited on before forward. Call wait() on the handle "
+            "that finalize_backward(async_op=True) returned."
         )
     if iteration.in_stale_backward():
         recover(unit.root)
@@ -179,8 +179,8 @@ def _hook_outputs(call: Call, outputs: list[Tensor]) -> None:
         if autograd.is_view(tensor) and not call.run.warned_of_view:
             call.run.warned_of_view = True
             warnings.warn(
-                f"{call.unit.name} returns a view. An in-place operation on it takes away the hook that gathers the "
-                "unit's parameters for backward: return a copy, or do not write to it.",
+                f"{call.unit.name} returned a view tensor. An in-place operation on it takes away the hook that "
+                "gathers the unit's parameters for backward: return a copy, or do not write to it.",
                 stacklevel=2,
             )
         tensor.register_hook(before_backward)

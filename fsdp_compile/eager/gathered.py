@@ -57,8 +57,8 @@ class Gathered:
         if self._extensions and unit.post_forward is not None:
             fqn = self.params[next(iter(self._extensions))].fqn
             raise NotImplementedError(
-                f"{fqn} has an all-gather extension, which gathers over all ranks: an integer reshard_after_forward "
-                f"({unit.post_forward.num_shards}) does not go with it. Use True or False for its module."
+                f"{fqn} has an all-gather extension, which gathers over all ranks: that is not supported when "
+                f"reshard_after_forward is an int ({unit.post_forward.num_shards}). Use True or False for its module."
             )
         self.index = {param.fqn: index for index, param in enumerate(self.params)}
         self.fulls: list[Any] | None = None  # tensors; None for one that was never gathered

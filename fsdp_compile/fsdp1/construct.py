@@ -167,13 +167,15 @@ class Constructed(Wrapper):
         if self._device_mesh.ndim == 1 and self._device_mesh.size() == 1:
             if self.sharding_strategy is not ShardingStrategy.NO_SHARD:
                 warnings.warn(
-                    f"The group has one rank: NO_SHARD in place of {self.sharding_strategy}, which is the same.",
+                    f"FSDP is switching to use `NO_SHARD` instead of {self.sharding_strategy} since the world size is "
+                    "1. Pass it to say so.",
                     stacklevel=3,
                 )
             self.sharding_strategy = ShardingStrategy.NO_SHARD
         elif self.sharding_strategy is ShardingStrategy.NO_SHARD:
             warnings.warn(
-                "NO_SHARD is deprecated in FSDP1. fsdp_compile.replicate(model) does the same, and is what runs here.",
+                "The `NO_SHARD` sharding strategy is deprecated in FSDP1. Call fsdp_compile.replicate(model), which "
+                "does the same, and is what runs here.",
                 FutureWarning,
                 stacklevel=3,
             )
@@ -190,7 +192,7 @@ class Constructed(Wrapper):
             said = {name: its.pop(name) for name in ("backward_prefetch", "limit_all_gathers")}
             with warnings.catch_warnings():
                 if its["sharding_strategy"] is kwargs["sharding_strategy"]:
-                    warnings.filterwarnings("ignore", message="NO_SHARD|The group has one rank")  # said of the root
+                    warnings.filterwarnings("ignore", message=".*`NO_SHARD`")  # said of the root
                 wrapper = self._new(child, **its)
             wrapper.backward_prefetch, wrapper.limit_all_gathers = said["backward_prefetch"], said["limit_all_gathers"]
             wrapper._gives_inputs_dtype = child in exact
@@ -207,8 +209,9 @@ class Constructed(Wrapper):
         given: Any = module
         if is_container(module):
             warnings.warn(
-                f"FSDP got a {type(module).__name__}, which has no forward: its members are one unit, gathered when "
-                "the first of them is called. Wrap them one by one, or what calls them.",
+                "FSDP1 warns that FSDP will not all-gather parameters for containers that do not implement forward. "
+                f"Here the members of this {type(module).__name__} are one unit, gathered when the first of them is "
+                "called. Wrap them one by one, or what calls them.",
                 stacklevel=4,
             )
             given = [child for child in module.children() if not isinstance(child, Wrapper)]

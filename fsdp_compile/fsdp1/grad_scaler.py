@@ -7,6 +7,7 @@ all are told whether any found an infinity: so sharded, replicated and ignored p
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -46,6 +47,11 @@ class ShardedGradScaler(GradScaler):
         if isinstance(outputs, Tensor):
             scaled: Tensor = super().scale(outputs)
             return scaled.to(outputs.dtype)
+        if not isinstance(outputs, Iterable):
+            raise ValueError(
+                f"outputs must be a Tensor or an iterable of Tensors, not a {type(outputs).__name__}. Scale the loss "
+                "itself."
+            )
         scaled_each = map(self.scale, outputs)
         return type(outputs)(scaled_each) if isinstance(outputs, (list, tuple)) else scaled_each
 

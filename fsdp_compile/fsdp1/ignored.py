@@ -24,7 +24,10 @@ class Ignored:
 def ignored_in(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> Ignored:
     """What the two arguments name, and what the wrappers in ``module`` were told to ignore."""
     if ignored_modules is not None and ignored_states is not None:
-        raise ValueError("Both ignored_modules and ignored_states were given. Pass one: ignored_states takes either.")
+        raise ValueError(
+            "Cannot pass both ignored_modules and ignored_states at the same time. Pass ignored_states, which takes "
+            "either."
+        )
     named: list[Any] = _listed("ignored_modules", ignored_modules) or _listed("ignored_states", ignored_states)
     if ignored_modules is not None:
         _require("ignored_modules", named, nn.Module)
@@ -34,13 +37,15 @@ def ignored_in(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> 
     for top in tops:
         if isinstance(top, Wrapper) or unit_of(top) is not None:
             raise ValueError(
-                f"A {type(top).__name__} among the modules to ignore is wrapped in FSDP already. Name it where the "
-                "wrapper around it is made, before it is wrapped itself."
+                f"`ignored_modules` should not include FSDP modules, and a {type(top).__name__} among them is wrapped "
+                "already. Name it where the wrapper around it is made, before it is wrapped itself."
             )
     modules = {one for top in tops for one in top.modules() if not isinstance(one, Wrapper)}
     if module in modules:
         warnings.warn(
-            f"The {type(module).__name__} to wrap is itself among the modules to ignore: nothing of it is sharded.",
+            "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
+            f"parameters being ignored: nothing of this {type(module).__name__} is sharded. Leave it unwrapped "
+            "instead.",
             stacklevel=4,
         )
     params = {one for one in named if isinstance(one, nn.Parameter)}
@@ -56,15 +61,15 @@ def _listed(argument: str, given: Any) -> list[Any]:
         return []
     if isinstance(given, (nn.Module, nn.Parameter)) or not isinstance(given, Iterable):
         what = "modules" if argument == "ignored_modules" else "parameters or modules"
-        raise TypeError(f"{argument} is a {type(given).__name__}. Pass a list of {what}.")
+        raise TypeError(f"{argument} is a {type(given).__name__}, which is not iterable. Pass a list of {what}.")
     return list(given)
 
 
 def _require(argument: str, named: list[Any], kind: type) -> None:
     others = sorted({type(one).__name__ for one in named if not isinstance(one, kind)})
     if others:
-        either = " or all modules" if argument == "ignored_states" else ""
+        what = "all nn.Parameter or all nn.Module list" if argument == "ignored_states" else "nn.Module list"
+        beside = f" beside {kind.__name__}" if argument == "ignored_states" else ""
         raise ValueError(
-            f"{argument} holds {', '.join(others)} beside {kind.__name__}. Pass "
-            f"{'all parameters' if either else 'modules'}{either}."
+            f"{argument} expects {what} elements but got types {', '.join(others)}{beside}. Leave those out."
         )

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import types
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullOptimStateDictConfig, OptimStateKeyType, StateDictSettings, StateDictType
 
 from .optim_state import OptimState, numbers_of, optim_state, optim_state_to_load
@@ -29,6 +30,7 @@ class OlderOptimState:
     ) -> OptimState:
         """The optimizer's state by names, in whole tensors on the CPU; on rank 0 alone, unless told otherwise."""
         _warn("full_optim_state_dict", "optim_state_dict")
+        _warn_of_input(optim_input)
         return optim_state(model, optim, None, _full(rank0_only), group)
 
     @staticmethod
@@ -77,10 +79,18 @@ class OlderOptimState:
         optim: Any = None,
     ) -> OptimState:
         """The same state with names for numbers (PARAM_NAME), or numbers for names (PARAM_ID)."""
+        if optim_state_key_type not in tuple(OptimStateKeyType):
+            raise AssertionError(
+                f"Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, got {optim_state_key_type!r}. Pass "
+                "either."
+            )
         numbers = numbers_of(model, _optimizer(model, optim, optim_input))
         has_names = {isinstance(key, str) for key in optim_state_dict["state"]}
         if len(has_names) > 1:
-            raise ValueError("The optimizer state has names and numbers for keys. Pass one that has either.")
+            raise ValueError(
+                f"Invalid parameter keys: {list(optim_state_dict['state'])} are names and numbers. Pass a state that "
+                "has either."
+            )
         to_names = optim_state_key_type is OptimStateKeyType.PARAM_NAME
         keys: dict[Any, Any] = {number: name for name, number in numbers.items()} if to_names else dict(numbers)
         if has_names == {to_names}:
@@ -105,10 +115,43 @@ def _optimizer(model: nn.Module, optim: Any, optim_input: Any) -> Any:
         raise ValueError("Both optim and optim_input were given. Pass optim.")
     if optim is not None:
         return optim
-    given = list(model.parameters() if optim_input is None else optim_input)
+    _warn_of_input(optim_input)
+    given = list(model.parameters()) if optim_input is None else _listed(optim_input)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     return types.SimpleNamespace(param_groups=[{**group, "params": list(group["params"])} for group in groups])
 
 
+def _listed(optim_input: Any) -> list[Any]:
+    """What an optimizer was made from: parameters, or groups of them."""
+    given = list(optim_input) if isinstance(optim_input, Iterable) else []
+    if not isinstance(optim_input, Iterable) or not (_all_are(Tensor, given) or _all_are(dict, given)):
+        kinds = ", ".join(sorted({type(one).__name__ for one in given})) or type(optim_input).__name__
+        raise TypeError(
+            f"Optimizer input should be an iterable of Tensors or dicts, but got {kinds}. Pass optim= instead."
+        )
+    if not given:
+        raise ValueError("Optimizer input should not be empty. Pass optim= instead.")
+    if any(isinstance(one, dict) and "params" not in one for one in given):
+        raise AssertionError(
+            'A parameter group should map "params" to a list of the parameters in the group. Pass optim= instead.'
+        )
+    return given
+
+
+def _all_are(kind: type, given: list[Any]) -> bool:
+    return all(isinstance(one, kind) for one in given)
+
+
+def _warn_of_input(optim_input: Any) -> None:
+    if optim_input is not None:
+        text = "The `optim_input` argument is deprecated in FSDP1. Pass optim= instead."
+        warnings.warn(text, FutureWarning, stacklevel=4)
+
+
 def _warn(older: str, newer: str) -> None:
-    warnings.warn(f"{older} is deprecated in FSDP1, and does what {newer} does.", FutureWarning, stacklevel=3)
+    warnings.warn(
+        f"FullyShardedDataParallel.{older} is being deprecated and is replaced by {newer}, which does the same. Call "
+        "that.",
+        FutureWarning,
+        stacklevel=3,
+    )

@@ -26,8 +26,8 @@ def choose(root: nn.Module, policy: Any, ignored: Ignored, kwargs: dict[str, Any
     for path, module in root.named_modules():
         if isinstance(module, Wrapper) or unit_of(module) is not None:
             raise ValueError(
-                f"auto_wrap_policy was given, but {path or 'the module itself'} is wrapped in FSDP already. Wrap all "
-                "by the policy, or all by hand."
+                "FSDP auto wrapping requires modules to not already have FSDP applied but found "
+                f"{path or 'the module itself'} wrapped already. Wrap all by auto_wrap_policy, or all by hand."
             )
     if fsdp1.is_policy(policy):
         chosen = fsdp1.chosen_by_policy(policy, root, set(ignored.modules), kwargs)
@@ -46,8 +46,9 @@ def choose(root: nn.Module, policy: Any, ignored: Ignored, kwargs: dict[str, Any
     if exact:
         names = ", ".join(sorted({type(module).__name__ for module in exact}))
         warnings.warn(
-            f"mixed_precision leaves {names} in the dtype of their parameters: each is wrapped by itself, without "
-            "mixed precision, and gives outputs in the dtype of its inputs.",
+            "Both mixed precision and an auto_wrap_policy were specified to FSDP, and mixed_precision leaves "
+            f"{names} in the dtype of their parameters: each is wrapped by itself, without mixed precision, and gives "
+            "outputs in the dtype of its inputs. To cast them, leave them out of _module_classes_to_ignore.",
             stacklevel=4,
         )
     for module in exact:

@@ -31,7 +31,9 @@ def materialize(module: nn.Module, ignored: Ignored, device: torch.device, init_
     if not on_meta:
         return
     if init_fn is not None and not callable(init_fn):
-        raise ValueError(f"param_init_fn is a {type(init_fn).__name__}. Pass a function of a module.")
+        raise ValueError(
+            f"Expected param_init_fn to be callable but got {type(init_fn).__name__}. Pass a function of a module."
+        )
     places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for _, one, name, param in unsharded_params(module, ignored):
         places.setdefault(param, []).append((one, name))
@@ -75,8 +77,8 @@ def _materialize_one(
     reset = getattr(module, "reset_parameters", None)
     if reset is None:
         raise AttributeError(
-            f"{path or '(root)'} ({type(module).__name__}) is on the meta device and has no reset_parameters(), so "
-            "FSDP cannot give it values. Add that method, or pass param_init_fn."
+            "Unable to call `reset_parameters()` for module on meta device: "
+            f"{path or '(root)'} ({type(module).__name__}) has none. Add that method, or pass param_init_fn."
         )
     with torch.no_grad():
         module.to_empty(device=device, recurse=False)

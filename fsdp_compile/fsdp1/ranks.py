@@ -28,15 +28,23 @@ def device_for(device_id: Any, devices: set[torch.device], mesh: DeviceMesh | No
     """Where to compute: as ``device_id`` says, or the mesh, or where parameters are, or this machine's accelerator."""
     if len({one for one in devices if one.type != "cpu"}) > 1:
         names = ", ".join(sorted(map(str, devices)))
-        raise RuntimeError(f"FSDP wraps a module on one device, but this one is on {names}. Move it to one of them.")
+        raise RuntimeError(
+            f"FSDP only supports single device modules but got params on {names}. Move it to one of them."
+        )
     if len(devices) > 1 and device_id is None:
-        raise RuntimeError("The module is partly on the CPU and partly on an accelerator: pass device_id.")
+        raise RuntimeError(
+            "To support a module with both CPU and GPU params, please pass in device_id argument, where it is to be "
+            "moved."
+        )
     there = next((one for one in devices if one.type != "cpu"), None)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device_id is not None:
         asked = _device_of(device_id, accelerator)
         if there is not None and there != asked:
-            raise ValueError(f"device_id is {asked}, but the module is on {there}. Pass the device that it is on.")
+            raise ValueError(
+                f"Inconsistent compute device and `device_id`: {there} vs {asked}. Pass the device that the module is "
+                "on."
+            )
         return asked
     if mesh is not None and mesh.device_type == "cpu":
         return torch.device("cpu")
@@ -75,9 +83,11 @@ def mesh_for(
 ) -> DeviceMesh:
     """The mesh to shard over, or to replicate over."""
     if process_group is not None and mesh is not None:
-        raise ValueError("Both process_group and device_mesh were given. Pass one.")
+        raise ValueError("Cannot pass both process_group and device_mesh at the same time. Pass one.")
     if not dist.is_initialized():
-        raise ValueError("There is no default process group. Call torch.distributed.init_process_group() before FSDP.")
+        raise ValueError(
+            "Default process group has not been initialized. Call torch.distributed.init_process_group() before FSDP."
+        )
     if mesh is not None and mesh.device_type != device.type:
         raise ValueError(f"device_mesh is of {mesh.device_type}, but the module is to compute on {device}.")
     if strategy in HYBRID:
@@ -101,19 +111,23 @@ def _mesh_of_two(
 ) -> DeviceMesh:
     if mesh is not None:
         if mesh.ndim != 2:
-            raise ValueError(f"{strategy} takes a 2-D device_mesh (replicate, shard), but got {mesh.ndim} dimensions.")
+            raise ValueError(
+                f"Expected device_mesh to have ndim=2 but got {mesh.ndim}. For {strategy} pass one (replicate, shard)."
+            )
         return mesh if mesh.mesh_dim_names is not None else _named(mesh)
     if process_group is None:
         if wraps_by_hand:
             raise ValueError(
-                f"{strategy} without auto_wrap_policy needs a process_group pair (shard, replicate) or a 2-D "
-                "device_mesh, the same for all wrapped modules."
+                f"Manual wrapping with {strategy} requires explicit specification of process group or device_mesh. "
+                "Pass a pair (shard, replicate) or a 2-D device_mesh, the same for all wrapped modules, or "
+                "auto_wrap_policy."
             )
         return _mesh_of_nodes(device_type)
     is_pair = isinstance(process_group, tuple) and len(process_group) == 2
     if not is_pair or not all(isinstance(one, dist.ProcessGroup) for one in process_group):
         raise ValueError(
-            f"{strategy} takes a pair of process groups, (shard, replicate), but got a {type(process_group).__name__}."
+            "Expected process_group to be passed in as either None or a pair of process groups but got "
+            f"{type(process_group).__name__}. For {strategy} pass (shard, replicate)."
         )
     shard, replicate = process_group
     rows: list[Any] = [None] * replicate.size()

@@ -36,7 +36,10 @@ def settings_of(kind: Any, config: Any = None, optim_config: Any = None) -> Stat
     given: list[Any] = []
     for name, one, cls in zip(("state_dict_config", "optim_state_dict_config"), (config, optim_config), _CONFIGS[kind]):
         if one is not None and type(one) is not cls:
-            raise RuntimeError(f"{name} is a {type(one).__name__}, but {kind.name} goes with a {cls.__name__}.")
+            raise RuntimeError(
+                f"Expected {name} of type {cls.__name__} but got {type(one).__name__}. Pass one that goes with "
+                f"{kind.name}."
+            )
         given.append(cls() if one is None else one)
     return StateDictSettings(kind, *given)
 
@@ -51,8 +54,19 @@ def common(settings: Sequence[StateDictSettings]) -> StateDictSettings | None:
     for one in settings[1:]:
         if one != settings[0]:
             raise AssertionError(
-                f"The wrappers have different state dict settings: {settings[0]} and {one}. Call set_state_dict_type "
-                "on the outermost module."
+                f"All FSDP modules must have the same state dict settings. Got {settings[0]} and {one}. Call "
+                "set_state_dict_type on the outermost module, before it was called on one inside."
+            )
+    return settings[0] if settings else None
+
+
+def first_of_one_type(settings: Sequence[StateDictSettings]) -> StateDictSettings | None:
+    """The settings of the outermost; raises where inner ones are of another type."""
+    for one in settings[1:]:
+        if one.state_dict_type is not settings[0].state_dict_type:
+            raise AssertionError(
+                f"All FSDP modules should have the same state_dict_type. Got {settings[0].state_dict_type} and "
+                f"{one.state_dict_type}. Set the same one inside before."
             )
     return settings[0] if settings else None
 

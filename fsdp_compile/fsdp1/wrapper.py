@@ -16,6 +16,7 @@ as if ``fully_shard`` had been called.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,7 +39,7 @@ from .older import OlderOptimState
 from .optim_state import OptimState, optim_state, optim_state_to_load
 from .ranks import HYBRID
 from .region import clean, wrappers_in
-from .settings import common, default_settings, settings_of
+from .settings import common, default_settings, first_of_one_type, settings_of
 
 
 class FullyShardedDataParallel(Constructed, OlderOptimState):
@@ -101,14 +102,23 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
             wrappers = [one for one in wrappers if one is module]
         if writeback and rank0_only:
             raise NotImplementedError(
-                "summon_full_params(writeback=True, rank0_only=True): other ranks would not have what rank 0 writes. "
-                "Pass one of them."
+                "summon_full_params: writeback=True and rank0_only=True is not supported, as other ranks would not "
+                "have what rank 0 writes. Pass one of them."
             )
         if with_grads and offload_to_cpu:
-            raise NotImplementedError("summon_full_params(with_grads=True, offload_to_cpu=True): pass one of them.")
+            raise NotImplementedError(
+                f"summon_full_params: {with_grads=}, {offload_to_cpu=} is not supported. Pass one of them."
+            )
         if offload_to_cpu and any(one.sharding_strategy is ShardingStrategy.NO_SHARD for one in wrappers):
             raise NotImplementedError(
-                "summon_full_params(offload_to_cpu=True) with NO_SHARD: parameters are whole. Call .cpu() on them."
+                "summon_full_params: offload_to_cpu=True and NO_SHARD is not supported, as parameters are whole. Call "
+                ".cpu() on them."
+            )
+        if offload_to_cpu and not rank0_only:
+            warnings.warn(
+                "offload_to_cpu=True and rank0_only=False may result in as many copies on the CPU as it has ranks. "
+                "Pass rank0_only=True, writeback=False.",
+                stacklevel=3,
             )
         context = FullyShardedDataParallel._summoned(wrappers, writeback, rank0_only, offload_to_cpu, with_grads)
         with context:
@@ -124,9 +134,12 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
         with_grads: bool = False,
     ) -> Iterator[None]:
         units = [one._unit for one in wrappers if one._unit is not None]
-        require_idle(units, "have full parameters")
+        require_idle(units, "manually unshard parameters")
         if any(one._has_full_params for one in wrappers):
-            raise AssertionError("Full parameters are there already, by an outer summon_full_params or apply.")
+            raise AssertionError(
+                "Cannot manually unshard parameters when already unsharding parameters, in an outer summon_full_params "
+                "or apply. Leave that first."
+            )
         with swapped_in(units, writeback, rank0_only, offload_to_cpu, with_grads):
             for one in wrappers:
                 one._has_full_params = True
@@ -145,8 +158,9 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
     ) -> StateDictSettings | None:
         """Say which kind of state dict all wrappers from ``module`` on give and take; what was said before."""
         settings = settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
-        before = FullyShardedDataParallel.get_state_dict_type(module)
-        for one in FullyShardedDataParallel.fsdp_modules(module):
+        wrappers = FullyShardedDataParallel.fsdp_modules(module)
+        before = first_of_one_type([one._state_dict_settings for one in wrappers])
+        for one in wrappers:
             one._state_dict_settings = settings
         return before
 
@@ -229,15 +243,20 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
         torch's hooks that compress to fp16 and bf16 become the dtype of the reduction; any other runs eagerly.
         """
         if not callable(hook):
-            raise ValueError(f"register_comm_hook got a {type(hook).__name__} for a hook. Pass a function.")
+            raise ValueError(f"The communication hook must be callable but got {hook!r}. Pass a function.")
         if not self.check_is_root():
-            raise AssertionError("register_comm_hook is called on an inner wrapper. Call it on the outermost one.")
+            raise AssertionError(
+                "register_comm_hook can only be called on a root instance. Call it on the outermost one."
+            )
         wrappers = self.fsdp_modules(self)
         for one in wrappers:
             if one.sharding_strategy in HYBRID:
-                raise AssertionError(f"register_comm_hook: {one.sharding_strategy} reduces twice, and takes no hook.")
+                raise AssertionError(
+                    f"Communication hook is not supported for hybrid strategies: {one.sharding_strategy} reduces "
+                    "twice. Leave it out, or shard over one group."
+                )
             if one._has_comm_hook:
-                raise AssertionError("register_comm_hook: there is a hook already. Register one, once.")
+                raise AssertionError("A communication hook is already registered. Register one, once.")
         for one in wrappers:
             one._has_comm_hook = True
             if one._unit is not None:
@@ -245,12 +264,16 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
 
     def _require_root(self, method: str) -> None:
         if not self.check_is_root():
-            raise RuntimeError(f"{method} is called on an inner wrapper. Call it on the outermost one.")
+            raise RuntimeError(
+                f"`{method}()` on inner FSDP instances is not supported: it should only be called on the root FSDP "
+                "instance. Call it on the outermost wrapper."
+            )
 
     def _require_idle(self, doing: str) -> None:
+        expected = "FSDP was expected to be in states [IDLE] but current state is"  # as FSDP1 says it
         if self._has_full_params:
-            raise ValueError(f"Cannot {doing} inside summon_full_params. Leave that block first.")
+            raise ValueError(f"Cannot {doing}: {expected} SUMMON_FULL_PARAMS. Leave summon_full_params first.")
         try:
             require_idle([one._unit for one in self.fsdp_modules(self) if one._unit is not None], doing)
         except AssertionError as error:
-            raise ValueError(*error.args) from None
+            raise ValueError(f"{expected} FORWARD_BACKWARD. {error}") from None
