@@ -281,7 +281,7 @@ def test_a_grad_dtype_of_none_means_as_autograd_produced_it(two_ranks: Ranks, pa
 def _zeros_of_no_dtype() -> None:
     model = fully_shard(_asked_for(None, stored=FP32))
     model.set_reduce_scatter_unused_params(True)
-    with pytest.raises(ValueError, match=r"weight has grad_dtype=None.*Give MixedPrecisionPolicy a reduce_dtype"):
+    with pytest.raises(ValueError, match=r"grad_dtype=None requires .*reduce_dtype, .* where weight is unused"):
         loss_of(model(_inputs(0)[dist.get_rank()])).backward()
 
 

@@ -116,7 +116,7 @@ def _optimizer(model: nn.Module, optim: Any, optim_input: Any) -> Any:
     if optim is not None:
         return optim
     _warn_of_input(optim_input)
-    given = list(model.parameters()) if optim_input is None else _listed(optim_input)
+    given: list[Any] = list(model.parameters()) if optim_input is None else _listed(optim_input)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     return types.SimpleNamespace(param_groups=[{**group, "params": list(group["params"])} for group in groups])
 
