@@ -538,7 +538,7 @@ def check_more_parameters() -> None:
 
 
 def test_a_parameter_that_the_state_lacks_is_left_out(two_ranks: Ranks) -> None:
-    """One that is not sharded, as under torch's FSDP1: who adds it, as expert parallelism does, can load the rest."""
+    """One that is not sharded, as under torch's FSDP1. Code that manages it otherwise adds its entry, and can load."""
     two_ranks.run(check_more_parameters)
 
 

@@ -3,7 +3,7 @@
     state_dict_type        a parameter, and its optimizer's state         configurations
     FULL_STATE_DICT        whole tensors; the default                     offload_to_cpu, rank0_only
     SHARDED_STATE_DICT     DTensors                                       offload_to_cpu
-    LOCAL_STATE_DICT       the same: a part says of what it is one        offload_to_cpu
+    LOCAL_STATE_DICT       the same                                       offload_to_cpu
 """
 
 from __future__ import annotations
