@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -22,9 +23,11 @@ from torch.distributed.fsdp import (
     StateDictSettings,
     StateDictType,
 )
+from torch.distributed.optim import _NamedOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from fsdp_compile._torch_compat.fsdp1 import without_checkpointing
 from fsdp_compile.fsdp1.wrap import ModuleWrapPolicy
 from tests.comparing import full, loss_of, mine
 from tests.compiling import compiled, num_graphs
@@ -68,11 +71,10 @@ def check_types(strategy: ShardingStrategy) -> None:
             if kind is FULL:
                 assert not isinstance(value, DTensor)
                 equal(value, expected[name])
-            elif kind is SHARDED:
-                assert isinstance(value, DTensor)
-                equal(value, expected[name])
             else:
-                equal(value, shard.to_local())
+                assert isinstance(value, DTensor)
+                equal(value.to_local(), shard.to_local())
+                equal(value, expected[name])
         # And back, into other values.
         other = made(OURS, 1, sharding_strategy=strategy)
         with OURS.state_dict_type(other, kind):
@@ -86,7 +88,7 @@ def check_types(strategy: ShardingStrategy) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_state_dict_of_each_type_is_loaded_again(two_ranks: Ranks, strategy: ShardingStrategy) -> None:
-    """Names as before wrapping, tied ones twice; whole tensors, DTensors or this rank's parts."""
+    """Names as before wrapping, tied ones twice; whole tensors or DTensors."""
     two_ranks.run(check_types, strategy)
 
 
@@ -163,7 +165,9 @@ def check_settings() -> None:
     default = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
     assert OURS.get_state_dict_type(model) == default == THEIRS.get_state_dict_type(made(under_theirs, 0))
     assert OURS.set_state_dict_type(model, LOCAL) == default
-    with OURS.state_dict_type(model, SHARDED, optim_state_dict_config=ShardedOptimStateDictConfig(offload_to_cpu=False)):
+    with OURS.state_dict_type(
+        model, SHARDED, optim_state_dict_config=ShardedOptimStateDictConfig(offload_to_cpu=False)
+    ):
         assert OURS.get_state_dict_type(model.layers[0]).state_dict_type is SHARDED
         assert not OURS.get_state_dict_type(model).optim_state_dict_config.offload_to_cpu
     assert OURS.get_state_dict_type(model).state_dict_config == LocalStateDictConfig()
@@ -371,14 +375,171 @@ def check_optim_misfits() -> None:
         state["param_groups"][0]["params"].remove("embed.weight")
         OURS.optim_state_dict_to_load(model, optim, state)
     OURS.optim_state_dict_to_load(model, fewer, state, load_directly=True)
-    with pytest.raises(ValueError, match="not the model's"):
-        OURS.optim_state_dict(model, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    apart = OURS.optim_state_dict(model, optimizer(model, 2))
+    with pytest.raises(RuntimeError, match=r"embed\.weight and .* in different parameter groups"):
+        OURS.optim_state_dict_to_load(model, optim, apart)
     with pytest.raises(ValueError, match="nothing in it that is wrapped"):
         OURS.optim_state_dict(nn.Linear(2, 2), optim)
 
 
 def test_parameters_that_the_optimizer_lacks_are_named(two_ranks: Ranks) -> None:
     two_ranks.run(check_optim_misfits)
+
+
+class Partly(nn.Module):
+    """Some of it is wrapped, in some of it a checkpoint is, and one parameter is frozen."""
+
+    def __init__(self, fsdp: Any, has_more: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        inner, outer = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.wrapped = fsdp(nn.Sequential(checkpoint_wrapper(inner), fsdp(outer)))
+        self.out = nn.Linear(5, 5)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        if has_more:
+            self.more = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Any) -> Any:
+        return self.out(self.wrapped(x))
+
+
+def stepped(model: Any, optim: Any) -> Any:
+    model(torch.linspace(-1, 1, 15).reshape(3, 5)).pow(2).sum().backward()
+    optim.step()
+    return optim
+
+
+def check_other_order(strategy: ShardingStrategy) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(4)))
+    unsharded = copy.deepcopy(model)
+    expected = stepped(unsharded, torch.optim.Adam(unsharded.parameters()))
+    with silenced():
+        model = OURS(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), sharding_strategy=strategy)
+    named = list(model.named_parameters())
+    groups: Any = [{"params": named[:1]}, {"params": named[1:], "lr": 0.5}]
+    if dist.get_rank() == 1:
+        groups = [{"params": named[:0:-1], "lr": 0.5}, {"params": named[:1]}]
+    optim = stepped(model, torch.optim.Adam(groups))
+    before = copy.deepcopy(optim.state_dict())
+    for kind, rank0_only in ((FULL, False), (FULL, True), (SHARDED, False), (LOCAL, False)):
+        config = FullOptimStateDictConfig(rank0_only=rank0_only) if kind is FULL else None
+        with OURS.state_dict_type(model, kind, optim_state_dict_config=config):
+            saved = OURS.optim_state_dict(model, optim)
+            for name, param in unsharded.named_parameters() if saved else ():
+                assert isinstance(saved["state"][name]["exp_avg"], DTensor) == (kind is not FULL)
+                torch.testing.assert_close(full(saved["state"][name]["exp_avg"]), expected.state[param]["exp_avg"])
+            OURS.optim_state_dict_to_load(model, optim, saved, load_directly=True)
+        after = optim.state_dict()
+        assert after["param_groups"] == before["param_groups"], "also the names, which are in this rank's order"
+        for number, entries in before["state"].items():
+            equal(after["state"][number]["exp_avg"], entries["exp_avg"])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_may_have_parameters_in_another_order(two_ranks: Ranks, strategy: ShardingStrategy) -> None:
+    """And in other groups: states are those of the unsharded optimizer, and go back to where they were."""
+    two_ranks.run(check_other_order, strategy)
+
+
+def named_optimizer(fsdp: Any) -> Any:
+    with silenced():
+        model = Partly(fsdp)
+    return model, _NamedOptimizer(model.named_parameters(), torch.optim.SGD, None, model, lr=0.1, momentum=0.9)
+
+
+def check_named(kind: StateDictType) -> None:
+    unsharded = Partly(lambda module: module)
+    expected = stepped(unsharded, torch.optim.SGD(unsharded.parameters(), lr=0.1, momentum=0.9)).state
+    values = {
+        without_checkpointing(name): expected[param]
+        for name, param in unsharded.named_parameters()
+        if param in expected
+    }
+    seen = []
+    for fsdp, cls in ((under_theirs, THEIRS), (OURS, OURS)):
+        model, optim = named_optimizer(fsdp)
+        stepped(model, optim)
+        with silenced(), cls.state_dict_type(model, kind):
+            saved = cls.optim_state_dict(model, optim)
+            model, others = named_optimizer(fsdp)
+            others.init_state()
+            loadable = cls.optim_state_dict_to_load(model, others, saved, is_named_optimizer=True)
+        seen.append((set(saved["state"]), saved["param_groups"], set(loadable["state"])))
+    assert seen[0] == seen[1]
+    assert seen[1][0] == {
+        f"{module}.{name}" for module in ("wrapped.0", "wrapped.1", "out") for name in ("weight", "bias")
+    }
+    for name, state in saved["state"].items():
+        assert isinstance(state["momentum_buffer"], DTensor) == (kind is not FULL and "wrapped" in name)
+        torch.testing.assert_close(full(state["momentum_buffer"]), values[name]["momentum_buffer"])
+    others.load_state_dict(loadable)
+    before = optim.state_dict()["state"]
+    for name, state in others.state_dict()["state"].items():
+        if name != "frozen":  # init_state made one
+            equal(state["momentum_buffer"], before[name]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("kind", [FULL, SHARDED, LOCAL])
+def test_an_optimizer_may_have_names_for_keys(two_ranks: Ranks, kind: StateDictType) -> None:
+    """Its state has names without wrappers, as under torch's FSDP1, where the root is not wrapped; and goes back."""
+    two_ranks.run(check_named, kind)
+
+
+def check_ranks_differ() -> None:
+    is_first = dist.get_rank() == 0
+    for fsdp, cls in ((under_theirs, THEIRS), (OURS, OURS)):
+        model = made(fsdp, 0, use_orig_params=False)
+        params = list(model.parameters())
+        optim = optimizer(model) if is_first else torch.optim.AdamW(params[:-1])
+        steps(model, optim, range(1))
+        with silenced(), pytest.raises(RuntimeError, match="some ranks are missing some of those states") as raised:
+            cls.optim_state_dict(model, optim)
+    what = "exp_avg in torch.float32, exp_avg_sq in torch.float32"
+    last = list(model.named_parameters())[-1][0]
+    assert f"{last}: rank 0 has {what}; rank 1 has nothing." in str(raised.value)
+    for kind in (FULL, SHARDED):
+        with OURS.state_dict_type(model, kind):
+            others = torch.optim.AdamW(params, amsgrad=is_first)
+            steps(model, others, range(1))
+            with pytest.raises(
+                RuntimeError, match=f"rank 0 has {what}, max_exp_avg_sq in torch.float32; rank 1 has {what}"
+            ):
+                OURS.optim_state_dict(model, others)
+            not_its_own = [nn.Parameter(torch.ones(2))]
+            with pytest.raises(ValueError, match=r"shape \(2,\) that is not the model's"):
+                OURS.optim_state_dict(model, torch.optim.AdamW(params if is_first else params + not_its_own))
+
+
+def test_every_rank_raises_where_optimizers_differ(two_ranks: Ranks) -> None:
+    """In their parameters, as under torch's FSDP1; in what they keep of each; and by parameters of another model."""
+    two_ranks.run(check_ranks_differ)
+
+
+def check_more_parameters() -> None:
+    for fsdp, cls in ((under_theirs, THEIRS), (OURS, OURS)):
+        with silenced():
+            model, larger = Partly(fsdp), Partly(fsdp, has_more=True)
+            optim = stepped(model, torch.optim.Adam(model.parameters()))
+            saved = cls.optim_state_dict(model, optim)
+            others = torch.optim.Adam(larger.parameters())
+            loadable = cls.optim_state_dict_to_load(larger, others, saved)
+        place = next(number for number, param in enumerate(larger.parameters()) if param is larger.more)
+        (group,) = loadable["param_groups"]
+        assert place not in loadable["state"]
+        assert group["params"] == [number for number in range(8) if number != place]
+    loadable["state"][place] = {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2), "step": torch.ones(())}
+    group["params"].insert(place, place)
+    others.load_state_dict(loadable)
+    new = dict(larger.named_parameters())
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            equal(others.state[new[name]]["exp_avg"], optim.state[param]["exp_avg"])
+
+
+def test_a_parameter_that_the_state_lacks_is_left_out(two_ranks: Ranks) -> None:
+    """One that is not sharded, as under torch's FSDP1. Code that manages it otherwise adds its entry, and can load."""
+    two_ranks.run(check_more_parameters)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------
@@ -401,6 +562,34 @@ def check_checkpoint(folder: str) -> None:
             other.load_state_dict(state["model"])
             optim.load_state_dict(cls.optim_state_dict_to_load(other, optim, state["optim"]))
         torch.testing.assert_close(steps(other, optim, range(2, 4)), expected, atol=1e-6, rtol=1e-4)
+
+
+def check_local_checkpoint(folder: str) -> None:
+    first, second = made(OURS, 0), made(OURS, 1)
+    optim, others = optimizer(first), optimizer(second)
+    steps(first, optim, range(1))
+    steps(second, others, range(1))
+    for model in (first, second):
+        OURS.set_state_dict_type(model, LOCAL)
+    dcp.save({"model": first.state_dict(), "optim": OURS.optim_state_dict(first, optim)}, checkpoint_id=folder)
+    torch.save(first.state_dict(), f"{folder}/{dist.get_rank()}.pt")
+    state = {"model": second.state_dict(), "optim": OURS.optim_state_dict(second, others)}
+    dcp.load(state, checkpoint_id=folder)
+    for saved in (state["model"], torch.load(f"{folder}/{dist.get_rank()}.pt", weights_only=True)):
+        second.load_state_dict(saved)
+        for ours, param in zip(second.parameters(), first.parameters(), strict=True):
+            equal(ours, param)
+            with torch.no_grad():
+                ours.zero_()
+    OURS.optim_state_dict_to_load(second, others, state["optim"], load_directly=True)
+    for number, entries in optim.state_dict()["state"].items():
+        for key, value in entries.items():
+            equal(others.state_dict()["state"][number][key], value)
+
+
+def test_a_local_checkpoint_has_all_ranks_rows(two_ranks: Ranks, tmp_path: Path) -> None:
+    """LOCAL_STATE_DICT by ``torch.distributed.checkpoint``, and in a file for each rank."""
+    two_ranks.run(check_local_checkpoint, str(tmp_path))
 
 
 @pytest.mark.more

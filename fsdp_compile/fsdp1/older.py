@@ -37,7 +37,7 @@ class OlderOptimState:
     def sharded_optim_state_dict(model: nn.Module, optim: Any, group: Any = None) -> OptimState:
         """The optimizer's state by names, in DTensors."""
         _warn("sharded_optim_state_dict", "optim_state_dict")
-        return optim_state(model, optim, None, settings_of(StateDictType.SHARDED_STATE_DICT))
+        return optim_state(model, optim, None, settings_of(StateDictType.SHARDED_STATE_DICT), group)
 
     @staticmethod
     def shard_full_optim_state_dict(

@@ -5,11 +5,13 @@
       param_groups  [{lr, params: [0, 1]}]        <--       param_groups  [{lr, params: ["layers.0.up.weight", ...]}]
 
 What is shaped like its parameter travels as parameters do (state_dicts.py); the rest, as ``step``, stays as it is.
+An optimizer may have an order of its own, and numbers or names for keys. So parameters are looked up by the model's
+names, ranks compare which states they have, and all of them gather in the order of the names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
 from typing import Any
 
 import torch
@@ -35,33 +37,30 @@ def optim_state(
     settings: StateDictSettings,
     group: dist.ProcessGroup | None = None,
 ) -> OptimState:
-    """The state of ``optim``, or the ``given`` one in its place, by names; nothing on ranks that get nothing.
+    """The state of ``optim``, or the ``given`` one in its place, by names; empty where ``rank0_only`` says so.
 
-    What an optimizer keeps of no parameter stays under its key.
+    What an optimizer keeps for itself, not for a parameter, stays under its key. All ranks of ``group`` call this.
     """
     given = optim.state_dict() if given is None else given
     config: Any = settings.optim_state_dict_config
-    known = _sharded(model)
+    names = _Names(model, optim)
+    states = {names.of(key): state for key, state in given["state"].items()}
+    _require_alike(names, states, group)
     gets_it = not rank0_only(config) or dist.get_rank(group) == 0
-    names = {key: name for key, name, _ in _params_of(model, optim)}
-    states = {}
-    for key, name, param in _params_of(model, optim):
-        state = given["state"].get(name if name in given["state"] else key)
-        if state is None:
-            continue
-        saved = {
-            entry: _saved(settings, known.get(param), param, value, config.offload_to_cpu)
-            for entry, value in state.items()
-        }
+    saved = {}
+    for name in sorted(states.keys() & names.current.keys()):
+        param = names.sharded.get(name)
+        entries = sorted(states[name].items())
+        state = {entry: _saved(settings, param, value, config.offload_to_cpu) for entry, value in entries}
         if gets_it:  # on other ranks nothing of what was gathered is kept
-            states[name] = saved
+            saved[name] = state
     if not gets_it:
         return {}
-    states |= {key: value for key, value in given["state"].items() if key not in names and key not in states}
+    saved |= {key: state for key, state in states.items() if key not in names.current}
     if "param_groups" not in given:
-        return {"state": states}
-    groups = [{**group, "params": [names.get(key, key) for key in group["params"]]} for group in given["param_groups"]]
-    return {"state": states, "param_groups": groups}
+        return {"state": saved}
+    groups = [{**group, "params": [names.of(key) for key in group["params"]]} for group in given["param_groups"]]
+    return {"state": saved, "param_groups": groups}
 
 
 def optim_state_to_load(
@@ -72,81 +71,162 @@ def optim_state_to_load(
     by_name: bool,
     group: dist.ProcessGroup | None,
 ) -> OptimState:
-    """What ``optim.load_state_dict`` takes, of a state by names; where rank 0 alone has it, it sends it to others."""
+    """What ``optim.load_state_dict`` takes, of a state by names; where rank 0 alone has it, it sends it to others.
+
+    ``by_name``: the optimizer knows its parameters by the names that ``model.named_parameters()`` has.
+    """
     if rank0_only(settings.optim_state_dict_config):
         given = _from_first(given, group)
-    given = _as_uncompiled(given)
-    known = _sharded(model)
+    names = _Names(model, optim)
+    _require_own(names.foreign)
+    keys = {name: names.current[name] for name in names.numbers} if by_name else names.numbers
     states: dict[Any, Any] = {}
-    for key, name, param in _params_of(model, optim):
-        plain = _uncompiled(name)
-        if plain not in given["state"]:
-            continue
-        sharded = known.get(param)
-        states[name if by_name else key] = {
-            entry: value if sharded is None else _loaded(settings, sharded, value)
-            for entry, value in given["state"][plain].items()
-        }
-    of_params = {_uncompiled(_name(name)) for name, _ in model.named_parameters()}
-    states |= {key: value for key, value in given["state"].items() if key not in of_params}
+    for key, state in given["state"].items():
+        name = names.of_name(key)
+        if name in keys:
+            states[keys[name]] = {entry: _loaded(names.sharded.get(name), value) for entry, value in state.items()}
+        elif name not in names.current:
+            states[key] = state
     if "param_groups" not in given:
         return {"state": states}
-    groups = _groups_to_load(model, optim, given["param_groups"], by_name)
-    return {"state": states, "param_groups": groups}
+    return {"state": states, "param_groups": _groups_to_load(names, optim, given["param_groups"], keys)}
 
 
 def numbers_of(model: nn.Module, optim: Any) -> dict[str, int]:
     """The optimizer's parameters: their numbers in its state dict, by their names in the model."""
-    return {name: number for number, name, _ in _params_of(model, optim)}
+    names = _Names(model, optim)
+    _require_own(names.foreign)
+    return names.numbers
 
 
-def _saved(
-    settings: StateDictSettings, sharded: ShardedParam | None, param: Any, value: Any, offload: bool
-) -> Any:
-    if isinstance(value, DTensor) and sharded is not None and value.shape == param.shape:
-        value = saved_as(settings.state_dict_type, sharded, value)
+class _Names:
+    """The model's parameters by name, and what an optimizer calls them.
+
+    A name is what a plain model's parameter is called. One that is tied has the first of its names.
+    """
+
+    def __init__(self, model: nn.Module, optim: Any) -> None:
+        named = list(model.named_parameters(remove_duplicate=False))
+        current: dict[Any, str] = {}
+        for name, param in named:
+            current.setdefault(param, name)
+        self.of_param = {param: _name(name) for param, name in current.items()}
+        self.current = {_name(name): name for name in current.values()}  # with the wrappers that are there
+        self._by_any_name = {_uncompiled(_name(name)): self.of_param[param] for name, param in named}
+        sharded = {one.param: one for unit in units_in(model) for one in unit.params}
+        self.sharded = {name: sharded[param] for param, name in self.of_param.items() if param in sharded}
+        ours = [param for group in optim.param_groups for param in group["params"]]
+        self.numbers = {self.of_param[param]: number for number, param in enumerate(ours) if param in self.of_param}
+        self._by_number = {number: name for name, number in self.numbers.items()}
+        self.foreign = [tuple(param.shape) for param in ours if param not in self.of_param]
+
+    def of(self, key: Any) -> Any:
+        """The name of what an optimizer has under a key: a number or a name; the key, if that is no parameter."""
+        return self._by_number.get(key, key) if isinstance(key, int) else self.of_name(key)
+
+    def of_name(self, key: Any) -> Any:
+        """The name of a parameter by one that may have wrappers in it; the key, if that is no parameter."""
+        return self._by_any_name.get(_uncompiled(_name(key)), key) if isinstance(key, str) else key
+
+
+def _require_own(foreign: list[tuple[int, ...]]) -> None:
+    if foreign:
+        raise ValueError(
+            f"The optimizer has a parameter of shape {foreign[0]} that is not the model's. Build it over "
+            "model.parameters() after wrapping."
+        )
+
+
+def _require_alike(names: _Names, states: OptimState, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank where the ranks that hold a parameter do not have the same states of it.
+
+    They compare digests first: the names of 2,000 parameters from 1,000 ranks are 100 MB.
+    """
+    ranks_of: dict[Any, tuple[int, ...]] = {}  # `DeviceMesh.mesh` is computed each time: 0.5 ms (2.15)
+    has: dict[tuple[int, ...], dict[str, str]] = {}
+    for name, param in sorted(names.sharded.items()):
+        mesh = param.shard.device_mesh  # type: ignore[attr-defined]
+        if mesh not in ranks_of:
+            ranks_of[mesh] = tuple(mesh.mesh.flatten().tolist())
+        entries = [f"{key} in {one.dtype}" for key, one in states.get(name, {}).items() if _is_like(param, one)]
+        has.setdefault(ranks_of[mesh], {})[name] = ", ".join(sorted(entries)) or "nothing"
+    digests = {ranks: hashlib.sha256(repr(some).encode()).hexdigest()[:12] for ranks, some in has.items()}
+    seen: dict[tuple[int, ...], set[str]] = {}
+    for theirs, foreign in _from_all((digests, names.foreign), group):
+        _require_own(foreign)
+        for ranks, digest in theirs.items():
+            seen.setdefault(ranks, set()).add(digest)
+    if all(len(some) == 1 for some in seen.values()):
+        return
+    of_ranks = _from_all((dist.get_rank(), has), group)
+    differing = []
+    for ranks in seen:
+        on = {rank: theirs[ranks] for rank, theirs in of_ranks if ranks in theirs}
+        for name in sorted({name for some in on.values() for name in some}):
+            first: dict[str, int] = {}
+            for rank, some in on.items():
+                first.setdefault(some.get(name, "no such parameter"), rank)
+            if len(first) > 1:
+                differing.append(f"{name}: " + "; ".join(f"rank {rank} has {what}" for what, rank in first.items()))
+    raise RuntimeError(
+        "optim_state_dict: some ranks are missing some of those states that others have. "
+        f"{'. '.join(differing[:3])}{', ...' if len(differing) > 3 else ''}. Build the optimizer over the same "
+        "parameters on every rank, and step it on all of them."
+    )
+
+
+def _from_all(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, mine, group=group)
+    return of_ranks
+
+
+def _is_like(param: ShardedParam | None, value: Any) -> bool:
+    """Whether a value is sharded as its parameter is."""
+    return isinstance(value, DTensor) and param is not None and value.shape == param.shard.shape
+
+
+def _saved(settings: StateDictSettings, param: ShardedParam | None, value: Any, offload: bool) -> Any:
+    if param is not None and _is_like(param, value):
+        value = saved_as(settings.state_dict_type, param, value)
     elif isinstance(value, Tensor):
         value = value.detach().clone()  # what the optimizer goes on writing to
     return value.cpu() if offload and isinstance(value, Tensor) else value
 
 
-def _loaded(settings: StateDictSettings, sharded: ShardedParam, value: Any) -> Any:
+def _loaded(param: ShardedParam | None, value: Any) -> Any:
     """In the dtype in which it was saved: optimizers may keep more bits than parameters have, or fewer."""
-    return loaded_as(settings.state_dict_type, sharded, value, value.dtype) if isinstance(value, Tensor) else value
+    return value if param is None or not isinstance(value, Tensor) else loaded_as(param, value, value.dtype)
 
 
-def _groups_to_load(model: nn.Module, optim: Any, given: list[Any], by_name: bool) -> list[Any]:
-    """The given groups' settings, in the order in which the optimizer has groups and parameters."""
-    group_of = {name: group for group in given for name in group["params"]}
-    keys = numbers_of(model, optim)
-    names = {param: name for _, name, param in _params_of(model, optim)}
+def _groups_to_load(names: _Names, optim: Any, given: list[Any], keys: dict[str, Any]) -> list[Any]:
+    """The given groups' settings, in the order in which the optimizer has groups and parameters.
+
+    A parameter that is not sharded, and that no given group has, is left out, as under FSDP1: code that manages it
+    otherwise (expert parallelism) adds its entry.
+    """
+    group_of = {names.of_name(key): group for group in given for key in group["params"]}
     groups = []
     for group in optim.param_groups:
-        ours = [names[param] for param in group["params"]]
-        missing = [name for name in ours if _uncompiled(name) not in group_of]
+        ours = [names.of_param[param] for param in group["params"]]
+        missing = [name for name in ours if name not in group_of and name in names.sharded]
         if missing:
             raise RuntimeError(
                 f"The optimizer state to load has no parameter group with {', '.join(missing)}. Build the optimizer "
                 "over the parameters that it was saved with."
             )
-        theirs = group_of[_uncompiled(ours[0])] if ours else group  # an empty one keeps its settings
-        groups.append({**theirs, "params": ours if by_name else [keys[name] for name in ours]})
+        ours = [name for name in ours if name in group_of]
+        theirs = group_of[ours[0]] if ours else group  # an empty one keeps its settings
+        apart = [name for name in ours if group_of[name] is not theirs]
+        if apart:
+            raise RuntimeError(
+                f"The optimizer state to load has {ours[0]} and {apart[0]} in different parameter groups, but the "
+                "optimizer has them in one, with one learning rate. Build it with the groups that it was saved with."
+            )
+        # Those saved may be in another order. Where there are none, torch.optim keeps its own (2.11 to 2.15).
+        kept = {key: value for key, value in theirs.items() if key != "param_names"}
+        groups.append({**kept, "params": [keys[name] for name in ours]})
     return groups
-
-
-def _params_of(model: nn.Module, optim: Any) -> Iterator[tuple[int, str, Any]]:
-    """The optimizer's parameters: (number in its state dict, name in the model, parameter)."""
-    names = {param: _name(name) for name, param in model.named_parameters()}
-    number = 0
-    for group in optim.param_groups:
-        for param in group["params"]:
-            if param not in names:
-                raise ValueError(
-                    f"The optimizer has a parameter of shape {tuple(param.shape)} that is not the model's. Build it "
-                    "over model.parameters() after wrapping."
-                )
-            yield number, names[param], param
-            number += 1
 
 
 def _name(name: str) -> str:
@@ -154,21 +234,9 @@ def _name(name: str) -> str:
     return fsdp1.without_checkpointing(clean(name))
 
 
-def _uncompiled(name: Any) -> Any:
+def _uncompiled(name: str) -> str:
     """Without torch.compile's wrappers, which torch's helpers put into some names and not into others."""
-    return name.replace("_orig_mod.", "") if isinstance(name, str) else name
-
-
-def _as_uncompiled(given: OptimState) -> OptimState:
-    plain = {**given, "state": {_uncompiled(key): value for key, value in given["state"].items()}}
-    if "param_groups" in given:
-        groups = given["param_groups"]
-        plain["param_groups"] = [{**one, "params": [_uncompiled(key) for key in one["params"]]} for one in groups]
-    return plain
-
-
-def _sharded(model: nn.Module) -> dict[Any, ShardedParam]:
-    return {param.param: param for unit in units_in(model) for param in unit.params}
+    return name.replace("_orig_mod.", "")
 
 
 def _from_first(given: OptimState, group: dist.ProcessGroup | None) -> OptimState:

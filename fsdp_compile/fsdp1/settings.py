@@ -2,8 +2,8 @@
 
     state_dict_type        a parameter, and its optimizer's state         configurations
     FULL_STATE_DICT        whole tensors; the default                     offload_to_cpu, rank0_only
-    SHARDED_STATE_DICT     DTensors, without communication                offload_to_cpu
-    LOCAL_STATE_DICT       this rank's parts, plain                       offload_to_cpu
+    SHARDED_STATE_DICT     DTensors                                       offload_to_cpu
+    LOCAL_STATE_DICT       the same                                       offload_to_cpu
 """
 
 from __future__ import annotations

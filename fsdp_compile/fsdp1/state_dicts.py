@@ -1,9 +1,9 @@
 """State dicts of wrapped modules: names without wrappers, and values of the kind that was asked for.
 
     state_dict()            the module's own, with wrappers' names and DTensor shards
-      hook of a wrapper  -> clean names; in its region FULL: whole tensors, SHARDED: DTensors, LOCAL: local tensors
+      hook of a wrapper  -> clean names; in its region FULL: whole tensors, SHARDED and LOCAL: DTensors
     load_state_dict(given)
-      hook of a wrapper  -> wrappers' names; whole and local tensors become shards
+      hook of a wrapper  -> wrappers' names; whole tensors become shards
       hook at the end    -> clean names in what is said to be missing or unexpected
 """
 
@@ -37,10 +37,8 @@ def saved_as(kind: StateDictType, param: ShardedParam, value: Any, whole: dict[A
 
     ``whole`` keeps what was gathered already, by parameter: one that is tied is gathered once.
     """
-    if kind is StateDictType.SHARDED_STATE_DICT:
+    if kind is not StateDictType.FULL_STATE_DICT:
         return value.detach().clone()  # what is trained on after it was saved
-    if kind is StateDictType.LOCAL_STATE_DICT:
-        return dtensors.local_tensor(value)
     if whole is not None and param in whole:
         return whole[param]
     full = gathered(param, dtensors.local_tensor(value))
@@ -51,8 +49,8 @@ def saved_as(kind: StateDictType, param: ShardedParam, value: Any, whole: dict[A
     return full
 
 
-def loaded_as(kind: StateDictType, param: ShardedParam, value: Any, dtype: torch.dtype | None = None) -> Any:
-    """What a state dict of this kind has of a parameter, as a DTensor like its shard; or as it is, if it fits not.
+def loaded_as(param: ShardedParam, value: Any, dtype: torch.dtype | None = None) -> Any:
+    """What a state dict has of a parameter, as a DTensor like its shard; or as it is, if it does not fit.
 
     In the shard's dtype, unless another is given.
     """
@@ -62,8 +60,6 @@ def loaded_as(kind: StateDictType, param: ShardedParam, value: Any, dtype: torch
     own_rows = fsdp1.rows_of_sharded_tensor(value)
     if own_rows is not None and own_rows.shape == dtensors.local_tensor(shard).shape:
         return like_shard(param, own_rows, dtype)
-    if kind is StateDictType.LOCAL_STATE_DICT:
-        return like_shard(param, value, dtype) if value.shape == dtensors.local_tensor(shard).shape else value
     return shard_of(param, value, dtype) if value.shape == shard.shape else value
 
 
@@ -105,10 +101,9 @@ def _load(wrapper: Any, state_dict: Any, prefix: str, *unused: Any) -> None:
         raise RuntimeError(
             "load_state_dict was called inside summon_full_params. Call it outside: it takes whole tensors as they are."
         )
-    kind = wrapper._state_dict_settings.state_dict_type
     for key, param in _params_in(wrapper, prefix):
         if key in state_dict:
-            state_dict[key] = loaded_as(kind, param, state_dict[key])
+            state_dict[key] = loaded_as(param, state_dict[key])
     for key in [key for key in state_dict if key.startswith(prefix)]:
         if not key.startswith(prefix + PREFIX):
             state_dict[prefix + PREFIX + key[len(prefix) :]] = state_dict.pop(key)

@@ -192,8 +192,8 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
     ) -> OptimState:
         """The optimizer's state by parameters' names, of the kind that ``set_state_dict_type`` said.
 
-        ``optim_state_dict``: to take in the place of ``optim.state_dict()``. The ranks are those that hold the shards;
-        ``group`` is the one whose rank 0 gets what ``rank0_only`` keeps from others.
+        ``optim_state_dict``: to take in the place of ``optim.state_dict()``; its keys are numbers or names. All ranks
+        of ``group`` call this together, with the same states: its rank 0 gets what ``rank0_only`` keeps from others.
         """
         return optim_state(model, optim, optim_state_dict, FullyShardedDataParallel._settings_in(model), group)
 
@@ -208,7 +208,8 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
     ) -> OptimState:
         """What ``optim.load_state_dict`` takes, of a state that ``optim_state_dict`` gave, on these ranks or others.
 
-        With ``rank0_only`` configured, that of rank 0 of ``group`` counts.
+        ``is_named_optimizer``: it has the names of ``model.named_parameters()`` for keys, not numbers. With
+        ``rank0_only`` configured, the state of rank 0 of ``group`` counts.
         """
         settings = FullyShardedDataParallel._settings_in(model)
         loadable = optim_state_to_load(model, optim, optim_state_dict, settings, is_named_optimizer, group)
