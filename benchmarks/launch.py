@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.settings import Job, RankResult
 from fsdp_compile.workers import WorkerError, Workers
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a rank has one core; a pool would also outlive it
@@ -34,8 +34,12 @@ def launch(
     env: Mapping[str, str],
     cache_dir: Path,
     prefixes: Sequence[Sequence[str]] = (),
+    preload: Sequence[str] = (),
 ) -> Outcome:
-    """Run `module.measure` in one process per rank; `prefixes` go before the command (`ip netns exec ...`)."""
+    """Run `module.measure` in one process per rank; `prefixes` go before the command (`ip netns exec ...`).
+
+    With `preload`, modules that the processes are forked with, they have this process's environment and not `env`.
+    """
     run_dir = Path(job.run_dir)
     run_dir.mkdir(parents=True)
     stages = ["starting"] * num_ranks
@@ -46,8 +50,9 @@ def launch(
             {"module": module, "job": job, "cache_dir": str(cache_dir)},
             num_ranks=num_ranks,
             log_dir=run_dir,
-            env={**_ENVIRONMENT, **env},
+            env={**ENVIRONMENT, **env},
             prefixes=prefixes,
+            preload=preload,
         ) as workers:
             for rank, message in workers.messages(limit_s=job.timeout_s):
                 if "result" in message:

@@ -82,7 +82,7 @@ def main() -> int:
         check_possible()  # before anything takes minutes
     load = os.getloadavg()[0]
     os.environ["OMP_NUM_THREADS"] = "1"  # of the workers that calibrate, as of those that train
-    grid = _grid(f"predicted and measured; load {load:.1f} before the first run")
+    grid = grid_of(f"predicted and measured; load {load:.1f} before the first run")
     failed = False
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdp-compile-predicted-"))
@@ -96,7 +96,7 @@ def main() -> int:
                 if one.over == over:
                     outcome = _run(one, settings, profile, cores, Path(folder), number)
                     failed |= outcome.error is not None
-                    _add_row(grid, one, outcome)
+                    add_row(grid, one, outcome)
     return int(failed)
 
 
@@ -134,7 +134,7 @@ def _run(
     return outcome
 
 
-def _grid(title: str) -> Table:
+def grid_of(title: str) -> Table:
     grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     grid.add_column("configuration", no_wrap=True)
     for heading in ("kept", "again", "predicted s", "waiting", "measured s", "ratio", "of processor s", "optimizer s"):
@@ -144,7 +144,7 @@ def _grid(title: str) -> Table:
     return grid
 
 
-def _add_row(grid: Table, one: Configuration, outcome: Outcome) -> None:
+def add_row(grid: Table, one: object, outcome: Outcome) -> None:
     if outcome.error:
         grid.add_row(str(one), f"! {outcome.error}")
         return
@@ -168,7 +168,7 @@ def _add_row(grid: Table, one: Configuration, outcome: Outcome) -> None:
         f"{optimizer_s:.3f}",
         f"{predicted_bytes / 1e6:.1f}",
         f"{peak_bytes / 1e6:.1f}",
-        f"{predicted_bytes / peak_bytes:.2f}",
+        f"{predicted_bytes / peak_bytes:.2f}" if peak_bytes else "-",  # of a model that is smaller than a page
         "-" if budget_bytes is None else f"{budget_bytes / 1e6:.1f}",
         "-" if budget_bytes is None else f"{peak_bytes / budget_bytes:.2f}",
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import time
+import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +20,10 @@ from torch import Tensor, nn
 import fsdp_compile
 from benchmarks.settings import Job
 from benchmarks.worker import status_bytes
-from benchmarks.worker_process import Progress, join_group, prime_compiler
+from benchmarks.worker_process import Progress, finish, join_group, prime_compiler
 from benchmarks.workload import batch_of, blocks, build_model, loss_of, optimizer_for
 from fsdp_compile.passes.residency import KEPT
+from fsdp_compile.tools.memory import PeakMeter
 
 # The parent has malloc give back what is freed, which weighing needs and timing must not have: from then on it does
 # what it would have come to by itself in a process that frees large tensors.
@@ -31,7 +34,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_PERTURB, _LARGE = -1, -3, -6, 32 << 20
 class PredictedJob(Job):
     """And how the model is sharded."""
 
-    profile: str = ""
+    profile: str | None = None  # of the hardware; by default the built-in one of the device
+    traces: str | None = None  # where to record steps behind those that are timed
     reshard: bool | None = None
     budget: str | None = None
     between: float | None = None  # a budget so far from what the least plan needs to what keeping everything does
@@ -51,21 +55,24 @@ class Figures:
     num_kept: int
     num_recomputed: int
     budget_bytes: int | None  # above what stands between steps
+    losses: list[float]  # of all steps with an optimizer's
+    planned: dict[str, int]  # launches of a step, by kind
+    recorded: dict[str, float]
+    summary: str  # of the record, or the traceback of why there is none
 
 
 def measure(job: PredictedJob, rank: int, progress: Progress) -> Figures:
     progress("joining the group")
     mesh = join_group(job, rank, job.settings.ranks)
-    try:
-        return _measure(job, rank, mesh, progress)
-    finally:
-        progress("leaving the group")
-        dist.destroy_process_group()
+    figures = _measure(job, rank, mesh, progress)
+    progress("leaving the group")
+    dist.destroy_process_group()
+    return figures
 
 
 def _measure(job: PredictedJob, rank: int, mesh: dist.device_mesh.DeviceMesh, progress: Progress) -> Figures:
     settings = job.settings
-    prime_compiler()
+    prime_compiler(settings.device)
     model, tokens = build_model(settings), batch_of(settings, rank)
     for block in blocks(model):
         fsdp_compile.fully_shard(block, mesh=mesh, reshard_after_forward=job.reshard)
@@ -75,22 +82,29 @@ def _measure(job: PredictedJob, rank: int, mesh: dist.device_mesh.DeviceMesh, pr
         fsdp_compile.configure(model, memory_budget=budget, profile=job.profile)
     optimizer = optimizer_for(model.parameters(), settings)
     forward = partial(loss_of, torch.compile(model, fullgraph=True))
+    losses: list[float] = []
 
     def step() -> tuple[float, float, float]:
         begun, cpu_begun = time.perf_counter(), time.process_time()
-        forward(tokens).backward()
+        loss = forward(tokens)
+        loss.backward()
+        finish(settings.device)
         middle, cpu_s = time.perf_counter(), time.process_time() - cpu_begun
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        finish(settings.device)
         return middle - begun, cpu_s, time.perf_counter() - middle
 
     progress("first step")
     with fsdp_compile.inspect(model) as report:
         step()
     predicted, plan = report.joint.predict(job.profile), report.joint.plan
+    planned = Counter(launch.kind for graph in report.graphs for launch in graph.launches)
     del report
     progress("weighed steps")
-    peaks = _weigh(lambda: forward(tokens).backward(), lambda: optimizer.zero_grad(set_to_none=True))
+    weigh = _weigh_gpu if settings.device == "cuda" else _weigh
+    peaks = weigh(lambda: forward(tokens).backward(), lambda: optimizer.zero_grad(set_to_none=True))
     progress("warm-up")
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
@@ -101,6 +115,8 @@ def _measure(job: PredictedJob, rank: int, mesh: dist.device_mesh.DeviceMesh, pr
     dist.barrier()
     progress("timed steps")
     seconds = [step() for _ in range(settings.steps)]
+    progress("recorded steps")
+    recorded, summary = _recorded(model, step, job) if job.traces else ({}, "")
     return Figures(
         predicted.seconds,
         predicted.exposed_s,
@@ -112,7 +128,29 @@ def _measure(job: PredictedJob, rank: int, mesh: dist.device_mesh.DeviceMesh, pr
         len(plan.keep),
         len(plan.recompute),
         None if plan.choice is None else plan.choice.budget_bytes - predicted.held_bytes,
+        losses,
+        dict(planned),
+        recorded,
+        summary,
     )
+
+
+def _recorded(model: nn.Module, step: Callable[[], object], job: PredictedJob) -> tuple[dict[str, float], str]:
+    """Launches of a step as a profile of all ranks has them, by kind, and its summary."""
+    assert job.traces is not None
+    launches: dict[str, float] = {}
+    try:
+        with fsdp_compile.profile(model, job.traces, wait=0, active=2, hardware=job.profile) as profiled:
+            for _ in range(4):
+                step()
+                profiled.step()
+        dist.barrier()  # until all ranks have written
+        summary = profiled.summary
+        for one in summary.collectives:
+            launches[one.kind] = launches.get(one.kind, 0.0) + one.count
+        return launches, f"{summary}"
+    except Exception:  # what was measured before is not to be lost
+        return {}, traceback.format_exc()
 
 
 def _between(model: nn.Module, tokens: Tensor, job: PredictedJob) -> int:
@@ -130,6 +168,19 @@ def _between(model: nn.Module, tokens: Tensor, job: PredictedJob) -> int:
     peaks = {one.name: one.peak_bytes for one in (choice.chosen, *choice.lost)}
     least = min(peaks.values())
     return int(least + job.between * (peaks[KEPT] - least))
+
+
+def _weigh_gpu(step: Callable[[], object], after: Callable[[], object]) -> list[int]:
+    """Bytes that PyTorch's allocator handed out, above what stands between steps."""
+    peaks = []
+    for turn in range(4):
+        gc.collect()
+        peak = PeakMeter(torch.device("cuda")).peak_above(step)
+        assert peak is not None
+        if turn:
+            peaks.append(peak)
+        after()
+    return peaks
 
 
 def _weigh(step: Callable[[], object], after: Callable[[], object]) -> list[int]:

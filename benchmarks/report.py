@@ -85,6 +85,16 @@ def write(
 ) -> None:
     """Print the table, and leave it as text beside the JSON file."""
     Console(width=max(_WIDTH, Console().width)).print(grid)
+    save(path, grid, records, reference, environment)
+
+
+def save(
+    path: Path,
+    grid: Table,
+    records: Mapping[str, Record],
+    reference: Sequence[float],
+    environment: Mapping[str, Any],
+) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = path.with_suffix(".txt")
     with text.open("w") as file:

@@ -26,6 +26,8 @@ class Settings:
     dtype: str = "fp32"
     param_dtype: str | None = None
     adamw: str = "default"
+    device: str = "cpu"
+    backend: str = "gloo"
     wire_bytes_per_s: float = 6e8
     """What a scheduler may believe of the wire. Over loopback: two gathers and a reduce-scatter of 28.8M
     parameters put 230 MB on it and took 0.375 s."""
@@ -33,7 +35,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank's process is asked to do. `interfaces` and `cores` have one entry per rank."""
+    """What one rank's process is asked to do. `interfaces` and `cores` have one entry per rank; without cores, a
+    rank runs on all of them."""
 
     variant: str
     mode: Mode
@@ -47,7 +50,7 @@ class Job:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank saw. A time run fills the seconds, a memory run the bytes, never both."""
+    """What one rank saw. A time run fills the seconds, a memory run the bytes; on a GPU a time run fills both."""
 
     losses: list[float] = field(default_factory=list)
     setup_s: float = 0.0

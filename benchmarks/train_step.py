@@ -33,9 +33,9 @@ MALLOC_GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_"
 
 
 def main() -> int:
-    options = _parse(sys.argv[1:])
+    options = parse(sys.argv[1:])
     exit_on_sigterm()
-    settings = _settings(options)
+    settings = settings_of(options)
     cores = sorted(os.sched_getaffinity(0))
     if settings.ranks > len(cores):
         print(f"note: {settings.ranks} ranks share {len(cores)} cores, so nothing here is one rank per core")
@@ -51,19 +51,22 @@ def main() -> int:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdp-compile-bench-")))
         bench = Bench(options, settings, link, cores, work)
         try:
-            reference = bench.reference() if options.repeat else []
+            if options.repeat:
+                outcome = bench.reference()
+                reference = mean_losses(outcome.ranks) if outcome.error is None else []
+                if outcome.error:
+                    print(f"no reference, so losses are not checked: {outcome.error}")
             bench.measure(records)
         except KeyboardInterrupt:
             interrupted = True
             print("interrupted: the table holds what was finished")
-    tolerance = _TOLERANCE["bf16" if "bf16" in (settings.dtype, settings.param_dtype) else "fp32"]
     if reference:
-        report.check_losses(records, reference, tolerance)
+        report.check_losses(records, reference, tolerance_of(settings))
     grid = report.table(
         records,
         reference,
-        title=_title(options, settings),
-        caption=_caption(options, environment),
+        title=title_of(options, settings),
+        caption=caption_of(options, environment),
         with_sent_bytes=options.link is not None,
     )
     report.write(options.json, grid, records, reference, environment)
@@ -79,20 +82,20 @@ class Bench:
     ) -> None:
         self._options = options
         self._settings = settings
+        self.limit_s = options.timeout
+        self.preload: tuple[str, ...] = ()
         self._weigh_settings = dataclasses.replace(
             settings, batch=options.memory_batch, seq=options.memory_seq, steps=min(settings.steps, 3)
         )
         self._link = link
-        self._cores = tuple(cores[rank % len(cores)] for rank in range(settings.ranks))
+        on_gpu = settings.device == "cuda"
+        self._cores = () if on_gpu else tuple(cores[rank % len(cores)] for rank in range(settings.ranks))
+        self._env = gpu_environment(len(cores) // settings.ranks) if on_gpu else {}
         self._work = work
         self._num_runs = 0
 
-    def reference(self) -> list[float]:
-        outcome = self._run("reference", "reference", self._settings, self._work / "cache" / "reference")
-        if outcome.error is not None:
-            print(f"no reference, so losses are not checked: {outcome.error}")
-            return []
-        return mean_losses(outcome.ranks)
+    def reference(self) -> Outcome:
+        return self._run("reference", "reference", self._settings, self._work / "cache" / "reference")
 
     def measure(self, records: dict[str, Record]) -> None:
         for repeat, record in self._plan(records):
@@ -111,14 +114,17 @@ class Bench:
     def _time(self, record: Record, repeat: int) -> None:
         """The first run compiles into an empty cache; later ones find it filled, unless --cache cold."""
         always_cold = self._options.cache == "cold"
-        cache_dir = self._work / "cache" / f"{record.name}{repeat if always_cold else ''}"
+        name = "shared" if self._options.cache == "shared" else f"{record.name}{repeat if always_cold else ''}"
+        cache_dir = self._work / "cache" / name
         cold = not cache_dir.exists()
         outcome = self._run(record.name, "time", self._settings, cache_dir)
         if not self._took(record, outcome):
             return
         record.runs.append(outcome.ranks)
+        if outcome.ranks[0].peak_bytes:  # on a GPU, where weighing does not disturb timing
+            record.memory_runs.append(outcome.ranks)
         (record.cold_first_step_s if cold else record.warm_first_step_s).append(first_step_s(outcome.ranks))
-        if not always_cold and self._options.repeat == 1:  # no later run will see the warm cache
+        if self._options.cache == "warm" and self._options.repeat == 1:  # no later run will see the warm cache
             shortest = dataclasses.replace(self._settings, warmup=0, steps=1)
             outcome = self._run(record.name, "time", shortest, cache_dir)
             if self._took(record, outcome):
@@ -148,23 +154,24 @@ class Bench:
             address=link.address if link else "127.0.0.1",
             interfaces=link.interfaces if link else ("lo",) * settings.ranks,
             cores=self._cores,
-            timeout_s=self._options.timeout,
+            timeout_s=self.limit_s,
         )
         begin = time.monotonic()
         outcome = launch(
             "benchmarks.worker",
             job,
             1 if mode == "reference" else settings.ranks,
-            env=MALLOC_GIVES_BACK if mode == "memory" else {},
+            env=MALLOC_GIVES_BACK if mode == "memory" else self._env,
             cache_dir=cache_dir,
             prefixes=link.prefixes if link else (),
+            preload=self.preload,
         )
         line = f"{variant:24}{mode:10}{time.monotonic() - begin:6.1f} s  {outcome.error or 'done'}"
         print(line, file=sys.stderr, flush=True)
         return outcome
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.train_step",
         description="One training step of a Llama under fsdp_compile and its peers.",
@@ -180,7 +187,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--param-dtype", choices=DTYPES, help="of gathered parameters; autocast where nothing is sharded")
     add("--adamw", choices=("default", "fused", "foreach"), default="default", help="implementation of AdamW")
     add("--link", metavar="RATE", help="two network namespaces joined at e.g. 1gbit (needs root)")
-    add("--cache", choices=("cold", "warm"), default="warm", help="cold: all runs compile anew")
+    cache_help = "cold: all runs compile anew; shared: all variants find one another's kernels"
+    add("--cache", choices=("cold", "warm", "shared"), default="warm", help=cache_help)
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    add("--backend", choices=("gloo", "nccl"), help="default: nccl with --device cuda, else gloo")
     memory_help = "also weigh each variant, in N runs of their own; 1 without a number"
     add("--memory", type=int, nargs="?", const=1, default=0, metavar="N", help=memory_help)
     add("--memory-batch", type=int, default=1, help="batch of the memory run; default: %(default)s")
@@ -188,18 +198,21 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--timeout", type=float, default=900.0, help="seconds one run may take; default: %(default)s")
     add("--json", type=Path, default=_DEFAULT_JSON, help="all figures; the table goes beside it as .txt")
     options = parser.parse_args(arguments)
+    options.backend = options.backend or ("nccl" if options.device == "cuda" else "gloo")
     if min(options.steps, options.ranks, options.batch, options.layers) < 1 or options.seq < 2:
         parser.error("--steps, --ranks, --batch and --layers must be at least 1, --seq at least 2")
     if (options.dim % 64 and options.dim > 64) or options.dim % 2:
         parser.error("--dim must be a multiple of 64 (the width of a head), or an even number below it")
     if min(options.warmup, options.repeat, options.memory) < 0 or not (options.repeat or options.memory):
         parser.error("--warmup, --repeat and --memory must not be negative, and --repeat 0 needs --memory")
+    if options.device == "cuda" and (options.memory or options.link):
+        parser.error("--device cuda weighs the steps that it times, and has no --link: leave out --memory and --link")
     if options.link and options.ranks != 2:
         parser.error("--link joins two namespaces, one per rank: use it with --ranks 2")
     return options
 
 
-def _settings(options: argparse.Namespace) -> Settings:
+def settings_of(options: argparse.Namespace) -> Settings:
     names = [each.name for each in dataclasses.fields(Settings) if hasattr(options, each.name)]
     settings = Settings(**{name: getattr(options, name) for name in names})
     if options.link:
@@ -225,14 +238,19 @@ def software_and_machine() -> dict[str, Any]:
     }
 
 
-def _title(options: argparse.Namespace, settings: Settings) -> str:
+def tolerance_of(settings: Settings) -> float:
+    """How far a loss may be from the reference's."""
+    return _TOLERANCE["bf16" if "bf16" in (settings.dtype, settings.param_dtype) else "fp32"]
+
+
+def title_of(options: argparse.Namespace, settings: Settings) -> str:
     size = f"Llama dim {settings.dim}, {settings.layers} layers, batch {settings.batch}, seq {settings.seq}"
     dtype = f"{settings.dtype}, computed in {settings.param_dtype or settings.dtype}"
-    wire = f"link of {options.link}" if options.link else "loopback"
-    return f"{size}, {dtype}, AdamW ({settings.adamw}), {settings.ranks} ranks, gloo over {wire}"
+    wire = f" over link of {options.link}" if options.link else " over loopback" if options.device == "cpu" else ""
+    return f"{size}, {dtype}, AdamW ({settings.adamw}), {settings.ranks} ranks, {settings.backend}{wire}"
 
 
-def _caption(options: argparse.Namespace, environment: dict[str, Any]) -> str:
+def caption_of(options: argparse.Namespace, environment: dict[str, Any]) -> str:
     torch_version = environment["versions"]["torch"]
     lines = [
         f"torch {torch_version}; {options.repeat} interleaved runs, each {options.steps} steps "
@@ -242,6 +260,8 @@ def _caption(options: argparse.Namespace, environment: dict[str, Any]) -> str:
         "first step: with compilation, from an empty cache or a filled one; the C++ toolchain was primed.",
         "gloo's reduce_scatter moves the bytes of an all_reduce: compare rows that reduce in the same way.",
     ]
+    if options.device == "cuda":
+        lines.append("peak: all that PyTorch's allocator held at most in the timed steps.")
     if options.memory:
         lines.append(
             f"peak: of a step above what stands between steps, batch {options.memory_batch}, seq "
@@ -252,6 +272,12 @@ def _caption(options: argparse.Namespace, environment: dict[str, Any]) -> str:
             f"! the machine was not quiet: load {environment['load_before']:.1f} before the first run."
         )
     return "\n".join(lines)
+
+
+def gpu_environment(num_cores: int) -> dict[str, str]:
+    """Of a rank that computes on a GPU: its cores are there to compile."""
+    threads = str(max(1, num_cores))
+    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
 
 
 def exit_on_sigterm() -> None:

@@ -70,11 +70,12 @@ def _collectives_alone(
 
     reduce_dtype = torch_dtype(settings.dtype)
     gather_dtype = torch_dtype(settings.param_dtype or settings.dtype)
-    shards = [torch.ones(numel, dtype=gather_dtype) for numel in shard_numels]
     largest = world * max(shard_numels)
-    gathered, unreduced = torch.empty(largest, dtype=gather_dtype), torch.ones(largest, dtype=reduce_dtype)
-    received = torch.empty(largest, dtype=reduce_dtype)
-    reduced = torch.empty(max(shard_numels), dtype=reduce_dtype)
+    with torch.device(settings.device):
+        shards = [torch.ones(numel, dtype=gather_dtype) for numel in shard_numels]
+        gathered, unreduced = torch.empty(largest, dtype=gather_dtype), torch.ones(largest, dtype=reduce_dtype)
+        received = torch.empty(largest, dtype=reduce_dtype)
+        reduced = torch.empty(max(shard_numels), dtype=reduce_dtype)
 
     def reduce(numel: int) -> None:
         source = unreduced[: world * numel]
@@ -120,7 +121,7 @@ def _fsdp1(model: nn.Module, mesh: DeviceMesh, settings: Settings) -> Forward:
         auto_wrap_policy=ModuleWrapPolicy({type(blocks(model)[0])}),
         mixed_precision=policy,
         use_orig_params=True,
-        device_id=torch.device("cpu"),
+        device_id=next(model.parameters()).device,
     )
     return partial(loss_of, wrapped)
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.settings import Job, RankResult, Settings
 from benchmarks.variants import VARIANTS
-from benchmarks.worker_process import Progress, join_group, prime_compiler
+from benchmarks.worker_process import Progress, finish, join_group, prime_compiler
 from benchmarks.workload import autocast, batch_of, build_model, loss_of, optimizer_for
 
 Step = Callable[[], "float | None"]
@@ -27,14 +27,12 @@ def measure(job: Job, rank: int, progress: Progress) -> RankResult:
         return RankResult(losses=_reference_losses(job.settings))
     progress("joining the group")
     mesh = join_group(job, rank, job.settings.ranks)
-    try:
-        step, setup_s = _prepare(job, rank, mesh, progress)
-        if job.mode == "memory":
-            return _weigh(step, job.settings, progress)
-        return _time(step, setup_s, job, rank, progress)
-    finally:
-        progress("leaving the group")
-        dist.destroy_process_group()
+    step, setup_s = _prepare(job, rank, mesh, progress)
+    weighs = job.mode == "memory"
+    result = _weigh(step, job.settings, progress) if weighs else _time(step, setup_s, job, rank, progress)
+    progress("leaving the group")
+    dist.destroy_process_group()  # not behind an error: NCCL may wait for the others then, and nobody hears of it
+    return result
 
 
 def _prepare(job: Job, rank: int, mesh: DeviceMesh, progress: Progress) -> tuple[Step, float]:
@@ -43,7 +41,7 @@ def _prepare(job: Job, rank: int, mesh: DeviceMesh, progress: Progress) -> tuple
     variant = VARIANTS[job.variant]
     if variant.compiles:
         progress("priming the compiler")
-        prime_compiler()
+        prime_compiler(settings.device)
     progress("building the model")
     model = build_model(settings)
     tokens = batch_of(settings, rank)
@@ -74,6 +72,7 @@ def _time(step: Step, setup_s: float, job: Job, rank: int, progress: Progress) -
         for _ in range(count):
             begin = time.perf_counter()
             loss = step()
+            finish(settings.device)
             seconds.append(time.perf_counter() - begin)
             if loss is not None:
                 losses.append(loss)
@@ -85,12 +84,18 @@ def _time(step: Step, setup_s: float, job: Job, rank: int, progress: Progress) -
     warmup_s = timed(settings.warmup)
     gc.collect()
     dist.barrier()
+    finish(settings.device)
+    on_gpu = settings.device == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    standing_bytes = torch.cuda.memory_allocated() if on_gpu else 0
     progress("timed steps")
     sent_before = _sent_bytes(job.interfaces[rank])
     own_before, all_before = time.thread_time(), time.process_time()
     step_s = timed(settings.steps)
     own_cpu_s, all_cpu_s = time.thread_time() - own_before, time.process_time() - all_before
     sent_bytes = _sent_bytes(job.interfaces[rank]) - sent_before
+    peak_bytes = [torch.cuda.max_memory_allocated()] if on_gpu else []
     progress("counting the collectives")
     return RankResult(
         losses=losses,
@@ -103,6 +108,8 @@ def _time(step: Step, setup_s: float, job: Job, rank: int, progress: Progress) -
         own_cpu_s=own_cpu_s / settings.steps,
         other_cpu_s=(all_cpu_s - own_cpu_s) / settings.steps,
         num_graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"],
+        standing_bytes=standing_bytes,
+        peak_bytes=peak_bytes,
     )
 
 

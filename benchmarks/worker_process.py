@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.settings import Job
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
 Progress = Callable[[str], None]
@@ -26,20 +27,22 @@ def work(settings: dict[str, Any], rank: int, send: Callable[[dict[str, Any]], N
     Each rank has an Inductor cache of its own, as on machines of their own: no rank warms another's.
     """
     job: Job = settings["job"]
-    os.sched_setaffinity(0, {job.cores[rank]})
+    if job.cores:
+        os.sched_setaffinity(0, {job.cores[rank]})
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{settings['cache_dir']}/rank{rank}"
     measure = import_module(settings["module"]).measure
     send({"result": measure(job, rank, lambda stage: send({"stage": stage}))})
 
 
 def join_group(job: Job, rank: int, world: int) -> DeviceMesh:
-    """A gloo group over the job's interfaces. Rank 0 chooses the port, so that no two runs collide."""
+    """A group over the job's interfaces. Rank 0 chooses the port, so that no two runs collide."""
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh
 
     timeout = timedelta(seconds=job.timeout_s)
     port_file = Path(job.run_dir) / "port"
     os.environ["GLOO_SOCKET_IFNAME"] = job.interfaces[rank]
+    gpu = take_gpu(rank, world) if job.settings.device == "cuda" else None
     if rank == 0:
         store = dist.TCPStore(job.address, 0, world, is_master=True, timeout=timeout, wait_for_workers=False)
         partial_file = port_file.with_suffix(".partial")
@@ -53,15 +56,44 @@ def join_group(job: Job, rank: int, world: int) -> DeviceMesh:
             time.sleep(0.05)
         port = int(port_file.read_text())
         store = dist.TCPStore(job.address, port, world, is_master=False, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-    return init_device_mesh("cpu", (world,))
+    backend = job.settings.backend
+    device_id = gpu if backend == "nccl" else None  # NCCL connects at once; gloo has no use for it
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device_id
+    )
+    # init_device_mesh would put NCCL beside gloo on a machine with a GPU (2.11 to 2.15).
+    return DeviceMesh.from_group(dist.group.WORLD, job.settings.device)
 
 
-def prime_compiler() -> None:
+def take_gpu(rank: int, world: int) -> torch.device:
+    """Make a GPU this rank's current one; call it before the process group is there.
+
+    Ranks share GPUs where there are not enough. NCCL refuses two ranks of one host on one GPU (2.28; 2.30 can be told
+    otherwise), so there each rank says that it is a host of its own: they talk over loopback.
+    """
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if world > num_gpus:
+        os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_NVLS_ENABLE="0")
+    gpu = torch.device("cuda", rank % num_gpus)
+    torch.cuda.set_device(gpu)
+    return gpu
+
+
+def finish(device: str) -> None:
+    """Wait until the device has done what it was given: clocks are read after that."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def prime_compiler(device: str = "cpu") -> None:
     """Compile something trivial first: with an empty cache, Inductor also probes the C++ compiler and
     precompiles headers. That takes 15 seconds, the same for every variant, and would drown what differs."""
     import torch
 
-    torch.compile(lambda x: x.sin() + 1)(torch.ones(64))
+    torch.compile(lambda x: x.sin() + 1)(torch.ones(64, device=device))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

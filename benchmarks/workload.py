@@ -39,7 +39,8 @@ def build_model(settings: Settings) -> nn.Module:
     )
     config = LlamaConfig(**sizes)
     torch.manual_seed(settings.seed)
-    model: nn.Module = LlamaForCausalLM(config)
+    with torch.device(settings.device):
+        model: nn.Module = LlamaForCausalLM(config)
     model.to(torch_dtype(settings.dtype))
     model.train()
     return model
@@ -58,7 +59,7 @@ def batch_of(settings: Settings, rank: int) -> Tensor:
     each step, so that the loss falls quickly and a wrong gradient cannot hide behind random data.
     """
     generator = torch.Generator().manual_seed(settings.seed * 1000 + rank + 1)
-    return torch.randint(settings.vocab, (settings.batch, settings.seq), generator=generator)
+    return torch.randint(settings.vocab, (settings.batch, settings.seq), generator=generator).to(settings.device)
 
 
 def loss_of(model: Model, tokens: Tensor) -> Tensor:
@@ -77,4 +78,4 @@ def autocast(settings: Settings) -> contextlib.AbstractContextManager[object]:
     """How variants without sharding use `--param-dtype`: they have no policy that casts parameters."""
     if settings.param_dtype is None:
         return contextlib.nullcontext()
-    return torch.autocast("cpu", dtype=torch_dtype(settings.param_dtype))
+    return torch.autocast(settings.device, dtype=torch_dtype(settings.param_dtype))

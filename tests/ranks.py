@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.worker_process import take_gpu
 from fsdp_compile.lookout.lookout import lookout
 from fsdp_compile.passes import collectives
 from fsdp_compile.workers import Crew, Send
@@ -25,10 +26,12 @@ PRELOAD = ("torch", "torch.distributed.tensor", "torch._inductor.compile_fx", "f
 
 
 class Ranks(Crew):
-    """``num_ranks`` processes with one group, started when first used and anew after a failure; with NCCL, each has a GPU."""
+    """``num_ranks`` processes with one group, started when first used and anew after a failure; with NCCL, on GPUs."""
 
     def __init__(self, num_ranks: int, backend: str = "gloo") -> None:
-        super().__init__("tests.ranks:join", {"backend": backend}, num_ranks=num_ranks, preload=PRELOAD)
+        # torch looks for a GPU when it imports Inductor (2.11), and a process that was forked after that cannot use one.
+        preload = () if backend == "nccl" else PRELOAD
+        super().__init__("tests.ranks:join", {"backend": backend}, num_ranks=num_ranks, preload=preload)
 
     def run(self, fn: Callable[..., Any], *args: Any, limit_s: float = 400) -> list[Any]:
         return super().run(_call, fn, *args, limit_s=limit_s)
@@ -43,7 +46,7 @@ def join(settings: dict[str, Any], rank: int, send: Send) -> None:
     os.environ.pop("COLUMNS", None)  # readline, which pdb imports, tells children of a process without a terminal 80
     mend_gathers_on_gloo()
     if settings["backend"] == "nccl":
-        torch.cuda.set_device(rank)
+        take_gpu(rank, settings["num_ranks"])
     dist.init_process_group(
         settings["backend"],
         init_method=settings["rendezvous"],

@@ -228,6 +228,7 @@ def test_on_a_gpu_it_is_tritons_c_compiler(monkeypatch: pytest.MonkeyPatch, caps
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_processes_with_a_gpu_each_train_over_nccl(tmp_path: Path) -> None:
     assert cli.main(["demo", "--ranks", "1", "--steps", "4", "--save", str(tmp_path)]) == 0
     assert json.loads((tmp_path / "report.json").read_text())["ranks"][0]["group"] == "nccl"
