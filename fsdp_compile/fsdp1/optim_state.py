@@ -29,6 +29,11 @@ from .state_dicts import loaded_as, saved_as
 
 OptimState = dict[str, Any]
 
+_NO_STATE = (
+    '`optim_state_dict` must have the keys "state" and "param_groups" to be loaded. Pass what FSDP.optim_state_dict '
+    "returned."
+)
+
 
 def optim_state(
     model: nn.Module,
@@ -77,6 +82,8 @@ def optim_state_to_load(
     """
     if rank0_only(settings.optim_state_dict_config):
         given = _from_first(given, group)
+    elif "state" not in given:
+        raise ValueError(_NO_STATE)
     names = _Names(model, optim)
     _require_own(names.foreign)
     keys = {name: names.current[name] for name in names.numbers} if by_name else names.numbers
@@ -169,9 +176,9 @@ def _require_alike(names: _Names, states: OptimState, group: dist.ProcessGroup |
             if len(first) > 1:
                 differing.append(f"{name}: " + "; ".join(f"rank {rank} has {what}" for what, rank in first.items()))
     raise RuntimeError(
-        "optim_state_dict: some ranks are missing some of those states that others have. "
-        f"{'. '.join(differing[:3])}{', ...' if len(differing) > 3 else ''}. Build the optimizer over the same "
-        "parameters on every rank, and step it on all of them."
+        "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's optimizer but some "
+        f"ranks are missing some of those states. {'. '.join(differing[:3])}{', ...' if len(differing) > 3 else ''}. "
+        "Build the optimizer over the same parameters on every rank, and step it on all of them."
     )
 
 
@@ -250,7 +257,7 @@ def _from_first(given: OptimState, group: dist.ProcessGroup | None) -> OptimStat
         plan = [{"state": described, **{key: given[key] for key in ("param_groups",) if key in given}}]
     dist.broadcast_object_list(plan, src=source, group=group)
     if plan[0] is None:
-        raise ValueError("Rank 0 has no optimizer state to load: it is a dict with state and param_groups.")
+        raise ValueError(f"{_NO_STATE} Rank 0 has none.")
     received: OptimState = plan[0]
     device = torch.device("cpu") if "gloo" in str(dist.get_backend(group)) else torch.accelerator.current_accelerator()
     for name, state in received["state"].items():
