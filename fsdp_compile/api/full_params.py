@@ -78,29 +78,34 @@ def require_shards(units: Iterable[Unit]) -> None:
 
 
 # Of tensors that are there while full parameters are, by their ids: where their gradients must not be clipped, and why.
-_NOT_TO_CLIP: dict[int, str] = {}
+_NOT_TO_CLIP: dict[int, tuple[_Swapped, str]] = {}
 
 
 def require_lasting_grads(params: Iterable[Tensor]) -> None:
     """Raise where full parameters are in the shards' places, and what is done to these gradients would be lost."""
     for param in params:
         if id(param) in _NOT_TO_CLIP:
-            raise RuntimeError(f"clip_grad_norm_: {_NOT_TO_CLIP[id(param)]}")
+            one, why = _NOT_TO_CLIP[id(param)]
+            raise RuntimeError(
+                f"clip_grad_norm_: {one.name} is a full parameter now, by full_params or summon_full_params, {why}. "
+                "Leave that block first."
+            )
 
 
-def _said_of_grads(swapped: list[_Swapped], writeback: bool, rank0_only: bool, with_grads: bool) -> dict[int, str]:
+def _said_of_grads(
+    swapped: list[_Swapped], writeback: bool, rank0_only: bool, with_grads: bool
+) -> dict[int, tuple[_Swapped, str]]:
     """What ``_NOT_TO_CLIP`` says while these are there."""
-    said: dict[int, str] = {}
+    said: dict[int, tuple[_Swapped, str]] = {}
     for one in swapped:
-        leave = f"{one.name} is a full parameter now, by full_params or summon_full_params"
         if rank0_only or not with_grads:
-            said[id(one.full)] = f"{leave}, without the gradient that the shard has. Leave that block first."
+            said[id(one.full)] = one, "without the gradient that the shard has"
         elif not writeback:
-            said[id(one.full)] = f"{leave}, and writeback=False: its gradient goes with it. Leave that block first."
+            said[id(one.full)] = one, "and writeback=False: its gradient goes with it"
         if rank0_only:
-            said[id(one.shard)] = f"{leave}, on one rank alone. Leave that block first."
+            said[id(one.shard)] = one, "on one rank alone"
         elif with_grads and writeback:
-            said[id(one.shard)] = f"{leave}, and its gradient will be the shard's. Leave that block first."
+            said[id(one.shard)] = one, "and its gradient will be the shard's"
     return said
 
 
@@ -153,7 +158,7 @@ def swapped_in(
     if with_grads:
         _require_grads_everywhere(owners)
     swapped: list[_Swapped] = []
-    said: dict[int, str] = {}
+    said: dict[int, tuple[_Swapped, str]] = {}
     try:
         for param, unit in owners.items():
             full = _full_parameter(unit, param, offload_to_cpu, with_grads)
@@ -222,10 +227,17 @@ class _Swapped:
         if self.shard.requires_grad != full.requires_grad:
             self.shard.requires_grad_(full.requires_grad)
         if writeback and not self.stepped:
-            _require_shape(self.name, self.shard, full)
+            self._require_shape("", full)
             if with_grads and full.grad is not None:
-                _require_shape(f"{self.name}.grad", self.shard, full.grad)
+                self._require_shape(".grad", full.grad)
             _write_back(self.param, self.shard, full, with_grads)
+
+    def _require_shape(self, what: str, full: Tensor) -> None:
+        if full.shape != self.shard.shape:
+            raise RuntimeError(
+                f"{self.name}{what} has shape {tuple(self.shard.shape)}, but while full parameters were there, one of "
+                f"shape {tuple(full.shape)} took its place. Write into the parameter, and keep its shape."
+            )
 
     def _registered(self) -> nn.Parameter:
         """What was put in the place of the full parameter, or itself."""
@@ -288,11 +300,10 @@ def _full_parameter(unit: Unit, param: ShardedParam, offload_to_cpu: bool, with_
         autograd.restore_grad_dtype(full, shard.grad.dtype)
         full.grad = _as_seen(param, shard.grad, offload_to_cpu)
     if full.requires_grad:
-        name = f"{unit.name}: {param.fqn}"
 
         def refuse(_: Tensor) -> None:
             raise RuntimeError(
-                f"{name}: backward of a forward that ran inside full_params, where no gradient reaches a shard. Run "
+                f"{unit.name}: {param.fqn}: backward of a forward that ran inside full_params, where no gradient reaches a shard. Run "
                 "both outside."
             )
 
@@ -304,14 +315,6 @@ def _full_parameter(unit: Unit, param: ShardedParam, offload_to_cpu: bool, with_
 def _as_seen(param: ShardedParam, shard: Tensor, offload_to_cpu: bool) -> Tensor:
     full: Tensor = param.as_read(gathered(param, dtensors.local_tensor(shard)))  # type: ignore[arg-type]
     return full.cpu() if offload_to_cpu else full
-
-
-def _require_shape(name: str, shard: Tensor, full: Tensor) -> None:
-    if full.shape != shard.shape:
-        raise RuntimeError(
-            f"{name} has shape {tuple(shard.shape)}, but while full parameters were there, one of shape "
-            f"{tuple(full.shape)} took its place. Write into the parameter, and keep its shape."
-        )
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dtensors, dynamo
@@ -87,14 +87,19 @@ class Sink:
         self.param.put_beside("edge", edge)
 
     @property
+    def node(self) -> Any:
+        """From which the edge leads to the shard, and perhaps others to theirs."""
+        return None if self.edge is None else self.edge.grad_fn
+
+    @property
     def is_current(self) -> bool:
         """Whether the edge is one of what the parameter has now."""
         return self.edge is not None and self.edge_of == self.param.version
 
 
-def follow_mode(unit: Unit) -> None:
-    """Have in the unit's sinks what its mode asks for: what compiled code takes next."""
-    for param in unit.params:
+def follow_mode(unit: Unit, only: Sequence[ShardedParam] | None = None) -> None:
+    """Have in the unit's sinks, or in those of ``only`` these, what its mode asks for: what compiled code takes next."""
+    for param in unit.params if only is None else only:
         if param.sink is None:
             param.sink = Sink(unit, param)
         param.sink.prepare(unit)
@@ -104,48 +109,58 @@ def follow_mode(unit: Unit) -> None:
 dynamo.leave_all_to_python(follow_mode)
 
 
-def follow_shards(unit: Unit) -> None:
-    """The same after its parameters or their specs changed, and edges of the shards as they are now."""
-    follow_mode(unit)
-    arrange_edges(unit)
+def forget_edges(unit: Unit, params: Sequence[ShardedParam]) -> None:
+    """Let the shards of these go, which nothing of ours holds then, until ``arrange_edges``.
+
+    Others with edges of the same node get new ones, by a node for each module: the next module lets go of its own.
+    """
+    sinks: list[Sink] = [param.sink for param in params if param.sink is not None and param.sink.edge is not None]
+    nodes = {sink.node for sink in sinks}
+    if sum(len(node.shards) for node in nodes) > len(sinks):
+        others: dict[nn.Module, list[Sink]] = {}
+        for param in unit.params:
+            if param.sink not in sinks and param.sink.node in nodes:
+                others.setdefault(param.slots[0].module, []).append(param.sink)
+        for some in others.values():
+            _make_edges(some, part_of=unit)
+    for sink in sinks:
+        sink.have_edge(None)
 
 
-def forget_edges(unit: Unit) -> None:
-    """Let the unit's shards go, which nothing of ours holds then, until ``arrange_edges``."""
-    for param in unit.params:
-        if param.sink is not None:
-            param.sink.have_edge(None)
+def arrange_edges(unit: Unit, only: Sequence[ShardedParam] | None = None) -> None:
+    """Have one node for the edges of the shards that train, and one each for the others.
 
-
-def arrange_edges(unit: Unit) -> None:
-    """Have one node for the edges of the shards that train, and one each for the others."""
+    ``only`` these may lack theirs: they get a node together, until a backward comes through it.
+    """
     together: list[Sink] = []
-    for param in unit.params:
+    for param in unit.params if only is None else only:
         sink: Sink = param.sink
         if sink.leaf is None or not (isinstance(param.shard, DTensor) and param.shard.is_leaf):
             sink.have_edge(None)
+        elif only is not None and sink.is_current:
+            sink.have_edge(sink.edge)  # there may be a slot that has none beside it
         elif param.shard.requires_grad and not param.shard.is_inference():
             together.append(sink)
         else:
             _have_node([sink])
-    _have_node(together)
+    _have_node(together, None if only is None else unit)
 
 
-def _have_node(sinks: Sequence[Sink]) -> None:
+def _have_node(sinks: Sequence[Sink], part_of: Unit | None = None) -> None:
     """Have edges that lead from one node to the shards of these, and to no others."""
     if not sinks:
         return
-    nodes = {sink.edge.grad_fn if sink.is_current else None for sink in sinks}  # type: ignore[union-attr]
-    node: Any = next(iter(nodes))
+    nodes = {sink.node if sink.is_current else None for sink in sinks}
+    node = next(iter(nodes))
     if len(nodes) > 1 or node is None or len(node.shards) != len(sinks):
-        _make_edges(sinks)
+        _make_edges(sinks, part_of)
         return
     for sink in sinks:
-        sink.have_edge(sink.edge)  # there may be a slot that has none beside it
+        sink.have_edge(sink.edge)  # as above
 
 
-def _make_edges(sinks: Sequence[Sink]) -> None:
-    """New edges for the shards that these have, frozen or not, by one node.
+def _make_edges(sinks: Sequence[Sink], part_of: Unit | None = None) -> None:
+    """New edges for the shards that these have, frozen or not, by one node; ``part_of`` a unit that is to have one.
 
     It keeps the shards' ``AccumulateGrad`` alive, so ``swap_tensors`` refuses the shards as long as an edge lives.
     """
@@ -162,6 +177,7 @@ def _make_edges(sinks: Sequence[Sink]) -> None:
     node = edges[0].grad_fn
     node.leaves = [leaf for leaf, _ in node.next_functions]
     node.leaf_of = dict(zip(map(id, shards), node.leaves))  # it holds the shards
+    node.part_of = None if part_of is None else weakref.ref(part_of)
     for sink, edge in zip(sinks, edges, strict=True):
         sink.have_edge(edge)
 
@@ -192,6 +208,9 @@ class _Edges(torch.autograd.Function):
     def backward(ctx: Any, *local_grads: Tensor | None) -> tuple[DTensor | None, ...]:
         through_autograd: list[DTensor | None] = [None]  # that of the looks
         late, in_one_graph = LateHooks(), autograd.in_compiled_autograd()
+        unit = None if ctx.part_of is None else ctx.part_of()
+        if unit is not None and not in_one_graph:
+            _join_at_end(unit)
         for_hooks: list[tuple[str, DTensor, Tensor]] = []
         with autograd.quick_attributes():
             for fqn, shard, leaf, grad in zip(ctx.fqns, ctx.shards, ctx.leaves, local_grads, strict=True):
@@ -218,6 +237,14 @@ class _Edges(torch.autograd.Function):
 
 
 dynamo.leave_all_to_python(_Edges.backward)
+
+
+def _join_at_end(unit: Unit) -> None:
+    """Have one node again for the edges of a unit when the backward that runs ends; once for each backward."""
+    task = autograd.backward_task()
+    if unit.watch.joins_in != task:
+        unit.watch.joins_in = task
+        autograd.at_end_of_backward(functools.partial(arrange_edges, unit))
 
 
 # --- leaves and tickets -----------------------------------------------------------------------------------------
@@ -312,8 +339,7 @@ def _ticket(unit: Unit, param: ShardedParam) -> Tensor:
 
 def _is_asked_for(param: ShardedParam | None) -> bool:
     """Whether ``autograd.grad`` takes the gradient: the caller gets that of this backward alone."""
-    edge = None if param is None or param.sink is None else param.sink.edge
-    node: Any = None if edge is None else edge.grad_fn
+    node = None if param is None or param.sink is None else param.sink.node
     if param is None or node is None or not autograd.backward_has_an_end():  # in a graph autograd runs no node
         return False
     shard: Any = param.shard

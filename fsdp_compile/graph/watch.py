@@ -41,6 +41,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
     def __init__(self, unit: Unit) -> None:
         self._unit = weakref.ref(unit)  # Dynamo keeps watches
         self._was_asked = False
+        self.joins_in: int | None = None  # the last backward that came through a part of the unit's edges
         self._said: set[str] = set()  # in the model of which this unit is the root
 
     def seen(self) -> list[Any]:
@@ -143,7 +144,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
     def _of(self, fqn: str) -> tuple[Unit, ShardedParam]:
         unit = self._unit()
         assert unit is not None
-        return unit, next(param for param in unit.params if param.fqn == fqn)
+        return unit, unit.by_fqn[fqn]
 
     def begin_in_front(self) -> bool:
         """Gather in front of a branch or a loop, as the eager path does; whether the read stands inside one.
