@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,13 +77,11 @@ def _params_in(wrapper: Any, prefix: str) -> Iterator[tuple[str, ShardedParam]]:
 
 def _save(wrapper: Any, state_dict: Any, prefix: str, local_metadata: Any) -> None:
     del local_metadata
-    own = prefix + PREFIX
-    keys = [key for key in state_dict if key.startswith(prefix)]
-    for key in keys:  # all of them, so that their order stays
+    for key in _last_below(state_dict, prefix):  # all of them, so that their order stays
         value = state_dict.pop(key)
-        state_dict[prefix + key[len(own) :] if key.startswith(own) else key] = value
+        state_dict[prefix + clean(key[len(prefix) :])] = value
     versions = getattr(state_dict, "_metadata", {})
-    for path in [path for path in versions if f"{path}.".startswith(own)]:
+    for path in _last_below(versions, prefix):
         versions[clean(path)] = versions[path]  # a wrapped model looks for its own names before any hook
 
     settings: StateDictSettings = wrapper._state_dict_settings
@@ -93,11 +92,16 @@ def _save(wrapper: Any, state_dict: Any, prefix: str, local_metadata: Any) -> No
     for name, dtype in wrapper._saved_buffer_dtypes.items():
         if prefix + name in state_dict:
             state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
-    for key in [key for key in state_dict if key.startswith(prefix)]:
+    for key in _last_below(state_dict, prefix):
         if rank0_only(settings.state_dict_config) and wrapper.rank != 0:
             del state_dict[key]
         elif settings.state_dict_config.offload_to_cpu and isinstance(state_dict[key], Tensor):
             state_dict[key] = state_dict[key].cpu()
+
+
+def _last_below(saved: dict[str, Any], prefix: str) -> list[str]:
+    """The keys that a module and those in it have just put there."""
+    return list(itertools.takewhile(lambda key: f"{key}.".startswith(prefix), reversed(saved)))[::-1]
 
 
 def _load(wrapper: Any, state_dict: Any, prefix: str, *unused: Any) -> None:

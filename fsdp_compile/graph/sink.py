@@ -41,6 +41,7 @@ from ..core.unit import Unit
 from ..passes.markers import ticket_holders
 
 Hook = Callable[[Tensor], None]
+Look = tuple[tuple[int, ...], torch.dtype, torch.device]
 
 _numbers = itertools.count()
 
@@ -51,6 +52,7 @@ class Sink:
     def __init__(self, unit: Unit, param: ShardedParam) -> None:
         self.param = param
         self.watch = unit.watch
+        self.arrives_as: Look | None = None  # the local gradient
         # In an edge's place under compiled autograd, and what an edge looks like where it is not the local tensor.
         self.leaf: Tensor | None = None
         self.full: Tensor | None = None  # gets gradients that wait to be reduced
@@ -69,9 +71,9 @@ class Sink:
         spec = spec_of(unit, self.param)
         dtype, device = spec.reduce_dtype, unit.mesh.device  # gradients that wait stay on the device
         arrives_at = torch.device("cpu") if spec.device else device
-        leaf = _leaf(self.leaf, spec.local_size, spec.grad_dtype, arrives_at, lambda: _giver(self.param))
-        if leaf is not self.leaf:
-            self.leaf, self.edge_of = leaf, None
+        arrives_as = spec.local_size, spec.grad_dtype, arrives_at
+        if arrives_as != self.arrives_as:
+            self.arrives_as, self.leaf, self.edge_of = arrives_as, None, None
         if mode == "hold":
             self.full = _leaf(self.full, spec.size, dtype, device, lambda: _holder(unit, spec.fqn, False))
         elif mode == "resume_over_shards":
@@ -80,6 +82,18 @@ class Sink:
             self.ticket = _ticket(unit, self.param)
         self._ready = {(version, ready) for version, ready in self._ready if version == unit.version}
         self._ready.add((unit.version, mode))
+
+    @property
+    def can_train(self) -> bool:
+        """Whether autograd knows gradients of such a dtype."""
+        return self.arrives_as is not None and _has_gradients(self.arrives_as[1])
+
+    def have_leaf(self) -> Tensor | None:
+        """The leaf, which few graphs ask for."""
+        assert self.arrives_as is not None
+        if self.leaf is None:
+            self.leaf = _leaf(None, *self.arrives_as, lambda: _giver(self.param))
+        return self.leaf
 
     def have_edge(self, edge: Tensor | None) -> None:
         """Have an edge where compiled reads take it from."""
@@ -135,7 +149,7 @@ def arrange_edges(unit: Unit, only: Sequence[ShardedParam] | None = None) -> Non
     together: list[Sink] = []
     for param in unit.params if only is None else only:
         sink: Sink = param.sink
-        if sink.leaf is None or not (isinstance(param.shard, DTensor) and param.shard.is_leaf):
+        if not sink.can_train or not (isinstance(param.shard, DTensor) and param.shard.is_leaf):
             sink.have_edge(None)
         elif only is not None and sink.is_current:
             sink.have_edge(sink.edge)  # there may be a slot that has none beside it
@@ -184,11 +198,13 @@ def _make_edges(sinks: Sequence[Sink], part_of: Unit | None = None) -> None:
 
 def _look_of(sink: Sink) -> Tensor:
     """What an edge is to look like: the local tensor, where gradients look like it."""
-    local, leaf = sink.param.local, sink.leaf
-    assert local is not None and leaf is not None
-    is_like = type(local) is Tensor and local.dtype == leaf.dtype and not local.is_inference()
+    local, arrives_as = sink.param.local, sink.arrives_as
+    assert local is not None and arrives_as is not None
+    is_like = type(local) is Tensor and local.dtype == arrives_as[1] and not local.is_inference()
     sink.takes = "edge" if is_like else "both"
-    return local if is_like else leaf
+    look = local if is_like else sink.have_leaf()
+    assert look is not None
+    return look
 
 
 class _Edges(torch.autograd.Function):
@@ -256,12 +272,16 @@ def _leaf(
     """A tensor of zeros without memory of its own that hands its gradient to a hook; None where none can come."""
     if known is not None and (tuple(known.shape), known.dtype, known.device) == (size, dtype, device):
         return known
-    if not (dtype.is_floating_point or dtype.is_complex):
+    if not _has_gradients(dtype):
         return None
     with torch.inference_mode(False):
         leaf = torch.zeros((), dtype=dtype, device=device).expand(size).requires_grad_()
     leaf.register_post_accumulate_grad_hook(hook())
     return leaf
+
+
+def _has_gradients(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _giver(param: ShardedParam) -> Hook:

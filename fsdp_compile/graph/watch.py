@@ -62,8 +62,10 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         unit, param = self._of(fqn)
         refuse_traced(fqn, unit.mode_of(param))
         given = [param.local, None if param.sink is None else param.sink.edge]
-        if dynamo.was_written_to(_UNSHARD, fqn, given):
+        if dynamo.was_written_to(_UNSHARD, param, given):
             refuse_read_again(fqn)
+        if autograd.uses_compiled_autograd():
+            param.sink.have_leaf()
         if unit.given is None:
             say_compiling(unit)
         around: Unit | None = unit
