@@ -124,7 +124,8 @@ _asked_of: weakref.WeakKeyDictionary[torch.fx.Graph, set[Any]] = weakref.WeakKey
 def was_written_to(op: Any, param: Any, given: list[torch.Tensor | None]) -> bool:
     """Whether what Dynamo is tracing has written to a result of ``op``, which was given one of these tensors.
 
-    It is asked before each read of ``param``, and says no the first time. ``meta["grapharg"].example``, ``meta["example_value"]``: 2.11 to 2.15.
+    It is asked before each read of ``param``, and says no the first time. ``meta["grapharg"].example``,
+    ``meta["example_value"]``: 2.11 to 2.15.
     """
     output = _dynamo_output()
     graph: torch.fx.Graph | None = None if output is None else output.tracers[0].graph

@@ -112,7 +112,7 @@ class Sink:
 
 
 def follow_mode(unit: Unit, only: Sequence[ShardedParam] | None = None) -> None:
-    """Have in the unit's sinks, or in those of ``only`` these, what its mode asks for: what compiled code takes next."""
+    """Have in the unit's sinks, or in those of ``only`` these, what its mode asks for: compiled code takes it next."""
     for param in unit.params if only is None else only:
         if param.sink is None:
             param.sink = Sink(unit, param)
