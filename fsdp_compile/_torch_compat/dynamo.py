@@ -117,14 +117,24 @@ def _writes(node: torch.fx.Node) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
-def was_written_to(op: Any, fqn: str, given: list[torch.Tensor | None]) -> bool:
+# What ``was_written_to`` was asked of, by the graphs that Dynamo is writing.
+_asked_of: weakref.WeakKeyDictionary[torch.fx.Graph, set[Any]] = weakref.WeakKeyDictionary()
+
+
+def was_written_to(op: Any, param: Any, given: list[torch.Tensor | None]) -> bool:
     """Whether what Dynamo is tracing has written to a result of ``op``, which was given one of these tensors.
 
-    ``meta["grapharg"].example``, ``meta["example_value"]``: 2.11 to 2.15.
+    It is asked before each read of ``param``, and says no the first time. ``meta["grapharg"].example``,
+    ``meta["example_value"]``: 2.11 to 2.15.
     """
     output = _dynamo_output()
-    for node in () if output is None else output.tracers[0].graph.find_nodes(op="call_function", target=op):
-        if node.kwargs.get("fqn") != fqn or getattr(node.meta.get("example_value"), "_version", 0) == 0:
+    graph: torch.fx.Graph | None = None if output is None else output.tracers[0].graph
+    asked_of = set() if graph is None else _asked_of.setdefault(graph, set())
+    if graph is None or param not in asked_of:
+        asked_of.add(param)
+        return False
+    for node in graph.find_nodes(op="call_function", target=op):
+        if node.kwargs.get("fqn") != param.fqn or getattr(node.meta.get("example_value"), "_version", 0) == 0:
             continue
         # Lookups that keep to a norm scale what was gathered for them, each its own rows.
         is_looked_up = any(getattr(user.target, "__name__", "").startswith("embedding") for user in node.users)

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dtensors
 from ..core.captures import refuse_script
-from ..core.param import READS, ReadSpec
+from ..core.param import READS, ReadSpec, ShardedParam
 from ..core.shared import shared
 from ..core.spec import can_be_given, eager_only, spec_of
 from ..core.unit import INSIDE, Unit, original_class, unit_of
 from ..eager.forward import eager_read
 from ..graph.read import getter
-from ..graph.sink import arrange_edges, follow_shards, forget_edges
+from ..graph.sink import arrange_edges, follow_mode, forget_edges
 from .copies import deep_copy
 from .unit_forward import eager_forward_for, forward_inside, unit_forward, with_code_of_its_own
 
@@ -50,7 +50,8 @@ class ShardedModule:
         with _grads_of_other_dtypes_aside(self, fn):
             # nn.Module's, found past torch's own FSDPModule, which looks for a state of its own.
             applied = self._fsdp_compile_original._apply(self, fn, recurse=False)  # type: ignore[attr-defined]
-            refresh_owners(self)  # .to(dtype) and .to_empty(device) change what markers say
+            for owner, params in _read_by(self).items():
+                refresh(owner, params)  # .to(dtype) and .to_empty(device) change what markers say
         return applied
 
     def __prepare_scriptable__(self) -> NoReturn:
@@ -60,9 +61,11 @@ class ShardedModule:
 
     def _load_from_state_dict(self, *args: Any) -> None:
         state, prefix, metadata = args[:3]
-        if metadata.get("assign_to_params_buffers", False):
+        assigns = metadata.get("assign_to_params_buffers", False)
+        if assigns:
             _require_shards(self, state, prefix)
-        let_go(self)  # as above, where the user has load_state_dict swap
+        if assigns or torch.__future__.get_swap_module_params_on_conversion():
+            let_go(self)
         self._fsdp_compile_original._load_from_state_dict(self, *args)  # type: ignore[attr-defined]
         take_back(self)
 
@@ -120,34 +123,43 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     return deep_copy(self, memo, refresh)
 
 
-def refresh(unit: Unit) -> None:
-    """Give every module that reads the unit's parameters a class whose markers say how the unit is set up now."""
+def refresh(unit: Unit, only: Sequence[ShardedParam] | None = None) -> None:
+    """Give every module that reads the unit's parameters a class whose markers say how the unit is set up now.
+
+    ``only`` these were replaced, and nothing else changed: the modules of the others have the right classes.
+    """
+    params = unit.params if only is None else only
+    kinds = [type(param.local) for param in params]
     unit.version += 1
-    _follow(unit)
-    for module in _readers(unit):
+    for param in params:
+        _follow(unit, param)
+    if only is not None and kinds != [type(param.local) for param in params]:
+        only, params = None, unit.params  # an extension came or went, by which the whole unit goes
+    if only is None:
+        unit.eager_only = eager_only(unit)
+        unit.gives_to_graphs = all(can_be_given(param) for param in unit.params)
+    follow_mode(unit, only)
+    arrange_edges(unit, only)
+    for module in _readers(params) if only is not None else dict.fromkeys([*unit.modules, *_readers(params)]):
         _set_class(module)
-    unit.gives_to_graphs = all(can_be_given(param) for param in unit.params)
     unit.watch.say_unheeded()
 
 
-def _follow(unit: Unit) -> None:
-    for param in unit.params:
-        param.tie()
-        for slot in param.slots:
-            if slot.param is not None:
-                if unit.pins:
-                    dtensors.pin(slot.param)
-                param.follow(slot.param)
-                param.keep_grad_dtype()
+def _follow(unit: Unit, param: ShardedParam) -> None:
+    """Look at what is registered where the parameter is."""
+    param.tie()
+    for registered in dict.fromkeys(slot.param for slot in param.slots if slot.param is not None):
+        if unit.pins:
+            dtensors.pin(registered)
+        param.follow(registered)
+        param.keep_grad_dtype()
     if unit.given is None:
-        unit.give(None)  # guards look there before anybody gives
-    follow_shards(unit)
+        param.put_beside("full", None)  # guards look there before anybody gives
 
 
-def _readers(unit: Unit) -> dict[nn.Module, None]:
-    """The unit's modules, and those where its parameters are registered."""
-    owners = [slot.module for param in unit.params for slot in param.slots]
-    return dict.fromkeys([*unit.modules, *owners])
+def _readers(params: Iterable[ShardedParam]) -> dict[nn.Module, None]:
+    """The modules where these are registered."""
+    return dict.fromkeys(slot.module for param in params for slot in param.slots)
 
 
 def parts_of(unit: Unit) -> list[Any]:
@@ -156,7 +168,7 @@ def parts_of(unit: Unit) -> list[Any]:
     runs = [] if run is None else [run, run.own_iteration]
     sinks = [param.sink for param in unit.params if param.sink is not None]
     settings = [unit.settings, unit.settings.comms, unit.accumulation]
-    return [unit, unit.watch, *runs, *settings, *unit.params, *sinks, *_readers(unit)]
+    return [unit, unit.watch, *runs, *settings, *unit.params, *sinks, *unit.modules, *_readers(unit.params)]
 
 
 def _set_class(module: nn.Module) -> None:
@@ -167,13 +179,13 @@ def _set_class(module: nn.Module) -> None:
     if unit is None:
         module.__class__ = sharded_class(original_class(module), None, None, reads)
     else:
-        module.__class__ = sharded_class(original_class(module), unit.mixin, eager_only(unit), reads)
+        module.__class__ = sharded_class(original_class(module), unit.mixin, unit.eager_only, reads)
 
 
 def let_go(module: Any) -> None:
     """Let nothing of ours hold the parameters that ``module`` reads."""
-    for owner in _owners(module):
-        forget_edges(owner)
+    for owner, params in _read_by(module).items():
+        forget_edges(owner, params)
 
 
 def _require_shards(module: Any, state: Mapping[str, Any], prefix: str) -> None:
@@ -193,18 +205,20 @@ def _require_shards(module: Any, state: Mapping[str, Any], prefix: str) -> None:
 
 
 def take_back(module: Any) -> None:
-    """Have edges again; where other parameters came, of other dtypes perhaps, the units are set up anew."""
-    params = [param for param, _, _ in module.__dict__.get(READS, {}).values()]
-    if any(param.has_other_data or any(slot.param is not param.shard for slot in param.slots) for param in params):
-        refresh_owners(module)
-        return
-    for owner in _owners(module):
-        arrange_edges(owner)
+    """Have edges again, of other parameters where others came, of other dtypes perhaps."""
+    for owner, params in _read_by(module).items():
+        if any(param.has_other_data or any(slot.param is not param.shard for slot in param.slots) for param in params):
+            refresh(owner, params)
+        else:
+            arrange_edges(owner, params)
 
 
-def _owners(module: Any) -> dict[Unit, None]:
-    """The units that own what ``module`` reads."""
-    return dict.fromkeys(owner for _, owner, _ in module.__dict__.get(READS, {}).values())
+def _read_by(module: Any) -> dict[Unit, list[ShardedParam]]:
+    """The parameters that ``module`` reads, by the unit that owns them."""
+    owned: dict[Unit, list[ShardedParam]] = {}
+    for param, owner, _ in module.__dict__.get(READS, {}).values():
+        owned.setdefault(owner, []).append(param)
+    return owned
 
 
 def _require_no_cast(module: Any, fn: Any) -> None:
@@ -215,12 +229,6 @@ def _require_no_cast(module: Any, fn: Any) -> None:
                 f"{unit.name}: {param.fqn} is full, inside full_params, and its shard stays {param.shard.dtype}. "
                 "Cast the model outside."
             )
-
-
-def refresh_owners(module: Any) -> None:
-    """Refresh the units that own what ``module`` reads."""
-    for owner in _owners(module):
-        refresh(owner)
 
 
 def _require_our_class(module: nn.Module, reads: tuple[tuple[str, ReadSpec], ...]) -> None:

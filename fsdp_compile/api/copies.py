@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +82,8 @@ class _Copies:
     params: dict[ShardedParam, ShardedParam] = field(default_factory=dict)
     owners: dict[ShardedParam, Unit] = field(default_factory=dict)
     traffics: dict[Traffic, Traffic] = field(default_factory=dict)
+    prefetching: dict[Unit, None] = field(default_factory=dict)  # units with targets, which may be copied later
+    paths: dict[tuple[nn.Module, ...], dict[nn.Module, str]] = field(default_factory=dict)
 
     def prepare(self, top: nn.Module, inside: list[nn.Module], memo: dict[int, Any]) -> None:
         """Have copies of the units and parameters inside ``top`` stand in ``memo``."""
@@ -92,6 +94,8 @@ class _Copies:
                 continue
             if original not in self.units:
                 self.units[original] = self._unit_like(original)
+                if original.settings.forward_prefetch or original.settings.backward_prefetch:
+                    self.prefetching[original] = None
             memo[id(fsdp2.fsdp2_state(module))] = FSDP2View(self.units[original], end_backward)
         for module in inside:
             for param, owner, reader in module.__dict__.get(READS, {}).values():
@@ -125,15 +129,19 @@ class _Copies:
                 reads = copied.__dict__.setdefault(READS, {})
                 reads[name] = (copied_param, owner, self._reader(reader, top))
                 touched.setdefault(owner)
-        for module, unit in self.adopters.items():
-            unit.modules = tuple(self.modules[one] for one in (module,) if one in self.modules)
-        touched.update(dict.fromkeys(self._relate()))
+        if top in self.adopters:
+            self.adopters[top].modules = tuple(self.modules[one] for one in (top,) if one in self.modules)
+        for unit in touched:
+            unit.params.sort(key=lambda one: one.order)
+        copied_here = [unit for module in inside if (unit := unit_of(module)) is not None]
+        touched.update(dict.fromkeys(self._relate(dict.fromkeys([*copied_here, *self.prefetching]))))
         return list(touched)
 
-    def _relate(self) -> list[Unit]:
+    def _relate(self, originals: Iterable[Unit]) -> list[Unit]:
         """Say to the copies of units which of them are inside which, and which follow which; those that hear news."""
         changed = []
-        for original, unit in self.units.items():
+        for original in originals:
+            unit = self.units[original]
             unit.modules = tuple(self.modules[one] for one in original.modules if one in self.modules)
             said = original.settings
             unit.settings.forward_prefetch = [self.units[one] for one in said.forward_prefetch if one in self.units]
@@ -194,8 +202,8 @@ class _Copies:
         fqn, order = param.fqn, param.order
         if unit is None:  # tied to another unit's parameter, which is not copied with it: it is this unit's in the copy
             unit = self._reader(reader, top)
-            of_unit = reader.modules if reader in self.units else (top,)
-            fqn, order = _path_in(of_unit, param), 1 + max((one.order for one in unit.params), default=-1)
+            fqn = self._path_in(reader.modules if reader in self.units else (top,), param)
+            order = len(unit.params) + (len(reader.params) if reader in self.units else 0)  # behind the unit's own
         if param.is_full:
             raise RuntimeError(
                 f"{owner.name}: {param.fqn} is full, inside full_params, and a copy would have nothing sharded. Copy "
@@ -209,9 +217,20 @@ class _Copies:
         memo[id(registered)] = copied.shard
         self.params[param], self.owners[param] = copied, unit
         unit.params.append(copied)
-        unit.params.sort(key=lambda one: one.order)
         if param.fqn in owner.overrides:
             unit.overrides[fqn] = owner.overrides[param.fqn]
+
+    def _path_in(self, modules: tuple[nn.Module, ...], param: ShardedParam) -> str:
+        """The parameter's first place that is in one of ``modules``."""
+        if modules not in self.paths:
+            paths: dict[nn.Module, str] = {}
+            for number, root in enumerate(modules):
+                for path, module in root.named_modules():
+                    place = f"{path}." if path else ""
+                    paths.setdefault(module, f"[{number}].{place}" if len(modules) > 1 else place)
+            self.paths[modules] = paths
+        paths = self.paths[modules]
+        return next((paths[slot.module] + slot.name for slot in param.slots if slot.module in paths), param.fqn)
 
     def _reader(self, reader: Unit, top: nn.Module) -> Unit:
         """The copy of a unit, or the unit that ``top`` becomes where it is copied alone."""
@@ -239,14 +258,3 @@ def _clone(shard: DTensor) -> nn.Parameter:
         if dtensors.is_pinned(shard):
             local = local.pin_memory()
         return nn.Parameter(dtensors.dtensor_like(shard, local), requires_grad=shard.requires_grad)
-
-
-def _path_in(modules: tuple[nn.Module, ...], param: ShardedParam) -> str:
-    """Where the first of ``modules`` that has the parameter has it."""
-    places = {slot.module: slot.name for slot in param.slots}
-    for number, root in enumerate(modules):
-        for path, module in root.named_modules():
-            if module in places:
-                fqn = f"{path}.{places[module]}" if path else places[module]
-                return f"[{number}].{fqn}" if len(modules) > 1 else fqn
-    return param.fqn

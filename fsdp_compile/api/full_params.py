@@ -8,8 +8,9 @@ What is gathered is as it is stored, whatever precision a forward computes in. E
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,20 +23,44 @@ from ..core.param import ShardedParam
 from ..core.unit import Unit, unit_of, units_in
 from ..eager.running import running
 from ..passes.collectives import all_gather_of, c10d
+from ..passes.layout import bucket_limits, split_into_buckets
 
 
 def gathered(param: ShardedParam, local: Tensor) -> Tensor:
     """A copy of all of what every rank has its ``local`` part of, on the device of the parameter's mesh."""
-    layout, mesh = param.layout, param.mesh
-    local = local.detach().to(mesh.device)
-    if not mesh.group:
-        return local.clone()
-    start, stop = layout.span(mesh.rank)
+    return gathered_together([(param, local)])[0]
+
+
+def gathered_together(parts: Sequence[tuple[ShardedParam, Tensor]]) -> list[Tensor]:
+    """The same for several parameters, of which small ones share an all-gather, as in a forward."""
+    fulls: dict[int, Tensor] = {}
+    travel: dict[tuple[str, torch.dtype], list[int]] = {}
+    for index, (param, local) in enumerate(parts):
+        if param.mesh.group:
+            travel.setdefault((param.mesh.group, local.dtype), []).append(index)
+        else:
+            fulls[index] = local.detach().to(param.mesh.device, copy=True)
+    for (group, dtype), indices in travel.items():
+        mesh = parts[indices[0]][0].mesh
+        sizes = [parts[index][0].layout.padded_numel * dtype.itemsize for index in indices]
+        for places in split_into_buckets(sizes, "size", bucket_limits(mesh.backend)):
+            bucket = [indices[place] for place in places]
+            sent = torch.cat([_padded(*parts[index]).flatten() for index in bucket]).unsqueeze(0)
+            of_ranks = c10d.wait_tensor(all_gather_of(mesh.backend)(sent, mesh.num_shards, group))
+            layouts = [parts[index][0].layout for index in bucket]
+            of_params = of_ranks.split([layout.padded_numel for layout in layouts], 1)
+            for index, layout, its in zip(bucket, layouts, of_params, strict=True):
+                full = torch.cat([one.view(layout.padded_size) for one in its.unbind(0)], layout.dim)
+                fulls[index] = full.narrow(layout.dim, 0, layout.size[layout.dim]).contiguous()
+    return [fulls[index] for index in range(len(parts))]
+
+
+def _padded(param: ShardedParam, local: Tensor) -> Tensor:
+    """This rank's part as it travels."""
+    layout = param.layout
+    start, stop = layout.span(param.mesh.rank)
     padding = [0] * (2 * (local.ndim - layout.dim - 1)) + [0, layout.chunk - (stop - start)]
-    # Parts are put behind one another on dim 0, whatever dim they were cut on.
-    part = F.pad(local, padding).unsqueeze(0).contiguous()
-    parts = c10d.wait_tensor(all_gather_of(mesh.backend)(part, layout.num_shards, mesh.group))
-    return torch.cat(parts.unbind(0), layout.dim).narrow(layout.dim, 0, layout.size[layout.dim]).contiguous()
+    return F.pad(local.detach().to(param.mesh.device), padding)
 
 
 def part_of(param: ShardedParam, full: Tensor) -> Tensor:
@@ -78,29 +103,34 @@ def require_shards(units: Iterable[Unit]) -> None:
 
 
 # Of tensors that are there while full parameters are, by their ids: where their gradients must not be clipped, and why.
-_NOT_TO_CLIP: dict[int, str] = {}
+_NOT_TO_CLIP: dict[int, tuple[_Swapped, str]] = {}
 
 
 def require_lasting_grads(params: Iterable[Tensor]) -> None:
     """Raise where full parameters are in the shards' places, and what is done to these gradients would be lost."""
     for param in params:
         if id(param) in _NOT_TO_CLIP:
-            raise RuntimeError(f"clip_grad_norm_: {_NOT_TO_CLIP[id(param)]}")
+            one, why = _NOT_TO_CLIP[id(param)]
+            raise RuntimeError(
+                f"clip_grad_norm_: {one.name} is a full parameter now, by full_params or summon_full_params, {why}. "
+                "Leave that block first."
+            )
 
 
-def _said_of_grads(swapped: list[_Swapped], writeback: bool, rank0_only: bool, with_grads: bool) -> dict[int, str]:
+def _said_of_grads(
+    swapped: list[_Swapped], writeback: bool, rank0_only: bool, with_grads: bool
+) -> dict[int, tuple[_Swapped, str]]:
     """What ``_NOT_TO_CLIP`` says while these are there."""
-    said: dict[int, str] = {}
+    said: dict[int, tuple[_Swapped, str]] = {}
     for one in swapped:
-        leave = f"{one.name} is a full parameter now, by full_params or summon_full_params"
         if rank0_only or not with_grads:
-            said[id(one.full)] = f"{leave}, without the gradient that the shard has. Leave that block first."
+            said[id(one.full)] = one, "without the gradient that the shard has"
         elif not writeback:
-            said[id(one.full)] = f"{leave}, and writeback=False: its gradient goes with it. Leave that block first."
+            said[id(one.full)] = one, "and writeback=False: its gradient goes with it"
         if rank0_only:
-            said[id(one.shard)] = f"{leave}, on one rank alone. Leave that block first."
+            said[id(one.shard)] = one, "on one rank alone"
         elif with_grads and writeback:
-            said[id(one.shard)] = f"{leave}, and its gradient will be the shard's. Leave that block first."
+            said[id(one.shard)] = one, "and its gradient will be the shard's"
     return said
 
 
@@ -153,15 +183,15 @@ def swapped_in(
     if with_grads:
         _require_grads_everywhere(owners)
     swapped: list[_Swapped] = []
-    said: dict[int, str] = {}
+    said: dict[int, tuple[_Swapped, str]] = {}
     try:
-        for param, unit in owners.items():
-            full = _full_parameter(unit, param, offload_to_cpu, with_grads)
-            swapped.append(_Swapped(unit, param, param.param, full, with_grads))
-            param.is_full = True
-            if not rank0_only or _is_first(param):
-                for slot in param.slots:
-                    slot.register(full)
+        for unit in units:
+            for param, full in zip(unit.params, _full_parameters(unit, offload_to_cpu, with_grads), strict=True):
+                swapped.append(_Swapped(unit, param, param.param, full, with_grads))
+                param.is_full = True
+                if not rank0_only or _is_first(param):
+                    for slot in param.slots:
+                        slot.register(full)
         said = _said_of_grads(swapped, writeback, rank0_only, with_grads)
         _NOT_TO_CLIP.update(said)
         try:
@@ -222,10 +252,17 @@ class _Swapped:
         if self.shard.requires_grad != full.requires_grad:
             self.shard.requires_grad_(full.requires_grad)
         if writeback and not self.stepped:
-            _require_shape(self.name, self.shard, full)
+            self._require_shape("", full)
             if with_grads and full.grad is not None:
-                _require_shape(f"{self.name}.grad", self.shard, full.grad)
+                self._require_shape(".grad", full.grad)
             _write_back(self.param, self.shard, full, with_grads)
+
+    def _require_shape(self, what: str, full: Tensor) -> None:
+        if full.shape != self.shard.shape:
+            raise RuntimeError(
+                f"{self.name}{what} has shape {tuple(self.shard.shape)}, but while full parameters were there, one of "
+                f"shape {tuple(full.shape)} took its place. Write into the parameter, and keep its shape."
+            )
 
     def _registered(self) -> nn.Parameter:
         """What was put in the place of the full parameter, or itself."""
@@ -282,37 +319,38 @@ def _is_first(param: ShardedParam) -> bool:
     return process_groups.group_ranks(mesh.replicate_group)[0] == dist.get_rank()
 
 
-def _full_parameter(unit: Unit, param: ShardedParam, offload_to_cpu: bool, with_grads: bool) -> nn.Parameter:
-    shard = param.param
-    full = nn.Parameter(_as_seen(param, shard, offload_to_cpu), requires_grad=shard.requires_grad)
-    if with_grads and shard.grad is not None:
-        autograd.restore_grad_dtype(full, shard.grad.dtype)
-        full.grad = _as_seen(param, shard.grad, offload_to_cpu)
-    if full.requires_grad:
-        name = f"{unit.name}: {param.fqn}"
+def _full_parameters(unit: Unit, offload_to_cpu: bool, with_grads: bool) -> list[nn.Parameter]:
+    shards = [(param, param.param) for param in unit.params]
+    fulls = [
+        nn.Parameter(seen, requires_grad=shard.requires_grad)
+        for (_, shard), seen in zip(shards, _as_seen(shards, offload_to_cpu), strict=True)
+    ]
+    trained = [index for index, (_, shard) in enumerate(shards) if with_grads and shard.grad is not None]
+    grads = [(shards[index][0], shards[index][1].grad) for index in trained]
+    for index, grad in zip(trained, _as_seen(grads, offload_to_cpu), strict=True):
+        autograd.restore_grad_dtype(fulls[index], grad.dtype)
+        fulls[index].grad = grad
+    for param, full in zip(unit.params, fulls, strict=True):
+        if full.requires_grad:
+            full.register_post_accumulate_grad_hook(_refuses(unit, param))
+    return fulls
 
-        def refuse(_: Tensor) -> None:
-            raise RuntimeError(
-                f"{name}: backward of a forward that ran inside full_params, where no gradient reaches a shard. Run "
-                "both outside."
-            )
 
-        full.register_post_accumulate_grad_hook(refuse)
-    return full
+def _refuses(unit: Unit, param: ShardedParam) -> Callable[[Tensor], None]:
+    def refuse(_: Tensor) -> None:
+        raise RuntimeError(
+            f"{unit.name}: {param.fqn}: backward of a forward that ran inside full_params, where no gradient reaches a "
+            "shard. Run both outside."
+        )
+
+    return refuse
 
 
 @torch.no_grad()
-def _as_seen(param: ShardedParam, shard: Tensor, offload_to_cpu: bool) -> Tensor:
-    full: Tensor = param.as_read(gathered(param, dtensors.local_tensor(shard)))  # type: ignore[arg-type]
-    return full.cpu() if offload_to_cpu else full
-
-
-def _require_shape(name: str, shard: Tensor, full: Tensor) -> None:
-    if full.shape != shard.shape:
-        raise RuntimeError(
-            f"{name} has shape {tuple(shard.shape)}, but while full parameters were there, one of shape "
-            f"{tuple(full.shape)} took its place. Write into the parameter, and keep its shape."
-        )
+def _as_seen(shards: Sequence[tuple[ShardedParam, Any]], offload_to_cpu: bool) -> list[Tensor]:
+    fulls = gathered_together([(param, dtensors.local_tensor(shard)) for param, shard in shards])
+    seen = [param.as_read(full) for (param, _), full in zip(shards, fulls, strict=True)]
+    return [one.cpu() for one in seen] if offload_to_cpu else seen
 
 
 @torch.no_grad()

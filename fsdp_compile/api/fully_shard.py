@@ -30,7 +30,7 @@ from ..lookout.lookout import lookout
 from ..passes import _torch_compat as passes_compat
 from ..passes.worlds import world_of
 from .arguments import ignored_in, require_kinds
-from .classes import parts_of, refresh, take_back
+from .classes import parts_of, refresh
 from .compiled import stand_before, stand_before_wrappers
 from .fsdp2_view import FSDP2View
 from .module import FSDPModule
@@ -363,7 +363,7 @@ def _adopt(slots: list[Slot], reader: Unit) -> None:
         slot.register(param.shard)
         param.slots.append(slot)
         _register_read(slot, param, owner, reader)
-    refresh(owner)
+    refresh(owner, [param])
 
 
 def _owner_of(slots: list[Slot]) -> Unit:
@@ -374,8 +374,4 @@ def _owner_of(slots: list[Slot]) -> Unit:
 
 
 def _register_read(slot: Slot, param: ShardedParam, owner: Unit, reader: Unit) -> None:
-    if READS not in slot.module.__dict__:
-        slot.module.__dict__[READS] = {}
-        # load_state_dict(assign=True) may bring another dtype.
-        slot.module.register_load_state_dict_post_hook(lambda module, incompatible: take_back(module))
-    slot.module.__dict__[READS][slot.name] = (param, owner, reader)
+    slot.module.__dict__.setdefault(READS, {})[slot.name] = (param, owner, reader)

@@ -137,6 +137,7 @@ def initialize_all(
     for (module, _), unit in owners.items():
         of_module.setdefault(module, {})[unit] = None
     order = {place: index for index, place in enumerate(missing)}
+    turns = {unit: index for index, unit in enumerate(units)}
     there: list[Unit] = []
     failed: tuple[nn.Module, Exception] | None = None
     done: set[Place] = set()
@@ -144,7 +145,7 @@ def initialize_all(
         for module, places in steps:
             touched = {module, *(one for one, _ in places)}
             used = {unit for one in touched for unit in of_module.get(one, ())}
-            its = [unit for unit in units if unit in used]
+            its = sorted(used, key=turns.__getitem__)
             if its and its != there:
                 scope.close()
                 scope.enter_context(swapped_in(its, writeback=True))

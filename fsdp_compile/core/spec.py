@@ -107,7 +107,7 @@ def protocol_of(param: ShardedParam, shard: Any, mp_policy: Any) -> Protocol:
 
 def _traced_protocol(unit: Unit, param: ShardedParam) -> Protocol | None:
     """How a graph speaks to the shard's extension; None where it cannot, and where there is none."""
-    if why_not_traced(param.fqn, param.shard) is not None or not any(halves_of(param.shard)):
+    if not any(halves_of(param.shard)) or why_not_traced(param.fqn, param.shard) is not None:
         return None
     return protocol_of(param, param.shard, unit.mp_policy)
 

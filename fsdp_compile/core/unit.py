@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,6 +63,7 @@ class Unit:
     outer: Unit | None = None
     is_root: bool = True
     takes_inputs_to: torch.device | None = None  # of the outermost unit, on accelerators
+    eager_only: str | None = None  # the name of what a graph cannot honour
     # Whether graphs can take its full parameters; what an all-gather extension makes is put together in the graph.
     gives_to_graphs: bool = True
     # By place among ``params``: what an eager call around compiled code gives it; None where none stands around.
@@ -84,6 +86,11 @@ class Unit:
         paths = {module: path for root in self.root.modules for path, module in root.named_modules()}
         classes = [original_class(one).__name__ for one in self.modules]
         return ", ".join(f"{plain_path(paths.get(one, ''))} ({cls})" for one, cls in zip(self.modules, classes))
+
+    @functools.cached_property
+    def by_fqn(self) -> dict[str, ShardedParam]:
+        """The parameters, all of which are there from when the unit is made."""
+        return {param.fqn: param for param in self.params}
 
     @property
     def root(self) -> Unit:

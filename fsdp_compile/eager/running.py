@@ -184,7 +184,10 @@ class Iteration:
     def end_forward(self) -> list[Running]:
         """The outermost forward ended; the units that took part."""
         self._last_forward, self._this_forward = self._this_forward, {}
-        self._calls = [call for call in self._calls if call() is not None]
+        self._calls = [reference for reference in self._calls if reference() is not None]
+        for place, reference in enumerate(self._calls):
+            if (call := reference()) is not None:
+                call.place = place
         return [run for runs in self._last_forward.values() for run in runs]
 
     def abandon_forward(self) -> None:
@@ -199,19 +202,13 @@ class Iteration:
 
         What another forward left behind may be there on one rank and gone on the next.
         """
-        for reference in reversed(self._calls[: self._place(call)]):
-            earlier = reference()
+        for place in range(call.place - 1, -1, -1):
+            earlier = self._calls[place]()
             if earlier is None:
                 continue
             if earlier.forward_number != call.forward_number:
                 return
             yield earlier
-
-    def _place(self, call: Call) -> int:
-        place = min(call.place, len(self._calls) - 1)
-        while place >= 0 and self._calls[place]() is not call:  # earlier ones may have gone since
-            place -= 1
-        return max(place, 0)
 
     def forget_raised(self) -> None:
         """Forget nested backwards that raised: autograd has let go of what it was to call at their end."""

@@ -28,7 +28,7 @@ from .running import running
 _logger = logging.getLogger(__name__)
 
 _units: weakref.WeakSet[Unit] = weakref.WeakSet()
-_heard_of: set[int] = set()  # addresses of shards that travelled alone
+_heard_of: set[int] = set()  # addresses of the shards of models in which one travelled alone
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,7 @@ def _tell_of_parameter(address: int) -> None:
             others = others_of(unit.root)
             if not others.has_asked:  # else this is a read in a forward that runs eagerly
                 others.refuse()
+            _heard_of.update(one.address for inner in unit.root.inside() for one in inner.params if one.address)
 
 
 def _dumped(text: GraphText, addresses: tuple[int, ...], root: Unit) -> str | None:

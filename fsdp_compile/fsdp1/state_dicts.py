@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import StateDictSettings, StateDictType
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dtensors, fsdp1
-from ..api.full_params import gathered, like_shard, shard_of
+from ..api.full_params import gathered_together, like_shard, shard_of
 from ..core.param import READS, ShardedParam
 from .region import PREFIX, clean, region_of
 from .settings import rank0_only
@@ -35,18 +36,21 @@ def has_clean_state_dicts(wrapper: Any) -> None:
 def saved_as(kind: StateDictType, param: ShardedParam, value: Any, whole: dict[Any, Tensor] | None = None) -> Any:
     """A DTensor shaped like the parameter's shard, or that shard, as a state dict of this kind has it.
 
-    ``whole`` keeps what was gathered already, by parameter: one that is tied is gathered once.
+    ``whole`` has what was gathered already, by parameter.
     """
     if kind is not StateDictType.FULL_STATE_DICT:
         return value.detach().clone()  # what is trained on after it was saved
-    if whole is not None and param in whole:
-        return whole[param]
-    full = gathered(param, dtensors.local_tensor(value))
-    if param.dtensor is not None:
-        full = param.as_read(full).full_tensor()
-    if whole is not None:
-        whole[param] = full
-    return full
+    return _whole({param: value})[param] if whole is None else whole[param]
+
+
+@torch.no_grad()
+def _whole(values: dict[ShardedParam, Any]) -> dict[ShardedParam, Tensor]:
+    """All of what ranks have parts of, in DTensors shaped like the parameters' shards."""
+    fulls = gathered_together([(param, dtensors.local_tensor(value)) for param, value in values.items()])
+    return {
+        param: full if param.dtensor is None else param.as_read(full).full_tensor()
+        for param, full in zip(values, fulls, strict=True)
+    }
 
 
 def loaded_as(param: ShardedParam, value: Any, dtype: torch.dtype | None = None) -> Any:
@@ -72,28 +76,34 @@ def _params_in(wrapper: Any, prefix: str) -> Iterator[tuple[str, ShardedParam]]:
 
 def _save(wrapper: Any, state_dict: Any, prefix: str, local_metadata: Any) -> None:
     del local_metadata
-    own = prefix + PREFIX
-    keys = [key for key in state_dict if key.startswith(prefix)]
-    for key in keys:  # all of them, so that their order stays
+    for key in _last_below(state_dict, prefix):  # all of them, so that their order stays
         value = state_dict.pop(key)
-        state_dict[prefix + key[len(own) :] if key.startswith(own) else key] = value
+        state_dict[prefix + clean(key[len(prefix) :])] = value
     versions = getattr(state_dict, "_metadata", {})
-    for path in [path for path in versions if f"{path}.".startswith(own)]:
+    for path in _last_below(versions, prefix):
         versions[clean(path)] = versions[path]  # a wrapped model looks for its own names before any hook
 
     settings: StateDictSettings = wrapper._state_dict_settings
-    whole: dict[Any, Tensor] = {}
-    for key, param in _params_in(wrapper, prefix):
-        if isinstance(state_dict.get(key), DTensor) and not wrapper._has_full_params:
-            state_dict[key] = saved_as(settings.state_dict_type, param, state_dict[key], whole)
+    kind = settings.state_dict_type
+    params = {} if wrapper._has_full_params else dict(_params_in(wrapper, prefix))
+    saved = {key: param for key, param in params.items() if isinstance(state_dict.get(key), DTensor)}
+    is_full = kind is StateDictType.FULL_STATE_DICT
+    whole = _whole({param: state_dict[key] for key, param in saved.items()}) if is_full else None
+    for key, param in saved.items():
+        state_dict[key] = saved_as(kind, param, state_dict[key], whole)
     for name, dtype in wrapper._saved_buffer_dtypes.items():
         if prefix + name in state_dict:
             state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
-    for key in [key for key in state_dict if key.startswith(prefix)]:
+    for key in _last_below(state_dict, prefix):
         if rank0_only(settings.state_dict_config) and wrapper.rank != 0:
             del state_dict[key]
         elif settings.state_dict_config.offload_to_cpu and isinstance(state_dict[key], Tensor):
             state_dict[key] = state_dict[key].cpu()
+
+
+def _last_below(saved: dict[str, Any], prefix: str) -> list[str]:
+    """The keys that a module and those in it have just put there."""
+    return list(itertools.takewhile(lambda key: f"{key}.".startswith(prefix), reversed(saved)))[::-1]
 
 
 def _load(wrapper: Any, state_dict: Any, prefix: str, *unused: Any) -> None:

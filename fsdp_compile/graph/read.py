@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -89,7 +90,7 @@ GETTER = """
 def make(eager_read, gather, wrap, mesh):
     def read(self):
         traced = torch.compiler.is_dynamo_compiling()
-        takes = {sink}.watch.takes({fqn!r}) if traced else None
+        takes = {sink}.watch.takes({fqn}) if traced else None
         if takes == "full":
             return {full}
         if takes is not None:
@@ -102,7 +103,7 @@ def make(eager_read, gather, wrap, mesh):
             full = eager_read(self, {name!r}, param)
             if full is not BY_MARKER:
                 return full
-        mode = {sink}.watch.mode({fqn!r})
+        mode = {sink}.watch.mode({fqn})
         in_front = traced and {sink}.watch.begin_in_front()
         full = {read}(param, {sink}, mode, {arguments})
         if in_front:
@@ -121,24 +122,19 @@ def getter(name: str, spec: ReadSpec, eager_read: Callable[..., Any]) -> propert
     Constants need no guards, which matters: a guard on each of fifteen arguments of each of three hundred parameters
     is paid on every step. The price is that a class is generated for each combination of arguments.
     """
-    arguments = ", ".join(f"{key}={value!r}" for key, value in spec.kwargs().items())
-    places = {what: f"self.{beside(name, what)}" for what in ("sink", "local", "edge")}
+    said = {f"{_PLACE}{key}": value for key, value in spec.kwargs().items()}
     # From a closure: Dynamo looks for globals in this module, by name.
-    read, gather, wrap, mesh = "traced_read", None, None, None
-    if spec.extension is not None:
-        read, gather, arguments = "traced_extended_read", extended_gather(spec), "gather"
-        if spec.extension.look is not None:
-            places["local"] = "taken_apart({local}, {sink}.watch.names({fqn!r}))".format(**places, fqn=spec.fqn)
-    if spec.read_as is not None:
-        marked = "" if spec.extension is not None else f", {arguments}"
-        read, wrap, arguments = "traced_dtensor_read", wrapper(spec.read_as), f"gather, wrap, mesh{marked}"
-        mesh = spec.read_as.mesh if dtensors.MESH_IS_GRAPH_INPUT else None
-    places["full"] = "self.{}".format(beside(name, "full"))
-    if spec.read_as is not None:
-        places["full"] = "wrap({})".format(places["full"] + ("" if mesh is None else ", mesh"))
-    code = GETTER.format(name=name, fqn=spec.fqn, read=read, arguments=arguments, **places)
-    namespace: dict[str, Any] = {}
-    exec(code, globals(), namespace)
+    gather = None if spec.extension is None else extended_gather(spec)
+    wrap = None if spec.read_as is None else wrapper(spec.read_as)
+    mesh = spec.read_as.mesh if spec.read_as is not None and dtensors.MESH_IS_GRAPH_INPUT else None
+    places = tuple((place, _text_of(place, value)) for place, value in said.items())
+    is_taken_apart = spec.extension is not None and spec.extension.look is not None
+    read = _made(name, places, is_taken_apart, *(one is not None for one in (gather, wrap, mesh)))(
+        eager_read, gather, wrap, mesh
+    )
+    consts = [said.get(one, one) if isinstance(one, str) else one for one in read.__code__.co_consts]
+    consts = [tuple(one) if isinstance(one, list) else one for one in consts]
+    read.__code__ = read.__code__.replace(co_consts=tuple(consts))
 
     def refuse(self: Any, value: Any) -> None:
         # nn.Module registers parameters by itself: only something else comes here, in place of one that was deleted.
@@ -147,7 +143,38 @@ def getter(name: str, spec: ReadSpec, eager_read: Callable[..., Any]) -> propert
             "spectral_norm, pruning and the like before fully_shard."
         )
 
-    return property(namespace["make"](eager_read, gather, wrap, mesh), refuse)
+    return property(read, refuse)
+
+
+_PLACE = "in place of "  # begins the constants, in a getter's code, that each parameter has its own value for
+
+
+def _text_of(place: str, value: Any) -> str:
+    """What stands in a getter's text for an argument of the marker; a dtype is a global's attribute."""
+    if isinstance(value, torch.dtype):
+        return repr(value)
+    return f"[*{place!r}]" if isinstance(value, list) else repr(place)
+
+
+@functools.cache
+def _made(
+    name: str, arguments: tuple[tuple[str, str], ...], is_taken_apart: bool, extended: bool, wraps: bool, on_mesh: bool
+) -> Any:
+    """The function ``make`` of a getter, for all parameters of that name: compiling it takes longer than the rest."""
+    said = ", ".join(f"{place.removeprefix(_PLACE)}={text}" for place, text in arguments)
+    fqn = repr(f"{_PLACE}fqn")
+    places = {what: f"self.{beside(name, what)}" for what in ("sink", "local", "edge", "full")}
+    read = "traced_read"
+    if extended:
+        read, said = "traced_extended_read", "gather"
+    if is_taken_apart:
+        places["local"] = "taken_apart({local}, {sink}.watch.names({fqn}))".format(**places, fqn=fqn)
+    if wraps:
+        read, said = "traced_dtensor_read", "gather, wrap, mesh" + ("" if extended else f", {said}")
+        places["full"] = "wrap({})".format(places["full"] + (", mesh" if on_mesh else ""))
+    namespace: dict[str, Any] = {}
+    exec(GETTER.format(name=name, fqn=fqn, read=read, arguments=said, **places), globals(), namespace)
+    return namespace["make"]
 
 
 def taken_apart(inside: dict[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dtensors, dynamo
@@ -41,6 +41,7 @@ from ..core.unit import Unit
 from ..passes.markers import ticket_holders
 
 Hook = Callable[[Tensor], None]
+Look = tuple[tuple[int, ...], torch.dtype, torch.device]
 
 _numbers = itertools.count()
 
@@ -51,6 +52,7 @@ class Sink:
     def __init__(self, unit: Unit, param: ShardedParam) -> None:
         self.param = param
         self.watch = unit.watch
+        self.arrives_as: Look | None = None  # the local gradient
         # In an edge's place under compiled autograd, and what an edge looks like where it is not the local tensor.
         self.leaf: Tensor | None = None
         self.full: Tensor | None = None  # gets gradients that wait to be reduced
@@ -69,9 +71,9 @@ class Sink:
         spec = spec_of(unit, self.param)
         dtype, device = spec.reduce_dtype, unit.mesh.device  # gradients that wait stay on the device
         arrives_at = torch.device("cpu") if spec.device else device
-        leaf = _leaf(self.leaf, spec.local_size, spec.grad_dtype, arrives_at, lambda: _giver(self.param))
-        if leaf is not self.leaf:
-            self.leaf, self.edge_of = leaf, None
+        arrives_as = spec.local_size, spec.grad_dtype, arrives_at
+        if arrives_as != self.arrives_as:
+            self.arrives_as, self.leaf, self.edge_of = arrives_as, None, None
         if mode == "hold":
             self.full = _leaf(self.full, spec.size, dtype, device, lambda: _holder(unit, spec.fqn, False))
         elif mode == "resume_over_shards":
@@ -81,10 +83,27 @@ class Sink:
         self._ready = {(version, ready) for version, ready in self._ready if version == unit.version}
         self._ready.add((unit.version, mode))
 
+    @property
+    def can_train(self) -> bool:
+        """Whether autograd knows gradients of such a dtype."""
+        return self.arrives_as is not None and _has_gradients(self.arrives_as[1])
+
+    def have_leaf(self) -> Tensor | None:
+        """The leaf, which few graphs ask for."""
+        assert self.arrives_as is not None
+        if self.leaf is None:
+            self.leaf = _leaf(None, *self.arrives_as, lambda: _giver(self.param))
+        return self.leaf
+
     def have_edge(self, edge: Tensor | None) -> None:
         """Have an edge where compiled reads take it from."""
         self.edge, self.edge_of = edge, None if edge is None else self.param.version
         self.param.put_beside("edge", edge)
+
+    @property
+    def node(self) -> Any:
+        """From which the edge leads to the shard, and perhaps others to theirs."""
+        return None if self.edge is None else self.edge.grad_fn
 
     @property
     def is_current(self) -> bool:
@@ -92,9 +111,9 @@ class Sink:
         return self.edge is not None and self.edge_of == self.param.version
 
 
-def follow_mode(unit: Unit) -> None:
-    """Have in the unit's sinks what its mode asks for: what compiled code takes next."""
-    for param in unit.params:
+def follow_mode(unit: Unit, only: Sequence[ShardedParam] | None = None) -> None:
+    """Have in the unit's sinks, or in those of ``only`` these, what its mode asks for: compiled code takes it next."""
+    for param in unit.params if only is None else only:
         if param.sink is None:
             param.sink = Sink(unit, param)
         param.sink.prepare(unit)
@@ -104,48 +123,58 @@ def follow_mode(unit: Unit) -> None:
 dynamo.leave_all_to_python(follow_mode)
 
 
-def follow_shards(unit: Unit) -> None:
-    """The same after its parameters or their specs changed, and edges of the shards as they are now."""
-    follow_mode(unit)
-    arrange_edges(unit)
+def forget_edges(unit: Unit, params: Sequence[ShardedParam]) -> None:
+    """Let the shards of these go, which nothing of ours holds then, until ``arrange_edges``.
+
+    Others with edges of the same node get new ones, by a node for each module: the next module lets go of its own.
+    """
+    sinks: list[Sink] = [param.sink for param in params if param.sink is not None and param.sink.edge is not None]
+    nodes = {sink.node for sink in sinks}
+    if sum(len(node.shards) for node in nodes) > len(sinks):
+        others: dict[nn.Module, list[Sink]] = {}
+        for param in unit.params:
+            if param.sink not in sinks and param.sink.node in nodes:
+                others.setdefault(param.slots[0].module, []).append(param.sink)
+        for some in others.values():
+            _make_edges(some, part_of=unit)
+    for sink in sinks:
+        sink.have_edge(None)
 
 
-def forget_edges(unit: Unit) -> None:
-    """Let the unit's shards go, which nothing of ours holds then, until ``arrange_edges``."""
-    for param in unit.params:
-        if param.sink is not None:
-            param.sink.have_edge(None)
+def arrange_edges(unit: Unit, only: Sequence[ShardedParam] | None = None) -> None:
+    """Have one node for the edges of the shards that train, and one each for the others.
 
-
-def arrange_edges(unit: Unit) -> None:
-    """Have one node for the edges of the shards that train, and one each for the others."""
+    ``only`` these may lack theirs: they get a node together, until a backward comes through it.
+    """
     together: list[Sink] = []
-    for param in unit.params:
+    for param in unit.params if only is None else only:
         sink: Sink = param.sink
-        if sink.leaf is None or not (isinstance(param.shard, DTensor) and param.shard.is_leaf):
+        if not sink.can_train or not (isinstance(param.shard, DTensor) and param.shard.is_leaf):
             sink.have_edge(None)
+        elif only is not None and sink.is_current:
+            sink.have_edge(sink.edge)  # there may be a slot that has none beside it
         elif param.shard.requires_grad and not param.shard.is_inference():
             together.append(sink)
         else:
             _have_node([sink])
-    _have_node(together)
+    _have_node(together, None if only is None else unit)
 
 
-def _have_node(sinks: Sequence[Sink]) -> None:
+def _have_node(sinks: Sequence[Sink], part_of: Unit | None = None) -> None:
     """Have edges that lead from one node to the shards of these, and to no others."""
     if not sinks:
         return
-    nodes = {sink.edge.grad_fn if sink.is_current else None for sink in sinks}  # type: ignore[union-attr]
-    node: Any = next(iter(nodes))
+    nodes = {sink.node if sink.is_current else None for sink in sinks}
+    node = next(iter(nodes))
     if len(nodes) > 1 or node is None or len(node.shards) != len(sinks):
-        _make_edges(sinks)
+        _make_edges(sinks, part_of)
         return
     for sink in sinks:
-        sink.have_edge(sink.edge)  # there may be a slot that has none beside it
+        sink.have_edge(sink.edge)  # as above
 
 
-def _make_edges(sinks: Sequence[Sink]) -> None:
-    """New edges for the shards that these have, frozen or not, by one node.
+def _make_edges(sinks: Sequence[Sink], part_of: Unit | None = None) -> None:
+    """New edges for the shards that these have, frozen or not, by one node; ``part_of`` a unit that is to have one.
 
     It keeps the shards' ``AccumulateGrad`` alive, so ``swap_tensors`` refuses the shards as long as an edge lives.
     """
@@ -162,17 +191,20 @@ def _make_edges(sinks: Sequence[Sink]) -> None:
     node = edges[0].grad_fn
     node.leaves = [leaf for leaf, _ in node.next_functions]
     node.leaf_of = dict(zip(map(id, shards), node.leaves))  # it holds the shards
+    node.part_of = None if part_of is None else weakref.ref(part_of)
     for sink, edge in zip(sinks, edges, strict=True):
         sink.have_edge(edge)
 
 
 def _look_of(sink: Sink) -> Tensor:
     """What an edge is to look like: the local tensor, where gradients look like it."""
-    local, leaf = sink.param.local, sink.leaf
-    assert local is not None and leaf is not None
-    is_like = type(local) is Tensor and local.dtype == leaf.dtype and not local.is_inference()
+    local, arrives_as = sink.param.local, sink.arrives_as
+    assert local is not None and arrives_as is not None
+    is_like = type(local) is Tensor and local.dtype == arrives_as[1] and not local.is_inference()
     sink.takes = "edge" if is_like else "both"
-    return local if is_like else leaf
+    look = local if is_like else sink.have_leaf()
+    assert look is not None
+    return look
 
 
 class _Edges(torch.autograd.Function):
@@ -192,6 +224,9 @@ class _Edges(torch.autograd.Function):
     def backward(ctx: Any, *local_grads: Tensor | None) -> tuple[DTensor | None, ...]:
         through_autograd: list[DTensor | None] = [None]  # that of the looks
         late, in_one_graph = LateHooks(), autograd.in_compiled_autograd()
+        unit = None if ctx.part_of is None else ctx.part_of()
+        if unit is not None and not in_one_graph:
+            _join_at_end(unit)
         for_hooks: list[tuple[str, DTensor, Tensor]] = []
         with autograd.quick_attributes():
             for fqn, shard, leaf, grad in zip(ctx.fqns, ctx.shards, ctx.leaves, local_grads, strict=True):
@@ -220,6 +255,14 @@ class _Edges(torch.autograd.Function):
 dynamo.leave_all_to_python(_Edges.backward)
 
 
+def _join_at_end(unit: Unit) -> None:
+    """Have one node again for the edges of a unit when the backward that runs ends; once for each backward."""
+    task = autograd.backward_task()
+    if unit.watch.joins_in != task:
+        unit.watch.joins_in = task
+        autograd.at_end_of_backward(functools.partial(arrange_edges, unit))
+
+
 # --- leaves and tickets -----------------------------------------------------------------------------------------
 
 
@@ -229,12 +272,16 @@ def _leaf(
     """A tensor of zeros without memory of its own that hands its gradient to a hook; None where none can come."""
     if known is not None and (tuple(known.shape), known.dtype, known.device) == (size, dtype, device):
         return known
-    if not (dtype.is_floating_point or dtype.is_complex):
+    if not _has_gradients(dtype):
         return None
     with torch.inference_mode(False):
         leaf = torch.zeros((), dtype=dtype, device=device).expand(size).requires_grad_()
     leaf.register_post_accumulate_grad_hook(hook())
     return leaf
+
+
+def _has_gradients(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _giver(param: ShardedParam) -> Hook:
@@ -312,8 +359,7 @@ def _ticket(unit: Unit, param: ShardedParam) -> Tensor:
 
 def _is_asked_for(param: ShardedParam | None) -> bool:
     """Whether ``autograd.grad`` takes the gradient: the caller gets that of this backward alone."""
-    edge = None if param is None or param.sink is None else param.sink.edge
-    node: Any = None if edge is None else edge.grad_fn
+    node = None if param is None or param.sink is None else param.sink.node
     if param is None or node is None or not autograd.backward_has_an_end():  # in a graph autograd runs no node
         return False
     shard: Any = param.shard

@@ -41,6 +41,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
     def __init__(self, unit: Unit) -> None:
         self._unit = weakref.ref(unit)  # Dynamo keeps watches
         self._was_asked = False
+        self.joins_in: int | None = None  # the last backward that came through a part of the unit's edges
         self._said: set[str] = set()  # in the model of which this unit is the root
 
     def seen(self) -> list[Any]:
@@ -61,8 +62,10 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         unit, param = self._of(fqn)
         refuse_traced(fqn, unit.mode_of(param))
         given = [param.local, None if param.sink is None else param.sink.edge]
-        if dynamo.was_written_to(_UNSHARD, fqn, given):
+        if dynamo.was_written_to(_UNSHARD, param, given):
             refuse_read_again(fqn)
+        if autograd.uses_compiled_autograd():
+            param.sink.have_leaf()
         if unit.given is None:
             say_compiling(unit)
         around: Unit | None = unit
@@ -143,7 +146,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
     def _of(self, fqn: str) -> tuple[Unit, ShardedParam]:
         unit = self._unit()
         assert unit is not None
-        return unit, next(param for param in unit.params if param.fqn == fqn)
+        return unit, unit.by_fqn[fqn]
 
     def begin_in_front(self) -> bool:
         """Gather in front of a branch or a loop, as the eager path does; whether the read stands inside one.

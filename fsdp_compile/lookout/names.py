@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..core.param import ShardedParam
-from ..core.unit import Unit
+from ..core.unit import Unit, unit_of
 from ..passes.ledger import Called, Issued, Launch
 from ..passes.spec import ParamSpec, with_part
 from .chain import Link, Piece
@@ -106,17 +106,22 @@ class Namer:
     def _names_in(self, unit: Unit) -> dict[str, str]:
         known = self._names.get(unit)
         if known is None or known[0] != unit.version:
-            paths: dict[Any, str] = {}
-            for root in unit.root.modules:
-                for path, module in root.named_modules():
-                    paths.setdefault(module, path)
-            names = {}
-            for param in unit.params:
+            self._look_through(unit)
+        return self._names[unit][1]
+
+    def _look_through(self, unit: Unit) -> None:
+        """Find the names of a unit's parameters, and, on the same walk, of all that are in the model with it."""
+        paths: dict[Any, str] = {}
+        for root in unit.root.modules:
+            for path, module in root.named_modules():
+                paths.setdefault(module, path)
+        for one in dict.fromkeys((unit, *(inner for module in paths if (inner := unit_of(module)) is not None))):
+            version, names = one.version, {}
+            for param in one.params:
                 slot = next((slot for slot in param.slots if slot.module in paths), None)
                 if slot is not None:
                     names[param.fqn] = _WRAPPERS.sub("", f"{paths[slot.module]}.{slot.name}").lstrip(".")
-            known = self._names[unit] = unit.version, names
-        return known[1]
+            self._names[one] = version, names
 
     def _at(self, address: int) -> str | None:
         """The parameter whose shard lies there now."""
