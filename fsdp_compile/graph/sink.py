@@ -127,24 +127,24 @@ def arrange_edges(unit: Unit) -> None:
         elif param.shard.requires_grad and not param.shard.is_inference():
             together.append(sink)
         else:
-            _have_node([sink])
-    _have_node(together)
+            _have_node(unit, [sink])
+    _have_node(unit, together)
 
 
-def _have_node(sinks: Sequence[Sink]) -> None:
+def _have_node(unit: Unit, sinks: Sequence[Sink]) -> None:
     """Have edges that lead from one node to the shards of these, and to no others."""
     if not sinks:
         return
     nodes = {sink.edge.grad_fn if sink.is_current else None for sink in sinks}  # type: ignore[union-attr]
     node: Any = next(iter(nodes))
     if len(nodes) > 1 or node is None or len(node.shards) != len(sinks):
-        _make_edges(sinks)
+        _make_edges(unit, sinks)
         return
     for sink in sinks:
         sink.have_edge(sink.edge)  # there may be a slot that has none beside it
 
 
-def _make_edges(sinks: Sequence[Sink]) -> None:
+def _make_edges(unit: Unit, sinks: Sequence[Sink]) -> None:
     """New edges for the shards that these have, frozen or not, by one node.
 
     It keeps the shards' ``AccumulateGrad`` alive, so ``swap_tensors`` refuses the shards as long as an edge lives.
@@ -160,6 +160,7 @@ def _make_edges(sinks: Sequence[Sink]) -> None:
         for shard in frozen:
             shard.requires_grad_(False)
     node = edges[0].grad_fn
+    node.unit = weakref.ref(unit)
     node.leaves = [leaf for leaf, _ in node.next_functions]
     node.leaf_of = dict(zip(map(id, shards), node.leaves))  # it holds the shards
     for sink, edge in zip(sinks, edges, strict=True):
@@ -193,6 +194,7 @@ class _Edges(torch.autograd.Function):
         through_autograd: list[DTensor | None] = [None]  # that of the looks
         late, in_one_graph = LateHooks(), autograd.in_compiled_autograd()
         for_hooks: list[tuple[str, DTensor, Tensor]] = []
+        reduced = False
         with autograd.quick_attributes():
             for fqn, shard, leaf, grad in zip(ctx.fqns, ctx.shards, ctx.leaves, local_grads, strict=True):
                 through_autograd.append(None)
@@ -203,12 +205,16 @@ class _Edges(torch.autograd.Function):
                 if not shard.requires_grad:
                     continue
                 hooks, hooks_behind = autograd.hooks_of(shard)
-                if grads.is_asked_for(shard, leaf) or (in_one_graph if hooks else hooks_behind):
+                is_asked_for = grads.is_asked_for(shard, leaf)
+                reduced |= not is_asked_for
+                if is_asked_for or (in_one_graph if hooks else hooks_behind):
                     through_autograd[-1] = dtensors.dtensor_like(shard, grad)
                 elif hooks:
                     for_hooks.append((fqn, shard, grad))
                 else:
                     grads.give(shard, grad)
+        if reduced:
+            _note_reduced(ctx.unit())
         for fqn, shard, grad in for_hooks:
             grads.give_through_hooks(fqn, shard, grad)
             late.hold_back_all(shard)
@@ -327,10 +333,18 @@ def _held_back(unit: Unit, fqn: str) -> Tensor | None:
     if accumulation.sync:
         unit.ends.note_reduction(unit)
         return accumulation.pending.pop(fqn, None)
-    # The forward thought that this backward would synchronize. It does, which is right and costs a reduction; but who
-    # changes his mind in between does so again.
-    if not accumulation.decides_in_backward:
-        accumulation.decides_in_backward = True
-        if autograd.backward_has_an_end():
-            autograd.at_end_of_backward(functools.partial(follow_mode, unit))
     return None
+
+
+def _note_reduced(unit: Unit | None) -> None:
+    """A graph reduced gradients of the unit: follow what changed since its forward."""
+    if unit is None or not autograd.backward_has_an_end():
+        return
+    accumulation = unit.accumulation
+    if accumulation.has_left_over:  # held back since, by the backward of an earlier forward
+        unit.ends.at_end(unit)
+    elif not accumulation.sync and not accumulation.decides_in_backward:
+        # The forward took this backward for one that synchronizes. It does, which is right and costs a reduction; but
+        # who changes their mind in between does so again.
+        accumulation.decides_in_backward = True
+        autograd.at_end_of_backward(functools.partial(follow_mode, unit))
