@@ -107,7 +107,7 @@ def make(eager_read, gather, wrap, mesh):
         full = {read}(param, {sink}, mode, {arguments})
         if in_front:
             {sink}.watch.end_in_front()
-        return full
+{carry}        return full
     return read
 """
 
@@ -136,7 +136,10 @@ def getter(name: str, spec: ReadSpec, eager_read: Callable[..., Any]) -> propert
     places["full"] = "self.{}".format(beside(name, "full"))
     if spec.read_as is not None:
         places["full"] = "wrap({})".format(places["full"] + ("" if mesh is None else ", mesh"))
-    code = GETTER.format(name=name, fqn=spec.fqn, read=read, arguments=arguments, **places)
+    # What stands in the shard's place, and is handed back as it is, has attributes of its own.
+    carry = "        if takes is not None or isinstance(param, DTensor):\n" if spec.carries else ""
+    carry += "".join(f"            full.{one} = self.{beside(name, 'carried')}[{one!r}]\n" for one in spec.carries)
+    code = GETTER.format(name=name, fqn=spec.fqn, read=read, arguments=arguments, carry=carry, **places)
     namespace: dict[str, Any] = {}
     exec(code, globals(), namespace)
 
