@@ -98,6 +98,50 @@ def test_no_sync_is_a_context(two_ranks: Ranks) -> None:
     two_ranks.run(check_no_sync_context, "aot_eager")
 
 
+def check_steps_after_no_sync(replicated: bool) -> list[int]:
+    """How many gradients ask what waits for them: in a plain step, in one after an accumulation, in the step after that."""
+    unsharded, model = pair(make=small, **({"mesh": mesh_of("replicate", "shard")} if replicated else {}))
+    run = compiled(model, "aot_eager")
+    wait = model.set_requires_all_reduce if replicated else model.set_requires_gradient_sync
+    num_asked = []
+    for step in range(5):
+        wait(step != 1)
+        reference_backward(unsharded, batches(step))
+        loss = loss_of(run(mine(step)))
+        with torch.profiler.profile() as profile:
+            loss.backward()
+        num_asked.append(sum(event.name == "fsdpc::resume" for event in profile.events()))
+        if step != 1:
+            assert_same_grads(model, unsharded)
+    return [num_asked[step] for step in (0, 2, 3, 4)]
+
+
+def test_steps_after_an_accumulation_copy_nothing(four_ranks: Ranks) -> None:
+    for replicated in (False, True):
+        for plain, first, *later in four_ranks.run(check_steps_after_no_sync, replicated):
+            assert first > 0 and [plain, *later] == [0, 0, 0]
+
+
+def check_late_backward() -> None:
+    """A backward that holds back comes behind one that left nothing waiting, as in a pipeline."""
+    unsharded, model = pair(make=small)
+    run = compiled(model, "aot_eager")
+    with fsdp_compile.no_sync(model):
+        late = loss_of(run(mine(0)))
+    loss_of(run(mine(1))).backward()
+    last = loss_of(run(mine(2)))
+    with fsdp_compile.no_sync(model):
+        late.backward()
+    last.backward()
+    for micro in range(3):
+        reference_backward(unsharded, batches(micro))
+    assert_same_grads(model, unsharded)
+
+
+def test_what_is_held_back_behind_a_forward_is_reduced_by_its_backward(two_ranks: Ranks) -> None:
+    two_ranks.run(check_late_backward)
+
+
 def check_grad_in_between(backend: str | None) -> None:
     """As a loss that is weighed by the gradient of the last layer asks for it, among micro-batches."""
     unsharded, model = pair(make=small)

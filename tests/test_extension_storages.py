@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import Shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp_compile import fully_shard
 from tests.comparing import assert_same_grads, batches, loss_of, mean_over_ranks, reference_backward
@@ -365,3 +367,63 @@ def _raises(step: int) -> None:
 @pytest.mark.parametrize("step", [0, 2])
 def test_after_an_extension_that_raised_the_next_step_is_right(two_ranks: Ranks, step: int) -> None:
     two_ranks.run(_raises, step)
+
+
+def _send_itself(self: TwoTensor, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+    return (self,), None
+
+
+def _read_what_arrived(self: TwoTensor, outputs: tuple[Tensor, ...], *rest: Any, out: Tensor | None = None) -> Any:
+    return None if out is not None else (outputs[0], outputs)
+
+
+def _send_parts(self: TwoTensor, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+    return (self.a, self.b), None
+
+
+def _wrap_copies(self: TwoTensor, outputs: tuple[Tensor, ...], *rest: Any, out: Tensor | None = None) -> Any:
+    made = TwoTensor(*(one.clone() for one in outputs)) if out is None else out
+    for part, arrived in zip((made.a, made.b), outputs):
+        part.copy_(arrived)
+    return None if out is not None else (made, (made,))
+
+
+class _Sequential(nn.Sequential):
+    """Keeps the weight that its first layer reads."""
+
+    read: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.read = self[0].weight
+        return super().forward(x)
+
+
+def _wrappers_inside(before: Any, after: Any) -> list[int]:
+    """Bytes that a read weight has after forward. Hooks are bound to local tensors, which is one way to bring them."""
+    reference = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    model, rank, ranks = _Sequential(*copy.deepcopy(reference)), dist.get_rank(), range(dist.get_world_size())
+    for linear in model:
+        linear.weight = nn.Parameter(TwoTensor(linear.weight.detach(), linear.weight.detach().clone()))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), reshard_after_forward=True)
+    for param in model.parameters():
+        local = param._local_tensor
+        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = MethodType(before, local), MethodType(after, local)
+    optims = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
+    for step in range(3):
+        inputs = torch.randn(len(ranks), 2, 8, generator=torch.Generator().manual_seed(step))
+        loss = model(inputs[rank]).pow(2).sum()
+        held = [part.untyped_storage().nbytes() for part in (model.read.a, model.read.b)]
+        loss.backward()
+        expected = [reference(inputs[one]).pow(2).sum() for one in ranks]
+        torch.stack(expected).mean().backward()
+        torch.testing.assert_close(loss.a, expected[rank])
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+    return held
+
+
+def test_wrappers_that_an_extension_has_freed_are_freed_inside(four_ranks: Ranks) -> None:
+    for before, after in ((_send_itself, _read_what_arrived), (_send_parts, _wrap_copies)):
+        for held in four_ranks.run(_wrappers_inside, before, after):
+            assert held == [0, 0]

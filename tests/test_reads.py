@@ -301,6 +301,56 @@ def test_a_module_that_replaces_what_it_was_given_has_its_shard_again(two_ranks:
     two_ranks.run(_renamed_in_forward)
 
 
+@dataclass
+class Scale:
+    """How a weight is quantized, as bitsandbytes' QuantState says it."""
+
+    factor: Tensor
+    kind: str = "scaled"
+
+
+class Quantized(nn.Linear):
+    """Reads of its weight how it is quantized, and keeps that for a weight that lost it."""
+
+    def __init__(self, trains: bool) -> None:
+        super().__init__(6, 6, bias=False)
+        self.scale = Scale(torch.rand(6))
+        self.weight.requires_grad_(trains)
+        self.weight.scale = self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(self.weight, "scale", None) is None:
+            self.weight = nn.Parameter(self.weight.data, requires_grad=False)
+            self.weight.scale = self.scale
+        assert self.weight.scale.kind == "scaled"
+        return functional.linear(x, self.weight * self.weight.scale.factor)
+
+
+def _read_attributes(how: str) -> None:
+    torch.manual_seed(0)
+    unsharded = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), Quantized(trains)) for trains in (False, True)))
+    sharded = copy.deepcopy(unsharded)
+    for block, original in zip(sharded, unsharded):  # a copy of a parameter has no attributes of the user's
+        block[1].weight.scale = original[1].scale
+        if how == "blocks":
+            block.compile(backend="aot_eager", fullgraph=True)
+        fully_shard(block)
+    fully_shard(sharded)
+    run = torch.compile(sharded, backend="inductor", fullgraph=True) if how == "whole" else sharded
+    for step in range(2):
+        for model in (run, unsharded):
+            model(torch.full((3, 6), step + 1.0)).pow(2).sum().backward()
+        assert_same_grads(sharded, unsharded)
+        for block in sharded:
+            assert isinstance(block[1]._parameters["weight"], DTensor)
+            assert not hasattr(block[1]._parameters["weight"], "scale")  # or it would be saved beside the shard
+
+
+@pytest.mark.parametrize("how", ["eagerly", "blocks", "whole"])
+def test_what_is_read_has_the_attributes_of_the_users_parameter(two_ranks: Ranks, how: str) -> None:
+    two_ranks.run(_read_attributes, how)
+
+
 def _inference_first() -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fsdp_compile import fully_shard, inspect
+from fsdp_compile.core.unit import unit_of
 from fsdp_compile.passes.provenance import find_unshards
 from fsdp_compile.tools.inspect import Report
 from fsdp_compile.tools.tables import format_unit
@@ -47,6 +48,21 @@ def sharded_checkpoints() -> Stack:
     for index, layer in enumerate(model.layers):
         model.layers[index] = checkpoint_wrapper(layer)
     return shard(model)
+
+
+def test_one_walk_of_the_model_names_all_its_units(fake_group_of_four: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sharded_pairs()
+    walks = []
+    walk = nn.Module.named_modules
+    monkeypatch.setattr(nn.Module, "named_modules", lambda self, *rest: (walks.append(self), walk(self, *rest))[1])
+    units = [unit_of(one) for one in (model, model.embed, model.ups[0], model.norms[1])]
+    for _ in range(2):
+        assert [unit.name for unit in units] == [
+            "(root) (Pairs)", "embed (Embedding)", "ups.0 (Linear), norms.0 (LayerNorm)", "ups.1 (Linear), norms.1 (LayerNorm)"
+        ]  # fmt: skip
+    assert walks.count(model) == 1
+    model.norms[0], model.norms[1] = model.norms[1], model.norms[0]
+    assert units[3].name == "ups.1 (Linear), norms.0 (LayerNorm)"
 
 
 MODELS = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -57,6 +58,15 @@ def mark_free_to_save(tensor: torch.Tensor) -> None:
     What ``torch._dynamo.mark_static_address(tensor, guard=False)`` does, in a tenth of the time: 2.11 to 2.15.
     """
     tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
+
+
+def hide_looks_at_grad() -> None:
+    """Hide that Dynamo itself looks at ``.grad`` of a tensor that is no leaf, as an edge is, where warnings are errors.
+
+    It means to hide torch's warning, by ``warnings.showwarning``, which no warning comes to that is an error
+    (``safe_has_grad``, ``safe_grad``: 2.11 to 2.15). A look of the user's is warned of as before.
+    """
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning, r"torch\._(dynamo|subclasses)\.")
 
 
 def changed_while_traced(value: object) -> bool:

@@ -10,10 +10,20 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 def addresses_in(*tensors: torch.Tensor) -> set[int]:
     """Where the memory of tensors begins, and of tensors inside them; nowhere for fake, meta and freed ones."""
-    return {address for tensor in tensors for address in _addresses_in(tensor)}
+    return {one.untyped_storage().data_ptr() for one in plain_tensors_in(*tensors)} - {0}
 
 
-def _addresses_in(tensor: torch.Tensor) -> set[int]:
+def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have one storage; that of a wrapper subclass is its own (``_cdata``: 2.11 to 2.15)."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def plain_tensors_in(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors, or those inside them, that have memory of their own; none of fake ones."""
+    return [plain for tensor in tensors for plain in _plain_tensors_in(tensor)]
+
+
+def _plain_tensors_in(tensor: torch.Tensor) -> list[torch.Tensor]:
     """A wrapper subclass has a storage whose ``data_ptr()`` raises, a sparse tensor has none (2.11 to 2.15)."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
@@ -24,10 +34,11 @@ def _addresses_in(tensor: torch.Tensor) -> set[int]:
         inner = [tensor.values()]
     else:
         try:
-            return {tensor.untyped_storage().data_ptr()} - {0}
+            tensor.untyped_storage().data_ptr()
+            return [tensor]
         except (RuntimeError, NotImplementedError):  # an opaque tensor, or a subclass that does not say what it wraps
             inner = [value for value in getattr(tensor, "__dict__", {}).values() if isinstance(value, torch.Tensor)]
-    return addresses_in(*inner)
+    return plain_tensors_in(*inner)
 
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)

@@ -178,6 +178,7 @@ class _Copies:
             outer=None,
             is_root=True,
             given=None,
+            paths={},
             version=0,
             warned_of_eager=False,
             knows_wrappers=False,

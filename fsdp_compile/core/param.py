@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .._torch_compat import autograd, dtensors
+from .._torch_compat import autograd, dtensors, subclasses
 from ..passes.layout import ShardLayout
 from ..passes.markers import ParamSpec
 from .extension import Protocol
@@ -84,10 +84,11 @@ class ReadSpec(ParamSpec):
 
     read_as: ReadAs | None = None  # what the read makes of the marker's result
     extension: Protocol | None = None  # the parameter says itself what travels
+    carries: tuple[str, ...] = ()  # attributes of the parameter that what is read has as well
 
     def kwargs(self) -> dict[str, Any]:
         fields = super().kwargs()
-        for beside_the_marker in ("read_as", "extension"):
+        for beside_the_marker in ("read_as", "extension", "carries"):
             del fields[beside_the_marker]
         return fields
 
@@ -108,6 +109,8 @@ class ShardedParam:
     # What the user asked for: a dtype, None for whatever autograd produces, or nothing but the parameter's own.
     grad_dtype: torch.dtype | Literal["own"] | None = "own"
     dtensor: ReadAs | None = None  # the DTensor that it was before fully_shard
+    # Attributes that the user gave the parameter before fully_shard: modules look for them on what they read.
+    carried: dict[str, Any] = field(default_factory=dict, repr=False)
     version: int = field(default=0, init=False)  # counts the shards, and the tensors in them, that it has had
     is_full: bool = field(default=False, init=False)  # a full parameter is registered in the shard's place for a while
     sink: Any = field(default=None, init=False, repr=False)  # the compiled path's own: where its gradient goes
@@ -133,6 +136,8 @@ class ShardedParam:
         """Have ``shard`` as the shard, which it may have been before with another tensor in it."""
         self._look_at(shard)
         self.put_beside("local", self.local if self.apart is None else self.apart.inside)
+        if self.carried:
+            self.put_beside("carried", self.carried)
 
     def _look_at(self, shard: nn.Parameter) -> None:
         local = dtensors.local_tensor(shard) if isinstance(shard, DTensor) else None
@@ -171,7 +176,13 @@ class ShardedParam:
 
     def as_read(self, gathered: Tensor) -> Any:
         """What a read gives: the gathered tensor, as the DTensor that the parameter was before fully_shard."""
-        return gathered if self.dtensor is None else self.dtensor.wrap(gathered)
+        return self.carry(gathered if self.dtensor is None else self.dtensor.wrap(gathered))
+
+    def carry(self, full: Any) -> Any:
+        """A full parameter with the attributes that the user's had."""
+        for name, value in self.carried.items():
+            setattr(full, name, value)
+        return full
 
 
 def cut_of(fqn: str, full: nn.Parameter, mesh: ShardMesh, placement_fn: Callable[..., Any] | None) -> Cut:
@@ -220,9 +231,19 @@ def shard_param(
     shard = nn.Parameter(dtensor, requires_grad=full.requires_grad)
     asked = autograd.get_grad_dtype(full)
     grad_dtype: torch.dtype | Literal["own"] | None = "own" if asked == full.dtype else asked
-    sharded = ShardedParam(fqn, order, slots, layout, cut.mesh, shard, grad_dtype, cut.read_as)
+    sharded = ShardedParam(fqn, order, slots, layout, cut.mesh, shard, grad_dtype, cut.read_as, _carried_by(full))
     sharded.keep_grad_dtype()
     return sharded
+
+
+def _carried_by(full: nn.Parameter) -> dict[str, Any]:
+    """The attributes that users read of a parameter, as bitsandbytes does ``quant_state``; private ones are not.
+
+    Those of a subclass around other tensors are how it is made, and what is gathered has its own.
+    """
+    if not any(one is full for one in subclasses.plain_tensors_in(full)):
+        return {}
+    return {name: value for name, value in vars(full).items() if name.isidentifier() and not name.startswith("_")}
 
 
 def _shard_dim(fqn: str, full: nn.Parameter, placement: Any) -> int:

@@ -61,6 +61,7 @@ def spec_of(unit: Unit, param: ShardedParam) -> ReadSpec:
         inner_offered=inner is not None and inner is not unit.post_forward,
         read_as=param.dtensor,
         extension=_traced_protocol(unit, param),
+        carries=tuple(param.carried),
         device=str(unit.mesh.device) if unit.computes_elsewhere else "",
         pinned=unit.computes_elsewhere and dtensors.is_pinned(param.shard),
     )

@@ -68,6 +68,8 @@ class Unit:
     gives_to_graphs: bool = True
     # By place among ``params``: what an eager call around compiled code gives it; None where none stands around.
     given: tuple[torch.Tensor | None, ...] | None = field(default=None, repr=False)
+    # Paths of its modules in the model, as they were when somebody last asked: see ``path_of``.
+    paths: dict[nn.Module, str] = field(default_factory=dict, repr=False)
     # Counts changes of what the specs say.
     version: int = 0
     made_after: int = 0  # so many calls of graphs, which cannot have read its parameters
@@ -83,9 +85,22 @@ class Unit:
     @property
     def name(self) -> str:
         """Path and class of the modules, for messages."""
-        paths = {module: path for root in self.root.modules for path, module in root.named_modules()}
-        classes = [original_class(one).__name__ for one in self.modules]
-        return ", ".join(f"{plain_path(paths.get(one, ''))} ({cls})" for one, cls in zip(self.modules, classes))
+        return ", ".join(f"{plain_path(self.path_of(one))} ({original_class(one).__name__})" for one in self.modules)
+
+    def path_of(self, module: nn.Module) -> str:
+        """Where in the model one of the unit's modules is; "" for the model itself, and for what is not in it.
+
+        One walk finds the paths of all units: profiles ask for each of them many times a step.
+        """
+        tops = self.root.modules
+        if not any(_module_at(top, self.paths.get(module)) is module for top in tops):
+            self.paths.pop(module, None)
+            for top in tops:
+                for path, found in top.named_modules():
+                    unit = unit_of(found)
+                    if unit is not None:
+                        unit.paths[found] = path
+        return self.paths.get(module, "")
 
     @functools.cached_property
     def by_fqn(self) -> dict[str, ShardedParam]:
@@ -137,6 +152,13 @@ def units_in(model: nn.Module) -> list[Unit]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"Pass the model that fully_shard was applied to, not a {type(model).__name__}.")
     return list(dict.fromkeys(unit for module in model.modules() if (unit := unit_of(module)) is not None))
+
+
+def _module_at(top: nn.Module, path: str | None) -> nn.Module | None:
+    found: nn.Module | None = None if path is None else top
+    for name in path.split(".") if path else ():
+        found = None if found is None else found._modules.get(name)
+    return found
 
 
 def plain_path(path: str) -> str:

@@ -262,6 +262,8 @@ def end_backward(root: Unit, task: int | None = None) -> None:
     if iteration.is_last_backward and not iteration.manual_finalization:
         with span("end_backward", root):
             iteration.traffic.finish()
+        for run in iteration.touched:
+            run.unit.accumulation.end_backward()
         if not iteration.creates_graph:
             iteration.touched.clear()
     iteration.creates_graph = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from ..core.spec import protocol_of
 from ..core.unit import Unit
 from ..passes import ParamSpec, lower
 from .collectives import Caller
+from .memory import Memory
 
 
 class Extension:
@@ -39,7 +39,7 @@ class Extension:
         self._kept: list[Tensor] = []  # what was gathered, as it travels
         self._inner: list[Tensor] = []
         self._full: Tensor | None = None
-        self._num_bytes: list[tuple[Tensor, int]] = []
+        self._memory: list[Memory] = []  # of what was gathered, and of the inner tensors
 
     def ask(self) -> None:
         """Have the subclass say what to send."""
@@ -55,9 +55,10 @@ class Extension:
         specs = [spec for _, spec in sent]
         if [(one.shape, one.dtype) for one in self._kept] != [(torch.Size(one.size), one.dtype) for one in specs]:
             self.forget()
-        self._grow()
+        for memory in self._memory:
+            memory.take()
         for index, (tensor, spec) in enumerate(sent):
-            lands_there = self._kept and spec.dim == 0 and spec.num_shards > 1
+            lands_there = self._kept and type(tensor) is Tensor and spec.dim == 0 and spec.num_shards > 1
             call = Caller(self._unit, self._kept[index].data if lands_there else None, comms=Comms())
             self._in_flight.append((lower.launch_gather(call, [tensor], [spec]), spec, call))
 
@@ -69,18 +70,18 @@ class Extension:
         if is_first:
             # With one rank what arrives is what was sent, which may be the shard itself.
             self._kept = [one.clone() for one in arrived] if self._spec.num_shards == 1 else arrived
-            self._num_bytes = _num_bytes_of(self._kept)
+            self._memory = [Memory(*self._kept)]
         for kept, tensor in zip(self._kept, arrived):
-            if tensor.untyped_storage().data_ptr() != kept.untyped_storage().data_ptr():
+            if not subclasses.share_storage(tensor, kept):
                 kept.data.copy_(tensor)
         if self._full is None:
             made, inner = self._protocol.after(local, self._kept, self._metadata, self._spec)
             self._inner, self._full = [*inner], without_padding(made, self._spec)
+            self._memory = [self._memory[0], Memory(*inner)]
         else:
             self._protocol.again(local, self._kept, self._metadata, self._spec, self._full, self._inner)
-        self._num_bytes = _num_bytes_of([*self._kept, *self._inner])
         if self._releases:
-            _shrink(self._kept)
+            self._memory[0].give_back()
         return self._full
 
     def drop(self) -> None:
@@ -91,27 +92,14 @@ class Extension:
 
     def free(self) -> None:
         """Give the storages back."""
-        _shrink([*self._kept, *self._inner])
+        for memory in self._memory:
+            memory.give_back()
 
     def forget(self) -> None:
         """Leave the storages to who still has them; the next gather is a first one."""
-        self._kept, self._inner, self._full, self._num_bytes = [], [], None, []
+        self._kept, self._inner, self._full, self._memory = [], [], None, []
 
     def addresses(self) -> set[int]:
         """Where the storages of the full parameter are; a subclass has none but those of its inner tensors."""
         tensors = [one for one in (self._full, *self._kept, *self._inner) if one is not None]
         return subclasses.addresses_in(*tensors)
-
-    def _grow(self) -> None:
-        for tensor, num_bytes in self._num_bytes:
-            if tensor.untyped_storage().nbytes() != num_bytes:
-                tensor.untyped_storage().resize_(num_bytes)
-
-
-def _num_bytes_of(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
-    return [(one, one.untyped_storage().nbytes()) for one in tensors]
-
-
-def _shrink(tensors: Sequence[Tensor]) -> None:
-    for tensor in tensors:
-        tensor.untyped_storage().resize_(0)

@@ -31,6 +31,7 @@ from ..passes.markers import require_data, require_on_cpu
 from ..passes.slices import inner_spec
 from .collectives import Caller
 from .extension import Extension
+from .memory import Memory
 
 
 class Gathered:
@@ -62,7 +63,7 @@ class Gathered:
             )
         self.index = {param.fqn: index for index, param in enumerate(self.params)}
         self.fulls: list[Any] | None = None  # tensors; None for one that was never gathered
-        self._num_bytes: list[int] = []
+        self._memory: dict[int, Memory] = {}  # of those without an extension, which has its own
         self._in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] | None = None
         self._versions: list[int] = []
         # After a forward with reshard_after_forward=n: one of n slices of each full parameter.
@@ -184,12 +185,9 @@ class Gathered:
         shards = subclasses.addresses_in(*plain)
         for extension in self._extensions.values():
             extension.free()
-        for index, full in enumerate(self.fulls or ()):
-            if index in self._extensions or full is None or (indices is not None and index not in indices):
-                continue
-            storage = full.untyped_storage()
-            if storage.data_ptr() not in shards:  # with one rank, what is gathered may be the shard itself
-                storage.resize_(0)
+        for index, memory in self._memory.items():
+            if indices is None or index in indices:
+                memory.give_back(but=shards)  # with one rank, what is gathered may be the shard itself
 
     def unalias(self, grads: dict[int, Tensor]) -> None:
         """Copy those of ``grads`` that share memory with a parameter, as a user's autograd function may give them."""
@@ -211,7 +209,7 @@ class Gathered:
             return
         if subclasses.addresses_in(*tensors) & self._addresses():
             # Tensors that autograd saved keep the storages that they alias; only our names for them go.
-            self.fulls, self.is_full = None, False
+            self.fulls, self.is_full, self._memory = None, False, {}
             for extension in self._extensions.values():
                 extension.forget()
 
@@ -248,18 +246,13 @@ class Gathered:
         """Executes the ops of one bucket; a lone parameter is gathered right into the storage that it had."""
         out = None
         spec = members[0]
-        if self.fulls is not None and len(bucket) == 1 and spec.dim == 0 and spec.layout.even and spec.num_shards > 1:
-            full = self.fulls[bucket[0]]
-            self._allocate(bucket[0])
+        lands_there = spec.dim == 0 and spec.layout.even and spec.num_shards > 1
+        full = self.fulls[bucket[0]] if self.fulls is not None and len(bucket) == 1 and lands_there else None
+        if type(full) is Tensor:
+            self._memory[bucket[0]].take()
             # As data, no new version for autograd: the values are those that were saved.
             out = lower.as_sent(lower.run, full.data)
         return Caller(self.unit, out)
-
-    def _allocate(self, index: int) -> None:
-        assert self.fulls is not None
-        storage = self.fulls[index].untyped_storage()
-        if storage.nbytes() != self._num_bytes[index]:
-            storage.resize_(self._num_bytes[index])
 
     def _land(self, in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]]) -> None:
         fulls: dict[int, Tensor] = {}
@@ -271,15 +264,16 @@ class Gathered:
     def _keep(self, arrived: Mapping[int, Tensor]) -> None:
         """Take full parameters as they came the first time, and copy those that came again to where they were."""
         if self.fulls is None:
-            self.fulls, self._num_bytes = [None] * len(self.shards), [0] * len(self.shards)
+            self.fulls, self._memory = [None] * len(self.shards), {}
         for index, again in arrived.items():
             full = self.fulls[index]
             if full is None:
                 self.fulls[index] = again
-                self._num_bytes[index] = 0 if index in self._extensions else again.untyped_storage().nbytes()
+                if index not in self._extensions:
+                    self._memory[index] = Memory(again)
             elif index not in self._extensions:
-                self._allocate(index)
-                if again.untyped_storage().data_ptr() != full.untyped_storage().data_ptr():
+                self._memory[index].take()
+                if not subclasses.share_storage(again, full):
                     full.data.copy_(again)
 
 

@@ -56,7 +56,10 @@ def read_all(call: Call) -> list[Tensor]:
         outputs = _ReadAll.apply(_recording(call), new, *[_leaf(shards[index]) for index in new])
         for index, full in zip(new, outputs):
             _have_read(call, index, True, full)
-    given = [call.plain[index, True] if recorded[index] else fulls[index] for index in range(len(shards))]
+    given = [
+        call.plain[index, True] if recorded[index] else param.carry(fulls[index])
+        for index, param in enumerate(call.gathered.params)
+    ]
     for full in given:
         dynamo.mark_free_to_save(full)  # its storage is emptied; that of a cast would not be
     return given

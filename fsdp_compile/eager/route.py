@@ -76,8 +76,6 @@ class Route:
         self.sliced = {member for stop in self._backward if stop.from_slices for member in stop.members}
         # What it reduces, whether or not gradients are still to be reduced when it runs: the graph does.
         self.reduced = {member for stop in self._backward if stop.kind != "all_gather" for member in stop.members}
-        # Units whose graph has tickets: see ``_decide_late``.
-        self._resuming = [unit for unit in self.routed if unit.accumulation.has_held]
         self._check_reductions()
         self.stage: Stage = "forward"
         self._left = deque(self._stops(way.forward, way.units))
@@ -173,7 +171,7 @@ class Route:
         Its next forward is one that has backward decide (graph/sink.py), and so is this rank's.
         """
         reduced = {unit for unit, _ in self.reduced}
-        for unit in self._resuming:
+        for unit in self.routed:
             accumulation = unit.accumulation
             if unit in reduced and not accumulation.sync and not accumulation.decides_in_backward:
                 accumulation.decides_in_backward = True

@@ -158,6 +158,7 @@ class Routed(Gathered):
     def _forget(self, index: int) -> None:
         if self.fulls is not None:
             self.fulls[index] = None
+            self._memory.pop(index, None)
 
     def give_up(self) -> None:
         if self.route is not None:

@@ -108,7 +108,7 @@ def make(eager_read, gather, wrap, mesh):
         full = {read}(param, {sink}, mode, {arguments})
         if in_front:
             {sink}.watch.end_in_front()
-        return full
+{carry}        return full
     return read
 """
 
@@ -129,9 +129,8 @@ def getter(name: str, spec: ReadSpec, eager_read: Callable[..., Any]) -> propert
     mesh = spec.read_as.mesh if spec.read_as is not None and dtensors.MESH_IS_GRAPH_INPUT else None
     places = tuple((place, _text_of(place, value)) for place, value in said.items())
     is_taken_apart = spec.extension is not None and spec.extension.look is not None
-    read = _made(name, places, is_taken_apart, *(one is not None for one in (gather, wrap, mesh)))(
-        eager_read, gather, wrap, mesh
-    )
+    given = [one is not None for one in (gather, wrap, mesh)]
+    read = _made(name, places, spec.carries, is_taken_apart, *given)(eager_read, gather, wrap, mesh)
     consts = [said.get(one, one) if isinstance(one, str) else one for one in read.__code__.co_consts]
     consts = [tuple(one) if isinstance(one, list) else one for one in consts]
     read.__code__ = read.__code__.replace(co_consts=tuple(consts))
@@ -158,7 +157,13 @@ def _text_of(place: str, value: Any) -> str:
 
 @functools.cache
 def _made(
-    name: str, arguments: tuple[tuple[str, str], ...], is_taken_apart: bool, extended: bool, wraps: bool, on_mesh: bool
+    name: str,
+    arguments: tuple[tuple[str, str], ...],
+    carries: tuple[str, ...],
+    is_taken_apart: bool,
+    extended: bool,
+    wraps: bool,
+    on_mesh: bool,
 ) -> Any:
     """The function ``make`` of a getter, for all parameters of that name: compiling it takes longer than the rest."""
     said = ", ".join(f"{place.removeprefix(_PLACE)}={text}" for place, text in arguments)
@@ -172,8 +177,11 @@ def _made(
     if wraps:
         read, said = "traced_dtensor_read", "gather, wrap, mesh" + ("" if extended else f", {said}")
         places["full"] = "wrap({})".format(places["full"] + (", mesh" if on_mesh else ""))
+    # What stands in the shard's place, and is handed back as it is, has attributes of its own.
+    carry = "        if takes is not None or isinstance(param, DTensor):\n" if carries else ""
+    carry += "".join(f"            full.{one} = self.{beside(name, 'carried')}[{one!r}]\n" for one in carries)
     namespace: dict[str, Any] = {}
-    exec(GETTER.format(name=name, fqn=fqn, read=read, arguments=said, **places), globals(), namespace)
+    exec(GETTER.format(name=name, fqn=fqn, read=read, arguments=said, carry=carry, **places), globals(), namespace)
     return namespace["make"]
 
 

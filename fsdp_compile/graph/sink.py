@@ -136,7 +136,7 @@ def forget_edges(unit: Unit, params: Sequence[ShardedParam]) -> None:
             if param.sink not in sinks and param.sink.node in nodes:
                 others.setdefault(param.slots[0].module, []).append(param.sink)
         for some in others.values():
-            _make_edges(some, part_of=unit)
+            _make_edges(unit, some, is_part=True)
     for sink in sinks:
         sink.have_edge(None)
 
@@ -156,25 +156,25 @@ def arrange_edges(unit: Unit, only: Sequence[ShardedParam] | None = None) -> Non
         elif param.shard.requires_grad and not param.shard.is_inference():
             together.append(sink)
         else:
-            _have_node([sink])
-    _have_node(together, None if only is None else unit)
+            _have_node(unit, [sink])
+    _have_node(unit, together, is_part=only is not None)
 
 
-def _have_node(sinks: Sequence[Sink], part_of: Unit | None = None) -> None:
+def _have_node(unit: Unit, sinks: Sequence[Sink], is_part: bool = False) -> None:
     """Have edges that lead from one node to the shards of these, and to no others."""
     if not sinks:
         return
     nodes = {sink.node if sink.is_current else None for sink in sinks}
     node = next(iter(nodes))
     if len(nodes) > 1 or node is None or len(node.shards) != len(sinks):
-        _make_edges(sinks, part_of)
+        _make_edges(unit, sinks, is_part)
         return
     for sink in sinks:
         sink.have_edge(sink.edge)  # as above
 
 
-def _make_edges(sinks: Sequence[Sink], part_of: Unit | None = None) -> None:
-    """New edges for the shards that these have, frozen or not, by one node; ``part_of`` a unit that is to have one.
+def _make_edges(unit: Unit, sinks: Sequence[Sink], is_part: bool = False) -> None:
+    """New edges for the shards that these have, frozen or not, by one node; ``is_part``: the unit is to have one node.
 
     It keeps the shards' ``AccumulateGrad`` alive, so ``swap_tensors`` refuses the shards as long as an edge lives.
     """
@@ -189,9 +189,10 @@ def _make_edges(sinks: Sequence[Sink], part_of: Unit | None = None) -> None:
         for shard in frozen:
             shard.requires_grad_(False)
     node = edges[0].grad_fn
+    node.unit = weakref.ref(unit)
     node.leaves = [leaf for leaf, _ in node.next_functions]
     node.leaf_of = dict(zip(map(id, shards), node.leaves))  # it holds the shards
-    node.part_of = None if part_of is None else weakref.ref(part_of)
+    node.is_part = is_part
     for sink, edge in zip(sinks, edges, strict=True):
         sink.have_edge(edge)
 
@@ -224,10 +225,11 @@ class _Edges(torch.autograd.Function):
     def backward(ctx: Any, *local_grads: Tensor | None) -> tuple[DTensor | None, ...]:
         through_autograd: list[DTensor | None] = [None]  # that of the looks
         late, in_one_graph = LateHooks(), autograd.in_compiled_autograd()
-        unit = None if ctx.part_of is None else ctx.part_of()
-        if unit is not None and not in_one_graph:
+        unit = ctx.unit()
+        if ctx.is_part and unit is not None and not in_one_graph:
             _join_at_end(unit)
         for_hooks: list[tuple[str, DTensor, Tensor]] = []
+        reduced = False
         with autograd.quick_attributes():
             for fqn, shard, leaf, grad in zip(ctx.fqns, ctx.shards, ctx.leaves, local_grads, strict=True):
                 through_autograd.append(None)
@@ -238,12 +240,16 @@ class _Edges(torch.autograd.Function):
                 if not shard.requires_grad:
                     continue
                 hooks, hooks_behind = autograd.hooks_of(shard)
-                if grads.is_asked_for(shard, leaf) or (in_one_graph if hooks else hooks_behind):
+                is_asked_for = grads.is_asked_for(shard, leaf)
+                reduced |= not is_asked_for
+                if is_asked_for or (in_one_graph if hooks else hooks_behind):
                     through_autograd[-1] = dtensors.dtensor_like(shard, grad)
                 elif hooks:
                     for_hooks.append((fqn, shard, grad))
                 else:
                     grads.give(shard, grad)
+        if reduced:
+            _note_reduced(unit)
         for fqn, shard, grad in for_hooks:
             grads.give_through_hooks(fqn, shard, grad)
             late.hold_back_all(shard)
@@ -373,10 +379,18 @@ def _held_back(unit: Unit, fqn: str) -> Tensor | None:
     if accumulation.sync:
         unit.ends.note_reduction(unit)
         return accumulation.pending.pop(fqn, None)
-    # The forward thought that this backward would synchronize. It does, which is right and costs a reduction; but who
-    # changes his mind in between does so again.
-    if not accumulation.decides_in_backward:
-        accumulation.decides_in_backward = True
-        if autograd.backward_has_an_end():
-            autograd.at_end_of_backward(functools.partial(follow_mode, unit))
     return None
+
+
+def _note_reduced(unit: Unit | None) -> None:
+    """A graph reduced gradients of the unit: follow what changed since its forward."""
+    if unit is None or not autograd.backward_has_an_end():
+        return
+    accumulation = unit.accumulation
+    if accumulation.has_left_over:  # held back since, by the backward of an earlier forward
+        unit.ends.at_end(unit)
+    elif not accumulation.sync and not accumulation.decides_in_backward:
+        # The forward took this backward for one that synchronizes. It does, which is right and costs a reduction; but
+        # who changes their mind in between does so again.
+        accumulation.decides_in_backward = True
+        autograd.at_end_of_backward(functools.partial(follow_mode, unit))

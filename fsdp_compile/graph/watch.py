@@ -59,6 +59,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
 
     def takes(self, fqn: str) -> Taken:
         """What graphs take of a parameter; None where the user put something else in its place, or into it."""
+        dynamo.hide_looks_at_grad()
         unit, param = self._of(fqn)
         refuse_traced(fqn, unit.mode_of(param))
         given = [param.local, None if param.sink is None else param.sink.edge]

@@ -44,8 +44,7 @@ def around(unit: Unit) -> Around:
 
 def _labelled(unit: Unit) -> str:
     """As plans name units: class and path."""
-    paths = {module: path for root in unit.root.modules for path, module in root.named_modules()}
-    return f"{unit.label}:{paths.get(unit.modules[0], '')}"
+    return f"{unit.label}:{unit.path_of(unit.modules[0])}"
 
 
 def table_of(units: Iterable[Around]) -> str:
