@@ -26,6 +26,7 @@ from ..eager.forward import eager_read
 from ..graph.read import getter
 from ..graph.sink import arrange_edges, follow_shards, forget_edges
 from .copies import deep_copy
+from .registered import Registered
 from .unit_forward import eager_forward_for, forward_inside, unit_forward, with_code_of_its_own
 
 
@@ -163,6 +164,8 @@ def _set_class(module: nn.Module) -> None:
     known = sorted(module.__dict__.get(READS, {}).items())
     reads = tuple((name, spec_of(owner, param)) for name, (param, owner, _) in known)
     _require_our_class(module, reads)
+    if reads and not isinstance(module._parameters, Registered):
+        module.__dict__["_parameters"] = Registered(module)
     unit = unit_of(module)
     if unit is None:
         module.__class__ = sharded_class(original_class(module), None, None, reads)

@@ -218,13 +218,13 @@ class Gathered:
     def take_names_back(self) -> None:
         """Register shards again where a module put what it was given of them into their places, in its forward."""
         others = [
-            (param, slot) for param in self.params if not param.is_full
-            for slot in param.slots if slot.param is not param.shard and isinstance(slot.param, Tensor)
+            (shard, slot) for param, shard in zip(self.params, self.shards) if not param.is_full
+            for slot in param.slots if slot.param is not shard and isinstance(slot.param, Tensor)
         ]  # fmt: skip
         addresses = self._addresses() if others else set()
-        for param, slot in others:
+        for shard, slot in others:
             if not isinstance(slot.param, DTensor) and addresses & subclasses.addresses_in(slot.param):
-                slot.register(param.shard)
+                slot.register(shard)
 
     def _addresses(self) -> set[int]:
         """Where the storages of the full parameters are."""
