@@ -156,17 +156,18 @@ def traces_call_of(modules: Sequence[nn.Module], files: Sequence[str]) -> bool:
     return False
 
 
-def comes_from(op: Any, fqn: str, local: str) -> bool:
-    """Whether ``local``, of the innermost frame that has it, is a result of ``op`` for ``fqn``, or made of one at once.
+def comes_from(op: Any, fqn: str, made_in: str, local: str) -> bool:
+    """Whether ``local``, of the innermost frame that has it, is a result of ``op`` for ``fqn``.
 
-    ``VariableTracker.as_proxy``: 2.11 to 2.15.
+    Or what a function of the module ``made_in`` made of one. ``VariableTracker.as_proxy``: 2.11 to 2.15.
     """
     frame = next((one for one in _frames_being_traced() if local in one.symbolic_locals), None)
     written = None if frame is None else frame.symbolic_locals[local].realize()
     if not isinstance(written, torch._dynamo.variables.TensorVariable):
         return False
     node = written.as_proxy().node
-    return any(one.target is op and one.kwargs.get("fqn") == fqn for one in (node, *node.all_input_nodes))
+    made_of = node.all_input_nodes if getattr(node.target, "__module__", None) == made_in else [node]
+    return any(one.target is op and one.kwargs.get("fqn") == fqn for one in made_of)
 
 
 # What Dynamo traces, by the context that it hands on to AOTAutograd, where that takes tensors which are free to save.

@@ -20,7 +20,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dynamo
-from ..core.param import READS
+from ..core import stored
+from ..core.extension import halves_of
+from ..core.param import READS, ShardedParam, beside
 from ..core.unit import Unit
 from ..eager.forward import call_of
 from . import forward_methods, unit_forward
@@ -36,6 +38,7 @@ class Registered(dict):  # type: ignore[type-arg]
         super().__init__(module._parameters)
         self.module = module
         self.unit_runs = UnitRuns(module)
+        self.absent = {name: beside(name, "absent") for name, value in dict.items(self) if value is None}
         self.replaced: dict[str, Any] = {}  # shards, while code that is traced has something else in their places
 
     def __getitem__(self, name: str) -> Any:
@@ -53,6 +56,8 @@ class Registered(dict):  # type: ignore[type-arg]
         elif self.unit_runs.traced(name):
             self.replaced[name] = dict.get(self, name)
         dict.__setitem__(self, name, value)
+        if name in self.absent:
+            self.module.__dict__[self.absent[name]] = value
 
     def __iter__(self) -> Iterator[str]:
         return dict.__iter__(self)  # ``dict(this)`` would pass over __getitem__ if this were not here
@@ -75,6 +80,21 @@ class Registered(dict):  # type: ignore[type-arg]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (dict(dict.items(self)),)  # a copy's module is given one of its own
+
+
+def register(module: nn.Module) -> tuple[str, ...]:
+    """Have one of these in a module; the names that are registered as None, as the bias of many linear layers is.
+
+    Their values stand beside them, for Dynamo, which would put guards on all parameters of a module that reads one of
+    them from ``_parameters``.
+    """
+    if not isinstance(module._parameters, Registered):
+        module.__dict__["_parameters"] = Registered(module)
+    registered: Any = module._parameters
+    absent = tuple(name for name in registered.absent if dict.get(registered, name) is None)
+    for name in absent:
+        module.__dict__[registered.absent[name]] = None
+    return absent
 
 
 class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
@@ -104,7 +124,15 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
     def traced_gave(self, name: str) -> bool:
         """The same of what is written to it."""
         known = self._known(name)
-        return known is not None and dynamo.comes_from(_UNSHARD, known[0].fqn, "value")
+        if known is None:
+            return False
+        param: ShardedParam = known[0]
+        if any(halves_of(param.shard)):
+            raise RuntimeError(
+                f"{param.fqn} has an all-gather extension, and is written to in module._parameters by code that "
+                "torch.compile traces. Leave that code out of what is compiled: torch.compiler.disable(module)."
+            )
+        return dynamo.comes_from(_UNSHARD, param.fqn, stored.__name__, "value")
 
     def _known(self, name: str) -> Any:
         module = self._module()
