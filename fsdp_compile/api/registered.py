@@ -42,10 +42,7 @@ class Registered(dict):  # type: ignore[type-arg]
         self.replaced: dict[str, Any] = {}  # shards, while code that is traced has something else in their places
 
     def __getitem__(self, name: str) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            is_full = self.unit_runs.traced(name)
-        else:
-            is_full = self.unit_runs.now(name)
+        is_full = self.unit_runs.traced(name) if torch.compiler.is_dynamo_compiling() else self.unit_runs.now(name)
         return getattr(self.module, name) if is_full else dict.__getitem__(self, name)
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -63,7 +60,7 @@ class Registered(dict):  # type: ignore[type-arg]
         return dict.__iter__(self)  # ``dict(this)`` would pass over __getitem__ if this were not here
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401
 
     def items(self) -> Any:
         return ItemsView(self)
@@ -141,7 +138,8 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
     def _owner(self, name: str) -> Unit | None:
         """The parameter's unit, where a shard is registered for it."""
         known, module = self._known(name), self._module()
-        if known is None or module is None or not isinstance(dict.get(module._parameters, name), DTensor):
+        registered: Any = {} if module is None else module._parameters
+        if known is None or not isinstance(dict.get(registered, name), DTensor):
             return None
         return known[1]  # type: ignore[no-any-return]
 

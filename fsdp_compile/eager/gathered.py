@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dtensors, subclasses
 from ..core.extension import has_extension
-from ..core.param import ShardedParam
+from ..core.param import ShardedParam, Slot
 from ..core.spec import spec_of
 from ..core.unit import Unit
 from ..passes import ParamSpec, lower
@@ -217,7 +217,7 @@ class Gathered:
 
     def take_names_back(self) -> None:
         """Register shards again where a module put what it was given of them into their places, in its forward."""
-        others = [
+        others: list[tuple[Any, Slot]] = [
             (shard, slot) for param, shard in zip(self.params, self.shards) if not param.is_full
             for slot in param.slots if slot.param is not shard and isinstance(slot.param, Tensor)
         ]  # fmt: skip
