@@ -4,17 +4,21 @@
     torchrun --nproc-per-node 2 -m fsdp_compile.run -m package.train --steps 10
 
 ``adopt()`` is called, then the script runs as Python would run it: as ``__main__``, with its own ``sys.argv``, and with
-its own folder first in ``sys.path``. Processes that the script starts are not adopted.
+its own folder first in ``sys.path``. Python processes that the script starts, of the same installation, adopt as well
+when they import torch (``started/sitecustomize.py``).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 
 from .adoption import adopt
 from .tools.script import run_script
+
+_STARTED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "started")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -29,7 +33,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not given.module and not os.path.isfile(given.script):
         parser.error(f"{given.script} is not a file")
     adopt()
+    _reach_processes_started()
     run_script(given.script, given.args, is_module=given.module)
+
+
+def _reach_processes_started() -> None:
+    """Have the Python processes that the script starts adopt as well: they have this one's environment."""
+    os.environ["FSDP_COMPILE_RUN"] = sys.prefix
+    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if _STARTED not in before:
+        os.environ["PYTHONPATH"] = os.pathsep.join([_STARTED, *filter(None, before)])
 
 
 if __name__ == "__main__":

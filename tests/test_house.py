@@ -19,7 +19,7 @@ FLOORS = [
     {"tools", "fsdp1", "hugging_face"},
     {"profiling"},
     {"adoption"},
-    {"demo", "run", "forecast"},
+    {"demo", "run", "started", "forecast"},
     {"cli"},
 ]
 

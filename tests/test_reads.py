@@ -134,8 +134,8 @@ def test_a_weight_that_was_replaced_after_sharding(two_ranks: Ranks, backend: st
     two_ranks.run(_replaced, backend)
 
 
-class AroundTheProperty(nn.Module):
-    """Reads a registered parameter without its attribute."""
+class AroundTheAttribute(nn.Module):
+    """Reads a registered parameter without its attribute, and writes there, as transformers' parallel layers do."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -143,19 +143,57 @@ class AroundTheProperty(nn.Module):
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.inner._parameters["weight"] if self.how == "_parameters" else next(iter(self.parameters()))
+        if self.how == "_parameters":
+            return x @ self.inner._parameters["weight"]
+        if self.how == "a copy of it":
+            return x @ dict(self.inner._parameters)["weight"]
+        if self.how == "parameters()":
+            return x @ next(self.parameters())
+        found = dict(self.inner.named_parameters())
+        self.inner._parameters.update({name: param * 2 for name, param in found.items()})
+        try:
+            return self.inner(x)
+        finally:
+            self.inner._parameters.update(found)
+
+
+def _around(how: str, backend: str | None) -> None:
+    torch.manual_seed(0)
+    unsharded = AroundTheAttribute(how)
+    sharded = fully_shard(copy.deepcopy(unsharded))
+    shard = dict.get(sharded.inner._parameters, "weight")
+    run = sharded if backend is None else torch.compile(sharded, backend=backend, fullgraph=True)
+    for _ in range(2):
+        for call in (run, unsharded):
+            call(torch.ones(2, 6)).pow(2).sum().backward()
+        assert sharded.inner._parameters["weight"] is shard is next(sharded.parameters())
+    assert_same_grads(sharded, unsharded)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_what_is_registered_is_full_in_forward(two_ranks: Ranks, backend: str | None) -> None:
+    for how in ("_parameters", "a copy of it", "parameters()", "written"):
+        two_ranks.run(_around, how, backend)
+
+
+class Cached(nn.Linear):
+    """Keeps a parameter where nothing of ours finds it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        (weight,) = self.cached
         return x @ weight
 
 
-def _around(how: str) -> None:
-    model = fully_shard(AroundTheProperty(how))
-    with pytest.raises(RuntimeError, match=r"inner\.weight.*attribute"):
+def _cached() -> None:
+    model: Any = fully_shard(Cached(6, 6))
+    model.cached = [model.weight]
+    with pytest.raises(RuntimeError, match=r"weight was read as a shard inside a forward.*attribute"):
         model(torch.randn(2, 6))
 
 
-def test_a_read_around_the_attribute_is_named(two_ranks: Ranks) -> None:
-    for how in ("_parameters", "named_parameters"):
-        two_ranks.run(_around, how)
+def test_a_shard_that_a_forward_kept_is_named(two_ranks: Ranks) -> None:
+    two_ranks.run(_cached)
 
 
 def _two_grad_modes() -> None:

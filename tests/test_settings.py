@@ -385,7 +385,7 @@ def _finalize_in_backward() -> None:
 
     def finalize(grad: Tensor) -> None:
         for call in (model.finalize_backward, lambda: model.set_manual_backward_finalization(False)):
-            with pytest.raises(RuntimeError, match="(must be called after backward completes|cannot change mode during backward)") as error:
+            with pytest.raises(RuntimeError, match=r"(must be called after backward completes|cannot change mode during backward)") as error:
                 call()
             refused.append(str(error.value))
 

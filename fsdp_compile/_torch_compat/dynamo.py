@@ -6,7 +6,7 @@ import contextlib
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -152,6 +152,42 @@ def was_written_to(op: Any, param: Any, given: list[torch.Tensor | None]) -> boo
         if not is_looked_up and arg is not None and any(arg.example is one for one in given):
             return True
     return False
+
+
+def _frames_being_traced() -> Iterator[Any]:
+    """What Dynamo is tracing, innermost first (``OutputGraph.current_tx``, ``parent``: 2.11 to 2.15)."""
+    output = _dynamo_output()
+    frame = None if output is None else output.current_tx
+    while frame is not None:
+        yield frame
+        frame = frame.parent
+
+
+def traces_call_of(modules: Sequence[nn.Module], files: Sequence[str]) -> bool:
+    """Whether a function of one of ``files`` is being traced whose ``self`` is one of ``modules``.
+
+    ``f_code``, ``symbolic_locals``, ``VariableTracker.realize`` and ``value``: 2.11 to 2.15.
+    """
+    for frame in _frames_being_traced():
+        if frame.f_code.co_filename in files and "self" in frame.symbolic_locals:
+            called = getattr(frame.symbolic_locals["self"].realize(), "value", None)
+            if any(called is module for module in modules):
+                return True
+    return False
+
+
+def comes_from(op: Any, fqn: str, made_in: str, local: str) -> bool:
+    """Whether ``local``, of the innermost frame that has it, is a result of ``op`` for ``fqn``.
+
+    Or what a function of the module ``made_in`` made of one. ``VariableTracker.as_proxy``: 2.11 to 2.15.
+    """
+    frame = next((one for one in _frames_being_traced() if local in one.symbolic_locals), None)
+    written = None if frame is None else frame.symbolic_locals[local].realize()
+    if not isinstance(written, torch._dynamo.variables.TensorVariable):
+        return False
+    node = written.as_proxy().node
+    made_of = node.all_input_nodes if getattr(node.target, "__module__", None) == made_in else [node]
+    return any(one.target is op and one.kwargs.get("fqn") == fqn for one in made_of)
 
 
 # What Dynamo traces, by the context that it hands on to AOTAutograd, where that takes tensors which are free to save.

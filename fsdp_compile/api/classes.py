@@ -1,14 +1,15 @@
 """The generated classes whose properties read parameters.
 
     Block given to fully_shard      class FSDPBlock(FSDPModule, Block)
-    Linear inside it                class ShardedLinear(Linear):  weight = property(...); bias = property(...)
+    Linear inside it                class Linear(ShardedModule, Linear):  weight = property(...); bias = property(...)
 
-``_parameters`` still holds the shards, so names, ``state_dict`` keys and ``parameters()`` do not change.
+``_parameters`` still holds the shards (``api/registered.py``), so names, ``state_dict`` keys and ``parameters()`` do
+not change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dtensors
 from ..core.captures import refuse_script
-from ..core.param import READS, ReadSpec, ShardedParam
+from ..core.param import READS, ReadSpec, ShardedParam, beside
 from ..core.shared import shared
 from ..core.spec import can_be_given, eager_only, spec_of
 from ..core.unit import INSIDE, Unit, original_class, unit_of
@@ -26,6 +27,7 @@ from ..eager.forward import eager_read
 from ..graph.read import getter
 from ..graph.sink import arrange_edges, follow_mode, forget_edges
 from .copies import deep_copy
+from .registered import register
 from .unit_forward import eager_forward_for, forward_inside, unit_forward, with_code_of_its_own
 
 
@@ -175,11 +177,12 @@ def _set_class(module: nn.Module) -> None:
     known = sorted(module.__dict__.get(READS, {}).items())
     reads = tuple((name, spec_of(owner, param)) for name, (param, owner, _) in known)
     _require_our_class(module, reads)
+    absent = register(module) if reads else ()
     unit = unit_of(module)
     if unit is None:
-        module.__class__ = sharded_class(original_class(module), None, None, reads)
+        module.__class__ = sharded_class(original_class(module), None, None, reads, absent)
     else:
-        module.__class__ = sharded_class(original_class(module), unit.mixin, unit.eager_only, reads)
+        module.__class__ = sharded_class(original_class(module), unit.mixin, unit.eager_only, reads, absent)
 
 
 def let_go(module: Any) -> None:
@@ -246,20 +249,24 @@ def sharded_class(
     mixin: type | None,
     eager_only: str | None,
     reads: tuple[tuple[str, ReadSpec], ...],
+    absent: tuple[str, ...],
 ) -> type[nn.Module]:
     """A subclass of ``cls`` whose properties read the sharded parameters; equal modules share one.
 
-    ``mixin`` is a base for modules that are a unit, ``eager_only`` names what Dynamo must not trace them for.
+    ``mixin`` is a base for modules that are a unit, ``eager_only`` names what Dynamo must not trace them for. Parameters
+    that are registered as None have the names ``absent``.
     """
     namespace: dict[str, Any] = {"_fsdp_compile_original": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
     for name, spec in reads:
         namespace[name] = getter(name, spec, eager_read)
+    namespace.update({name: property(_reads_beside(beside(name, "absent"))) for name in absent})
     if hasattr(cls, "__deepcopy__"):
         namespace["__deepcopy__"] = _deepcopy
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = property(_flat_weights, lambda self, value: None)
     if mixin is None:
-        return type(f"Sharded{cls.__name__}", (ShardedModule, cls), namespace)
+        # Its original's name, which code goes by and repr shows; a unit's begins with FSDP, as under FSDP2.
+        return type(cls.__name__, (ShardedModule, cls), {**namespace, "__qualname__": cls.__qualname__})
     name = f"FSDP{cls.__name__}"
     namespace[INSIDE] = with_code_of_its_own(forward_inside, f"{name}._call_inside")
     if eager_only is None:
@@ -267,6 +274,10 @@ def sharded_class(
     else:
         namespace["_call_impl"] = eager_forward_for(name, eager_only)
     return type(name, (mixin, cls), namespace)
+
+
+def _reads_beside(attribute: str) -> Callable[[Any], Any]:
+    return lambda self: getattr(self, attribute)
 
 
 def _flat_weights(self: nn.RNNBase) -> list[Any]:

@@ -29,17 +29,30 @@ _FSDP2: Any = torch_fsdp.FSDPModule  # its methods' types are not ours
 class _Managed:
     """Whether ranks wait for one another in a module's forward: transformers asks, and keeps ``generate`` in step.
 
-    Not where Dynamo asks, which leaves out guards where it is true. From torch 2.14 on it reads it off the class.
+    A framework may say so itself: transformers does, of a model that it has sharded. Dynamo never hears that it is so,
+    for then it leaves out guards, or refuses the module. From torch 2.14 on it reads this object off the class, and not
+    the module's own dict, since an attribute that can be set comes first.
     """
 
     def __bool__(self) -> bool:
         return False
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        module.__dict__[self.name] = value
+
+    def __delete__(self, module: nn.Module) -> None:
+        module.__dict__.pop(self.name, None)
+
+    def __set_name__(self, cls: type, name: str) -> None:
+        self.name = name
 
     def __get__(self, module: nn.Module | None, cls: type) -> Any:
         if module is None:
             return self
         if torch.compiler.is_compiling() or dynamo.is_tracing():
             return False
+        if self.name in module.__dict__:
+            return module.__dict__[self.name]
         unit = _unit(module)
         return unit.mesh.num_shards > 1 and not all(map(is_here, unit.inside()))
 

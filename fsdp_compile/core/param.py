@@ -61,10 +61,10 @@ class Slot:
 
     @property
     def param(self) -> Any:
-        return self.module._parameters.get(self.name)
+        return dict.get(self.module._parameters, self.name)
 
     def register(self, param: nn.Parameter) -> None:
-        self.module._parameters[self.name] = param
+        dict.__setitem__(self.module._parameters, self.name, param)
 
 
 @dataclass(frozen=True)

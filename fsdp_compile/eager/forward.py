@@ -221,6 +221,17 @@ def eager_read(module: nn.Module, name: str, param: Any) -> Any:
 dynamo.leave_all_to_python(eager_read)
 
 
+def call_of(unit: Unit) -> Call | None:
+    """The eager forward of the unit that runs now, be it a part of one that is recomputed for backward.
+
+    Such a part runs with grad enabled, unlike hooks that are called in backward, which are to find shards.
+    """
+    run = running(unit)
+    if run.calls:
+        return run.calls[-1]
+    return _call_in_backward(run) if torch.is_grad_enabled() else None
+
+
 def _as_computed_with(full: Any, known: tuple[ShardedParam, Unit, Unit]) -> Any:
     """What full_params put in the shard's place: inside a forward in the dtype that the inputs are cast to."""
     sharded, unit, reader = known

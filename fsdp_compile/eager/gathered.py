@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dtensors, subclasses
 from ..core.extension import has_extension
-from ..core.param import ShardedParam
+from ..core.param import ShardedParam, Slot
 from ..core.spec import spec_of
 from ..core.unit import Unit
 from ..passes import ParamSpec, lower
@@ -215,14 +215,14 @@ class Gathered:
 
     def take_names_back(self) -> None:
         """Register shards again where a module put what it was given of them into their places, in its forward."""
-        others = [
-            (param, slot) for param in self.params if not param.is_full
-            for slot in param.slots if slot.param is not param.shard and isinstance(slot.param, Tensor)
+        others: list[tuple[Any, Slot]] = [
+            (shard, slot) for param, shard in zip(self.params, self.shards) if not param.is_full
+            for slot in param.slots if slot.param is not shard and isinstance(slot.param, Tensor)
         ]  # fmt: skip
         addresses = self._addresses() if others else set()
-        for param, slot in others:
+        for shard, slot in others:
             if not isinstance(slot.param, DTensor) and addresses & subclasses.addresses_in(slot.param):
-                slot.register(param.shard)
+                slot.register(shard)
 
     def _addresses(self) -> set[int]:
         """Where the storages of the full parameters are."""

@@ -27,6 +27,6 @@ def read_around(unit: Unit, error: BaseException) -> RuntimeError | None:
     if found is None:
         return None
     return RuntimeError(
-        f"{found} was read as a shard inside a forward: through module._parameters, parameters() or the like, and not "
-        "through its attribute on the module. Read the attribute, or gather it with .full_tensor()."
+        f"{found} was read as a shard inside a forward: from where it was kept before the forward began, or in the "
+        "forward of another unit. Read the attribute, or gather it with .full_tensor()."
     )

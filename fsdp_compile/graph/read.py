@@ -96,7 +96,7 @@ def make(eager_read, gather, wrap, mesh):
         if takes is not None:
             param = takes, {local}, {edge}
         else:
-            param = self._parameters.get({name!r}, MISSING)
+            param = dict.get(self._parameters, {name!r}, MISSING)
             if param is MISSING:
                 raise AttributeError({name!r})
         if not traced:

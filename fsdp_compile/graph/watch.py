@@ -164,7 +164,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
 
 
 def _taken(unit: Unit, param: ShardedParam, slot: Slot) -> Taken:
-    registered = slot.module._parameters.get(slot.name)
+    registered = slot.param
     if unit.given is not None:
         return "full" if registered is param.param and isinstance(registered, DTensor) else None
     if registered is not param.shard or param.has_other_data:

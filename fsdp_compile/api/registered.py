@@ -1,0 +1,154 @@
+"""What a sharded module has as ``_parameters``: its code finds there what it finds under its attributes.
+
+    outside of forwards              the shards: names, state dicts, optimizers, hooks in backward
+    while a forward of their unit    what ``module.weight`` gives, so that named_parameters(), ``_parameters["weight"]``
+    runs, or is traced               and the like see full parameters, as with FSDP2
+    what was found is written back   the shard is registered again: transformers' layers compute with local tensors of
+                                     DTensors, which they put into ``_parameters`` for as long as their forward runs
+
+A parameter of a unit whose forward does not run is a shard to others, as with FSDP2.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import ItemsView, Iterator, ValuesView
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .._torch_compat import dynamo
+from ..core import stored
+from ..core.extension import halves_of
+from ..core.param import READS, ShardedParam, beside
+from ..core.unit import Unit
+from ..eager.forward import call_of
+from . import forward_methods, unit_forward
+
+_UNSHARD = torch.ops.fsdpc.unshard
+_CALLS = (str(unit_forward.__file__), str(forward_methods.__file__))  # where a unit's module is called
+
+
+class Registered(dict):  # type: ignore[type-arg]
+    """The parameters of one module by name; what ``dict``'s own methods say of it is what is registered."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module._parameters)
+        self.module = module
+        self.unit_runs = UnitRuns(module)
+        self.absent = {name: beside(name, "absent") for name, value in dict.items(self) if value is None}
+        self.replaced: dict[str, Any] = {}  # shards, while code that is traced has something else in their places
+
+    def __getitem__(self, name: str) -> Any:
+        is_full = self.unit_runs.traced(name) if torch.compiler.is_dynamo_compiling() else self.unit_runs.now(name)
+        return getattr(self.module, name) if is_full else dict.__getitem__(self, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            value = self.unit_runs.shard_behind(name, value)
+        elif self.unit_runs.traced_gave(name):
+            value = self.replaced.pop(name, dict.get(self, name))
+        elif self.unit_runs.traced(name):
+            self.replaced[name] = dict.get(self, name)
+        dict.__setitem__(self, name, value)
+        if name in self.absent:
+            self.module.__dict__[self.absent[name]] = value
+
+    def __iter__(self) -> Iterator[str]:
+        return dict.__iter__(self)  # ``dict(this)`` would pass over __getitem__ if this were not here
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401
+
+    def items(self) -> Any:
+        return ItemsView(self)
+
+    def values(self) -> Any:
+        return ValuesView(self)
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    def update(self, *others: Any, **values: Any) -> None:
+        for name, value in dict(*others, **values).items():
+            self[name] = value
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(dict.items(self)),)  # a copy's module is given one of its own
+
+
+def register(module: nn.Module) -> tuple[str, ...]:
+    """Have one of these in a module; the names that are registered as None, as the bias of many linear layers is.
+
+    Their values stand beside them, for Dynamo, which would put guards on all parameters of a module that reads one of
+    them from ``_parameters``.
+    """
+    if not isinstance(module._parameters, Registered):
+        module.__dict__["_parameters"] = Registered(module)
+    registered: Any = module._parameters
+    absent = tuple(name for name in registered.absent if dict.get(registered, name) is None)
+    for name in absent:
+        module.__dict__[registered.absent[name]] = None
+    return absent
+
+
+class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
+    """Whether a forward of the unit that owns a parameter runs; Dynamo takes the answers for constants."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)  # Dynamo keeps objects of this class
+
+    def now(self, name: str) -> bool:
+        """Of an eager forward. Dynamo itself, on its way through a model, is to find what is registered."""
+        owner = self._owner(name)
+        return owner is not None and call_of(owner) is not None and not dynamo.is_tracing()
+
+    def shard_behind(self, name: str, value: Any) -> Any:
+        """The shard, where ``value`` is what that forward was given of the parameter; or else ``value``."""
+        known = self._known(name)
+        call = None if known is None else call_of(known[1])
+        if call is None or not any(value is given for given in call.tensors.values()):
+            return value
+        return call.gathered.shards[call.gathered.index[known[0].fqn]]
+
+    def traced(self, name: str) -> bool:
+        """The same where Dynamo traces the code that asks."""
+        owner = self._owner(name)
+        return owner is not None and (call_of(owner) is not None or dynamo.traces_call_of(owner.modules, _CALLS))
+
+    def traced_gave(self, name: str) -> bool:
+        """The same of what is written to it."""
+        known = self._known(name)
+        if known is None:
+            return False
+        param: ShardedParam = known[0]
+        if any(halves_of(param.shard)):
+            raise RuntimeError(
+                f"{param.fqn} has an all-gather extension, and is written to in module._parameters by code that "
+                "torch.compile traces. Leave that code out of what is compiled: torch.compiler.disable(module)."
+            )
+        return dynamo.comes_from(_UNSHARD, param.fqn, stored.__name__, "value")
+
+    def _known(self, name: str) -> Any:
+        module = self._module()
+        return None if module is None else module.__dict__.get(READS, {}).get(name)
+
+    def _owner(self, name: str) -> Unit | None:
+        """The parameter's unit, where a shard is registered for it."""
+        known, module = self._known(name), self._module()
+        registered: Any = {} if module is None else module._parameters
+        if known is None or not isinstance(dict.get(registered, name), DTensor):
+            return None
+        return known[1]  # type: ignore[no-any-return]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnitRuns:
+        return self  # Dynamo of torch 2.11 keeps a copy
+
+
+def _nothing_to_guard(asked: UnitRuns) -> list[Any]:
+    return []
+
+
+dynamo.register_opaque(UnitRuns, guard=_nothing_to_guard, constant_methods=("traced", "traced_gave"))
