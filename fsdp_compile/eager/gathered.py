@@ -41,6 +41,8 @@ class Gathered:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self._version = unit.version
+        for param in unit.params:
+            param.require_shard()
         self.params: list[ShardedParam] = [param for param in unit.params if isinstance(param.param, DTensor)]
         self.shards: list[DTensor] = [param.param for param in self.params]
         for param, shard in zip(self.params, self.shards):
@@ -65,6 +67,8 @@ class Gathered:
         self._num_bytes: list[int] = []
         self._in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] | None = None
         self._versions: list[int] = []
+        # Where each shard was when it was gathered. With one rank, what is gathered may be the shard itself.
+        self._shard_at: dict[int, set[int]] = {}
         # After a forward with reshard_after_forward=n: one of n slices of each full parameter.
         self._slices: list[Tensor] | None = None
         self.is_full = False
@@ -179,16 +183,13 @@ class Gathered:
     def _give_back(self, indices: Collection[int] | None = None) -> None:
         if self.unit.settings.keep_storage:
             return
-        local_tensors = map(dtensors.local_tensor, self.shards)
-        plain = [local for index, local in enumerate(local_tensors) if index not in self._extensions]
-        shards = subclasses.addresses_in(*plain)
         for extension in self._extensions.values():
             extension.free()
         for index, full in enumerate(self.fulls or ()):
             if index in self._extensions or full is None or (indices is not None and index not in indices):
                 continue
             storage = full.untyped_storage()
-            if storage.data_ptr() not in shards:  # with one rank, what is gathered may be the shard itself
+            if storage.data_ptr() not in self._shard_at.get(index, ()):
                 storage.resize_(0)
 
     def unalias(self, grads: dict[int, Tensor]) -> None:
@@ -215,16 +216,13 @@ class Gathered:
             for extension in self._extensions.values():
                 extension.forget()
 
-    def take_names_back(self) -> None:
-        """Register shards again where a module put what it was given of them into their places, in its forward."""
-        others = [
-            (param, slot) for param in self.params if not param.is_full
-            for slot in param.slots if slot.param is not param.shard and isinstance(slot.param, Tensor)
-        ]  # fmt: skip
-        addresses = self._addresses() if others else set()
-        for param, slot in others:
-            if not isinstance(slot.param, DTensor) and addresses & subclasses.addresses_in(slot.param):
-                slot.register(param.shard)
+    def take_places_back(self) -> None:
+        """Register shards again in the places that a module gave to other tensors in its forward."""
+        for param, shard in zip(self.params, self.shards):
+            if not isinstance(param.param, DTensor) and not param.is_full:
+                for slot in param.slots:
+                    if slot.param is not None or slot is param.slots[0]:
+                        slot.register(shard)  # type: ignore[arg-type]
 
     def _addresses(self) -> set[int]:
         """Where the storages of the full parameters are."""
@@ -242,6 +240,7 @@ class Gathered:
     def source(self, index: int) -> Tensor:
         """What this rank has of one parameter, where it is gathered."""
         device, shard = self.unit.mesh.device, dtensors.local_tensor(self.shards[index]).detach()
+        self._shard_at[index] = subclasses.addresses_in(shard)
         return shard if shard.device == device else shard.to(device, non_blocking=True)
 
     def _caller(self, bucket: list[int], members: list[ParamSpec]) -> Caller:
@@ -279,7 +278,9 @@ class Gathered:
                 self._num_bytes[index] = 0 if index in self._extensions else again.untyped_storage().nbytes()
             elif index not in self._extensions:
                 self._allocate(index)
-                if again.untyped_storage().data_ptr() != full.untyped_storage().data_ptr():
+                if again.untyped_storage().data_ptr() in self._shard_at.get(index, ()):
+                    self.fulls[index] = again  # where it was may be another's memory by now: ``param.data`` was set
+                elif again.untyped_storage().data_ptr() != full.untyped_storage().data_ptr():
                     full.data.copy_(again)
 
 

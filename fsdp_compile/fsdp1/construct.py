@@ -33,9 +33,10 @@ from torch.distributed.fsdp import (
 
 from .._torch_compat import dynamo, fsdp1
 from ..api.arguments import require_dtypes
-from ..api.fully_shard import fully_shard
+from ..api.fully_shard import make_unit, modules_in
 from ..api.replicate import replicate
 from ..core.containers import cast_floating, tensors_in
+from ..core.mesh import hybrid_mesh, replicate_mesh, shard_mesh
 from ..core.unit import Unit, unit_of
 from .helpers import known_to_helpers
 from .ignored import ignored_in
@@ -219,18 +220,19 @@ class Constructed(Wrapper):
         )
         offload = CPUOffloadPolicy() if self.cpu_offload.offload_params else OffloadPolicy()
         ignored = set(self._ignored.params)
-        if self.sharding_strategy is ShardingStrategy.NO_SHARD:
-            replicate(given, mesh=self._device_mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
+        is_replicated, mesh = self.sharding_strategy is ShardingStrategy.NO_SHARD, self._device_mesh
+        known, spread = unit_of(module), replicate_mesh if is_replicated else hybrid_mesh if mesh.ndim == 2 else shard_mesh
+        if known is not None and (known.mesh, known.mp_policy, known.offload) == (
+            spread(mesh), policy, self.cpu_offload.offload_params
+        ):  # fmt: skip
+            return  # one more wrapper around a module that has its unit
+        if is_replicated:
+            replicate(given, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
             return
-        fully_shard(
-            given,
-            mesh=self._device_mesh,
-            # None: what FSDP1 does as well, the root alone stays gathered.
-            reshard_after_forward=False if self.sharding_strategy in KEEPS_GATHERED else None,
-            mp_policy=policy,
-            offload_policy=offload,
-            ignored_params=ignored,
-        )
+        # None: what FSDP1 does as well, the root alone stays gathered.
+        reshard_after_forward = False if self.sharding_strategy in KEEPS_GATHERED else None
+        given = modules_in(given, "fully_shard")
+        make_unit(given, spread(mesh), reshard_after_forward, None, policy, offload, ignored)
 
     def _settle_casts(self) -> None:
         """What inputs are cast to, now that it is known whether this is the outermost wrapper."""

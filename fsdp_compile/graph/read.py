@@ -84,7 +84,8 @@ def traced_dtensor_read(
     return wrap(full) if mesh is None else wrap(full, mesh)
 
 
-# ``eager_read`` is the eager path's: (module, name, what is registered) -> what a read gives, or BY_MARKER.
+# ``eager_read`` is the eager path's: (module, name, what is registered) -> what a read gives, or BY_MARKER. So is
+# ``eager_write``: (module, name, value) -> whether it took the value.
 GETTER = """
 def make(eager_read, gather, wrap, mesh):
     def read(self):
@@ -115,7 +116,9 @@ def make(eager_read, gather, wrap, mesh):
 MISSING = Mark()  # no such parameter: it was deleted after sharding
 
 
-def getter(name: str, spec: ReadSpec, eager_read: Callable[..., Any]) -> property:
+def getter(
+    name: str, spec: ReadSpec, eager_read: Callable[..., Any], eager_write: Callable[..., bool]
+) -> property:
     """A property that reads parameter ``name``; its marker's arguments are constants of its code.
 
     Constants need no guards, which matters: a guard on each of fifteen arguments of each of three hundred parameters
@@ -140,14 +143,16 @@ def getter(name: str, spec: ReadSpec, eager_read: Callable[..., Any]) -> propert
     namespace: dict[str, Any] = {}
     exec(code, globals(), namespace)
 
-    def refuse(self: Any, value: Any) -> None:
+    def write(self: Any, value: Any) -> None:
         # nn.Module registers parameters by itself: only something else comes here, in place of one that was deleted.
+        if eager_write(self, name, value):
+            return
         raise RuntimeError(
             f"{spec.fqn} is sharded: it cannot become a {type(value).__name__} after fully_shard. Apply weight_norm, "
             "spectral_norm, pruning and the like before fully_shard."
         )
 
-    return property(namespace["make"](eager_read, gather, wrap, mesh), refuse)
+    return property(namespace["make"](eager_read, gather, wrap, mesh), write)
 
 
 def taken_apart(inside: dict[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:

@@ -86,6 +86,12 @@ class Sink:
         self.edge, self.edge_of = edge, None if edge is None else self.param.version
         self.param.put_beside("edge", edge)
 
+    def follow_data(self) -> None:
+        """The shard's local tensor has other memory: so has its edge, and what was gathered is no longer it."""
+        if self.edge is not None and self.takes == "edge":
+            self.edge.data = self.param.local  # type: ignore[assignment]
+        self.watch.note_data()
+
     @property
     def is_current(self) -> bool:
         """Whether the edge is one of what the parameter has now."""
