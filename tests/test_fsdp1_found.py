@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -26,8 +27,11 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from fsdp_compile.core.spec import spec_of
 from fsdp_compile.fsdp1 import ShardedGradScaler
 from fsdp_compile.fsdp1.wrap import ModuleWrapPolicy
+from fsdp_compile.lookout.names import Namer
+from fsdp_compile.passes.ledger import Issued
 from tests.comparing import assert_same_grads, batches, full, loss_of, mine, reference_backward
 from tests.fsdp1_scripts import OURS, silenced, under_theirs
 from tests.models import Block, Stack
@@ -453,12 +457,14 @@ def check_wrapped_again() -> None:
         inner = plain()
         first = OURS(inner, auto_wrap_policy=BLOCKS)
         loss_of(first(mine())).backward()
-        again = OURS(inner)
+        again = OURS(inner, device_id="cpu")
         loss_of(again(mine(1))).backward()
     assert list(again.state_dict()) == list(first.state_dict()) == list(unsharded.state_dict())
     for step in (0, 1):
         reference_backward(unsharded, batches(step))
     assert_same_grads(again, unsharded)
+    of_blocks = {id(param) for param in inner.layers.parameters()}
+    assert [id(param) for param in again.params] == [id(one) for one in inner.parameters() if id(one) not in of_blocks]
     with pytest.raises(ValueError, match="sharded or replicated already"), silenced():
         OURS(inner, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
 
@@ -522,3 +528,23 @@ def check_ignoring_itself() -> None:
 
 def test_a_wrapper_that_ignores_its_module_casts_no_buffer(two_ranks: Ranks) -> None:
     two_ranks.run(check_ignoring_itself)
+
+
+def places_of_params() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """This rank ignores as many modules as its number, and one more."""
+    rank = dist.get_rank()
+    inner = nn.Sequential(*(nn.Linear(4, 4) for _ in range(rank + 3)))
+    with silenced():
+        model = OURS(nn.Sequential(inner), ignored_modules=list(inner)[1:-1])
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+    unit = model._unit
+    specs = [spec_of(unit, param) for param in unit.params]
+    issued = Issued("all_gather", specs, unit.mesh.group, 0, None, (weakref.ref(unit),))
+    (link,) = Namer().of_launch(issued).links
+    return link.names, link.whose
+
+
+def test_ranks_that_ignore_other_modules_agree_about_the_rest(two_ranks: Ranks) -> None:
+    (names, places), (other_names, other_places) = two_ranks.run(places_of_params)
+    assert names != other_names and places == other_places and len(places) == 4

@@ -58,7 +58,7 @@ class ShardedModule:
         super().register_parameter(name, param)  # type: ignore[misc]
         known = self.__dict__.get(READS, {}).get(name)
         if known is not None and param is not None:
-            _take_or_refuse(*known, Slot(self, name))  # type: ignore[arg-type]
+            _take_or_refuse(*known, Slot(self, name))  # type: ignore[arg-type, call-arg]
 
     def __prepare_scriptable__(self) -> NoReturn:
         reads = self.__dict__.get(READS, {})
@@ -200,11 +200,15 @@ def _require_shards(module: Any, state: Mapping[str, Any], prefix: str) -> None:
 
 
 def _take_or_refuse(param: ShardedParam, owner: Unit, reader: Unit, slot: Slot) -> None:
-    """Take what was put in a shard's place, or have the next forward refuse it; inside a forward it goes when that ends."""
+    """Take what was put in a shard's place, or have the next forward refuse it.
+
+    What is put there inside a forward goes when that ends.
+    """
     if param.is_full or running(owner).runs_forward or running(reader).runs_forward:
         return
     owner.version += 1  # the eager path looks at it anew
-    put, shard, param.refused = slot.param, param.shard, None
+    put, param.refused = slot.param, None
+    shard: Any = param.shard
     if isinstance(put, DTensor):
         alike = (put.device_mesh, put.placements, put.shape) == (shard.device_mesh, shard.placements, shard.shape)
         if alike and put.dtype != shard.dtype:

@@ -167,10 +167,10 @@ class ShardedParam:
         put, shard = self.refused, self.shard
         if put is not None and not self.is_full and any(slot.param is put for slot in self.slots):
             raise RuntimeError(
-                f"{self.fqn}: Cannot writeback when the parameter shape changes. It is sharded, a DTensor with placements "
-                f"{shard.placements} whose full shape is {tuple(shard.shape)}, and {_described(put)} was put in its "  # type: ignore[attr-defined]
-                "place: each rank would train that alone. Put nn.Parameter(distribute_tensor(full, param.device_mesh, "
-                "param.placements)) there, or write into the parameter inside full_params or summon_full_params."
+                f"{self.fqn}: Cannot writeback when the parameter shape changes. It is {_described(shard)}, and "
+                f"{_described(put)} was put in its place, which each rank would train alone. Put nn.Parameter("
+                "distribute_tensor(full, param.device_mesh, param.placements)) there, or write into the parameter "
+                "inside full_params or summon_full_params."
             )
 
     def put_beside(self, what: str, tensor: Any) -> None:

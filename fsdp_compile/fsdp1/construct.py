@@ -228,10 +228,10 @@ class Constructed(Wrapper):
         offload = CPUOffloadPolicy() if self.cpu_offload.offload_params else OffloadPolicy()
         ignored = set(self._ignored.params)
         is_replicated, mesh = self.sharding_strategy is ShardingStrategy.NO_SHARD, self._device_mesh
-        known, spread = unit_of(module), replicate_mesh if is_replicated else hybrid_mesh if mesh.ndim == 2 else shard_mesh
-        if known is not None and (known.mesh, known.mp_policy, known.offload) == (
-            spread(mesh), policy, self.cpu_offload.offload_params
-        ):  # fmt: skip
+        # FSDP1 takes a mesh of two dimensions without names.
+        target = (replicate_mesh if is_replicated else hybrid_mesh if mesh.ndim == 2 else shard_mesh)(mesh)
+        known, asked = unit_of(module), (target, policy, self.cpu_offload.offload_params)
+        if known is not None and (known.mesh, known.mp_policy, known.offload) == asked:
             return  # one more wrapper around a module that has its unit
         if is_replicated:
             replicate(given, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
@@ -239,7 +239,7 @@ class Constructed(Wrapper):
         # None: what FSDP1 does as well, the root alone stays gathered.
         reshard_after_forward = False if self.sharding_strategy in KEEPS_GATHERED else None
         given = modules_in(given, "fully_shard")
-        make_unit(given, spread(mesh), reshard_after_forward, None, policy, offload, ignored)
+        make_unit(given, target, reshard_after_forward, None, policy, offload, ignored)
 
     def _settle_casts(self) -> None:
         """What inputs are cast to, now that it is known whether this is the outermost wrapper."""
