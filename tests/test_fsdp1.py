@@ -430,7 +430,7 @@ OURS_ALONE: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "no mesh": (lambda fsdp: fsdp(Stack(), device_mesh=dist.group.WORLD), TypeError, "Pass a DeviceMesh"),
     "two groups to shard over": (lambda fsdp: fsdp(Stack(), process_group=hybrid_pair()), ValueError, "takes one process group"),
     "an accelerator that is not there": (lambda fsdp: fsdp(Stack(), device_id=0), ValueError, "no accelerator"),
-    "a device by name": (lambda fsdp: fsdp(Stack(), device_id="cpu"), TypeError, "Pass a torch.device"),
+    "a device that is none": (lambda fsdp: fsdp(Stack(), device_id=[]), TypeError, "Pass a torch.device"),
 }  # fmt: skip
 
 

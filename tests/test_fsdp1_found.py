@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,12 +18,21 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, ShardingStrategy, StateDictType
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from fsdp_compile.core.spec import spec_of
 from fsdp_compile.fsdp1 import ShardedGradScaler
 from fsdp_compile.fsdp1.wrap import ModuleWrapPolicy
-from tests.comparing import batches, full, loss_of, mine, reference_backward
+from fsdp_compile.lookout.names import Namer
+from fsdp_compile.passes.ledger import Issued
+from tests.comparing import assert_same_grads, batches, full, loss_of, mine, reference_backward
 from tests.fsdp1_scripts import OURS, silenced, under_theirs
 from tests.models import Block, Stack
 from tests.ranks import Ranks
@@ -177,8 +189,12 @@ def test_helpers_of_checkpoints_know_our_class_by_its_import_alone(
 
 
 def check_unnamed_mesh() -> None:
-    unsharded = plain()
-    model = made(device_mesh=init_device_mesh("cpu", (2, 2)), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    unsharded, mesh = plain(), init_device_mesh("cpu", (2, 2))
+    model = made(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    with OURS.state_dict_type(model, SHARDED):
+        saved = model.state_dict()["head.weight"]
+    assert saved.device_mesh == mesh  # the user's own, with which its other DTensors can be computed
+    assert torch.equal((saved - distribute_tensor(full(saved), mesh, [Replicate(), Shard(0)])).full_tensor().unique(), torch.zeros(1))
     loss_of(model(mine())).backward()
     reference_backward(unsharded, batches(0))
     for ours, theirs in zip(model.parameters(), unsharded.parameters()):
@@ -400,3 +416,135 @@ def check_wrapped_before(around: Any) -> None:
 @pytest.mark.parametrize("around", [checkpoint_wrapper, pytest.param(_compiled, marks=pytest.mark.more)])
 def test_what_was_checkpointed_or_compiled_before_it_was_wrapped_is_known(two_ranks: Ranks, around: Any) -> None:
     two_ranks.run(check_wrapped_before, around)
+
+
+# --- between forward and backward, wrapped again, in evaluation ----------------------------------------------------
+
+
+def check_summoned_before_backward(strategy: ShardingStrategy, backend: str | None) -> None:
+    unsharded, model = plain(), made(sharding_strategy=strategy)
+    run = model if backend is None else torch.compile(model, backend=backend)
+    losses = []
+    for writeback in (True, False):
+        losses.append(loss_of(run(mine())))
+        with OURS.summon_full_params(model, writeback=writeback):
+            assert model.head.weight.shape == unsharded.head.weight.shape
+    sum(losses).backward()
+    reference_backward(unsharded, batches(0))
+    reference_backward(unsharded, batches(0))
+    assert_same_grads(model, unsharded)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "backend"),
+    [
+        (ShardingStrategy.NO_SHARD, None),
+        (ShardingStrategy.NO_SHARD, "aot_eager"),
+        (ShardingStrategy.SHARD_GRAD_OP, None),
+        (ShardingStrategy.FULL_SHARD, "inductor"),
+    ],
+)
+def test_full_parameters_are_seen_before_backward(
+    two_ranks: Ranks, strategy: ShardingStrategy, backend: str | None
+) -> None:
+    """What was not written to is not written back: backward finds what forward saved."""
+    two_ranks.run(check_summoned_before_backward, strategy, backend)
+
+
+def check_wrapped_again() -> None:
+    unsharded = plain()
+    with silenced():
+        inner = plain()
+        first = OURS(inner, auto_wrap_policy=BLOCKS)
+        loss_of(first(mine())).backward()
+        again = OURS(inner, device_id="cpu")
+        loss_of(again(mine(1))).backward()
+    assert list(again.state_dict()) == list(first.state_dict()) == list(unsharded.state_dict())
+    for step in (0, 1):
+        reference_backward(unsharded, batches(step))
+    assert_same_grads(again, unsharded)
+    of_blocks = {id(param) for param in inner.layers.parameters()}
+    assert [id(param) for param in again.params] == [id(one) for one in inner.parameters() if id(one) not in of_blocks]
+    with pytest.raises(ValueError, match="sharded or replicated already"), silenced():
+        OURS(inner, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+
+
+def test_a_module_is_wrapped_again(two_ranks: Ranks) -> None:
+    two_ranks.run(check_wrapped_again)
+
+
+class WithBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("third", torch.full((4,), 1 / 3))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        self.seen = [x.dtype, y.dtype, self.third.dtype]
+        return y + self.third.to(y.dtype)
+
+
+HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+
+
+def check_evaluation(cls: Any, asked: str) -> list[Any]:
+    seen: list[Any] = []
+    with mock.patch.dict(os.environ, {"FSDP_USE_FULL_PREC_IN_EVAL": asked}), silenced():
+        model = cls(nn.Sequential(cls(WithBuffer(), mixed_precision=HALF), nn.Linear(4, 4)), mixed_precision=HALF)
+    x = torch.linspace(0, 1, 8).reshape(2, 4)
+    for trains in (True, False, True):
+        out = model.train(trains)(x)
+        seen.append((model.module[0].module.seen, out.dtype))
+        out.float().sum().backward()
+        model.zero_grad()
+    if cls is OURS:
+        run = torch.compile(model.eval(), backend="aot_eager")
+        torch.testing.assert_close(run(x), model(x))
+        assert model(x).dtype == (torch.float32 if asked == "1" else torch.bfloat16)
+    return seen
+
+
+def check_as_theirs(asked: str) -> None:
+    torch.manual_seed(0)
+    theirs = check_evaluation(under_theirs, asked)
+    assert check_evaluation(OURS, asked) == theirs
+    assert (theirs[1] != theirs[0]) == (asked == "1")
+
+
+@pytest.mark.parametrize("asked", ["0", "1"])
+def test_evaluation_in_full_precision_is_asked_for_by_the_environment(two_ranks: Ranks, asked: str) -> None:
+    two_ranks.run(check_as_theirs, asked)
+
+
+def check_ignoring_itself() -> None:
+    inner = WithBuffer()
+    with silenced():
+        wrapped = OURS(inner, mixed_precision=HALF, ignored_modules=[inner])
+        OURS(nn.Sequential(wrapped, nn.Linear(4, 4)), mixed_precision=HALF)
+    assert torch.equal(inner.third, torch.full((4,), 1 / 3)) and inner.third.dtype == torch.float32
+
+
+def test_a_wrapper_that_ignores_its_module_casts_no_buffer(two_ranks: Ranks) -> None:
+    two_ranks.run(check_ignoring_itself)
+
+
+def places_of_params() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """This rank ignores as many modules as its number, and one more."""
+    rank = dist.get_rank()
+    inner = nn.Sequential(*(nn.Linear(4, 4) for _ in range(rank + 3)))
+    with silenced():
+        model = OURS(nn.Sequential(inner), ignored_modules=list(inner)[1:-1])
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+    unit = model._unit
+    specs = [spec_of(unit, param) for param in unit.params]
+    issued = Issued("all_gather", specs, unit.mesh.group, 0, None, (weakref.ref(unit),))
+    (link,) = Namer().of_launch(issued).links
+    return link.names, link.whose
+
+
+def test_ranks_that_ignore_other_modules_agree_about_the_rest(two_ranks: Ranks) -> None:
+    (names, places), (other_names, other_places) = two_ranks.run(places_of_params)
+    assert names != other_names and places == other_places and len(places) == 4

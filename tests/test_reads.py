@@ -109,20 +109,13 @@ def test_reads_from_a_hook_of_an_inner_module(two_ranks: Ranks) -> None:
         two_ranks.run(_compare, old_weight_norm, backend)
 
 
-def _replaced(backend: str | None) -> None:
-    torch.manual_seed(0)
+def _deleted(backend: str | None) -> None:
     model = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3))
     fully_shard(model)
-    whole = nn.Parameter(torch.randn(7, 6))
-    model[0].weight = whole  # a full parameter in place of the shard: used as it is
     run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
-    x = torch.randn(4, 6)
-    out = run(x)
-    expected = copy.copy(x) @ whole.t() + model[0].bias.full_tensor()
-    expected = expected @ model[1].weight.full_tensor().t() + model[1].bias.full_tensor()
-    torch.testing.assert_close(out, expected)
-    out.sum().backward()
-    assert whole.grad is not None and model[1].weight.grad is not None
+    model[0].bias = None
+    run(torch.randn(4, 6)).sum().backward()
+    assert model[0].weight.grad is not None
     del model[0].weight
     assert not hasattr(model[0], "weight")
     with pytest.raises(AttributeError, match="weight"):
@@ -130,8 +123,8 @@ def _replaced(backend: str | None) -> None:
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_a_weight_that_was_replaced_after_sharding(two_ranks: Ranks, backend: str | None) -> None:
-    two_ranks.run(_replaced, backend)
+def test_a_parameter_that_was_deleted_after_sharding(two_ranks: Ranks, backend: str | None) -> None:
+    two_ranks.run(_deleted, backend)
 
 
 class AroundTheAttribute(nn.Module):

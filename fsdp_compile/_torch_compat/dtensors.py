@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed.device_mesh as device_mesh
@@ -54,6 +55,29 @@ def is_pinned(param: torch.Tensor) -> bool:
     """Whether a shard is in pinned memory (``_local_tensor``: 2.11 to 2.15)."""
     local = param._local_tensor if isinstance(param, DTensor) else param
     return local.device.type == "cpu" and local.is_pinned()
+
+
+_DATA: Any = torch._C.TensorBase.data  # 2.11 to 2.15
+
+
+def heed_data_writes(require: Callable[[DTensor, Any], None], note: Callable[[DTensor], None]) -> None:
+    """Have ``dtensor.data = other`` give a DTensor the other one's values, as the same statement does for a tensor.
+
+    torch 2.11 to 2.15 changes the shape and dtype that the DTensor shows, and leaves its local tensor as it was: the
+    values are lost. ``require`` raises where the values cannot be taken, and ``note`` is told once they are.
+    """
+
+    def write(self: DTensor, other: Any) -> None:
+        require(self, other)
+        other = other.detach()
+        if other.placements != self.placements:
+            other = other.redistribute(placements=self.placements)
+        _DATA.__set__(self, other)
+        self._local_tensor.data, self._spec = other._local_tensor, other._spec
+        note(self)
+
+    if "data" not in DTensor.__dict__:
+        DTensor.data = property(_DATA.__get__, write)  # type: ignore[assignment, method-assign]
 
 
 # Whether Dynamo makes a DeviceMesh an input of the graph (``_register_distributed_opaque_types``: 2.15, not 2.11).

@@ -19,11 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dtensors
 from ..core.captures import refuse_script
-from ..core.param import READS, ReadSpec, ShardedParam, beside
+from ..core.param import READS, ReadSpec, ShardedParam, Slot, beside
 from ..core.shared import shared
 from ..core.spec import can_be_given, eager_only, spec_of
 from ..core.unit import INSIDE, Unit, original_class, unit_of
-from ..eager.forward import eager_read
+from ..eager.forward import eager_read, eager_write
+from ..eager.running import running
 from ..graph.read import getter
 from ..graph.sink import arrange_edges, follow_mode, forget_edges
 from .copies import deep_copy
@@ -55,6 +56,12 @@ class ShardedModule:
             for owner, params in _read_by(self).items():
                 refresh(owner, params)  # .to(dtype) and .to_empty(device) change what markers say
         return applied
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)  # type: ignore[misc]
+        known = self.__dict__.get(READS, {}).get(name)
+        if known is not None and param is not None:
+            _take_or_refuse(*known, Slot(self, name))  # type: ignore[arg-type, call-arg]
 
     def __prepare_scriptable__(self) -> NoReturn:
         reads = self.__dict__.get(READS, {})
@@ -207,6 +214,30 @@ def _require_shards(module: Any, state: Mapping[str, Any], prefix: str) -> None:
         )
 
 
+def _take_or_refuse(param: ShardedParam, owner: Unit, reader: Unit, slot: Slot) -> None:
+    """Take what was put in a shard's place, or have the next forward refuse it.
+
+    What is put there inside a forward goes when that ends.
+    """
+    if param.is_full or running(owner).runs_forward or running(reader).runs_forward:
+        return
+    owner.version += 1  # the eager path looks at it anew
+    put, param.refused = slot.param, None
+    shard: Any = param.shard
+    if isinstance(put, DTensor):
+        alike = (put.device_mesh, put.placements, put.shape) == (shard.device_mesh, shard.placements, shard.shape)
+        if alike and put.dtype != shard.dtype:
+            refresh(owner)
+    else:
+        known = (shard.shape, shard.dtype, shard.device)
+        alike = param.layout.num_shards == 1 and param.dtensor is None and (put.shape, put.dtype, put.device) == known
+        if alike:  # no rank shares it out, so its values are the shard's
+            shard.data = dtensors.dtensor_like(shard, put.detach())
+            slot.register(shard.requires_grad_(put.requires_grad))
+    if not alike:
+        param.refused = put
+
+
 def take_back(module: Any) -> None:
     """Have edges again, of other parameters where others came, of other dtypes perhaps."""
     for owner, params in _read_by(module).items():
@@ -253,12 +284,12 @@ def sharded_class(
 ) -> type[nn.Module]:
     """A subclass of ``cls`` whose properties read the sharded parameters; equal modules share one.
 
-    ``mixin`` is a base for modules that are a unit, ``eager_only`` names what Dynamo must not trace them for. Parameters
-    that are registered as None have the names ``absent``.
+    ``mixin`` is a base for modules that are a unit, ``eager_only`` names what Dynamo must not trace them for.
+    ``absent`` names parameters that are registered as None.
     """
     namespace: dict[str, Any] = {"_fsdp_compile_original": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
     for name, spec in reads:
-        namespace[name] = getter(name, spec, eager_read)
+        namespace[name] = getter(name, spec, eager_read, eager_write)
     namespace.update({name: property(_reads_beside(beside(name, "absent"))) for name in absent})
     if hasattr(cls, "__deepcopy__"):
         namespace["__deepcopy__"] = _deepcopy

@@ -186,6 +186,8 @@ def swapped_in(
     said: dict[int, tuple[_Swapped, str]] = {}
     try:
         for unit in units:
+            for param in unit.params:
+                param.require_shard()
             for param, full in zip(unit.params, _full_parameters(unit, offload_to_cpu, with_grads), strict=True):
                 swapped.append(_Swapped(unit, param, param.param, full, with_grads))
                 param.is_full = True
@@ -374,4 +376,7 @@ def _write(param: ShardedParam, shard: Tensor, full: Tensor) -> None:
         if not isinstance(full, DTensor):
             full = distribute_tensor(full.detach(), param.dtensor.mesh, param.dtensor.placements, src_data_rank=None)
         local = full.to_local()
-    dtensors.local_tensor(shard).copy_(part_of(param, local))  # type: ignore[arg-type]
+    kept, part = dtensors.local_tensor(shard), part_of(param, local)  # type: ignore[arg-type]
+    # What was not written to is not written back: a backward that is still to come may have saved the shard.
+    if type(kept) is not Tensor or kept.device != part.device or not torch.equal(kept, part):
+        kept.copy_(part)

@@ -154,7 +154,8 @@ def _others_of(root: Unit) -> Others:
         _world = world_of(store)
         _numbers.clear()
     (ranks,) = groups
-    known_by = [ranks, root.label, [(one.fqn, one.layout.size) for one in params]]
+    # By sizes: where ranks ignore other modules, the same parameters have other names.
+    known_by = [ranks, root.label, [one.layout.size for one in params]]
     topic = hashlib.sha256(repr(known_by).encode()).hexdigest()[:16]
     _numbers[topic] += 1
     return Others(store, f"{_world.number}/{topic}/{_numbers[topic]}", len(ranks))

@@ -63,8 +63,10 @@ class ShardMesh:
         """The mesh of the ranks that share the parameter out."""
         if self.spmd is not None and self.spmd.flat_shard is not None:
             return self.spmd.flat_shard
-        if self.spmd is not None or self.mesh.ndim == 1 or self.mesh.mesh_dim_names is None:
+        if self.spmd is not None or self.mesh.ndim == 1:
             return self.mesh
+        if self.mesh.mesh_dim_names is None:
+            return DeviceMesh.from_group(self.mesh.get_group(1), self.mesh.device_type)
         return self.mesh[self.mesh.mesh_dim_names[1]]  # the first one replicates
 
     @property
@@ -97,8 +99,13 @@ def shard_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any = None) -> ShardMesh:
                 f"Please init the 2D mesh for HSDP with mesh_dim_names specified: {mesh} has none. Pass "
                 "mesh_dim_names=('replicate', 'shard') to init_device_mesh; the first replicates."
             )
-        return _with_roles(mesh, shard=mesh.get_group(1), replicate=mesh.get_group(0))
+        return hybrid_mesh(mesh)
     return _with_roles(mesh, shard=mesh.get_group())
+
+
+def hybrid_mesh(mesh: DeviceMesh) -> ShardMesh:
+    """A mesh of two dimensions, with names or without: the first replicates, the second shards."""
+    return _with_roles(mesh, shard=mesh.get_group(1), replicate=mesh.get_group(0))
 
 
 def replicate_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any = None) -> ShardMesh:

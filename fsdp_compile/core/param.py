@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -113,10 +114,13 @@ class ShardedParam:
     carried: dict[str, Any] = field(default_factory=dict, repr=False)
     version: int = field(default=0, init=False)  # counts the shards, and the tensors in them, that it has had
     is_full: bool = field(default=False, init=False)  # a full parameter is registered in the shard's place for a while
+    # What the user put in the shard's place for good, and cannot be one: the next forward raises.
+    refused: nn.Parameter | None = field(default=None, init=False, repr=False)
     sink: Any = field(default=None, init=False, repr=False)  # the compiled path's own: where its gradient goes
 
     def __post_init__(self) -> None:
         self._look_at(self.shard)
+        dtensors.heed_data_writes(_require_data, _note_data)
 
     def install(self) -> None:
         """Put the shard where the full parameter is, which says from now on that it was sharded."""
@@ -145,6 +149,7 @@ class ShardedParam:
         is_known = self.version and shard is self.shard and local is self.local and address == self.address
         self.version += not is_known
         self.shard, self.local, self.address, self.apart = shard, local, address, taken_apart(local)
+        _OF_SHARDS[id(shard)] = self
 
     @property
     def has_other_data(self) -> bool:
@@ -155,6 +160,23 @@ class ShardedParam:
         if self.apart is not None and self.apart.has_changed:
             return True
         return self.address is not None and self.address != self.local.data_ptr()
+
+    def follow_data(self) -> None:
+        """``shard.data = other`` was said: its local tensor is the same one, with other memory."""
+        self.address = None if self.local is None else self.local.data_ptr()
+        if self.sink is not None:
+            self.sink.follow_data()
+
+    def require_shard(self) -> None:
+        """Raise where the user put something in the shard's place that cannot be one."""
+        put, shard = self.refused, self.shard
+        if put is not None and not self.is_full and any(slot.param is put for slot in self.slots):
+            raise RuntimeError(
+                f"{self.fqn}: Cannot writeback when the parameter shape changes. It is {_described(shard)}, and "
+                f"{_described(put)} was put in its place, which each rank would train alone. Put nn.Parameter("
+                "distribute_tensor(full, param.device_mesh, param.placements)) there, or write into the parameter "
+                "inside full_params or summon_full_params."
+            )
 
     def put_beside(self, what: str, tensor: Any) -> None:
         """Have a tensor, or those inside it, where compiled reads take it from: in the modules' own dicts.
@@ -183,6 +205,44 @@ class ShardedParam:
         for name, value in self.carried.items():
             setattr(full, name, value)
         return full
+
+
+# By the id of its shard, as weak references to the shard would keep nn.Module.to from swapping it.
+_OF_SHARDS: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
+
+
+def _of_shard(shard: Any) -> ShardedParam | None:
+    param = _OF_SHARDS.get(id(shard))
+    return None if param is None or param.shard is not shard else param
+
+
+def _note_data(written: DTensor) -> None:
+    param = _of_shard(written)
+    if param is not None:
+        param.follow_data()
+
+
+def _require_data(written: DTensor, other: Any) -> None:
+    """Raise where ``written.data = other`` would not leave in ``written`` what ``other`` holds."""
+    param, has = _of_shard(written), _described(written)
+    known = "A tensor" if param is None else param.fqn
+    what = f"{known} is {has}, and its .data was set to {_described(other)}."
+    if not isinstance(other, DTensor) or other.device_mesh != written.device_mesh:
+        how = "distribute_tensor(full, param.device_mesh, param.placements)"
+        raise RuntimeError(f"{what} Set it to a DTensor on the same mesh: {how} makes one of a full tensor.")
+    if other.shape != written.shape:
+        raise RuntimeError(f"Cannot writeback when the parameter shape changes. {what} Set it to one of its own shape.")
+    if {type(dtensors.local_tensor(one)) for one in (written, other)} != {Tensor}:
+        raise RuntimeError(f"{what} What is inside them is no plain tensor. Put a new nn.Parameter in its place.")
+    if param is not None and (other.dtype, other.device) != (written.dtype, written.device):
+        raise RuntimeError(f"{what} Cast or move the model with model.to(...), which tells all that know the shard.")
+
+
+def _described(tensor: Any) -> str:
+    if not isinstance(tensor, Tensor):
+        return f"a {type(tensor).__name__}"
+    placed = f" with placements {tensor.placements}" if isinstance(tensor, DTensor) else ""
+    return f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} and {tensor.dtype} on {tensor.device}{placed}"
 
 
 def cut_of(fqn: str, full: nn.Parameter, mesh: ShardMesh, placement_fn: Callable[..., Any] | None) -> Cut:

@@ -108,6 +108,7 @@ def _call_of_pass(run: Running) -> Call:
 def abandon_forward(unit: Unit, call: Call) -> None:
     """The forward raised: an error, or checkpointing that has recomputed enough."""
     run, iteration = call.run, call.run.iteration
+    call.gathered.take_places_back()
     if call in run.calls:
         run.calls.remove(call)
         iteration.depth -= autograd.backward_task() is None
@@ -128,6 +129,7 @@ def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
     """Free or keep what the unit gathered, and be told when backward reaches it."""
     run, iteration = call.run, call.run.iteration
     run.calls.remove(call)
+    call.gathered.take_places_back()
     tensors = tensors_in(output)
     recorded = torch.is_grad_enabled() and not autograd.in_functorch()
     outputs = [tensor for tensor in tensors if tensor.requires_grad] if recorded else []
@@ -139,7 +141,6 @@ def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
     iteration.depth -= 1
     if call.gathered.is_full:
         iteration.touched.setdefault(run)
-        call.gathered.take_names_back()
         call.gathered.give_away(tensors)
         _hook_outputs(call, outputs)
     run.not_run_yet.discard(module)
@@ -230,6 +231,19 @@ def call_of(unit: Unit) -> Call | None:
     if run.calls:
         return run.calls[-1]
     return _call_in_backward(run) if torch.is_grad_enabled() else None
+
+
+def eager_write(module: nn.Module, name: str, value: Any) -> bool:
+    """A module sets a tensor under a parameter's name: whether it is read there, which is until its forward ends."""
+    _, owner, reader = module.__dict__[READS][name]
+    runs = running(owner).runs_forward or running(reader).runs_forward
+    if runs and isinstance(value, Tensor):
+        module._parameters[name] = value  # type: ignore[assignment]
+        return True
+    return False
+
+
+dynamo.leave_all_to_python(eager_write)
 
 
 def _as_computed_with(full: Any, known: tuple[ShardedParam, Unit, Unit]) -> Any:

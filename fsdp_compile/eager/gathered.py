@@ -42,6 +42,8 @@ class Gathered:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self._version = unit.version
+        for param in unit.params:
+            param.require_shard()
         self.params: list[ShardedParam] = [param for param in unit.params if isinstance(param.param, DTensor)]
         self.shards: list[DTensor] = [param.param for param in self.params]
         for param, shard in zip(self.params, self.shards):
@@ -66,6 +68,8 @@ class Gathered:
         self._memory: dict[int, Memory] = {}  # of those without an extension, which has its own
         self._in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] | None = None
         self._versions: list[int] = []
+        # Where each shard was when it was gathered. With one rank, what is gathered may be the shard itself.
+        self._shard_at: dict[int, set[int]] = {}
         # After a forward with reshard_after_forward=n: one of n slices of each full parameter.
         self._slices: list[Tensor] | None = None
         self.is_full = False
@@ -180,14 +184,11 @@ class Gathered:
     def _give_back(self, indices: Collection[int] | None = None) -> None:
         if self.unit.settings.keep_storage:
             return
-        local_tensors = map(dtensors.local_tensor, self.shards)
-        plain = [local for index, local in enumerate(local_tensors) if index not in self._extensions]
-        shards = subclasses.addresses_in(*plain)
         for extension in self._extensions.values():
             extension.free()
         for index, memory in self._memory.items():
             if indices is None or index in indices:
-                memory.give_back(but=shards)  # with one rank, what is gathered may be the shard itself
+                memory.give_back(but=self._shard_at.get(index, ()))
 
     def unalias(self, grads: dict[int, Tensor]) -> None:
         """Copy those of ``grads`` that share memory with a parameter, as a user's autograd function may give them."""
@@ -213,16 +214,13 @@ class Gathered:
             for extension in self._extensions.values():
                 extension.forget()
 
-    def take_names_back(self) -> None:
-        """Register shards again where a module put what it was given of them into their places, in its forward."""
-        others: list[tuple[Any, Slot]] = [
-            (shard, slot) for param, shard in zip(self.params, self.shards) if not param.is_full
-            for slot in param.slots if slot.param is not shard and isinstance(slot.param, Tensor)
-        ]  # fmt: skip
-        addresses = self._addresses() if others else set()
-        for shard, slot in others:
-            if not isinstance(slot.param, DTensor) and addresses & subclasses.addresses_in(slot.param):
-                slot.register(shard)
+    def take_places_back(self) -> None:
+        """Register shards again in the places that a module gave to other tensors in its forward."""
+        for param, shard in zip(self.params, self.shards):
+            if not isinstance(param.param, DTensor) and not param.is_full:
+                for slot in param.slots:
+                    if slot.param is not None or slot is param.slots[0]:
+                        slot.register(shard)  # type: ignore[arg-type]
 
     def _addresses(self) -> set[int]:
         """Where the storages of the full parameters are."""
@@ -240,6 +238,7 @@ class Gathered:
     def source(self, index: int) -> Tensor:
         """What this rank has of one parameter, where it is gathered."""
         device, shard = self.unit.mesh.device, dtensors.local_tensor(self.shards[index]).detach()
+        self._shard_at[index] = subclasses.addresses_in(shard)
         return shard if shard.device == device else shard.to(device, non_blocking=True)
 
     def _caller(self, bucket: list[int], members: list[ParamSpec]) -> Caller:
@@ -272,6 +271,10 @@ class Gathered:
                 if index not in self._extensions:
                     self._memory[index] = Memory(again)
             elif index not in self._extensions:
+                if subclasses.addresses_in(again) & self._shard_at.get(index, set()):
+                    # The shard itself. Where it was may be another's memory by now: ``param.data`` was set.
+                    self.fulls[index], self._memory[index] = again, Memory(again)
+                    continue
                 self._memory[index].take()
                 if not subclasses.share_storage(again, full):
                     full.data.copy_(again)

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -33,9 +34,11 @@ from torch.distributed.fsdp import (
 
 from .._torch_compat import dynamo, fsdp1
 from ..api.arguments import require_dtypes
-from ..api.fully_shard import fully_shard
+from ..api.classes import refresh
+from ..api.fully_shard import make_unit, modules_in
 from ..api.replicate import replicate
 from ..core.containers import cast_floating, tensors_in
+from ..core.mesh import hybrid_mesh, replicate_mesh, shard_mesh
 from ..core.unit import Unit, unit_of
 from .helpers import known_to_helpers
 from .ignored import ignored_in
@@ -46,6 +49,7 @@ from .prepare import (
     cast_buffers,
     materialize,
     require_ties_inside,
+    restore_buffers,
     send_from_first,
     unsharded_params,
 )
@@ -133,12 +137,16 @@ class Constructed(Wrapper):
         self._shard(module, reduce_dtype)
         self._fsdp_wrapped_module = module
         self._gives_inputs_dtype: bool = False
+        # As FSDP1, it is read here. Then evaluation computes in the parameters' own dtype.
+        self._full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
+        self._is_in_full_precision: bool = False
         self._has_full_params: bool = False  # inside summon_full_params
         self._has_comm_hook: bool = False
         self._state_dict_settings = default_settings()
         for one in constructed_in(self):
             one._is_root = one is self
             one._settle_casts()
+        self._settle_precision()
         has_clean_state_dicts(self)
         known_to_helpers()
         if not _IS_WRAPPING.get():
@@ -222,24 +230,48 @@ class Constructed(Wrapper):
         )
         offload = CPUOffloadPolicy() if self.cpu_offload.offload_params else OffloadPolicy()
         ignored = set(self._ignored.params)
-        if self.sharding_strategy is ShardingStrategy.NO_SHARD:
-            replicate(given, mesh=self._device_mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
+        is_replicated, mesh = self.sharding_strategy is ShardingStrategy.NO_SHARD, self._device_mesh
+        # FSDP1 takes a mesh of two dimensions without names.
+        target = (replicate_mesh if is_replicated else hybrid_mesh if mesh.ndim == 2 else shard_mesh)(mesh)
+        known, asked = unit_of(module), (target, policy, self.cpu_offload.offload_params)
+        if known is not None and (known.mesh, known.mp_policy, known.offload) == asked:
+            return  # one more wrapper around a module that has its unit
+        if is_replicated:
+            replicate(given, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
             return
-        fully_shard(
-            given,
-            mesh=self._device_mesh,
-            # None: what FSDP1 does as well, the root alone stays gathered.
-            reshard_after_forward=False if self.sharding_strategy in KEEPS_GATHERED else None,
-            mp_policy=policy,
-            offload_policy=offload,
-            ignored_params=ignored,
-        )
+        # None: what FSDP1 does as well, the root alone stays gathered.
+        reshard_after_forward = False if self.sharding_strategy in KEEPS_GATHERED else None
+        given = modules_in(given, "fully_shard")
+        make_unit(given, target, reshard_after_forward, None, policy, offload, ignored)
 
     def _settle_casts(self) -> None:
         """What inputs are cast to, now that it is known whether this is the outermost wrapper."""
         precision = self.mixed_precision
         casts = precision.cast_forward_inputs or (self._is_root and precision.cast_root_forward_inputs)
-        self._inputs_dtype = precision.param_dtype if casts else None
+        self._inputs_dtype = precision.param_dtype if casts and not self._is_in_full_precision else None
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self._settle_precision()
+        return self
+
+    def _settle_precision(self) -> None:
+        """Compute in full precision in evaluation, where that was asked for, and in the mixed one in training."""
+        is_full, unit = self._full_precision_in_eval and not self._fsdp_wrapped_module.training, self._unit
+        if is_full == self._is_in_full_precision:
+            return
+        self._is_in_full_precision = is_full
+        self._settle_casts()
+        if unit is not None:
+            if is_full:
+                self._trains_by, unit.mp_policy = unit.mp_policy, MixedPrecisionPolicy(cast_forward_inputs=False)
+            else:
+                unit.mp_policy = self._trains_by
+            refresh(unit)
+        if is_full:
+            restore_buffers(self._fsdp_wrapped_module, self._ignored, self._saved_buffer_dtypes)
+        elif self.mixed_precision.buffer_dtype is not None:
+            cast_buffers(self._fsdp_wrapped_module, self._ignored, self.mixed_precision.buffer_dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module, with inputs in the dtype that it computes in."""
@@ -269,6 +301,11 @@ class Constructed(Wrapper):
     def __getitem__(self, key: Any) -> Any:
         """Of a wrapped ``nn.Sequential``, its members."""
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The wrapper's own parameters, those of inner wrappers left out: DTensors, where FSDP1 has flat parameters."""
+        return [] if self._unit is None else [param.param for param in self._unit.params]
 
     @property
     def process_group(self) -> dist.ProcessGroup:

@@ -109,6 +109,12 @@ def cast_buffers(module: nn.Module, ignored: Ignored, dtype: torch.dtype) -> dic
     return had
 
 
+def restore_buffers(module: nn.Module, ignored: Ignored, dtypes: dict[str, torch.dtype]) -> None:
+    """Give the region's buffers the dtypes that they had, by path."""
+    for path, one, name, buffer in list(tensors_of(module, ignored.modules, params=False)):
+        one._buffers[name] = buffer.to(dtypes.get(path, buffer.dtype))
+
+
 def ask_for_gradients_in(module: nn.Module, ignored: Ignored, dtype: torch.dtype) -> None:
     """Have the region's parameters ask for gradients of ``dtype``, and their shards after them."""
     for _, _, _, param in unsharded_params(module, ignored):

@@ -54,11 +54,13 @@ def device_for(device_id: Any, devices: set[torch.device], mesh: DeviceMesh | No
 
 
 def _device_of(device_id: Any, accelerator: torch.device | None) -> torch.device:
-    if isinstance(device_id, bool) or not isinstance(device_id, (int, torch.device)):
-        raise TypeError(f"device_id is {device_id!r}. Pass a torch.device, or the number of an accelerator.")
-    if isinstance(device_id, int) and accelerator is None:
-        raise ValueError(f"device_id={device_id}: this machine has no accelerator. Pass torch.device('cpu').")
-    device = device_id if isinstance(device_id, torch.device) else torch.device(accelerator.type, device_id)  # type: ignore[union-attr]
+    if isinstance(device_id, bool) or not isinstance(device_id, (int, str, torch.device)):
+        raise TypeError(f"device_id is {device_id!r}. Pass a torch.device, its name, or the number of an accelerator.")
+    if isinstance(device_id, int):
+        if accelerator is None:
+            raise ValueError(f"device_id={device_id}: this machine has no accelerator. Pass torch.device('cpu').")
+        device_id = torch.device(accelerator.type, device_id)
+    device = torch.device(device_id)
     if device.type == "cpu":
         return torch.device("cpu")
     current = _current(device)
@@ -114,7 +116,7 @@ def _mesh_of_two(
             raise ValueError(
                 f"Expected device_mesh to have ndim=2 but got {mesh.ndim}. For {strategy} pass one (replicate, shard)."
             )
-        return mesh if mesh.mesh_dim_names is not None else _named(mesh)
+        return mesh
     if process_group is None:
         if wraps_by_hand:
             raise ValueError(
@@ -135,12 +137,6 @@ def _mesh_of_two(
     return DeviceMesh.from_group(
         [replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
     )
-
-
-def _named(mesh: DeviceMesh) -> DeviceMesh:
-    """The same mesh, of the same process groups, whose dimensions have names, as fully_shard wants them."""
-    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    return DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=("replicate", "shard"))
 
 
 def _mesh_of_nodes(device_type: str) -> DeviceMesh:

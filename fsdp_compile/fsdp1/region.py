@@ -35,7 +35,7 @@ def clean(name: str) -> str:
 
 def region_of(module: nn.Module, left_out: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module]]:
     """``module`` and what is below it, by path, in every place; neither inner wrappers nor what is left out."""
-    pending = [("", module)]
+    pending = [("", module)] if module not in left_out else []
     while pending:
         path, one = pending.pop()
         yield path, one

@@ -85,7 +85,8 @@ def traced_dtensor_read(
     return wrap(full) if mesh is None else wrap(full, mesh)
 
 
-# ``eager_read`` is the eager path's: (module, name, what is registered) -> what a read gives, or BY_MARKER.
+# ``eager_read`` is the eager path's: (module, name, what is registered) -> what a read gives, or BY_MARKER. So is
+# ``eager_write``: (module, name, value) -> whether it took the value.
 GETTER = """
 def make(eager_read, gather, wrap, mesh):
     def read(self):
@@ -116,7 +117,9 @@ def make(eager_read, gather, wrap, mesh):
 MISSING = Mark()  # no such parameter: it was deleted after sharding
 
 
-def getter(name: str, spec: ReadSpec, eager_read: Callable[..., Any]) -> property:
+def getter(
+    name: str, spec: ReadSpec, eager_read: Callable[..., Any], eager_write: Callable[..., bool]
+) -> property:
     """A property that reads parameter ``name``; its marker's arguments are constants of its code.
 
     Constants need no guards, which matters: a guard on each of fifteen arguments of each of three hundred parameters
@@ -135,14 +138,16 @@ def getter(name: str, spec: ReadSpec, eager_read: Callable[..., Any]) -> propert
     consts = [tuple(one) if isinstance(one, list) else one for one in consts]
     read.__code__ = read.__code__.replace(co_consts=tuple(consts))
 
-    def refuse(self: Any, value: Any) -> None:
+    def write(self: Any, value: Any) -> None:
         # nn.Module registers parameters by itself: only something else comes here, in place of one that was deleted.
+        if eager_write(self, name, value):
+            return
         raise RuntimeError(
             f"{spec.fqn} is sharded: it cannot become a {type(value).__name__} after fully_shard. Apply weight_norm, "
             "spectral_norm, pruning and the like before fully_shard."
         )
 
-    return property(read, refuse)
+    return property(read, write)
 
 
 _PLACE = "in place of "  # begins the constants, in a getter's code, that each parameter has its own value for

@@ -100,6 +100,12 @@ class Sink:
         self.edge, self.edge_of = edge, None if edge is None else self.param.version
         self.param.put_beside("edge", edge)
 
+    def follow_data(self) -> None:
+        """The shard's local tensor has other memory: so has its edge, and what was gathered is no longer it."""
+        if self.edge is not None and self.takes == "edge":
+            self.edge.data = self.param.local  # type: ignore[assignment]
+        self.watch.note_data()
+
     @property
     def node(self) -> Any:
         """From which the edge leads to the shard, and perhaps others to theirs."""

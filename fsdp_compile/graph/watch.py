@@ -62,6 +62,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         dynamo.hide_looks_at_grad()
         unit, param = self._of(fqn)
         refuse_traced(fqn, unit.mode_of(param))
+        param.require_shard()
         given = [param.local, None if param.sink is None else param.sink.edge]
         if dynamo.was_written_to(_UNSHARD, param, given):
             refuse_read_again(fqn)
@@ -108,6 +109,12 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         unit = self._unit()
         if unit is not None:
             follow_mode(unit)
+
+    def note_data(self) -> None:
+        """A shard has other memory: have the eager path gather anew, into other storages."""
+        unit = self._unit()
+        if unit is not None:
+            unit.version += 1
 
     def say_unheeded(self) -> None:
         """Warn of settings that only the eager path goes by, once each in a model, where graphs read parameters."""

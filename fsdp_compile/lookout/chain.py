@@ -25,6 +25,13 @@ class Link:
     wire: str
     names: tuple[str, ...]
     sure: bool = True  # or the names are those of the graph that was compiled first of all that look alike
+    # The same parameters by their place in the model, where that is known: ranks that ignore other modules agree in it.
+    places: tuple[str, ...] = ()
+
+    @property
+    def whose(self) -> tuple[str, ...]:
+        """What ranks compare of the parameters."""
+        return self.places or self.names
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,7 @@ def _after(before: Hash, link: Link) -> Hash:
     return Hash(
         before.count + 1,
         (before.wire * _BASE + _number(link.wire)) % _PRIME,
-        (before.named * _BASE + _number(repr(link.names if link.sure else ()))) % _PRIME,
+        (before.named * _BASE + _number(repr(link.whose if link.sure else ()))) % _PRIME,
     )
 
 
@@ -127,4 +134,4 @@ def _number(text: str) -> int:
 
 def agree(one: Link, other: Link) -> bool:
     """Whether two ranks may have issued the same. What one of them is not sure to name rightly is no difference."""
-    return one.wire == other.wire and (one.names == other.names or not (one.sure and other.sure))
+    return one.wire == other.wire and (one.whose == other.whose or not (one.sure and other.sure))

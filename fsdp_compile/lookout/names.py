@@ -29,7 +29,8 @@ class Namer:
 
     def __init__(self) -> None:
         self._units: weakref.WeakSet[Unit] = weakref.WeakSet()
-        self._by_address: dict[int, tuple[weakref.ref[ShardedParam], str]] = {}
+        self._by_address: dict[int, tuple[weakref.ref[ShardedParam], str, weakref.ref[Unit]]] = {}
+        self._places: weakref.WeakKeyDictionary[Unit, tuple[int, dict[str, str]]] = weakref.WeakKeyDictionary()
         self._names: weakref.WeakKeyDictionary[Unit, tuple[int, dict[str, str]]] = weakref.WeakKeyDictionary()
         self._pieces: dict[tuple[Any, ...], tuple[Any, Piece]] = {}
         self._placed: dict[tuple[Any, ...], tuple[Any, Piece]] = {}  # those that an address says the names of
@@ -55,7 +56,8 @@ class Namer:
             dtype = specs[0].reduce_dtype if reduces else specs[0].dtype
             num_bytes = sum(spec.reduce_bytes if reduces else spec.gather_bytes for spec in specs)
             wire = _wire(issued.kind, str(dtype).removeprefix("torch."), num_bytes, len(specs))
-            link = Link(wire, *self._eager_names(units, specs, address))
+            names, sure, root = self._eager_names(units, specs, address)
+            link = Link(wire, names, sure, self._places_of(names, root))
             # The specs stay alive with the piece, so that their ids stay theirs.
             known = issued.specs, Piece((link,), "eager")
             _remember(pieces, key, known)
@@ -74,7 +76,12 @@ class Namer:
                     one.unit: (name, self._at(address)) for (name, one), address in zip(text.firsts, addresses)
                 }
                 launches = [one for one in text.launches if one.group == group]
-                links = [_link_of(one, *shown.get(one.members[0].unit, ("", None))) for one in launches]
+                links = []
+                for one in launches:
+                    first, (name, root) = shown.get(one.members[0].unit, ("", (None, None)))
+                    names = _names_of(one, first, name)
+                    wire = _wire(one.kind, one.dtype, one.num_bytes, len(names))
+                    links.append(Link(wire, names, name is not None, self._places_of(names, root)))
                 # The text stays alive with the piece, so that its id stays its own.
                 known = text, Piece(tuple(links), f"{text.stage} graph of {len(text.launches)}")
                 _remember(pieces, key, known)
@@ -95,13 +102,26 @@ class Namer:
 
     def _eager_names(
         self, units: Sequence[Any], specs: Sequence[ParamSpec], address: int
-    ) -> tuple[tuple[str, ...], bool]:
-        """What the parameters are called, and whether that is certain."""
+    ) -> tuple[tuple[str, ...], bool, Unit | None]:
+        """What the parameters are called, whether that is certain, and the outermost unit around them."""
         if None in units or not units:
-            shown = self._at(address) if len(specs) == 1 else None
-            return tuple(with_part(shown or spec.fqn, spec.part) for spec in specs), shown is not None
+            shown, root = self._at(address) if len(specs) == 1 else (None, None)
+            return tuple(with_part(shown or spec.fqn, spec.part) for spec in specs), shown is not None, root
         known = [self._names_in(unit) for unit in (units if len(units) == len(specs) else [units[0]] * len(specs))]
-        return tuple(with_part(one.get(spec.fqn, spec.fqn), spec.part) for one, spec in zip(known, specs)), True
+        names = tuple(with_part(one.get(spec.fqn, spec.fqn), spec.part) for one, spec in zip(known, specs))
+        return names, True, units[0].root
+
+    def _places_of(self, names: tuple[str, ...], root: Unit | None) -> tuple[str, ...]:
+        """The parameters of these names by their number in the model; nothing where the model is not known."""
+        if root is None:
+            return ()
+        known = self._places.get(root)
+        if known is None or known[0] != root.version:
+            all_names = (name for unit in root.inside() for name in self._names_in(unit).values())
+            places = {name: f"{place} of {root.label}" for place, name in enumerate(all_names)}
+            known = self._places[root] = root.version, places
+        bases = [name.partition(":") for name in names]
+        return tuple(f"{known[1].get(base, base)}{colon}{part}" for base, colon, part in bases)
 
     def _names_in(self, unit: Unit) -> dict[str, str]:
         known = self._names.get(unit)
@@ -123,22 +143,24 @@ class Namer:
                     names[param.fqn] = _WRAPPERS.sub("", f"{paths[slot.module]}.{slot.name}").lstrip(".")
             self._names[one] = version, names
 
-    def _at(self, address: int) -> str | None:
-        """The parameter whose shard lies there now."""
+    def _at(self, address: int) -> tuple[str, Unit] | tuple[None, None]:
+        """The parameter whose shard lies there now, and the outermost unit around it."""
         if not address:
-            return None
+            return None, None
         if address not in self._by_address:
             self._by_address = dict(self._look())
-        ref, name = self._by_address.get(address, (None, ""))
-        param = ref() if ref is not None else None
-        return name if param is not None and param.address == address else None
+        ref, name, owner = self._by_address.get(address, (lambda: None, "", lambda: None))
+        param, unit = ref(), owner()
+        if param is None or unit is None or param.address != address:
+            return None, None
+        return name, unit.root
 
-    def _look(self) -> Iterable[tuple[int, tuple[weakref.ref[ShardedParam], str]]]:
+    def _look(self) -> Iterable[tuple[int, tuple[weakref.ref[ShardedParam], str, weakref.ref[Unit]]]]:
         for unit in list(self._units):
             names = self._names_in(unit)
             for param in unit.params:
                 if param.address:
-                    yield param.address, (weakref.ref(param), names.get(param.fqn, param.fqn))
+                    yield param.address, (weakref.ref(param), names.get(param.fqn, param.fqn), weakref.ref(unit))
 
 
 def _remember(pieces: dict[tuple[Any, ...], tuple[Any, Piece]], key: tuple[Any, ...], known: tuple[Any, Piece]) -> None:
@@ -151,13 +173,12 @@ def _wire(kind: str, dtype: str, num_bytes: int, num_params: int) -> str:
     return f"{kind} {dtype} {num_bytes} bytes a rank, {num_params} parameter{'s' if num_params > 1 else ''}"
 
 
-def _link_of(launch: Launch, first: str, shown: str | None) -> Link:
-    """A launch of a graph, given what a parameter of its unit is called there and, if that is known, in the model."""
-    wire = _wire(launch.kind, launch.dtype, launch.num_bytes, len(launch.names))
+def _names_of(launch: Launch, first: str, shown: str | None) -> tuple[str, ...]:
+    """What a graph launches for, given what a parameter of its unit is called there and, if known, in the model."""
     names = tuple(_COPY.sub("", name) for name in launch.names)
     if shown is None:
-        return Link(wire, names, sure=False)
-    return Link(wire, tuple(_moved(name, _COPY.sub("", first).partition(":")[0], shown) for name in names))
+        return names
+    return tuple(_moved(name, _COPY.sub("", first).partition(":")[0], shown) for name in names)
 
 
 def _moved(name: str, first: str, shown: str) -> str:

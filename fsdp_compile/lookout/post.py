@@ -106,7 +106,7 @@ def _packed(answer: Answer) -> dict[str, Any]:
     for name, group in answer.groups.items():
         table: dict[tuple[Link, str], int] = {}
         rows = [table.setdefault(one, len(table)) for one in zip(group.links, group.sources)]
-        distinct = [[link.wire, link.names, link.sure, source] for link, source in table]
+        distinct = [[link.wire, link.names, link.sure, link.places, source] for link, source in table]
         groups[name] = [group.ranks, group.first, distinct, rows, group.issued]
     return {"doing": answer.doing, "where": answer.where, "groups": groups}
 
@@ -114,7 +114,7 @@ def _packed(answer: Answer) -> dict[str, Any]:
 def _unpacked(data: dict[str, Any]) -> Answer:
     groups = {}
     for name, (ranks, first, distinct, rows, issued) in data["groups"].items():
-        links = [Link(wire, tuple(names), sure) for wire, names, sure, _ in distinct]
+        links = [Link(wire, tuple(names), sure, tuple(places)) for wire, names, sure, places, _ in distinct]
         sources = [source for *_, source in distinct]
         at_rows = tuple(links[row] for row in rows), tuple(sources[row] for row in rows)
         groups[name] = Group(tuple(ranks), first, *at_rows, issued)
