@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dtensors, subclasses
 from ..core.extension import has_extension
-from ..core.param import ShardedParam, Slot
+from ..core.param import ShardedParam
 from ..core.spec import spec_of
 from ..core.unit import Unit
 from ..passes import ParamSpec, lower
