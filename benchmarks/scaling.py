@@ -31,7 +31,7 @@ from tests.ranks import Ranks
 SIZES, QUICK_SIZES = (500, 1000, 2000, 4000), (16, 32)
 LAYOUTS = ("one unit", "as many units")
 MOST_TIMES, NOTHING_S = 3.0, 0.05
-PATIENCE_S = 15.0
+PATIENCE_S = 5.0
 DIM = 4
 
 Cell = tuple[float, float] | None  # ours, torch's; None where the size before took too long
@@ -253,10 +253,9 @@ def compared(
     for size in sizes:
         show(f"{pair}, {layout}: {size} parameters")
         taken, their = (ranks.run(measure, kind, size, layout, too_slow, limit_s=3600)[0] for kind in PAIRS[pair])
-        for name in [*rows, *(name for name in taken if name not in rows)]:
-            cell = (taken[name], their[name]) if name in taken else None
-            rows.setdefault(name, []).append(cell)
-        too_slow |= {name for name, seconds in taken.items() if seconds > PATIENCE_S}
+        for name in dict.fromkeys([*rows, *taken]):
+            rows.setdefault(name, []).append((taken[name], their[name]) if name in taken else None)
+        too_slow |= {name for of_one in (taken, their) for name, seconds in of_one.items() if seconds > PATIENCE_S}
     return rows
 
 

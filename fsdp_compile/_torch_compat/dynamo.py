@@ -127,8 +127,8 @@ def _writes(node: torch.fx.Node) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
-# What ``was_written_to`` was asked of, by the graphs that Dynamo is writing.
-_asked_of: weakref.WeakKeyDictionary[torch.fx.Graph, set[Any]] = weakref.WeakKeyDictionary()
+# What ``was_written_to`` was asked of, by the graphs that Dynamo writes, which may outlive the parameters.
+_asked_of: weakref.WeakKeyDictionary[torch.fx.Graph, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
 
 def was_written_to(op: Any, param: Any, given: list[torch.Tensor | None]) -> bool:
@@ -139,8 +139,10 @@ def was_written_to(op: Any, param: Any, given: list[torch.Tensor | None]) -> boo
     """
     output = _dynamo_output()
     graph: torch.fx.Graph | None = None if output is None else output.tracers[0].graph
-    asked_of = set() if graph is None else _asked_of.setdefault(graph, set())
-    if graph is None or param not in asked_of:
+    if graph is None:
+        return False
+    asked_of = _asked_of.setdefault(graph, weakref.WeakSet())
+    if param not in asked_of:
         asked_of.add(param)
         return False
     for node in graph.find_nodes(op="call_function", target=op):
