@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
 import tempfile
@@ -14,7 +15,7 @@ _GIVEN_CACHE_DIR = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # before torch put
 
 from tests.building import build_graphs_at_once  # noqa: E402
 from tests.compiling import no_kernels_built  # noqa: E402
-from tests.ranks import Ranks  # noqa: E402
+from tests.ranks import FILTERS, Ranks  # noqa: E402
 
 _CACHE_DIR = pytest.StashKey[str]()
 
@@ -32,6 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_CACHE_DIR] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fsdp_compile_tests_")
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     os.environ.setdefault("AOT_INDUCTOR_DEBUG_COMPILE", "1")  # -O0, of all that Inductor builds: torch 2.11 to 2.15
+    os.environ[FILTERS] = json.dumps(config.getini("filterwarnings"))
     build_graphs_at_once()
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 import datetime
 import functools
 import gc
+import json
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from _pytest.config import parse_warning_filter  # pytest 8 and 9
 
 from benchmarks.worker_process import take_gpu
 from fsdp_compile.lookout.lookout import lookout
@@ -23,6 +26,9 @@ from tests.building import build_graphs_at_once
 
 #: What nearly every test imports. Nothing here may start a thread or a GPU's runtime: they do not survive a fork.
 PRELOAD = ("torch", "torch.distributed.tensor", "torch._inductor.compile_fx", "fsdp_compile", "pytest", "sympy.combinatorics")
+
+#: In the environment: what pyproject.toml says of warnings.
+FILTERS = "FSDP_COMPILE_TEST_WARNINGS"
 
 
 class Ranks(Crew):
@@ -60,7 +66,10 @@ def _call(fn: Callable[..., Any], *args: Any) -> Any:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
-    result = fn(*args)
+    with warnings.catch_warnings():  # filters as pytest has them around each test
+        for one in json.loads(os.environ.get(FILTERS, "[]")):
+            warnings.filterwarnings(*parse_warning_filter(one, escape=False))
+        result = fn(*args)
     if lookout.failure is not None:
         raise lookout.failure  # on its thread it is only logged
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -54,6 +55,23 @@ class Runs:
         self.loss(step).backward()
         reference_backward(self.unsharded, batches(step))
         assert_same_grads(self.model, self.unsharded)
+
+
+def check_warnings_are_errors() -> None:
+    unsharded, model = pair()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = compiled(model, "aot_eager")
+        loss_of(run(batches(0)[dist.get_rank()])).backward()
+        with pytest.raises(UserWarning, match="not a leaf"):
+            _ = (torch.ones(1, requires_grad=True) * 1).grad  # a user's look is not hidden
+    reference_backward(unsharded, batches(0))
+    assert_same_grads(model, unsharded)
+
+
+def test_a_compiled_step_where_warnings_are_errors(two_ranks: Ranks) -> None:
+    """Dynamo looks at ``.grad`` of each input, which is no leaf where it is an edge."""
+    two_ranks.run(check_warnings_are_errors)
 
 
 @contextmanager
