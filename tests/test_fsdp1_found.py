@@ -437,12 +437,7 @@ def check_summoned_before_backward(strategy: ShardingStrategy, backend: str | No
 
 @pytest.mark.parametrize(
     ("strategy", "backend"),
-    [
-        (ShardingStrategy.NO_SHARD, None),
-        (ShardingStrategy.NO_SHARD, "aot_eager"),
-        (ShardingStrategy.SHARD_GRAD_OP, None),
-        (ShardingStrategy.FULL_SHARD, "inductor"),
-    ],
+    [(ShardingStrategy.NO_SHARD, None), (ShardingStrategy.FULL_SHARD, "inductor")],
 )
 def test_full_parameters_are_seen_before_backward(
     two_ranks: Ranks, strategy: ShardingStrategy, backend: str | None
