@@ -60,15 +60,19 @@ def is_pinned(param: torch.Tensor) -> bool:
 _DATA: Any = torch._C.TensorBase.data  # 2.11 to 2.15
 
 
-def heed_data_writes(require: Callable[[DTensor, Any], None], note: Callable[[DTensor], None]) -> None:
+def heed_data_writes(can_take: Callable[[DTensor, Any], bool], note: Callable[[DTensor], None]) -> None:
     """Have ``dtensor.data = other`` give a DTensor the other one's values, as the same statement does for a tensor.
 
     torch 2.11 to 2.15 changes the shape and dtype that the DTensor shows, and leaves its local tensor as it was: the
-    values are lost. ``require`` raises where the values cannot be taken, and ``note`` is told once they are.
+    values are lost. No hook of torch's tells of the write, so this is the one attribute of torch's class that we set.
+    ``can_take`` says which values can be taken, or raises; what it refuses is left to torch. ``note`` is told of those
+    that were taken.
     """
 
     def write(self: DTensor, other: Any) -> None:
-        require(self, other)
+        if not can_take(self, other):
+            _DATA.__set__(self, other)
+            return
         other = other.detach()
         if other.placements != self.placements:
             other = other.redistribute(placements=self.placements)

@@ -120,7 +120,7 @@ class ShardedParam:
 
     def __post_init__(self) -> None:
         self._look_at(self.shard)
-        dtensors.heed_data_writes(_require_data, _note_data)
+        dtensors.heed_data_writes(_can_take, _note_data)
 
     def install(self) -> None:
         """Put the shard where the full parameter is, which says from now on that it was sharded."""
@@ -222,20 +222,29 @@ def _note_data(written: DTensor) -> None:
         param.follow_data()
 
 
-def _require_data(written: DTensor, other: Any) -> None:
-    """Raise where ``written.data = other`` would not leave in ``written`` what ``other`` holds."""
-    param, has = _of_shard(written), _described(written)
-    known = "A tensor" if param is None else param.fqn
-    what = f"{known} is {has}, and its .data was set to {_described(other)}."
+def _can_take(written: DTensor, other: Any) -> bool:
+    """Whether ``written.data = other`` can leave in ``written`` what ``other`` holds; raises where it should and cannot.
+
+    That is so for shards and their gradients. Other DTensors in the process are left to torch.
+    """
+    param = _of_shard(written)
     if not isinstance(other, DTensor) or other.device_mesh != written.device_mesh:
         how = "distribute_tensor(full, param.device_mesh, param.placements)"
-        raise RuntimeError(f"{what} Set it to a DTensor on the same mesh: {how} makes one of a full tensor.")
-    if other.shape != written.shape:
-        raise RuntimeError(f"Cannot writeback when the parameter shape changes. {what} Set it to one of its own shape.")
-    if {type(dtensors.local_tensor(one)) for one in (written, other)} != {Tensor}:
-        raise RuntimeError(f"{what} What is inside them is no plain tensor. Put a new nn.Parameter in its place.")
-    if param is not None and (other.dtype, other.device) != (written.dtype, written.device):
-        raise RuntimeError(f"{what} Cast or move the model with model.to(...), which tells all that know the shard.")
+        why = f"Set it to a DTensor on the same mesh: {how} makes one of a full tensor."
+    elif other.shape != written.shape:
+        why = "Cannot writeback when the parameter shape changes: set it to a DTensor of its own shape."
+    elif {type(dtensors.local_tensor(one)) for one in (written, other)} != {Tensor}:
+        why = "What is inside them is no plain tensor. Put a new nn.Parameter in its place."
+    elif param is not None and (other.dtype, other.device) != (written.dtype, written.device):
+        why = "Cast or move the model with model.to(...), which tells all that know the shard."
+    else:
+        return True
+    name = None if param is None else param.fqn
+    if name is None:
+        name = next((f"{one.fqn}.grad" for one in _OF_SHARDS.values() if one.shard.grad is written), None)
+    if name is None:
+        return False
+    raise RuntimeError(f"{name} is {_described(written)}, and its .data was set to {_described(other)}. {why}")
 
 
 def _described(tensor: Any) -> str:
