@@ -359,6 +359,12 @@ def wrapped(api: Api, **kwargs: Any) -> Any:
     return model
 
 
+def put_in_place(api: Api, param: nn.Parameter) -> None:
+    model = wrapped(api)
+    model.module[0].module.weight = param
+    model(torch.ones(2, 4))
+
+
 def summon(api: Api, model: Any, **kwargs: Any) -> Any:
     return api.FSDP.summon_full_params(model, **kwargs)
 
@@ -544,6 +550,7 @@ FSDP1 = (
     M("apply inside a forward", "expected to be in states", ValueError, inside_forward(lambda api, model: model.apply(lambda module: None)), ("FORWARD_BACKWARD", "between steps")),
     M("summon_full_params twice", "Cannot manually unshard parameters when already unsharding parameters", AssertionError, inside_summon(lambda api, model: summon(api, model)), ("outer",)),
     M("summon_full_params inside a forward", "Cannot manually unshard parameters during forward/backward", AssertionError, inside_forward(lambda api, model: summon(api, model).__enter__()), ("(root) (Does)", "between steps")),
+    M("a parameter of another shape in a shard's place", "Cannot writeback when the parameter shape changes", RuntimeError, lambda api: put_in_place(api, nn.Parameter(torch.zeros(5, 5))), ("weight", "(4, 4)", "(5, 5)", "distribute_tensor")),
     M("summon_full_params written on one rank", "writeback=True and rank0_only=True is not supported", NotImplementedError, enter(lambda api: summon(api, wrapped(api), rank0_only=True)), ("Pass one",)),
     M("summon_full_params with gradients on the CPU", "offload_to_cpu=True is not supported", NotImplementedError, enter(lambda api: summon(api, wrapped(api), writeback=False, with_grads=True, offload_to_cpu=True)), ("with_grads=True",)),
     M("summon_full_params of NO_SHARD on the CPU", "offload_to_cpu=True and NO_SHARD is not supported", NotImplementedError, enter(lambda api: summon(api, wrapped(api, sharding_strategy=NO_SHARD), offload_to_cpu=True)), (".cpu()",)),
@@ -633,11 +640,11 @@ NOT_RUN = (
     N("No FSDP state found on", INTERNAL),
     N("", INTERNAL, "contract.py"),
     # FSDP1: said here as well, elsewhere
-    N("Cannot writeback when the", "Raised for a parameter of another shape: `test_fsdp1_methods.py::test_parameters_keep_their_shape_and_place_while_they_are_full`."),
+    N("Cannot writeback when the", "Said of a gradient as well: `test_writes.py::test_data_that_does_not_fit_is_refused`."),
     N("Only some but not all ranks have a `None`", "RuntimeError, \"Only some but not all ranks have a gradient\": no zeros are put in its place."),
     N("Changing shared parameters is not supported", "Said: `test_helpers_found.py`, where a tied parameter becomes two in full_params."),
-    N("FSDP does not support changing the parameters between forward and backward", "Such writes have their own tests, with FSDP1's writes to `param.data`."),
-    N("needs writeback in", "Such writes have their own tests, with FSDP1's writes to `param.data`."),
+    N("FSDP does not support changing the parameters between forward and backward", "Works: backward has what forward computed with; the next forward finds what was written (`test_writes.py`)."),
+    N("needs writeback in", "There is no flat parameter: what is written to a shard is there (`test_writes.py`)."),
     N("To support a module with both CPU and GPU params, please pass in device_id argument", "Said; takes two devices."),
     N("FSDP only supports single device modules but got params on", "Said; takes two devices."),
     N("FSDP does not support modules with different device types", "Said as \"FSDP only supports single device modules\"; takes two devices."),
