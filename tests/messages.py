@@ -643,7 +643,7 @@ NOT_RUN = (
     N("Cannot writeback when the", "Said of a gradient as well: `test_writes.py::test_data_that_does_not_fit_is_refused`."),
     N("Only some but not all ranks have a `None`", "RuntimeError, \"Only some but not all ranks have a gradient\": no zeros are put in its place."),
     N("Changing shared parameters is not supported", "Said: `test_helpers_found.py`, where a tied parameter becomes two in full_params."),
-    N("FSDP does not support changing the parameters between forward and backward", "Works: backward has what forward computed with; the next forward finds what was written (`test_writes.py`)."),
+    N("FSDP does not support changing the parameters between forward and backward", "A write counts from the next gather on, which may be the one of backward, as under FSDP2."),
     N("needs writeback in", "There is no flat parameter: what is written to a shard is there (`test_writes.py`)."),
     N("To support a module with both CPU and GPU params, please pass in device_id argument", "Said; takes two devices."),
     N("FSDP only supports single device modules but got params on", "Said; takes two devices."),
