@@ -53,8 +53,6 @@ class Subject:
         loss: torch.Tensor = self.module(torch.ones(2, DIM)).sum()
         return loss
 
-    # --- in which order -------------------------------------------------------------------------------------------
-
     def operations(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         """The name of each, and a call; what has to be there before is made between the calls."""
         raise NotImplementedError
@@ -117,8 +115,7 @@ class FSDP2(Subject):
         self.shard(self.module)
         yield "materialize", self.materialize
         self.module = torch.compile(self.for_a_graph(), backend="eager")
-        yield "compiled: first step", lambda: self.loss().backward()
-        yield "compiled: step", lambda: self.loss().backward()
+        yield "traced by Dynamo, two steps", lambda: [self.loss().backward() for _ in range(2)]
         torch._dynamo.reset()
 
     def shard(self, module: Any) -> None:
@@ -145,7 +142,7 @@ class FSDP2(Subject):
         return self.plain()  # FSDP2's modules refuse to be copied
 
     def for_a_graph(self) -> nn.Module:
-        return self.plain()  # FSDP2's hooks would break it into one for each layer
+        return self.plain()  # FSDP2's hooks would break the graph at each layer
 
     def materialize(self) -> None:
         self.module.to_empty(device="cpu")
