@@ -53,6 +53,7 @@ def _freeze(model: nn.Module) -> Any:
         (_freeze, r"weight is sharded: torch._inductor.config.freezing would make .* a constant. Set it to False"),
     ],
 )  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.torch.jit.(trace|trace_method|script). is deprecated:FutureWarning")
 def test_what_cannot_be_captured_says_what_to_do_instead(capture: Callable[[nn.Module], Any], said: str) -> None:
     torch._dynamo.reset()
     with pytest.raises(RuntimeError, match=said):

@@ -80,7 +80,7 @@ def look(thing: Any, seen: dict[int, Any]) -> Any:
         return id(thing), sorted(map(id, thing))
     about: list[Any] = [id(thing), type(thing)]
     if isinstance(thing, Tensor):
-        about += [thing.requires_grad, thing.dtype, thing.device, thing.tolist() if type(thing) in (Tensor, nn.Parameter) else None, thing._backward_hooks, look(thing.grad, seen)]
+        about += [thing.requires_grad, thing.dtype, thing.device, thing.tolist() if type(thing) in (Tensor, nn.Parameter) else None, thing._backward_hooks, look(thing.grad if thing.is_leaf else None, seen)]
     if isinstance(thing, (nn.Module, Tensor)) or dataclasses.is_dataclass(thing):
         about.append(look(getattr(thing, "__dict__", {}), seen))
     if isinstance(thing, torch.distributed.tensor.DTensor):

@@ -23,6 +23,12 @@ def plain_tensors_in(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [plain for tensor in tensors for plain in _plain_tensors_in(tensor)]
 
 
+def has_own_memory(tensor: torch.Tensor) -> bool:
+    """Whether it is a plain tensor, be it of a subclass, and not one around others."""
+    inside = plain_tensors_in(tensor)
+    return len(inside) == 1 and inside[0] is tensor
+
+
 def _plain_tensors_in(tensor: torch.Tensor) -> list[torch.Tensor]:
     """A wrapper subclass has a storage whose ``data_ptr()`` raises, a sparse tensor has none (2.11 to 2.15)."""
     if is_traceable_wrapper_subclass(tensor):

@@ -310,7 +310,7 @@ def _carried_by(full: nn.Parameter) -> dict[str, Any]:
 
     Those of a subclass around other tensors are how it is made, and what is gathered has its own.
     """
-    if not any(one is full for one in subclasses.plain_tensors_in(full)):
+    if not subclasses.has_own_memory(full):
         return {}
     return {name: value for name, value in vars(full).items() if name.isidentifier() and not name.startswith("_")}
 
