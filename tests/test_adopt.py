@@ -175,12 +175,53 @@ def test_it_runs_as_python_runs_it(tmp_path: Path, form: str) -> None:
     assert plain[-1] == "torch.distributed.fsdp" and ours[-1].startswith("fsdp_compile")
 
 
+STARTS = """\
+import subprocess, sys
+import torch
+from torch.distributed.fsdp import fully_shard
+def show(rank):
+    print("spawned", fully_shard.__module__, flush=True)
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(show, nprocs=1)
+    subprocess.run([sys.executable, "-c", "import sys, mine; print('without', 'torch' in sys.modules, mine.FOUND)"], check=True)
+"""
+
+
+def test_processes_that_a_script_starts_adopt_as_well(tmp_path: Path) -> None:
+    """Those that import torch; the user's own sitecustomize runs in all."""
+    (tmp_path / "starts.py").write_text(STARTS)
+    (tmp_path / "mine.py").write_text("FOUND = False\n")
+    (tmp_path / "sitecustomize.py").write_text("import mine; mine.FOUND = True\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(SCRIPT.parents[1])])}
+    command = [sys.executable, "-m", "fsdp_compile.run", str(tmp_path / "starts.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["spawned", "fsdp_compile.api.fully_shard", "without", "False", "True"]
+
+
+TESTS = """\
+from torch.distributed.fsdp import fully_shard
+def test_it(worker_id):
+    assert worker_id == "gw0" and fully_shard.__module__ == "fsdp_compile.api.fully_shard"
+"""
+
+
+@pytest.mark.more
+def test_pytests_workers_adopt_as_well(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(TESTS)
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
+    command = [sys.executable, "-m", "fsdp_compile.run", "-m", "pytest", "-q", "-n", "1", "test_it.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_script_that_is_not_there_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fsdp_compile.run import main
 
     monkeypatch.setattr("fsdp_compile.run.adopt", lambda: None)  # which lasts as long as the process
+    monkeypatch.setattr("fsdp_compile.run._reach_processes_started", lambda: None)
     with pytest.raises(SystemExit):
         main([str(tmp_path / "nowhere.py")])
     assert "nowhere.py is not a file" in capsys.readouterr().err

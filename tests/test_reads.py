@@ -170,6 +170,47 @@ def test_what_is_registered_is_full_in_forward(two_ranks: Ranks, backend: str | 
         two_ranks.run(_around, how, backend)
 
 
+def _triple(param: Any) -> None:
+    param.grad.mul_(3)
+
+
+class HooksInForward(nn.Module):
+    """Registers a post-accumulate hook on what it finds, once for each object, as transformers' replicated norms do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6, bias=False)
+        self.hooked: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for param in self.inner.parameters():
+            if param is not self.hooked:
+                param.register_post_accumulate_grad_hook(_triple)
+                self.hooked = param
+        return self.inner(x)
+
+
+def _hooked_in_forward(backend: str | None) -> None:
+    torch.manual_seed(0)
+    unsharded = HooksInForward()
+    sharded = fully_shard(copy.deepcopy(unsharded))
+    if backend is not None:
+        run = torch.compile(sharded, backend=backend)
+        with pytest.raises(RuntimeError, match=r"post.accumulate.grad.hook"):
+            run(torch.ones(2, 6))
+        return
+    for _ in range(2):
+        for model in (sharded, unsharded):
+            model.zero_grad()
+            model(torch.ones(2, 6)).pow(2).sum().backward()
+        assert_same_grads(sharded, unsharded)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_post_accumulate_hooks_that_a_forward_registers(two_ranks: Ranks, backend: str | None) -> None:
+    two_ranks.run(_hooked_in_forward, backend)
+
+
 class Cached(nn.Linear):
     """Keeps a parameter where nothing of ours finds it."""
 

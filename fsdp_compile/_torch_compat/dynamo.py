@@ -288,7 +288,12 @@ def reads_are_compiled(module: nn.Module) -> bool:
     True where Dynamo is at work around an eager frame (it compiles the frames inside), and where the user compiled the
     forward itself. ``get_eval_frame_callback``, ``_torchdynamo_orig_callable``: 2.11 to 2.15.
     """
-    return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()) or forward_is_compiled(module)
+    return is_at_work() or forward_is_compiled(module)
+
+
+def is_at_work() -> bool:
+    """Whether Dynamo compiles frames that begin now (``get_eval_frame_callback``: 2.11 to 2.15)."""
+    return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 
 def forward_is_compiled(module: nn.Module) -> bool:
@@ -298,6 +303,7 @@ def forward_is_compiled(module: nn.Module) -> bool:
     )
 
 
+leave_to_python(is_at_work)
 leave_to_python(reads_are_compiled)
 leave_to_python(forward_is_compiled)
 

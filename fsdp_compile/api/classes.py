@@ -285,7 +285,7 @@ def sharded_class(
     """A subclass of ``cls`` whose properties read the sharded parameters; equal modules share one.
 
     ``mixin`` is a base for modules that are a unit, ``eager_only`` names what Dynamo must not trace them for.
-    ``absent`` names parameters that are registered as None.
+    Parameters that are registered as None have the names ``absent``.
     """
     namespace: dict[str, Any] = {"_fsdp_compile_original": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
     for name, spec in reads:

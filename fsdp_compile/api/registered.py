@@ -12,11 +12,11 @@ A parameter of a unit whose forward does not run is a shard to others, as with F
 from __future__ import annotations
 
 import weakref
-from collections.abc import ItemsView, Iterator, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, ValuesView
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dynamo
@@ -42,8 +42,9 @@ class Registered(dict):  # type: ignore[type-arg]
         self.replaced: dict[str, Any] = {}  # shards, while code that is traced has something else in their places
 
     def __getitem__(self, name: str) -> Any:
-        is_full = self.unit_runs.traced(name) if torch.compiler.is_dynamo_compiling() else self.unit_runs.now(name)
-        return getattr(self.module, name) if is_full else dict.__getitem__(self, name)
+        if torch.compiler.is_dynamo_compiling():
+            return getattr(self.module, name) if self.unit_runs.traced(name) else dict.__getitem__(self, name)
+        return self.unit_runs.found(name, dict.__getitem__(self, name))
 
     def __setitem__(self, name: str, value: Any) -> None:
         if not torch.compiler.is_dynamo_compiling():
@@ -94,16 +95,48 @@ def register(module: nn.Module) -> tuple[str, ...]:
     return absent
 
 
+def _take_hooks(full: Tensor, fqn: str) -> None:
+    """Have a full parameter take post-accumulate hooks, as the leaf takes them that it is under FSDP2.
+
+    transformers registers some in forward, to sum gradients over a tensor parallel group.
+    """
+    reference = weakref.ref(full)  # which has the function that follows
+
+    def register(hook: Callable[[Any], None]) -> Any:
+        if dynamo.is_at_work():
+            raise RuntimeError(
+                f"{fqn}: register_post_accumulate_grad_hook was called in a forward that torch.compile compiles in "
+                "parts, where graphs gather the parameter for themselves. Leave the module that calls it out of what "
+                "is compiled: torch.compiler.disable(module)."
+            )
+        tensor: Any = reference()
+        stand_in = tensor.detach()
+
+        def run(grad: Tensor) -> Tensor:
+            stand_in.grad = grad.clone()
+            hook(stand_in)
+            return stand_in.grad
+
+        return tensor.register_hook(run)
+
+    full.register_post_accumulate_grad_hook = register  # type: ignore[method-assign]
+
+
 class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
     """Whether a forward of the unit that owns a parameter runs; Dynamo takes the answers for constants."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)  # Dynamo keeps objects of this class
 
-    def now(self, name: str) -> bool:
-        """Of an eager forward. Dynamo itself, on its way through a model, is to find what is registered."""
+    def found(self, name: str, registered: Any) -> Any:
+        """What eager code finds. Dynamo itself, on its way through a model, is to find what is registered."""
         owner = self._owner(name)
-        return owner is not None and call_of(owner) is not None and not dynamo.is_tracing()
+        if owner is None or call_of(owner) is None or dynamo.is_tracing():
+            return registered
+        full = getattr(self._module(), name)
+        if isinstance(full, Tensor) and full.requires_grad:
+            _take_hooks(full, self._known(name)[0].fqn)
+        return full
 
     def shard_behind(self, name: str, value: Any) -> Any:
         """The shard, where ``value`` is what that forward was given of the parameter; or else ``value``."""

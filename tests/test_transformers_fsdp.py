@@ -1,0 +1,116 @@
+"""transformers' own FSDP2, ``DistributedConfig(fsdp_size=...)``, and its expert and tensor parallel layers, on our units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import fsdp_compile
+from tests.comparing import full
+from tests.compiling import num_graphs
+from tests.ranks import Ranks
+
+TINY = {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def _one_graph(folder: str, sizes: dict[str, int]) -> None:
+    from transformers.distributed import DistributedConfig
+
+    torch.manual_seed(0)
+    unsharded: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+    if dist.get_rank() == 0:
+        unsharded.save_pretrained(folder)
+    dist.barrier()
+    with fsdp_compile.adopt():
+        model: Any = transformers.LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**sizes))
+    assert isinstance(model, fsdp_compile.FSDPModule) and model._is_fsdp_managed_module is True
+    run = torch.compile(model.train(), backend="aot_eager", fullgraph=True)
+    tokens = torch.randint(0, 37, (2, 8), generator=torch.Generator().manual_seed(1))
+    mine = tokens[dist.get_rank()][None]
+    run(input_ids=mine, labels=mine, use_cache=False).loss.backward()
+    unsharded.train()(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    for (fqn, param), expected in zip(model.named_parameters(), unsharded.parameters(), strict=True):
+        torch.testing.assert_close(full(param.grad), expected.grad, atol=1e-6, rtol=1e-4, msg=fqn)
+    assert num_graphs() == 1
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp_size": 2}, {"dp_replicate_size": 2, "fsdp_size": 1}])
+def test_transformers_own_fsdp2_compiles_to_one_graph(two_ranks: Ranks, tmp_path: Path, sizes: dict[str, int]) -> None:
+    two_ranks.run(_one_graph, str(tmp_path), sizes)
+
+
+class Experts(nn.Module):
+    """Computes with local tensors in its parameters' places, as ``_use_local_dtensor_params`` of transformers has it."""
+
+    def __init__(self, experts_mesh: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(distribute_tensor(torch.randn(4, 8, 8), experts_mesh, [Shard(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Any = {name: param for name, param in self.named_parameters(recurse=False) if isinstance(param, DTensor)}
+        self._parameters.update({name: param.to_local() for name, param in found.items()})
+        try:
+            return torch.einsum("td,edf->tef", x, self.weight).sum(1)
+        finally:
+            self._parameters.update(found)
+
+
+def _local_experts(backend: str | None) -> None:
+    for shape in ((2, 1), (1, 2)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "ep"))
+
+        def trained(shard: Callable[..., Any], backend: str | None) -> tuple[list[Tensor], Tensor]:
+            model = Experts(mesh["ep"])  # noqa: B023
+            shard(model, mesh=mesh["fsdp"])  # noqa: B023
+            model.set_gradient_divide_factor(2.0)  # type: ignore[operator]
+            if backend is not None:
+                model.compile(backend=backend, fullgraph=True)
+            outputs = [model(torch.ones(3, 8)) for _ in range(2)]
+            sum(outputs).sum().backward()  # type: ignore[union-attr]
+            weight: Any = model.weight
+            assert weight is next(model.parameters())
+            with torch.no_grad():
+                outputs.append(model(torch.ones(3, 8)))
+            return outputs, weight.grad.to_local()
+
+        expected, expected_grad = trained(torchs_fully_shard, None)
+        got, grad = trained(fsdp_compile.fully_shard, backend)
+        torch.testing.assert_close((got, grad), (expected, expected_grad))
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_layers_that_write_local_tensors_into_parameters(two_ranks: Ranks, backend: str | None) -> None:
+    """Also where experts are not sharded (a mesh of one rank), and their gradients are divided by a factor."""
+    two_ranks.run(_local_experts, backend)
+
+
+class Written(nn.Sequential):
+    pass
+
+
+def test_a_module_that_is_no_unit_has_its_class_name() -> None:
+    def described(model: nn.Module) -> list[Any]:
+        return [(type(one).__name__, type(one).__qualname__, repr(one)) for one in model.modules()]
+
+    def build() -> nn.Module:
+        return nn.Sequential(Written(nn.Linear(2, 2), nn.LSTM(2, 2), nn.LayerNorm(2)))
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        sharded, theirs = fsdp_compile.fully_shard(build()), torchs_fully_shard(build())
+        assert [type(one).__module__ for one in sharded.modules()] == [type(one).__module__ for one in build().modules()]
+        assert described(sharded) == described(theirs)[:1] + described(build())[1:] != described(build())
+    finally:
+        dist.destroy_process_group()
