@@ -223,7 +223,7 @@ def _note_data(written: DTensor) -> None:
 
 
 def _can_take(written: DTensor, other: Any) -> bool:
-    """Whether ``written.data = other`` can leave in ``written`` what ``other`` holds; raises where it should and cannot.
+    """Whether ``written.data = other`` can give ``written`` what ``other`` holds; raises where it should and cannot.
 
     That is so for shards and their gradients. Other DTensors in the process are left to torch.
     """
