@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import shutil
 import tempfile
@@ -15,7 +14,7 @@ _GIVEN_CACHE_DIR = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # before torch put
 
 from tests.building import build_graphs_at_once  # noqa: E402
 from tests.compiling import no_kernels_built  # noqa: E402
-from tests.ranks import FILTERS, Ranks  # noqa: E402
+from tests.ranks import Ranks, filters_of_test  # noqa: E402
 
 _CACHE_DIR = pytest.StashKey[str]()
 
@@ -33,7 +32,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_CACHE_DIR] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fsdp_compile_tests_")
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     os.environ.setdefault("AOT_INDUCTOR_DEBUG_COMPILE", "1")  # -O0, of all that Inductor builds: torch 2.11 to 2.15
-    os.environ[FILTERS] = json.dumps(config.getini("filterwarnings"))
     build_graphs_at_once()
 
 
@@ -51,6 +49,17 @@ _LONG_FILES = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(_LONG_FILES)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+    for item in items:
+        if item.get_closest_marker("more") is not None:
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Have the ranks of a test treat warnings as pytest does around it: the mark that is closest comes last."""
+    marks = [text for mark in item.iter_markers("filterwarnings") for text in mark.args]
+    filters_of_test[:] = [*item.config.getini("filterwarnings"), *reversed(marks)]
 
 
 def pytest_collection_finish() -> None:

@@ -126,7 +126,7 @@ def train_unsharded(model: nn.Module, steps: int = 2, seed: int | None = None) -
             losses.append(loss_of(model(tokens)))
         loss = torch.stack(losses).mean()
         loss.backward()
-        seen.losses.append(float(loss))
+        seen.losses.append(loss.item())
         optim.step()
         optim.zero_grad()
     return seen

@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import functools
 import gc
-import json
 import os
 import warnings
 from collections.abc import Callable
@@ -27,8 +26,8 @@ from tests.building import build_graphs_at_once
 #: What nearly every test imports. Nothing here may start a thread or a GPU's runtime: they do not survive a fork.
 PRELOAD = ("torch", "torch.distributed.tensor", "torch._inductor.compile_fx", "fsdp_compile", "pytest", "sympy.combinatorics")
 
-#: In the environment: what pyproject.toml says of warnings.
-FILTERS = "FSDP_COMPILE_TEST_WARNINGS"
+#: What pyproject.toml and the marks of the test that runs say of warnings; conftest.py puts it here.
+filters_of_test: list[str] = []
 
 
 class Ranks(Crew):
@@ -40,7 +39,7 @@ class Ranks(Crew):
         super().__init__("tests.ranks:join", {"backend": backend}, num_ranks=num_ranks, preload=preload)
 
     def run(self, fn: Callable[..., Any], *args: Any, limit_s: float = 400) -> list[Any]:
-        return super().run(_call, fn, *args, limit_s=limit_s)
+        return super().run(_call, filters_of_test, fn, *args, limit_s=limit_s)
 
 
 def join(settings: dict[str, Any], rank: int, send: Send) -> None:
@@ -62,12 +61,12 @@ def join(settings: dict[str, Any], rank: int, send: Send) -> None:
     )
 
 
-def _call(fn: Callable[..., Any], *args: Any) -> Any:
+def _call(filters: list[str], fn: Callable[..., Any], *args: Any) -> Any:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     with warnings.catch_warnings():  # filters as pytest has them around each test
-        for one in json.loads(os.environ.get(FILTERS, "[]")):
+        for one in filters:
             warnings.filterwarnings(*parse_warning_filter(one, escape=False))
         result = fn(*args)
     if lookout.failure is not None:

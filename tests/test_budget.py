@@ -391,6 +391,7 @@ def _between(model: nn.Module, tokens: Tensor, share: float) -> int:
     return int(peaks[AGAIN] + share * (peaks[KEPT] - peaks[AGAIN]))
 
 
+@pytest.mark.filterwarnings("ignore:memory_budget is")
 def test_the_first_rank_chooses_and_a_rank_that_compiles_again_asks_nobody(two_ranks: Ranks) -> None:
     (chosen,), adopted = two_ranks.run(_with_other_lengths)
     assert chosen.choice is not None and chosen.choice.rank == 0 and chosen.keep

@@ -212,6 +212,7 @@ def test_a_frozen_parameter_stays_until_backward_has_read_it(two_ranks: Ranks, b
 
 
 @pytest.mark.parametrize("trainable", [_everything_but_biases, _only_the_embedding])
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_frozen_units_are_freed_when_backward_leaves_them(two_ranks: Ranks, trainable: Callable[[str], bool]) -> None:
     two_ranks.run(_frozen, trainable)
 
@@ -802,6 +803,7 @@ def _view() -> None:
     assert_same_accumulated(model, unsharded, range(2))
 
 
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor")
 def test_a_view_as_output_warns_once(two_ranks: Ranks) -> None:
     two_ranks.run(_view)
 
@@ -979,5 +981,6 @@ def _transforms() -> None:
     assert_same_grads(model, unsharded)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_derivatives_by_inputs_through_torch_func(two_ranks: Ranks) -> None:
     two_ranks.run(_transforms)

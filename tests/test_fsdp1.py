@@ -124,6 +124,7 @@ COMPILED = ("SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", 
     ("case", "backend"),
     [*((case, None) for case in SAME_NUMBERS), pytest.param("nothing", "aot_eager", marks=pytest.mark.compat), *(more(case, "aot_eager") for case in COMPILED)],
 )
+@pytest.mark.filterwarnings("ignore:When using ``NO_SHARD``")
 def test_trains_like_torchs_fsdp1_and_the_unsharded_model(two_ranks: Ranks, case: str, backend: str | None) -> None:
     for seen in two_ranks.run(check_numbers, case, backend):
         assert seen["graphs"] == (backend is not None)
@@ -275,6 +276,7 @@ def check_policies() -> None:
         assert_alike(train(ours, steps=1), train(theirs, steps=1))
 
 
+@pytest.mark.filterwarnings("ignore:.*containers that do not implement forward")
 def test_policies_wrap_what_torchs_fsdp1_wraps(two_ranks: Ranks) -> None:
     two_ranks.run(check_policies)
 

@@ -135,6 +135,7 @@ def check_partly_summoned() -> set[str]:
 
 
 @pytest.mark.compat
+@pytest.mark.filterwarnings("ignore:offload_to_cpu=True and rank0_only=False")
 def test_full_parameters_of_one_wrapper_or_on_one_rank(two_ranks: Ranks) -> None:
     """``recurse``, inner wrappers, modules that are none; ``rank0_only``; and an error inside."""
     first, second = two_ranks.run(check_partly_summoned)
@@ -364,12 +365,13 @@ def train_by(model: Any, run: Any) -> Any:
     for step in range(2):
         loss = loss_of(run(mine(step)))
         loss.backward()
-        trained.losses.append(float(loss))
+        trained.losses.append(loss.item())
         optim.step()
         optim.zero_grad()
     return trained
 
 
+@pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy")
 def test_a_compiled_model_with_a_hook_runs_eagerly_and_says_so(two_ranks: Ranks) -> None:
     for strategy, named in ((STRATEGIES[0], "set_custom_reduce_scatter"), (STRATEGIES[1], "register_comm_hook")):
         for texts in two_ranks.run(check_compiled_hook, strategy):

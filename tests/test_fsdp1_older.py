@@ -119,7 +119,7 @@ def step_of_all_ranks(unsharded: Any, optim: Any, number: int) -> list[float]:
     torch.stack(losses).mean().backward()
     optim.step()
     optim.zero_grad()
-    return [float(loss) for loss in losses]
+    return [loss.item() for loss in losses]
 
 
 def test_numbers_become_names_and_names_numbers(two_ranks: Ranks) -> None:
@@ -159,7 +159,7 @@ def check_scaler(backend: str | None) -> None:
             scaler.step(optim)
             scaler.update()
             optim.zero_grad()
-            losses.append(float(loss))
+            losses.append(loss.item())
             scales.append(scaler.get_scale())
         seen.append((losses, scales))
     assert seen[0][1] == [8.0, 4.0, 4.0, 8.0, 8.0]

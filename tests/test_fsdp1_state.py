@@ -250,7 +250,7 @@ def steps(run: Any, optim: torch.optim.Optimizer, numbers: range) -> list[float]
     for number in numbers:
         loss = loss_of(run(mine(number)))
         loss.backward()
-        losses.append(float(loss))
+        losses.append(loss.item())
         optim.step()
         optim.zero_grad()
     return losses

@@ -125,5 +125,6 @@ def _over_ranks() -> None:
 
 
 @needs_output_grad_dtype
+@pytest.mark.filterwarnings("ignore:.*runs eagerly inside compiled code")
 def test_fp32_gradients_summed_over_ranks(two_ranks: Ranks) -> None:
     two_ranks.run(_over_ranks)

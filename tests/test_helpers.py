@@ -178,6 +178,7 @@ def _materialized(when: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.filterwarnings("ignore:auto_shard. policy chose nothing")
 def test_meta_weights_become_those_of_an_unsharded_model(two_ranks: Ranks, when: str) -> None:
     two_ranks.run(_materialized, when)
 
@@ -285,6 +286,7 @@ def _clipped(norm_type: float) -> None:
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor")
 def test_the_norm_is_over_all_meshes(four_ranks: Ranks, norm_type: float) -> None:
     four_ranks.run(_clipped, norm_type)
 

@@ -280,6 +280,7 @@ def check_adapters(folder: str) -> None:
         save_pretrained(model, f"{folder}/ours")
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_a_model_with_adapters_loads_its_base(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(check_adapters, str(tmp_path))
 

@@ -146,6 +146,7 @@ def test_a_replaced_shard_is_taken_after_a_refresh() -> None:
         fsdp_compile.configure(model, bucketing="none")
 
 
+@pytest.mark.filterwarnings("ignore:set_keep_unsharded_storage has no effect")
 def test_what_was_compiled_alone_gets_a_root() -> None:
     block = fully_shard(nn.Linear(8, 8))
     torch.compile(block, backend="aot_eager")(torch.ones(2, 8))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -196,14 +195,12 @@ def test_parts_of_tensor_parallel_parameters_may_be_uneven(four_ranks: Ranks, pa
     four_ranks.run(_tensor_parallel, path, WideBlock, {})
 
 
-def returns_views() -> None:
-    """``DTensor.to_local()`` gives a view: of a unit that returns one ours warns, as FSDP2 does."""
-    warnings.filterwarnings("ignore", message=".*returned a view tensor")
+#: ``DTensor.to_local()`` gives a view: of a unit that returns one ours warns, as FSDP2 does.
+RETURNS_VIEWS = pytest.mark.filterwarnings("ignore:.*returned a view tensor")
 
 
 def _sequence_parallel(path: str) -> None:
     """Norms whose weights are replicated over tp, and whose gradients are partial there."""
-    returns_views()
     mesh = mesh_of("dp", "tp")
     torch.manual_seed(0)
     unsharded = EvenBlock()
@@ -229,6 +226,7 @@ def _sequence_parallel(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
+@RETURNS_VIEWS
 def test_partial_gradients_are_summed_before_the_reduction(four_ranks: Ranks, path: str) -> None:
     four_ranks.run(_sequence_parallel, path)
 
@@ -309,7 +307,6 @@ SPMD = {
 
 
 def _spmd(path: str, case: str) -> None:
-    returns_views()
     dims, shard_dims, replicate_dims, stored_dims, placements = SPMD[case]
     mesh = mesh_of(*dims)
     torch.manual_seed(0)
@@ -334,6 +331,7 @@ def _spmd(path: str, case: str) -> None:
 @pytest.mark.compat
 @pytest.mark.parametrize("case", SPMD)
 @pytest.mark.parametrize("path", PATHS)
+@RETURNS_VIEWS
 def test_dp_mesh_dims_say_what_is_data_parallel(four_ranks: Ranks, path: str, case: str) -> None:
     four_ranks.run(_spmd, path, case)
 

@@ -83,6 +83,7 @@ def _rowwise() -> None:
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad.full_tensor(), msg=name)
 
 
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor")
 def test_a_unit_that_ends_in_rowwise_parallel(four_ranks: Ranks) -> None:
     four_ranks.run(_rowwise)
 
@@ -165,5 +166,6 @@ def _given_away() -> None:
     assert fully_shard(Giver("meta"))().is_meta
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_weights_given_away_inside_of_other_tensors(two_ranks: Ranks) -> None:
     two_ranks.run(_given_away)

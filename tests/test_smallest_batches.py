@@ -167,6 +167,7 @@ def test_a_first_layer_is_not_gathered_again(
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.filterwarnings("ignore:var_mean")
 def test_a_batch_of_no_rows_gathers_what_others_do(fake_group_of_four: None, checkpointed: bool) -> None:
     make = lambda: LastNorm(checkpointed)  # noqa: E731
     rows, none = (_plans(make, torch.randn(num_rows, 3, WIDTH), "decomposed") for num_rows in (2, 0))
@@ -174,6 +175,7 @@ def test_a_batch_of_no_rows_gathers_what_others_do(fake_group_of_four: None, che
     assert none == rows
 
 
+@pytest.mark.filterwarnings("ignore:var_mean")
 def test_a_batch_of_no_rows_launches_in_the_order_of_others_where_units_are_kept(fake_group_of_four: None) -> None:
     def plan(num_rows: int) -> Plan:
         torch._dynamo.reset()

@@ -78,7 +78,9 @@ def begin_unit(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[C
     args, kwargs = as_taken(unit, args, kwargs)
     if torch.compiler.is_dynamo_compiling():
         return None, args, kwargs
-    return begin(unit, module, args, kwargs, dynamo.reads_are_compiled(module))
+    call, args, kwargs = begin(unit, module, args, kwargs, dynamo.reads_are_compiled(module))
+    call.ends_with_errors = False
+    return call, args, kwargs
 
 
 def end_unit(unit: Unit, module: nn.Module, call: Call | None, output: Any) -> Any:

@@ -223,13 +223,13 @@ dynamo.leave_all_to_python(eager_read)
 
 
 def call_of(unit: Unit) -> Call | None:
-    """The eager forward of the unit that runs now, be it a part of one that is recomputed for backward.
+    """The eager forward of the unit that runs for sure, be it a part of one that is recomputed for backward.
 
     Such a part runs with grad enabled, unlike hooks that are called in backward, which are to find shards.
     """
     run = running(unit)
     if run.calls:
-        return run.calls[-1]
+        return run.calls[-1] if run.calls[-1].ends_with_errors else None
     return _call_in_backward(run) if torch.is_grad_enabled() else None
 
 

@@ -100,6 +100,8 @@ class Call:
         self.forward_number = run.iteration.forward_number
         self.task: int | None = None  # the backward that reached the outputs
         self.is_in_backward = False  # the call itself, made while one runs and not by it
+        # False where other code than ours stands around the forward: nobody hears when that raises.
+        self.ends_with_errors = True
         # An autograd node at the inputs tells when backward is through with the unit.
         self.ends_at_inputs = False
         self.was_read = False
