@@ -166,6 +166,6 @@ def _given_away() -> None:
     assert fully_shard(Giver("meta"))().is_meta
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.filterwarnings("ignore:Sparse (invariant checks|CSR tensor support)")
 def test_weights_given_away_inside_of_other_tensors(two_ranks: Ranks) -> None:
     two_ranks.run(_given_away)
