@@ -187,13 +187,13 @@ class HooksInForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(6, 6, bias=False)
-        self.hooked: Any = None
+        self.hooked: list[Any] = [None]
 
     def forward(self, x: Tensor) -> Tensor:
         for param in self.inner.parameters():
-            if param is not self.hooked:
+            if param is not self.hooked[0]:
                 param.register_post_accumulate_grad_hook(_triple)
-                self.hooked = param
+                self.hooked[0] = param
         return self.inner(x)
 
 
