@@ -6,6 +6,7 @@ PYTHONPATH. A process that never imports torch does nothing, and neither does an
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -34,9 +35,7 @@ class _AdoptBehindTorch:
             run(module)
             if importlib.util.find_spec("fsdp_compile") is None:  # only the first process has it in its path
                 sys.path.append(_PACKAGE_IN)
-            from fsdp_compile.adoption import adopt
-
-            adopt()
+            importlib.import_module("fsdp_compile.adoption").adopt()
 
         spec.loader.exec_module = run_and_adopt  # type: ignore[method-assign]
         return spec
