@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import version
 
 import pytest
 
@@ -35,6 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
     build_graphs_at_once()
 
 
+# torch 2.11 uses what it says is deprecated: treespecs, instances of autograd functions.
+_TORCH_WARNS_OF_ITSELF = version("torch").startswith("2.11")
+
 # What takes longest comes first, so that neither of the two workers has a long file left at the end.
 _LONG_FILES = (
     "test_matrix", "test_models", "test_meshes", "test_recipes", "test_training", "test_readme", "test_inspect",
@@ -52,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
     for item in items:
-        if item.get_closest_marker("more") is not None:
+        if item.get_closest_marker("more") is not None or _TORCH_WARNS_OF_ITSELF:
             item.add_marker(pytest.mark.filterwarnings("default"))
 
 
