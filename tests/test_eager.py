@@ -981,6 +981,5 @@ def _transforms() -> None:
     assert_same_grads(model, unsharded)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_derivatives_by_inputs_through_torch_func(two_ranks: Ranks) -> None:
     two_ranks.run(_transforms)
