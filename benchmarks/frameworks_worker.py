@@ -71,7 +71,7 @@ def train(row_name: str, column_name: str, folder: Path) -> Trained | None:
     folder.mkdir(parents=True, exist_ok=True)
     with (
         warnings.catch_warnings(),
-        mock.patch.object(sharding, "make_unit", wraps=sharding.make_unit) as units,
+        mock.patch.object(sharding, "Unit", wraps=sharding.Unit) as units,
         column.adopt() as adoption,
     ):
         warnings.simplefilter("ignore")
