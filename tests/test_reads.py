@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_compile
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from fsdp_compile.eager import forward as eager
-from tests.comparing import assert_same_grads
+from tests.comparing import assert_same_grads, full
 from tests.compiling import no_kernels_built, num_graphs
 from tests.models import Fault
 from tests.ranks import Ranks
@@ -369,8 +369,24 @@ def _renamed_in_forward() -> None:
     assert_same_grads(sharded, unsharded)
 
 
+def _renamed_in_a_tied_place() -> None:
+    """The module that replaces a tied weight is the second one that has it."""
+    torch.manual_seed(0)
+    unsharded = nn.Sequential(nn.Linear(6, 6), Renaming(6, 6))
+    unsharded[1].weight = unsharded[0].weight
+    unsharded[0].weight.requires_grad_(False)
+    sharded = fully_shard(copy.deepcopy(unsharded))
+    for _ in range(3):
+        for model in (sharded, unsharded):
+            model(torch.ones(3, 6)).pow(2).sum().backward()
+        assert sharded[1]._parameters["weight"] is sharded[0]._parameters["weight"]
+    for ours, theirs in zip(sharded, unsharded):  # the unsharded weights are tied no more
+        torch.testing.assert_close(full(ours.bias.grad), theirs.bias.grad)
+
+
 def test_a_module_that_replaces_what_it_was_given_has_its_shard_again(two_ranks: Ranks) -> None:
     two_ranks.run(_renamed_in_forward)
+    two_ranks.run(_renamed_in_a_tied_place)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dtensors, subclasses
 from ..core.extension import has_extension
-from ..core.param import ShardedParam
+from ..core.param import ShardedParam, Slot
 from ..core.spec import spec_of
 from ..core.unit import Unit
 from ..passes import ParamSpec, lower
@@ -46,6 +46,7 @@ class Gathered:
             param.require_shard()
         self.params: list[ShardedParam] = [param for param in unit.params if isinstance(param.param, DTensor)]
         self.shards: list[DTensor] = [param.param for param in self.params]
+        self._places = _places_of(unit)
         for param, shard in zip(self.params, self.shards):
             require_data(param.fqn, shard)
             if unit.offload:
@@ -76,8 +77,8 @@ class Gathered:
 
     def serves(self, unit: Unit) -> bool:
         """Whether these are still the unit's parameters, set up as they were when this object was made."""
-        current = [param.param for param in unit.params if isinstance(param.param, DTensor)]
-        return self._version == unit.version and list(map(id, current)) == list(map(id, self.shards))
+        now, then = ([(id(slot), id(shard)) for _, slot, shard in some] for some in (_places_of(unit), self._places))
+        return self._version == unit.version and now == then
 
     @property
     def launched(self) -> bool:
@@ -216,11 +217,9 @@ class Gathered:
 
     def take_places_back(self) -> None:
         """Register shards again in the places that a module gave to other tensors in its forward."""
-        for param, shard in zip(self.params, self.shards):
-            if not isinstance(param.param, DTensor) and not param.is_full:
-                for slot in param.slots:
-                    if slot.param is not None or slot is param.slots[0]:
-                        slot.register(shard)  # type: ignore[arg-type]
+        for param, slot, shard in self._places:
+            if not isinstance(slot.param, DTensor) and not param.is_full:
+                slot.register(shard)
 
     def _addresses(self) -> set[int]:
         """Where the storages of the full parameters are."""
@@ -278,6 +277,16 @@ class Gathered:
                 self._memory[index].take()
                 if not subclasses.share_storage(again, full):
                     full.data.copy_(again)
+
+
+def _places_of(unit: Unit) -> list[tuple[ShardedParam, Slot, Any]]:
+    """Where the unit's shards are registered now; a place that the user has given to something else is none."""
+    return [
+        (param, slot, registered)
+        for param in unit.params
+        for slot in param.slots
+        if isinstance(registered := slot.param, DTensor)
+    ]
 
 
 def slice_of(full: Tensor, spec: ParamSpec) -> Tensor:
