@@ -69,7 +69,7 @@ _TINY_LLAMA = "--dim 32 --layers 1 --vocab 64 --batch 1 --seq 16 --steps 2 --war
 
 
 class PartError(RuntimeError):
-    """Why a part has no result."""
+    """A part that gave no result, and why."""
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ def _has_gpu() -> bool:
 
 
 def _machine() -> str:
-    """What the figures depend on."""
+    """The machine and the versions of the software, which the figures depend on."""
     import torch
 
     versions = software_and_machine()

@@ -76,16 +76,9 @@ def table(
     return grid
 
 
-def write(
-    path: Path,
-    grid: Table,
-    records: Mapping[str, Record],
-    reference: Sequence[float],
-    environment: Mapping[str, Any],
-) -> None:
-    """Print the table, and leave it as text beside the JSON file."""
+def show(grid: Table) -> None:
+    """Print the table."""
     Console(width=max(_WIDTH, Console().width)).print(grid)
-    save(path, grid, records, reference, environment)
 
 
 def save(
@@ -95,6 +88,7 @@ def save(
     reference: Sequence[float],
     environment: Mapping[str, Any],
 ) -> None:
+    """Write the figures as JSON to ``path``, and the table as text beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = path.with_suffix(".txt")
     with text.open("w") as file:

@@ -69,7 +69,8 @@ def main() -> int:
         caption=caption_of(options, environment),
         with_sent_bytes=options.link is not None,
     )
-    report.write(options.json, grid, records, reference, environment)
+    report.show(grid)
+    report.save(options.json, grid, records, reference, environment)
     failed = any(record.problems for record in records.values()) or (options.repeat and not reference)
     return 130 if interrupted else int(bool(failed))
 

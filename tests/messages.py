@@ -582,9 +582,10 @@ MESSAGES = (*FSDP2, *FSDP1)
 # What of torch's is not run, and why.
 FLAT = "No flat parameters here: each keeps its shape, dtype and `requires_grad`."
 STATES = "Optimizer state is kept by parameter, not by flat parameter, so it need not be taken apart."
+STATE_DICTS = "State dicts are of parameters, and need no flat ones to be put back."
 INTERNAL = "torch's word on its own state, which no argument of a user's brings about."
 NOT_RUN = (
-    # FSDP2: said here as well, where one process on the CPU cannot have torch say it
+    # FSDP2: ours says these sentences as well; one process on the CPU cannot make torch say them
     N("reshard_after_forward=1 (int) means resharding parameters to world size 1", "Said, at each call; torch logs it once a process."),
     N("Requires DTensor to have mesh of the same type as the FSDP mesh", "Said; takes two devices: `test_errors.py`, case \"a DTensor on another kind of device\"."),
     N("must return all-gather inputs with the padded sharded size", "Said, where a shard is smaller: `test_extension.py::test_a_gather_of_another_size_is_refused`."),
@@ -639,7 +640,7 @@ NOT_RUN = (
     N("finalize_backward must be called after the first forward", INTERNAL),
     N("No FSDP state found on", INTERNAL),
     N("", INTERNAL, "contract.py"),
-    # FSDP1: said here as well, elsewhere
+    # FSDP1: ours says these sentences as well; other files test them
     N("Cannot writeback when the", "Said of a gradient as well: `test_writes.py::test_data_that_does_not_fit_is_refused`."),
     N("Only some but not all ranks have a `None`", "RuntimeError, \"Only some but not all ranks have a gradient\": no zeros are put in its place."),
     N("Changing shared parameters is not supported", "Said: `test_helpers_found.py`, where a tied parameter becomes two in full_params."),
@@ -682,9 +683,9 @@ NOT_RUN = (
     # FSDP1: its own state
     N("", FLAT, "_flat_param.py"),
     N("", STATES, "_optim_utils.py"),
-    N("", "State dicts are of parameters, and need no flat ones to be put back.", "_state_dict_utils.py"),
-    N("", "State dicts are of parameters, and need no flat ones to be put back.", "_fsdp_extensions.py"),
-    N("", "State dicts are of parameters, and need no flat ones to be put back.", "_shard_utils.py"),
+    N("", STATE_DICTS, "_state_dict_utils.py"),
+    N("", STATE_DICTS, "_fsdp_extensions.py"),
+    N("", STATE_DICTS, "_shard_utils.py"),
     N("", INTERNAL, "_debug_utils.py"),
     N("", INTERNAL, "_exec_order_utils.py"),
     N("", INTERNAL, "_trace_utils.py"),

@@ -47,7 +47,7 @@ def test_ours_says_what_torch_says(message: Message) -> None:
 
 
 def _text(node: ast.expr, function: ast.AST) -> str:
-    """The constant parts of a sentence; those of a variable that it was put into, where it is one."""
+    """The constant text of an expression. For a variable, it is the constant text that the function assigns to it."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):

@@ -50,7 +50,10 @@ def test_transformers_own_fsdp2_compiles_to_one_graph(two_ranks: Ranks, tmp_path
 
 
 class Experts(nn.Module):
-    """Computes with local tensors in its parameters' places, as ``_use_local_dtensor_params`` of transformers has it."""
+    """A layer that puts local tensors in its parameters' places while its forward runs.
+
+    transformers' ``_use_local_dtensor_params`` does so.
+    """
 
     def __init__(self, experts_mesh: Any) -> None:
         super().__init__()

@@ -61,12 +61,12 @@ _DATA: Any = torch._C.TensorBase.data  # 2.11 to 2.15
 
 
 def heed_data_writes(can_take: Callable[[DTensor, Any], bool], note: Callable[[DTensor], None]) -> None:
-    """Have ``dtensor.data = other`` give a DTensor the other one's values, as the same statement does for a tensor.
+    """Make ``dtensor.data = other`` write the values of ``other`` into the DTensor, as it does for a plain tensor.
 
     torch 2.11 to 2.15 changes the shape and dtype that the DTensor shows, and leaves its local tensor as it was: the
-    values are lost. No hook of torch's tells of the write, so this is the one attribute of torch's class that we set.
-    ``can_take`` says which values can be taken, or raises; what it refuses is left to torch. ``note`` is told of those
-    that were taken.
+    values are lost. torch has no hook that tells of the write, so we replace this one attribute of its class.
+    ``can_take`` returns whether the values can be written, or raises. Where it returns False, torch does what it does
+    without us. ``note`` is called after each write.
     """
 
     def write(self: DTensor, other: Any) -> None:

@@ -149,7 +149,7 @@ def refresh(unit: Unit, only: Sequence[ShardedParam] | None = None) -> None:
         unit.gives_to_graphs = all(can_be_given(param) for param in unit.params)
     follow_mode(unit, only)
     arrange_edges(unit, only)
-    for module in _readers(params) if only is not None else dict.fromkeys([*unit.modules, *_readers(params)]):
+    for module in dict.fromkeys([*(unit.modules if only is None else ()), *_readers(params)]):
         _set_class(module)
     unit.watch.say_unheeded()
 
@@ -227,7 +227,7 @@ def _take_or_refuse(param: ShardedParam, owner: Unit, reader: Unit, slot: Slot) 
     if isinstance(put, DTensor):
         alike = (put.device_mesh, put.placements, put.shape) == (shard.device_mesh, shard.placements, shard.shape)
         if alike and put.dtype != shard.dtype:
-            refresh(owner)
+            refresh(owner, [param])
     else:
         known = (shard.shape, shard.dtype, shard.device)
         alike = param.layout.num_shards == 1 and param.dtensor is None and (put.shape, put.dtype, put.device) == known

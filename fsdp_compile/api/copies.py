@@ -130,7 +130,7 @@ class _Copies:
                 reads[name] = (copied_param, owner, self._reader(reader, top))
                 touched.setdefault(owner)
         if top in self.adopters:
-            self.adopters[top].modules = tuple(self.modules[one] for one in (top,) if one in self.modules)
+            self.adopters[top].modules = (self.modules[top],) if top in self.modules else ()
         for unit in touched:
             unit.params.sort(key=lambda one: one.order)
         copied_here = [unit for module in inside if (unit := unit_of(module)) is not None]

@@ -96,7 +96,7 @@ def register(module: nn.Module) -> tuple[str, ...]:
 
 
 def _take_hooks(full: Tensor, fqn: str) -> None:
-    """Have a full parameter take post-accumulate hooks, as the leaf takes them that it is under FSDP2.
+    """Make a full parameter accept post-accumulate hooks. Under FSDP2 it is a leaf, which accepts them.
 
     transformers registers some in forward, to sum gradients over a tensor parallel group.
     """
@@ -129,7 +129,7 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
         self._module = weakref.ref(module)  # Dynamo keeps objects of this class
 
     def found(self, name: str, registered: Any) -> Any:
-        """What eager code finds. Dynamo itself, on its way through a model, is to find what is registered."""
+        """The tensor that eager code finds under ``name``. Dynamo's own Python finds what is registered."""
         owner = self._owner(name)
         if owner is None or call_of(owner) is None or dynamo.is_tracing():
             return registered
@@ -147,12 +147,12 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
         return call.gathered.shards[call.gathered.index[known[0].fqn]]
 
     def traced(self, name: str) -> bool:
-        """The same where Dynamo traces the code that asks."""
+        """Whether such a forward runs, or is traced, where Dynamo traces the code that asks."""
         owner = self._owner(name)
         return owner is not None and (call_of(owner) is not None or dynamo.traces_call_of(owner.modules, _CALLS))
 
     def traced_gave(self, name: str) -> bool:
-        """The same of what is written to it."""
+        """Whether traced code writes back to a parameter's name what a read of it gave."""
         known = self._known(name)
         if known is None:
             return False

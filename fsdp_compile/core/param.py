@@ -162,13 +162,13 @@ class ShardedParam:
         return self.address is not None and self.address != self.local.data_ptr()
 
     def follow_data(self) -> None:
-        """``shard.data = other`` was said: its local tensor is the same one, with other memory."""
+        """Follow ``shard.data = other``, after which the same local tensor has other memory."""
         self.address = None if self.local is None else self.local.data_ptr()
         if self.sink is not None:
             self.sink.follow_data()
 
     def require_shard(self) -> None:
-        """Raise where the user put something in the shard's place that cannot be one."""
+        """Raise if the user has put a tensor in the shard's place that cannot be used as the shard."""
         put, shard = self.refused, self.shard
         if put is not None and not self.is_full and any(slot.param is put for slot in self.slots):
             raise RuntimeError(
@@ -201,7 +201,7 @@ class ShardedParam:
         return self.carry(gathered if self.dtensor is None else self.dtensor.wrap(gathered))
 
     def carry(self, full: Any) -> Any:
-        """A full parameter with the attributes that the user's had."""
+        """Give a full parameter the attributes that the user's parameter had."""
         for name, value in self.carried.items():
             setattr(full, name, value)
         return full
@@ -239,9 +239,8 @@ def _can_take(written: DTensor, other: Any) -> bool:
         why = "Cast or move the model with model.to(...), which tells all that know the shard."
     else:
         return True
-    name = None if param is None else param.fqn
-    if name is None:
-        name = next((f"{one.fqn}.grad" for one in _OF_SHARDS.values() if one.shard.grad is written), None)
+    of_grads = (f"{one.fqn}.grad" for one in _OF_SHARDS.values() if one.shard.grad is written)
+    name = next(of_grads, None) if param is None else param.fqn
     if name is None:
         return False
     raise RuntimeError(f"{name} is {_described(written)}, and its .data was set to {_described(other)}. {why}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,11 +95,10 @@ class Unit:
         tops = self.root.modules
         if not any(_module_at(top, self.paths.get(module)) is module for top in tops):
             self.paths.pop(module, None)
-            for top in tops:
-                for path, found in top.named_modules():
-                    unit = unit_of(found)
-                    if unit is not None:
-                        unit.paths[found] = path
+            for found, path in paths_in(tops).items():
+                unit = unit_of(found)
+                if unit is not None:
+                    unit.paths[found] = path
         return self.paths.get(module, "")
 
     @functools.cached_property
@@ -152,6 +151,15 @@ def units_in(model: nn.Module) -> list[Unit]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"Pass the model that fully_shard was applied to, not a {type(model).__name__}.")
     return list(dict.fromkeys(unit for module in model.modules() if (unit := unit_of(module)) is not None))
+
+
+def paths_in(tops: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    """The path of each module below ``tops``; the first one of a module that has several."""
+    paths: dict[nn.Module, str] = {}
+    for top in tops:
+        for path, module in top.named_modules():
+            paths.setdefault(module, path)
+    return paths
 
 
 def _module_at(top: nn.Module, path: str | None) -> nn.Module | None:

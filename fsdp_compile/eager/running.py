@@ -100,7 +100,7 @@ class Call:
         self.forward_number = run.iteration.forward_number
         self.task: int | None = None  # the backward that reached the outputs
         self.is_in_backward = False  # the call itself, made while one runs and not by it
-        # False where other code than ours stands around the forward: nobody hears when that raises.
+        # False if code that is not ours calls the forward: we are not told when that forward raises.
         self.ends_with_errors = True
         # An autograd node at the inputs tells when backward is through with the unit.
         self.ends_at_inputs = False

@@ -89,7 +89,7 @@ class Sink:
         return self.arrives_as is not None and _has_gradients(self.arrives_as[1])
 
     def have_leaf(self) -> Tensor | None:
-        """The leaf, which few graphs ask for."""
+        """The leaf. It is made here, since few graphs ask for one."""
         assert self.arrives_as is not None
         if self.leaf is None:
             self.leaf = _leaf(None, *self.arrives_as, lambda: _giver(self.param))
@@ -101,14 +101,14 @@ class Sink:
         self.param.put_beside("edge", edge)
 
     def follow_data(self) -> None:
-        """The shard's local tensor has other memory: so has its edge, and what was gathered is no longer it."""
+        """Give the edge the memory that the shard's local tensor has now, and have the eager path gather anew."""
         if self.edge is not None and self.takes == "edge":
             self.edge.data = self.param.local  # type: ignore[assignment]
         self.watch.note_data()
 
     @property
     def node(self) -> Any:
-        """From which the edge leads to the shard, and perhaps others to theirs."""
+        """The autograd node that leads from the edge to the shard; other edges may share it."""
         return None if self.edge is None else self.edge.grad_fn
 
     @property
@@ -130,9 +130,10 @@ dynamo.leave_all_to_python(follow_mode)
 
 
 def forget_edges(unit: Unit, params: Sequence[ShardedParam]) -> None:
-    """Let the shards of these go, which nothing of ours holds then, until ``arrange_edges``.
+    """Release the shards of ``params``: until ``arrange_edges`` nothing of ours holds them.
 
-    Others with edges of the same node get new ones, by a node for each module: the next module lets go of its own.
+    An autograd node holds the shards of all edges that it made. So the unit's other shards get new edges here, with one
+    node for each module, and the next module that is visited can release its own.
     """
     sinks: list[Sink] = [param.sink for param in params if param.sink is not None and param.sink.edge is not None]
     nodes = {sink.node for sink in sinks}
@@ -148,9 +149,10 @@ def forget_edges(unit: Unit, params: Sequence[ShardedParam]) -> None:
 
 
 def arrange_edges(unit: Unit, only: Sequence[ShardedParam] | None = None) -> None:
-    """Have one node for the edges of the shards that train, and one each for the others.
+    """Give the edges of the shards that train one autograd node, and each of the others a node of its own.
 
-    ``only`` these may lack theirs: they get a node together, until a backward comes through it.
+    With ``only``, these parameters alone are looked at. Their edges share a node until the next backward that passes
+    through it has ended; then the unit has one node again.
     """
     together: list[Sink] = []
     for param in unit.params if only is None else only:
@@ -158,7 +160,7 @@ def arrange_edges(unit: Unit, only: Sequence[ShardedParam] | None = None) -> Non
         if not sink.can_train or not (isinstance(param.shard, DTensor) and param.shard.is_leaf):
             sink.have_edge(None)
         elif only is not None and sink.is_current:
-            sink.have_edge(sink.edge)  # there may be a slot that has none beside it
+            sink.have_edge(sink.edge)  # a slot that was added may lack it
         elif param.shard.requires_grad and not param.shard.is_inference():
             together.append(sink)
         else:
@@ -176,11 +178,13 @@ def _have_node(unit: Unit, sinks: Sequence[Sink], is_part: bool = False) -> None
         _make_edges(unit, sinks, is_part)
         return
     for sink in sinks:
-        sink.have_edge(sink.edge)  # as above
+        sink.have_edge(sink.edge)  # a slot that was added may lack it
 
 
 def _make_edges(unit: Unit, sinks: Sequence[Sink], is_part: bool = False) -> None:
-    """New edges for the shards that these have, frozen or not, by one node; ``is_part``: the unit is to have one node.
+    """Make new edges for the shards of these sinks, frozen or not, with one autograd node.
+
+    ``is_part`` says that the unit has other nodes, and that the end of the next backward joins them.
 
     It keeps the shards' ``AccumulateGrad`` alive, so ``swap_tensors`` refuses the shards as long as an edge lives.
     """
@@ -268,7 +272,7 @@ dynamo.leave_all_to_python(_Edges.backward)
 
 
 def _join_at_end(unit: Unit) -> None:
-    """Have one node again for the edges of a unit when the backward that runs ends; once for each backward."""
+    """When the backward that runs ends, give the unit's edges one node again; a second call has no effect."""
     task = autograd.backward_task()
     if unit.watch.joins_in != task:
         unit.watch.joins_in = task

@@ -25,12 +25,13 @@ class Link:
     wire: str
     names: tuple[str, ...]
     sure: bool = True  # or the names are those of the graph that was compiled first of all that look alike
-    # The same parameters by their place in the model, where that is known: ranks that ignore other modules agree in it.
+    # The places of the parameters in the model, where they are known. Ranks that ignore different modules have other
+    # names for the same parameters, and the same places.
     places: tuple[str, ...] = ()
 
     @property
     def whose(self) -> tuple[str, ...]:
-        """What ranks compare of the parameters."""
+        """The places of the parameters where they are known, else their names: ranks compare these."""
         return self.places or self.names
 
 

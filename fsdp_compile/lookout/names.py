@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..core.param import ShardedParam
-from ..core.unit import Unit, unit_of
+from ..core.unit import Unit, paths_in, unit_of
 from ..passes.ledger import Called, Issued, Launch
 from ..passes.spec import ParamSpec, with_part
 from .chain import Link, Piece
@@ -131,10 +131,7 @@ class Namer:
 
     def _look_through(self, unit: Unit) -> None:
         """Find the names of a unit's parameters, and, on the same walk, of all that are in the model with it."""
-        paths: dict[Any, str] = {}
-        for root in unit.root.modules:
-            for path, module in root.named_modules():
-                paths.setdefault(module, path)
+        paths = paths_in(unit.root.modules)
         for one in dict.fromkeys((unit, *(inner for module in paths if (inner := unit_of(module)) is not None))):
             version, names = one.version, {}
             for param in one.params:
