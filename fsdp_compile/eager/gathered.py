@@ -69,7 +69,7 @@ class Gathered:
         self._memory: dict[int, Memory] = {}  # of those without an extension, which has its own
         self._in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] | None = None
         self._versions: list[int] = []
-        # Where each shard was when it was gathered. With one rank, what is gathered may be the shard itself.
+        # Where each shard that one rank holds whole was when it was gathered: what is gathered may be the shard itself.
         self._shard_at: dict[int, set[int]] = {}
         # After a forward with reshard_after_forward=n: one of n slices of each full parameter.
         self._slices: list[Tensor] | None = None
@@ -237,7 +237,8 @@ class Gathered:
     def source(self, index: int) -> Tensor:
         """What this rank has of one parameter, where it is gathered."""
         device, shard = self.unit.mesh.device, dtensors.local_tensor(self.shards[index]).detach()
-        self._shard_at[index] = subclasses.addresses_in(shard)
+        if self.specs[index].num_shards == 1:
+            self._shard_at[index] = subclasses.addresses_in(shard)
         return shard if shard.device == device else shard.to(device, non_blocking=True)
 
     def _caller(self, bucket: list[int], members: list[ParamSpec]) -> Caller:
@@ -270,7 +271,7 @@ class Gathered:
                 if index not in self._extensions:
                     self._memory[index] = Memory(again)
             elif index not in self._extensions:
-                if subclasses.addresses_in(again) & self._shard_at.get(index, set()):
+                if index in self._shard_at and subclasses.addresses_in(again) & self._shard_at[index]:
                     # The shard itself. Where it was may be another's memory by now: ``param.data`` was set.
                     self.fulls[index], self._memory[index] = again, Memory(again)
                     continue
