@@ -68,14 +68,14 @@ ROWS: tuple[Row, ...] = (
     Row("random numbers of the backend's own", own_random_numbers, 2, own_random=True),
     Row("blocks compiled one by one", partial(block_by_block, before=False), 1, 2, shows="compile"),
     Row("blocks compiled before they are sharded", partial(block_by_block, before=True), 1, 2),
-    Row(
+    Row(  # held back, reduced with what was held back, and reduced by itself
         "4 micro-batches, set_requires_gradient_sync",
         partial(accumulate, how="sync"),
-        2,
+        3,
         NUM_MICRO,
         shows="set_requires_gradient_sync",
     ),
-    Row("4 micro-batches, no_sync", partial(accumulate, how="no_sync"), 2, NUM_MICRO, shows="no_sync"),
+    Row("4 micro-batches, no_sync", partial(accumulate, how="no_sync"), 3, NUM_MICRO, shows="no_sync"),
     Row("HSDP 2x2", _hsdp(plain), ranks=4),
     Row(
         "HSDP 2x2, 4 micro-batches, set_requires_all_reduce",
