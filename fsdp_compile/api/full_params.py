@@ -31,15 +31,20 @@ def gathered(param: ShardedParam, local: Tensor) -> Tensor:
     return gathered_together([(param, local)])[0]
 
 
-def gathered_together(parts: Sequence[tuple[ShardedParam, Tensor]]) -> list[Tensor]:
-    """The same for several parameters, of which small ones share an all-gather, as in a forward."""
-    fulls: dict[int, Tensor] = {}
+def gathered_together(
+    parts: Sequence[tuple[ShardedParam, Tensor]], keep: Callable[[ShardedParam, Tensor], Any] = lambda _, full: full
+) -> list[Any]:
+    """The same for several parameters, of which small ones share an all-gather, as in a forward.
+
+    Where there is no room for all of them at a time, ``keep`` makes less of each when it is there.
+    """
+    fulls: dict[int, Any] = {}
     travel: dict[tuple[str, torch.dtype], list[int]] = {}
     for index, (param, local) in enumerate(parts):
         if param.mesh.group:
             travel.setdefault((param.mesh.group, local.dtype), []).append(index)
         else:
-            fulls[index] = local.detach().to(param.mesh.device, copy=True)
+            fulls[index] = keep(param, local.detach().to(param.mesh.device, copy=True))
     for (group, dtype), indices in travel.items():
         mesh = parts[indices[0]][0].mesh
         sizes = [parts[index][0].layout.padded_numel * dtype.itemsize for index in indices]
@@ -51,7 +56,8 @@ def gathered_together(parts: Sequence[tuple[ShardedParam, Tensor]]) -> list[Tens
             of_params = of_ranks.split([layout.padded_numel for layout in layouts], 1)
             for index, layout, its in zip(bucket, layouts, of_params, strict=True):
                 full = torch.cat([one.view(layout.padded_size) for one in its.unbind(0)], layout.dim)
-                fulls[index] = full.narrow(layout.dim, 0, layout.size[layout.dim]).contiguous()
+                full = full.narrow(layout.dim, 0, layout.size[layout.dim]).contiguous()
+                fulls[index] = keep(parts[index][0], full)
     return [fulls[index] for index in range(len(parts))]
 
 

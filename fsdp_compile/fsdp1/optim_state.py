@@ -52,13 +52,24 @@ def optim_state(
     states = {names.of(key): state for key, state in given["state"].items()}
     _require_alike(names, states, group)
     gets_it = not rank0_only(config) or dist.get_rank(group) == 0
-    saved = {}
-    for name in sorted(states.keys() & names.current.keys()):
+
+    def keep(value: Any) -> Any:  # on other ranks nothing of what was gathered is kept
+        if not gets_it:
+            return None
+        return value.cpu() if config.offload_to_cpu and isinstance(value, Tensor) else value
+
+    saved = {name: dict(sorted(states[name].items())) for name in sorted(states.keys() & names.current.keys())}
+    sharded: list[tuple[str, str, ShardedParam]] = []
+    for name, state in saved.items():
         param = names.sharded.get(name)
-        entries = sorted(states[name].items())
-        state = {entry: _saved(settings, param, value, config.offload_to_cpu) for entry, value in entries}
-        if gets_it:  # on other ranks nothing of what was gathered is kept
-            saved[name] = state
+        for key, value in state.items():
+            if param is not None and _is_like(param, value):
+                sharded.append((name, key, param))
+            else:  # which the optimizer goes on writing to
+                state[key] = keep(value.detach().clone() if isinstance(value, Tensor) else value)
+    values = saved_as(settings.state_dict_type, [(param, saved[name][key]) for name, key, param in sharded], keep)
+    for (name, key, _), value in zip(sharded, values, strict=True):
+        saved[name][key] = value
     if not gets_it:
         return {}
     saved |= {key: state for key, state in states.items() if key not in names.current}
@@ -191,14 +202,6 @@ def _from_all(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
 def _is_like(param: ShardedParam | None, value: Any) -> bool:
     """Whether a value is sharded as its parameter is."""
     return isinstance(value, DTensor) and param is not None and value.shape == param.shard.shape
-
-
-def _saved(settings: StateDictSettings, param: ShardedParam | None, value: Any, offload: bool) -> Any:
-    if param is not None and _is_like(param, value):
-        value = saved_as(settings.state_dict_type, param, value)
-    elif isinstance(value, Tensor):
-        value = value.detach().clone()  # what the optimizer goes on writing to
-    return value.cpu() if offload and isinstance(value, Tensor) else value
 
 
 def _loaded(param: ShardedParam | None, value: Any) -> Any:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,24 +33,17 @@ def has_clean_state_dicts(wrapper: Any) -> None:
 
 
 @torch.no_grad()
-def saved_as(kind: StateDictType, param: ShardedParam, value: Any, whole: dict[Any, Tensor] | None = None) -> Any:
-    """A DTensor shaped like the parameter's shard, or that shard, as a state dict of this kind has it.
-
-    ``whole`` has what was gathered already, by parameter.
-    """
+def saved_as(
+    kind: StateDictType, values: Sequence[tuple[ShardedParam, Any]], keep: Callable[[Tensor], Any] = lambda value: value
+) -> list[Any]:
+    """What ``keep`` makes of DTensors shaped like parameters' shards, as a state dict of this kind has them."""
     if kind is not StateDictType.FULL_STATE_DICT:
-        return value.detach().clone()  # what is trained on after it was saved
-    return _whole({param: value})[param] if whole is None else whole[param]
+        return [keep(value.detach().clone()) for _, value in values]  # what is trained on after it was saved
 
+    def keep_whole(param: ShardedParam, full: Tensor) -> Any:
+        return keep(full if param.dtensor is None else param.as_read(full).full_tensor())
 
-@torch.no_grad()
-def _whole(values: dict[ShardedParam, Any]) -> dict[ShardedParam, Tensor]:
-    """All of what ranks have parts of, in DTensors shaped like the parameters' shards."""
-    fulls = gathered_together([(param, dtensors.local_tensor(value)) for param, value in values.items()])
-    return {
-        param: full if param.dtensor is None else param.as_read(full).full_tensor()
-        for param, full in zip(values, fulls, strict=True)
-    }
+    return gathered_together([(param, dtensors.local_tensor(value)) for param, value in values], keep_whole)
 
 
 def loaded_as(param: ShardedParam, value: Any, dtype: torch.dtype | None = None) -> Any:
@@ -87,10 +80,7 @@ def _save(wrapper: Any, state_dict: Any, prefix: str, local_metadata: Any) -> No
     kind = settings.state_dict_type
     params = {} if wrapper._has_full_params else dict(_params_in(wrapper, prefix))
     saved = {key: param for key, param in params.items() if isinstance(state_dict.get(key), DTensor)}
-    is_full = kind is StateDictType.FULL_STATE_DICT
-    whole = _whole({param: state_dict[key] for key, param in saved.items()}) if is_full else None
-    for key, param in saved.items():
-        state_dict[key] = saved_as(kind, param, state_dict[key], whole)
+    state_dict.update(zip(saved, saved_as(kind, [(param, state_dict[key]) for key, param in saved.items()])))
     for name, dtype in wrapper._saved_buffer_dtypes.items():
         if prefix + name in state_dict:
             state_dict[prefix + name] = state_dict[prefix + name].to(dtype)
