@@ -9,6 +9,7 @@ import torch
 import torch.distributed.device_mesh as device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 
@@ -25,6 +26,14 @@ def dtensor_like(param: DTensor, local: torch.Tensor) -> DTensor:
     ``from_local``'s time; its ``__init__`` does nothing, behind wrappers that take longer than the rest.
     """
     return DTensor.__new__(DTensor, local, param._spec, requires_grad=False)
+
+
+def dtensor_of(
+    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """What ``DTensor.from_local`` makes, in a third of the time (``DTensorSpec``, ``TensorMeta``: 2.11 to 2.15)."""
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def local_tensor(param: DTensor) -> torch.Tensor:

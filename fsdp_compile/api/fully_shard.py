@@ -18,7 +18,7 @@ from ..core.extension import has_extension
 from ..core.mesh import ShardMesh, inner_mesh, shard_mesh
 from ..core.param import READS, STAMP, Cut, ShardedParam, Slot, cut_of, shard_param
 from ..core.settings import Settings
-from ..core.spec import protocol_of, spec_of
+from ..core.spec import protocol_of
 from ..core.undo import AllOrNothing
 from ..core.unit import STATE, Ends, Unit, original_class, unit_of, units_in
 from ..eager.backward import clean_up_at_end, end_backward, note_reduction, reduce_now
@@ -121,7 +121,6 @@ def make_unit(
     for param in unit.params:
         if has_extension(param.fqn, param.shard):  # type: ignore[arg-type]
             protocol_of(param, param.shard, mp_policy)
-        spec_of(unit, param)
     if target.device.type != "cpu":
         unit.takes_inputs_to = target.device
     moved = _moved_buffers(managed, target.device)

@@ -291,9 +291,7 @@ def shard_param(
         local = _part_of(whole, layout, start, stop)
         if not local.is_meta and local.device != device:
             local = local.to(device)
-        dtensor = DTensor.from_local(
-            local, cut.stored_mesh, cut.placements, run_check=False, shape=full.shape, stride=full.stride()
-        )
+        dtensor = dtensors.dtensor_of(local, cut.stored_mesh, cut.placements, full.shape, full.stride())
         if isinstance(offload_policy, CPUOffloadPolicy):
             dtensor = dtensors.on_cpu(dtensor, offload_policy.pin_memory)
     shard = nn.Parameter(dtensor, requires_grad=full.requires_grad)

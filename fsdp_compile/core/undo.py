@@ -28,7 +28,8 @@ class _Look:
     @classmethod
     def of(cls, thing: Any) -> _Look:
         containers = [value for value in vars(thing).values() if isinstance(value, _CONTAINERS)]
-        return cls(thing, type(thing), dict(vars(thing)), [(one, copy.copy(one)) for one in containers])
+        copies = [(one, copy.copy(one) if one else ()) for one in containers]  # most are empty
+        return cls(thing, type(thing), dict(vars(thing)), copies)
 
     def put_back(self) -> None:
         if type(self.thing) is not self.kind:
