@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dtensors
 from ..core.captures import refuse_script
-from ..core.param import READS, ReadSpec, ShardedParam, Slot, beside
+from ..core.param import READS, ShardedParam, Slot, beside
 from ..core.shared import shared
-from ..core.spec import can_be_given, eager_only, spec_of
+from ..core.spec import can_be_given, eager_only
 from ..core.unit import INSIDE, Unit, original_class, unit_of
 from ..eager.forward import eager_read, eager_write
 from ..eager.running import running
@@ -30,6 +30,8 @@ from ..graph.sink import arrange_edges, follow_mode, forget_edges
 from .copies import deep_copy
 from .registered import register
 from .unit_forward import eager_forward_for, forward_inside, unit_forward, with_code_of_its_own
+
+CHANGES = "_fsdp_compile_changes"  # the attribute of modules whose parameters ``nn.Module`` is replacing
 
 
 class ShardedModule:
@@ -45,17 +47,12 @@ class ShardedModule:
         return cls._fsdp_compile_original(*args, **kwargs)  # type: ignore[attr-defined]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        _require_no_cast(self, fn)
-        if recurse:
-            for child in self.children():  # type: ignore[attr-defined]
-                child._apply(fn)
-        let_go(self)  # nn.Module swaps DTensors, which must have no AccumulateGrad
-        with _grads_of_other_dtypes_aside(self, fn):
-            # nn.Module's, found past torch's own FSDPModule, which looks for a state of its own.
-            applied = self._fsdp_compile_original._apply(self, fn, recurse=False)  # type: ignore[attr-defined]
-            for owner, params in _read_by(self).items():
-                refresh(owner, params)  # .to(dtype) and .to_empty(device) change what markers say
-        return applied
+        # nn.Module's, found past torch's own FSDPModule, which looks for a state of its own.
+        apply = self._fsdp_compile_original._apply  # type: ignore[attr-defined]
+        if CHANGES in self.__dict__:
+            return apply(self, fn, recurse)
+        with _changed(list(self.modules()) if recurse else [self], fn):  # type: ignore[attr-defined]
+            return apply(self, fn, recurse)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)  # type: ignore[misc]
@@ -100,21 +97,42 @@ class _Original:
 
 
 @contextmanager
-def _grads_of_other_dtypes_aside(module: Any, fn: Any) -> Iterator[None]:
-    """Keep gradients that a tensor without the parameter's ``grad_dtype`` refuses, until it has that again."""
-    aside = {}
-    for name in module.__dict__.get(READS, {}):
-        param = module._parameters.get(name)
-        if param is not None and param.grad is not None and param.grad.dtype != param.dtype:
-            aside[name], param.grad = param.grad, None
+def _changed(modules: Sequence[Any], fn: Any) -> Iterator[None]:
+    """Let ``nn.Module`` replace the parameters of ``modules``, and follow what they are then.
+
+    It swaps DTensors, which must have no AccumulateGrad. All modules together, for edges are made a unit at a time.
+    Gradients that a tensor without the parameter's ``grad_dtype`` refuses are kept until it has that again.
+    """
+    read: list[Any] = [one for one in modules if isinstance(one, ShardedModule)]
+    owned = _read_by(*read)
+    for owner, params in owned.items():
+        _require_no_cast(owner, params, fn)
+    aside = [(one, name, grad) for one in read for name, grad in _grads_of_other_dtypes(one)]
+    for owner, params in owned.items():
+        forget_edges(owner, params)
+    for one in read:
+        one.__dict__[CHANGES] = True
+    for one, name, _ in aside:
+        one._parameters[name].grad = None
     try:
         yield
     finally:
-        for name, grad in aside.items():
-            param = module._parameters[name]
+        for one in read:
+            del one.__dict__[CHANGES]
+        for owner, params in owned.items():
+            refresh(owner, None if len(params) == len(owner.params) else params)
+        for one, name, grad in aside:
+            param = one._parameters[name]
             dtype = autograd.get_grad_dtype(param)
             with torch.no_grad():
                 param.grad = fn(grad) if dtype is None else fn(grad).to(dtype)
+
+
+def _grads_of_other_dtypes(module: Any) -> Iterator[tuple[str, Any]]:
+    for name in module.__dict__.get(READS, {}):
+        param = dict.get(module._parameters, name)
+        if param is not None and param.grad is not None and param.grad.dtype != param.dtype:
+            yield name, param.grad
 
 
 def _copied(module: Any) -> Any:
@@ -140,6 +158,7 @@ def refresh(unit: Unit, only: Sequence[ShardedParam] | None = None) -> None:
     params = unit.params if only is None else only
     kinds = [type(param.local) for param in params]
     unit.version += 1
+    unit.watch.specs = None
     for param in params:
         _follow(unit, param)
     if only is not None and kinds != [type(param.local) for param in params]:
@@ -155,8 +174,12 @@ def refresh(unit: Unit, only: Sequence[ShardedParam] | None = None) -> None:
 
 
 def _follow(unit: Unit, param: ShardedParam) -> None:
-    """Look at what is registered where the parameter is."""
+    """Look at what is registered where the parameter is, and have beside it what reads of it ask."""
     param.tie()
+    param.put_beside("watch", unit.watch)
+    param.put_beside("fqn", param.fqn)
+    if param.dtensor is not None:
+        param.put_beside("mesh", param.dtensor.mesh)
     for registered in dict.fromkeys(slot.param for slot in param.slots if slot.param is not None):
         if unit.pins:
             dtensors.pin(registered)
@@ -181,9 +204,8 @@ def parts_of(unit: Unit) -> list[Any]:
 
 
 def _set_class(module: nn.Module) -> None:
-    known = sorted(module.__dict__.get(READS, {}).items())
-    reads = tuple((name, spec_of(owner, param)) for name, (param, owner, _) in known)
-    _require_our_class(module, reads)
+    reads = tuple(sorted(module.__dict__.get(READS, {})))
+    _require_our_class(module)
     absent = register(module) if reads else ()
     unit = unit_of(module)
     if unit is None:
@@ -247,17 +269,18 @@ def take_back(module: Any) -> None:
             arrange_edges(owner, params)
 
 
-def _read_by(module: Any) -> dict[Unit, list[ShardedParam]]:
-    """The parameters that ``module`` reads, by the unit that owns them."""
-    owned: dict[Unit, list[ShardedParam]] = {}
-    for param, owner, _ in module.__dict__.get(READS, {}).values():
-        owned.setdefault(owner, []).append(param)
-    return owned
+def _read_by(*modules: Any) -> dict[Unit, list[ShardedParam]]:
+    """The parameters that ``modules`` read, by the unit that owns them."""
+    owned: dict[Unit, dict[ShardedParam, None]] = {}
+    for module in modules:
+        for param, owner, _ in module.__dict__.get(READS, {}).values():
+            owned.setdefault(owner, {})[param] = None
+    return {owner: list(params) for owner, params in owned.items()}
 
 
-def _require_no_cast(module: Any, fn: Any) -> None:
+def _require_no_cast(unit: Unit, params: Sequence[ShardedParam], fn: Any) -> None:
     """Raise where ``fn`` casts a full parameter: what takes its place again is the shard, in its own dtype."""
-    for param, unit, _ in module.__dict__.get(READS, {}).values():
+    for param in params:
         if param.is_full and fn(torch.empty(0, dtype=param.shard.dtype)).dtype != param.shard.dtype:
             raise RuntimeError(
                 f"{unit.name}: {param.fqn} is full, inside full_params, and its shard stays {param.shard.dtype}. "
@@ -265,12 +288,13 @@ def _require_no_cast(module: Any, fn: Any) -> None:
             )
 
 
-def _require_our_class(module: nn.Module, reads: tuple[tuple[str, ReadSpec], ...]) -> None:
+def _require_our_class(module: nn.Module) -> None:
     cls = type(module)
     if issubclass(cls, ShardedModule) and "_fsdp_compile_original" not in cls.__dict__:
+        fqns = ", ".join(param.fqn for param, _, _ in module.__dict__.get(READS, {}).values())
         raise RuntimeError(
-            f"{', '.join(spec.fqn for _, spec in reads)}: the class of their module changed to {cls.__name__} "
-            "after fully_shard (parametrizations do that). Change it before fully_shard."
+            f"{fqns}: the class of their module changed to {cls.__name__} after fully_shard (parametrizations do "
+            "that). Change it before fully_shard."
         )
 
 
@@ -279,17 +303,16 @@ def sharded_class(
     cls: type[nn.Module],
     mixin: type | None,
     eager_only: str | None,
-    reads: tuple[tuple[str, ReadSpec], ...],
+    reads: tuple[str, ...],
     absent: tuple[str, ...],
 ) -> type[nn.Module]:
-    """A subclass of ``cls`` whose properties read the sharded parameters; equal modules share one.
+    """A subclass of ``cls`` whose properties read the parameters named ``reads``; modules with the same share one.
 
     ``mixin`` is a base for modules that are a unit, ``eager_only`` names what Dynamo must not trace them for.
     Parameters that are registered as None have the names ``absent``.
     """
     namespace: dict[str, Any] = {"_fsdp_compile_original": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    for name, spec in reads:
-        namespace[name] = getter(name, spec, eager_read, eager_write)
+    namespace.update({name: getter(name, eager_read, eager_write) for name in reads})
     namespace.update({name: property(_reads_beside(beside(name, "absent"))) for name in absent})
     if hasattr(cls, "__deepcopy__"):
         namespace["__deepcopy__"] = _deepcopy

@@ -64,10 +64,13 @@ class Registered(dict):  # type: ignore[type-arg]
         return self[name] if name in self else default  # noqa: SIM401
 
     def items(self) -> Any:
-        return ItemsView(self)
+        return ItemsView(self) if self._gives_reads() else dict.items(self)
 
     def values(self) -> Any:
-        return ValuesView(self)
+        return ValuesView(self) if self._gives_reads() else dict.values(self)
+
+    def _gives_reads(self) -> bool:
+        return torch.compiler.is_dynamo_compiling() or self.unit_runs.any()
 
     def copy(self) -> dict[str, Any]:
         return dict(self.items())
@@ -127,6 +130,12 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)  # Dynamo keeps objects of this class
+
+    def any(self) -> bool:
+        """Whether eager code finds anything but what is registered."""
+        module = self._module()
+        reads = {} if module is None else module.__dict__.get(READS, {})
+        return any(call_of(owner) is not None for _, owner, _ in reads.values())
 
     def found(self, name: str, registered: Any) -> Any:
         """The tensor that eager code finds under ``name``. Dynamo's own Python finds what is registered."""

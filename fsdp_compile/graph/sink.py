@@ -61,27 +61,30 @@ class Sink:
         self.edge: Tensor | None = None
         self.edge_of: int | None = None  # which of the shards that the parameter has had
         self.takes: Literal["edge", "both"] = "both"  # what a graph takes of the parameter while it trains
-        self._ready: set[tuple[int, Mode]] = set()  # by the unit's version
+        self.spec: Any = None  # what the markers say
+        self._spec_of: int | None = None  # the unit's version at which they say so
+        self._ready: set[Mode] = set()
 
     def prepare(self, unit: Unit) -> None:
         """Have what a marker in the unit's mode needs; the same as before where it still looks so."""
-        mode = unit.mode_of(self.param)
-        if (unit.version, mode) in self._ready:
+        mode, device = unit.mode_of(self.param), unit.mesh.device  # gradients that wait stay on the device
+        if unit.version != self._spec_of:
+            self.spec, self._spec_of = spec_of(unit, self.param), unit.version
+            self._ready.clear()
+            arrives_at = torch.device("cpu") if self.spec.device else device
+            arrives_as = self.spec.local_size, self.spec.grad_dtype, arrives_at
+            if arrives_as != self.arrives_as:
+                self.arrives_as, self.leaf, self.edge_of = arrives_as, None, None
+        if mode in self._ready:
             return
-        spec = spec_of(unit, self.param)
-        dtype, device = spec.reduce_dtype, unit.mesh.device  # gradients that wait stay on the device
-        arrives_at = torch.device("cpu") if spec.device else device
-        arrives_as = spec.local_size, spec.grad_dtype, arrives_at
-        if arrives_as != self.arrives_as:
-            self.arrives_as, self.leaf, self.edge_of = arrives_as, None, None
+        spec, dtype = self.spec, self.spec.reduce_dtype
         if mode == "hold":
             self.full = _leaf(self.full, spec.size, dtype, device, lambda: _holder(unit, spec.fqn, False))
         elif mode == "resume_over_shards":
             self.partial = _leaf(self.partial, spec.local_size, dtype, device, lambda: _holder(unit, spec.fqn, True))
         if mode.startswith("resume") and self.ticket is None:
             self.ticket = _ticket(unit, self.param)
-        self._ready = {(version, ready) for version, ready in self._ready if version == unit.version}
-        self._ready.add((unit.version, mode))
+        self._ready.add(mode)
 
     @property
     def can_train(self) -> bool:

@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import autograd, dynamo
+from .._torch_compat import autograd, dtensors, dynamo
 from ..core.accumulation import Mode
 from ..core.captures import refuse_read_again, refuse_traced
 from ..core.exchange import say_compiling
-from ..core.param import ShardedParam, Slot
+from ..core.param import ReadSpec, ShardedParam, Slot
+from ..core.shared import shared
+from ..core.stored import wrapper
 from ..core.unit import Unit
+from .extension import extended_gather
 from .sink import follow_mode
 
 # What a graph takes of a parameter: the full one, where the eager path stands around the graph and gives it; the local
@@ -35,6 +39,17 @@ Taken = Literal["full", "local", "edge", "both", "registered"] | None  # None: w
 _UNSHARD = torch.ops.fsdpc.unshard
 
 
+@shared
+class Specs:
+    """How the reads of a unit go: one object for equal units, which guards compare at each call."""
+
+    def __init__(self, *specs: ReadSpec) -> None:
+        self.specs = specs
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Specs:
+        return self  # Dynamo keeps a copy of what a guard has seen
+
+
 class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
     """What a unit's compiled reads ask before they take anything of a shard; Dynamo asks it again at each call."""
 
@@ -43,14 +58,18 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         self._was_asked = False
         self.joins_in: int | None = None  # the last backward that came through a part of the unit's edges
         self._said: set[str] = set()  # in the model of which this unit is the root
+        self.specs: Any = None  # made when a guard asks, after each change of them
 
     def seen(self) -> list[Any]:
         """All that the answers below depend on. It changes nothing: guards run whenever Dynamo likes."""
         unit = self._unit()
         if unit is None:
             return []
+        if self.specs is None:
+            self.specs = Specs(*(param.sink.spec for param in unit.params))
         with autograd.quick_attributes():
             seen: list[Any] = [_taken(unit, param, slot) for param in unit.params for slot in param.slots]
+            seen.append(self.specs)
             if unit.given is not None:
                 return seen  # gradients are the eager path's
             seen += [param.apart.names for param in unit.params if param.apart is not None]
@@ -98,11 +117,36 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         unit, param = self._of(fqn)
         return unit.mode_of(param)
 
-    def names(self, fqn: str) -> tuple[str, ...]:
-        """What is inside a shard that graphs take apart."""
+    def names(self, fqn: str) -> tuple[str, ...] | None:
+        """What is inside a shard that graphs take apart; None for one that they take as it is."""
         _, param = self._of(fqn)
-        assert param.apart is not None
-        return param.apart.names
+        return None if param.apart is None else param.apart.names
+
+    def spec(self, fqn: str) -> dict[str, Any]:
+        """The marker's arguments: constants of the graph, for a guard on each of each parameter would take long."""
+        _, param = self._of(fqn)
+        return param.sink.spec.kwargs()  # type: ignore[no-any-return]
+
+    def gather(self, fqn: str) -> Callable[..., Any] | None:
+        """What stands in the marker's place, for a parameter that says itself what travels."""
+        _, param = self._of(fqn)
+        spec: ReadSpec = param.sink.spec
+        return None if spec.extension is None else extended_gather(spec)
+
+    def wrap(self, fqn: str) -> Callable[..., DTensor] | None:
+        """What makes a DTensor of what is gathered, where the parameter was one before fully_shard."""
+        _, param = self._of(fqn)
+        return None if param.dtensor is None else wrapper(param.dtensor)
+
+    def takes_mesh(self, fqn: str) -> bool:
+        """Whether a graph takes that DTensor's mesh as an input."""
+        _, param = self._of(fqn)
+        return dtensors.MESH_IS_GRAPH_INPUT and param.dtensor is not None
+
+    def carries(self, fqn: str) -> tuple[str, ...]:
+        """Attributes of the parameter that what is read has as well."""
+        _, param = self._of(fqn)
+        return tuple(param.carried)
 
     def follow_mode(self) -> None:
         """The eager path changed what becomes of gradients: have what graphs need for that."""
@@ -179,6 +223,7 @@ def _taken(unit: Unit, param: ShardedParam, slot: Slot) -> Taken:
     return param.sink.takes if registered.requires_grad else "local"
 
 
-dynamo.register_opaque(
-    Watch, guard=Watch.seen, constant_methods=("takes", "mode", "names", "begin_in_front", "end_in_front")
-)
+_ASKED = (
+    "takes", "mode", "names", "spec", "gather", "wrap", "takes_mesh", "carries", "begin_in_front", "end_in_front"
+)  # fmt: skip
+dynamo.register_opaque(Watch, guard=Watch.seen, constant_methods=_ASKED)
