@@ -151,9 +151,9 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
 
 
 def refresh(unit: Unit, only: Sequence[ShardedParam] | None = None) -> None:
-    """Give every module that reads the unit's parameters a class whose markers say how the unit is set up now.
+    """Have reads of the unit's parameters go by how the unit is set up now.
 
-    ``only`` these were replaced, and nothing else changed: the modules of the others have the right classes.
+    ``only`` these were replaced, and nothing else changed.
     """
     params = unit.params if only is None else only
     kinds = [type(param.local) for param in params]

@@ -1,6 +1,7 @@
 """One guard for all parameters of a unit: whether what a graph took for granted of them still holds.
 
     traced read      unit's Watch --takes(fqn)--> what the graph takes of a parameter
+                                  --spec(fqn)---> what its marker says: a constant of the graph, which needs no guard
                                   --mode(fqn)---> what becomes of its gradient
     each call        Watch.seen() == what it was when the graph was traced, else Dynamo looks for another graph
 
