@@ -64,13 +64,6 @@ class Figures:
 def measure(job: PredictedJob, rank: int, progress: Progress) -> Figures:
     progress("joining the group")
     mesh = join_group(job, rank, job.settings.ranks)
-    figures = _measure(job, rank, mesh, progress)
-    progress("leaving the group")
-    dist.destroy_process_group()
-    return figures
-
-
-def _measure(job: PredictedJob, rank: int, mesh: dist.device_mesh.DeviceMesh, progress: Progress) -> Figures:
     settings = job.settings
     prime_compiler(settings.device)
     model, tokens = build_model(settings), batch_of(settings, rank)
