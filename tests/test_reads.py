@@ -170,45 +170,62 @@ def test_what_is_registered_is_full_in_forward(two_ranks: Ranks, backend: str | 
         two_ranks.run(_around, how, backend)
 
 
-def _triple(param: Any) -> None:
-    param.grad.mul_(3)
+def _summed_and_bounded(param: Any) -> None:
+    dist.all_reduce(param.grad)
+    param.grad.mul_(0.5).clamp_(-5, 40)  # of a sum that is not the sum of parts
 
 
 class HooksInForward(nn.Module):
     """Registers a post-accumulate hook on what it finds, once for each object, as transformers' replicated norms do."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads_before: bool = False) -> None:
         super().__init__()
-        self.inner = nn.Linear(6, 6, bias=False)
-        self.hooked: list[Any] = []
+        self.inner = nn.Linear(6, 6)
+        self.hooked: dict[str, Any] = {}
+        self.reads_before = reads_before
 
     def forward(self, x: Tensor) -> Tensor:
-        for param in self.inner.parameters():
-            if not any(param is one for one in self.hooked):
-                param.register_post_accumulate_grad_hook(_triple)
-                self.hooked = [param]
-        return self.inner(x)
+        if self.reads_before:
+            x = self.inner(x)
+        for name, param in self.inner.named_parameters():
+            if torch.is_grad_enabled() and self.hooked.get(name) is not param:
+                param.register_post_accumulate_grad_hook(_summed_and_bounded)
+                self.hooked[name] = param
+        return self.inner(torch.tanh(self.inner(x)))
 
 
 def _hooked_in_forward(backend: str | None) -> None:
     torch.manual_seed(0)
-    unsharded = HooksInForward()
-    sharded = fully_shard(copy.deepcopy(unsharded))
-    if backend is not None:
-        run = torch.compile(sharded, backend=backend)
-        with pytest.raises(RuntimeError, match=r"post.accumulate.grad.hook"):
-            run(torch.ones(2, 6))
-        return
-    for _ in range(2):
-        for model in (sharded, unsharded):
+    unsharded = nn.Sequential(HooksInForward(), HooksInForward())
+    sharded = copy.deepcopy(unsharded)
+    for block in (*sharded, sharded):
+        fully_shard(block)
+    run = sharded if backend is None else torch.compile(sharded, backend=backend, fullgraph=True)
+    for step in range(3):
+        for model, call in ((sharded, run), (unsharded, unsharded)):
             model.zero_grad()
-            model(torch.ones(2, 6)).pow(2).sum().backward()
+            call(torch.full((2, 6), step + 1.0)).pow(2).sum().backward()
         assert_same_grads(sharded, unsharded)
+        with torch.no_grad():
+            torch.testing.assert_close(run(torch.ones(2, 6)), unsharded(torch.ones(2, 6)))
+    assert isinstance(sharded[0].inner._parameters["weight"], DTensor)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.compat
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
 def test_post_accumulate_hooks_that_a_forward_registers(two_ranks: Ranks, backend: str | None) -> None:
+    """They change the full gradient, of all reads that follow."""
     two_ranks.run(_hooked_in_forward, backend)
+
+
+def _hooked_too_late() -> None:
+    run = torch.compile(fully_shard(HooksInForward(reads_before=True)), backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"inner.weight: register_post_accumulate.*was read before by the same forward"):
+        run(torch.ones(2, 6))
+
+
+def test_a_hook_that_a_traced_forward_registers_after_a_read(two_ranks: Ranks) -> None:
+    two_ranks.run(_hooked_too_late)
 
 
 class Cached(nn.Linear):

@@ -134,8 +134,7 @@ _asked_of: weakref.WeakKeyDictionary[torch.fx.Graph, weakref.WeakSet[Any]] = wea
 def was_written_to(op: Any, param: Any, given: list[torch.Tensor | None]) -> bool:
     """Whether what Dynamo is tracing has written to a result of ``op``, which was given one of these tensors.
 
-    It is asked before each read of ``param``, and says no the first time. ``meta["grapharg"].example``,
-    ``meta["example_value"]``: 2.11 to 2.15.
+    It is asked before each read of ``param``, and says no the first time. ``meta["example_value"]``: 2.11 to 2.15.
     """
     output = _dynamo_output()
     graph: torch.fx.Graph | None = None if output is None else output.tracers[0].graph
@@ -145,15 +144,31 @@ def was_written_to(op: Any, param: Any, given: list[torch.Tensor | None]) -> boo
     if param not in asked_of:
         asked_of.add(param)
         return False
-    for node in graph.find_nodes(op="call_function", target=op):
-        if node.kwargs.get("fqn") != param.fqn or getattr(node.meta.get("example_value"), "_version", 0) == 0:
-            continue
+    for node in _results_of(graph, op, param.fqn, given):
         # Lookups that keep to a norm scale what was gathered for them, each its own rows.
         is_looked_up = any(getattr(user.target, "__name__", "").startswith("embedding") for user in node.users)
-        arg = node.args[0].meta.get("grapharg")
-        if not is_looked_up and arg is not None and any(arg.example is one for one in given):
+        if not is_looked_up and getattr(node.meta.get("example_value"), "_version", 0) > 0:
             return True
     return False
+
+
+def was_read(op: Any, fqn: str, given: list[torch.Tensor | None]) -> bool:
+    """Whether what Dynamo is tracing has done something with such a result of ``op``."""
+    output = _dynamo_output()
+    return output is not None and any(node.users for node in _results_of(output.tracers[0].graph, op, fqn, given))
+
+
+def _results_of(graph: torch.fx.Graph, op: Any, fqn: str, given: list[torch.Tensor | None]) -> Iterator[torch.fx.Node]:
+    """What ``op`` made of one of these for ``fqn``, or of what is in it (``meta["grapharg"]``: 2.11 to 2.15)."""
+    for node in graph.find_nodes(op="call_function", target=op):
+        if node.kwargs.get("fqn") != fqn:
+            continue
+        source: Any = node.args[0]
+        while source.all_input_nodes:
+            source = source.all_input_nodes[0]
+        arg = source.meta.get("grapharg")
+        if arg is not None and any(arg.example is one for one in given):
+            yield node
 
 
 def _frames_being_traced() -> Iterator[Any]:
