@@ -8,6 +8,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -132,7 +133,7 @@ class AroundTheAttribute(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.inner = nn.Linear(6, 6, bias=False)
+        self.inner, self.other = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,7 +144,12 @@ class AroundTheAttribute(nn.Module):
         if self.how == "parameters()":
             return x @ next(self.parameters())
         found = dict(self.inner.named_parameters())
-        self.inner._parameters.update({name: param * 2 for name, param in found.items()})
+        if self.how == "functional_call":
+            return torch.func.functional_call(self.inner, {name: param * 2 for name, param in found.items()}, (x,))
+        if self.how == "another's":
+            self.inner._parameters.update(self.other._parameters)
+        else:
+            self.inner._parameters.update({name: param * 2 for name, param in found.items()})
         try:
             return self.inner(x)
         finally:
@@ -157,8 +163,9 @@ def _around(how: str, backend: str | None) -> None:
     shard = dict.get(sharded.inner._parameters, "weight")
     run = sharded if backend is None else torch.compile(sharded, backend=backend, fullgraph=True)
     for _ in range(2):
-        for call in (run, unsharded):
-            call(torch.ones(2, 6)).pow(2).sum().backward()
+        outputs = [call(torch.ones(2, 6)) for call in (run, unsharded)]
+        torch.testing.assert_close(*outputs)
+        sum(output.pow(2).sum() for output in outputs).backward()  # type: ignore[union-attr]
         assert sharded.inner._parameters["weight"] is shard is next(sharded.parameters())
     assert_same_grads(sharded, unsharded)
 
@@ -166,7 +173,7 @@ def _around(how: str, backend: str | None) -> None:
 @pytest.mark.compat
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_what_is_registered_is_full_in_forward(two_ranks: Ranks, backend: str | None) -> None:
-    for how in ("_parameters", "a copy of it", "parameters()", "written"):
+    for how in ("_parameters", "a copy of it", "parameters()", "written", "another's", "functional_call"):
         two_ranks.run(_around, how, backend)
 
 
@@ -226,6 +233,22 @@ def _hooked_too_late() -> None:
 
 def test_a_hook_that_a_traced_forward_registers_after_a_read(two_ranks: Ranks) -> None:
     two_ranks.run(_hooked_too_late)
+
+
+class HooksARead(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.register_hook(lambda grad: grad * 3)
+        return super().forward(x)
+
+
+def _hooks_a_read() -> None:
+    with pytest.raises(Exception, match=r"weight: register_hook was called on it in a compiled forward, which reads it"):
+        torch.compile(fully_shard(HooksARead(6, 6)), backend="aot_eager")(torch.ones(2, 6))
+
+
+@pytest.mark.skipif(find_spec("torch._higher_order_ops.register_hook") is None, reason="torch 2.11 has no op for hooks")
+def test_a_tensor_hook_on_a_compiled_read_that_is_read_again_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(_hooks_a_read)
 
 
 class Cached(nn.Linear):

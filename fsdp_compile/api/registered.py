@@ -178,9 +178,11 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
         """The shard, where ``value`` is what that forward was given of the parameter; or else ``value``."""
         known = self._known(name)
         call = None if known is None else call_of(known[1])
-        if call is None or not any(value is given for given in call.tensors.values()):
+        if call is None or value is None:
             return value
-        return call.gathered.shards[call.gathered.index[known[0].fqn]]
+        index: Any = call.gathered.index.get(known[0].fqn)
+        was_given = any(value is call.tensors.get((index, recorded)) for recorded in (True, False))
+        return call.gathered.shards[index] if was_given else value
 
     def traced(self, name: str) -> bool:
         """Whether such a forward runs, or is traced, where Dynamo traces the code that asks."""

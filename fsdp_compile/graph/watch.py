@@ -63,9 +63,10 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         unit, param = self._of(fqn)
         refuse_traced(fqn, unit.mode_of(param))
         param.require_shard()
-        given = [param.local, None if param.sink is None else param.sink.edge]
-        if dynamo.was_written_to(_UNSHARD, param, given):
-            refuse_read_again(fqn)
+        given = [param.local, param.param, None if param.sink is None else param.sink.edge]
+        done = dynamo.done_to_result(_UNSHARD, param, given)
+        if done == "written to" or (done == "hooked" and not _was_replaced(param)):
+            refuse_read_again(fqn, done)
         if autograd.uses_compiled_autograd():
             param.sink.have_leaf()
         if unit.given is None:
