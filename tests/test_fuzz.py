@@ -43,9 +43,9 @@ def test_eager_models_train_as_unsharded(crews: Crews) -> None:
 
 @pytest.mark.more
 def test_compiled_models_train_as_unsharded(crews: Crews) -> None:
-    check(crews, cases(among=MODES[1:]), 30)
+    check(crews, cases(among=MODES[1:]), 16)
 
 
 @pytest.mark.more
 def test_models_on_inductor_train_as_unsharded(crews: Crews) -> None:
-    check(crews, cases(ranks=(1, 2), backends=("inductor",)), 10)
+    check(crews, cases(ranks=(1, 2), backends=("inductor",)), 4)
