@@ -49,7 +49,7 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _take_places_back(unit: Unit, before: tuple[int, ...]) -> None:
-    """Register shards again where traced code put other tensors since ``before``, as the end of an eager call does."""
+    """Register the shards again that the traced forward replaced: those which ``before`` it were not replaced yet."""
     for place in unit.watch.replaced():
         if place not in before:
             for slot in unit.params[place].slots:

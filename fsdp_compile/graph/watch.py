@@ -95,7 +95,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         return taken[0]
 
     def replaced(self) -> tuple[int, ...]:
-        """Which of the unit's parameters have places that traced code wrote to, by their place in ``unit.params``."""
+        """Indices in ``unit.params`` of the parameters that traced code registered something else for."""
         unit = self._unit()
         assert unit is not None
         return tuple(place for place, param in enumerate(unit.params) if _was_replaced(param))

@@ -47,7 +47,7 @@ class Block(_Short):
 
 @dataclass(frozen=True, repr=False)
 class Step(_Short):
-    """The micro-batches of one step of the optimizer."""
+    """One step of the optimizer, and the micro-batches before it."""
 
     micro: int = 1
     how: Literal["sync", "no_sync", "reduce each"] = "sync"

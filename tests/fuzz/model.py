@@ -1,4 +1,4 @@
-"""The module of a case."""
+"""These classes build the module that a case describes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def raise_in_backward(_: Tensor) -> None:
 
 
 class Residual(nn.Module):
-    """A block; what it computes stands in ``change``."""
+    """A block adds to its input what ``change`` computes."""
 
     def __init__(self, said: Block, dim: int, first: Residual | None = None) -> None:
         super().__init__()

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 import fsdp_compile
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from fsdp_compile.workers import WorkerError
+from tests.comparing import full
 from tests.fuzz.cases import Case, Step
 from tests.fuzz.model import VOCAB, Fault, Model, Residual, unpacked
 from tests.ranks import Ranks
@@ -30,7 +31,7 @@ POLICIES = {
 
 
 class Crews:
-    """Workers for each number of ranks, which stay from one case to the next."""
+    """This keeps a group of workers for each number of ranks, from one case to the next."""
 
     def __init__(self) -> None:
         self._of: dict[int, Ranks] = {}
@@ -148,9 +149,7 @@ def play(case: Case) -> str:
     for name, param in model.named_parameters():
         if trouble := differs(f"parameter after steps: {name}", param, expected[name], within):
             return trouble
-    kept = {
-        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
-    }
+    kept = {name: full(value) for name, value in model.state_dict().items()}
     if list(kept) != list(reference.state_dict()):
         return f"state dict has other names: {list(kept)}, not {list(reference.state_dict())}"
     for name, value in reference.state_dict().items():
@@ -214,8 +213,7 @@ def _step(case: Case, number: int, said: Step, reference: Model, model: Any, run
 
 
 def differs(what: str, ours: Tensor, theirs: Tensor, within: float, scale: float | None = None) -> str:
-    ours = (ours.full_tensor() if isinstance(ours, DTensor) else ours).detach().double()
-    theirs = theirs.detach().double()
+    ours, theirs = full(ours).detach().double(), theirs.detach().double()
     if ours.shape != theirs.shape:
         return f"{what} has another shape: {tuple(ours.shape)}, not {tuple(theirs.shape)}"
     most = float((ours - theirs).abs().max()) if ours.numel() else 0.0
