@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -118,7 +117,6 @@ def measure(job: Job, rank: int, progress: Progress) -> RankResult:
     progress("steps")
     warmup_s = timed(settings.warmup)
     step_s = timed(settings.steps)
-    dist.destroy_process_group()
     return RankResult(
         losses=losses[-1:],
         setup_s=setup_s,

@@ -1,16 +1,16 @@
 """`python -m benchmarks.gpu`: all that only a GPU can show, in the few minutes that one can be had.
 
-    tests                     of tests/test_gpu.py, in one process
+    tests                     all that are marked `gpu`, in one process and the demo's in as many as there are GPUs
     2: collectives_rs         collectives alone in two processes, on one GPU if there is no other
-    2: tests                  as above, in two processes
+    2: tests                  of tests/test_gpu.py, in two processes
     1: unsharded, 1: ours...  a row for each way to train a Llama of 1.0B parameters in bf16, in one process
     1: predicted              what a report predicts of ours, what it takes, and what a profile records of it
     2: predicted, 2: ours...  the same in two processes, with a smaller Llama
-    demo                      its test that is marked `gpu`
 
 Each part is printed and written to OUT/results.txt as it ends, so a run that is killed keeps what it has. A part that
-fails or takes longer than its budget says so, and the next one goes on; the exit code is 1 then. `--quick` runs each
-kind of part at a tiny size on the CPU.
+fails says so with its traceback, one that hangs with the stack of each thread, and the next one goes on; the exit code
+is 1 then. A part may use what the parts before it left over, never what those behind it need. `--quick` runs each kind
+of part at a tiny size on the CPU.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import contextlib
 import dataclasses
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -54,12 +55,10 @@ from benchmarks.variants import VARIANTS
 
 _ROOT = Path(__file__).resolve().parents[1]
 _REFERENCE, _WIRE, _PREDICTED = "reference", "collectives_rs", "predicted"
-_ROWS = ("unsharded", "ours", "fsdp2_blocks", "ours_blocks", "ours_eager", "simple_fsdp")
-_ROWS_OF_TWO = ("ours", "ours_eager", "fsdp2_blocks", "ours_blocks")
-_QUICK_ROWS, _QUICK_ROWS_OF_TWO = ("unsharded", "ours_eager"), ("ours_blocks",)
 _SECONDS = 520.0  # of all parts, which is to be less than nine minutes
-_QUICK_SECONDS = 900.0  # whatever else the machine does; no part has a budget of its own
-_LEAST_S = 15.0  # a part that has less left is not begun
+_QUICK_SECONDS = 900.0  # whatever else the machine does; a part may take all of it
+_LEAST_S = 10.0  # a part that has less left is not begun
+_HANGS = 3  # a part that takes so many times what it needs gets no more, even if there is time to spare
 _ENDS_S = 10.0  # from the signal that a test run is to end to the one that ends it
 
 # 1.0B parameters, as wide and as deep as Llama 3.2 1B. Two processes on one GPU send through the CPU's memory.
@@ -75,7 +74,8 @@ class PartError(RuntimeError):
 @dataclass(frozen=True)
 class Part:
     name: str
-    budget_s: float
+    needs_s: float
+    """What it is expected to take, and has whatever the parts before it do."""
     run: Callable[[float], None]
     """Told how many seconds it has."""
 
@@ -130,40 +130,56 @@ class Runner:
         self._nccl_failed = False
 
     def parts(self) -> Iterator[Part]:
-        yield Part("tests", 150, partial(self._tests, "test_gpu.py", 1))
-        yield Part(f"2: {_WIRE}", 60, partial(self._wire, 2))
-        yield Part("2: tests", 150, self._tests_of_two)
-        for name in (_REFERENCE, *(_QUICK_ROWS if self._quick else _ROWS)):
-            yield Part(f"1: {name}", 90, partial(self._row, 1, name))
-        yield Part(f"1: {_PREDICTED}", 120, partial(self._predicted, 1))
-        yield Part(f"2: {_PREDICTED}", 120, partial(self._predicted, 2))
-        for name in (_REFERENCE, *(_QUICK_ROWS_OF_TWO if self._quick else _ROWS_OF_TWO)):
-            yield Part(f"2: {name}", 90, partial(self._row, 2, name))
-        yield Part("demo", 120, partial(self._tests, "test_demo.py", 1))
+        def row(num_ranks: int, name: str, needs_s: float) -> Part:
+            return Part(f"{num_ranks}: {name}", needs_s, partial(self._row, num_ranks, name))
+
+        yield Part("tests", 80, partial(self._tests, ("test_gpu.py", "test_demo.py"), 1))
+        yield Part(f"2: {_WIRE}", 15, partial(self._wire, 2))
+        if not self._quick:
+            yield Part("2: tests", 60, partial(self._tests, ("test_gpu.py",), 2))
+        yield row(1, _REFERENCE, 10)
+        if not self._quick:
+            yield row(1, "unsharded", 40)
+            yield row(1, "ours", 45)
+            yield row(1, "fsdp2_blocks", 20)
+            yield row(1, "ours_blocks", 20)
+        yield row(1, "ours_eager", 15)
+        if not self._quick:
+            if find_spec("torchtitan") is not None:
+                yield row(1, "simple_fsdp", 30)
+            yield Part(f"1: {_PREDICTED}", 40, partial(self._predicted, 1))
+        yield Part(f"2: {_PREDICTED}", 30, partial(self._predicted, 2))
+        yield row(2, _REFERENCE, 10)
+        if not self._quick:
+            yield row(2, "ours", 20)
+            yield row(2, "ours_eager", 15)
+            yield row(2, "fsdp2_blocks", 15)
+        yield row(2, "ours_blocks", 15)
 
     def run(self, seconds: float, only: list[str]) -> int:
         end = time.monotonic() + seconds
         failed = []
         self._results.say(_machine())
-        for part in self.parts():
-            if only and not part.is_among(only):
-                continue
-            begun, left_s = time.monotonic(), end - time.monotonic()
-            self._results.say(f"\n== {part.name}")
-            try:
-                if left_s < _LEAST_S:
-                    raise PartError(f"not begun: {left_s:.0f} s were left. Run it alone: --only '{part.name}'")
-                part.run(left_s if self._quick else min(part.budget_s, left_s))
-            except PartError as error:
-                failed.append(part.name)
-                self._results.say(f"FAILED: {error}")
-            except Exception:
-                failed.append(part.name)
-                self._results.say(f"FAILED: {traceback.format_exc()}")
-            self._results.say(f"-- {part.name}: {time.monotonic() - begun:.1f} s")
-        for num_ranks, world in self._worlds.items():
-            if world.records:
-                self._table(num_ranks, world)
+        parts = [part for part in self.parts() if not only or part.is_among(only)]
+        try:
+            for place, part in enumerate(parts):
+                begun, left_s = time.monotonic(), end - time.monotonic()
+                self._results.say(f"\n== {part.name}")
+                try:
+                    if left_s < _LEAST_S:
+                        raise PartError(f"not begun: {left_s:.0f} s were left. Run it alone: --only '{part.name}'")
+                    part.run(left_s if self._quick else limit_of(part, parts[place + 1 :], left_s))
+                except PartError as error:
+                    failed.append(part.name)
+                    self._results.say(f"FAILED: {error}")
+                except Exception:
+                    failed.append(part.name)
+                    self._results.say(f"FAILED: {traceback.format_exc()}")
+                self._results.say(f"-- {part.name}: {time.monotonic() - begun:.1f} s")
+        finally:  # also of a run that is ended from outside
+            for num_ranks, world in self._worlds.items():
+                if world.records:
+                    self._table(num_ranks, world)
         self._results.say(f"\nfailed: {', '.join(failed)}" if failed else "\nall parts are well")
         return int(bool(failed))
 
@@ -188,10 +204,13 @@ class Runner:
             )
         return World(bench, settings, options, work)
 
-    def _tests(self, file: str, num_ranks: int, limit_s: float) -> None:
-        command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "gpu", "-v", "--durations=5", f"tests/{file}"]
+    def _tests(self, files: Sequence[str], num_ranks: int, limit_s: float) -> None:
+        if num_ranks > 1 and self._nccl_failed:
+            raise PartError("not begun: the tests are of NCCL, which did not take two processes here")
+        command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "gpu", "-v", "--durations=5"]
+        command += [f"tests/{file}" for file in files]
         environment = {"FSDP_COMPILE_GPU_RANKS": str(num_ranks), "TORCHINDUCTOR_CACHE_DIR": str(self._work / "tests")}
-        log = self._out / f"{Path(file).stem}-{num_ranks}.txt"
+        log = self._out / f"tests-of-{num_ranks}.txt"
         with log.open("w") as output:
             process = subprocess.Popen(
                 command,
@@ -219,11 +238,6 @@ class Runner:
             raise PartError(f"{why}\n{said}")
         self._results.say(said)
 
-    def _tests_of_two(self, limit_s: float) -> None:
-        if self._nccl_failed:
-            raise PartError("not begun: the tests are of NCCL, which did not take two processes here")
-        self._tests("test_gpu.py", 2, limit_s)
-
     def _wire(self, num_ranks: int, limit_s: float) -> None:
         """Collectives alone; where NCCL does not run them, over gloo, with what follows."""
         try:
@@ -246,9 +260,6 @@ class Runner:
             world.reference = mean_losses(outcome.ranks)
             self._results.say(f"losses of the plain model, eager: {_numbers(world.reference)}")
             return
-        if name == "simple_fsdp" and find_spec("torchtitan") is None:
-            self._results.say("left out: torchtitan is not installed here")
-            return
         record = world.records[name] = Record(name, VARIANTS[name].about)
         world.bench.measure({name: record})
         if world.reference and (num_ranks == 1 or VARIANTS[name].has_loss_of_all):
@@ -261,6 +272,7 @@ class Runner:
             self._say_losses(record.losses[0], world)
         if record.problems:
             raise PartError("\n".join([*record.problems, record.log_tail]))
+        self._say_log(record.log_tail)
 
     def _say_losses(self, losses: list[float], world: World) -> None:
         if not losses:
@@ -269,9 +281,15 @@ class Runner:
         beside = f", off by {off:.1e} at most from the plain model's" if world.reference else ""
         self._results.say(f"losses {_numbers(losses)}{beside}")
 
+    def _say_log(self, tail: str) -> None:
+        if tail:
+            self._results.say(f"the end of rank 0's output:\n{tail}")
+
     def _predicted(self, num_ranks: int, limit_s: float) -> None:
         world = self._worlds[num_ranks]
         on_gpu = world.settings.device == "cuda"
+        traces = self._out / f"traces-of-{num_ranks}"
+        shutil.rmtree(traces, ignore_errors=True)  # a profile wants a folder without another run's
         job = PredictedJob(
             variant="ours",
             mode="time",
@@ -281,7 +299,7 @@ class Runner:
             interfaces=("lo",) * num_ranks,
             cores=() if on_gpu else tuple(self._cores[rank % len(self._cores)] for rank in range(num_ranks)),
             timeout_s=limit_s,
-            traces=str(world.work / "traces"),
+            traces=str(traces),
         )
         environment = gpu_environment(len(self._cores) // num_ranks) if on_gpu else {}
         cache = world.work / "cache" / "shared"
@@ -295,6 +313,7 @@ class Runner:
         ranks: list[Figures] = list(outcome.ranks)  # type: ignore[arg-type]
         self._results.say(f"launches of the plan {ranks[0].planned}, of the profile {ranks[0].recorded}")
         self._results.say(ranks[0].summary)
+        self._say_log(outcome.log_tail)
         if ranks[0].planned != ranks[0].recorded:
             raise PartError("the profile has other launches than the plan")
 
@@ -305,6 +324,12 @@ class Runner:
         self._results.say(grid)
         path = self._out / f"rows-of-{num_ranks}.json"
         report.save(path, grid, world.records, world.reference, environment)
+
+
+def limit_of(part: Part, behind: Sequence[Part], left_s: float) -> float:
+    """Seconds that it may take: what it needs, and all that is left over by the needs of those behind it."""
+    over_s = left_s - part.needs_s - sum(one.needs_s for one in behind)
+    return min(part.needs_s + max(0.0, over_s), _HANGS * part.needs_s, left_s)
 
 
 def main() -> int:

@@ -15,11 +15,12 @@ ENVIRONMENT = {
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a rank has one core; a pool would also outlive it
     "TOKENIZERS_PARALLELISM": "false",
 }
+_NUM_LINES = 20  # of what rank 0 wrote in a run that went well: its warnings
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Either the results of all ranks, or a sentence that says why there are none."""
+    """Either the results of all ranks, or a sentence that says why there are none; and what the workers wrote last."""
 
     ranks: tuple[RankResult, ...] = ()
     error: str | None = None
@@ -55,13 +56,17 @@ def launch(
             preload=preload,
         ) as workers:
             for rank, message in workers.messages(limit_s=job.timeout_s):
-                if "result" in message:
-                    results[rank] = message["result"]
-                else:
+                if "stage" in message:
                     stages[rank] = message["stage"]
+                    continue
+                results[rank] = message["result"]
+                if len(results) == num_ranks:
+                    break  # they are killed: what they still do, such as leaving their group, may take for ever
     except WorkerError as error:
         summary = error.summary.removeprefix("Unavailable: ")
         if not error.raised:
             summary += " (" + ", ".join(f"rank {rank} in {stage!r}" for rank, stage in enumerate(stages)) + ")"
         return Outcome(error=summary, log_tail=str(error))
-    return Outcome(ranks=tuple(results[rank] for rank in range(num_ranks)))
+    log = run_dir / "rank0.log"
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return Outcome(tuple(results[rank] for rank in range(num_ranks)), log_tail="\n".join(lines[-_NUM_LINES:]))

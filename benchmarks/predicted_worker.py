@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import time
@@ -23,6 +24,7 @@ from benchmarks.worker import status_bytes
 from benchmarks.worker_process import Progress, finish, join_group, prime_compiler
 from benchmarks.workload import batch_of, blocks, build_model, loss_of, optimizer_for
 from fsdp_compile.passes.residency import KEPT
+from fsdp_compile.profiling.session import Profile
 from fsdp_compile.tools.memory import PeakMeter
 
 # The parent has malloc give back what is freed, which weighing needs and timing must not have: from then on it does
@@ -64,13 +66,6 @@ class Figures:
 def measure(job: PredictedJob, rank: int, progress: Progress) -> Figures:
     progress("joining the group")
     mesh = join_group(job, rank, job.settings.ranks)
-    figures = _measure(job, rank, mesh, progress)
-    progress("leaving the group")
-    dist.destroy_process_group()
-    return figures
-
-
-def _measure(job: PredictedJob, rank: int, mesh: dist.device_mesh.DeviceMesh, progress: Progress) -> Figures:
     settings = job.settings
     prime_compiler(settings.device)
     model, tokens = build_model(settings), batch_of(settings, rank)
@@ -83,6 +78,8 @@ def _measure(job: PredictedJob, rank: int, mesh: dist.device_mesh.DeviceMesh, pr
     optimizer = optimizer_for(model.parameters(), settings)
     forward = partial(loss_of, torch.compile(model, fullgraph=True))
     losses: list[float] = []
+    stack = contextlib.ExitStack()
+    profiled = stack.enter_context(_profile(model, job)) if job.traces else None
 
     def step() -> tuple[float, float, float]:
         begun, cpu_begun = time.perf_counter(), time.process_time()
@@ -94,7 +91,10 @@ def _measure(job: PredictedJob, rank: int, mesh: dist.device_mesh.DeviceMesh, pr
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
         finish(settings.device)
-        return middle - begun, cpu_s, time.perf_counter() - middle
+        ended = time.perf_counter()
+        if profiled is not None:
+            profiled.step()
+        return middle - begun, cpu_s, ended - middle
 
     progress("first step")
     with fsdp_compile.inspect(model) as report:
@@ -116,7 +116,7 @@ def _measure(job: PredictedJob, rank: int, mesh: dist.device_mesh.DeviceMesh, pr
     progress("timed steps")
     seconds = [step() for _ in range(settings.steps)]
     progress("recorded steps")
-    recorded, summary = _recorded(model, step, job) if job.traces else ({}, "")
+    recorded, summary = _recorded(stack, profiled, step) if profiled is not None else ({}, "")
     return Figures(
         predicted.seconds,
         predicted.exposed_s,
@@ -135,15 +135,22 @@ def _measure(job: PredictedJob, rank: int, mesh: dist.device_mesh.DeviceMesh, pr
     )
 
 
-def _recorded(model: nn.Module, step: Callable[[], object], job: PredictedJob) -> tuple[dict[str, float], str]:
-    """Launches of a step as a profile of all ranks has them, by kind, and its summary."""
+def _profile(model: nn.Module, job: PredictedJob) -> Profile:
+    """Records behind the timed steps, and is begun before the first: it hears what is planned when it is compiled."""
     assert job.traces is not None
+    before = 1 + job.settings.warmup + job.settings.steps
+    return fsdp_compile.profile(model, job.traces, wait=before, active=2, hardware=job.profile)
+
+
+def _recorded(
+    stack: contextlib.ExitStack, profiled: Profile, step: Callable[[], object]
+) -> tuple[dict[str, float], str]:
+    """Launches of a step as a profile of all ranks has them, by kind, and its summary."""
     launches: dict[str, float] = {}
     try:
-        with fsdp_compile.profile(model, job.traces, wait=0, active=2, hardware=job.profile) as profiled:
+        with stack:
             for _ in range(4):
                 step()
-                profiled.step()
         dist.barrier()  # until all ranks have written
         summary = profiled.summary
         for one in summary.collectives:

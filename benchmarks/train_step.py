@@ -138,10 +138,10 @@ class Bench:
             record.memory_runs.append(outcome.ranks)
 
     def _took(self, record: Record, outcome: Outcome) -> bool:
+        record.log_tail = outcome.log_tail
         if outcome.error is None:
             return True
         record.problems.append(outcome.error)
-        record.log_tail = outcome.log_tail
         return False
 
     def _run(self, variant: str, mode: Mode, settings: Settings, cache_dir: Path) -> Outcome:

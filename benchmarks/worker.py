@@ -29,10 +29,7 @@ def measure(job: Job, rank: int, progress: Progress) -> RankResult:
     mesh = join_group(job, rank, job.settings.ranks)
     step, setup_s = _prepare(job, rank, mesh, progress)
     weighs = job.mode == "memory"
-    result = _weigh(step, job.settings, progress) if weighs else _time(step, setup_s, job, rank, progress)
-    progress("leaving the group")
-    dist.destroy_process_group()  # not behind an error: NCCL may wait for the others then, and nobody hears of it
-    return result
+    return _weigh(step, job.settings, progress) if weighs else _time(step, setup_s, job, rank, progress)
 
 
 def _prepare(job: Job, rank: int, mesh: DeviceMesh, progress: Progress) -> tuple[Step, float]:

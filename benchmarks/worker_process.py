@@ -32,6 +32,10 @@ def work(settings: dict[str, Any], rank: int, send: Callable[[dict[str, Any]], N
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{settings['cache_dir']}/rank{rank}"
     measure = import_module(settings["module"]).measure
     send({"result": measure(job, rank, lambda stage: send({"stage": stage}))})
+    import torch.distributed as dist
+
+    if dist.is_initialized():  # the result has been sent: NCCL may wait here for a rank that failed
+        dist.destroy_process_group()
 
 
 def join_group(job: Job, rank: int, world: int) -> DeviceMesh:

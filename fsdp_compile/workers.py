@@ -49,6 +49,7 @@ _RESULT = "result of run"
 _PR_SET_PDEATHSIG = 1
 _LAST_WORD_S = 5.0  # between a worker's last word and its exit
 _OTHERS_S = 1.0  # between a failure and those that follow from it
+_DUMP_STACKS, _DUMP_S, _LINES_WITH_STACKS = signal.SIGUSR1, 1.0, 200
 # Not -m: that puts the working directory in front, where other modules of our names may lie. Workers import what we do.
 _BOOT = (
     "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); "
@@ -70,7 +71,8 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
 
     ``prefixes``: what goes before each rank's command (``ip netns exec ...``). ``preload``: names of modules; the
     workers are forked from a process that has imported them, which saves most of a start, have that process's
-    environment and write where it does; to the log goes only where it was when it crashed. ``stay``: for a Crew.
+    environment and write where it does; to the log goes only where it was when it crashed or was late.
+    ``stay``: for a Crew.
     """
 
     def __init__(
@@ -136,7 +138,8 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
                 ranks = " and ".join(f"rank {rank}" for rank in sorted(awaited))
                 late = f"no worker said a word for {silence_s:.0f} s"
                 summary = late if silence_s < left_s else f"{ranks} not done after {limit_s:.0f} s"
-                raise WorkerError(summary, f"{summary}.\n{self._log_tails()}")
+                self._dump_stacks(awaited)
+                raise WorkerError(summary, f"{summary}.\n{self._log_tails(_LINES_WITH_STACKS)}")
             failures = {rank: said for rank, said in heard if said is not None and _FAILURE in said}
             if failures:
                 raise self._first_of(failures)
@@ -179,6 +182,15 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
         (_, first), *others = sorted(failures.items(), key=lambda failure: failure[1]["at"])
         after = [f"After that, rank {rank}: {said['summary']}" for rank, said in others]
         return WorkerError(first["summary"], "\n".join([first[_FAILURE], *after]), first["raised"])
+
+    def _dump_stacks(self, ranks: set[int]) -> None:
+        """Have each worker write to its log where its threads are: that is how a hang is understood."""
+        for rank in ranks:
+            pid = self._processes[rank].pid
+            assert pid is not None
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, _DUMP_STACKS)
+        time.sleep(_DUMP_S)
 
     def _log(self, rank: int) -> Path:
         return self._log_dir / f"rank{rank}.log"
@@ -317,7 +329,9 @@ def _exit_code(process: subprocess.Popen[bytes] | BaseProcess, patience_s: float
 
 def _work(line: Connection, parent: int | None = None, crash_log: Path | None = None) -> NoReturn:
     """A worker's life: call the target and, if it stays, what it is sent from then on."""
-    faulthandler.enable(crash_log.open("wb") if crash_log else sys.stderr)
+    output = crash_log.open("wb") if crash_log else sys.stderr
+    faulthandler.enable(output)
+    faulthandler.register(_DUMP_STACKS, output, all_threads=True)
     if parent is None:  # forked: by a server that ends when the process that started it does
         os.setsid()
         parent = os.getppid()

@@ -104,6 +104,7 @@ def test_replicas(four_ranks: Any) -> None:
     four_ranks.run(_replicate)
 
 
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
 @pytest.mark.more
 @pytest.mark.parametrize("compiled_autograd", [False, True])
 def test_on_inductor(two_ranks: Any, compiled_autograd: bool) -> None:

@@ -46,6 +46,7 @@ def saved(folder: Path) -> dict[str, Any]:
     return tensors
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 @pytest.mark.more
 def test_pre_training_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path) -> None:
     """Bit by bit: the model and the optimizer's state; the first folder of three is gone then."""

@@ -413,6 +413,7 @@ def check_wrapped_before(around: Any) -> None:
         torch.testing.assert_close(full(ours.grad), theirs.grad)
 
 
+@pytest.mark.filterwarnings("ignore:.root. .Stack. runs eagerly inside compiled code")
 @pytest.mark.parametrize("around", [checkpoint_wrapper, pytest.param(_compiled, marks=pytest.mark.more)])
 def test_what_was_checkpointed_or_compiled_before_it_was_wrapped_is_known(two_ranks: Ranks, around: Any) -> None:
     two_ranks.run(check_wrapped_before, around)

@@ -37,7 +37,7 @@ class NcclRanks(Ranks):
         num_ranks = int(os.environ.get("FSDP_COMPILE_GPU_RANKS", min(2, torch.cuda.device_count())))
         super().__init__(num_ranks, backend="nccl")
 
-    def run(self, fn: Callable[..., Any], *args: Any, limit_s: float = 90) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, limit_s: float = 60) -> list[Any]:
         """In less time than on a CPU: a collective that hangs is not to take all the minutes that a GPU can be had."""
         return super().run(fn, *args, limit_s=limit_s)
 

@@ -18,15 +18,11 @@ STEPS = " s a step ("
 REPORTED = {  # of each part, what its result says
     "tests": "skipped",
     "2: collectives_rs": "{'all_gather': 4, 'reduce_scatter': 2}",
-    "2: tests": "skipped",
     "1: reference": "losses of the plain model",
-    "1: unsharded": STEPS,
     "1: ours_eager": STEPS,
-    "1: predicted": "launches of the plan {}, of the profile {}",
     "2: predicted": "launches of the plan {'all_gather': ",
     "2: reference": "losses of the plain model",
     "2: ours_blocks": STEPS,
-    "demo": "skipped",
 }
 
 
@@ -42,6 +38,7 @@ def test_each_part_leaves_its_result(tmp_path: Path) -> None:
         assert said in parts[name], parts[name]
     assert "off by 0.0e+00 at most from the plain model's" in parts["1: ours_eager"]
     assert {path.name for path in tmp_path.glob("rows-*.json")} == {"rows-of-1.json", "rows-of-2.json"}
+    assert len(list((tmp_path / "traces-of-2").iterdir())) == 2
 
 
 class _Failing(gpu.Runner):
@@ -60,6 +57,16 @@ def test_a_part_that_fails_says_so_and_the_next_one_runs(tmp_path: Path) -> None
     results = (tmp_path / "results.txt").read_text()
     assert "Traceback" in results and "ValueError: of this part" in results
     assert "== second\ndone\n" in results and results.endswith("failed: first\n")
+
+
+def test_a_part_that_hangs_leaves_those_behind_it_what_they_need(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    runner = gpu.Runner(argparse.Namespace(quick=False, out=tmp_path), tmp_path / "work")
+    parts, left_s = list(runner.parts()), gpu._SECONDS
+    for place, part in enumerate(parts):
+        limit_s = gpu.limit_of(part, parts[place + 1 :], left_s)
+        assert part.needs_s <= limit_s <= left_s
+        left_s -= limit_s
 
 
 def test_a_part_for_which_no_time_is_left_says_how_to_run_it(tmp_path: Path) -> None:

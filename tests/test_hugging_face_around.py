@@ -133,6 +133,7 @@ def _trained_whole(folder: str) -> None:
     assert not Path(folder, "ours").exists()
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # PEFT asks for it
 def test_modules_that_are_trained_beside_adapters_are_read(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(_trained_whole, str(tmp_path))
 

@@ -65,7 +65,7 @@ def _train(path: str, num_steps: int) -> int:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("path", ["eager", "passes", "inductor"])
+@pytest.mark.parametrize("path", ["eager", pytest.param("passes", marks=pytest.mark.slow), "inductor"])
 def test_ranks_with_other_lengths_launch_the_same(two_ranks: Ranks, path: str) -> None:
     static, dynamic = two_ranks.run(_train, path, 20 if path == "inductor" else 8, limit_s=900)
     if path != "eager":

@@ -57,6 +57,7 @@ CASES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:memory_budget is 1 byte")
 @pytest.mark.parametrize("how", [pytest.param("never", marks=pytest.mark.more), pytest.param("unwrapped", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_it_does_in_every_mode(two_ranks: Ranks, name: str, how: str) -> None:

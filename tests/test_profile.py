@@ -40,8 +40,7 @@ def record(folder: str, backend: str, *dimensions: str) -> dict[str, Any]:
     run = model if backend == "none" else torch.compile(model, fullgraph=True, backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     # No plan comes with a graph from the cache, which another file's test may have filled.
-    no_caches = torch._inductor.config.patch(force_disable_caches=True)
-    with no_caches, fsdp_compile.profile(run, folder, wait=1, active=ACTIVE) as profiled:
+    with torch._inductor.utils.fresh_cache(), fsdp_compile.profile(run, folder, wait=1, active=ACTIVE) as profiled:
         for step in range(ACTIVE + 3):  # the last one is not recorded
             loss_of(run(batches(step)[dist.get_rank()])).backward()
             optimizer.step()

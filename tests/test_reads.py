@@ -8,6 +8,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -132,7 +133,7 @@ class AroundTheAttribute(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.inner = nn.Linear(6, 6, bias=False)
+        self.inner, self.other = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,7 +144,12 @@ class AroundTheAttribute(nn.Module):
         if self.how == "parameters()":
             return x @ next(self.parameters())
         found = dict(self.inner.named_parameters())
-        self.inner._parameters.update({name: param * 2 for name, param in found.items()})
+        if self.how == "functional_call":
+            return torch.func.functional_call(self.inner, {name: param * 2 for name, param in found.items()}, (x,))
+        if self.how == "another's":
+            self.inner._parameters.update(self.other._parameters)
+        else:
+            self.inner._parameters.update({name: param * 2 for name, param in found.items()})
         try:
             return self.inner(x)
         finally:
@@ -157,8 +163,9 @@ def _around(how: str, backend: str | None) -> None:
     shard = dict.get(sharded.inner._parameters, "weight")
     run = sharded if backend is None else torch.compile(sharded, backend=backend, fullgraph=True)
     for _ in range(2):
-        for call in (run, unsharded):
-            call(torch.ones(2, 6)).pow(2).sum().backward()
+        outputs = [call(torch.ones(2, 6)) for call in (run, unsharded)]
+        torch.testing.assert_close(*outputs)
+        sum(output.pow(2).sum() for output in outputs).backward()  # type: ignore[union-attr]
         assert sharded.inner._parameters["weight"] is shard is next(sharded.parameters())
     assert_same_grads(sharded, unsharded)
 
@@ -166,49 +173,82 @@ def _around(how: str, backend: str | None) -> None:
 @pytest.mark.compat
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_what_is_registered_is_full_in_forward(two_ranks: Ranks, backend: str | None) -> None:
-    for how in ("_parameters", "a copy of it", "parameters()", "written"):
+    for how in ("_parameters", "a copy of it", "parameters()", "written", "another's", "functional_call"):
         two_ranks.run(_around, how, backend)
 
 
-def _triple(param: Any) -> None:
-    param.grad.mul_(3)
+def _summed_and_bounded(param: Any) -> None:
+    dist.all_reduce(param.grad)
+    param.grad.mul_(0.5).clamp_(-5, 40)  # of a sum that is not the sum of parts
 
 
 class HooksInForward(nn.Module):
     """Registers a post-accumulate hook on what it finds, once for each object, as transformers' replicated norms do."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads_before: bool = False) -> None:
         super().__init__()
-        self.inner = nn.Linear(6, 6, bias=False)
-        self.hooked: list[Any] = []
+        self.inner = nn.Linear(6, 6)
+        self.hooked: dict[str, Any] = {}
+        self.reads_before = reads_before
 
     def forward(self, x: Tensor) -> Tensor:
-        for param in self.inner.parameters():
-            if not any(param is one for one in self.hooked):
-                param.register_post_accumulate_grad_hook(_triple)
-                self.hooked = [param]
-        return self.inner(x)
+        if self.reads_before:
+            x = self.inner(x)
+        for name, param in self.inner.named_parameters():
+            if torch.is_grad_enabled() and self.hooked.get(name) is not param:
+                param.register_post_accumulate_grad_hook(_summed_and_bounded)
+                self.hooked[name] = param
+        return self.inner(torch.tanh(self.inner(x)))
 
 
 def _hooked_in_forward(backend: str | None) -> None:
     torch.manual_seed(0)
-    unsharded = HooksInForward()
-    sharded = fully_shard(copy.deepcopy(unsharded))
-    if backend is not None:
-        run = torch.compile(sharded, backend=backend)
-        with pytest.raises(RuntimeError, match=r"post.accumulate.grad.hook"):
-            run(torch.ones(2, 6))
-        return
-    for _ in range(2):
-        for model in (sharded, unsharded):
+    unsharded = nn.Sequential(HooksInForward(), HooksInForward())
+    sharded = copy.deepcopy(unsharded)
+    for block in (*sharded, sharded):
+        fully_shard(block)
+    run = sharded if backend is None else torch.compile(sharded, backend=backend, fullgraph=True)
+    for step in range(3):
+        for model, call in ((sharded, run), (unsharded, unsharded)):
             model.zero_grad()
-            model(torch.ones(2, 6)).pow(2).sum().backward()
+            call(torch.full((2, 6), step + 1.0)).pow(2).sum().backward()
         assert_same_grads(sharded, unsharded)
+        with torch.no_grad():
+            torch.testing.assert_close(run(torch.ones(2, 6)), unsharded(torch.ones(2, 6)))
+    assert isinstance(sharded[0].inner._parameters["weight"], DTensor)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.compat
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
 def test_post_accumulate_hooks_that_a_forward_registers(two_ranks: Ranks, backend: str | None) -> None:
+    """They change the full gradient, of all reads that follow."""
     two_ranks.run(_hooked_in_forward, backend)
+
+
+def _hooked_too_late() -> None:
+    run = torch.compile(fully_shard(HooksInForward(reads_before=True)), backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"inner.weight: register_post_accumulate.*was read before by the same forward"):
+        run(torch.ones(2, 6))
+
+
+def test_a_hook_that_a_traced_forward_registers_after_a_read(two_ranks: Ranks) -> None:
+    two_ranks.run(_hooked_too_late)
+
+
+class HooksARead(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.register_hook(lambda grad: grad * 3)
+        return super().forward(x)
+
+
+def _hooks_a_read() -> None:
+    with pytest.raises(Exception, match=r"weight: register_hook was called on it in a compiled forward, which reads it"):
+        torch.compile(fully_shard(HooksARead(6, 6)), backend="aot_eager")(torch.ones(2, 6))
+
+
+@pytest.mark.skipif(find_spec("torch._higher_order_ops.register_hook") is None, reason="torch 2.11 has no op for hooks")
+def test_a_tensor_hook_on_a_compiled_read_that_is_read_again_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(_hooks_a_read)
 
 
 class Cached(nn.Linear):

@@ -240,6 +240,7 @@ def _trained_within(shares: tuple[float, ...]) -> list[tuple[int, int, int, tupl
     return found
 
 
+@pytest.mark.filterwarnings("ignore:memory_budget is 1 byte")
 @pytest.mark.more
 def test_steps_within_small_budgets_take_what_was_predicted_and_train_the_same(two_ranks: Ranks) -> None:
     here, there = two_ranks.run(_trained_within, (0.0, 0.4, 1.0))

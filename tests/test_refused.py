@@ -144,8 +144,16 @@ def _raise_everywhere(kind: str, step: int, lines: bool) -> list[str]:
         place += step
 
 
+# Those take minutes, and have what `replicas` has.
+LONG = ("slices of two", "a compiled module")
+
+
 @pytest.mark.parametrize(
-    "call", [one if one in QUICK else pytest.param(one, marks=pytest.mark.more) for one in CALLS]
+    "call",
+    [
+        one if one in QUICK else pytest.param(one, marks=pytest.mark.slow if one in LONG else pytest.mark.more)
+        for one in CALLS
+    ],
 )
 def test_every_step_may_raise_and_nothing_has_changed(call: str) -> None:
     raised = _raise_everywhere(call, 7, lines=False)

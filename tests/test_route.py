@@ -268,6 +268,7 @@ CASES = {
 LONG = ("many kinds of layers", "units in blocks of one model", "backward twice")  # the first: test_never_compiled.py
 
 
+@pytest.mark.filterwarnings("ignore:memory_budget is 1 byte")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else pytest.mark.more) for name in CASES]
 )

@@ -35,11 +35,15 @@ def test_a_worker_that_is_done_runs_exit_handlers_and_leaves_the_interpreter_as_
     assert said_goodbye.exists()
 
 
-def test_silent_workers_end_the_run_and_their_children_end_with_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("preload", PRELOADS)
+def test_silent_workers_end_the_run_say_where_they_are_and_end_with_their_children(
+    preload: tuple[str, ...], tmp_path: Path
+) -> None:
     pids: list[int] = []
+    target = "tests.worker_functions:compiles_for_ever"
     with (
-        pytest.raises(WorkerError, match="no worker said a word for 1 s"),
-        Workers("tests.worker_functions:compiles_for_ever", {}, num_ranks=2, log_dir=tmp_path) as workers,
+        pytest.raises(WorkerError, match=r"no worker said a word for 1 s(.|\n)*in compiles_for_ever"),
+        Workers(target, {}, num_ranks=2, log_dir=tmp_path, preload=preload) as workers,
     ):
         for _, message in workers.messages(silence_s=60):
             pids += message["pids"]

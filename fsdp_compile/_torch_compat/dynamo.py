@@ -72,7 +72,9 @@ def hide_looks_at_grad() -> None:
 def changed_while_traced(value: object) -> bool:
     """Whether code that Dynamo is tracing has written to a dict, list or the like: the object itself is as it was.
 
-    ``InstructionTranslator.current_tx``, ``SideEffects.id_to_variable`` and ``is_modified``: 2.11 to 2.15.
+    Inside ``torch.func.functional_call`` Dynamo does not count writes to the parameters of the module itself, so they
+    are taken to be changed. ``InstructionTranslator.current_tx``, ``SideEffects.id_to_variable``, ``is_modified`` and
+    ``ignore_mutation_on_these_variables``: 2.11 to 2.15.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -81,7 +83,9 @@ def changed_while_traced(value: object) -> bool:
     except AttributeError:  # Dynamo runs the code to see what comes out, as it does with nn.LSTM
         return False
     variable = side_effects.id_to_variable.get(id(value))
-    return variable is not None and side_effects.is_modified(variable)
+    if variable is None:
+        return False
+    return side_effects.is_modified(variable) or variable in side_effects.ignore_mutation_on_these_variables
 
 
 # Ops of torch.ops.higher_order whose body may run any number of times on a rank, or is compiled as a graph of its own;
@@ -127,33 +131,52 @@ def _writes(node: torch.fx.Node) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
-# What ``was_written_to`` was asked of, by the graphs that Dynamo writes, which may outlive the parameters.
+# What ``done_to_result`` was asked of, by the graphs that Dynamo writes, which may outlive the parameters.
 _asked_of: weakref.WeakKeyDictionary[torch.fx.Graph, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
 
-def was_written_to(op: Any, param: Any, given: list[torch.Tensor | None]) -> bool:
-    """Whether what Dynamo is tracing has written to a result of ``op``, which was given one of these tensors.
+def done_to_result(op: Any, param: Any, given: list[torch.Tensor | None]) -> str | None:
+    """What Dynamo traced that a second result of ``op``, which was given one of these tensors, would miss.
 
-    It is asked before each read of ``param``, and says no the first time. ``meta["grapharg"].example``,
-    ``meta["example_value"]``: 2.11 to 2.15.
+    It is asked before each read of ``param``, and says None the first time. ``meta["example_value"]``: 2.11 to 2.15;
+    ``register_hook`` as an op: 2.15.
     """
     output = _dynamo_output()
     graph: torch.fx.Graph | None = None if output is None else output.tracers[0].graph
     if graph is None:
-        return False
+        return None
     asked_of = _asked_of.setdefault(graph, weakref.WeakSet())
     if param not in asked_of:
         asked_of.add(param)
-        return False
-    for node in graph.find_nodes(op="call_function", target=op):
-        if node.kwargs.get("fqn") != param.fqn or getattr(node.meta.get("example_value"), "_version", 0) == 0:
-            continue
+        return None
+    for node in _results_of(graph, op, param.fqn, given):
         # Lookups that keep to a norm scale what was gathered for them, each its own rows.
-        is_looked_up = any(getattr(user.target, "__name__", "").startswith("embedding") for user in node.users)
-        arg = node.args[0].meta.get("grapharg")
-        if not is_looked_up and arg is not None and any(arg.example is one for one in given):
-            return True
-    return False
+        used_by = [getattr(user.target, "__name__", "") for user in node.users]
+        is_looked_up = any(name.startswith("embedding") for name in used_by)
+        if not is_looked_up and getattr(node.meta.get("example_value"), "_version", 0) > 0:
+            return "written to"
+        if "register_hook" in used_by:
+            return "hooked"
+    return None
+
+
+def was_read(op: Any, fqn: str, given: list[torch.Tensor | None]) -> bool:
+    """Whether what Dynamo is tracing has done something with such a result of ``op``."""
+    output = _dynamo_output()
+    return output is not None and any(node.users for node in _results_of(output.tracers[0].graph, op, fqn, given))
+
+
+def _results_of(graph: torch.fx.Graph, op: Any, fqn: str, given: list[torch.Tensor | None]) -> Iterator[torch.fx.Node]:
+    """What ``op`` made of one of these for ``fqn``, or of what is in it (``meta["grapharg"]``: 2.11 to 2.15)."""
+    for node in graph.find_nodes(op="call_function", target=op):
+        if node.kwargs.get("fqn") != fqn:
+            continue
+        source: Any = node.args[0]
+        while source.all_input_nodes:
+            source = source.all_input_nodes[0]
+        arg = source.meta.get("grapharg")
+        if arg is not None and any(arg.example is one for one in given):
+            yield node
 
 
 def _frames_being_traced() -> Iterator[Any]:

@@ -11,6 +11,7 @@ A parameter of a unit whose forward does not run is a shard to others, as with F
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, ItemsView, Iterator, ValuesView
 from typing import Any
@@ -43,8 +44,14 @@ class Registered(dict):  # type: ignore[type-arg]
 
     def __getitem__(self, name: str) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return getattr(self.module, name) if self.unit_runs.traced(name) else dict.__getitem__(self, name)
+            return self._read_traced(name) if self.unit_runs.traced(name) else dict.__getitem__(self, name)
         return self.unit_runs.found(name, dict.__getitem__(self, name))
+
+    def _read_traced(self, name: str) -> Any:
+        full = getattr(self.module, name)
+        if isinstance(full, Tensor) and full.requires_grad:
+            full.register_post_accumulate_grad_hook = functools.partial(_hook_traced, self, name, full)  # type: ignore[method-assign]
+        return full
 
     def __setitem__(self, name: str, value: Any) -> None:
         if not torch.compiler.is_dynamo_compiling():
@@ -52,10 +59,25 @@ class Registered(dict):  # type: ignore[type-arg]
         elif self.unit_runs.traced_gave(name):
             value = self.replaced.pop(name, dict.get(self, name))
         elif self.unit_runs.traced(name):
-            self.replaced[name] = dict.get(self, name)
+            self._note_shard(name)
         dict.__setitem__(self, name, value)
         if name in self.absent:
             self.module.__dict__[self.absent[name]] = value
+
+    def _note_shard(self, name: str) -> None:
+        registered = dict.get(self, name)
+        if isinstance(registered, DTensor):  # and not another tensor in its place
+            self.replaced[name] = registered
+
+    def replace_traced(self, name: str, other: Tensor) -> None:
+        """Have ``other`` in a shard's place, while code is traced."""
+        self._note_shard(name)
+        dict.__setitem__(self, name, other)
+
+    def take_back_traced(self, name: str) -> None:
+        """Register the shard again that traced code put something in the place of."""
+        if name in self.replaced:
+            dict.__setitem__(self, name, self.replaced.pop(name))
 
     def __iter__(self) -> Iterator[str]:
         return dict.__iter__(self)  # ``dict(this)`` would pass over __getitem__ if this were not here
@@ -114,15 +136,29 @@ def _take_hooks(full: Tensor, fqn: str) -> None:
             )
         tensor: Any = reference()
         stand_in = tensor.detach()
-
-        def run(grad: Tensor) -> Tensor:
-            stand_in.grad = grad.clone()
-            hook(stand_in)
-            return stand_in.grad
-
-        return tensor.register_hook(run)
+        return tensor.register_hook(lambda grad: _hooked(stand_in, grad, hook))
 
     full.register_post_accumulate_grad_hook = register  # type: ignore[method-assign]
+
+
+def _hook_traced(registered: Registered, name: str, full: Tensor, hook: Callable[[Any], None]) -> Any:
+    """Register a post-accumulate hook on a full parameter where the code that does so is traced.
+
+    Each traced read is another tensor. Those that follow in this forward are to be the one with the hook, so it is put
+    in the shard's places; ``unit_forward`` takes these back.
+    """
+    if isinstance(dict.get(registered, name), DTensor):
+        registered.unit_runs.require_hookable(name)
+        for slot in registered.module.__dict__[READS][name][0].slots:
+            slot.module._parameters.replace_traced(slot.name, full)
+    return full.register_hook(lambda grad: _hooked(full.detach(), grad, hook))
+
+
+def _hooked(stand_in: Tensor, grad: Tensor, hook: Callable[[Any], None]) -> Tensor | None:
+    """What a post-accumulate hook makes of the gradient of a full parameter, as a tensor hook."""
+    stand_in.grad = grad.clone()
+    hook(stand_in)
+    return stand_in.grad
 
 
 class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
@@ -151,9 +187,11 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
         """The shard, where ``value`` is what that forward was given of the parameter; or else ``value``."""
         known = self._known(name)
         call = None if known is None else call_of(known[1])
-        if call is None or not any(value is given for given in call.tensors.values()):
+        if call is None or value is None:
             return value
-        return call.gathered.shards[call.gathered.index[known[0].fqn]]
+        index: Any = call.gathered.index.get(known[0].fqn)
+        was_given = any(value is call.tensors.get((index, recorded)) for recorded in (True, False))
+        return call.gathered.shards[index] if was_given else value
 
     def traced(self, name: str) -> bool:
         """Whether such a forward runs, or is traced, where Dynamo traces the code that asks."""
@@ -172,6 +210,21 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
                 "torch.compile traces. Leave that code out of what is compiled: torch.compiler.disable(module)."
             )
         return dynamo.comes_from(_UNSHARD, param.fqn, stored.__name__, "value")
+
+    def require_hookable(self, name: str) -> None:
+        """Raise where a post-accumulate hook on what traced code read would miss gradients of the parameter."""
+        param: ShardedParam = self._known(name)[0]
+        if param.dtensor is not None or any(halves_of(param.shard)):
+            why = "is no plain tensor to its readers"
+        elif dynamo.was_read(_UNSHARD, param.fqn, [param.local, param.sink.edge, param.param]):
+            why = "was read before by the same forward, whose gradient of that read the hook would miss"
+        else:
+            return
+        raise RuntimeError(
+            f"{param.fqn}: register_post_accumulate_grad_hook was called in a forward that torch.compile traces, and "
+            f"the parameter {why}. Register the hook before the first read, or leave the module that calls it out of "
+            "what is compiled: torch.compiler.disable(module)."
+        )
 
     def _known(self, name: str) -> Any:
         module = self._module()
@@ -193,4 +246,6 @@ def _nothing_to_guard(asked: UnitRuns) -> list[Any]:
     return []
 
 
-dynamo.register_opaque(UnitRuns, guard=_nothing_to_guard, constant_methods=("traced", "traced_gave"))
+dynamo.register_opaque(
+    UnitRuns, guard=_nothing_to_guard, constant_methods=("traced", "traced_gave", "require_hookable")
+)

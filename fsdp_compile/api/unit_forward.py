@@ -35,7 +35,9 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = as_taken(unit, args, kwargs)
     try:  # Dynamo never resumes inside one: a frame that it cannot compile whole, it leaves to Python
         if torch.compiler.is_dynamo_compiling():
+            before = unit.watch.replaced()
             output = call(self, *args, **kwargs)
+            _take_places_back(unit, before)
         else:
             if unit.outer is None and not unit.knows_wrappers:
                 unit.knows_wrappers = True
@@ -44,6 +46,14 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     except BaseException:
         raise
     return as_given(unit, output)
+
+
+def _take_places_back(unit: Unit, before: tuple[int, ...]) -> None:
+    """Register the shards again that the traced forward replaced: those which ``before`` it were not replaced yet."""
+    for place in unit.watch.replaced():
+        if place not in before:
+            for slot in unit.params[place].slots:
+                slot.module._parameters.take_back_traced(slot.name)
 
 
 def forward_inside(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -83,9 +83,10 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         unit, param = self._of(fqn)
         refuse_traced(fqn, unit.mode_of(param))
         param.require_shard()
-        given = [param.local, None if param.sink is None else param.sink.edge]
-        if dynamo.was_written_to(_UNSHARD, param, given):
-            refuse_read_again(fqn)
+        given = [param.local, param.param, None if param.sink is None else param.sink.edge]
+        done = dynamo.done_to_result(_UNSHARD, param, given)
+        if done == "written to" or (done == "hooked" and not _was_replaced(param)):
+            refuse_read_again(fqn, done)
         if autograd.uses_compiled_autograd():
             param.sink.have_leaf()
         if unit.given is None:
@@ -102,7 +103,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
             )
         if dynamo.traces_backward():
             return None  # gradients must reach leaves of the graph: the DTensor itself, and not its edge
-        if any(dynamo.changed_while_traced(slot.module._parameters) for slot in param.slots):
+        if _was_replaced(param):
             return None  # by torch.func.functional_call inside what is compiled
         taken = [_taken(unit, param, slot) for slot in param.slots]
         if None in taken:
@@ -112,6 +113,12 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         elif dynamo.written_while_traced(param.shard):
             return "registered"
         return taken[0]
+
+    def replaced(self) -> tuple[int, ...]:
+        """Indices in ``unit.params`` of the parameters that traced code registered something else for."""
+        unit = self._unit()
+        assert unit is not None
+        return tuple(place for place, param in enumerate(unit.params) if _was_replaced(param))
 
     def mode(self, fqn: str) -> Mode:
         """What becomes of a parameter's gradient."""
@@ -215,6 +222,11 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         return self  # Dynamo of torch 2.11 keeps a copy
 
 
+def _was_replaced(param: ShardedParam) -> bool:
+    """Whether traced code wrote to a dict in which the parameter is registered."""
+    return any(dynamo.changed_while_traced(slot.module._parameters) for slot in param.slots)
+
+
 def _taken(unit: Unit, param: ShardedParam, slot: Slot) -> Taken:
     registered = slot.param
     if unit.given is not None:
@@ -224,7 +236,6 @@ def _taken(unit: Unit, param: ShardedParam, slot: Slot) -> Taken:
     return param.sink.takes if registered.requires_grad else "local"
 
 
-_ASKED = (
-    "takes", "mode", "names", "spec", "gather", "wrap", "takes_mesh", "carries", "begin_in_front", "end_in_front"
-)  # fmt: skip
-dynamo.register_opaque(Watch, guard=Watch.seen, constant_methods=_ASKED)
+_ASKED = ("takes", "replaced", "mode", "names", "spec", "gather", "wrap", "takes_mesh", "carries")
+_BRANCHES = ("begin_in_front", "end_in_front")
+dynamo.register_opaque(Watch, guard=Watch.seen, constant_methods=_ASKED + _BRANCHES)
