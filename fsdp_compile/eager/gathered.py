@@ -218,7 +218,7 @@ class Gathered:
     def take_places_back(self) -> None:
         """Register shards again in the places that a module gave to other tensors in its forward."""
         for param, slot, shard in self._places:
-            if not isinstance(slot.param, DTensor) and not param.is_full:
+            if not is_cut_as(shard, slot.param) and not param.is_full:
                 slot.register(shard)
 
     def _addresses(self) -> set[int]:
@@ -278,6 +278,11 @@ class Gathered:
                 self._memory[index].take()
                 if not subclasses.share_storage(again, full):
                     full.data.copy_(again)
+
+
+def is_cut_as(shard: DTensor, put: Any) -> bool:
+    """Whether what stands in a shard's place is a shard as well: one that was a DTensor is a full one to its readers."""
+    return isinstance(put, DTensor) and put.device_mesh == shard.device_mesh
 
 
 def _places_of(unit: Unit) -> list[tuple[ShardedParam, Slot, Any]]:
