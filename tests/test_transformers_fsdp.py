@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,40 +66,54 @@ def test_its_tensor_parallel_layers_compile_to_one_graph(four_ranks: Ranks, tmp_
     four_ranks.run(_one_graph, str(tmp_path), kind, {"fsdp_size": 2, "tp_size": 2})
 
 
+@contextmanager
+def _local(module: nn.Module) -> Iterator[None]:
+    found: Any = {name: param for name, param in module.named_parameters(recurse=False) if isinstance(param, DTensor)}
+    module._parameters.update({name: param.to_local() for name, param in found.items()})
+    try:
+        yield
+    finally:
+        module._parameters.update(found)
+
+
 class Experts(nn.Module):
     """A layer that puts local tensors in its parameters' places while its forward runs.
 
     transformers' ``_use_local_dtensor_params`` does so.
     """
 
-    def __init__(self, experts_mesh: Any) -> None:
+    def __init__(self, experts_mesh: Any, breaks: bool) -> None:
         super().__init__()
+        self.breaks = breaks
         torch.manual_seed(0)
         self.weight = nn.Parameter(distribute_tensor(torch.randn(4, 8, 8), experts_mesh, [Shard(0)]))
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Any = {name: param for name, param in self.named_parameters(recurse=False) if isinstance(param, DTensor)}
-        self._parameters.update({name: param.to_local() for name, param in found.items()})
-        try:
-            return torch.einsum("td,edf->tef", x, self.weight).sum(1)
-        finally:
-            self._parameters.update(found)
+        with _local(self):
+            return self._computed(x)
+
+    def _computed(self, x: Tensor) -> Tensor:
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return torch.einsum("td,edf->tef", x, self.weight).sum(1)
 
 
-def _local_experts(backend: str | None) -> None:
+def _local_experts(backend: str | None, breaks: bool) -> None:
     for shape in ((2, 1), (1, 2)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "ep"))
 
         def trained(shard: Callable[..., Any], backend: str | None) -> tuple[list[Tensor], Tensor]:
-            model = Experts(mesh["ep"])  # noqa: B023
+            experts = Experts(mesh["ep"], breaks)  # noqa: B023
+            shard(experts, mesh=mesh["fsdp"])  # noqa: B023
+            model = nn.Sequential(nn.Linear(8, 8), experts)
             shard(model, mesh=mesh["fsdp"])  # noqa: B023
-            model.set_gradient_divide_factor(2.0)  # type: ignore[operator]
+            experts.set_gradient_divide_factor(2.0)  # type: ignore[operator]
             if backend is not None:
-                model.compile(backend=backend, fullgraph=True)
+                model.compile(backend=backend, fullgraph=not breaks)
             outputs = [model(torch.ones(3, 8)) for _ in range(2)]
             sum(outputs).sum().backward()  # type: ignore[union-attr]
-            weight: Any = model.weight
-            assert weight is next(model.parameters())
+            weight: Any = experts.weight
+            assert weight is next(experts.parameters())
             with torch.no_grad():
                 outputs.append(model(torch.ones(3, 8)))
             return outputs, weight.grad.to_local()
@@ -109,10 +124,13 @@ def _local_experts(backend: str | None) -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
-def test_layers_that_write_local_tensors_into_parameters(two_ranks: Ranks, backend: str | None) -> None:
-    """Also where experts are not sharded (a mesh of one rank), and their gradients are divided by a factor."""
-    two_ranks.run(_local_experts, backend)
+@pytest.mark.parametrize("backend, breaks", [(None, False), ("aot_eager", False), ("inductor", False), ("aot_eager", True)])
+def test_layers_that_write_local_tensors_into_parameters(two_ranks: Ranks, backend: str | None, breaks: bool) -> None:
+    """Also where experts are not sharded (a mesh of one rank), and their gradients are divided by a factor.
+
+    With a graph break, full DTensors are in the shards' places from then on to the end of the forward.
+    """
+    two_ranks.run(_local_experts, backend, breaks)
 
 
 class Written(nn.Sequential):

@@ -210,7 +210,7 @@ class _Copies:
                 f"{owner.name}: {param.fqn} is full, inside full_params, and a copy would have nothing sharded. Copy "
                 "the model outside; to keep the values, take those of state_dict()."
             )
-        registered: Any = param.param if isinstance(param.param, DTensor) else param.shard
+        registered: Any = param.param if param.is_cut(param.param) else param.shard
         copied = dataclasses.replace(
             param, fqn=fqn, order=order, slots=[], shard=_clone(registered)
         )

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dynamo
 from ..core import stored
@@ -66,7 +65,7 @@ class Registered(dict):  # type: ignore[type-arg]
 
     def _note_shard(self, name: str) -> None:
         registered = dict.get(self, name)
-        if isinstance(registered, DTensor):  # and not another tensor in its place
+        if self.module.__dict__[READS][name][0].is_cut(registered):  # and not another tensor in its place
             self.replaced[name] = registered
 
     def replace_traced(self, name: str, other: Tensor) -> None:
@@ -147,10 +146,12 @@ def _hook_traced(registered: Registered, name: str, full: Tensor, hook: Callable
     Each traced read is another tensor. Those that follow in this forward are to be the one with the hook, so it is put
     in the shard's places; ``unit_forward`` takes these back.
     """
-    if isinstance(dict.get(registered, name), DTensor):
+    param: ShardedParam = registered.module.__dict__[READS][name][0]
+    if param.is_cut(dict.get(registered, name)):
         registered.unit_runs.require_hookable(name)
-        for slot in registered.module.__dict__[READS][name][0].slots:
-            slot.module._parameters.replace_traced(slot.name, full)
+        for slot in param.slots:
+            places: Any = slot.module._parameters
+            places.replace_traced(slot.name, full)
     return full.register_hook(lambda grad: _hooked(full.detach(), grad, hook))
 
 
@@ -234,7 +235,7 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
         """The parameter's unit, where a shard is registered for it."""
         known, module = self._known(name), self._module()
         registered: Any = {} if module is None else module._parameters
-        if known is None or not isinstance(dict.get(registered, name), DTensor):
+        if known is None or not known[0].is_cut(dict.get(registered, name)):
             return None
         return known[1]  # type: ignore[no-any-return]
 

@@ -130,11 +130,15 @@ class ShardedParam:
 
     def tie(self) -> None:
         """Have one shard in all slots: ``load_state_dict(assign=True)`` puts one of its own into each of them."""
-        sharded = [slot for slot in self.slots if isinstance(slot.param, DTensor)]
+        sharded = [slot for slot in self.slots if self.is_cut(slot.param)]
         new = next((slot.param for slot in sharded if slot.param is not self.shard), None)
         if new is not None and not self.is_full:
             for slot in sharded:
                 slot.register(new)
+
+    def is_cut(self, put: Any) -> bool:
+        """Whether what is registered is a shard. What is gathered of a parameter that was a DTensor is one as well."""
+        return isinstance(put, DTensor) and put.device_mesh == self.shard.device_mesh  # type: ignore[attr-defined]
 
     def follow(self, shard: nn.Parameter) -> None:
         """Have ``shard`` as the shard, which it may have been before with another tensor in it."""

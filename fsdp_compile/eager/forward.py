@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dynamo
 from ..core.containers import tensors_in
@@ -200,7 +199,7 @@ def eager_read(module: nn.Module, name: str, param: Any) -> Any:
     known: tuple[ShardedParam, Unit, Unit] = module.__dict__[READS][name]
     if known[0].is_full and param is not known[0].shard:
         return _as_computed_with(param, known)
-    if not isinstance(param, DTensor):
+    if not known[0].is_cut(param):
         return param
     sharded, owner, reader = known[0], running(known[1]), running(known[2])
     # Without a forward that runs, checkpointing inside the unit may be recomputing a part of one for backward.

@@ -44,7 +44,7 @@ class Gathered:
         self._version = unit.version
         for param in unit.params:
             param.require_shard()
-        self.params: list[ShardedParam] = [param for param in unit.params if isinstance(param.param, DTensor)]
+        self.params: list[ShardedParam] = [param for param in unit.params if param.is_cut(param.param)]
         self.shards: list[DTensor] = [param.param for param in self.params]
         self._places = _places_of(unit)
         for param, shard in zip(self.params, self.shards):
@@ -218,7 +218,7 @@ class Gathered:
     def take_places_back(self) -> None:
         """Register shards again in the places that a module gave to other tensors in its forward."""
         for param, slot, shard in self._places:
-            if not is_cut_as(shard, slot.param) and not param.is_full:
+            if not param.is_cut(slot.param) and not param.is_full:
                 slot.register(shard)
 
     def _addresses(self) -> set[int]:
@@ -280,18 +280,13 @@ class Gathered:
                     full.data.copy_(again)
 
 
-def is_cut_as(shard: DTensor, put: Any) -> bool:
-    """Whether what stands in a shard's place is a shard as well: one that was a DTensor is a full one to its readers."""
-    return isinstance(put, DTensor) and put.device_mesh == shard.device_mesh
-
-
 def _places_of(unit: Unit) -> list[tuple[ShardedParam, Slot, Any]]:
     """Where the unit's shards are registered now; a place that the user has given to something else is none."""
     return [
         (param, slot, registered)
         for param in unit.params
         for slot in param.slots
-        if isinstance(registered := slot.param, DTensor)
+        if param.is_cut(registered := slot.param)
     ]
 
 

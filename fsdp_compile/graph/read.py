@@ -102,7 +102,7 @@ def make(eager_read):
         if takes is not None:
             names = watch.names(fqn)
             param = takes, self.{local} if names is None else taken_apart(self.{local}, names), self.{edge}
-        elif not isinstance(param, DTensor):
+        elif not self.{sink}.param.is_cut(param):
             return as_computed_with(param, self.{sink}, watch, fqn)
         full = traced_read(param, self.{sink}, watch, fqn, mesh, traced)
         for one in watch.carries(fqn):

@@ -230,7 +230,7 @@ def _was_replaced(param: ShardedParam) -> bool:
 def _taken(unit: Unit, param: ShardedParam, slot: Slot) -> Taken:
     registered = slot.param
     if unit.given is not None:
-        return "full" if registered is param.param and isinstance(registered, DTensor) else None
+        return "full" if registered is param.param and param.is_cut(registered) else None
     if registered is not param.shard or param.has_other_data:
         return None
     return param.sink.takes if registered.requires_grad else "local"
