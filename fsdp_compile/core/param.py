@@ -137,8 +137,11 @@ class ShardedParam:
                 slot.register(new)
 
     def is_cut(self, put: Any) -> bool:
-        """Whether what is registered is a shard. What is gathered of a parameter that was a DTensor is one as well."""
-        return isinstance(put, DTensor) and put.device_mesh == self.shard.device_mesh  # type: ignore[attr-defined]
+        """Whether what is registered is a shard, and not what a read gave, which may be a DTensor as well."""
+        was = self.dtensor
+        if was is None or not isinstance(put, DTensor) or isinstance(put, nn.Parameter):
+            return isinstance(put, DTensor)
+        return (put.device_mesh, put.placements) != (was.mesh, was.placements)
 
     def follow(self, shard: nn.Parameter) -> None:
         """Have ``shard`` as the shard, which it may have been before with another tensor in it."""
