@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(_LONG_FILES)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     for item in items:
-        if item.get_closest_marker("more") is not None or _TORCH_WARNS_OF_ITSELF:
+        if _TORCH_WARNS_OF_ITSELF:
             item.add_marker(pytest.mark.filterwarnings("default"))
 
 
