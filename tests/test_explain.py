@@ -390,8 +390,8 @@ def test_it_leaves_what_micro_batches_have_held_back(holds: bool) -> None:
         explain(run, torch.ones(4, 8))
     [unit] = units_in(model)
     assert all(param.grad is None for param in model.parameters())
-    assert set(unit.accumulation.pending) == {"weight", "bias"}
-    torch.testing.assert_close(unit.accumulation.pending["bias"], torch.full((8,), 4.0))
+    assert set(unit.accumulation.held.pending) == {"weight", "bias"}
+    torch.testing.assert_close(unit.accumulation.held.pending["bias"], torch.full((8,), 4.0))
 
 
 @pytest.mark.usefixtures("fake_group_of_four")

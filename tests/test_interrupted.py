@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -146,6 +147,50 @@ def test_steps_after_a_backward_that_raised_have_their_gradients_and_no_others(
     two_ranks: Ranks, backend: str | None
 ) -> None:
     two_ranks.run(_backward_raises, backend)
+
+
+class _Fault(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Fault.apply(x, self.now)  # type: ignore[no-any-return]
+
+
+def _keeps_what_was_held(backend: str | None, synced: int, warning: str) -> None:
+    """The third of four micro-batches raises behind the last block's backward; from ``synced`` on they synchronize."""
+    torch.manual_seed(0)
+    unsharded = nn.Sequential(Block(16), _Fault(), Block(16))
+    model = copy.deepcopy(unsharded)
+    for block in (model[0], model[2], model):
+        fully_shard(block)
+    for block in (model[0], model[2]) if backend is not None else ():
+        block.compile(backend=backend)
+    batches = torch.randn(4, 2, 16)
+    for one in (unsharded, model):
+        for place, x in enumerate(batches):
+            one[1].now = place == 2
+            if one is model:
+                model.set_requires_gradient_sync(place >= synced)
+            warns = pytest.warns(UserWarning, match=warning)
+            with warns if one is model and place == 3 else nullcontext():
+                loss = one(x).pow(2).sum()
+            with pytest.raises(ArithmeticError) if place == 2 else nullcontext():
+                loss.backward()
+    if synced == 3:
+        assert_same_grads(model, unsharded)
+    else:  # what the last block held was on its way when the third one raised
+        assert_same_grads(model[0], unsharded[0])
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+def test_gradients_that_no_sync_holds_outlive_a_backward_that_raises(two_ranks: Ranks, backend: str | None) -> None:
+    two_ranks.run(_keeps_what_was_held, backend, 3, r"These are kept and have its part: 2 \(Block\): down.bias, ")
+
+
+def test_what_no_sync_held_and_a_reduction_lost_is_named(two_ranks: Ranks) -> None:
+    two_ranks.run(_keeps_what_was_held, None, 2, r"These are lost: 2 \(Block\): down.bias, ")
 
 
 def test_an_interrupt_behind_a_break(two_ranks: Ranks) -> None:

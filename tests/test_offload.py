@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_compile
 from fsdp_compile import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp_compile.api.classes import refresh
+from fsdp_compile.core.accumulation import Held
 from fsdp_compile.core.unit import Unit, units_in
 from fsdp_compile.passes import GraphRecord, markers
 from fsdp_compile.passes.insert import insert
@@ -415,9 +416,9 @@ def test_edges_and_gradients_are_on_the_cpu_and_what_is_held_back_on_the_device(
         for sync in (True, True, False):
             model.set_requires_gradient_sync(sync)
             run(x).sum().backward()
-        held_back = [grad for unit in units_in(model) for grad in unit.accumulation.pending.values()]
+        held_back = [grad for unit in units_in(model) for grad in unit.accumulation.held.pending.values()]
         for unit in units_in(model):
-            unit.accumulation.forget()  # on meta no graph takes them
+            unit.accumulation.held = Held()  # on meta no graph takes them
         model.set_requires_gradient_sync(True)
         run(x).sum().backward()
         asked = torch.autograd.grad(run(x).sum(), list(model.parameters()))

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dtensors, fsdp2
+from ..core.accumulation import Held
 from ..core.param import READS, ShardedParam, Slot
 from ..core.unit import STATE, Unit, original_class, unit_of
 from ..eager.backward import end_backward
@@ -167,7 +168,7 @@ class _Copies:
             forward_prefetch=[],  # ``_relate`` knows whose copies they are
             backward_prefetch=[],
         )
-        accumulation = dataclasses.replace(unit.accumulation, pending={}, partials={})
+        accumulation = dataclasses.replace(unit.accumulation, held=Held())
         copied = dataclasses.replace(
             unit,
             modules=(),

@@ -11,6 +11,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
 from .._torch_compat import autograd, dynamo, process_groups
+from ..core.accumulation import Held
 from ..core.unit import Unit, unit_of, units_in
 from ..eager.backward import end_backward, reduce_left_over
 from ..eager.reduction import Traffic
@@ -101,6 +102,7 @@ class FSDPModule(ShardedModule, _FSDP2):
         root = _require_root(self, "reset_iter_state")
         recover(root)
         for unit in root.inside():
+            unit.accumulation.held = Held()
             for param in unit.params:
                 if param.param is not None:
                     param.param.grad = None

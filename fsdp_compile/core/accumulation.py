@@ -2,9 +2,9 @@
 
     mode                 the full gradient
     reduce               is reduced
-    hold                 is added to ``pending``
+    hold                 is added to ``held.pending``
     resume               is reduced together with what is pending
-    resume_over_shards   the same, but only over the shards: the sum is added to ``partials`` until replicas are summed
+    resume_over_shards   the same, but only over the shards: the sum waits in ``held.partials`` for that of the replicas
 
 A mode is asked for by both paths: the eager one when a gradient is there, the compiled one when it traces, and by a
 guard at each call. The modes with tickets, which cost a copy of each gradient, begin when the user asks gradients to
@@ -27,6 +27,41 @@ def delivers_in(mode: Mode) -> bool:
 
 
 @dataclass
+class Held:
+    """A unit's gradients that wait, by FQN, and which of them the backward that runs has added to."""
+
+    pending: dict[str, Tensor] = field(default_factory=dict)  # full gradients
+    partials: dict[str, Tensor] = field(default_factory=dict)  # reduced, and not summed over the replicas
+    begun: set[str] = field(default_factory=set)  # they hold gradients of this backward alone
+    grown: set[str] = field(default_factory=set)  # of earlier ones, too
+
+    def note(self, fqn: str, is_there: bool) -> None:
+        """Note that this backward holds a gradient back, where one waits already or not."""
+        if is_there and fqn not in self.begun:
+            self.grown.add(fqn)
+        elif fqn not in self.grown:
+            self.begun.add(fqn)
+
+    def take(self, fqn: str) -> Tensor:
+        """The full gradient that waits, for this backward to reduce with its own."""
+        self.note(fqn, is_there=True)
+        return self.pending.pop(fqn)
+
+    def end_backward(self) -> None:
+        self.begun.clear()
+        self.grown.clear()
+
+    def undo_backward(self) -> set[str]:
+        """Drop what a backward that raised held back, and return where that is not possible: sums that it added to."""
+        for fqn in self.begun:
+            self.pending.pop(fqn, None)
+            self.partials.pop(fqn, None)
+        grown = set(self.grown)
+        self.end_backward()
+        return grown
+
+
+@dataclass
 class Accumulation:
     """One unit's, by what the user said and did."""
 
@@ -36,9 +71,7 @@ class Accumulation:
     may_hold_partials: bool = False
     # The user said so between a forward and its backward, so only backward knows.
     decides_in_backward: bool = False
-    # By FQN: full gradients, and reduced shards that are not summed over the replicas.
-    pending: dict[str, Tensor] = field(default_factory=dict)
-    partials: dict[str, Tensor] = field(default_factory=dict)
+    held: Held = field(default_factory=Held)
 
     def set_sync(self, sync: bool) -> None:
         """Reduce gradients in backward, or hold them back."""
@@ -61,16 +94,12 @@ class Accumulation:
     @property
     def has_left_over(self) -> bool:
         """Whether gradients wait that are to be reduced by now."""
-        return self.sync and bool(self.pending or (self.partials and self.all_reduce))
+        return self.sync and bool(self.held.pending or (self.held.partials and self.all_reduce))
 
-    def end_backward(self) -> None:
-        """Note after a backward that nothing waits any more, where that is so."""
-        if self.sync and not self.pending:
+    def end_backward(self, is_last: bool = True) -> None:
+        """Note that a backward ended, and after the last one that nothing waits any more, where that is so."""
+        self.held.end_backward()
+        if is_last and self.sync and not self.held.pending:
             self.may_hold = False
-            if self.all_reduce and not self.partials:
+            if self.all_reduce and not self.held.partials:
                 self.may_hold_partials = False
-
-    def forget(self) -> None:
-        """Let go of the gradients that wait."""
-        self.pending.clear()
-        self.partials.clear()

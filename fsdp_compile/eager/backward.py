@@ -186,7 +186,7 @@ def _reduce(run: Running, gathered: Gathered, grads: dict[int, Tensor], delivere
             if shard.requires_grad and index not in grads and index not in delivered:
                 grads[index] = torch.zeros(spec.size, dtype=spec.reduce_dtype, device=unit.mesh.device)
     run.reduced_in = autograd.backward_task()
-    if grads or (accumulation.partials and accumulation.all_reduce):
+    if grads or (accumulation.held.partials and accumulation.all_reduce):
         run.iteration.traffic.reduce(gathered, grads, run.iteration.max_reductions)
 
 
@@ -259,13 +259,14 @@ def end_backward(root: Unit, task: int | None = None) -> None:
         keeps = iteration.creates_graph or run.calls or not run.unit.settings.reshard_after_backward
         if run.gathered is not None and not keeps:
             run.gathered.free()
-    if iteration.is_last_backward and not iteration.manual_finalization:
+    is_last = iteration.is_last_backward and not iteration.manual_finalization
+    if is_last:
         with span("end_backward", root):
             iteration.traffic.finish()
-        for run in iteration.touched:
-            run.unit.accumulation.end_backward()
-        if not iteration.creates_graph:
-            iteration.touched.clear()
+    for run in iteration.touched:
+        run.unit.accumulation.end_backward(is_last)
+    if is_last and not iteration.creates_graph:
+        iteration.touched.clear()
     iteration.creates_graph = False
     iteration.hooks.release()
     iteration.tasks.clear()

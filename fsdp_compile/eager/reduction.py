@@ -1,7 +1,7 @@
 """Gradients on the eager path: from full parameters to their shards.
 
-    a backward without sync     full gradients wait in ``pending``, in the reduction's dtype
-    sync without all-reduce     reduced shards wait in ``partials`` (replicated meshes)
+    a backward without sync     full gradients wait in ``held.pending``, in the reduction's dtype
+    sync without all-reduce     reduced shards wait in ``held.partials`` (replicated meshes)
     a backward with both        pending + gradients -> reduce-scatter -> + partials -> all-reduce -> shard.grad
 """
 
@@ -28,10 +28,12 @@ from .gathered import Gathered
 
 def hold_back(gathered: Gathered, grads: Mapping[int, Tensor]) -> None:
     """Keep full gradients for a later backward that synchronizes."""
-    pending = gathered.unit.accumulation.pending
+    held = gathered.unit.accumulation.held
+    pending = held.pending
     with torch.no_grad():
         for index, grad in grads.items():
             fqn, dtype = gathered.params[index].fqn, gathered.spec_for(index, grad).reduce_dtype
+            held.note(fqn, fqn in pending)
             if fqn in pending:
                 pending[fqn] = _sum(pending[fqn], grad, gathered.asks_for_any_dtype(index))
             else:
@@ -41,16 +43,15 @@ def hold_back(gathered: Gathered, grads: Mapping[int, Tensor]) -> None:
 
 def with_pending(gathered: Gathered, grads: Mapping[int, Tensor], only: str | None = None) -> dict[int, Tensor]:
     """``grads`` and what earlier backwards held back, of all parameters or of one."""
-    pending = gathered.unit.accumulation.pending
+    held = gathered.unit.accumulation.held
     total = dict(grads)
     with torch.no_grad():
-        for fqn in [fqn for fqn in pending if only in (None, fqn)]:
+        for fqn in [fqn for fqn in held.pending if only in (None, fqn)]:
             index = gathered.index.get(fqn)
             if index is not None:
-                held = pending.pop(fqn)
-                total[index] = held
+                total[index] = held.take(fqn)
                 if index in grads:
-                    total[index] = _sum(held, grads[index], gathered.asks_for_any_dtype(index))
+                    total[index] = _sum(total[index], grads[index], gathered.asks_for_any_dtype(index))
     return total
 
 
@@ -72,7 +73,7 @@ class Reduction:
         self._in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] = []
         self._advanced = False
         accumulation = gathered.unit.accumulation
-        self._replicated_later = joins_partials and (bool(accumulation.partials) or not accumulation.all_reduce)
+        self._replicated_later = joins_partials and (bool(accumulation.held.partials) or not accumulation.all_reduce)
         indices = sorted(grads)
         with torch.no_grad():
             each = {index: self._spec(gathered.spec_for(index, grads[index])) for index in indices}
@@ -114,6 +115,10 @@ class Reduction:
             self._in_flight = []
             return self._over_replicas(reduced) if self._replicated_later else reduced
 
+    def drop(self) -> set[tuple[Unit, str]]:
+        """Wait, and let the gradients go. Whose they were."""
+        return {(self.gathered.unit, self.gathered.params[index].fqn) for index in self.finish()}
+
     def complete(self) -> None:
         """Wait, and give the shards their gradients."""
         for index, local in self.finish().items():
@@ -130,18 +135,24 @@ class Reduction:
 
     def _over_replicas(self, reduced: dict[int, Tensor]) -> dict[int, Tensor]:
         accumulation = self.gathered.unit.accumulation
+        held = accumulation.held
         done: dict[int, Tensor] = {}
         partial: dict[int, Tensor] = {}
         for index, local in reduced.items():
             (partial if self.gathered.specs[index].num_replicas > 1 else done)[index] = local
-        for fqn in [fqn for fqn in accumulation.partials if self._fqns is None or fqn in self._fqns]:
+        for fqn in [fqn for fqn in held.partials if self._fqns is None or fqn in self._fqns]:
             index = self.gathered.index[fqn]
-            held = accumulation.partials.pop(fqn)
+            waited = held.partials.pop(fqn)
             if index in partial:
-                held = _sum(held, partial[index], self.gathered.asks_for_any_dtype(index))
-            partial[index] = held
+                held.note(fqn, is_there=True)
+                waited = _sum(waited, partial[index], self.gathered.asks_for_any_dtype(index))
+            partial[index] = waited
         if not accumulation.all_reduce:
-            accumulation.partials.update({self.gathered.params[index].fqn: local for index, local in partial.items()})
+            for index, local in partial.items():
+                fqn = self.gathered.params[index].fqn
+                if index in reduced:
+                    held.note(fqn, is_there=False)
+                held.partials[fqn] = local
             return done
         done.update(self._all_reduced(partial))
         return done
@@ -216,15 +227,17 @@ class Traffic:
             wait_for_offloaded()
             self._offloads = False
 
-    def forget(self, units: Collection[Unit]) -> None:
-        """After an error: wait for what was launched for ``units``, and let the results go."""
+    def forget(self, units: Collection[Unit]) -> set[tuple[Unit, str]]:
+        """After an error: wait for what was launched for ``units``, and let the results go. Whose these were."""
+        gone: set[tuple[Unit, str]] = set()
         if self._over_replicas is not None and self._over_replicas.gathered.unit in units:
-            self._over_replicas.finish()
+            gone |= self._over_replicas.drop()
             self._over_replicas = None
         kept: deque[Reduction] = deque()
         for reduction in self._reductions:
             if reduction.gathered.unit in units:
-                reduction.finish()
+                gone |= reduction.drop()
             else:
                 kept.append(reduction)
         self._reductions = kept
+        return gone

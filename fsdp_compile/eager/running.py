@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -223,10 +224,13 @@ class Iteration:
 
 
 def recover(root: Unit) -> None:
-    """Bring every unit back to where a step begins, after a forward or a backward that raised."""
+    """Bring every unit back to where a step begins, after a forward or a backward that raised.
+
+    Gradients that earlier backwards held back stay.
+    """
     iteration = running(root).own_iteration
     units = root.inside()
-    iteration.traffic.forget(units)
+    gone = iteration.traffic.forget(units)
     iteration.abandon_forward()
     iteration.tasks.clear()
     for recording in iteration.incomplete:
@@ -234,11 +238,23 @@ def recover(root: Unit) -> None:
     iteration.incomplete.clear()
     iteration.depth, iteration.creates_graph = 0, False
     iteration.pending_handle = None
+    grown: list[tuple[Unit, str]] = []
     for unit in units:
-        unit.accumulation.forget()
+        grown += [(unit, fqn) for fqn in sorted(unit.accumulation.held.undo_backward())]
         running(unit).forget()
     iteration.touched.clear()
     for route in iteration.routes:
         route.leave()
     iteration.routes.clear()
     iteration.hooks.release()
+    for what, some in (
+        ("kept and have its part", [one for one in grown if one not in gone]),
+        ("lost", [one for one in grown if one in gone]),
+    ):
+        if some:
+            warnings.warn(
+                f"A backward raised after it had added to gradients that no_sync held. These are {what}: "
+                f"{', '.join(f'{unit.name}: {fqn}' for unit, fqn in some)}. To begin anew, call "
+                "model.reset_iter_state() on every rank, which drops all gradients.",
+                stacklevel=2,
+            )

@@ -2,9 +2,9 @@
 
     mode                 beside the shard, or, of an edge, in its place
     reduce               its edge, which gives the shard its gradient
-    hold                 a leaf of the full size: it gets the full gradient, which waits in ``pending``
+    hold                 a leaf of the full size: it gets the full gradient, which waits in ``held.pending``
     resume               its edge, and a ticket: when backward runs, it adds what is pending
-    resume_over_shards   a ticket, and a leaf of the shard's size: what it gets waits in ``partials``
+    resume_over_shards   a ticket, and a leaf of the shard's size: what it gets waits in ``held.partials``
 
     forward      shards --_Edges--> edges, made once      graph(edges) -> output
     backward     output -> graph -> plain gradients of the edges -> _Edges' backward -> the shards'
@@ -345,8 +345,10 @@ def _holder(unit: Unit, fqn: str, partial: bool) -> Hook:
             return
         in_one_graph = autograd.in_compiled_autograd()
         if not in_one_graph:
-            unit.ends.at_end(unit)  # first: it forgets what a backward that raised held back
-        waiting = unit.accumulation.partials if partial else unit.accumulation.pending
+            unit.ends.at_end(unit)  # first: it drops what a backward that raised held back
+        held = unit.accumulation.held
+        waiting = held.partials if partial else held.pending
+        held.note(fqn, fqn in waiting)
         with torch.no_grad():
             if fqn in waiting:
                 waiting[fqn].add_(grad)
@@ -391,7 +393,7 @@ def _held_back(unit: Unit, fqn: str) -> Tensor | None:
     accumulation = unit.accumulation
     if accumulation.sync:
         unit.ends.note_reduction(unit)
-        return accumulation.pending.pop(fqn, None)
+        return accumulation.held.take(fqn) if fqn in accumulation.held.pending else None
     return None
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_compat import autograd, dynamo
+from ..core.accumulation import Held
 from ..core.containers import tensors_in
 from ..core.unit import units_in
 from ..eager.running import recover
@@ -67,21 +68,21 @@ def _leaving_gradients(model: nn.Module) -> Iterator[None]:
     params = list(model.parameters())
     grads = [param.grad for param in params]
     units = units_in(model)
-    held_back = [(unit.accumulation.pending, unit.accumulation.partials) for unit in units]
+    held = [unit.accumulation.held for unit in units]
     for param in params:
         param.grad = None
     for unit in units:
-        unit.accumulation.pending, unit.accumulation.partials = {}, {}
+        unit.accumulation.held = Held()
     try:
         with autograd.without_post_accumulate_grad_hooks(params):
             yield
     except BaseException:
         for root in dict.fromkeys(unit.root for unit in units):
-            recover(root)  # the next step would, and forget what was held back
+            recover(root)  # here and not at the next step, which would not know what these steps held back
         raise
     finally:
-        for unit, (pending, partials) in zip(units, held_back, strict=True):
-            unit.accumulation.pending, unit.accumulation.partials = pending, partials
+        for unit, its in zip(units, held, strict=True):
+            unit.accumulation.held = its
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
 

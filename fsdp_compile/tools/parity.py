@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from .._torch_compat import autograd, dynamo
 from ..api.accumulate import set_all_reduce, set_sync
 from ..api.classes import parts_of
+from ..core.accumulation import Held
 from ..core.containers import map_tensors
 from ..core.undo import Before
 from ..core.unit import units_in
@@ -147,7 +148,7 @@ def _trial(model: nn.Module) -> Iterator[None]:
             running(root).own_iteration = Iteration()
         for unit in units:
             running(unit).gathered = running(unit).held_call = None
-            unit.accumulation.pending, unit.accumulation.partials = {}, {}
+            unit.accumulation.held = Held()
             set_sync(unit, True)
             set_all_reduce(unit, True)
         for param in params:
