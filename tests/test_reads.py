@@ -71,6 +71,19 @@ def old_weight_norm() -> nn.Module:
         return nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 7)), nn.ReLU(), nn.Linear(7, 3))
 
 
+class AsParameters(nn.Module):
+    """What it reads is an ``nn.Parameter``, which code asks in one way or another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.second.kept = self.second.weight
+        is_one = isinstance(self.first.weight, nn.Parameter)
+        return (x @ self.get_parameter("first.weight").t() * (2 if is_one else 1)) @ self.second.kept.t()
+
+
 def _compare(make: Callable[[], nn.Module], backend: str | None) -> None:
     torch.manual_seed(0)
     unsharded = make()
@@ -85,10 +98,51 @@ def _compare(make: Callable[[], nn.Module], backend: str | None) -> None:
     assert all(isinstance(param, DTensor) for param in sharded.parameters())
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-@pytest.mark.parametrize("make", [Recurrent, normed, orthogonal, parametrized])
+@pytest.mark.parametrize("make", [Recurrent, normed, orthogonal, parametrized, AsParameters])
 def test_reads_through_lists_and_parametrizations(two_ranks: Ranks, make: Any, backend: str | None) -> None:
     two_ranks.run(_compare, make, backend)
+
+
+class Assigns(nn.Module):
+    """Registers what it reads: in the place of another parameter, or in a list that it makes."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.parts = nn.ParameterList([nn.Parameter(torch.randn(6)) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "a slice of a list":
+            return x * sum(self.parts[1:])
+        self.second.weight = self.first.weight
+        return self.second(x)  # type: ignore[no-any-return]
+
+
+def _assigned(backend: str | None) -> None:
+    def trained(model: nn.Module, run: Any) -> Any:
+        run(torch.ones(2, 6)).pow(2).sum().backward()
+        return [param if param is None else full(param) for param in (model.first.weight.grad, model.second.bias.grad)]
+
+    model = fully_shard(Assigns("a place"))
+    unsharded = Assigns("a place")
+    unsharded.load_state_dict({name: full(param) for name, param in model.state_dict().items()})
+    expected = trained(unsharded, unsharded)
+    for _ in range(2):
+        model.zero_grad()
+        assert_same = torch.testing.assert_close
+        assert_same(trained(model, model if backend is None else torch.compile(model, backend=backend)), expected)
+        assert isinstance(model.second.weight, DTensor) and model.second.weight is not model.first.weight
+    listed = fully_shard(Assigns("a slice of a list"))
+    with pytest.raises(ValueError, match="non-leaf"):  # no new parameter, which would get the gradient
+        (listed if backend is None else torch.compile(listed, backend=backend))(torch.ones(2, 6))
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_what_is_read_is_registered_in_another_place(two_ranks: Ranks, backend: str | None) -> None:
+    two_ranks.run(_assigned, backend)
 
 
 def _compiled_with(make: Callable[[], nn.Module]) -> list[str]:

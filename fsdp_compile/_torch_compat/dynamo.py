@@ -14,6 +14,7 @@ from torch import nn
 
 # torch._dynamo.eval_frame.OptimizedModule, what torch.compile(module) returns: 2.11 to 2.15
 from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # 2.11 to 2.15
 
 try:  # what a class that Dynamo does not look into must inherit from
     from torch._custom_class_base import CustomClassBase as OpaqueBase  # 2.15
@@ -213,6 +214,21 @@ def comes_from(op: Any, fqn: str, made_in: str, local: str) -> bool:
     node = written.as_proxy().node
     made_of = node.all_input_nodes if getattr(node.target, "__module__", None) == made_in else [node]
     return any(one.target is op and one.kwargs.get("fqn") == fqn for one in made_of)
+
+
+def take_for_parameter(local: str) -> None:
+    """Have the tensor in a local of the frame that is traced be an ``nn.Parameter`` to the code that gets it.
+
+    ``TensorVariable.class_type``, and for DTensors ``meta["example_value"]``: 2.11 to 2.15.
+    """
+    frame = next(_frames_being_traced(), None)  # none where Dynamo gave up on it
+    variable = None if frame is None else frame.symbolic_locals[local].realize()
+    if isinstance(variable, torch._dynamo.variables.TensorVariable):
+        example = variable.as_proxy().node.meta["example_value"]
+        if is_traceable_wrapper_subclass(example):
+            vars(example)["_is_param"] = True
+        elif variable.class_type is torch.Tensor:
+            variable.class_type = torch.nn.Parameter
 
 
 # What Dynamo traces, by the context that it hands on to AOTAutograd, where that takes tensors which are free to save.

@@ -55,6 +55,10 @@ class ShardedModule:
             return apply(self, fn, recurse)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_leaf:  # what a read gave, which is no parameter for longer than a forward
+            places = self._parameters if name in self.__dict__.get(READS, {}) else self.__dict__  # type: ignore[attr-defined]
+            places[name] = param
+            return
         super().register_parameter(name, param)  # type: ignore[misc]
         known = self.__dict__.get(READS, {}).get(name)
         if known is not None and param is not None:

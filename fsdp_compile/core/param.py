@@ -7,7 +7,7 @@ import re
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -113,12 +113,16 @@ class ShardedParam:
     # Attributes that the user gave the parameter before fully_shard: modules look for them on what they read.
     carried: dict[str, Any] = field(default_factory=dict, repr=False)
     version: int = field(default=0, init=False)  # counts the shards, and the tensors in them, that it has had
+    is_stored_as_read: bool = field(init=False)
     is_full: bool = field(default=False, init=False)  # a full parameter is registered in the shard's place for a while
     # What the user put in the shard's place for good, and cannot be one: the next forward raises.
     refused: nn.Parameter | None = field(default=None, init=False, repr=False)
     sink: Any = field(default=None, init=False, repr=False)  # the compiled path's own: where its gradient goes
 
     def __post_init__(self) -> None:
+        stored, was = cast(DTensor, self.shard), self.dtensor
+        stored_as = None if was is None else (stored.device_mesh, stored.placements)
+        self.is_stored_as_read = was is not None and stored_as == (was.mesh, was.placements)
         self._look_at(self.shard)
         dtensors.heed_data_writes(_can_take, _note_data)
 
@@ -138,10 +142,11 @@ class ShardedParam:
 
     def is_cut(self, put: Any) -> bool:
         """Whether what is registered is a shard, and not what a read gave, which may be a DTensor as well."""
-        was = self.dtensor
-        if was is None or not isinstance(put, DTensor) or isinstance(put, nn.Parameter):
+        if self.dtensor is None or not isinstance(put, DTensor):
             return isinstance(put, DTensor)
-        return (put.device_mesh, put.placements) != (was.mesh, was.placements)
+        if self.is_stored_as_read:  # on a mesh of replicas that the parameter was on before
+            return put.is_leaf
+        return (put.device_mesh, put.placements) != (self.dtensor.mesh, self.dtensor.placements)
 
     def follow(self, shard: nn.Parameter) -> None:
         """Have ``shard`` as the shard, which it may have been before with another tensor in it."""
@@ -205,7 +210,9 @@ class ShardedParam:
 
     def as_read(self, gathered: Tensor) -> Any:
         """What a read gives: the gathered tensor, as the DTensor that the parameter was before fully_shard."""
-        return self.carry(gathered if self.dtensor is None else self.dtensor.wrap(gathered))
+        full: Any = self.carry(gathered if self.dtensor is None else self.dtensor.wrap(gathered))
+        full._is_param = True  # an nn.Parameter to its reader, and no leaf
+        return full
 
     def carry(self, full: Any) -> Any:
         """Give a full parameter the attributes that the user's parameter had."""

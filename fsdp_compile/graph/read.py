@@ -98,7 +98,9 @@ def make(eager_read):
         watch, fqn = self.{watch}, self.{fqn}
         mesh = self.{mesh} if watch.takes_mesh(fqn) else None
         if takes == "full":
-            return wrapped(self.{full}, watch.wrap(fqn), mesh)
+            full = wrapped(self.{full}, watch.wrap(fqn), mesh)
+            watch.take_for_parameter("full")
+            return full
         if takes is not None:
             names = watch.names(fqn)
             param = takes, self.{local} if names is None else taken_apart(self.{local}, names), self.{edge}
@@ -107,6 +109,8 @@ def make(eager_read):
         full = traced_read(param, self.{sink}, watch, fqn, mesh, traced)
         for one in watch.carries(fqn):
             setattr(full, one, self.{carried}[one])
+        full._is_param = True
+        watch.take_for_parameter("full")
         return full
     return read
 """

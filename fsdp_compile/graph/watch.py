@@ -156,6 +156,10 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         _, param = self._of(fqn)
         return tuple(param.carried)
 
+    def take_for_parameter(self, local: str) -> None:
+        """Have what a read gives be an ``nn.Parameter`` to its reader, as what is registered is without sharding."""
+        dynamo.take_for_parameter(local)
+
     def follow_mode(self) -> None:
         """The eager path changed what becomes of gradients: have what graphs need for that."""
         unit = self._unit()
@@ -236,6 +240,6 @@ def _taken(unit: Unit, param: ShardedParam, slot: Slot) -> Taken:
     return param.sink.takes if registered.requires_grad else "local"
 
 
-_ASKED = ("takes", "replaced", "mode", "names", "spec", "gather", "wrap", "takes_mesh", "carries")
+_ASKED = ("takes", "replaced", "mode", "names", "spec", "gather", "wrap", "takes_mesh", "carries", "take_for_parameter")
 _BRANCHES = ("begin_in_front", "end_in_front")
 dynamo.register_opaque(Watch, guard=Watch.seen, constant_methods=_ASKED + _BRANCHES)
