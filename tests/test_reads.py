@@ -84,6 +84,50 @@ class AsParameters(nn.Module):
         return (x @ self.get_parameter("first.weight").t() * (2 if is_one else 1)) @ self.second.kept.t()
 
 
+class TakenWithoutGrad(AsParameters):
+    """It computes with a weight that it took under ``no_grad``, as code does that quantizes weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            weight = self.first.weight
+            scale = weight.abs().mean()
+            bias = dict(self.second.named_parameters())["bias"]
+        return functional.linear(functional.linear(x, weight / scale), self.second.weight, bias)
+
+
+class Mapped(AsParameters):
+    """It reads a weight inside of a transform first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = torch.func.vmap(lambda row: torch.tanh(row @ self.first.weight.t()))
+        return self.second(each(x) + torch.func.vmap(self.first)(x))  # type: ignore[no-any-return]
+
+
+class Again(torch.autograd.Function):
+    """Checkpointing as guided-diffusion has it: its backward asks for gradients of the parameters that it was given."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, *params: Tensor) -> Tensor:
+        ctx.run, ctx.x, ctx.params = run, x, params
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.run(x.view_as(x))
+        return None, *torch.autograd.grad(output, [x, *ctx.params], grad, allow_unused=True)
+
+
+class ComputedAgain(AsParameters):
+    def forward(self, x: Tensor) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            return self.second(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
+
+        return Again.apply(run, x, *self.parameters())  # type: ignore[no-any-return]
+
+
 def _compare(make: Callable[[], nn.Module], backend: str | None) -> None:
     torch.manual_seed(0)
     unsharded = make()
@@ -100,9 +144,14 @@ def _compare(make: Callable[[], nn.Module], backend: str | None) -> None:
 
 @pytest.mark.compat
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-@pytest.mark.parametrize("make", [Recurrent, normed, orthogonal, parametrized, AsParameters])
+@pytest.mark.parametrize("make", [Recurrent, normed, orthogonal, parametrized, AsParameters, TakenWithoutGrad, Mapped])
 def test_reads_through_lists_and_parametrizations(two_ranks: Ranks, make: Any, backend: str | None) -> None:
     two_ranks.run(_compare, make, backend)
+
+
+@pytest.mark.compat
+def test_a_backward_that_asks_for_what_forward_was_given(two_ranks: Ranks) -> None:
+    two_ranks.run(_compare, ComputedAgain, None)
 
 
 class Assigns(nn.Module):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # 2.11 to 2.15
 
 
 def backward_task() -> int | None:
@@ -37,6 +38,19 @@ def in_functorch() -> bool:
 def without_functorch() -> contextlib.AbstractContextManager[object]:
     """What runs inside is not transformed (``_C._DisableFuncTorch``: 2.11 to 2.15)."""
     return torch._C._DisableFuncTorch()
+
+
+def records_now() -> bool:
+    """Whether autograd records what code computes here, and no transform of torch.func does."""
+    return torch.is_grad_enabled() and not in_functorch()
+
+
+def apply_recorded(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply``, recorded and not transformed, wherever it is called."""
+    if records_now():
+        return function.apply(*args)
+    with torch.inference_mode(False), torch.enable_grad(), temporarily_clear_interpreter_stack():
+        return function.apply(*args)
 
 
 def profiler_runs() -> bool:

@@ -216,6 +216,13 @@ def comes_from(op: Any, fqn: str, made_in: str, local: str) -> bool:
     return any(one.target is op and one.kwargs.get("fqn") == fqn for one in made_of)
 
 
+def traces_with_grad() -> bool:
+    """Whether grad was enabled where what is traced began (``TracingContext.global_context``: 2.11 to 2.15)."""
+    context = torch._guards.TracingContext.try_get()
+    state = {} if context is None else context.global_context.global_state
+    return bool(state["grad_enabled"][1]) if "grad_enabled" in state else torch.is_grad_enabled()
+
+
 def take_for_parameter(local: str) -> None:
     """Have the tensor in a local of the frame that is traced be an ``nn.Parameter`` to the code that gets it.
 

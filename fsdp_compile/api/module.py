@@ -81,6 +81,7 @@ class FSDPModule(ShardedModule, _FSDP2):
         run.iteration.touched.setdefault(run)
         if run.held_call is None:
             run.held_call = Call(run, gathered)
+            run.held_call.records = True
         if async_op:
             return UnshardHandle(gathered)
         gathered.wait()

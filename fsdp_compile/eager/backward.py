@@ -147,7 +147,7 @@ def arrive(recording: Recording, index: int, grad: Tensor | None, leaf: Any) -> 
             gathered.route.arrive(gathered, index, grad)
         elif grad is not None:
             recording.grads[index] = grad
-    if recording.arrived == recording.read:
+    if recording.arrived >= recording.read:
         with span("post_backward", call.unit):
             complete(recording)
     return result

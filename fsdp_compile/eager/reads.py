@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import TensorWeakRef
 
-from .._torch_compat import autograd, dynamo
+from .._torch_compat import autograd, dynamo, subclasses
 from ..core.containers import map_tensors, tensors_in
 from . import backward
 from .routed import Routed
@@ -33,11 +34,18 @@ def read(call: Call, fqn: str) -> Any:
     if index is None:
         return None
     shard = call.gathered.shards[index]
-    recorded = _is_recorded(shard)
-    call.read_frozen |= not recorded and torch.is_grad_enabled()
+    recorded, has_grad = _is_recorded(call, shard), torch.is_grad_enabled()
+    call.read_frozen |= call.records and not (recorded and has_grad)
     if (index, recorded) not in call.tensors:
-        full = _Read.apply(_recording(call), index, _leaf(shard)) if recorded else call.gathered.full(index)
+        full = call.gathered.full(index)
+        given = call.given[index]() if index in call.given else None
+        if given is not None and recorded and subclasses.share_storage(given, full):
+            full = given
+        elif recorded:
+            full = autograd.apply_recorded(_Read, _recording(call), index, _leaf(shard))
         _have_read(call, index, recorded, full)
+    if recorded and has_grad and call.recording is not None and (recording := call.recording()) is not None:
+        recording.read.add(index)
     return call.tensors[index, recorded]
 
 
@@ -49,7 +57,7 @@ def read_all(call: Call) -> list[Tensor]:
     """
     call.was_read = True
     fulls, shards = call.gathered.wait(), call.gathered.shards
-    recorded = [_is_recorded(shard) for shard in shards]
+    recorded = [_is_recorded(call, shard) for shard in shards]
     call.read_frozen |= not all(recorded) and torch.is_grad_enabled()
     new = [index for index in range(len(shards)) if recorded[index] and (index, True) not in call.plain]
     if new:
@@ -65,14 +73,19 @@ def read_all(call: Call) -> list[Tensor]:
     return given
 
 
-def _is_recorded(shard: DTensor) -> bool:
-    # Parameters are constants to torch.func.
-    return shard.requires_grad and torch.is_grad_enabled() and not autograd.in_functorch()
+def _is_recorded(call: Call, shard: DTensor) -> bool:
+    """Whether a read has a gradient, as a parameter has one.
+
+    Also where the forward reads it under ``no_grad`` or inside a transform: it may compute with it elsewhere.
+    """
+    return shard.requires_grad and (call.records or autograd.records_now())
 
 
 def _have_read(call: Call, index: int, recorded: bool, full: Tensor) -> None:
     call.plain[index, recorded] = full
-    call.tensors[index, recorded] = call.gathered.params[index].as_read(full)
+    read = call.tensors[index, recorded] = call.gathered.params[index].as_read(full)
+    if recorded and read is full:
+        call.given[index] = TensorWeakRef(full)
 
 
 def _recording(call: Call) -> Recording:
@@ -103,7 +116,6 @@ class _Read(torch.autograd.Function):
         gathered = recording.call.gathered
         if isinstance(gathered, Routed) and index not in recording.read:
             gathered.route.expect(gathered, index)
-        recording.read.add(index)
         return gathered.full(index).detach()
 
     @staticmethod

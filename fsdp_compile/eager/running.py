@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from .._torch_compat import autograd
 from ..core.hooks import LateHooks
@@ -105,12 +106,15 @@ class Call:
         self.ends_with_errors = True
         # An autograd node at the inputs tells when backward is through with the unit.
         self.ends_at_inputs = False
+        self.records = autograd.records_now()
         self.was_read = False
-        self.read_frozen = False  # which autograd may have saved, and no gradient tells of
+        self.read_frozen = False  # which autograd may have saved, and no gradient is sure to tell of
         # What reads see, by whether autograd was recording; autograd's nodes refer to the call, so not for longer than
         # a forward runs.
         self.tensors: dict[tuple[int, bool], Any] = {}
         self.plain: dict[tuple[int, bool], Tensor] = {}  # the same before they are made the DTensors that they were
+        # Recorded ones, as long as somebody has them: what backward computes again with them reads the same tensors.
+        self.given: dict[int, TensorWeakRef] = {}
         # Weak: which calls await backward must not depend on when cycles are collected, or ranks differ.
         self.recording: weakref.ref[Recording] | None = None
 

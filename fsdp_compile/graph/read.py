@@ -106,7 +106,11 @@ def make(eager_read):
             param = takes, self.{local} if names is None else taken_apart(self.{local}, names), self.{edge}
         elif not self.{sink}.param.is_cut(param):
             return as_computed_with(param, self.{sink}, watch, fqn)
-        full = traced_read(param, self.{sink}, watch, fqn, mesh, traced)
+        if torch.is_grad_enabled() or not watch.records():
+            full = traced_read(param, self.{sink}, watch, fqn, mesh, traced)
+        else:
+            with torch.enable_grad():
+                full = traced_read(param, self.{sink}, watch, fqn, mesh, traced)
         for one in watch.carries(fqn):
             setattr(full, one, self.{carried}[one])
         full._is_param = True

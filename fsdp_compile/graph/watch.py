@@ -156,6 +156,12 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         _, param = self._of(fqn)
         return tuple(param.carried)
 
+    def records(self) -> bool:
+        """Whether a read under ``no_grad`` has a gradient: a forward that trains may compute with it elsewhere."""
+        unit = self._unit()
+        calls = [] if unit is None or unit.running is None else unit.running.calls  # where a graph breaks inside
+        return bool(calls[-1].records) if calls else dynamo.traces_with_grad()
+
     def take_for_parameter(self, local: str) -> None:
         """Have what a read gives be an ``nn.Parameter`` to its reader, as what is registered is without sharding."""
         dynamo.take_for_parameter(local)
@@ -240,6 +246,6 @@ def _taken(unit: Unit, param: ShardedParam, slot: Slot) -> Taken:
     return param.sink.takes if registered.requires_grad else "local"
 
 
-_ASKED = ("takes", "replaced", "mode", "names", "spec", "gather", "wrap", "takes_mesh", "carries", "take_for_parameter")
-_BRANCHES = ("begin_in_front", "end_in_front")
-dynamo.register_opaque(Watch, guard=Watch.seen, constant_methods=_ASKED + _BRANCHES)
+_ASKED = ("takes", "replaced", "mode", "names", "spec", "gather", "wrap", "takes_mesh", "carries")
+_WHERE = ("records", "take_for_parameter", "begin_in_front", "end_in_front")  # these go by where the read stands
+dynamo.register_opaque(Watch, guard=Watch.seen, constant_methods=_ASKED + _WHERE)
