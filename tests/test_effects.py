@@ -167,10 +167,17 @@ class Clamped(nn.Linear):
         return super().forward(x)
 
 
+class ClampedAsData(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
 def _reads_again() -> None:
-    model = fully_shard(Clamped(8, 8))
-    with pytest.raises(Exception, match=r"weight is written to in a compiled forward and read again"):
-        torch.compile(model, backend="aot_eager")(torch.ones(2, 8))
+    for kind in (Clamped, ClampedAsData):
+        model = fully_shard(kind(8, 8))
+        with pytest.raises(Exception, match=r"weight is written to in a compiled forward and read again"):
+            torch.compile(model, backend="aot_eager")(torch.ones(2, 8))
 
 
 def test_a_gathered_parameter_that_is_written_to_and_read_again_is_refused(two_ranks: Ranks) -> None:

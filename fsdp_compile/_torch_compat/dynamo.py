@@ -154,8 +154,11 @@ def done_to_result(op: Any, param: Any, given: list[torch.Tensor | None]) -> str
         # Lookups that keep to a norm scale what was gathered for them, each its own rows.
         used_by = [getattr(user.target, "__name__", "") for user in node.users]
         is_looked_up = any(name.startswith("embedding") for name in used_by)
-        if not is_looked_up and getattr(node.meta.get("example_value"), "_version", 0) > 0:
-            return "written to"
+        # ``full.data`` has a version of its own (``_get_data_attr``: 2.11 to 2.15).
+        as_data = [user for user, name in zip(node.users, used_by) if name == "_get_data_attr"]
+        for one in as_data if is_looked_up else [node, *as_data]:
+            if getattr(one.meta.get("example_value"), "_version", 0) > 0:
+                return "written to"
         if "register_hook" in used_by:
             return "hooked"
     return None
