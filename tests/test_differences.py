@@ -25,7 +25,7 @@ def _between_unshard_and_reshard() -> None:
         model.unshard()
         registered = dict(model.named_parameters())["up.weight"]
         assert isinstance(registered, DTensor) == (package is fsdp_compile)
-        assert isinstance(model.up.weight, nn.Parameter) == (package is torch_fsdp)
+        assert isinstance(model.up.weight, nn.Parameter)
         with torch.no_grad():
             before = model.up.weight.clone()
             assert type(before) is torch.Tensor and before.shape == (33, 16)
