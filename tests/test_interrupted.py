@@ -159,7 +159,7 @@ class _Fault(nn.Module):
 
 
 def _keeps_what_was_held(backend: str | None, synced: int, warning: str) -> None:
-    """The third of four micro-batches raises behind the last block's backward; from ``synced`` on they synchronize."""
+    """The third of four backwards raises between the two blocks. Backwards from number ``synced`` on synchronize."""
     torch.manual_seed(0)
     unsharded = nn.Sequential(Block(16), _Fault(), Block(16))
     model = copy.deepcopy(unsharded)

@@ -104,7 +104,7 @@ class Mapped(AsParameters):
 
 
 class Again(torch.autograd.Function):
-    """Checkpointing as guided-diffusion has it: its backward asks for gradients of the parameters that it was given."""
+    """The checkpointing function of guided-diffusion: backward runs forward again, and differentiates by its arguments."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, *params: Tensor) -> Tensor:
@@ -181,8 +181,8 @@ def _assigned(backend: str | None) -> None:
     expected = trained(unsharded, unsharded)
     for _ in range(2):
         model.zero_grad()
-        assert_same = torch.testing.assert_close
-        assert_same(trained(model, model if backend is None else torch.compile(model, backend=backend)), expected)
+        run = model if backend is None else torch.compile(model, backend=backend)
+        torch.testing.assert_close(trained(model, run), expected)
         assert isinstance(model.second.weight, DTensor) and model.second.weight is not model.first.weight
     listed = fully_shard(Assigns("a slice of a list"))
     with pytest.raises(ValueError, match="non-leaf"):  # no new parameter, which would get the gradient

@@ -126,7 +126,7 @@ def _local_experts(backend: str | None, breaks: bool) -> None:
 @pytest.mark.compat
 @pytest.mark.parametrize("backend, breaks", [(None, False), ("aot_eager", False), ("inductor", False), ("aot_eager", True)])
 def test_layers_that_write_local_tensors_into_parameters(two_ranks: Ranks, backend: str | None, breaks: bool) -> None:
-    """Also where experts are not sharded (a mesh of one rank), and their gradients are divided by a factor.
+    """The mesh that shards the experts has two ranks, then one; their gradients are divided by a factor.
 
     With a graph break, full DTensors are in the shards' places from then on to the end of the forward.
     """

@@ -227,7 +227,7 @@ def traces_with_grad() -> bool:
 
 
 def take_for_parameter(local: str) -> None:
-    """Have the tensor in a local of the frame that is traced be an ``nn.Parameter`` to the code that gets it.
+    """Make ``isinstance(x, nn.Parameter)`` true for the tensor that a local variable of the traced frame holds.
 
     ``TensorVariable.class_type``, and for DTensors ``meta["example_value"]``: 2.11 to 2.15.
     """

@@ -141,7 +141,7 @@ class ShardedParam:
                 slot.register(new)
 
     def is_cut(self, put: Any) -> bool:
-        """Whether what is registered is a shard, and not what a read gave, which may be a DTensor as well."""
+        """Whether a registered tensor is a shard. What a read gave, which may be a DTensor as well, is none."""
         if self.dtensor is None or not isinstance(put, DTensor):
             return isinstance(put, DTensor)
         if self.is_stored_as_read:  # on a mesh of replicas that the parameter was on before

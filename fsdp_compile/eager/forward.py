@@ -130,7 +130,7 @@ def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
     run.calls.remove(call)
     call.gathered.take_places_back()
     tensors = tensors_in(output)
-    recorded = torch.is_grad_enabled() and not autograd.in_functorch()
+    recorded = autograd.records_now()
     outputs = [tensor for tensor in tensors if tensor.requires_grad] if recorded else []
     if autograd.backward_task() is not None:
         call.forget_reads()

@@ -116,7 +116,7 @@ class Reduction:
             return self._over_replicas(reduced) if self._replicated_later else reduced
 
     def drop(self) -> set[tuple[Unit, str]]:
-        """Wait, and let the gradients go. Whose they were."""
+        """Wait for the gradients, drop them, and return the parameters that lost theirs, as (unit, FQN)."""
         return {(self.gathered.unit, self.gathered.params[index].fqn) for index in self.finish()}
 
     def complete(self) -> None:
@@ -228,7 +228,7 @@ class Traffic:
             self._offloads = False
 
     def forget(self, units: Collection[Unit]) -> set[tuple[Unit, str]]:
-        """After an error: wait for what was launched for ``units``, and let the results go. Whose these were."""
+        """After an error, drop what was launched for ``units``, and return the parameters whose gradients it had."""
         gone: set[tuple[Unit, str]] = set()
         if self._over_replicas is not None and self._over_replicas.gathered.unit in units:
             gone |= self._over_replicas.drop()

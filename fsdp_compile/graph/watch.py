@@ -136,7 +136,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         return param.sink.spec.kwargs()  # type: ignore[no-any-return]
 
     def gather(self, fqn: str) -> Callable[..., Any] | None:
-        """What stands in the marker's place, for a parameter that says itself what travels."""
+        """The function that a read calls in place of the marker, where the parameter has an all-gather extension."""
         _, param = self._of(fqn)
         spec: ReadSpec = param.sink.spec
         return None if spec.extension is None else extended_gather(spec)
@@ -157,7 +157,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         return tuple(param.carried)
 
     def records(self) -> bool:
-        """Whether a read under ``no_grad`` has a gradient: a forward that trains may compute with it elsewhere."""
+        """Whether a read under ``no_grad`` gets a gradient: a training forward may use the tensor outside as well."""
         unit = self._unit()
         calls = [] if unit is None or unit.running is None else unit.running.calls  # where a graph breaks inside
         return bool(calls[-1].records) if calls else dynamo.traces_with_grad()
