@@ -98,8 +98,10 @@ def make(eager_read):
         watch, fqn = self.{watch}, self.{fqn}
         mesh = self.{mesh} if watch.takes_mesh(fqn) else None
         if takes == "full":
-            full = wrapped(self.{full}, watch.wrap(fqn), mesh)
-            watch.take_for_parameter("full")
+            full, wrap = self.{full}, watch.wrap(fqn)
+            if wrap is not None:
+                full = wrap(full, mesh)
+                watch.take_for_parameter("full")
             return full
         if takes is not None:
             names = watch.names(fqn)
