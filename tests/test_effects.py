@@ -173,15 +173,21 @@ class ClampedAsData(nn.Linear):
         return super().forward(x)
 
 
-def _reads_again() -> None:
+def _reads_again(backend: str | None) -> None:
     for kind in (Clamped, ClampedAsData):
-        model = fully_shard(kind(8, 8))
-        with pytest.raises(Exception, match=r"weight is written to in a compiled forward and read again"):
-            torch.compile(model, backend="aot_eager")(torch.ones(2, 8))
+        torch.manual_seed(0)
+        unsharded = kind(8, 8)
+        sharded = fully_shard(copy.deepcopy(unsharded))
+        run = sharded if backend is None else torch.compile(sharded, backend=backend, fullgraph=True)
+        for call in (unsharded, run):
+            call(torch.ones(2, 8)).pow(2).sum().backward()
+        assert_same_grads(sharded, unsharded)
 
 
-def test_a_gathered_parameter_that_is_written_to_and_read_again_is_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(_reads_again)
+@pytest.mark.compat
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_what_a_forward_writes_into_a_gathered_parameter_it_reads_again(two_ranks: Ranks, backend: str | None) -> None:
+    two_ranks.run(_reads_again, backend)
 
 
 class LookedUpTwice(nn.Module):

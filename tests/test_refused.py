@@ -131,7 +131,8 @@ def _raise_everywhere(kind: str, step: int, lines: bool) -> list[str]:
         sharded_class.forget()  # type: ignore[attr-defined]
         before, kept = everything(model)
         try:
-            with FaultAt(place, lines):
+            # A fault on the line of a `with` that ends is one that Python ends it without: torch.no_grad() goes on.
+            with torch.enable_grad(), FaultAt(place, lines):
                 call(model)
             return raised
         except Fault as fault:

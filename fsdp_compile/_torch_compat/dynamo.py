@@ -6,7 +6,7 @@ import contextlib
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import nn
 
 # torch._dynamo.eval_frame.OptimizedModule, what torch.compile(module) returns: 2.11 to 2.15
 from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # 2.11 to 2.15
 
 try:  # what a class that Dynamo does not look into must inherit from
     from torch._custom_class_base import CustomClassBase as OpaqueBase  # 2.15
@@ -97,7 +96,7 @@ _BODIES_APART = {
 }  # fmt: skip
 
 
-def _dynamo_output() -> Any:
+def output_being_traced() -> Any:
     """The graphs that Dynamo is writing; None when it traces nothing (``current_tx``, ``output``: 2.11 to 2.15)."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -109,7 +108,7 @@ def _dynamo_output() -> Any:
 
 def is_tracing() -> bool:
     """Whether it was Dynamo that called, on its way through code of the user's."""
-    return _dynamo_output() is not None
+    return output_being_traced() is not None
 
 
 def written_while_traced(tensor: torch.Tensor) -> bool:
@@ -118,7 +117,7 @@ def written_while_traced(tensor: torch.Tensor) -> bool:
     ``FakeTensorConverter._get_memo``, ``OutputGraph.tracers``, ``meta["example_value"]``: 2.11 to 2.15. Versions do not
     tell of ``_foreach`` ops on a DTensor.
     """
-    output = _dynamo_output()
+    output = output_being_traced()
     fake = None if output is None else output.fake_mode.fake_tensor_converter._get_memo(tensor)
     if fake is None:
         return False
@@ -132,113 +131,11 @@ def _writes(node: torch.fx.Node) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
-# What ``done_to_result`` was asked of, by the graphs that Dynamo writes, which may outlive the parameters.
-_asked_of: weakref.WeakKeyDictionary[torch.fx.Graph, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
-
-
-def done_to_result(op: Any, param: Any, given: list[torch.Tensor | None]) -> str | None:
-    """What Dynamo traced that a second result of ``op``, which was given one of these tensors, would miss.
-
-    It is asked before each read of ``param``, and says None the first time. ``meta["example_value"]``: 2.11 to 2.15;
-    ``register_hook`` as an op: 2.15.
-    """
-    output = _dynamo_output()
-    graph: torch.fx.Graph | None = None if output is None else output.tracers[0].graph
-    if graph is None:
-        return None
-    asked_of = _asked_of.setdefault(graph, weakref.WeakSet())
-    if param not in asked_of:
-        asked_of.add(param)
-        return None
-    for node in _results_of(graph, op, param.fqn, given):
-        # Lookups that keep to a norm scale what was gathered for them, each its own rows.
-        used_by = [getattr(user.target, "__name__", "") for user in node.users]
-        is_looked_up = any(name.startswith("embedding") for name in used_by)
-        # ``full.data`` has a version of its own (``_get_data_attr``: 2.11 to 2.15).
-        as_data = [user for user, name in zip(node.users, used_by) if name == "_get_data_attr"]
-        for one in as_data if is_looked_up else [node, *as_data]:
-            if getattr(one.meta.get("example_value"), "_version", 0) > 0:
-                return "written to"
-        if "register_hook" in used_by:
-            return "hooked"
-    return None
-
-
-def was_read(op: Any, fqn: str, given: list[torch.Tensor | None]) -> bool:
-    """Whether what Dynamo is tracing has done something with such a result of ``op``."""
-    output = _dynamo_output()
-    return output is not None and any(node.users for node in _results_of(output.tracers[0].graph, op, fqn, given))
-
-
-def _results_of(graph: torch.fx.Graph, op: Any, fqn: str, given: list[torch.Tensor | None]) -> Iterator[torch.fx.Node]:
-    """What ``op`` made of one of these for ``fqn``, or of what is in it (``meta["grapharg"]``: 2.11 to 2.15)."""
-    for node in graph.find_nodes(op="call_function", target=op):
-        if node.kwargs.get("fqn") != fqn:
-            continue
-        source: Any = node.args[0]
-        while source.all_input_nodes:
-            source = source.all_input_nodes[0]
-        arg = source.meta.get("grapharg")
-        if arg is not None and any(arg.example is one for one in given):
-            yield node
-
-
-def _frames_being_traced() -> Iterator[Any]:
-    """What Dynamo is tracing, innermost first (``OutputGraph.current_tx``, ``parent``: 2.11 to 2.15)."""
-    output = _dynamo_output()
-    frame = None if output is None else output.current_tx
-    while frame is not None:
-        yield frame
-        frame = frame.parent
-
-
-def traces_call_of(modules: Sequence[nn.Module], files: Sequence[str]) -> bool:
-    """Whether a function of one of ``files`` is being traced whose ``self`` is one of ``modules``.
-
-    ``f_code``, ``symbolic_locals``, ``VariableTracker.realize`` and ``value``: 2.11 to 2.15.
-    """
-    for frame in _frames_being_traced():
-        if frame.f_code.co_filename in files and "self" in frame.symbolic_locals:
-            called = getattr(frame.symbolic_locals["self"].realize(), "value", None)
-            if any(called is module for module in modules):
-                return True
-    return False
-
-
-def comes_from(op: Any, fqn: str, made_in: str, local: str) -> bool:
-    """Whether ``local``, of the innermost frame that has it, is a result of ``op`` for ``fqn``.
-
-    Or what a function of the module ``made_in`` made of one. ``VariableTracker.as_proxy``: 2.11 to 2.15.
-    """
-    frame = next((one for one in _frames_being_traced() if local in one.symbolic_locals), None)
-    written = None if frame is None else frame.symbolic_locals[local].realize()
-    if not isinstance(written, torch._dynamo.variables.TensorVariable):
-        return False
-    node = written.as_proxy().node
-    made_of = node.all_input_nodes if getattr(node.target, "__module__", None) == made_in else [node]
-    return any(one.target is op and one.kwargs.get("fqn") == fqn for one in made_of)
-
-
 def traces_with_grad() -> bool:
     """Whether grad was enabled where what is traced began (``TracingContext.global_context``: 2.11 to 2.15)."""
     context = torch._guards.TracingContext.try_get()
     state = {} if context is None else context.global_context.global_state
     return bool(state["grad_enabled"][1]) if "grad_enabled" in state else torch.is_grad_enabled()
-
-
-def take_for_parameter(local: str) -> None:
-    """Make ``isinstance(x, nn.Parameter)`` true for the tensor that a local variable of the traced frame holds.
-
-    ``TensorVariable.class_type``, and for DTensors ``meta["example_value"]``: 2.11 to 2.15.
-    """
-    frame = next(_frames_being_traced(), None)  # none where Dynamo gave up on it
-    variable = None if frame is None else frame.symbolic_locals[local].realize()
-    if isinstance(variable, torch._dynamo.variables.TensorVariable):
-        example = variable.as_proxy().node.meta["example_value"]
-        if is_traceable_wrapper_subclass(example):
-            vars(example)["_is_param"] = True
-        elif variable.class_type is torch.Tensor:
-            variable.class_type = torch.nn.Parameter
 
 
 # What Dynamo traces, by the context that it hands on to AOTAutograd, where that takes tensors which are free to save.
@@ -247,7 +144,7 @@ _taking: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDicti
 
 def note_free_to_save() -> None:
     """Note that what Dynamo traces takes such tensors (``_guards.TracingContext.try_get``: 2.11 to 2.15)."""
-    context, output = torch._guards.TracingContext.try_get(), _dynamo_output()
+    context, output = torch._guards.TracingContext.try_get(), output_being_traced()
     if context is not None and output is not None:
         _taking[context] = weakref.ref(output)
 
@@ -272,7 +169,7 @@ def _tracers_apart() -> list[Any]:
 
     ``OutputGraph.tracers``, the innermost last, and ``SubgraphTracer.source_target``, the op: 2.11 to 2.15.
     """
-    output = _dynamo_output()
+    output = output_being_traced()
     for index, inner in enumerate([] if output is None else output.tracers[1:]):
         op = inner.source_target
         if isinstance(op, torch._ops.HigherOrderOperator) and op.name() in _BODIES_APART:
@@ -281,24 +178,29 @@ def _tracers_apart() -> list[Any]:
 
 
 def begin_in_front() -> bool:
-    """Have Dynamo write what it traces next in front of the op in whose body it stands; whether there is one.
-
-    Regions that are compiled once must each be traced, for another of them reads something else. Dynamo does so where
-    a source that it traced has been written to (``traced_sources``, ``mutated_sources``: 2.15, not 2.11).
-    """
+    """Have Dynamo write what it traces next in front of the op in whose body it stands; whether there is one."""
     tracers = _tracers_apart()
     if not tracers:
         return False
-    output = _dynamo_output()
-    if hasattr(output.side_effects, "mutated_sources"):
+    trace_region_anew()
+    output_being_traced().tracers.append(tracers[0])
+    return True
+
+
+def trace_region_anew() -> None:
+    """Have each region of those that are compiled once be traced, for another of them reads something else.
+
+    Dynamo does so where a source that it traced has been written to (``traced_sources``, ``mutated_sources``: 2.15, not
+    2.11).
+    """
+    tracers, output = _tracers_apart(), output_being_traced()
+    if tracers and hasattr(output.side_effects, "mutated_sources"):
         from torch._dynamo.source import LocalSource
 
         written = LocalSource("fsdp_compile reads in front")
         output.side_effects.mutated_sources.add(written)
         for inner in tracers[1:]:
             inner.traced_sources.add(written)
-    output.tracers.append(tracers[0])
-    return True
 
 
 def in_compiled_region() -> bool:
@@ -307,12 +209,12 @@ def in_compiled_region() -> bool:
 
 
 def end_in_front() -> None:
-    _dynamo_output().tracers.pop()
+    output_being_traced().tracers.pop()
 
 
 def traces_export() -> bool:
     """Whether what Dynamo traces is for ``torch.export`` (``OutputGraph.export``: 2.11 to 2.15)."""
-    output = _dynamo_output()
+    output = output_being_traced()
     return output is not None and bool(output.export)
 
 

@@ -11,10 +11,11 @@ from torch import nn
 
 from .._torch_compat import dynamo, fsdp2
 from ..core.shared import shared
-from ..core.unit import STATE, Unit, unit_of
+from ..core.unit import CALLS, STATE, Unit, unit_of
 from ..eager.around import eager_forward
 from .unit_forward import as_given, as_taken, with_code_of_its_own
 
+CALLS.add(__file__)
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make ``module.method_name`` a second forward: parameters are gathered before it and freed after it."""

@@ -20,15 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_compat import dynamo
-from ..core import stored
 from ..core.extension import halves_of
 from ..core.param import READS, ShardedParam, beside
 from ..core.unit import Unit
 from ..eager.forward import call_of
-from . import forward_methods, unit_forward
-
-_UNSHARD = torch.ops.fsdpc.unshard
-_CALLS = (str(unit_forward.__file__), str(forward_methods.__file__))  # where a unit's module is called
+from ..graph.watch import call_being_traced
 
 
 class Registered(dict):  # type: ignore[type-arg]
@@ -49,7 +45,7 @@ class Registered(dict):  # type: ignore[type-arg]
     def _read_traced(self, name: str) -> Any:
         full = getattr(self.module, name)
         if isinstance(full, Tensor) and full.requires_grad:
-            full.register_post_accumulate_grad_hook = functools.partial(_hook_traced, self, name, full)  # type: ignore[method-assign]
+            full.register_post_accumulate_grad_hook = functools.partial(_hook_traced, full)  # type: ignore[method-assign]
         return full
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -67,11 +63,6 @@ class Registered(dict):  # type: ignore[type-arg]
         registered = dict.get(self, name)
         if self.module.__dict__[READS][name][0].is_cut(registered):  # and not another tensor in its place
             self.replaced[name] = registered
-
-    def replace_traced(self, name: str, other: Tensor) -> None:
-        """Have ``other`` in a shard's place, while code is traced."""
-        self._note_shard(name)
-        dict.__setitem__(self, name, other)
 
     def take_back_traced(self, name: str) -> None:
         """Register the shard again that traced code put something in the place of."""
@@ -140,18 +131,7 @@ def _take_hooks(full: Tensor, fqn: str) -> None:
     full.register_post_accumulate_grad_hook = register  # type: ignore[method-assign]
 
 
-def _hook_traced(registered: Registered, name: str, full: Tensor, hook: Callable[[Any], None]) -> Any:
-    """Register a post-accumulate hook on a full parameter where the code that does so is traced.
-
-    Each traced read is another tensor. Those that follow in this forward are to be the one with the hook, so it is put
-    in the shard's places; ``unit_forward`` takes these back.
-    """
-    param: ShardedParam = registered.module.__dict__[READS][name][0]
-    if param.is_cut(dict.get(registered, name)):
-        registered.unit_runs.require_hookable(name)
-        for slot in param.slots:
-            places: Any = slot.module._parameters
-            places.replace_traced(slot.name, full)
+def _hook_traced(full: Tensor, hook: Callable[[Any], None]) -> Any:
     return full.register_hook(lambda grad: _hooked(full.detach(), grad, hook))
 
 
@@ -197,7 +177,7 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
     def traced(self, name: str) -> bool:
         """Whether such a forward runs, or is traced, where Dynamo traces the code that asks."""
         owner = self._owner(name)
-        return owner is not None and (call_of(owner) is not None or dynamo.traces_call_of(owner.modules, _CALLS))
+        return owner is not None and (call_of(owner) is not None or call_being_traced(owner) is not None)
 
     def traced_gave(self, name: str) -> bool:
         """Whether traced code writes back to a parameter's name what a read of it gave."""
@@ -210,22 +190,7 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
                 f"{param.fqn} has an all-gather extension, and is written to in module._parameters by code that "
                 "torch.compile traces. Leave that code out of what is compiled: torch.compiler.disable(module)."
             )
-        return dynamo.comes_from(_UNSHARD, param.fqn, stored.__name__, "value")
-
-    def require_hookable(self, name: str) -> None:
-        """Raise where a post-accumulate hook on what traced code read would miss gradients of the parameter."""
-        param: ShardedParam = self._known(name)[0]
-        if param.dtensor is not None or any(halves_of(param.shard)):
-            why = "is no plain tensor to its readers"
-        elif dynamo.was_read(_UNSHARD, param.fqn, [param.local, param.sink.edge, param.param]):
-            why = "was read before by the same forward, whose gradient of that read the hook would miss"
-        else:
-            return
-        raise RuntimeError(
-            f"{param.fqn}: register_post_accumulate_grad_hook was called in a forward that torch.compile traces, and "
-            f"the parameter {why}. Register the hook before the first read, or leave the module that calls it out of "
-            "what is compiled: torch.compiler.disable(module)."
-        )
+        return known[1].watch.gave(param.fqn, "value")  # type: ignore[no-any-return]
 
     def _known(self, name: str) -> Any:
         module = self._module()
@@ -247,6 +212,4 @@ def _nothing_to_guard(asked: UnitRuns) -> list[Any]:
     return []
 
 
-dynamo.register_opaque(
-    UnitRuns, guard=_nothing_to_guard, constant_methods=("traced", "traced_gave", "require_hookable")
-)
+dynamo.register_opaque(UnitRuns, guard=_nothing_to_guard, constant_methods=("traced", "traced_gave"))

@@ -22,11 +22,12 @@ from torch import nn
 
 from .._torch_compat import dynamo
 from ..core.containers import cast_floating, move
-from ..core.unit import STATE, Unit
+from ..core.unit import CALLS, STATE, Unit
 from ..eager.around import begin, eager_forward, end
 from ..eager.running import Call
 from .compiled import stand_before_wrappers
 
+CALLS.add(__file__)
 
 def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a unit's module: cast, gather when something eager reads, call, free or keep, cast."""

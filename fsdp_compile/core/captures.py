@@ -43,20 +43,6 @@ def refuse_traced(fqn: str, mode: Mode) -> None:
         )
 
 
-def refuse_read_again(fqn: str, done: str) -> NoReturn:
-    """Raise because a compiled forward changed what it was given of a parameter, and reads the parameter again."""
-    if done == "hooked":
-        raise RuntimeError(
-            f"{fqn}: register_hook was called on it in a compiled forward, which reads it again: the hook would miss "
-            "the gradient of the next read. Read it once (w = self.weight), and compute with what the hook is on."
-        )
-    raise RuntimeError(
-        f"{fqn} is written to in a compiled forward and read again: what is written is the gathered copy, which the "
-        "next read does not see and no shard keeps. Read it once (w = self.weight), or write to the model's parameters "
-        "outside of torch.compile."
-    )
-
-
 def refuse_run(name: str) -> NoReturn:
     """Raise because an eager forward runs to be recorded."""
     if torch.compiler.is_exporting():

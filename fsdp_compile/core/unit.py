@@ -28,6 +28,7 @@ _WRAPPED = re.compile(rf"\.?\b{WRAPPED}\b")
 
 STATE = "_fsdp_compile_state"  # the attribute in which a module has its unit
 INSIDE = "_fsdp_compile_inside"  # the name in a generated class of its forward inside a graph of its own
+CALLS: set[str] = set()  # files whose functions call a unit's module, which tells such a call where it is traced
 
 
 @dataclass(frozen=True)

@@ -96,27 +96,31 @@ def make(eager_read):
                 if full is not BY_MARKER:
                     return full
         watch, fqn = self.{watch}, self.{fqn}
+        full = None
+        if takes is None and not self.{sink}.param.is_cut(param):
+            return as_computed_with(param, self.{sink}, watch, fqn)
+        if traced and watch.gives_again(fqn, "full"):
+            return full
         mesh = self.{mesh} if watch.takes_mesh(fqn) else None
         if takes == "full":
             full, wrap = self.{full}, watch.wrap(fqn)
-            if wrap is not None:
-                full = wrap(full, mesh)
-                watch.take_for_parameter("full")
-            return full
-        if takes is not None:
-            names = watch.names(fqn)
-            param = takes, self.{local} if names is None else taken_apart(self.{local}, names), self.{edge}
-        elif not self.{sink}.param.is_cut(param):
-            return as_computed_with(param, self.{sink}, watch, fqn)
-        if torch.is_grad_enabled() or not watch.records():
-            full = traced_read(param, self.{sink}, watch, fqn, mesh, traced)
+            if wrap is None:
+                return full
+            full = wrap(full, mesh)
         else:
-            with torch.enable_grad():
+            if takes is not None:
+                names = watch.names(fqn)
+                param = takes, self.{local} if names is None else taken_apart(self.{local}, names), self.{edge}
+            if torch.is_grad_enabled() or not watch.records():
                 full = traced_read(param, self.{sink}, watch, fqn, mesh, traced)
-        for one in watch.carries(fqn):
-            setattr(full, one, self.{carried}[one])
-        full._is_param = True
-        watch.take_for_parameter("full")
+            else:
+                with torch.enable_grad():
+                    full = traced_read(param, self.{sink}, watch, fqn, mesh, traced)
+            for one in watch.carries(fqn):
+                setattr(full, one, self.{carried}[one])
+            full._is_param = True
+        if traced:
+            watch.keep(fqn, "full")
         return full
     return read
 """

@@ -19,14 +19,14 @@ from typing import Any, Literal
 import torch
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import autograd, dtensors, dynamo
+from .._torch_compat import autograd, dtensors, dynamo, traced_frames
 from ..core.accumulation import Mode
-from ..core.captures import refuse_read_again, refuse_traced
+from ..core.captures import refuse_traced
 from ..core.exchange import say_compiling
 from ..core.param import ReadSpec, ShardedParam, Slot
 from ..core.shared import shared
 from ..core.stored import wrapper
-from ..core.unit import Unit
+from ..core.unit import CALLS, Unit
 from .extension import extended_gather
 from .sink import follow_mode
 
@@ -34,10 +34,6 @@ from .sink import follow_mode
 # tensor of a frozen one; its edge, which is the local tensor; both of these; or the shard, a DTensor, where the graph
 # has written to it. AOTAutograd would not know that the local tensor is another by then.
 Taken = Literal["full", "local", "edge", "both", "registered"] | None  # None: what is there is not our shard
-
-
-# Dynamo would compile a frame that names torch, where it looks at each one that begins.
-_UNSHARD = torch.ops.fsdpc.unshard
 
 
 @shared
@@ -83,10 +79,6 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         unit, param = self._of(fqn)
         refuse_traced(fqn, unit.mode_of(param))
         param.require_shard()
-        given = [param.local, param.param, None if param.sink is None else param.sink.edge]
-        done = dynamo.done_to_result(_UNSHARD, param, given)
-        if done == "written to" or (done == "hooked" and not _was_replaced(param)):
-            refuse_read_again(fqn, done)
         if autograd.uses_compiled_autograd():
             param.sink.have_leaf()
         if unit.given is None:
@@ -162,9 +154,21 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         calls = [] if unit is None or unit.running is None else unit.running.calls  # where a graph breaks inside
         return bool(calls[-1].records) if calls else dynamo.traces_with_grad()
 
-    def take_for_parameter(self, local: str) -> None:
-        """Have what a read gives be an ``nn.Parameter`` to its reader, as what is registered is without sharding."""
-        dynamo.take_for_parameter(local)
+    def keep(self, fqn: str, local: str) -> None:
+        """Have what a read gave be an ``nn.Parameter``, and what later reads of the same call give."""
+        traced_frames.keep(*self._call_and_read(fqn), local)
+
+    def gives_again(self, fqn: str, local: str) -> bool:
+        """Whether the call has read the parameter before; ``local`` is then what it was given."""
+        return traced_frames.give_again(*self._call_and_read(fqn), local)
+
+    def gave(self, fqn: str, local: str) -> bool:
+        """Whether ``local`` is what the call was given of the parameter."""
+        return traced_frames.was_kept(*self._call_and_read(fqn), local)
+
+    def _call_and_read(self, fqn: str) -> tuple[Any, Any]:
+        unit, _ = self._of(fqn)
+        return call_being_traced(unit), (fqn, torch.is_grad_enabled() or self.records())
 
     def follow_mode(self) -> None:
         """The eager path changed what becomes of gradients: have what graphs need for that."""
@@ -232,6 +236,14 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         return self  # Dynamo of torch 2.11 keeps a copy
 
 
+def call_being_traced(unit: Unit) -> Any:
+    """The frame that is a call of the unit where Dynamo traces; None outside of all of its calls."""
+    frame = traced_frames.call_of(unit.modules, CALLS)
+    if frame is None and unit.running is not None and unit.running.calls:  # Python made the call, around what is traced
+        return traced_frames.outermost()
+    return frame
+
+
 def _was_replaced(param: ShardedParam) -> bool:
     """Whether traced code wrote to a dict in which the parameter is registered."""
     return any(dynamo.changed_while_traced(slot.module._parameters) for slot in param.slots)
@@ -247,5 +259,7 @@ def _taken(unit: Unit, param: ShardedParam, slot: Slot) -> Taken:
 
 
 _ASKED = ("takes", "replaced", "mode", "names", "spec", "gather", "wrap", "takes_mesh", "carries")
-_WHERE = ("records", "take_for_parameter", "begin_in_front", "end_in_front")  # these go by where the read stands
+# A frame of the user's that Dynamo gave up on may call these in Python.
+dynamo.leave_all_to_python(Watch.keep, Watch.gives_again, Watch.gave)
+_WHERE = ("records", "keep", "gives_again", "begin_in_front", "end_in_front")  # these go by where the read stands
 dynamo.register_opaque(Watch, guard=Watch.seen, constant_methods=_ASKED + _WHERE)
