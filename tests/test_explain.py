@@ -311,7 +311,7 @@ def test_what_ran_eagerly_is_said_with_its_reason() -> None:
     fully_shard(model)
     found = explain(torch.compile(model, backend=passes), torch.randn(4, 8))
     assert any("Broken" in one and "graph_break" in one for one in found.eagerly), found.eagerly
-    assert len(found.steps) >= 1
+    assert any("1 unit ((root) (Broken)): compiled" in one or "1 unit ((Broken))" in one for one in found.eagerly), found.eagerly
 
 
 def test_the_model_must_be_one() -> None:
@@ -403,4 +403,4 @@ def test_blocks_that_are_compiled_by_themselves_are_explained_as_they_run() -> N
     fully_shard(model)
     found = explain(model, torch.ones(4, 8, requires_grad=True))
     assert len(found.report.around) == 2
-    assert any("compiled by themselves, the eager path gathers around them" in one for one in found.eagerly)
+    assert any("compiled by themselves, or in parts, the eager path gathers around them" in one for one in found.eagerly)

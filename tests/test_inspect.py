@@ -431,9 +431,9 @@ around graphs, by the eager path:
   unit                            params  gathers  bytes/rank  in backward  reductions  bytes/rank
   layers.0 (Block) and 1 like it       6        1     1.1 KiB  again                 1     2.3 KiB
 
-Units that are compiled by themselves take gathered weights: their graphs have no collective for them, and are
-not shown where they have no other. The eager path gathers and reduces around them, one unit ahead and one
-behind.""")
+Units that are compiled by themselves, or in parts, take gathered weights: their graphs have no collective for
+them, and are not shown where they have no other. The eager path gathers and reduces around them, one unit
+ahead and one behind.""")
     assert error.startswith("0 inference graphs were recorded (of all: none). See report.graphs. Units that are compiled")
 
 

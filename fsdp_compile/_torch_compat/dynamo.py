@@ -7,6 +7,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -285,8 +286,9 @@ def forget_compiled(classes: set[type]) -> int:
     """Drop what Dynamo compiled for frames that read an instance of one of ``classes``; how many frames that were.
 
     A compiled frame guards on the identity of the classes of the modules that it read, and its guards print it. Dynamo
-    drops a frame's entries all together. ``convert_frame.input_codes``, ``_debug_get_cache_entry_list``,
-    ``guard_manager`` of an entry, ``reset_code``: 2.11 to 2.15.
+    drops a frame's entries all together, and that it gave up on the classes' own frames, be it for an error that the
+    user made. ``convert_frame.input_codes``, ``_debug_get_cache_entry_list``, ``guard_manager`` of an entry,
+    ``reset_code``: 2.11 to 2.15.
     """
     from torch._dynamo import convert_frame
 
@@ -301,6 +303,8 @@ def forget_compiled(classes: set[type]) -> int:
         if any(guard in entry for entry in entries for guard in guards):
             eval_frame.reset_code(code)
             num_frames += 1
+    for function in {member for cls in classes for member in vars(cls).values() if isinstance(member, FunctionType)}:
+        eval_frame.reset_code(function.__code__)
     return num_frames
 
 

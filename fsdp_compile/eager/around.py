@@ -29,15 +29,20 @@ around_observers: list[Callable[[Unit], None]] = []
 
 
 def eager_forward(unit: Unit, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call ``forward(module, ...)`` between the two ends of the eager path."""
-    if dynamo.forward_is_compiled(module) and stands_around(unit):
+    """Call ``forward(module, ...)`` between the two ends of the eager path, which gathers for all that it runs.
+
+    Dynamo compiles its frames where it could not compile it whole. Their graphs take what is gathered, as that of a
+    forward does which is compiled by itself.
+    """
+    is_broken = dynamo.is_at_work()
+    if is_broken and not dynamo.forward_is_compiled(module) and _replaces_graphs(unit, args, kwargs):
+        is_broken, forward = False, functools.partial(_in_python, forward)
+    has_graphs = is_broken or dynamo.forward_is_compiled(module)
+    if has_graphs and (is_broken or unit.outer is not None) and can_give(unit):
         return forward_around_graph(unit, module, forward, args, kwargs)
-    are_compiled = dynamo.reads_are_compiled(module)
     call = None
     try:
-        if are_compiled and not dynamo.forward_is_compiled(module) and _replaces_graphs(unit, args, kwargs):
-            are_compiled, forward = False, functools.partial(_in_python, forward)
-        call, args, kwargs = begin(unit, module, args, kwargs, are_compiled)
+        call, args, kwargs = begin(unit, module, args, kwargs, has_graphs)
         output = forward(module, *args, **kwargs)
     except BaseException as error:
         _fail(unit, call, error)
@@ -51,11 +56,10 @@ def forward_around_graph(unit: Unit, module: nn.Module, forward: Callable[..., A
     try:
         call, args, kwargs = begin(unit, module, args, kwargs, are_compiled=False, around_graph=True)
         if isinstance(call.gathered, Routed):  # in the place of a larger graph, in which each read is by itself
-            with torch.compiler.set_stance("force_eager"):
-                output = forward(module, *args, **kwargs)
+            forward = functools.partial(_in_python, forward)
         else:
             _give_all(call)
-            output = forward(module, *args, **kwargs)
+        output = forward(module, *args, **kwargs)
     except BaseException as error:
         unit.give(given)
         _fail(unit, call, error)
@@ -66,8 +70,9 @@ def forward_around_graph(unit: Unit, module: nn.Module, forward: Callable[..., A
 
 @_not_traced
 def _in_python(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A forward of which nothing is compiled."""
-    return forward(*args, **kwargs)
+    """A forward of which nothing is compiled, be it that the user compiled it."""
+    with torch.compiler.set_stance("force_eager"):
+        return forward(*args, **kwargs)
 
 
 _replaces_graphs = _not_traced(replaces_graphs)
@@ -79,15 +84,18 @@ dynamo.leave_to_python(forward_around_graph)
 def stands_around(unit: Unit) -> bool:
     """Whether the eager path gathers and reduces around a forward of the unit that is compiled by itself.
 
-    Not around the outermost unit's, where one graph has it all, and its passes do better. Nor where it cannot: under
-    compiled autograd backward has no end, and to transforms of torch.func what is gathered here is a constant.
+    Not around the outermost unit's, where one graph has it all, and its passes do better.
     """
-    return (
-        unit.gives_to_graphs
-        and unit.outer is not None
-        and not autograd.uses_compiled_autograd()
-        and not autograd.in_functorch()
-    )
+    return unit.outer is not None and can_give(unit)
+
+
+def can_give(unit: Unit) -> bool:
+    """Whether graphs inside of a forward of the unit can take what the eager path gathers around them.
+
+    Not where it has no end: under compiled autograd backward has none, and to transforms of torch.func what is gathered
+    here is a constant.
+    """
+    return unit.gives_to_graphs and not autograd.uses_compiled_autograd() and not autograd.in_functorch()
 
 
 @_not_traced

@@ -90,8 +90,8 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
             around = around.outer
         if around is not None:
             around.watch.say_no_plan(
-                "is compiled by itself: the eager path gathers and reduces around its graph, as reshard_after_forward "
-                "and the prefetch settings say"
+                "is compiled by itself, or in parts: the eager path gathers and reduces around its graphs, as "
+                "reshard_after_forward and the prefetch settings say"
             )
         if dynamo.traces_backward():
             return None  # gradients must reach leaves of the graph: the DTensor itself, and not its edge

@@ -1,4 +1,4 @@
-"""What runs around the graphs of units that are compiled by themselves, which is in no graph: their collectives."""
+"""What runs around the graphs of units that are compiled by themselves, or in parts, which is in no graph: their collectives."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Report:
         self.records: list[GraphRecord] = []
         self.num_forgotten = 0  # frames that had been compiled before the block
         self.num_dynamo_graphs = 0  # captured in the block, also those without sharded parameters
-        # Units that are compiled by themselves inside a model that runs eagerly, and what is sent around their graphs.
+        # Units that are compiled by themselves, or in parts, and what is sent around their graphs.
         self.around: dict[Unit, Around] = {}
         self._num_sharded_classes = num_sharded_classes
 
@@ -136,9 +136,9 @@ class Report:
             )
         if self.around:
             notes.append(
-                "Units that are compiled by themselves take gathered weights: their graphs have no collective for "
-                "them, and are not shown where they have no other. The eager path gathers and reduces around them, one "
-                "unit ahead and one behind."
+                "Units that are compiled by themselves, or in parts, take gathered weights: their graphs have no "
+                "collective for them, and are not shown where they have no other. The eager path gathers and reduces "
+                "around them, one unit ahead and one behind."
             )
         if not stages:
             return notes if self.around else [*notes, self._why_nothing()]
