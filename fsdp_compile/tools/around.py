@@ -1,4 +1,4 @@
-"""What runs around the graphs of units that are compiled by themselves, or in parts, which is in no graph: their collectives."""
+"""The collectives around the graphs of units that are compiled by themselves, or in parts: they are in no graph."""
 
 from __future__ import annotations
 

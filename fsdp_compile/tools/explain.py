@@ -164,9 +164,8 @@ def _eagerly(report: Report, breaks: BreakReport) -> list[str]:
     if report.around:
         units = ", ".join(one.unit for one in list(report.around.values())[:4])
         count = plural(len(report.around), "unit")
-        said.append(
-            f"the collectives of {count} ({units}): compiled by themselves, or in parts, the eager path gathers around them"
-        )
+        how = "compiled by themselves, or in parts"
+        said.append(f"the collectives of {count} ({units}): {how}, the eager path gathers around them")
     if not any(graph.stage != "joint" for graph in report.graphs) and not report.around:
         said.append(f"all collectives: {report.notes[-1]}")
     return said
