@@ -128,6 +128,26 @@ class ComputedAgain(AsParameters):
         return Again.apply(run, x, *self.parameters())  # type: ignore[no-any-return]
 
 
+class WeighsLosses(AsParameters):
+    """As VQGAN does, which weighs a loss by the gradient of its last layer; and a loop over what it finds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        output = self.second(hidden)
+        of_all = torch.autograd.grad(output.sum(), list(self.parameters()), retain_graph=True, allow_unused=True)
+        (of_last,) = torch.autograd.grad(output.pow(2).sum(), self.second.weight, retain_graph=True)
+        weight = of_last.norm() / sum(one.norm() for one in of_all if one is not None)
+        return output * weight.detach()  # type: ignore[no-any-return]
+
+
+class TakesOtherData(AsParameters):
+    """A second write of the same changes nothing, for what an unsharded module was given stays."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.weight.data = self.first.weight.data.clamp(-0.1, 0.1)
+        return self.second(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
+
+
 def _compare(make: Callable[[], nn.Module], backend: str | None) -> None:
     torch.manual_seed(0)
     unsharded = make()
@@ -150,8 +170,10 @@ def test_reads_through_lists_and_parametrizations(two_ranks: Ranks, make: Any, b
 
 
 @pytest.mark.compat
-def test_a_backward_that_asks_for_what_forward_was_given(two_ranks: Ranks) -> None:
-    two_ranks.run(_compare, ComputedAgain, None)
+@pytest.mark.parametrize("backend", [None, "inductor"])
+@pytest.mark.parametrize("make", [ComputedAgain, WeighsLosses, TakesOtherData])
+def test_what_a_forward_was_given_is_one_tensor_across_breaks(two_ranks: Ranks, make: Any, backend: str | None) -> None:
+    two_ranks.run(_compare, make, backend)
 
 
 class Assigns(nn.Module):

@@ -8,7 +8,7 @@ What is gathered is as it is stored, whatever precision a forward computes in. E
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..core.unit import Unit, unit_of, units_in
 from ..eager.running import running
 from ..passes.collectives import all_gather_of, c10d
 from ..passes.layout import bucket_limits, split_into_buckets
+from .fitting import mark_unwritten
 
 
 def gathered(param: ShardedParam, local: Tensor) -> Tensor:
@@ -183,8 +184,9 @@ def swapped_in(
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
     with_grads: bool = False,
+    without_values: Collection[ShardedParam] = (),
 ) -> Iterator[None]:
-    """Have full parameters registered in the place of the units' shards."""
+    """Have full parameters registered in the place of the units' shards; some have no values yet, so none is sent."""
     owners = {param: unit for unit in units for param in unit.params}
     if with_grads:
         _require_grads_everywhere(owners)
@@ -194,7 +196,8 @@ def swapped_in(
         for unit in units:
             for param in unit.params:
                 param.require_shard()
-            for param, full in zip(unit.params, _full_parameters(unit, offload_to_cpu, with_grads), strict=True):
+            fulls = _full_parameters(unit, offload_to_cpu, with_grads, without_values)
+            for param, full in zip(unit.params, fulls, strict=True):
                 swapped.append(_Swapped(unit, param, param.param, full, with_grads))
                 param.is_full = True
                 if not rank0_only or _is_first(param):
@@ -327,12 +330,14 @@ def _is_first(param: ShardedParam) -> bool:
     return process_groups.group_ranks(mesh.replicate_group)[0] == dist.get_rank()
 
 
-def _full_parameters(unit: Unit, offload_to_cpu: bool, with_grads: bool) -> list[nn.Parameter]:
+def _full_parameters(
+    unit: Unit, offload_to_cpu: bool, with_grads: bool, without_values: Collection[ShardedParam]
+) -> list[nn.Parameter]:
     shards = [(param, param.param) for param in unit.params]
-    fulls = [
-        nn.Parameter(seen, requires_grad=shard.requires_grad)
-        for (_, shard), seen in zip(shards, _as_seen(shards, offload_to_cpu), strict=True)
-    ]
+    seen_of = {param: param.as_read(_empty(param)) for param in unit.params if param in without_values}
+    left = [(param, shard) for param, shard in shards if param not in seen_of]
+    seen_of.update(zip((param for param, _ in left), _as_seen(left, offload_to_cpu), strict=True))
+    fulls = [nn.Parameter(seen_of[param], requires_grad=shard.requires_grad) for param, shard in shards]
     trained = [index for index, (_, shard) in enumerate(shards) if with_grads and shard.grad is not None]
     grads = [(shards[index][0], shards[index][1].grad) for index in trained]
     for index, grad in zip(trained, _as_seen(grads, offload_to_cpu), strict=True):
@@ -342,6 +347,12 @@ def _full_parameters(unit: Unit, offload_to_cpu: bool, with_grads: bool) -> list
         if full.requires_grad:
             full.register_post_accumulate_grad_hook(_refuses(unit, param))
     return fulls
+
+
+def _empty(param: ShardedParam) -> Tensor:
+    full = torch.empty(param.layout.size, dtype=param.param.dtype, device=param.mesh.device)
+    mark_unwritten(full)
+    return full
 
 
 def _refuses(unit: Unit, param: ShardedParam) -> Callable[[Tensor], None]:

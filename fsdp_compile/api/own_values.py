@@ -128,7 +128,8 @@ def initialize_all(
 ) -> None:
     """Make the calls, each with full parameters; an error in one is raised on every rank, after the last gather.
 
-    Gathering is a collective: units and **missing** are in an order that is the same on every rank.
+    Gathering is a collective: units and **missing** are in an order that is the same on every rank. What no call has
+    had, or has written to from outside of its unit, has no values to gather.
     """
     owners: dict[Place, Unit] = {}
     for unit in units:
@@ -141,6 +142,12 @@ def initialize_all(
     there: list[Unit] = []
     failed: tuple[nn.Module, Exception] | None = None
     done: set[Place] = set()
+    unwritten = {
+        param: param.shard._version
+        for unit in units
+        for param in unit.params
+        if all((slot.module, slot.name) in order for slot in param.slots) and not param.shard.is_inference()
+    }
     with ExitStack() as scope:
         for module, places in steps:
             touched = {module, *(one for one, _ in places)}
@@ -148,7 +155,9 @@ def initialize_all(
             its = sorted(used, key=turns.__getitem__)
             if its and its != there:
                 scope.close()
-                scope.enter_context(swapped_in(its, writeback=True))
+                asked = [param for unit in its for param in unit.params if param in unwritten]
+                without_values = [param for param in asked if unwritten.pop(param) == param.shard._version]
+                scope.enter_context(swapped_in(its, writeback=True, without_values=without_values))
                 there = its
             with _whole(sorted((one for one in places if one in order), key=order.__getitem__), done):
                 if failed is None:

@@ -110,7 +110,7 @@ def register(module: nn.Module) -> tuple[str, ...]:
     return absent
 
 
-def _take_hooks(full: Tensor, fqn: str) -> None:
+def _take_hooks(full: Tensor, param: ShardedParam, owner: Unit) -> None:
     """Make a full parameter accept post-accumulate hooks. Under FSDP2 it is a leaf, which accepts them.
 
     transformers registers some in forward, to sum gradients over a tensor parallel group.
@@ -118,11 +118,11 @@ def _take_hooks(full: Tensor, fqn: str) -> None:
     reference = weakref.ref(full)  # which has the function that follows
 
     def register(hook: Callable[[Any], None]) -> Any:
-        if dynamo.is_at_work():
+        if dynamo.is_at_work() and owner.given is None:
             raise RuntimeError(
-                f"{fqn}: register_post_accumulate_grad_hook was called in a forward that torch.compile compiles in "
-                "parts, where graphs gather the parameter for themselves. Leave the module that calls it out of what "
-                "is compiled: torch.compiler.disable(module)."
+                f"{param.fqn}: register_post_accumulate_grad_hook was called in a forward that torch.compile compiles "
+                "in parts, whose graphs gather the parameter for themselves. Leave the module that calls it out of "
+                "what is compiled: torch.compiler.disable(module)."
             )
         tensor: Any = reference()
         stand_in = tensor.detach()
@@ -161,7 +161,7 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
             return registered
         full = getattr(self._module(), name)
         if isinstance(full, Tensor) and full.requires_grad:
-            _take_hooks(full, self._known(name)[0].fqn)
+            _take_hooks(full, self._known(name)[0], owner)
         return full
 
     def shard_behind(self, name: str, value: Any) -> Any:
