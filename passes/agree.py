@@ -1,6 +1,9 @@
-"""Ranks that would issue different collectives are told so when they compile, not when they hang.
+"""Ranks that would issue different collectives are told so before they do, not when they hang.
 
-The first rank to plan a graph publishes the plan in the store; the others compare. Nobody waits: one rank alone may be
+    a step is planned                        its plan is compared, on a rank that compiled all that it runs
+    a graph runs for the first time          what its text says that it launches is compared, from a cache or not
+
+The first rank to come there publishes what it has in the store; the others compare. Nobody waits: one rank alone may be
 recompiling, and a collective here would hang it.
 """
 
@@ -12,6 +15,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from . import _torch_compat as compat
+from .ledger import GraphText
 from .plan import Bucket, Plan
 from .worlds import World, world_of
 
@@ -21,8 +25,8 @@ class Agreement:
 
     The same names may be planned again, for another model or after other options: the k-th distinct plan of this rank
     is compared with the k-th of the others. Planning the same once more, as a rank that recompiles does, counts once.
-    A rank that was served a graph from a compile cache has run what it did not plan, and lost count: it is silent. So
-    is one that followed another rank's graph without one of its own.
+    A rank that was served a graph from a compile cache has run what it did not plan, and lost count of plans, but not
+    of graphs. One that followed another rank's graph without one of its own has lost count of both: it is silent.
     """
 
     lost_count_in: World | None = None  # the world in which this rank did that
@@ -36,6 +40,14 @@ class Agreement:
 
         Each group compares for itself: with replicas no two ranks are in the same set of groups.
         """
+        if not compat.served_from_a_cache():
+            self._check(plan, groups)
+
+    def check_graph(self, text: GraphText) -> None:
+        """The same of what a graph is about to launch, which runs for the first time."""
+        self._check(_plan_of(text), text.groups)
+
+    def _check(self, plan: Plan, groups: Iterable[str]) -> None:
         store = compat.default_store()
         if store is None or (world := world_of(store)) == Agreement.lost_count_in:
             return
@@ -55,16 +67,27 @@ class Agreement:
         names = hashlib.sha256(repr((plan.stage, fqns, ranks)).encode()).hexdigest()[:16]
         ours = plan.decisions()
         planned = self._planned.setdefault(names, [])
-        if ours in planned or compat.served_from_a_cache():
+        if ours in planned:
             return
-        planned.append(ours)
         try:
-            key = f"fsdp_compile/plan/{world_of(store).number}/{names}/{len(planned)}"
+            key = f"fsdp_compile/plan/{world_of(store).number}/{names}/{len(planned) + 1}"
             published = store.compare_set(key, "", ours).decode()
         except (RuntimeError, NotImplementedError):
             return  # a store that cannot compare and set (fake groups in tests)
         if published and published != ours:
             raise RuntimeError(_difference(plan, Plan.from_json(published)))
+        planned.append(ours)
+
+
+def _plan_of(text: GraphText) -> Plan:
+    """What a graph launches, in its order."""
+    found: dict[str, list[Bucket]] = {"gather": [], "reduce": []}
+    order: list[tuple[str, int]] = []
+    for launch in text.launches:
+        kind = "gather" if launch.kind == "all_gather" else "reduce"
+        order.append((kind, len(found[kind])))
+        found[kind].append(Bucket(launch.kind, launch.names, launch.dtype, launch.num_bytes))
+    return Plan(text.stage, gathers=tuple(found["gather"]), reduces=tuple(found["reduce"]), order=tuple(order))
 
 
 def _buckets(plan: Plan) -> Iterator[Bucket]:

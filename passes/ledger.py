@@ -132,6 +132,7 @@ class Ledger:
         self.is_kept = False  # whether somebody drains it
         self.alarm: Callable[[], None] | None = None
         self.explain: Callable[[RuntimeError], None] | None = None  # raises where somebody knows why a wait failed
+        self.on_text: Callable[[GraphText], None] | None = None  # told of each that was not seen before, and may raise
         # Told of each graph that runs for the first time, and of a parameter that travels outside of graphs and units.
         self.on_graph: Callable[[GraphText, tuple[int, ...]], None] | None = None
         self.on_parameter: Callable[[int], None] | None = None
@@ -178,7 +179,10 @@ class Ledger:
         digest = text[:_DIGEST]  # hashing all of it would take as long as the rest
         known = self._texts.get(digest)
         if known is None:
-            known = self._texts[digest] = _Text(text)
+            known = _Text(text)
+            if self.on_text is not None:
+                self.on_text(known.read)
+            self._texts[digest] = known
         if not known.read.firsts:
             shards = ()
         ran = known, tuple([_address(shard) for shard in shards])

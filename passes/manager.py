@@ -24,6 +24,7 @@ from .emit import copied
 from .given import fitted
 from .insert import insert
 from .keep import follow, keep, let_go
+from .ledger import ledger
 from .merge import merge
 from .overlap import overlap
 from .packing import let_inductor_call_copies
@@ -104,6 +105,7 @@ class PassManager(CustomGraphPass):
         self._given: dict[str, Plan] = {}
         self._budgets: dict[str, tuple[str, Budget]] = {}  # by what markers say, a name that ranks agree about
         self.settled = Settled()
+        ledger.on_text = self._agreement.check_graph
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PassManager:
         return self  # Inductor copies the defaults of its settings, and who observes this one observes all
@@ -125,7 +127,6 @@ class PassManager(CustomGraphPass):
             if stage != "whole":
                 use_first_gather(graph)
             plan = plan_graph(graph, stage)
-            self._agreement.check(plan, groups_of(graph))
             if not schedule_this_graph():
                 warnings.warn(
                     "Inductor skips our scheduler pass (it is deterministic, or "

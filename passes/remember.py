@@ -48,7 +48,7 @@ def remembered(graph: fx.Graph, said: object, search: Callable[[], Decision]) ->
 
 
 def _key(graph: fx.Graph, said: object) -> str:
-    ranks = [compat.group_ranks(group) for group in groups_of(graph)]
+    ranks = sorted(compat.group_ranks(group) for group in groups_of(graph))
     names = [[one.fqn for one in found] for found in (find_unshards(graph), find_reduces(graph))]
     settings = compat.partitioner_settings(), compat.allows_tf32()
     circumstances = [repr(one) for one in (*settings, said, ranks, names)]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compile import fully_shard
+from fsdp_compile import full_params, fully_shard
 from tests.comparing import assert_same_grads, train_and_compare
 from tests.compiling import compiled
 from tests.models import Block, BreakBlock, Checkpointed, Fault, Stack, pair, shard
@@ -191,6 +191,44 @@ def test_gradients_that_no_sync_holds_outlive_a_backward_that_raises(two_ranks: 
 
 def test_what_no_sync_held_and_a_reduction_lost_is_named(two_ranks: Ranks) -> None:
     two_ranks.run(_keeps_what_was_held, None, 2, r"These are lost: 2 \(Block\): down.bias, ")
+
+
+class OddOutput(nn.Linear):
+    is_odd = False
+
+    def forward(self, x: Tensor) -> Any:
+        found: list[Any] = [super().forward(x)]
+        if not self.is_odd:
+            return found[0]
+        found.append(found)  # a list in itself
+        return found
+
+
+def _odd_output(backend: str | None) -> None:
+    torch.manual_seed(0)
+    unsharded = nn.Sequential(OddOutput(8, 8), nn.Linear(8, 8))
+    sharded = copy.deepcopy(unsharded)
+    for unit in (*sharded, sharded):
+        fully_shard(unit)
+    if backend is not None:
+        sharded[0].compile(backend=backend)
+    x = torch.ones(2, 8)
+    for is_odd in (False, True, False):
+        sharded[0].is_odd = is_odd
+        with pytest.raises(RuntimeError, match="circular reference") if is_odd else nullcontext():
+            sharded(x).sum().backward()
+        _assert_at_rest(sharded)
+    with full_params(sharded):  # refuses inside of a forward
+        pass
+    for _ in range(2):
+        unsharded(x).sum().backward()
+    assert_same_grads(sharded, unsharded)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_an_output_that_cannot_be_looked_through(two_ranks: Ranks, backend: str | None) -> None:
+    """The forward raises at its end, and then it is over."""
+    two_ranks.run(_odd_output, backend)
 
 
 def test_an_interrupt_behind_a_break(two_ranks: Ranks) -> None:

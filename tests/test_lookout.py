@@ -13,12 +13,14 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fsdp_compile.lookout.chain import Chain, Link, Piece
 from fsdp_compile.lookout.judge import Answer, Group, judge
+from fsdp_compile.lookout.lookout import _Watch
 from fsdp_compile.lookout.waiting import interrupt
 from fsdp_compile.passes import _torch_compat as passes_compat
 from tests.processes import wait_until
@@ -139,6 +141,20 @@ def _lines(text: str) -> list[str]:
 
 def links(*names: str) -> tuple[Link, ...]:
     return tuple(Link("all_gather float32 8 bytes a rank, 1 parameter", (name,)) for name in names)
+
+
+def test_steps_that_issue_the_same_keep_it_once() -> None:
+    chain = Chain()
+    for _ in range(3):
+        chain.append(Piece((Link("gather", ("w",)), Link("reduce", ("w",))), "forward graph"))
+    assert len({id(step.piece) for step in chain.steps}) == 1
+
+
+def test_a_fork_does_not_wait_for_a_thread_that_it_has_not() -> None:
+    watch: Any = SimpleNamespace(_stop=threading.Event(), _done=threading.Event(), _process=os.getpid() + 1)
+    began = time.monotonic()
+    _Watch.stop(watch)
+    assert watch._stop.is_set() and time.monotonic() - began < 1
 
 
 def test_a_chain_is_the_same_however_it_was_cut_into_pieces() -> None:

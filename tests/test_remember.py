@@ -68,6 +68,16 @@ def test_the_same_step_is_searched_once(folder: Path) -> None:
     assert len(list(folder.iterdir())) == 1
 
 
+def test_groups_come_in_any_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are of a set of strings, which each process has in an order of its own."""
+    search = Search()
+    monkeypatch.setattr(compat, "group_ranks", {"shards": (0, 1), "replicas": (0, 2)}.__getitem__)
+    for order in (["shards", "replicas"], ["replicas", "shards"]):
+        monkeypatch.setattr(remember, "groups_of", lambda graph, order=order: order)
+        remembered(product(), "1GiB", search)
+    assert search.times == 1
+
+
 @pytest.mark.parametrize(
     "other",
     [

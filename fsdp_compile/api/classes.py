@@ -172,9 +172,10 @@ def refresh(unit: Unit, only: Sequence[ShardedParam] | None = None) -> None:
         unit.gives_to_graphs = all(can_be_given(param) for param in unit.params)
     follow_mode(unit, only)
     arrange_edges(unit, only)
-    for module in dict.fromkeys([*(unit.modules if only is None else ()), *_readers(params)]):
-        _set_class(module)
-    unit.watch.say_unheeded()
+    if only is None:
+        for module in dict.fromkeys([*unit.modules, *_readers(params)]):
+            _set_class(module)
+        unit.watch.say_unheeded()
 
 
 def _follow(unit: Unit, param: ShardedParam) -> None:

@@ -43,11 +43,10 @@ def eager_forward(unit: Unit, module: nn.Module, forward: Callable[..., Any], ar
     call = None
     try:
         call, args, kwargs = begin(unit, module, args, kwargs, has_graphs)
-        output = forward(module, *args, **kwargs)
+        return end(unit, module, call, forward(module, *args, **kwargs))
     except BaseException as error:
         _fail(unit, call, error)
         raise
-    return end(unit, module, call, output)
 
 
 def forward_around_graph(unit: Unit, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -60,12 +59,12 @@ def forward_around_graph(unit: Unit, module: nn.Module, forward: Callable[..., A
         else:
             _give_all(call)
         output = forward(module, *args, **kwargs)
+        unit.give(given)
+        return end(unit, module, call, output)
     except BaseException as error:
         unit.give(given)
         _fail(unit, call, error)
         raise
-    unit.give(given)
-    return end(unit, module, call, output)
 
 
 @_not_traced

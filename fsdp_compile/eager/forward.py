@@ -126,18 +126,18 @@ def abandon_forward(unit: Unit, call: Call) -> None:
 
 def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
     """Free or keep what the unit gathered, and be told when backward reaches it."""
-    run, iteration = call.run, call.run.iteration
+    run, iteration, is_recomputed = call.run, call.run.iteration, autograd.backward_task() is not None
+    tensors = tensors_in(output)  # raises where they cannot be found, and then the forward has not ended
     run.calls.remove(call)
+    iteration.depth -= not is_recomputed
     call.gathered.take_places_back()
-    tensors = tensors_in(output)
     recorded = autograd.records_now()
     outputs = [tensor for tensor in tensors if tensor.requires_grad] if recorded else []
-    if autograd.backward_task() is not None:
+    if is_recomputed:
         call.forget_reads()
         if call.is_in_backward and call.was_read:
             _hook_outputs(call, outputs)  # another call in there may free before its backward comes
         return output  # its end frees
-    iteration.depth -= 1
     if call.gathered.is_full:
         iteration.touched.setdefault(run)
         call.gathered.give_away(tensors)

@@ -251,14 +251,16 @@ def recover(root: Unit) -> None:
         route.leave()
     iteration.routes.clear()
     iteration.hooks.release()
-    for what, some in (
-        ("kept and have its part", [one for one in grown if one not in gone]),
-        ("lost", [one for one in grown if one in gone]),
-    ):
-        if some:
-            warnings.warn(
-                f"A backward raised after it had added to gradients that no_sync held. These are {what}: "
-                f"{', '.join(f'{unit.name}: {fqn}' for unit, fqn in some)}. To begin anew, call "
-                "model.reset_iter_state() on every rank, which drops all gradients.",
-                stacklevel=2,
-            )
+    _say_of_held([one for one in grown if one not in gone], "kept and have its part")
+    _say_of_held([one for one in grown if one in gone], "lost")
+
+
+def _say_of_held(grads: list[tuple[Unit, str]], what: str) -> None:
+    """Warn of what a backward that raised has done to gradients that earlier ones held back."""
+    if grads:
+        warnings.warn(
+            f"A backward raised after it had added to gradients that no_sync held. These are {what}: "
+            f"{', '.join(f'{unit.name}: {fqn}' for unit, fqn in grads)}. To begin anew, call "
+            "model.reset_iter_state() on every rank, which drops all gradients.",
+            stacklevel=3,
+        )

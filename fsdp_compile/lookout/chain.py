@@ -78,9 +78,10 @@ class Chain:
     def __init__(self) -> None:
         self.now = Hash()
         self.steps: list[Step] = []
+        self._pieces: dict[Piece, Piece] = {}  # one object for all steps that issue the same
 
     def append(self, piece: Piece, sequence: int | None = None) -> None:
-        before = self.now
+        before, piece = self.now, self._pieces.setdefault(piece, piece)
         self.steps.append(Step(before, piece, sequence))
         self.now = Hash(
             before.count + len(piece.links),
@@ -89,6 +90,7 @@ class Chain:
         )
         if len(self.steps) > 2 * _KEPT:
             del self.steps[:_KEPT]
+            self._pieces = {step.piece: step.piece for step in self.steps}
 
     def at(self, count: int) -> Hash | None:
         """The hash of the first ``count`` collectives; None where that is too long ago, or still to come."""

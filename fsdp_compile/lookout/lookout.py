@@ -102,6 +102,7 @@ class _Watch:
 
     def __init__(self, lookout: Lookout, namer: Namer, post: Post) -> None:
         self._lookout, self._namer, self._post = lookout, namer, post
+        self._process = os.getpid()
         self._world: Any = weakref.ref(passes_compat.default_store())  # which is to end when it is destroyed
         self._rank, self._ranks = dist.get_rank(), range(dist.get_world_size())
         self._chains: dict[str, Chain] = {}
@@ -135,9 +136,10 @@ class _Watch:
                 self._lookout.forget()
 
     def stop(self) -> None:
-        """At the end of the process, before Python takes down what the thread stands on."""
+        """At the end of the process, before Python takes down what the thread stands on; a fork of it has no thread."""
         self._stop.set()
-        self._done.wait(2 * _ANSWERS_S)
+        if os.getpid() == self._process:
+            self._done.wait(2 * _ANSWERS_S)
 
     def is_in_this_world(self) -> bool:
         return passes_compat.default_store() is self._world() is not None

@@ -1,0 +1,50 @@
+"""Ranks compare what their graphs launch before these launch anything, whether a cache had the graphs or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from fsdp_compile.graph.install import manager
+from fsdp_compile.passes import _torch_compat as compat
+from fsdp_compile.passes.agree import Agreement
+from fsdp_compile.passes.ledger import GraphText, Launch, Ledger, ledger
+
+
+def _text(*names: str) -> GraphText:
+    return GraphText("forward", "", (), tuple(Launch("all_gather", "g", "float32", 64, (name,), ()) for name in names))
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process to which a cache gave some graph."""
+    store = dist.HashStore()
+    monkeypatch.setattr(compat, "default_store", lambda: store)
+    monkeypatch.setattr(compat, "group_ranks", lambda group: (0, 1))
+    monkeypatch.setattr(compat, "served_from_a_cache", lambda: True)
+
+
+@pytest.mark.usefixtures("served")
+def test_parameters_of_equal_shape_that_change_places() -> None:
+    first, second = Agreement(), Agreement()
+    for _ in range(2):  # running it once more is no other graph
+        first.check_graph(_text("a", "b"))
+        second.check_graph(_text("a", "b"))
+    first.check_graph(_text("c", "d"))
+    for _ in range(2):  # whoever tries it again is told again
+        with pytest.raises(RuntimeError, match=r"plans other collectives .* one forward graph: the same ones in another order"):
+            second.check_graph(_text("d", "c"))
+    second.check_graph(_text("c", "d"))
+
+
+@pytest.mark.usefixtures("served")
+def test_a_graph_is_compared_before_its_first_launch() -> None:
+    assert ledger.on_text is not None and ledger.on_text.__self__ is manager._agreement  # type: ignore[attr-defined]
+    of_ranks = [Ledger(), Ledger()]
+    for one in of_ranks:
+        one.on_text = Agreement().check_graph
+    of_ranks[0].begin([], _text("e", "f").dumps())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="in another order"):
+            of_ranks[1].begin([], _text("f", "e").dumps())
+    assert not of_ranks[1].has_run
