@@ -251,6 +251,37 @@ def _forgotten() -> None:
         materialize(on_meta(Angles, lambda module: False), init_fn=forgets_bias)
 
 
+class FromOutside(nn.Module):
+    """Its own initialization writes to what is inside it; that of what is inside only to some of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.table = Padded(6, 4)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+        self.table.weight.data.fill_(3.0)
+
+
+class Padded(nn.Embedding):
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight[0].zero_()
+
+
+def _from_outside() -> None:
+    with torch.device("meta"):
+        model = FromOutside()
+    fully_shard(model.table)
+    materialize(fully_shard(model))
+    torch.testing.assert_close(model.table.weight.full_tensor(), torch.tensor([[0.0] * 4, *[[3.0] * 4] * 5]))
+
+
+def test_what_another_module_initialized_stays(two_ranks: Ranks) -> None:
+    two_ranks.run(_from_outside)
+
+
 @pytest.mark.filterwarnings("ignore:auto_shard. policy chose nothing")
 def test_what_nothing_initialized_is_named(two_ranks: Ranks) -> None:
     two_ranks.run(_forgotten)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -95,6 +95,16 @@ class TakenWithoutGrad(AsParameters):
         return functional.linear(functional.linear(x, weight / scale), self.second.weight, bias)
 
 
+class TakenInInference(AsParameters):
+    """What it reads there first has no gradient, what it reads behind it has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            largest = float(self.first.weight.shape[0])
+            self.second.weight.abs().max()
+        return self.second(self.first(x) / largest)  # type: ignore[no-any-return]
+
+
 class Mapped(AsParameters):
     """It reads a weight inside of a transform first."""
 
@@ -164,7 +174,7 @@ def _compare(make: Callable[[], nn.Module], backend: str | None) -> None:
 
 @pytest.mark.compat
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-@pytest.mark.parametrize("make", [Recurrent, normed, orthogonal, parametrized, AsParameters, TakenWithoutGrad, Mapped])
+@pytest.mark.parametrize("make", [Recurrent, normed, orthogonal, parametrized, AsParameters, TakenWithoutGrad, TakenInInference, Mapped])
 def test_reads_through_lists_and_parametrizations(two_ranks: Ranks, make: Any, backend: str | None) -> None:
     two_ranks.run(_compare, make, backend)
 
@@ -174,6 +184,72 @@ def test_reads_through_lists_and_parametrizations(two_ranks: Ranks, make: Any, b
 @pytest.mark.parametrize("make", [ComputedAgain, WeighsLosses, TakesOtherData])
 def test_what_a_forward_was_given_is_one_tensor_across_breaks(two_ranks: Ranks, make: Any, backend: str | None) -> None:
     two_ranks.run(_compare, make, backend)
+
+
+class Teacher(nn.Module):
+    """It computes with its own weight, and with another one in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.others: list[dict[str, Any]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for other in ({}, *self.others, {}):
+            x = torch.tanh(torch.func.functional_call(self.inner, other, (x,)))
+        return x
+
+
+def _taught(backend: str | None) -> None:
+    torch.manual_seed(0)
+    unsharded = Teacher()
+    sharded = fully_shard(copy.deepcopy(unsharded))
+    for model in (unsharded, sharded):
+        model.others = [{"weight": model.inner.weight.detach() * times} for times in (2, -3)]
+    run = sharded if backend is None else torch.compile(sharded, backend=backend, fullgraph=True)
+    for call in (unsharded, run):
+        call(torch.ones(2, 6)).pow(2).sum().backward()
+    assert_same_grads(sharded, unsharded)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_another_shard_in_the_place_of_a_parameter(two_ranks: Ranks, backend: str | None) -> None:
+    two_ranks.run(_taught, backend)
+
+
+class ClampsTied(nn.Module):
+    """Two modules that are one unit, of which one writes to the weight that the other reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.first.register_forward_pre_hook(self._clamp)
+
+    @staticmethod
+    @torch.no_grad()
+    def _clamp(module: Any, args: Any) -> None:
+        module.weight.clamp_(-0.1, 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
+
+
+def _clamps_tied(backend: str | None) -> None:
+    torch.manual_seed(0)
+    unsharded = ClampsTied()
+    sharded = copy.deepcopy(unsharded)
+    fully_shard([sharded.first, sharded.second], reshard_after_forward=False)  # or backward gathers what is not clamped
+    fully_shard(sharded)
+    run = sharded if backend is None else torch.compile(sharded, backend=backend, fullgraph=True)
+    for call in (unsharded, run):
+        call(torch.ones(2, 6)).pow(2).sum().backward()
+    assert_same_grads(sharded, unsharded)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_write_in_one_module_of_a_unit_is_read_in_another(two_ranks: Ranks, backend: str | None) -> None:
+    two_ranks.run(_clamps_tied, backend)
 
 
 class Assigns(nn.Module):
@@ -346,6 +422,40 @@ def _hooked_in_forward(backend: str | None) -> None:
 def test_post_accumulate_hooks_that_a_forward_registers(two_ranks: Ranks, backend: str | None) -> None:
     """They change the full gradient, of all reads."""
     two_ranks.run(_hooked_in_forward, backend)
+
+
+def _tripled(param: Any) -> None:
+    param.grad.mul_(3)
+
+
+class HooksADTensor(nn.Linear):
+    """As transformers' layers do that sum gradients over a tensor parallel group, in a forward that breaks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for param in self.parameters():
+            param.register_post_accumulate_grad_hook(_tripled)
+        torch._dynamo.graph_break()
+        weight, bias = (one.to_local() if isinstance(one, DTensor) else one for one in (self.weight, self.bias))
+        return functional.linear(x, weight, bias)
+
+
+def _hooks_a_dtensor(backend: str | None) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    unsharded = HooksADTensor(6, 6)
+    sharded = copy.deepcopy(unsharded)
+    for name, param in unsharded.named_parameters():
+        setattr(sharded, name, nn.Parameter(distribute_tensor(param.detach(), mesh["tp"], [Replicate()])))
+    fully_shard(sharded, mesh=mesh["dp"])
+    run = sharded if backend is None else torch.compile(sharded, backend=backend)
+    for call in (unsharded, run):
+        call(torch.ones(2, 6)).pow(2).sum().backward()
+    assert_same_grads(sharded, unsharded)
+
+
+@pytest.mark.parametrize("backend", [None, "inductor"])
+def test_a_hook_on_a_dtensor_in_a_forward_that_breaks(two_ranks: Ranks, backend: str | None) -> None:
+    two_ranks.run(_hooks_a_dtensor, backend)
 
 
 class HooksARead(nn.Linear):

@@ -36,6 +36,11 @@ def dtensor_of(
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
+def versions_of(tensor: Any) -> list[int]:
+    """How often it was written to: a write to the DTensor counts there, one to its local tensor here."""
+    return [0 if one.is_inference() else one._version for one in (tensor, local_tensor(tensor))]
+
+
 def local_tensor(param: DTensor) -> torch.Tensor:
     """This rank's part of a parameter, without a gradient (``_local_tensor``: 2.11 to 2.15, in graphs too)."""
     return param._local_tensor

@@ -112,8 +112,8 @@ def is_tracing() -> bool:
     return output_being_traced() is not None
 
 
-def written_while_traced(tensor: torch.Tensor) -> bool:
-    """Whether what Dynamo is tracing has written to a tensor that is an input of its graph.
+def num_writes_traced(tensor: torch.Tensor) -> int:
+    """How often what Dynamo is tracing has written to a tensor that is an input of its graph, or more.
 
     ``FakeTensorConverter._get_memo``, ``OutputGraph.tracers``, ``meta["example_value"]``: 2.11 to 2.15. Versions do not
     tell of ``_foreach`` ops on a DTensor.
@@ -121,10 +121,10 @@ def written_while_traced(tensor: torch.Tensor) -> bool:
     output = output_being_traced()
     fake = None if output is None else output.fake_mode.fake_tensor_converter._get_memo(tensor)
     if fake is None:
-        return False
+        return 0
     inputs = output.tracers[0].graph.find_nodes(op="placeholder")
     users = [user for node in inputs if node.meta.get("example_value") is fake for user in node.users]
-    return fake._version > 0 or any(_writes(user) for user in users)
+    return int(fake._version) + sum(_writes(user) for user in users)
 
 
 def _writes(node: torch.fx.Node) -> bool:

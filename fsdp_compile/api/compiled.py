@@ -84,6 +84,9 @@ def stand_before_wrappers(model: nn.Module) -> None:
             _stand_before_wrapper(wrapper)
 
 
+dynamo.leave_all_to_python(stand_before_wrappers)
+
+
 def _stand_before_wrapper(wrapper: Any) -> None:
     if type(dynamo.behind_compile(wrapper)).__call__ is not nn.Module.__call__:
         return  # the wrapper compiled a call of its class's own, which is to run

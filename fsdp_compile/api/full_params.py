@@ -240,12 +240,11 @@ class _Swapped:
 
         With gradients theirs too: ``zero_grad`` of an optimizer drops them, or writes zeros.
         """
-        held: list[Tensor] = [self.shard]
+        held: list[Any] = [self.shard]
         if self.with_grads and self.shard.grad is not None:
             held.append(self.shard.grad)
-        both = [one for tensor in held for one in (tensor, dtensors.local_tensor(tensor))]  # type: ignore[arg-type]
         same_grad = self.grad is (self.shard.grad if self.with_grads else None)
-        return same_grad, *(one._version for one in both if not one.is_inference())
+        return same_grad, *(version for tensor in held for version in dtensors.versions_of(tensor))
 
     @property
     def name(self) -> str:

@@ -128,8 +128,9 @@ def initialize_all(
 ) -> None:
     """Make the calls, each with full parameters; an error in one is raised on every rank, after the last gather.
 
-    Gathering is a collective: units and **missing** are in an order that is the same on every rank. What no call has
-    had, or has written to from outside of its unit, has no values to gather.
+    Gathering is a collective: units and **missing** are in an order that is the same on every rank. What no call of a
+    module's own has had, those of modules around it included, has no values to gather. (A user's function may write
+    anywhere.)
     """
     owners: dict[Place, Unit] = {}
     for unit in units:
@@ -142,12 +143,7 @@ def initialize_all(
     there: list[Unit] = []
     failed: tuple[nn.Module, Exception] | None = None
     done: set[Place] = set()
-    unwritten = {
-        param: param.shard._version
-        for unit in units
-        for param in unit.params
-        if all((slot.module, slot.name) in order for slot in param.slots) and not param.shard.is_inference()
-    }
+    had: set[nn.Module] = set()
     with ExitStack() as scope:
         for module, places in steps:
             touched = {module, *(one for one, _ in places)}
@@ -155,8 +151,12 @@ def initialize_all(
             its = sorted(used, key=turns.__getitem__)
             if its and its != there:
                 scope.close()
-                asked = [param for unit in its for param in unit.params if param in unwritten]
-                without_values = [param for param in asked if unwritten.pop(param) == param.shard._version]
+                params = [param for unit in its if isinstance(initialize, Own) for param in unit.params]
+                without_values = [
+                    param
+                    for param in params
+                    if all((slot.module, slot.name) in order and slot.module not in had for slot in param.slots)
+                ]
                 scope.enter_context(swapped_in(its, writeback=True, without_values=without_values))
                 there = its
             with _whole(sorted((one for one in places if one in order), key=order.__getitem__), done):
@@ -165,6 +165,7 @@ def initialize_all(
                         initialize(module)
                     except Exception as error:
                         failed = module, error
+            had.update(module.modules())
     _raise_everywhere(failed)
 
 

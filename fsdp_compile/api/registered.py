@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch_compat import dynamo
+from .._torch_compat import dynamo, traced_frames
 from ..core.extension import halves_of
 from ..core.param import READS, ShardedParam, beside
-from ..core.unit import Unit
+from ..core.unit import CALLS, Unit
 from ..eager.forward import call_of
-from ..graph.watch import call_being_traced
 
 
 class Registered(dict):  # type: ignore[type-arg]
@@ -121,8 +120,8 @@ def _take_hooks(full: Tensor, param: ShardedParam, owner: Unit) -> None:
         if dynamo.is_at_work() and owner.given is None:
             raise RuntimeError(
                 f"{param.fqn}: register_post_accumulate_grad_hook was called in a forward that torch.compile compiles "
-                "in parts, whose graphs gather the parameter for themselves. Leave the module that calls it out of "
-                "what is compiled: torch.compiler.disable(module)."
+                "in parts, whose graphs have their own tensors for the parameter. Leave the module that calls it out "
+                "of what is compiled: torch.compiler.disable(module)."
             )
         tensor: Any = reference()
         stand_in = tensor.detach()
@@ -177,7 +176,7 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
     def traced(self, name: str) -> bool:
         """Whether such a forward runs, or is traced, where Dynamo traces the code that asks."""
         owner = self._owner(name)
-        return owner is not None and (call_of(owner) is not None or call_being_traced(owner) is not None)
+        return owner is not None and (call_of(owner) is not None or traced_frames.traces_call_of(owner.modules, CALLS))
 
     def traced_gave(self, name: str) -> bool:
         """Whether traced code writes back to a parameter's name what a read of it gave."""

@@ -133,10 +133,10 @@ class Unit:
 
     def give(self, fulls: tuple[torch.Tensor | None, ...] | None) -> None:
         """Have compiled reads take full parameters, or, with None, gather for themselves again."""
-        self.given = fulls
-        for full in fulls or ():
+        for full in self.given or ():
             if full is not None:
-                full._is_param = True  # type: ignore[attr-defined]  # to Dynamo, as what the eager path reads is
+                vars(full).pop("register_post_accumulate_grad_hook", None)  # which a graph may have left there: a cycle
+        self.given = fulls
         for place, param in enumerate(self.params):
             param.put_beside("full", None if fulls is None else fulls[place])
 

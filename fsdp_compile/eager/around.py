@@ -97,6 +97,9 @@ def can_give(unit: Unit) -> bool:
     return unit.gives_to_graphs and not autograd.uses_compiled_autograd() and not autograd.in_functorch()
 
 
+dynamo.leave_all_to_python(can_give, Unit.give)
+
+
 @_not_traced
 def _give_all(call: Call) -> None:
     """Have the reads of compiled code take what is gathered."""

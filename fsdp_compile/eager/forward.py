@@ -207,11 +207,11 @@ def eager_read(module: nn.Module, name: str, param: Any) -> Any:
     if read_observers and (call is not None or owner.runs_forward or reader.runs_forward):
         for observe in read_observers:
             observe(module, name)
-    if call is not None:
+    if call is not None and param is sharded.shard:  # and no other one, which functional_call puts there
         gathered = read(call, sharded.fqn)
         return param if gathered is None else gathered
     if owner.runs_forward or reader.runs_forward:
-        # A compiled forward is running around this read, or only another unit's: gather just this one.
+        # A compiled forward is running around this read, or only another unit's, or nobody gathered it: just this one.
         require_data(sharded.fqn, param)
         return BY_MARKER
     return param

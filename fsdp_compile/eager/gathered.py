@@ -91,9 +91,7 @@ class Gathered:
             self.free()
 
     def _current_versions(self) -> list[int]:
-        # A write to the DTensor counts there, a write to its local tensor here.
-        tensors = [tensor for shard in self.shards for tensor in (shard, dtensors.local_tensor(shard))]
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+        return [version for shard in self.shards for version in dtensors.versions_of(shard)]
 
     def spec_for(self, index: int, grad: Tensor) -> ParamSpec:
         """What a parameter's gradient travels and arrives in: with ``grad_dtype=None``, what autograd produced."""

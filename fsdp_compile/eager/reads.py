@@ -50,7 +50,7 @@ def read(call: Call, fqn: str) -> Any:
 
 
 def read_all(call: Call) -> list[Tensor]:
-    """Every gathered parameter, as a plain tensor, for a graph that runs inside the call.
+    """Every gathered parameter, as reads give it, for a graph that runs inside the call.
 
     They have one node: the graph has one as well, whose backward is through with all of them at once. And a parameter
     that the graph did not take has its part in that backward, or its unit would wait for it to the end.
@@ -65,7 +65,7 @@ def read_all(call: Call) -> list[Tensor]:
         for index, full in zip(new, outputs):
             _have_read(call, index, True, full)
     given = [
-        call.plain[index, True] if recorded[index] else param.carry(fulls[index])
+        call.tensors[index, True] if recorded[index] else param.as_read(fulls[index])
         for index, param in enumerate(call.gathered.params)
     ]
     for full in given:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dtensors, dynamo
 from .._torch_compat.autograd import uses_compiled_autograd
@@ -29,15 +28,11 @@ def traced_read(param: Any, sink: Sink, watch: Watch, fqn: str, mesh: DeviceMesh
     in_front = traced and watch.begin_in_front()
     gather = watch.gather(fqn)
     full = torch.ops.fsdpc.unshard(*given, **watch.spec(fqn)) if gather is None else gather(*given)
-    full = wrapped(full, watch.wrap(fqn), mesh)
+    wrap = watch.wrap(fqn)
+    full = full if wrap is None else wrap(full, mesh)
     if in_front:
         watch.end_in_front()
     return full
-
-
-def wrapped(full: Any, wrap: Callable[..., DTensor] | None, mesh: DeviceMesh | None) -> Any:
-    """What is gathered, as the DTensor that the parameter was before fully_shard, if it was one."""
-    return full if wrap is None else wrap(full, mesh)
 
 
 def as_computed_with(param: Any, sink: Sink, watch: Watch, fqn: str) -> Any:
@@ -87,6 +82,8 @@ def make(eager_read):
     def read(self):
         traced = torch.compiler.is_dynamo_compiling()
         takes = self.{watch}.takes(self.{fqn}) if traced else None
+        if takes == "full":
+            return self.{full}
         if takes is None:
             param = dict.get(self._parameters, {name!r}, MISSING)
             if param is MISSING:
@@ -102,23 +99,17 @@ def make(eager_read):
         if traced and watch.gives_again(fqn, "full"):
             return full
         mesh = self.{mesh} if watch.takes_mesh(fqn) else None
-        if takes == "full":
-            full, wrap = self.{full}, watch.wrap(fqn)
-            if wrap is None:
-                return full
-            full = wrap(full, mesh)
+        if takes is not None:
+            names = watch.names(fqn)
+            param = takes, self.{local} if names is None else taken_apart(self.{local}, names), self.{edge}
+        if torch.is_grad_enabled() or not watch.records():
+            full = traced_read(param, self.{sink}, watch, fqn, mesh, traced)
         else:
-            if takes is not None:
-                names = watch.names(fqn)
-                param = takes, self.{local} if names is None else taken_apart(self.{local}, names), self.{edge}
-            if torch.is_grad_enabled() or not watch.records():
+            with torch.enable_grad():
                 full = traced_read(param, self.{sink}, watch, fqn, mesh, traced)
-            else:
-                with torch.enable_grad():
-                    full = traced_read(param, self.{sink}, watch, fqn, mesh, traced)
-            for one in watch.carries(fqn):
-                setattr(full, one, self.{carried}[one])
-            full._is_param = True
+        for one in watch.carries(fqn):
+            setattr(full, one, self.{carried}[one])
+        full._is_param = True
         if traced:
             watch.keep(fqn, "full")
         return full

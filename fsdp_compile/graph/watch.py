@@ -26,7 +26,7 @@ from ..core.exchange import say_compiling
 from ..core.param import ReadSpec, ShardedParam, Slot
 from ..core.shared import shared
 from ..core.stored import wrapper
-from ..core.unit import CALLS, Unit
+from ..core.unit import Unit
 from .extension import extended_gather
 from .sink import follow_mode
 
@@ -102,7 +102,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
             return None
         if taken[0] == "full":
             dynamo.note_free_to_save()
-        elif dynamo.written_while_traced(param.shard):
+        elif dynamo.num_writes_traced(param.shard):
             return "registered"
         return taken[0]
 
@@ -155,20 +155,23 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         return bool(calls[-1].records) if calls else dynamo.traces_with_grad()
 
     def keep(self, fqn: str, local: str) -> None:
-        """Have what a read gave be an ``nn.Parameter``, and what later reads of the same call give."""
-        traced_frames.keep(*self._call_and_read(fqn), local)
+        """Have what a read gave be an ``nn.Parameter``, and what later reads in the same graph give."""
+        traced_frames.keep(self._read(fqn), local)
 
     def gives_again(self, fqn: str, local: str) -> bool:
-        """Whether the call has read the parameter before; ``local`` is then what it was given."""
-        return traced_frames.give_again(*self._call_and_read(fqn), local)
+        """Whether the graph has read the parameter before; ``local`` is then what it was given."""
+        return traced_frames.give_again(self._read(fqn), local)
 
     def gave(self, fqn: str, local: str) -> bool:
-        """Whether ``local`` is what the call was given of the parameter."""
-        return traced_frames.was_kept(*self._call_and_read(fqn), local)
+        """Whether ``local`` is what the graph was given of the parameter."""
+        return traced_frames.was_kept(self._read(fqn), local)
 
-    def _call_and_read(self, fqn: str) -> tuple[Any, Any]:
-        unit, _ = self._of(fqn)
-        return call_being_traced(unit), (fqn, torch.is_grad_enabled() or self.records())
+    def _read(self, fqn: str) -> Any:
+        """What two reads must have in common to give one tensor: of what, in which mode, after how many writes."""
+        _, param = self._of(fqn)
+        registered = traced_frames.node_of("param")  # of a read that is not by what ``takes`` says
+        has_grad = torch.is_grad_enabled() or self.records()
+        return param, registered, has_grad, traced_frames.in_inference_mode(), dynamo.num_writes_traced(param.shard)
 
     def follow_mode(self) -> None:
         """The eager path changed what becomes of gradients: have what graphs need for that."""
@@ -234,14 +237,6 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
         return self  # Dynamo of torch 2.11 keeps a copy
-
-
-def call_being_traced(unit: Unit) -> Any:
-    """The frame that is a call of the unit where Dynamo traces; None outside of all of its calls."""
-    frame = traced_frames.call_of(unit.modules, CALLS)
-    if frame is None and unit.running is not None and unit.running.calls:  # Python made the call, around what is traced
-        return traced_frames.outermost()
-    return frame
 
 
 def _was_replaced(param: ShardedParam) -> bool:
