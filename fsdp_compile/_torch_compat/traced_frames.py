@@ -15,8 +15,8 @@ from .dynamo import output_being_traced, trace_region_anew
 
 _ENTER = torch.autograd.grad_mode._enter_inference_mode
 
-# Results by what they are of, for each graph that Dynamo writes.
-_kept: weakref.WeakKeyDictionary[torch.fx.Graph, dict[Any, Any]] = weakref.WeakKeyDictionary()
+# Results by what they are of, for each outermost frame, which goes when its graph is written; they hold the graph.
+_kept: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def traces_call_of(modules: Sequence[nn.Module], files: Collection[str]) -> bool:
@@ -47,7 +47,7 @@ def keep(what: Any, local: str) -> None:
     elif variable.class_type is torch.Tensor:
         variable.class_type = nn.Parameter
     if not in_functorch():
-        _kept.setdefault(output_being_traced().tracers[0].graph, {})[what] = variable
+        _kept.setdefault([*_frames()][-1], {})[what] = variable
 
 
 def give_again(what: Any, local: str) -> bool:
@@ -99,7 +99,8 @@ def _kept_of(what: Any) -> Any:
     Dynamo takes nodes back that it cannot go on with. ``Node._erased``, ``Proxy.tracer``, ``tracers``: 2.11 to 2.15.
     """
     output = output_being_traced()
-    variable = None if output is None else _kept.get(output.tracers[0].graph, {}).get(what)
+    frames = [*_frames()]
+    variable = _kept.get(frames[-1], {}).get(what) if frames else None
     if variable is None:
         return None
     proxy = variable.as_proxy()
