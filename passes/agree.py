@@ -44,7 +44,7 @@ class Agreement:
             self._check(plan, groups)
 
     def check_graph(self, text: GraphText) -> None:
-        """The same of what a graph is about to launch, which runs for the first time."""
+        """Compare the launches of a graph with those on the other ranks, before it runs for the first time."""
         self._check(_plan_of(text), text.groups)
 
     def _check(self, plan: Plan, groups: Iterable[str]) -> None:
@@ -80,7 +80,7 @@ class Agreement:
 
 
 def _plan_of(text: GraphText) -> Plan:
-    """What a graph launches, in its order."""
+    """A plan that has the launches of a graph, as its text lists them, in their order."""
     found: dict[str, list[Bucket]] = {"gather": [], "reduce": []}
     order: list[tuple[str, int]] = []
     for launch in text.launches:

@@ -58,6 +58,16 @@ def assert_same_grads(sharded: nn.Module, unsharded: nn.Module, atol: float = 1e
         torch.testing.assert_close(full(param.grad), expected, atol=atol, rtol=rtol, msg=lambda text: f"{fqn}: {text}")  # noqa: B023
 
 
+def compare_one_step(
+    unsharded: nn.Module, sharded: nn.Module, inputs: Tensor, backend: str | None, fullgraph: bool = True
+) -> None:
+    """Run both forward and backward on the same batch, the sharded one compiled with a backend; compare gradients."""
+    run = sharded if backend is None else torch.compile(sharded, backend=backend, fullgraph=fullgraph)
+    for call in (unsharded, run):
+        call(inputs).pow(2).sum().backward()
+    assert_same_grads(sharded, unsharded)
+
+
 def assert_same_params(sharded: nn.Module, unsharded: nn.Module, atol: float = 1e-6, rtol: float = 1e-4) -> None:
     for (fqn, ours), (expected_fqn, theirs) in zip(sharded.named_parameters(), unsharded.named_parameters()):
         assert fqn == expected_fqn

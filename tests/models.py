@@ -42,6 +42,19 @@ class BreakBlock(Block):
         return x + self.down(torch.relu(hidden))
 
 
+class Apart(nn.Module):
+    """Two layers, and a graph break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.last(x)  # type: ignore[no-any-return]
+
+
 class Stack(nn.Module):
     """Embedding, blocks in a loop, norm and head; tied on request."""
 

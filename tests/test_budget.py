@@ -31,7 +31,7 @@ from fsdp_compile.passes.settle import Decision, Settled
 from fsdp_compile.passes.trial import trial_of
 from tests.comparing import assert_same_grads
 from tests.compiling import passes
-from tests.models import Stack, pair, shard
+from tests.models import Apart, Stack, pair, shard
 from tests.ranks import Ranks
 from tests.test_cost import TOY
 from tests.test_passes import Builder, spec
@@ -314,19 +314,6 @@ def test_a_budget_that_nothing_fits_into_is_met_as_well_as_can_be(fake_group_of_
     (said,) = [str(one.message) for one in seen if "memory_budget is" in str(one.message)]
     assert f"({plan.choice.chosen.peak_bytes:,} bytes)" in said
     assert plan.choice.chosen.peak_bytes == min(one.peak_bytes for one in (plan.choice.chosen, *plan.choice.lost))
-
-
-class Apart(nn.Module):
-    """Units that are two graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        torch._dynamo.graph_break()
-        return self.last(x)
 
 
 def test_a_graph_that_is_not_the_step_is_planned_as_without_a_budget(fake_group_of_four: None) -> None:

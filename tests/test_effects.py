@@ -18,7 +18,16 @@ from fsdp_compile.passes.effects import held_behind
 from fsdp_compile.passes.insert import insert
 from fsdp_compile.passes.overlap import overlap
 from fsdp_compile.passes.planner import plan_graph
-from tests.comparing import assert_same_grads, assert_same_params, batches, full, loss_of, mine, reference_backward
+from tests.comparing import (
+    assert_same_grads,
+    assert_same_params,
+    batches,
+    compare_one_step,
+    full,
+    loss_of,
+    mine,
+    reference_backward,
+)
 from tests.compiling import compiled
 from tests.models import pair
 from tests.ranks import Ranks
@@ -178,10 +187,7 @@ def _reads_again(backend: str | None) -> None:
         torch.manual_seed(0)
         unsharded = kind(8, 8)
         sharded = fully_shard(copy.deepcopy(unsharded))
-        run = sharded if backend is None else torch.compile(sharded, backend=backend, fullgraph=True)
-        for call in (unsharded, run):
-            call(torch.ones(2, 8)).pow(2).sum().backward()
-        assert_same_grads(sharded, unsharded)
+        compare_one_step(unsharded, sharded, torch.ones(2, 8), backend)
 
 
 @pytest.mark.compat

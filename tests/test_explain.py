@@ -22,6 +22,7 @@ from fsdp_compile.passes.replay import QUEUED, Compute, Event, Launch, Wait, sim
 from fsdp_compile.passes.verdicts import COMPUTE, DEPENDENCY, HIDDEN, MEMORY, ORDER, Verdict, Verdicts
 from fsdp_compile.tools.apart import why_apart
 from tests.compiling import passes
+from tests.models import Apart
 from tests.test_budget import five_products
 from tests.test_cost import TOY
 from tests.test_passes import spec
@@ -293,25 +294,14 @@ def test_owners_at_the_peak_are_called_by_what_they_hold() -> None:
     assert highest.peak_at.startswith(f"{highest.events[highest.alive.index(max(highest.alive))]} (")
 
 
-class Broken(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        torch._dynamo.graph_break()
-        return self.last(x)
-
-
 @pytest.mark.usefixtures("fake_group_of_four")
 def test_what_ran_eagerly_is_said_with_its_reason() -> None:
     torch._dynamo.reset()
-    model = Broken()
+    model = Apart()
     fully_shard(model)
     found = explain(torch.compile(model, backend=passes), torch.randn(4, 8))
-    assert any("Broken" in one and "graph_break" in one for one in found.eagerly), found.eagerly
-    assert any("1 unit ((root) (Broken)): compiled" in one or "1 unit ((Broken))" in one for one in found.eagerly), found.eagerly
+    assert any("Apart" in one and "graph_break" in one for one in found.eagerly), found.eagerly
+    assert any("1 unit ((Apart)): compiled by themselves, or in parts, " in one for one in found.eagerly), found.eagerly
 
 
 def test_the_model_must_be_one() -> None:

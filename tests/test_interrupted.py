@@ -227,7 +227,7 @@ def _odd_output(backend: str | None) -> None:
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_an_output_that_cannot_be_looked_through(two_ranks: Ranks, backend: str | None) -> None:
-    """The forward raises at its end, and then it is over."""
+    """The unit's forward raises while it ends. Afterwards no forward runs, and the next step is right."""
     two_ranks.run(_odd_output, backend)
 
 

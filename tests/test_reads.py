@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_compile
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from fsdp_compile.eager import forward as eager
-from tests.comparing import assert_same_grads, full
+from tests.comparing import assert_same_grads, compare_one_step, full
 from tests.compiling import no_kernels_built, num_graphs
 from tests.models import Fault
 from tests.ranks import Ranks
@@ -96,13 +96,12 @@ class TakenWithoutGrad(AsParameters):
 
 
 class TakenInInference(AsParameters):
-    """What it reads there first has no gradient, what it reads behind it has."""
+    """Its first read of a weight is in inference mode and has no gradient; the second read has one."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.inference_mode():
-            largest = float(self.first.weight.shape[0])
             self.second.weight.abs().max()
-        return self.second(self.first(x) / largest)  # type: ignore[no-any-return]
+        return self.second(self.first(x))  # type: ignore[no-any-return]
 
 
 class Mapped(AsParameters):
@@ -151,7 +150,7 @@ class WeighsLosses(AsParameters):
 
 
 class TakesOtherData(AsParameters):
-    """A second write of the same changes nothing, for what an unsharded module was given stays."""
+    """Its write gives the same result each time, since the write stays in an unsharded module, and not in a sharded one."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.first.weight.data = self.first.weight.data.clamp(-0.1, 0.1)
@@ -206,10 +205,7 @@ def _taught(backend: str | None) -> None:
     sharded = fully_shard(copy.deepcopy(unsharded))
     for model in (unsharded, sharded):
         model.others = [{"weight": model.inner.weight.detach() * times} for times in (2, -3)]
-    run = sharded if backend is None else torch.compile(sharded, backend=backend, fullgraph=True)
-    for call in (unsharded, run):
-        call(torch.ones(2, 6)).pow(2).sum().backward()
-    assert_same_grads(sharded, unsharded)
+    compare_one_step(unsharded, sharded, torch.ones(2, 6), backend)
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
@@ -218,7 +214,7 @@ def test_another_shard_in_the_place_of_a_parameter(two_ranks: Ranks, backend: st
 
 
 class ClampsTied(nn.Module):
-    """Two modules that are one unit, of which one writes to the weight that the other reads."""
+    """Its two layers are one unit and share a weight. The first layer writes to the weight, the second reads it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,10 +237,7 @@ def _clamps_tied(backend: str | None) -> None:
     sharded = copy.deepcopy(unsharded)
     fully_shard([sharded.first, sharded.second], reshard_after_forward=False)  # or backward gathers what is not clamped
     fully_shard(sharded)
-    run = sharded if backend is None else torch.compile(sharded, backend=backend, fullgraph=True)
-    for call in (unsharded, run):
-        call(torch.ones(2, 6)).pow(2).sum().backward()
-    assert_same_grads(sharded, unsharded)
+    compare_one_step(unsharded, sharded, torch.ones(2, 6), backend)
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
@@ -447,10 +440,7 @@ def _hooks_a_dtensor(backend: str | None) -> None:
     for name, param in unsharded.named_parameters():
         setattr(sharded, name, nn.Parameter(distribute_tensor(param.detach(), mesh["tp"], [Replicate()])))
     fully_shard(sharded, mesh=mesh["dp"])
-    run = sharded if backend is None else torch.compile(sharded, backend=backend)
-    for call in (unsharded, run):
-        call(torch.ones(2, 6)).pow(2).sum().backward()
-    assert_same_grads(sharded, unsharded)
+    compare_one_step(unsharded, sharded, torch.ones(2, 6), backend, fullgraph=False)
 
 
 @pytest.mark.parametrize("backend", [None, "inductor"])
@@ -468,10 +458,7 @@ def _hooks_a_read(backend: str | None) -> None:
     torch.manual_seed(0)
     unsharded = HooksARead(6, 6)
     sharded = fully_shard(copy.deepcopy(unsharded))
-    run = sharded if backend is None else torch.compile(sharded, backend=backend, fullgraph=True)
-    for call in (unsharded, run):
-        call(torch.ones(2, 6)).pow(2).sum().backward()
-    assert_same_grads(sharded, unsharded)
+    compare_one_step(unsharded, sharded, torch.ones(2, 6), backend)
 
 
 @pytest.mark.skipif(find_spec("torch._higher_order_ops.register_hook") is None, reason="torch 2.11 has no op for hooks")
@@ -507,10 +494,7 @@ def _same(backend: str | None) -> None:
     torch.manual_seed(0)
     unsharded = Same()
     sharded = fully_shard(copy.deepcopy(unsharded))
-    run = sharded if backend is None else torch.compile(sharded, backend=backend, fullgraph=True)
-    for call in (unsharded, run):
-        call(torch.arange(8)).pow(2).sum().backward()
-    assert_same_grads(sharded, unsharded)
+    compare_one_step(unsharded, sharded, torch.arange(8), backend)
 
 
 @pytest.mark.skipif(find_spec("torch._higher_order_ops.register_hook") is None, reason="torch 2.11 has no op for hooks")

@@ -61,7 +61,7 @@ def give_again(what: Any, local: str) -> bool:
 
 
 def was_kept(what: Any, local: str) -> bool:
-    """Whether ``local``, of the innermost frame that has it, is what was kept."""
+    """Whether the tensor that was kept is the value of the local variable, in the innermost frame that has it."""
     variable = _kept_of(what)
     found = _variable(next((one for one in _frames() if local in one.symbolic_locals), None), local)
     if found is None or variable is None:

@@ -17,6 +17,7 @@ from .unit_forward import as_given, as_taken, with_code_of_its_own
 
 CALLS.add(__file__)
 
+
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make ``module.method_name`` a second forward: parameters are gathered before it and freed after it."""
     module = dynamo.behind_compile(module)  # where the wrapper looks for its methods

@@ -109,7 +109,7 @@ def register(module: nn.Module) -> tuple[str, ...]:
     return absent
 
 
-def _take_hooks(full: Tensor, param: ShardedParam, owner: Unit) -> None:
+def _take_hooks(full: Tensor, fqn: str, owner: Unit) -> None:
     """Make a full parameter accept post-accumulate hooks. Under FSDP2 it is a leaf, which accepts them.
 
     transformers registers some in forward, to sum gradients over a tensor parallel group.
@@ -119,7 +119,7 @@ def _take_hooks(full: Tensor, param: ShardedParam, owner: Unit) -> None:
     def register(hook: Callable[[Any], None]) -> Any:
         if dynamo.is_at_work() and owner.given is None:
             raise RuntimeError(
-                f"{param.fqn}: register_post_accumulate_grad_hook was called in a forward that torch.compile compiles "
+                f"{fqn}: register_post_accumulate_grad_hook was called in a forward that torch.compile compiles "
                 "in parts, whose graphs have their own tensors for the parameter. Leave the module that calls it out "
                 "of what is compiled: torch.compiler.disable(module)."
             )
@@ -160,7 +160,7 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
             return registered
         full = getattr(self._module(), name)
         if isinstance(full, Tensor) and full.requires_grad:
-            _take_hooks(full, self._known(name)[0], owner)
+            _take_hooks(full, self._known(name)[0].fqn, owner)
         return full
 
     def shard_behind(self, name: str, value: Any) -> Any:

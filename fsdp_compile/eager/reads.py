@@ -59,7 +59,7 @@ def read_all(call: Call) -> list[Tensor]:
     fulls, shards = call.gathered.wait(), call.gathered.shards
     recorded = [_is_recorded(call, shard) for shard in shards]
     call.read_frozen |= not all(recorded) and torch.is_grad_enabled()
-    new = [index for index in range(len(shards)) if recorded[index] and (index, True) not in call.plain]
+    new = [index for index in range(len(shards)) if recorded[index] and (index, True) not in call.tensors]
     if new:
         outputs = _ReadAll.apply(_recording(call), new, *[_leaf(shards[index]) for index in new])
         for index, full in zip(new, outputs):
@@ -82,7 +82,6 @@ def _is_recorded(call: Call, shard: DTensor) -> bool:
 
 
 def _have_read(call: Call, index: int, recorded: bool, full: Tensor) -> None:
-    call.plain[index, recorded] = full
     read = call.tensors[index, recorded] = call.gathered.params[index].as_read(full)
     if recorded and read is full:
         call.given[index] = TensorWeakRef(full)

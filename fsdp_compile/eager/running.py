@@ -112,7 +112,6 @@ class Call:
         # What reads see, by whether autograd was recording; autograd's nodes refer to the call, so not for longer than
         # a forward runs.
         self.tensors: dict[tuple[int, bool], Any] = {}
-        self.plain: dict[tuple[int, bool], Tensor] = {}  # the same before they are made the DTensors that they were
         # Recorded ones, as long as somebody has them: what backward computes again with them reads the same tensors.
         self.given: dict[int, TensorWeakRef] = {}
         # Weak: which calls await backward must not depend on when cycles are collected, or ranks differ.
@@ -125,7 +124,6 @@ class Call:
     def forget_reads(self) -> None:
         """Let go of the tensors that reads saw; whoever needs one holds it."""
         self.tensors.clear()
-        self.plain.clear()
         self.recording = None  # what is recomputed for backward may never get gradients
 
 
