@@ -11,6 +11,7 @@ import argparse
 import copy
 import functools
 import gc
+import statistics
 import sys
 import time
 import warnings
@@ -233,12 +234,12 @@ def measure(kind: type[Subject], size: int, layout: str, left_out: Collection[st
     warnings.simplefilter("ignore")
     for _, call in kind(2, layout).operations():
         call()  # imports what it needs
-    gc.collect()
-    gc.freeze()  # collections look at what is made from here on, and not at half a million objects of torch's
     subject = kind(size, layout)
     seconds: dict[str, float] = {}
     for name, call in subject.operations():
         if name not in left_out or name.startswith(NEEDED):
+            gc.collect()
+            gc.freeze()  # collections in a call look at what that call makes, and not at what all before it left
             began = time.process_time()
             call()
             seconds[name] = time.process_time() - began
@@ -247,14 +248,18 @@ def measure(kind: type[Subject], size: int, layout: str, left_out: Collection[st
 
 
 def compared(
-    ranks: Ranks, pair: str, layout: str, sizes: Sequence[int], show: Callable[[str], None]
+    ranks: Ranks, pair: str, layout: str, sizes: Sequence[int], repeats: int, show: Callable[[str], None]
 ) -> dict[str, list[Cell]]:
-    """By operation, the seconds of ours and of torch's at each size."""
+    """By operation, the seconds of ours and of torch's at each size: medians of several models, one after another."""
     rows: dict[str, list[Cell]] = {}
     too_slow: set[str] = set()
     for size in sizes:
         show(f"{pair}, {layout}: {size} parameters")
-        taken, their = (ranks.run(measure, kind, size, layout, too_slow, limit_s=3600)[0] for kind in PAIRS[pair])
+        runs: list[list[dict[str, float]]] = [[], []]
+        for _ in range(repeats):  # ours and theirs in turn, so that both meet the same neighbours
+            for kind, its in zip(PAIRS[pair], runs):
+                its.append(ranks.run(measure, kind, size, layout, too_slow, limit_s=3600)[0])
+        taken, their = ({name: statistics.median(one[name] for one in its) for name in its[0]} for its in runs)
         for name in dict.fromkeys([*rows, *taken]):
             rows.setdefault(name, []).append((taken[name], their[name]) if name in taken else None)
         too_slow |= {name for of_one in (taken, their) for name, seconds in of_one.items() if seconds > PATIENCE_S}
@@ -277,6 +282,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes alone, to see that it runs")
     parser.add_argument("--sizes", type=int, nargs="+")
+    parser.add_argument("--repeats", type=int, default=1, help="models to measure of each kind and size; one varies by half")
     parser.add_argument("--pair", choices=list(PAIRS), nargs="+", default=list(PAIRS))
     parser.add_argument("--layout", choices=LAYOUTS, nargs="+", default=list(LAYOUTS))
     asked = parser.parse_args()
@@ -287,7 +293,7 @@ def main() -> int:
         for pair in asked.pair:
             for layout in asked.layout:
                 with console.status("") as status:
-                    rows = compared(ranks, pair, layout, sizes, status.update)
+                    rows = compared(ranks, pair, layout, sizes, asked.repeats, status.update)
                 table = Table(title=f"{layout}: seconds of ours / of torch's {pair} = ratio")
                 table.add_column("operation")
                 for size in sizes:

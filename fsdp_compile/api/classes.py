@@ -162,11 +162,13 @@ def refresh(unit: Unit, only: Sequence[ShardedParam] | None = None) -> None:
     params = unit.params if only is None else only
     kinds = [type(param.local) for param in params]
     unit.version += 1
+    unit.num_set_ups += only is None
     unit.watch.specs = None
     for param in params:
         _follow(unit, param)
     if only is not None and kinds != [type(param.local) for param in params]:
         only, params = None, unit.params  # an extension came or went, by which the whole unit goes
+        unit.num_set_ups += 1
     if only is None:
         unit.eager_only = eager_only(unit)
         unit.gives_to_graphs = all(can_be_given(param) for param in unit.params)

@@ -67,6 +67,15 @@ def spec_of(unit: Unit, param: ShardedParam) -> ReadSpec:
     )
 
 
+def spec_key(unit: Unit, param: ShardedParam) -> tuple[Any, ...]:
+    """Where this is as it was, ``spec_of`` would say what it said."""
+    shard, local = param.shard, param.local
+    if type(local) is not torch.Tensor:
+        return unit.num_set_ups, param.version  # an extension may look elsewhere
+    pinned = unit.computes_elsewhere and dtensors.is_pinned(shard)
+    return unit.num_set_ups, shard.dtype, autograd.get_grad_dtype(shard), pinned
+
+
 def _may_slice(unit: Unit, param: ShardedParam) -> ShardMesh | None:
     """Who may hold slices of a parameter from forward to backward, if the plan says so; None where that cannot be."""
     few = unit.may_slice

@@ -71,8 +71,9 @@ class Unit:
     given: tuple[torch.Tensor | None, ...] | None = field(default=None, repr=False)
     # Paths of its modules in the model, as they were when somebody last asked: see ``path_of``.
     paths: dict[nn.Module, str] = field(default_factory=dict, repr=False)
-    # Counts changes of what the specs say.
+    # Counts changes of what the specs say or of the shards, and those of more than single shards.
     version: int = 0
+    num_set_ups: int = 0
     made_after: int = 0  # so many calls of graphs, which cannot have read its parameters
     warned_of_eager: bool = False
     # Whether what torch.compile made of units in it was looked for, after it was sharded.

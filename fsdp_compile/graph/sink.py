@@ -36,7 +36,7 @@ from ..core import grads
 from ..core.accumulation import Mode
 from ..core.hooks import LateHooks
 from ..core.param import ShardedParam
-from ..core.spec import spec_of
+from ..core.spec import spec_key, spec_of
 from ..core.unit import Unit
 from ..passes.markers import ticket_holders
 
@@ -62,14 +62,15 @@ class Sink:
         self.edge_of: int | None = None  # which of the shards that the parameter has had
         self.takes: Literal["edge", "both"] = "both"  # what a graph takes of the parameter while it trains
         self.spec: Any = None  # what the markers say
-        self._spec_of: int | None = None  # the unit's version at which they say so
+        self._key: Any = None  # with which they say so
         self._ready: set[Mode] = set()
 
     def prepare(self, unit: Unit) -> None:
         """Have what a marker in the unit's mode needs; the same as before where it still looks so."""
         mode, device = unit.mode_of(self.param), unit.mesh.device  # gradients that wait stay on the device
-        if unit.version != self._spec_of:
-            self.spec, self._spec_of = spec_of(unit, self.param), unit.version
+        key = spec_key(unit, self.param)
+        if key != self._key:
+            self.spec, self._key = spec_of(unit, self.param), key
             self._ready.clear()
             arrives_at = torch.device("cpu") if self.spec.device else device
             arrives_as = self.spec.local_size, self.spec.grad_dtype, arrives_at
