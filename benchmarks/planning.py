@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_compile
 from benchmarks.worker_process import prime_compiler
 from fsdp_compile.graph.install import JointPass, manager
-from fsdp_compile.passes import AnchorLaunches, PassManager, ScheduleInPlannedOrder
+from fsdp_compile.passes import PassManager
 
 _GIB = 2**30
 
@@ -80,8 +80,6 @@ class Clock:
 OURS = {
     "joint graph: plan, tags": (JointPass, "__call__"),
     "forward and backward: launches, their order": (PassManager, "__call__"),
-    "kernels: launches between products": (AnchorLaunches, "__call__"),
-    "kernels: their order": (ScheduleInPlannedOrder, "__call__"),
 }
 
 

@@ -282,7 +282,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes alone, to see that it runs")
     parser.add_argument("--sizes", type=int, nargs="+")
-    parser.add_argument("--repeats", type=int, default=1, help="models to measure of each kind and size; one varies by half")
+    parser.add_argument("--repeats", type=int, default=1, help="models of each kind and size, since one varies by half")
     parser.add_argument("--pair", choices=list(PAIRS), nargs="+", default=list(PAIRS))
     parser.add_argument("--layout", choices=LAYOUTS, nargs="+", default=list(LAYOUTS))
     asked = parser.parse_args()

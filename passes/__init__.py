@@ -13,10 +13,8 @@
                            overlap  launch a unit ahead, wait at the use
                            check    the result is legal
                            announce the graph says what it launches, before it does
-    --- Inductor lowers ---
-    kernels                anchor   launches stay between the products that they stand between
-    --- Inductor fuses, sorts ---
-    kernels                schedule the same order again, on what will be generated
+                           order    Inductor keeps the order of launches, waits and products
+    --- Inductor lowers, fuses, sorts ---
 
 The list that runs is in manager.py. What a graph would cost, without running it:
 
@@ -33,7 +31,6 @@ With a byte budget, what is kept from forward to backward is chosen by that:
                                            choice     the reasons, which the plan carries
 """
 
-from .anchor import AnchorLaunches as AnchorLaunches
 from .budget import Budget as Budget
 from .choice import Candidate as Candidate
 from .choice import Choice as Choice
@@ -61,6 +58,5 @@ from .replay import Launch as Launch
 from .replay import Timeline as Timeline
 from .replay import Wait as Wait
 from .replay import simulate as simulate
-from .schedule import ScheduleInPlannedOrder as ScheduleInPlannedOrder
 from .source import source_hash as source_hash
 from .spec import ParamSpec as ParamSpec

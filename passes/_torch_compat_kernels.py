@@ -3,94 +3,34 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch._inductor.custom_graph_pass as custom_graph_pass
-from torch._inductor.custom_graph_pass import CustomGraphPass
-
-if TYPE_CHECKING:
-    from torch._inductor.scheduler import BaseSchedulerNode as BaseSchedulerNode  # 2.11 to 2.15
-else:
-    BaseSchedulerNode = Any  # to import it takes a second, which only those who compile should wait
-
-
-# What a pass on kernels must be for Inductor to cache what it made: 2.15. In 2.11 a CustomGraphPass.
-SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)
-
-
-def add_order_dependency(after: BaseSchedulerNode, before: BaseSchedulerNode) -> None:
-    """Make Inductor's later passes keep ``after`` behind ``before``, without keeping a buffer alive.
-
-    ``WeakDep(is_fake=True)`` and ``add_fake_dep``: 2.11 to 2.15; Inductor orders its own collectives with it. What is
-    made of several has no ``add_fake_dep`` of its own, and its ``unmet_dependencies`` are asked.
-    """
-    from torch._inductor.dependencies import WeakDep
-
-    source = next(iter(before.get_buffer_names()), None)
-    target = next(iter(after.get_buffer_names()), None)
-    if source is None or target is None:
-        return
-    dependency = WeakDep(source, mutating_buf=target, is_fake=True)
-    if len(after.get_nodes()) > 1:
-        after.unmet_dependencies.add(dependency)
-    else:
-        after.add_fake_dep(dependency)
 
 
 @functools.cache
-def _temporary_dependency() -> Any:
-    """A class of dependencies for ordering alone, told from Inductor's own (``WeakDep.rename``: 2.11 to 2.15)."""
-    from torch._inductor.dependencies import WeakDep
+def lower_as_dependency(op: torch._ops.OpOverload) -> None:
+    """Have Inductor compute ``node`` behind ``before`` where the graph has ``op(node, before)``, and generate nothing.
 
-    class Temporary(WeakDep):
-        def rename(self, renames: dict[str, str]) -> Temporary:
-            renamed = super().rename(renames)
-            return type(self)(renamed.name, renamed.mutating_buf, renamed.is_fake)
-
-    return Temporary
-
-
-def add_temporary_dependency(after: BaseSchedulerNode, before: BaseSchedulerNode) -> None:
-    """As ``add_order_dependency``, until ``drop_temporary_dependencies``.
-
-    It names no buffer of ``after`` as written: where that reads ``before`` as well, fusion would look for what is
-    overwritten there, and find nothing.
+    Nothing lives longer for it. torch's ``control_deps`` does the same for a node inside of it, and has what that reads
+    written to memory. ``virtualized.V.graph.additional_buffer_deps``, ``operations``, ``current_node``: 2.11 to 2.15.
     """
-    source = next(iter(before.get_buffer_names()), None)
-    if source is not None:
-        after.add_fake_dep(_temporary_dependency()(source, mutating_buf=source, is_fake=True))
-
-
-def drop_temporary_dependencies(snodes: list[BaseSchedulerNode]) -> None:
-    """Forget them, in kernels and in what these were fused from (``unmet_dependencies``: 2.11 to 2.15)."""
-    temporary = _temporary_dependency()
-    for snode in snodes:
-        for part in {snode, *snode.get_nodes()}:
-            for dep in [one for one in part.unmet_dependencies if isinstance(one, temporary)]:
-                part.unmet_dependencies.discard(dep)
-            for dep in [one for one in part.read_writes.reads if isinstance(one, temporary)]:
-                part.read_writes.reads.discard(dep)
-
-
-def free_after_last_reader() -> None:
-    """Have the graph that is being scheduled free each buffer at once, not keep it until a later one fits into it.
-
-    Inductor keeps it where its own estimate of the peak, which counts parts of a concatenation twice, allows that.
-    ``virtualized.V.graph.wrapper_code.memory_plan_reuse``, ``config.allow_buffer_reuse``: 2.11 to 2.15.
-    """
-    from torch._inductor import config
+    from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import V
 
-    wrapper: Any = V.graph.wrapper_code
-    plan = wrapper.memory_plan_reuse
+    def lowering(node: Any, before: Any) -> None:
+        before.realize()
+        node.realize()
+        given: Any = V.graph.current_node.args[0]
+        source = given.args[0] if given.target is operator.getitem else given
+        # The last ones are the node's own: a kernel, what it copies for it, and for a scatter what is written into.
+        for operation in itertools.takewhile(lambda one: source in one.get_origins(), reversed(V.graph.operations)):
+            V.graph.additional_buffer_deps[operation.get_operation_name()].add(before.get_name())
 
-    def plan_without_reuse() -> None:
-        with config.patch(allow_buffer_reuse=False):
-            plan()
-
-    wrapper.memory_plan_reuse = plan_without_reuse
+    register_lowering(op, type_promotion_kind=None)(lowering)
 
 
 @functools.cache
@@ -158,46 +98,6 @@ def lower_as_written(op: torch._ops.OpOverload) -> None:
     register_lowering(op, type_promotion_kind=None)(lowering)
 
 
-def is_collective(snode: BaseSchedulerNode) -> bool:
-    """Whether a kernel launches a collective (``ir._CollectiveKernel``, ``ir._WaitKernel``: 2.11 to 2.15)."""
-    from torch._inductor import ir
-
-    kernels = [part.node for part in snode.get_nodes()]
-    return any(isinstance(one, ir._CollectiveKernel) and not isinstance(one, ir._WaitKernel) for one in kernels)
-
-
-def is_wait(snode: BaseSchedulerNode) -> bool:
-    """Whether a kernel waits for a collective (``ir._WaitKernel``: 2.11 to 2.15)."""
-    from torch._inductor import ir
-
-    return any(isinstance(part.node, ir._WaitKernel) for part in snode.get_nodes())
-
-
-def is_heavy(snode: BaseSchedulerNode) -> bool:
-    """Whether a kernel is a product, a convolution, an attention, an operator that Inductor generates no loops for.
-
-    ``is_extern``, ``is_template``: 2.11 to 2.15.
-    """
-    return snode.is_extern() or snode.is_template()
-
-
-def is_loop_on_cpu(snode: BaseSchedulerNode) -> bool:
-    """Whether Inductor makes a loop for the CPU of a kernel, or nothing (``get_device``: 2.11 to 2.15)."""
-    device = snode.get_device()
-    return not is_heavy(snode) and device is not None and device.type == "cpu"
-
-
-def dependencies_added(snodes: list[BaseSchedulerNode]) -> None:
-    """Tell Inductor what kernels, in topological order, depend on since it looked: its fusion asks for that.
-
-    ``ancestors``, ``get_operation_names``: 2.11 to 2.15.
-    """
-    producer = {name: snode for snode in snodes for name in snode.get_buffer_names()}
-    for snode in snodes:
-        for made in {producer[dep.name] for dep in snode.unmet_dependencies if dep.name in producer} - {snode}:
-            snode.ancestors |= made.get_operation_names() | made.ancestors
-
-
 def cache_folder() -> Path | None:
     """Where Inductor keeps what it compiled, unless it is told not to.
 
@@ -207,42 +107,3 @@ def cache_folder() -> Path | None:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return None if config.force_disable_caches or not config.fx_graph_cache else Path(cache_dir())
-
-
-def is_deterministic() -> bool:
-    """Whether Inductor leaves its scheduler passes out, whatever their switch says (2.11 to 2.15)."""
-    from torch._inductor import config
-
-    return bool(config.deterministic)
-
-
-# Turned on by us: as good as True, and not what a user writes.
-_FOR_OUR_GRAPH = 1.0
-
-
-def switch_scheduler_passes(on: bool) -> None:
-    """Have Inductor call the scheduler passes for the graph that this thread compiles; off, where we turned it on.
-
-    ``config.reorder_for_compute_comm_overlap``: 2.11 to 2.15, in 2.15 one of each thread.
-    """
-    from torch._inductor import config
-
-    switch: object = config.reorder_for_compute_comm_overlap
-    if on and not switch:
-        config.reorder_for_compute_comm_overlap = _FOR_OUR_GRAPH  # type: ignore[assignment]
-    elif not on and switch is not True and switch == _FOR_OUR_GRAPH:
-        config.reorder_for_compute_comm_overlap = False
-
-
-def scheduler_passes() -> list[object]:
-    """What Inductor would call while the switch is on (2.11 to 2.15)."""
-    from torch._inductor import config
-
-    return list(config.reorder_for_compute_comm_overlap_passes)
-
-
-def pre_fusion_pass() -> object:
-    """What Inductor calls on kernels before it fuses them, ``_pre_fusion_custom_pass`` (2.11 to 2.15)."""
-    from torch._inductor import config
-
-    return config._pre_fusion_custom_pass

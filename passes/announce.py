@@ -15,6 +15,7 @@ from __future__ import annotations
 from torch import Tensor, fx
 
 from .collectives import KINDS, is_launch
+from .emit import emit
 from .insert import ROLE, Role
 from .keep import STEP
 from .ledger import GraphText, Launch, Member, begin
@@ -44,8 +45,7 @@ def announce(graph: fx.Graph, plan: Plan) -> int:
         _launches_of_backward(graph, plan) if plan.stage == "forward" else None,
     )
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
-        node = graph.call_function(begin, ([shard for shard, *_ in shards.values()] or inputs[:1], text.dumps()))
-    node.meta["val"] = None
+        emit(graph, begin, [shard for shard, *_ in shards.values()] or inputs[:1], text.dumps())
     return len(launches)
 
 

@@ -45,6 +45,9 @@ assert set(_KIND_OF) == set(LAUNCHES)
 _PICKS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
 
 
+_GROUPED = ("_grouped_mm", "_scaled_grouped_mm")
+
+
 @dataclass(frozen=True)
 class Group:
     """Where the ranks of a process group are: how many in all, and how many of them share a node."""
@@ -213,13 +216,19 @@ def node_flops(node: fx.Node) -> float:
     packet, name = _packet(node)
     if _is_attention(node):
         return _attention_flops(node, is_backward="backward" in name)
-    if name in ("_grouped_mm", "_scaled_grouped_mm"):
+    if name in _GROUPED:
         return _grouped_flops(node)
     formula = _flop_formulas().get(packet)
     if formula is None:
         return 0.0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: _sized(used.meta.get("val")))
     return float(formula(*args, **kwargs, out_val=_sized(node.meta["val"])))
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether a node is a matmul, a convolution or an attention."""
+    packet, name = _packet(node)
+    return packet in _flop_formulas() or name in _GROUPED or _is_attention(node)
 
 
 def _packet(node: fx.Node) -> tuple[Any, str]:

@@ -56,7 +56,7 @@ def fused_away(graph: fx.Graph) -> set[fx.Node]:
         is_shared = len(readers) > 1
         most_reads = _MOST_READS_SHARED if is_shared else _MOST_READS
         is_costly = len(reads) > most_reads or (is_shared and node in heavy)
-        if readers and all(map(_computes_inputs, readers)) and not is_costly:
+        if readers and all(map(computes_inputs, readers)) and not is_costly:
             away[node] = reads
         else:
             heavy.discard(node)  # it is in memory: its readers only load it
@@ -87,7 +87,7 @@ def kernels_of(graph: fx.Graph) -> list[dict[fx.Node, list[fx.Node]]]:
         for source in node.all_input_nodes:
             near |= behind[source]
             far |= far_behind[source]
-            if not is_free(source) and not _computes_inputs(source):
+            if not is_free(source) and not computes_inputs(source):
                 far |= behind[source]
         if not is_free(node) and not is_launch(node):
             sources = dict.fromkeys(map(base_of, inputs_of(node)))
@@ -103,7 +103,7 @@ def kernels_of(graph: fx.Graph) -> list[dict[fx.Node, list[fx.Node]]]:
 
 def _unite(kernel: _Kernel, node: fx.Node, parts: list[fx.Node], computing: dict[fx.Node, list[_Kernel]]) -> None:
     """Make a new kernel, which writes a node, one with all that have a pointwise node in common with it and may be."""
-    if not _computes_inputs(node):
+    if not computes_inputs(node):
         return
     common = dict.fromkeys(parts)
     if node.target is not aten.cat.default:  # which copies what it reads from memory
@@ -165,7 +165,7 @@ def _is_one_hot(node: fx.Node) -> bool:
     return places == sizes
 
 
-def _computes_inputs(node: fx.Node) -> bool:
+def computes_inputs(node: fx.Node) -> bool:
     """Whether a node computes what it reads on the way."""
     is_reduction = compat.has_tag(node.target, torch.Tag.reduction)
     return is_pointwise(node) or is_reduction or node.target is aten.cat.default

@@ -57,17 +57,12 @@ PARAMETER, GRADIENT_OF = "fsdp_parameter", "fsdp_gradient_of"
 
 @dataclass(frozen=True)
 class Role:
-    """What a node does for which bucket, in the meta of every node that this pass adds.
-
-    Inductor's scheduler shows the metadata of the FX nodes behind a kernel and nothing else of ours, so all that the
-    order of kernels depends on stands here.
-    """
+    """What a node does for which bucket, in the meta of every node that this pass adds."""
 
     kind: str  # "gather" or "reduce"; "end" of what waits at the end of a graph
     bucket: int
     unit: str
     turn: int  # of its launch among all launches of the graph
-    lookahead: int
     members: tuple[Member, ...] = ()  # of the bucket
     shown: tuple[int, ...] = ()  # of each unit in it, the first of its members that has rows on every rank
     step: str = ""  # the plan that the graph is a part of
@@ -131,7 +126,6 @@ def _role(kind: str, index: int, plan: Plan, members: Sequence[Marker]) -> Role:
         index,
         bucket.unit,
         plan.turn(kind, index),
-        plan.lookahead,
         named,
         shown,
         step=members[0].spec.step,
@@ -152,7 +146,7 @@ def _wait_at_the_end(graph: fx.Graph, plan: Plan) -> None:
     for copy in copies:
         copy.kwargs = {"wait": False}
     if copies:
-        call = _emitter(graph, graph.output_node(), Role("end", 0, plan.stage, len(plan.order), plan.lookahead))
+        call = _emitter(graph, graph.output_node(), Role("end", 0, plan.stage, len(plan.order)))
         call(wait_for_copies, copies, str(copies[0].args[0].meta["val"].device))  # type: ignore[union-attr]
 
 

@@ -230,18 +230,19 @@ ledger = Ledger()
 note = ledger.note
 
 # It does nothing that a CUDA graph would need to repeat, and must count what is replayed: so it is in none.
-library.define("begin(Tensor[] shards, str text) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
+library.define("begin(Tensor[] shards, str text) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
 begin = torch.ops.fsdpc.begin.default
 torch.fx.node.has_side_effect(begin)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::begin")
-def _begin_fake(shards: Sequence[Tensor], text: str) -> None:
-    return None
+def _begin_fake(shards: Sequence[Tensor], text: str) -> Tensor:
+    return torch.empty(0)
 
 
-def _begin_kernel(shards: Sequence[Tensor], text: str) -> None:
+def _begin_kernel(shards: Sequence[Tensor], text: str) -> Tensor:
     ledger.begin(shards, text)
+    return torch.empty(0)  # the first launch is held behind this
 
 
 library.impl("begin", _begin_kernel, "CompositeExplicitAutograd")

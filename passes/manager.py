@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,6 @@ from torch import fx
 from . import _torch_compat as compat
 from ._torch_compat import CustomGraphPass
 from .agree import Agreement
-from .anchor import anchors_graphs
 from .announce import announce
 from .budget import Budget, plan_within
 from .check import check
@@ -26,6 +24,7 @@ from .insert import insert
 from .keep import follow, keep, let_go
 from .ledger import ledger
 from .merge import merge
+from .order import hold_order
 from .overlap import overlap
 from .packing import let_inductor_call_copies
 from .parts import parts
@@ -45,7 +44,6 @@ from .provenance import (
 )
 from .reasons import BUDGET, GIVEN, TOLD
 from .regather import regather
-from .schedule import leave_graph, schedule_this_graph
 from .settle import Settled
 from .slices import chosen_slices, slices, use_first_gather
 from .source import source_hash
@@ -112,7 +110,6 @@ class PassManager(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Inductor's post-grad hook, called for every graph: markers become collectives."""
-        leave_graph()
         if has_markers(graph):
             let_inductor_see_collectives()
             let_inductor_call_copies()
@@ -127,22 +124,9 @@ class PassManager(CustomGraphPass):
             if stage != "whole":
                 use_first_gather(graph)
             plan = plan_graph(graph, stage)
-            if not schedule_this_graph():
-                warnings.warn(
-                    "Inductor skips our scheduler pass (it is deterministic, or "
-                    "reorder_for_compute_comm_overlap_passes was set after fully_shard), so the order of collectives "
-                    f"in this {stage} graph is Inductor's own, not the planned one. The numbers are right.",
-                    stacklevel=2,
-                )
-            elif plan.order and not anchors_graphs():
-                warnings.warn(
-                    "torch._inductor.config._pre_fusion_custom_pass was set after fully_shard, in place of our pass "
-                    f"that keeps launches where the plan has them, so Inductor may launch collectives of this {stage} "
-                    "graph later than planned. Set it before fully_shard, or call fsdp_compile.install_passes() after "
-                    "it: then both run. The numbers are right.",
-                    stacklevel=2,
-                )
             self._run(graph, stage, plan, ((write_out,) if stage == "whole" else ()) + POST_GRAD_PASSES)
+            step = step_of(graph)
+            hold_order(graph, loops=step is not None and bool(step.recompute))
 
     def joint(self, module: fx.GraphModule, inputs: Any) -> fx.GraphModule:
         """AOTAutograd's joint hook: markers are named, merged and tagged."""

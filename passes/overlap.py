@@ -14,39 +14,34 @@ phases, a whole step, is ordered as if each phase were a graph: the first unit o
 and not while forward still holds it. Launches are in the plan's order, gathers and reductions alike, wherever compute
 went: two ranks that launch in different orders hang. So what is computed for a launch may be pulled ahead for one that
 has its turn later, and a reduction waits for a gather that has its turn before. Inductor fuses and sorts after the FX
-passes, so the same rule is applied once more to what it will generate, through its documented hook for scheduler
-passes.
+passes; order.py holds it to this order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
 from . import _torch_compat as compat
+from .aliases import is_free, tensors_of
 from .collectives import is_launch
 from .effects import held_behind
+from .fusion import computes_inputs
 from .insert import ROLE, Role
 from .phases import phase_of
 from .plan import Plan
 
-T = TypeVar("T", bound=Hashable)
+# In the meta of what computes a large gradient that comes last.
+LARGE_END = "fsdp_large_end"
 
 
 def overlap(graph: fx.Graph, plan: Plan) -> int:
     """Put the FX graph in the planned order; return how many nodes changed their place."""
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    behind = held_behind(nodes)
-    items = Items(
-        order=nodes,
-        deps=lambda node: [*node.all_input_nodes, *behind.get(node, ())],
-        role=lambda node: node.meta.get(ROLE),
-        is_launch=lambda node: ROLE in node.meta and is_launch(node),
-        phase=phase_of,
-    )
-    planned = planned_order(items, plan.lookahead)
+    items = Items(nodes, held_behind(nodes))
+    planned = _loops_together(planned_order(items, plan.lookahead), items)
+    assert_planned(planned, items)
     cursor = next(reversed([node for node in graph.nodes if node.op == "placeholder"]), compat.root_of(graph))
     for node in planned:
         cursor.append(node)
@@ -54,44 +49,39 @@ def overlap(graph: fx.Graph, plan: Plan) -> int:
     return sum(before is not after for before, after in zip(nodes, planned))
 
 
-class Items(Generic[T]):
-    """What the order is made of: FX nodes, or the scheduler's nodes, seen through five questions."""
+class Items:
+    """The nodes of a graph in their order, with what the passes know of them; ``behind`` what each has to stay too."""
 
-    def __init__(
-        self,
-        order: Sequence[T],
-        deps: Callable[[T], Iterable[T]],
-        role: Callable[[T], Role | None],
-        is_launch: Callable[[T], bool],
-        phase: Callable[[T], int],
-    ) -> None:
+    def __init__(self, order: Sequence[fx.Node], behind: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
         self.order = order
         self.position = {item: index for index, item in enumerate(order)}
         known = self.position
-        self.deps = {item: [dep for dep in deps(item) if dep in known and dep is not item] for item in order}
-        self.role = {item: role(item) for item in order}
-        self.launches = {item: its for item in order if (its := self.role[item]) is not None and is_launch(item)}
+        self.deps = {
+            item: [dep for dep in (*item.all_input_nodes, *behind.get(item, ())) if dep in known] for item in order
+        }
+        self.role: dict[fx.Node, Role | None] = {item: item.meta.get(ROLE) for item in order}
+        self.launches = {item: its for item, its in self.role.items() if its is not None and is_launch(item)}
         self.gathers = {item: its for item, its in self.launches.items() if its.kind == "gather"}
         self.reductions = {item: its for item, its in self.launches.items() if its.kind != "gather"}
         self.epilogues, self.second_of = self._follow_reductions()
         self.seconds = set(self.second_of.values())
         self.needs = self._last_launch_needed()
-        self.begins_phase = self._first_of_phases(phase)
+        self.begins_phase = self._first_of_phases()
         self.sends = {item: self._compute_sent(item) for item in self.reductions}
         self.large_end = self._find_large_end()
 
-    def _first_of_phases(self, phase: Callable[[T], int]) -> dict[T, int]:
+    def _first_of_phases(self) -> dict[fx.Node, int]:
         """What computes first in each phase but the first one, of what needs a launch: constants stand anywhere."""
-        first: dict[T, int] = {}
+        first: dict[fx.Node, int] = {}
         last = 0
         for item in self.order:
-            if self.role[item] is None and self.needs[item] >= 0 and phase(item) > last:
-                first[item] = last = phase(item)
+            if self.role[item] is None and self.needs[item] >= 0 and phase_of(item) > last:
+                first[item] = last = phase_of(item)
         return first
 
-    def _compute_sent(self, launch: T) -> list[T]:
+    def _compute_sent(self, launch: fx.Node) -> list[fx.Node]:
         """The compute whose results a launch sends."""
-        found: list[T] = []
+        found: list[fx.Node] = []
         work, seen = list(self.deps[launch]), set()
         while work:
             item = work.pop()
@@ -104,7 +94,7 @@ class Items(Generic[T]):
                 work.extend(self.deps[item])
         return found
 
-    def _find_large_end(self) -> T | None:
+    def _find_large_end(self) -> fx.Node | None:
         """What computes the last gradient, where that is more than all that is reduced of the unit before it.
 
         With less the peak of memory is not there, and what is in flight may stay so: computing hides it.
@@ -118,20 +108,20 @@ class Items(Generic[T]):
             return None
         return max(self.sends[launches[-1]], key=self.position.__getitem__, default=None)
 
-    def _last_launch_needed(self) -> dict[T, int]:
+    def _last_launch_needed(self) -> dict[fx.Node, int]:
         """For each item, the last turn among the launches that it comes from; -1 of one that needs none."""
-        needs: dict[T, int] = {}
+        needs: dict[fx.Node, int] = {}
         for item in self.order:
             own = self.launches[item].turn if item in self.launches and item not in self.seconds else -1
             # What a launch waits for besides data may stand behind it still, and needs no launch.
             needs[item] = max([own, *(needs.get(dep, -1) for dep in self.deps[item])])
         return needs
 
-    def _follow_reductions(self) -> tuple[dict[T, list[T]], dict[T, T]]:
+    def _follow_reductions(self) -> tuple[dict[fx.Node, list[fx.Node]], dict[fx.Node, fx.Node]]:
         """What follows from a launch: its wait, divisions, slices; and the second launch of a bucket that has two."""
-        epilogues: dict[T, list[T]] = {launch: [] for launch in self.reductions}
-        seconds: dict[T, T] = {}
-        owner: dict[T, T] = {}
+        epilogues: dict[fx.Node, list[fx.Node]] = {launch: [] for launch in self.reductions}
+        seconds: dict[fx.Node, fx.Node] = {}
+        owner: dict[fx.Node, fx.Node] = {}
         for item in self.order:
             role = self.role[item]
             if role is None or role.kind != "reduce":
@@ -148,7 +138,7 @@ class Items(Generic[T]):
         return epilogues, seconds
 
 
-def planned_order(items: Items[T], lookahead: int) -> list[T]:
+def planned_order(items: Items, lookahead: int) -> list[fx.Node]:
     """All items in the planned order: compute as it was, communication pulled in around it."""
     schedule = _Schedule(items)
     steps = _gather_steps(items)
@@ -179,11 +169,54 @@ def planned_order(items: Items[T], lookahead: int) -> list[T]:
         if steps and schedule.is_next(steps[0][1]):  # behind reductions of units that were found gathered
             schedule.launch_until(steps[0][1])
     schedule.finish()
-    assert_planned(schedule.done, items)
     return schedule.done
 
 
-def assert_planned(order: Iterable[T], items: Items[T]) -> None:
+def _loops_together(planned: list[fx.Node], items: Items) -> list[fx.Node]:
+    """Put what launches and what loops need in front of the loops between two products, on the CPU.
+
+        planned     mm  add  launch  wait  norm  mm         two kernels
+        together    mm  launch  wait  add  norm  mm         one, as in the unsharded model: add is written once, and
+                                                            there is one kernel less to compile
+
+    For the CPU Inductor makes one kernel of all loops between two calls. What loops do not need, as the wait for the
+    weight of the product behind them, stays behind them: they hide it.
+    """
+    together: list[fx.Node] = []
+    behind: list[fx.Node] = []  # the last product, or whatever else is no loop and no communication
+    for node in planned:
+        behind.append(node)
+        if items.role[node] is None and not is_free(node) and not _is_loop_on_cpu(node):
+            together += [*_sorted_out(behind[:-1], items), node] if together else behind
+            behind.clear()
+    return together + behind
+
+
+def _sorted_out(between: Sequence[fx.Node], items: Items) -> list[fx.Node]:
+    """What needs no loop, then all loops that need no more than that, then what needs these, and so on."""
+    loops = {node for node in between if items.role[node] is None and not is_free(node)}
+    needed = loops.union(node for node in between if node in items.launches)
+    for node in reversed(between):
+        if node in needed:
+            needed.update(items.deps[node])
+    turn: dict[fx.Node, int] = {}  # odd ones are of loops
+    last_launch = 0
+    for node in between:
+        turn[node] = max((turn[dep] for dep in items.deps[node] if dep in turn), default=0)
+        if node in items.launches:  # they keep their order
+            turn[node] = max(turn[node], last_launch)
+        if not is_free(node) and turn[node] % 2 != (node in loops):
+            turn[node] += 1
+        if node in items.launches:
+            last_launch = turn[node]
+    return sorted(between, key=lambda node: turn[node] if node in needed else len(between))
+
+
+def _is_loop_on_cpu(node: fx.Node) -> bool:
+    return computes_inputs(node) and all(one.device.type == "cpu" for one in tensors_of(node))
+
+
+def assert_planned(order: Iterable[fx.Node], items: Items) -> None:
     """Refuse an order in which a launch has another one's turn."""
     turns = [items.launches[item].turn for item in order if item in items.launches and item not in items.seconds]
     if turns != sorted(turns):
@@ -195,12 +228,12 @@ def assert_planned(order: Iterable[T], items: Items[T]) -> None:
         )
 
 
-def _gather_steps(items: Items[T]) -> list[tuple[T | None, list[T]]]:
+def _gather_steps(items: Items) -> list[tuple[fx.Node | None, list[fx.Node]]]:
     """Gathers in the plan's order, neighbours of one unit and phase together, each step with its first reader."""
-    first_reader: dict[T, T] = {}
-    feeding: dict[T, set[T]] = {}  # communication item -> gathers that it carries on
+    first_reader: dict[fx.Node, fx.Node] = {}
+    feeding: dict[fx.Node, set[fx.Node]] = {}  # communication item -> gathers that it carries on
     for item in items.order:
-        carried: set[T] = set()
+        carried: set[fx.Node] = set()
         for dep in items.deps[item]:
             carried |= feeding.get(dep, set())
         role = items.role[item]
@@ -211,7 +244,7 @@ def _gather_steps(items: Items[T]) -> list[tuple[T | None, list[T]]]:
             if item in items.gathers:
                 carried = {item}
             feeding[item] = carried
-    steps: list[tuple[T | None, list[T]]] = []
+    steps: list[tuple[fx.Node | None, list[fx.Node]]] = []
     previous = None
     for gather in sorted(items.gathers, key=lambda gather: items.gathers[gather].bucket):
         unit = items.gathers[gather].phase, items.gathers[gather].unit
@@ -225,7 +258,7 @@ def _gather_steps(items: Items[T]) -> list[tuple[T | None, list[T]]]:
     return steps
 
 
-def _beside_the_first(items: Items[T], steps: Sequence[tuple[T | None, list[T]]]) -> list[T]:
+def _beside_the_first(items: Items, steps: Sequence[tuple[fx.Node | None, list[fx.Node]]]) -> list[fx.Node]:
     """Compute of the first unit that needs no launch: nothing else can run while its own gathers do.
 
     Of a backward, the gradient of the last product's weight.
@@ -237,33 +270,33 @@ def _beside_the_first(items: Items[T], steps: Sequence[tuple[T | None, list[T]]]
     return [item for item in items.order[:end] if items.role[item] is None and items.needs[item] < 0]
 
 
-class _Schedule(Generic[T]):
+class _Schedule:
     """The order as it grows: emits an item after what it depends on, and launches in their turns."""
 
-    def __init__(self, items: Items[T]) -> None:
+    def __init__(self, items: Items) -> None:
         self.items = items
-        self.done: list[T] = []
-        self.emitted: set[T] = set()
+        self.done: list[fx.Node] = []
+        self.emitted: set[fx.Node] = set()
         # Not launched yet; a bucket's second launch is part of what follows its first.
         first = [launch for launch in items.launches if launch not in items.seconds]
         self._waiting = sorted(first, key=lambda launch: items.launches[launch].turn)
         # Reductions just launched; and those that are not waited for, each with the unit that was being reduced then.
-        self._launched: list[T] = []
-        self._in_flight: list[tuple[T, str]] = []
+        self._launched: list[fx.Node] = []
+        self._in_flight: list[tuple[fx.Node, str]] = []
 
-    def compute(self, item: T) -> None:
+    def compute(self, item: fx.Node) -> None:
         """Emit an item; before it whatever it needs, and all launches that have their turn before one of these."""
         while self._waiting and self._turn(self._waiting[0]) <= self.items.needs[item]:
             self._launch(self._waiting.pop(0))
         self.emit(item)
 
-    def launch_until(self, launches: Iterable[T]) -> None:
+    def launch_until(self, launches: Iterable[fx.Node]) -> None:
         """Launch these, and what has its turn before one of them."""
         last = max(map(self._turn, launches))
         while self._waiting and self._turn(self._waiting[0]) <= last:
             self._launch(self._waiting.pop(0))
 
-    def is_next(self, launches: Sequence[T]) -> bool:
+    def is_next(self, launches: Sequence[fx.Node]) -> bool:
         """Whether the next turn is one of theirs."""
         return bool(self._waiting) and self._waiting[0] in launches
 
@@ -279,12 +312,10 @@ class _Schedule(Generic[T]):
         while self._in_flight:
             self._complete(*self._in_flight.pop(0))
 
-    def drain_before(self, item: T) -> None:
-        """The same, and let this item depend on all that was waited for, whoever sorts it once more."""
+    def drain_before(self, item: fx.Node) -> None:
+        """The same, and mark this item: it computes when all that was waited for is there, whoever sorts it."""
         self.drain()
-        for launch, epilogue in self.items.epilogues.items():
-            if launch in self.emitted:
-                self.items.deps[item] += epilogue
+        item.meta[LARGE_END] = True
 
     def finish(self) -> None:
         """Emit what nothing asked for: the last launches, and whatever only outputs read."""
@@ -294,7 +325,7 @@ class _Schedule(Generic[T]):
         for item in self.items.order:
             self.emit(item)
 
-    def emit(self, item: T) -> None:
+    def emit(self, item: fx.Node) -> None:
         """Emit ``item``, and before it whatever it needs; an explicit stack, for graphs deeper than Python's."""
         stack = [item]
         while stack:
@@ -310,7 +341,7 @@ class _Schedule(Generic[T]):
                 self.emitted.add(top)
                 self.done.append(top)
 
-    def _launch(self, launch: T) -> None:
+    def _launch(self, launch: fx.Node) -> None:
         self.emit(launch)
         if launch in self.items.reductions:
             self._launched.append(launch)
@@ -326,7 +357,7 @@ class _Schedule(Generic[T]):
             self._in_flight.append((launch, unit))
         self._launched.clear()
 
-    def _complete(self, launch: T, unit: str) -> None:
+    def _complete(self, launch: fx.Node, unit: str) -> None:
         """Wait for a reduction; where a second one follows, that is in flight from here on."""
         for item in self.items.epilogues[launch]:
             self.emit(item)
@@ -335,9 +366,9 @@ class _Schedule(Generic[T]):
             self.emit(second)
             self._in_flight.append((second, unit))
 
-    def _turn(self, launch: T) -> int:
+    def _turn(self, launch: fx.Node) -> int:
         return self.items.launches[launch].turn
 
-    def _ready(self, launch: T) -> bool:
+    def _ready(self, launch: fx.Node) -> bool:
         """Whether all compute that the reduction needs has been emitted (its packing may come now)."""
         return all(item in self.emitted for item in self.items.sends[launch])

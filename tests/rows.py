@@ -758,7 +758,7 @@ ROWS = (
         "gathers run ahead in forward",
         (
             "test_eager.py::test_the_next_units_gather_is_launched_before_this_unit_computes",
-            "test_graphs.py::test_the_generated_code_runs_in_the_planned_order",
+            "test_order.py::test_gathers_go_a_unit_ahead_and_reductions_behind_them",
             "test_passes.py::test_gathers_run_one_unit_ahead",
             "test_settings.py::test_gathers_run_one_unit_ahead_in_forward_and_in_backward",
             "test_around_graphs.py::test_gathers_run_one_block_ahead_and_reductions_one_behind",
@@ -769,7 +769,7 @@ ROWS = (
         "D17",
         "gathers run ahead in backward",
         (
-            "test_graphs.py::test_the_generated_code_runs_in_the_planned_order",
+            "test_order.py::test_gathers_go_a_unit_ahead_and_reductions_behind_them",
             "test_passes.py::test_a_reduction_is_waited_for_after_the_next_units_was_launched",
             "test_settings.py::test_gathers_run_one_unit_ahead_in_forward_and_in_backward",
             "test_around_graphs.py::test_gathers_run_one_block_ahead_and_reductions_one_behind",

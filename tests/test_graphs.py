@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor.utils import run_and_get_code
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from fsdp_compile.passes import GraphRecord
@@ -189,51 +188,6 @@ def test_backward_makes_a_weight_again_from_what_its_subclass_sends(
         assert [(one.dtype, one.num_bytes) for one in gathers] == [(dtype, size)] * 2
     reduced = {fqn for bucket in records["backward"].plan.reduces for fqn in bucket.fqns}
     assert reduced == set(model.state_dict())
-
-
-def order_of(code: str) -> str:
-    """G gather, w wait, M matmul, R reduction, as they stand in generated code; runs of one letter shortened."""
-    letters = {
-        r"all_gather_into_tensor\.default\(": "G",
-        r"(reduce_scatter_tensor|all_to_all_single)\.default\(": "R",
-        r"wait_tensor\.default\(": "w",
-        r"(extern_kernels\.\w*mm\w*|mkldnn\w*)\(": "M",
-    }
-    found = ""
-    for line in code.split("def call", 1)[1].splitlines():
-        found += "".join(letter for pattern, letter in letters.items() if re.search(pattern, line))
-    return re.sub(r"M+", "M", found)
-
-
-class Linears(nn.Module):
-    """Blocks of one weight each: the order of collectives is easy to read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return x
-
-
-@pytest.mark.compat
-def test_the_generated_code_runs_in_the_planned_order(records: dict[str, GraphRecord]) -> None:
-    model = Linears()
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    run = torch.compile(model, fullgraph=True)
-    _, (forward, backward) = run_and_get_code(lambda: run(torch.randn(8, 64, requires_grad=True)).sum().backward())
-    # One unit ahead, waited for at its use. The plan lists launches in this order, and the group is the plan's.
-    assert order_of(forward) == "GGwMGwMGwMGwMwM"
-    assert [bucket.unit for bucket in records["forward"].plan.gathers] == [f"Linear:layers.{i}" for i in range(5)]
-    # Backward: the last unit first. The gradient of its weight needs no gather, so it is computed while the gather runs.
-    # The next gather has its turn before each reduction (R), which is waited for after the next unit's was launched.
-    assert order_of(backward) == "GMGRwMGRwwMGRwwMGRwwMRwwMw"
-    assert [bucket.unit for bucket in records["backward"].plan.gathers] == [f"Linear:layers.{4 - i}" for i in range(5)]
-    assert [bucket.unit for bucket in records["backward"].plan.reduces] == [f"Linear:layers.{4 - i}" for i in range(5)]
 
 
 def test_a_frozen_parameter_is_not_reduced(records: dict[str, GraphRecord]) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
-from fsdp_compile.passes import schedule
 from fsdp_compile.passes.packing import copied, pack
 from tests.compiling import no_kernels_built
 from tests.models import Stack, shard
@@ -84,7 +82,7 @@ def test_hardly_more_kernels_are_generated_than_for_the_unsharded_model() -> Non
     """With kernels that pack and unpack, and others for what Inductor fused with these, it was twice as many."""
     forward, backward = _kernels(Stack(3, block=Attends))
     our_forward, our_backward = _kernels(shard(Stack(3, block=Attends)))
-    assert our_forward <= forward + 1 and our_backward <= backward + 3
+    assert our_forward <= forward + 1 and our_backward <= backward + 4
 
 
 @pytest.mark.usefixtures("fake_group_of_four")
@@ -101,59 +99,3 @@ def test_nothing_is_in_flight_beside_a_large_embeddings_gradient(vocab: int) -> 
     num_awaited = behind.count("_c10d_functional.wait_tensor.default(")
     assert num_launched > 0
     assert num_awaited == num_launched if vocab == 8192 else num_awaited > num_launched
-
-
-class Kernel:
-    """What a scheduler's node is to the function below."""
-
-    def __init__(self, name: str, *deps: Kernel, role: Any = None, loop: bool = False, launch: bool = False) -> None:
-        self.name, self.deps, self.role, self.loop, self.launch = name, deps, role, loop, launch
-
-
-class KernelItems:
-    def __init__(self, order: Sequence[Kernel]) -> None:
-        self.role = {one: one.role for one in order}
-        self.deps = {one: one.deps for one in order}
-        self.launches = {one: one.role for one in order if one.launch}
-
-
-def _together(monkeypatch: pytest.MonkeyPatch, order: list[Kernel]) -> str:
-    monkeypatch.setattr(schedule.compat, "is_loop_on_cpu", lambda one: one.loop)
-    sorted_out = schedule._loops_together(order, KernelItems(order))  # type: ignore[arg-type]
-    return " ".join(one.name for one in sorted_out)
-
-
-def test_loops_stand_behind_communication_that_needs_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    product = Kernel("mm")
-    add = Kernel("add", product, loop=True)
-    launch = Kernel("launch", role="gather", launch=True)
-    wait = Kernel("wait", role="gather")
-    norm = Kernel("norm", add, wait, loop=True)
-    last = Kernel("last", norm)
-    behind = Kernel("behind", last, loop=True)
-    order = [product, add, launch, wait, norm, last, behind]
-    assert _together(monkeypatch, order) == "mm launch wait add norm last behind"
-
-
-def test_a_wait_that_no_loop_needs_stays_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    product = Kernel("mm")
-    norm_arrives = Kernel("wait_norm", role="gather")
-    act = Kernel("act", product, loop=True)
-    norm = Kernel("norm", act, norm_arrives, loop=True)
-    weight_arrives = Kernel("wait_weight", role="gather")
-    reduced = Kernel("wait_reduced", role="reduce")
-    order = [product, reduced, act, norm_arrives, norm, weight_arrives, Kernel("down", norm, weight_arrives)]
-    assert _together(monkeypatch, order) == "mm wait_norm act norm wait_reduced wait_weight down"
-
-
-def test_launches_keep_their_order_and_wait_for_the_loops_that_they_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    product = Kernel("mm")
-    bias = Kernel("bias", product, loop=True)
-    pack = Kernel("pack", bias, role="reduce")
-    reduction = Kernel("reduction", pack, role="reduce", launch=True)
-    gather = Kernel("gather", role="gather", launch=True)
-    wait = Kernel("wait", role="gather")
-    norm = Kernel("norm", product, wait, loop=True)
-    late = Kernel("late", Kernel("elsewhere"), gather, loop=True)
-    order = [product, bias, pack, reduction, gather, wait, norm, late]
-    assert _together(monkeypatch, order) == "mm wait bias norm pack reduction gather late"

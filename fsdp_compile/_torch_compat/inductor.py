@@ -80,29 +80,8 @@ def set_whole_pass(one_pass: Callable[[torch.fx.GraphModule], torch.fx.GraphModu
     theirs.remat_using_tags_for_fwd_loss_bwd_graph = then_ours  # type: ignore[assignment]
 
 
-def get_pre_fusion_pass() -> Any:
-    """What Inductor calls on kernels before it fuses them, ``_pre_fusion_custom_pass`` (2.11 to 2.15)."""
-    return inductor_config._pre_fusion_custom_pass
-
-
-def set_pre_fusion_pass(value: Any) -> None:
-    _set_in_all_threads(inductor_config, "_pre_fusion_custom_pass", value)
-
-
 def set_joint_pass(value: Any) -> None:
     _set_in_all_threads(functorch_config, "joint_custom_pass", value)
-
-
-def get_scheduler_passes(ours: type) -> list[Any]:
-    """The scheduler passes in force; none unless the user turned their switch on, or ours are there (2.11 to 2.15)."""
-    passes = list(inductor_config.reorder_for_compute_comm_overlap_passes)
-    in_force = inductor_config.reorder_for_compute_comm_overlap
-    return passes if in_force or any(isinstance(one, ours) for one in passes) else []
-
-
-def set_scheduler_passes(passes: list[Any]) -> None:
-    """Have these when the switch is on. It changes how Inductor lowers any graph, so we turn it for ours alone."""
-    _set_in_all_threads(inductor_config, "reorder_for_compute_comm_overlap_passes", passes)
 
 
 def _set_in_all_threads(config: Any, name: str, value: Any) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from .._torch_compat import dynamo, inductor
-from ..passes import AnchorLaunches, PassManager, ScheduleInPlannedOrder, source_hash
+from ..passes import PassManager
 from ..passes._torch_compat import CustomGraphPass
-from ..passes._torch_compat_kernels import SchedulerPass
 from ..passes.keep import make_again
 
 manager = PassManager()
@@ -28,13 +27,6 @@ def install_passes() -> None:
     if not isinstance(joint, JointPass):
         inductor.set_joint_pass(JointPass(joint))
     inductor.set_whole_pass(manager.whole)
-    before_fusion = inductor.get_pre_fusion_pass()
-    if not isinstance(before_fusion, (AnchorLaunches, AnchorToo)):
-        ours = AnchorLaunches(source_hash())
-        inductor.set_pre_fusion_pass(ours if before_fusion is None else _anchor_too(before_fusion, ours))
-    scheduler_passes = inductor.get_scheduler_passes(ScheduleInPlannedOrder)
-    if not any(isinstance(one_pass, ScheduleInPlannedOrder) for one_pass in scheduler_passes):
-        inductor.set_scheduler_passes([*scheduler_passes, ScheduleInPlannedOrder(source_hash())])
 
 
 class ComposedPass(inductor.InferenceAwareGraphPass):  # type: ignore[misc]
@@ -56,34 +48,6 @@ class ComposedPass(inductor.InferenceAwareGraphPass):  # type: ignore[misc]
         """None, "do not cache", as soon as one of the user's passes has no uuid."""
         uuids = [one_pass.uuid() if isinstance(one_pass, CustomGraphPass) else None for one_pass in self.theirs]
         return None if None in uuids else (*uuids, self.ours.uuid())
-
-
-class AnchorToo:
-    """The user's pass before fusion, then ours. No pass with a uuid, so graphs are not cached: theirs has none."""
-
-    anchors_launches = True
-
-    def __init__(self, theirs: Any, ours: AnchorLaunches) -> None:
-        self.theirs = theirs
-        self.ours = ours
-
-    def __call__(self, snodes: list[Any]) -> list[Any]:
-        return self.ours(self.theirs(snodes))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AnchorToo:
-        return self  # as the manager: theirs may hold what cannot be copied
-
-
-class CachedAnchorToo(AnchorToo, SchedulerPass):  # type: ignore[misc]
-    """The same where theirs has a uuid: graphs are cached by both."""
-
-    def uuid(self) -> Any:
-        return (self.theirs.uuid(), self.ours.uuid())
-
-
-def _anchor_too(theirs: Any, ours: AnchorLaunches) -> AnchorToo:
-    is_cached = isinstance(theirs, SchedulerPass) and theirs.uuid() is not None
-    return (CachedAnchorToo if is_cached else AnchorToo)(theirs, ours)
 
 
 class JointPass:
