@@ -46,6 +46,13 @@ def _behind_fake(node: Tensor, before: Tensor) -> None:
     return None
 
 
+def _behind_kernel(node: Tensor, before: Tensor) -> None:
+    """Nothing: who runs the graph itself runs it in its order."""
+
+
+library.impl("behind", _behind_kernel, "CompositeExplicitAutograd")
+
+
 def hold_order(graph: fx.Graph, loops: bool) -> int:
     """Have Inductor keep the order of launches, waits and products; return how many nodes depend on more than data.
 
