@@ -195,6 +195,8 @@ def _loops_together(planned: list[fx.Node], items: Items) -> list[fx.Node]:
 def _sorted_out(between: Sequence[fx.Node], items: Items) -> list[fx.Node]:
     """What needs no loop, then all loops that need no more than that, then what needs these, and so on."""
     loops = {node for node in between if items.role[node] is None and not is_free(node)}
+    if not loops:
+        return list(between)
     needed = loops.union(node for node in between if node in items.launches)
     for node in reversed(between):
         if node in needed:

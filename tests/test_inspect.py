@@ -134,12 +134,12 @@ Stack: 3 graphs, 8 collectives, 12.0 KiB a rank
   2  all_to_all  layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  fp32      2.3 KiB  4.5 KiB  5.6 KiB
   3  all_to_all  layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  fp32      2.3 KiB  4.5 KiB  5.6 KiB
   4  all_to_all  (Stack)                4  embed.weight norm.weight norm.bias +1       fp32      2.1 KiB  4.1 KiB  6.1 KiB
-  #  launched behind             waited for before           takes  beside it   exposed
-  0  begin ..                    .. layers.1.down.weight - ms - ms - ms
-  1  grad layers.1.down.bias ..  .. layers.0.down.weight - ms - ms - ms
-  2  grad layers.1.norm.bias ..  .. grad embed.weight - ms - ms - ms
-  3  grad layers.0.norm.bias ..  .. end - ms - ms - ms
-  4  grad embed.weight ..        .. end - ms - ms - ms
+  #  launched behind               waited for before           takes  beside it   exposed
+  0  begin ..                      .. layers.1.down.weight - ms - ms - ms
+  1  grad layers.1.down.weight ..  .. layers.0.down.weight - ms - ms - ms
+  2  grad layers.1.norm.bias ..    .. grad embed.weight - ms - ms - ms
+  3  grad layers.0.norm.bias ..    .. end - ms - ms - ms
+  4  grad embed.weight ..          .. end - ms - ms - ms
   #0: longer than the compute beside it: it takes - ms and - ms of compute stand beside it
   #1: queued behind another one: - ms behind all_gather of layers.1.norm.weight +3; it takes - ms and - ms of compute stand beside it
   #4: queued behind another one: - ms behind all_to_all of layers.0.norm.weight +5; it takes - ms and - ms of compute stand beside it
