@@ -66,6 +66,7 @@ class Linears(nn.Module):
         return x
 
 
+@pytest.mark.compat
 def test_gathers_go_a_unit_ahead_and_reductions_behind_them() -> None:
     model = Linears()
     for layer in model.layers:
