@@ -103,8 +103,8 @@ def is_free(node: fx.Node) -> bool:
 
 def base_of(node: fx.Node) -> fx.Node:
     """What a node is a view of, or itself; a size is a view of nothing."""
-    while node.op == "call_function" and is_free(node) and tensors_of(node):
-        node = inputs_of(node)[0]
+    while node.op == "call_function" and is_free(node) and tensors_of(node) and (sources := inputs_of(node)):
+        node = sources[0]
     return node
 
 
