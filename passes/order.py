@@ -69,16 +69,21 @@ def hold_order(graph: fx.Graph, loops: bool) -> int:
             num_held += _hold(node, kept, len(kept) - 1, after)
             after[node] = len(kept)
             kept.append(node)
-            last_product = last_product if ROLE in node.meta else after[node]
+            last_product = last_product if _communicates(node) else after[node]
         elif node in read and (not is_free(node) if ROLE in node.meta else loops and computes_inputs(node)):
             num_held += _hold(node, kept, last_product, after)
     return num_held
 
 
 def _is_kept(node: fx.Node) -> bool:
-    if ROLE in node.meta:
-        return is_launch(node) or node.target is c10d.wait_tensor.default
-    return node.op == "call_function" and (node.target is begin or LARGE_END in node.meta or is_product(node))
+    if ROLE in node.meta or node.op != "call_function":
+        return _communicates(node)
+    return node.target is begin or LARGE_END in node.meta or is_product(node) or _communicates(node)
+
+
+def _communicates(node: fx.Node) -> bool:
+    """Whether a node launches or waits, ours or a user's: ranks that share a group must launch in one order."""
+    return is_launch(node) or getattr(node.target, "namespace", "") == c10d.name
 
 
 def _hold(node: fx.Node, kept: list[fx.Node], place: int, after: dict[fx.Node, int]) -> bool:
