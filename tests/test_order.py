@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
@@ -17,7 +18,7 @@ from fsdp_compile.passes.collectives import c10d, is_launch
 from fsdp_compile.passes.cost import is_product
 from fsdp_compile.passes.insert import ROLE
 from tests.compiling import no_kernels_built
-from tests.models import Checkpointed, ConvBlock, Stack, TwiceBlock, decoder_config, loop_of, mesh_of, shard
+from tests.models import Block, Checkpointed, ConvBlock, Stack, TwiceBlock, decoder_config, loop_of, mesh_of, shard
 from tests.recording import recorded
 
 pytestmark = pytest.mark.usefixtures("fake_group_of_four")
@@ -43,13 +44,13 @@ def planned_order(graph: fx.Graph) -> str:
     """The same of a graph as the passes leave it."""
     found = ""
     for node in graph.nodes:
-        if ROLE not in node.meta:
-            found += "M" * is_product(node)
-        elif is_launch(node):
+        if is_launch(node):
             name = node.target.name()
             found += "G" if "gather" in name else "S" if "all_reduce" in name else "R"
+        elif node.target is c10d.wait_tensor.default:
+            found += "w"
         else:
-            found += "w" * (node.target is c10d.wait_tensor.default)
+            found += "M" * (ROLE not in node.meta and is_product(node))
     return re.sub(r"M+", "M", found)
 
 
@@ -111,6 +112,16 @@ def mixture_of_experts() -> Any:
     return shard(MixtralForCausalLM(config).model)
 
 
+class Averages(Block):
+    """Its activations' size, summed over ranks: a collective of the user's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        size = (x.T @ x if x.ndim == 2 else x.transpose(1, 2) @ x).detach().mean()
+        summed = c10d.all_reduce(size, "sum", dist.group.WORLD.group_name)
+        return x / (1 + c10d.wait_tensor(summed))
+
+
 TOKENS = torch.zeros(2, 5, dtype=torch.long)
 MODELS: dict[str, tuple[Callable[[], Any], Tensor]] = {
     "blocks": (lambda: shard(Stack(4)), TOKENS),
@@ -120,9 +131,10 @@ MODELS: dict[str, tuple[Callable[[], Any], Tensor]] = {
     "checkpointed": (lambda: shard(Checkpointed(3)), TOKENS),
     "replicas of shards": (replicated, TOKENS),
     "called twice": (lambda: shard(loop_of(TwiceBlock, 16)()), torch.randn(2, 16)),
+    "a user's collectives": (lambda: shard(Stack(3, block=Averages)), TOKENS),
     "convolutions": (lambda: shard(loop_of(ConvBlock, 8)()), torch.randn(2, 8, 6, 8)),
 }
-ALWAYS = ("blocks", "replicas of shards")
+ALWAYS = ("blocks", "replicas of shards", "a user's collectives")
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
