@@ -121,7 +121,7 @@ def _step(what: str, num_bytes: int = 0, back: int = 0) -> Step:
 
 
 def test_what_a_layer_added_is_put_in_as_often() -> None:
-    begin, layer = (_step("embed"),), (_step("launch"), _step("mm", 8), _step("wait", back=2))
+    begin, layer = (_step("embed"),), (_step("launch"), _step("mm", 8), _step("wait", back=1))
     end = (_step("head"),)
     three = Half((9, 0, 0, 0, 0, 0), NO_BYTES, begin + 3 * layer + end)
     four = Half((12, 0, 0, 0, 0, 0), NO_BYTES, begin + 4 * layer + end)

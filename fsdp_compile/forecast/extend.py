@@ -53,10 +53,13 @@ def extended(half: Half, more: Sequence[tuple[Added, int]]) -> Half:
 def _is_one(place: int, length: int, steps: Sequence[Step]) -> bool:
     """Whether a block is of one thing that repeats.
 
-    Of two that touch (c d c d s s, and one more of each) the block that was put in would be c d s, which does not.
+    Of two that touch (c d c d s s, and one more of each) the block that was put in would be c d s, which does not. What
+    repeats waits as often as it launches: with more layers not more is in flight.
     """
     names = [step.what for step in steps]
     block = names[place : place + length]
+    if block.count("launch") != block.count("wait"):
+        return False
     if block in (names[max(place - length, 0) : place], names[place + length : place + 2 * length]):
         return True
     return not any(

@@ -1,11 +1,11 @@
 """What a lowered graph does, one after the other: seconds, and bytes by kind that come and go.
 
     all_gather_into_tensor(x)     launch, its seconds and group; its buffer comes
-    wait_tensor                   wait for what was launched 7 steps before
+    wait_tensor                   wait for what was launched 2 launches before
     mm                            compute; its result comes, what it read last goes
     view                          nothing: left out
 
-Waits say how far behind their launch they are, so that steps of equal layers are equal.
+Waits say how many launches ago theirs was, so that steps of equal layers are equal, whatever computes meanwhile.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Step:
     drops: Bytes  # when it ends
     group: str = ""  # of a launch
     slows: float = 0.0  # of a launch: share of its speed that computation loses meanwhile
-    back: int = 0  # of a wait: how many steps before it the launch stands
+    back: int = 0  # of a wait: 1 where the launch is the last one before it, 2 the one before that
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,17 @@ def half_of(
 
 def replay(half: Half) -> Timeline:
     """How long it takes, and what of that is waiting."""
-    return simulate(_event(place, step) for place, step in enumerate(half.steps))
+    events: list[Event] = []
+    launched: list[str] = []
+    for place, step in enumerate(half.steps):
+        if step.what == "wait":
+            events.append(Wait(launched[-step.back]))
+        elif step.what == "launch":
+            launched.append(str(place))
+            events.append(Launch(str(place), step.seconds, step.group, slows_compute=step.slows))
+        else:
+            events.append(Compute(str(place), step.seconds))
+    return simulate(events)
 
 
 def peak(half: Half, beside: Bytes = NO_BYTES) -> Bytes:
@@ -112,12 +122,6 @@ def kinds_by_name(graph: fx.Graph) -> dict[str, str]:
     return {node.name: kinds[these[0]] for node, these in storages.items() if these}
 
 
-def _event(place: int, step: Step) -> Event:
-    if step.what == "launch":
-        return Launch(str(place), step.seconds, step.group, slows_compute=step.slows)
-    return Wait(str(place - step.back)) if step.what == "wait" else Compute(str(place), step.seconds)
-
-
 def _steps(
     nodes: Sequence[fx.Node], events: Sequence[Event], adds: Sequence[dict[int, int]], drops: Sequence[dict[int, int]]
 ) -> tuple[Step, ...]:
@@ -127,10 +131,10 @@ def _steps(
     for what, event, its_adds, its_drops in zip(targets, events, adds, drops, strict=True):
         comes, goes = _as_bytes(its_adds), _as_bytes(its_drops)
         if isinstance(event, Launch):
-            launched[event.name] = len(steps)
+            launched[event.name] = len(launched)
             steps.append(Step("launch", event.seconds, comes, goes, event.group, event.slows_compute))
         elif isinstance(event, Wait):
-            steps.append(Step("wait", 0.0, comes, goes, back=len(steps) - launched[event.name]))
+            steps.append(Step("wait", 0.0, comes, goes, back=len(launched) - launched[event.name]))
         elif event.seconds or its_adds or its_drops:
             steps.append(Step(what, event.seconds, comes, goes))
     return tuple(steps)
