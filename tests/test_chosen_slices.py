@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from fsdp_compile import configure, fully_shard, inspect
 from fsdp_compile.core.unit import units_in
-from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import Bucket, Group, Plan, agree, residency
 from fsdp_compile.passes.agree import Agreement
 from fsdp_compile.passes.planner import plan_keeping
@@ -29,10 +28,9 @@ from fsdp_compile.passes.trial import Trial, trial_of
 from tests.comparing import batches, train_and_compare
 from tests.models import Stack, pair, shard
 from tests.ranks import Ranks
-from tests.test_budget import _observer
 from tests.test_cost import TOY
 from tests.test_passes import Builder, spec
-from tests.test_route import NUM_STEPS, Case, _tokens, train
+from tests.test_route import NUM_STEPS, Case, train
 
 aten = torch.ops.aten
 KIB = 1 << 10
@@ -333,24 +331,15 @@ def test_slices_train_like_the_unsharded_model(four_ranks: Ranks, backend: str) 
     assert {*found[0][1]} >= {2}
 
 
-def _eagerly(how: str, backend: str, tied: bool = False) -> list[int]:
-    make = partial(Stack, 4, tied=tied)
-    model = shard(make(), reshard_after_forward=True)
-    budget = budget_of(model, _tokens(0, 0))
-    plans: list[Plan] = []
-    observe = _observer(plans)
-    manager.observers.append(observe)
-    try:
-        counts = train(
-            Case(
-                make, how=how, backend=backend, budget=budget, profile=NODES, options={"reshard_after_forward": True}
-            )
-        )
-    finally:
-        manager.observers.remove(observe)
-    assert all(plan.slices for plan in plans)
-    assert plans or dist.get_rank()  # rank 1 may compile nothing
-    return counts
+def _all_sliced(make: Callable[[], Any], how: str = "stance", backend: str = "passes", **options: Any) -> list[int]:
+    """Backward gathers all from slices, whatever units were told."""
+    plan, _ = planned(shard(make(), reshard_after_forward=True))
+    backward = plan.backward
+    assert backward is not None and "norm.weight" in {*plan.regather}  # of the root
+    few = tuple(dataclasses.replace(bucket, num_ranks=2) for bucket in backward.gathers)
+    fqns = tuple(fqn for bucket in few for fqn in bucket.fqns)
+    followed = dataclasses.replace(plan, slices=fqns, backward=dataclasses.replace(backward, gathers=few))
+    return train(Case(make, how=how, backend=backend, plan=followed, options=options))
 
 
 @pytest.mark.parametrize(
@@ -362,25 +351,14 @@ def _eagerly(how: str, backend: str, tied: bool = False) -> list[int]:
     ],
 )
 def test_a_rank_that_runs_eagerly_keeps_and_gathers_slices_too(four_ranks: Ranks, how: str, backend: str) -> None:
-    counts = four_ranks.run(_eagerly, how, backend)
+    counts = four_ranks.run(_all_sliced, partial(Stack, 4), how, backend)
     assert max(counts[1]) > max(counts[0]) and len(counts[0]) == NUM_STEPS
 
 
 @pytest.mark.slow
 def test_it_does_where_embeddings_are_tied(four_ranks: Ranks) -> None:
-    counts = four_ranks.run(_eagerly, "stance", "passes", True)
+    counts = four_ranks.run(_all_sliced, partial(Stack, 4, tied=True))
     assert max(counts[1]) > max(counts[0])
-
-
-def _all_sliced(make: Callable[[], Any], **options: Any) -> list[int]:
-    """Backward gathers all from slices, whatever units were told."""
-    plan, _ = planned(shard(make(), reshard_after_forward=True))
-    backward = plan.backward
-    assert backward is not None and "head.weight" in {*plan.regather}
-    few = tuple(dataclasses.replace(bucket, num_ranks=2) for bucket in backward.gathers)
-    fqns = tuple(fqn for bucket in few for fqn in bucket.fqns)
-    followed = dataclasses.replace(plan, slices=fqns, backward=dataclasses.replace(backward, gathers=few))
-    return train(Case(make, plan=followed, options=options))
 
 
 @pytest.mark.more
