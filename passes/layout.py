@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -26,21 +27,21 @@ class ShardLayout:
     dim: int
     num_shards: int
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """Length along ``dim`` of every rank's part on the wire, padding included."""
         return -(-self.size[self.dim] // self.num_shards)
 
-    @property
+    @cached_property
     def padded_size(self) -> tuple[int, ...]:
         """Size of one rank's part on the wire."""
         return (*self.size[: self.dim], self.chunk, *self.size[self.dim + 1 :])
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         return math.prod(self.padded_size)
 
-    @property
+    @cached_property
     def even(self) -> bool:
         return self.size[self.dim] == self.chunk * self.num_shards
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class ParamSpec:
     # Id of the plan of the step, given or written by a pass: caches tell graphs of two plans apart by it.
     step: str = ""
 
-    @property
+    @cached_property
     def layout(self) -> ShardLayout:
         return ShardLayout(self.size, self.dim, self.num_shards)
 
