@@ -104,7 +104,16 @@ def test_a_rank_that_runs_eagerly_and_cannot_know(case: str, mode: str) -> None:
 @pytest.mark.more
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rank_that_ends_earlier(mode: str) -> None:
-    (_, raised, err), (_, ended, _) = part("fewer", mode)
+    _ends_earlier("fewer", mode)
+
+
+@pytest.mark.more
+def test_a_rank_that_ends_where_another_runs_a_graph_for_the_first_time() -> None:
+    _ends_earlier("fewer, in a graph's first run", "inductor")
+
+
+def _ends_earlier(case: str, mode: str) -> None:
+    (_, raised, err), (_, ended, _) = part(case, mode)
     assert ended["raised"] == ""
     assert raised["raised"] == "RanksParted", err
     rank_0, rank_1 = _lines(raised["text"])

@@ -90,6 +90,26 @@ def _compile_after_all() -> None:
             run(_tokens(0, 0)).float().pow(2).mean().backward()
 
 
+def _over_taken_shards() -> None:
+    """Both ranks compile a model; another one takes its shards over, and rank 1 runs that one eagerly."""
+    unsharded, model = twins()
+    shard(model)
+    run: Any = compiled(model, "passes")
+    run(_tokens(0, 0)).float().pow(2).mean().backward()
+    other = shard(Stack())
+    other.load_state_dict({name: value.detach() for name, value in model.state_dict().items()}, assign=True)
+    torch._dynamo.reset()
+    run = compiled(other, "passes") if dist.get_rank() == 0 else other
+    run(_tokens(0, dist.get_rank())).float().pow(2).mean().backward()
+    torch.stack([unsharded(_tokens(0, rank)).float().pow(2).mean() for rank in range(2)]).mean().backward()
+    assert_same_grads(other, unsharded)
+
+
+@pytest.mark.more
+def test_it_follows_a_model_whose_graph_ran_on_the_same_shards(two_ranks: Ranks) -> None:
+    two_ranks.run(_over_taken_shards, limit_s=100)
+
+
 @pytest.mark.more
 def test_it_may_compile_after_all(two_ranks: Ranks) -> None:
     """Ranks compare the plans that they make, and this one has made fewer."""

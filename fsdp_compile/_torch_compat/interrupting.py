@@ -21,7 +21,11 @@ import torch
 
 from ..passes import _torch_compat as passes_compat
 
-_OF_OPERATORS = ("torch._ops", "torch._library.")
+# What calls an operator; the last three where 2.15 checks, in a graph's first run, whether results share memory.
+_OF_OPERATORS = (
+    "torch._ops", "torch._library.",
+    "torch._functorch._aot_autograd.runtime_wrappers", "torch._dynamo.eval_frame", "torch._compile",
+)  # fmt: skip
 
 
 def stack_of(thread: int, most: int = sys.maxsize) -> list[FrameType]:

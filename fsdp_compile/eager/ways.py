@@ -49,7 +49,7 @@ def _surely() -> bool:
 
 def know(unit: Unit) -> None:
     """Of a unit that was made: graphs may read its parameters."""
-    unit.made_after = ledger.num_begun
+    unit.made_after = ledger.made_at = ledger.num_begun
     _units.add(unit)
     ledger.on_graph, ledger.on_parameter = tell, _tell_of_parameter
 
@@ -130,7 +130,7 @@ def tell(text: GraphText, addresses: tuple[int, ...]) -> None:
         for root in roots:
             others = others_of(root)
             if not others.is_decided:
-                said = _dumped(text, addresses, root) if len(roots) == 1 else None
+                said = _dumped(text, addresses, root)
                 if said is None:
                     others.refuse()
                 else:
