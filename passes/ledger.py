@@ -133,14 +133,14 @@ class Ledger:
         self.alarm: Callable[[], None] | None = None
         self.explain: Callable[[RuntimeError], None] | None = None  # raises where somebody knows why a wait failed
         self.on_text: Callable[[GraphText], None] | None = None  # told of each that was not seen before, and may raise
-        # Told of each graph that runs for the first time since a unit was made, and of a parameter that travels outside
-        # of graphs and units.
+        # The first is told of each graph that runs for the first time since a unit was made, the second of each
+        # parameter that travels outside of graphs and units.
         self.on_graph: Callable[[GraphText, tuple[int, ...]], None] | None = None
         self.on_parameter: Callable[[int], None] | None = None
         # Told of all that is issued, as it is issued, for as long as a step is profiled.
         self.hear: Callable[[Issued | Called], None] | None = None
         self.num_begun = 0  # calls of graphs
-        self.made_at = 0  # that count, when the last unit was made: it may have taken over another one's shards
+        self.made_at = 0  # num_begun when the last unit was made, which may take over the shards of an earlier one
         self._texts: dict[str, _Text] = {}  # by their digests
         # Graphs that ran, the last one last, with the addresses of the shards that they were given; the count then.
         self._ran: dict[tuple[_Text, tuple[int, ...]], int] = {}

@@ -34,7 +34,7 @@ class Branching(nn.Module):
 
 
 def branch_of(case: str, rank: int, step: int) -> str:
-    if step < 2 or case.startswith("fewer") or case in ("slow", "off", "destroyed", "later", "alone"):
+    if step < 2 or case in ("fewer", "first run", "slow", "off", "destroyed", "later", "alone"):
         return "a"
     if case == "one":
         return "a" if rank == 0 else ""
@@ -55,13 +55,11 @@ def train(case: str, mode: str, rank: int) -> None:
     if case in ("later", "alone") and rank == 1:
         run = model
     for step in range(400 if case == "equal" else 5):
-        if case == "fewer, in a graph's first run" and step == 3:
-            if rank == 1:
-                return
+        if case in ("fewer", "first run", "destroyed") and rank == 1 and step == 3:
+            return
+        if case == "first run" and step == 3:  # of the graph that evaluates
             with torch.no_grad():
                 run(torch.randn(4, 16), "a")
-        if case in ("fewer", "destroyed") and rank == 1 and step == 3:
-            return
         if case == "off" and step == 1:
             configure(model, watch_s=0)
         if case in ("slow", "off") and rank == 1 and step == 2:

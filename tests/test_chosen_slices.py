@@ -28,6 +28,7 @@ from fsdp_compile.passes.trial import Trial, trial_of
 from tests.comparing import batches, train_and_compare
 from tests.models import Stack, pair, shard
 from tests.ranks import Ranks
+from tests.recording import recorded
 from tests.test_cost import TOY
 from tests.test_passes import Builder, spec
 from tests.test_route import NUM_STEPS, Case, train
@@ -332,14 +333,19 @@ def test_slices_train_like_the_unsharded_model(four_ranks: Ranks, backend: str) 
 
 
 def _all_sliced(make: Callable[[], Any], how: str = "stance", backend: str = "passes", **options: Any) -> list[int]:
-    """Backward gathers all from slices, whatever units were told."""
+    """Train by a plan whose backward gathers every parameter from slices, whatever its unit was told."""
     plan, _ = planned(shard(make(), reshard_after_forward=True))
     backward = plan.backward
     assert backward is not None and "norm.weight" in {*plan.regather}  # of the root
     few = tuple(dataclasses.replace(bucket, num_ranks=2) for bucket in backward.gathers)
     fqns = tuple(fqn for bucket in few for fqn in bucket.fqns)
     followed = dataclasses.replace(plan, slices=fqns, backward=dataclasses.replace(backward, gathers=few))
-    return train(Case(make, how=how, backend=backend, plan=followed, options=options))
+    with recorded() as seen:
+        counts = train(Case(make, how=how, backend=backend, plan=followed, options=options))
+    plans = [one.plan for one in seen if one.stage == "joint"]
+    assert all(plan.slices for plan in plans)
+    assert plans or dist.get_rank()  # rank 1 may compile nothing
+    return counts
 
 
 @pytest.mark.parametrize(

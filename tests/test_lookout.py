@@ -109,7 +109,7 @@ def test_a_rank_that_ends_earlier(mode: str) -> None:
 
 @pytest.mark.more
 def test_a_rank_that_ends_where_another_runs_a_graph_for_the_first_time() -> None:
-    _ends_earlier("fewer, in a graph's first run", "inductor")
+    _ends_earlier("first run", "inductor")
 
 
 def _ends_earlier(case: str, mode: str) -> None:

@@ -91,7 +91,7 @@ def _compile_after_all() -> None:
 
 
 def _over_taken_shards() -> None:
-    """Both ranks compile a model; another one takes its shards over, and rank 1 runs that one eagerly."""
+    """Both ranks compile one model. A second model takes over its shards: rank 0 compiles that one, rank 1 does not."""
     unsharded, model = twins()
     shard(model)
     run: Any = compiled(model, "passes")

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_compile import configure, fully_shard
 from fsdp_compile.core.param import READS
 from fsdp_compile.eager import forward
-from fsdp_compile.passes import HardwareProfile, Plan
+from fsdp_compile.passes import Plan
 from tests.comparing import assert_same_grads
 from tests.compiling import compiled
 from tests.models import Block, Checkpointed, PartlyUsedBlock, Stack, shard, twins
@@ -56,7 +56,6 @@ class Case:
     evaluates: bool = False  # before each step, without gradients
     twice: bool = False  # backward, through the same graph
     budget: int | None = None  # bytes; with one that nothing fits into, all is gathered and computed again
-    profile: HardwareProfile | None = None
     plan: Plan | None = None  # to follow in place of one of ours
     bucketing: str | None = None
     tolerance: float = 1e-5
@@ -111,7 +110,7 @@ def train(case: Case) -> list[int]:
     if case.bucketing is not None:
         configure(model, bucketing=case.bucketing)
     if case.budget is not None:
-        configure(model, memory_budget=case.budget, profile=case.profile)
+        configure(model, memory_budget=case.budget)
     if case.plan is not None:
         configure(model, plan=case.plan)
     if case.blocks or case.both:

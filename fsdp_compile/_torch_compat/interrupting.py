@@ -21,7 +21,8 @@ import torch
 
 from ..passes import _torch_compat as passes_compat
 
-# What calls an operator; the last three where 2.15 checks, in a graph's first run, whether results share memory.
+# Modules whose frames stand between a collective and the code that called it. The last three do where torch 2.15
+# checks, in the first run of a graph, whether an operator's results share memory.
 _OF_OPERATORS = (
     "torch._ops", "torch._library.",
     "torch._functorch._aot_autograd.runtime_wrappers", "torch._dynamo.eval_frame", "torch._compile",

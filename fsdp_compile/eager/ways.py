@@ -48,7 +48,7 @@ def _surely() -> bool:
 
 
 def know(unit: Unit) -> None:
-    """Of a unit that was made: graphs may read its parameters."""
+    """Take note of a unit that was made, so that graphs which read its parameters are found to do so."""
     unit.made_after = ledger.made_at = ledger.num_begun
     _units.add(unit)
     ledger.on_graph, ledger.on_parameter = tell, _tell_of_parameter
@@ -157,6 +157,8 @@ def _dumped(text: GraphText, addresses: tuple[int, ...], root: Unit) -> str | No
     units = root.inside()
     found = _units_of(text, addresses, _by_address(units))
     if not found or then is None or text.stage == "whole":
+        return None
+    if len({*found.values()}) < len(found):  # the graph reads two models, which have the same shards
         return None
     members = {one.unit for launch in (*text.launches, *then) for one in launch.members}
     if not members <= found.keys():

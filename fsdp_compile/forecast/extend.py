@@ -53,8 +53,9 @@ def extended(half: Half, more: Sequence[tuple[Added, int]]) -> Half:
 def _is_one(place: int, length: int, steps: Sequence[Step]) -> bool:
     """Whether a block is of one thing that repeats.
 
-    Of two that touch (c d c d s s, and one more of each) the block that was put in would be c d s, which does not. What
-    repeats waits as often as it launches: with more layers not more is in flight.
+    Where two things that repeat touch (c d c d s s, and one more of each), the block that was put in is c d s, which
+    does not repeat. A block that repeats waits as often as it launches, since a model of more layers has no more
+    collectives in flight.
     """
     names = [step.what for step in steps]
     block = names[place : place + length]

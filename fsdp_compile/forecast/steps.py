@@ -1,11 +1,11 @@
 """What a lowered graph does, one after the other: seconds, and bytes by kind that come and go.
 
     all_gather_into_tensor(x)     launch, its seconds and group; its buffer comes
-    wait_tensor                   wait for what was launched 2 launches before
+    wait_tensor                   wait for the last launch but one
     mm                            compute; its result comes, what it read last goes
     view                          nothing: left out
 
-Waits say how many launches ago theirs was, so that steps of equal layers are equal, whatever computes meanwhile.
+A wait says how many launches ago its own one was, so equal layers have equal steps, whatever is computed in between.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Step:
     drops: Bytes  # when it ends
     group: str = ""  # of a launch
     slows: float = 0.0  # of a launch: share of its speed that computation loses meanwhile
-    back: int = 0  # of a wait: 1 where the launch is the last one before it, 2 the one before that
+    back: int = 0  # of a wait: 1 where it waits for the last launch before it, 2 for the one before that
 
 
 @dataclass(frozen=True)
