@@ -38,13 +38,11 @@ from .plan import Bucket, Plan
 from .provenance import Marker, find_reduces, find_unshards, reduce_nodes, unshard_nodes
 from .slices import keep_slice, slice_these, whole_of
 from .spec import ParamSpec
-from .structure import Structure, is_matrix, structure_of
+from .structure import Structure, Turn, structure_of
 from .views import passes_on
 
-AHEAD = "vectors:ahead"  # the unit of those that travel ahead of their own
-
 # Where a bucket is to be launched: a place in a graph, and what tells two of one place apart.
-Place = tuple[int, int, str]
+Place = tuple[int, int, int, str]
 
 
 def plan_joint(graph: fx.Graph, lookahead: int = 1) -> Plan:
@@ -71,7 +69,7 @@ def plan_joint(graph: fx.Graph, lookahead: int = 1) -> Plan:
             "forward",
             [one for one in unshards if one.node in structure.in_forward],
             [],
-            lambda one: _first_read(one.node, place),
+            lambda one: (_first_read(one.node, place), 0),
             lambda one: 0,
             lookahead=lookahead,
         ),
@@ -118,7 +116,7 @@ def _plan_backward(
             kept[one.unit] = min(place[one.node], kept.get(one.unit, place[one.node]))
     return _plan(
         "backward",
-        _ahead_of_their_units(again, reduces, structure.again, place),
+        again,
         reduces,
         lambda one: structure.again[one.node],
         lambda one: place[one.node],  # autograd's order; what stands before it may depend on a batch of one
@@ -142,10 +140,8 @@ def plan_whole(graph: fx.Graph) -> Plan:
     for phase in sorted({phase_of(one.node) for one in (*unshards, *reduces)}):
         gathers = [one for one in unshards if phase_of(one.node) == phase]
         reductions = [one for one in reduces if phase_of(one.node) == phase]
-        if is_backward(phase):
-            gathers = _ahead_of_their_units(gathers, reductions, needed, place)
         one_phase = _plan(
-            "whole", gathers, reductions, lambda one: needed[one.node], lambda one: place[one.node], phase
+            "whole", gathers, reductions, lambda one: (needed[one.node], 0), lambda one: place[one.node], phase
         )
         offsets = {"gather": len(plan.gathers), "reduce": len(plan.reduces)}
         plan = dataclasses.replace(
@@ -164,31 +160,6 @@ def _read_before(again: Marker, first: Mapping[tuple[int, fx.Node], Marker]) -> 
     return first.get((phase_of(again.node) - 1, shard), again)  # type: ignore[arg-type]
 
 
-def _ahead_of_their_units(
-    gathers: Sequence[Marker],
-    reduces: Sequence[Marker],
-    needed: Mapping[fx.Node, int],
-    place: Mapping[fx.Node, int],
-) -> list[Marker]:
-    """Vectors that backward may need long before the matrices of their unit travel in a unit of their own.
-
-    A norm behind a residual sum: to compute its result again for any later block takes its scale. What is "long" says
-    the order: another unit's turn comes between.
-    """
-    with_matrices = {one.unit for one in gathers if is_matrix(one.node)}
-    begins: dict[str, int] = {}
-    for one in gathers:
-        if is_matrix(one.node) or one.unit not in with_matrices:
-            begins[one.unit] = min(needed[one.node], begins.get(one.unit, len(place)))
-    turns = [(begin, unit) for unit, begin in begins.items()] + [(place[one.node], one.unit) for one in reduces]
-
-    def is_ahead(one: Marker) -> bool:
-        begin = begins[one.unit]
-        return any(needed[one.node] < turn < begin and unit != one.unit for turn, unit in turns)
-
-    return [dataclasses.replace(one, unit=AHEAD) if is_ahead(one) else one for one in gathers]
-
-
 def plan_graph(graph: fx.Graph, stage: str) -> Plan:
     """The plan of a forward, backward or inference graph: what the joint graph's says, where it was cut from one."""
     unshards, reduces = find_unshards(graph), find_reduces(graph)
@@ -200,7 +171,7 @@ def plan_graph(graph: fx.Graph, stage: str) -> Plan:
         return _present(planned, unshards, reduces)
     place = {node: index for index, node in enumerate(graph.nodes)}
     return _plan(
-        stage, unshards, reduces, lambda one: _first_read(one.node, place), lambda one: _computed(one.shard, place)
+        stage, unshards, reduces, lambda one: (_first_read(one.node, place), 0), lambda one: _computed(one.shard, place)
     )
 
 
@@ -256,7 +227,7 @@ def _plan(
     stage: str,
     unshards: Sequence[Marker],
     reduces: Sequence[Marker],
-    read_at: Callable[[Marker], int],
+    read_at: Callable[[Marker], Turn],
     computed_at: Callable[[Marker], int],
     phase: int = 0,
     kept: Mapping[str, int] | None = None,
@@ -265,16 +236,16 @@ def _plan(
     """``kept`` says where the graph has the first gradient of each unit that it finds gathered."""
     # A gather is launched for its first member, a reduction once its last member's gradient is there.
     gathers = _placed_buckets(
-        with_neighbours(unshards, lambda one: (read_at(one), *_tie(one)), small_end=0),
+        with_neighbours(unshards, lambda one: (*read_at(one), *_tie(one)), small_end=0),
         gather_buckets,
         gather_bucket,
-        lambda members: min((read_at(one), *_tie(one)) for one in members),
+        lambda members: min((*read_at(one), *_tie(one)) for one in members),
     )
     reductions = _placed_buckets(
-        with_neighbours(reduces, lambda one: (computed_at(one), *_tie(one)), small_end=-1),
+        with_neighbours(reduces, lambda one: (computed_at(one), 0, *_tie(one)), small_end=-1),
         reduce_buckets,
         reduce_bucket,
-        lambda members: max((computed_at(one), *_tie(one)) for one in members),
+        lambda members: max((computed_at(one), 0, *_tie(one)) for one in members),
     )
     plan = Plan(
         stage=stage,

@@ -1,7 +1,7 @@
 """Why a parameter is kept from forward to backward, gathered again, or not needed there.
 
-    y  = addmm(b0, x, t(w0))      w0   not needed   x needs no gradient, and nobody else reads w0
-    z  = addmm(b1, y, t(w1))      b1   not needed   the gradient of a sum reads neither operand
+    y  = addmm(b0, x, t(w0))      w0   not needed   x, that it is multiplied with, takes no gradient
+    z  = addmm(b1, y, t(w1))      b1   again        y, that it is added to, takes one, and a larger batch may read it
     gy = mm(gz, w1)               w1   again        a gradient reads it
 
 The decision is the plan's (plan.py); this says what it followed from.
@@ -14,12 +14,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from .cost import node_flops
 from .emit import copied
 from .plan import Plan
 from .provenance import unshard_nodes
 from .slices import keep_slice, whole_of
-from .structure import RECOMPUTED, Structure, is_matrix, structure_of
+from .structure import RECOMPUTED, Structure, structure_of
 from .views import passes_on
 
 KEPT, AGAIN, UNNEEDED = "kept", "gathered again", "not needed"
@@ -80,15 +79,14 @@ def _why_needed(gather: fx.Node, structure: Structure, made: set[fx.Node]) -> st
         return "what is made of it is made again"
     if _reached(gather, lambda user: user.meta.get("recompute") in RECOMPUTED):
         return "a checkpointed region reads it"
-    return "a gradient reads it" if is_matrix(gather) or gather in structure.read else "may be read to compute again"
+    reads = _reached(gather, lambda user: user in structure.fed)
+    return "a gradient reads it" if reads else "it meets what takes a gradient"
 
 
 def _why_not(gather: fx.Node) -> str:
     if any(user.target is keep_slice for user in gather.users):
         return "a slice of it is kept"
-    if is_matrix(gather) and _reached(gather, lambda user: node_flops(user) > 0):
-        return "its input has no gradient"
-    return "no gradient reads it"
+    return "its input has no gradient"
 
 
 def _reached(gather: fx.Node, wanted: Callable[[fx.Node], bool]) -> bool:

@@ -2,24 +2,25 @@
 
     w, b, g = unshard(...), unshard(...), unshard(...)
     v = mul(w, mask)                 of weights         made again, with what it is made of
-    y = add(mm(x, v), b)             reads a matrix     saved or not needed, never computed again: nobody needs b
+    y = add(mm(x, v), b)             reads a matrix     the product is saved or not needed, never computed again
     z = mul(xhat, g)                 reads a vector     saved or computed again, as the partitioner likes
     --- backward ---
-    gv = mm(t(z), gu)                reads z            so g may be needed from here on
-    gx = mm(gy, t(v))                reads v            so w is needed from here on
+    gz = ...                         backward arrives at the unit of w, b and g: from here on they may be needed
+    gx = mm(gy, t(v))
 
-The partitioner's min-cut weighs activations, whose sizes may differ between ranks, so what decides on collectives is
-taken from it. A matrix is gathered again where a gradient's formula reads it or a checkpointed region does; its readers
-are products, which min-cut would save in any case. What reads a vector (a norm's scale) is cheap to compute again and
-as large as an activation, so min-cut may choose; and backward gathers the vector whatever it chose. What the formulas
-read depends on lengths in a few places, where a batch is at its smallest: unread.py has them.
+Ranks have batches of different sizes, so neither what a graph reads nor what the partitioner saves may decide on
+collectives. What decides is which operations bring a weight together with something that takes a gradient: the rows
+that an embedding looks up are none, nor is what a first layer multiplies. Such weights are gathered again, whether or
+not a formula reads them, where backward arrives at the last of these operations: autograd numbers operations as forward
+runs them, and goes through them from the highest number to the lowest. The vectors of a unit are gathered where its
+first weight is. What another unit's backward would compute of them before that is saved.
 """
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,17 +29,30 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from . import _torch_compat as compat
 from . import markers
-from .provenance import reduce_nodes, unshard_nodes
+from .provenance import Marker, find_reduces, find_unshards, reduce_nodes, unshard_nodes
 from .slices import keep_slice, whole_of
 from .tags import AC_GRAPH_ID
-from .unread import read_in_larger_batches
-from .views import CASTS, passes_on
+from .views import CASTS, aten, passes_on
 
 RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 _OURS = (markers.unshard, markers.reduce_grad, markers.beside, markers.resume, keep_slice)
-_NEVER = math.inf
+_NOTHING = -1  # no operation's number
+
+# What a gradient does not flow through.
+_CUTS = (aten.detach.default, aten.alias.default)
+# They read no element of what they are given.
+_FILLED_LIKE = (
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+)
 
 Weights = frozenset[fx.Node]  # gathers
+# The place of the first node of backward that may need a weight, and what tells weights of one place apart.
+Turn = tuple[int, int]
 _NONE: Weights = frozenset()
 
 
@@ -51,7 +65,7 @@ class Structure:
     in_forward: set[fx.Node]  # the gathers that forward reads, or keeps
     computed: set[fx.Node]  # what forward's results take, and no gradient goes into
     saved: set[fx.Node]  # of that, what is not computed again
-    again: dict[fx.Node, int]  # the gathers that backward may need, and the place of the first node that may
+    again: dict[fx.Node, Turn]  # the gathers of backward, and where it may need each of them first
     read: set[fx.Node]  # those of them that backward reads in any case
     late: set[fx.Node]  # what reads weights that forward does not, though no gradient goes into it
     fed: set[fx.Node]  # what a gradient goes into
@@ -70,12 +84,14 @@ def structure_of(graph: fx.Graph) -> Structure:
     gathers = {node for node in unshard_nodes(graph) if node.kwargs["regather"] or node not in forward}
     of_weights, beside = made_of_weights(graph, gathers, backward)
     in_forward = {node for node in unshard_nodes(graph) if node in forward and whole_of(node) is None}
-    read = _NONE.union(*(_weights_read(node, of_weights) for node in backward))
-    unread = read_in_larger_batches(graph, of_weights, backward)
-    would_read = read.union(*(of_weights.get(node, _NONE) for node in unread))
-    saved = _saved(graph, of_weights, forward - backward, would_read, bool(reduce_nodes(graph)))
-    needed = _first_needed(graph, place, backward, forward, saved, unread)
-    again = {node: int(needed[node]) for node in graph.nodes if node in gathers and needed[node] < _NEVER}
+    turns, since = _turns(graph, place, of_weights, backward)
+    saved = _saved(graph, of_weights, forward - backward, turns)
+    saved, needed = _read_ahead(graph, place, of_weights, backward, forward, saved, since)
+    again = {
+        node: min(turns.get(node, (len(place), 0)), (needed[node], 0))
+        for node in graph.nodes
+        if node in gathers and (node in turns or needed[node] < len(place))
+    }
     elsewhere = {*forward, *fed, *of_weights}
     late = {
         node
@@ -137,60 +153,152 @@ def made_of_weights(
     return found, {node for node in feeding if node.op == "call_function" and (node in constant or node in apart)}
 
 
-def _saved(
-    graph: fx.Graph, of_weights: Mapping[fx.Node, Weights], forward: set[fx.Node], read: Weights, reduces: bool
-) -> set[fx.Node]:
-    """Forward's products with matrices, and the sums of these with a bias that backward has no other need of.
+def _turns(
+    graph: fx.Graph, place: Mapping[fx.Node, int], of_weights: Mapping[fx.Node, Weights], backward: Collection[fx.Node]
+) -> tuple[dict[fx.Node, Turn], dict[fx.Node, int]]:
+    """Where backward arrives at what reads each weight, of those that it wants; and the last turn of another unit."""
+    wanted = _wanted_for(graph, of_weights, backward)
+    gathers = [one for one in find_unshards(graph) if wanted.get(one.node, _NOTHING) > _NOTHING]
+    of_unit: dict[str, int] = {}
+    for one in gathers:
+        of_unit[one.unit] = max(wanted[one.node], of_unit.get(one.unit, _NOTHING))
+    reached: list[tuple[int, int]] = []  # ever lower numbers, negated, and the places where backward comes to them
+    for node in graph.nodes:
+        number = node.meta.get("seq_nr")
+        if number is not None and node in backward and (not reached or -number > reached[-1][0]):
+            reached.append((-number, place[node]))
+    turns = {}
+    for one in gathers:
+        number = wanted[one.node] if is_matrix(one.node) else of_unit[one.unit]
+        first = bisect_left(reached, (-number, 0))
+        # A unit's vectors before its matrices, for whatever stands between them and the unit before.
+        turns[one.node] = (reached[first][1] if first < len(reached) else len(place) - 1, -number - (not is_matrix(one.node)))
+    events = [(turns[one.node][0], one.unit) for one in gathers]
+    of_others = _last_of_others([*events, *((place[one.node], one.unit) for one in find_reduces(graph))])
+    return turns, {one.node: of_others[one.unit] for one in gathers}
 
-    And whatever else reads a weight in a graph without reductions: frozen vectors are not gathered for what min-cut
-    might compute again, unless a checkpointed region has them.
+
+def _last_of_others(events: list[tuple[int, str]]) -> dict[str, int]:
+    """Given places and the units that have them: before the first place of each unit, the last one of any other."""
+    found: dict[str, int] = {}
+    last, before = (-1, ""), -1  # the last one, and the last one of another unit than that has
+    for at, unit in sorted(events):
+        if unit != last[1]:
+            before = last[0]
+        last = (at, unit)
+        found.setdefault(unit, before)
+    return found
+
+
+def _wanted_for(
+    graph: fx.Graph, of_weights: Mapping[fx.Node, Weights], backward: Collection[fx.Node]
+) -> dict[fx.Node, int]:
+    """The number of the last operation that backward may want each weight for; _NOTHING for none.
+
+    Of one that brings it together with what takes a gradient; or of one behind that in a checkpointed region, which
+    runs once more first.
+    """
+    flowing = _flowing(graph, backward)
+    numbers: dict[fx.Node, int] = {}
+    number = 0
+    for node in graph.nodes:
+        if node not in backward:
+            number = max(number, node.meta.get("seq_nr", number))
+            meets = any(one in flowing and one not in of_weights for one in node.all_input_nodes)
+            numbers[node] = number if meets else _NOTHING
+    wanted: dict[fx.Node, int] = {}
+    for node in reversed(graph.nodes):
+        if node in of_weights or _is_recomputed(node):
+            own = _NOTHING if node in of_weights else numbers.get(node, _NOTHING)
+            wanted[node] = max([own, *(wanted.get(user, numbers[user]) for user in node.users if user in numbers)])
+    return wanted
+
+
+def _flowing(graph: fx.Graph, backward: Collection[fx.Node]) -> set[fx.Node]:
+    """What forward computes of inputs and weights that take a gradient, and of what the graph fills with numbers.
+
+    With that a recurrence begins, whose state takes one from its second step on; and a batch may have one step.
+    """
+    reduced = {marker.fqn for marker in find_reduces(graph)}
+    unshards = find_unshards(graph)
+    names = {marker.node: marker.fqn for marker in unshards}
+    flowing = compat.inputs_with_gradients(graph) | {
+        one.node
+        for one in unshards
+        if names.get(whole_of(one.node) or one.node) in reduced or any(arg is not None for arg in one.node.args[1:2])
+    }
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op not in ("call_function", "get_attr") or node in backward or node.target in _CUTS or _is_size(node):
+            continue
+        if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
+            continue
+        if not flowing.isdisjoint(node.all_input_nodes) or (_is_filled(node) and not is_random(node)):
+            flowing.add(node)
+    return flowing
+
+
+def _is_filled(node: fx.Node) -> bool:
+    """Whether a graph fills a tensor with numbers of its own: one number is none."""
+    value = node.meta.get("val")
+    reads = [one for one in node.all_input_nodes if not _is_size(one)]
+    return isinstance(value, Tensor) and value.dim() > 0 and (not reads or node.target in _FILLED_LIKE)
+
+
+def _saved(
+    graph: fx.Graph,
+    of_weights: Mapping[fx.Node, Weights],
+    forward: set[fx.Node],
+    again: Collection[fx.Node],
+) -> set[fx.Node]:
+    """Forward's products with matrices, and whatever else reads a weight that backward does not gather.
+
+    And what checkpointed regions hand on: else what follows one would have backward run the region in its own turn.
     """
     saved: set[fx.Node] = set()
-    products: set[fx.Node] = set()  # and what becomes of them on the way to the bias
-    kept = {node for node in unshard_nodes(graph) if node not in of_weights and is_matrix(node)}  # or views of it
     for node in graph.nodes:
+        if _is_handed_on(node, forward):
+            while compat.may_alias(node.target) and _is_recomputed(node.all_input_nodes[0]):
+                node = node.all_input_nodes[0]
+            saved.add(node)
         if node.op != "call_function" or node not in forward or node in of_weights or node.target in _OURS:
             continue
-        if passes_on(node) and kept & set(node.all_input_nodes[:1]):
-            kept.add(node)
-        elif kept & set(node.all_input_nodes):
-            products.add(node)
-        if follows_a_product(node) and node.all_input_nodes and set(node.all_input_nodes[:1]) <= products:
-            products.add(node)
         weights = _weights_read(node, of_weights)
         if not weights or not isinstance(node.meta.get("val"), Tensor) or compat.may_alias(node.target):
             continue
-        others = [one for one in node.all_input_nodes if one not in of_weights and not _is_size(one)]
-        reads_matrix = node in products or any(map(is_matrix, weights)) or not reduces
-        # The gradient of a sum reads neither operand, though backward may read the bias for another's sake.
-        is_sum = node.target is torch.ops.aten.add.Tensor
-        adds_bias = bool(others) and all(one in products for one in others) and (is_sum or not weights & read)
-        if reads_matrix or adds_bias:
-            products.add(node)
-            if not _is_recomputed(node):
-                saved.add(node)
+        if (any(map(is_matrix, weights)) or not weights.issubset(again)) and not _is_recomputed(node):
+            saved.add(node)
     return saved
 
 
-def _first_needed(
+def _read_ahead(
     graph: fx.Graph,
     place: Mapping[fx.Node, int],
-    backward: set[fx.Node],
+    of_weights: Mapping[fx.Node, Weights],
+    backward: Collection[fx.Node],
     forward: set[fx.Node],
-    saved: set[fx.Node],
-    unread: Mapping[fx.Node, int],
-) -> dict[fx.Node, float]:
-    """For each node of forward, the first place of backward that may need it: read it, or what is computed of it."""
-    needed: dict[fx.Node, float] = {}
+    saved: Collection[fx.Node],
+    since: Mapping[fx.Node, int],
+) -> tuple[set[fx.Node], dict[fx.Node, int]]:
+    """What is saved, with what backward would compute of a weight in the turn of another unit; and the first reads.
+
+    A norm behind a residual sum: to compute its result again for any later block takes its scale. The first place of
+    backward that may need a node is the one that reads it, or what is computed of it again.
+    """
+    saved = set(saved)
+    needed: dict[fx.Node, int] = {}
     for node in reversed(graph.nodes):
-        first: float = unread.get(node, _NEVER)
+        first = len(place)
         for user in node.users:
             if user in backward:
                 first = min(first, place[user])
             elif user.op != "output" and user not in saved and not _is_kept(user, forward):
                 first = min(first, needed[user])
         needed[node] = first
-    return needed
+        if node in forward and node not in backward and node not in of_weights and not _is_recomputed(node):
+            if any(first <= since[one] for one in _weights_read(node, of_weights) if one in since):
+                saved.add(node)
+    return saved, needed
 
 
 def _is_kept(node: fx.Node, forward: set[fx.Node]) -> bool:
@@ -214,6 +322,13 @@ def _is_recomputed(node: fx.Node) -> bool:
     if node.meta.get("has_backward_hook") and not users:
         return False
     return not any(user.meta.get("ac_graph_id", 0) > node.meta.get("ac_graph_id", 0) for user in users)
+
+
+def _is_handed_on(node: fx.Node, forward: set[fx.Node]) -> bool:
+    """Whether a checkpointed region computes this for what follows it in forward."""
+    if not _is_recomputed(node) or not 0 < node.meta.get("ac_graph_id", 0) < AC_GRAPH_ID:
+        return False
+    return any(user in forward and "recompute" not in user.meta for user in node.users)
 
 
 def _weights_read(node: fx.Node, of_weights: Mapping[fx.Node, Weights]) -> Weights:

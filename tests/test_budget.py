@@ -51,15 +51,15 @@ def five_products() -> fx.Graph:
     shards = [b.input(f"primals_{layer + 1}", 32, 64) for layer in range(5)]
     x, tangent = b.input("primals_6", 256, 64), b.input("tangents_1", 256, 64)
     its_spec = spec("weight", (64, 64))
-    weights = [b.unshard(one, its_spec, str(layer)) for layer, one in enumerate(shards)]
-    ys = [x]
-    for weight in weights:
-        ys.append(b.call(aten.mm.default, ys[-1], weight))
+    weights, ys = [], [x]
+    for layer, shard in enumerate(shards):
+        weights.append(b.unshard(shard, its_spec, str(layer)))
+        ys.append(b.call(aten.mm.default, ys[-1], weights[-1]))
     grad, grads = tangent, []
     for layer in reversed(range(5)):
-        of_weight = b.call(aten.mm.default, b.call(aten.t.default, ys[layer]), grad)
+        of_weight = b.gradient(ys[layer + 1], aten.mm.default, b.call(aten.t.default, ys[layer]), grad)
         if layer:
-            grad = b.call(aten.mm.default, grad, b.call(aten.t.default, weights[layer]))
+            grad = b.gradient(ys[layer + 1], aten.mm.default, grad, b.call(aten.t.default, weights[layer]))
         grads.insert(0, b.reduce(of_weight, its_spec, of=weights[layer]))  # autograd hands both on together
     graph = b.output(ys[-1], *grads, None)  # type: ignore[arg-type]
     annotate(graph)
@@ -142,19 +142,19 @@ def products_and_scales() -> fx.Graph:
     its = {"w": spec("weight", (64, 64), bucketing="none"), "g": spec("scale", (64,), bucketing="none")}
     shards = [b.input(f"primals_{place + 1}", *size) for place, size in enumerate([(32, 64), (32,)] * 2)]
     x, grad = b.input("primals_5", 256, 64), b.input("tangents_1", 256, 64)
-    whole = [b.unshard(one, its["wg"[place % 2]], str(place // 2)) for place, one in enumerate(shards)]
     y, layers = x, []
-    for w, g in (whole[:2], whole[2:]):
+    for place in range(2):
+        w, g = (b.unshard(shards[2 * place + (one == "g")], its[one], str(place)) for one in "wg")
         product = b.call(aten.mm.default, y, w)
         read, y = y, b.call(aten.relu.default, b.call(aten.mul.Tensor, product, g))
         layers.append((read, w, product, g, y))
     result = b.call(aten.mul.Tensor, y, 2.0)
     grads = []
     for read, w, product, g, made in reversed(layers):
-        grad = b.call(aten.threshold_backward.default, grad, made, 0)
+        grad = b.gradient(made, aten.threshold_backward.default, grad, made, 0)
         of_g = b.call(aten.sum.dim_IntList, b.call(aten.mul.Tensor, grad, product), [0])
         grad = b.call(aten.mul.Tensor, grad, g)
-        of_w = b.call(aten.mm.default, b.call(aten.t.default, read), grad)
+        of_w = b.gradient(product, aten.mm.default, b.call(aten.t.default, read), grad)
         grads[:0] = [b.reduce(of_w, its["w"], of=w), b.reduce(of_g, its["g"], of=g)]
         grad = b.call(aten.mm.default, grad, b.call(aten.t.default, w))
     graph = b.output(result, *grads, grad)

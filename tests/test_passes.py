@@ -58,11 +58,17 @@ class Builder:
         values = fx.map_arg((args, kwargs), lambda used: used.meta["val"])
         with self.mode:
             node.meta["val"] = op(*values[0], **values[1])
+        node.meta["seq_nr"] = len(self.graph.nodes)
+        return node
+
+    def gradient(self, of: fx.Node, op: Any, *args: Any) -> fx.Node:
+        """What backward computes for an operation of forward."""
+        node = self.call(op, *args)
+        node.meta["seq_nr"] = of.meta["seq_nr"]
         return node
 
     def unshard(self, shard: fx.Node, its_spec: ParamSpec, reader: str = "") -> fx.Node:
         node = self.call(markers.unshard, shard, **its_spec.kwargs())
-        node.meta["seq_nr"] = len(self.graph.nodes)
         if reader:
             node.meta["nn_module_stack"] = {"1": (f"L['self'].{reader}", torch.nn.Linear)}
         return node
@@ -403,7 +409,7 @@ def test_a_cast_of_what_was_gathered_is_made_again_as_well() -> None:
 
 
 def joint_graph() -> Builder:
-    """A product, a bias, and a table that no formula of a gradient reads; then their gradients."""
+    """A product with what takes no gradient, a bias that does, and a table beside that; then their gradients."""
     build = Builder()
     x, mask = build.input("x", 5, 3), build.input("mask", 4, 3)
     shards = build.input("a", 2, 3), build.input("b", 2), build.input("c", 3, 4)
@@ -421,14 +427,14 @@ def joint_graph() -> Builder:
     return build
 
 
-def test_backward_gathers_what_formulas_of_gradients_read() -> None:
+def test_backward_gathers_what_its_formulas_read_and_what_met_something_with_a_gradient() -> None:
     graph = joint_graph().graph
     plan = plan_joint(graph)
     assert plan.regather == ("up.w", "up.bias", "up.table")
-    assert plan.again == ("up.w",)
+    assert plan.again == ("up.w", "up.table")
     assert plan.forward and plan.forward.order == (("gather", 0),)
     assert plan.backward and plan.backward.order == (("gather", 0), ("reduce", 0))
-    assert [bucket.fqns for bucket in plan.backward.gathers] == [("up.w",)]
+    assert [bucket.fqns for bucket in plan.backward.gathers] == [("up.w", "up.table")]
     keep(graph, plan)
     policies = {node.name: node.meta["recompute"].name for node in graph.nodes if "recompute" in node.meta}
     assert policies == {
@@ -446,7 +452,7 @@ def test_backward_gathers_what_formulas_of_gradients_read() -> None:
 def test_a_backward_that_gathers_more_than_planned_is_refused() -> None:
     graph = joint_graph().graph
     keep(graph, plan_joint(graph))
-    with pytest.raises(RuntimeError, match=r"up\.bias, up\.table.*set_reshard_after_forward\(False\)"):
+    with pytest.raises(RuntimeError, match=r"up\.bias, .*set_reshard_after_forward\(False\)"):
         plan_graph(graph, "backward")
 
 

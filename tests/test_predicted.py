@@ -136,11 +136,11 @@ def test_each_parameter_says_why_it_stays_or_comes_again() -> None:
     region = ("gathered again", "a checkpointed region reads it")
     assert becomes(inspected()) == {
         "first.weight": ("not needed", "its input has no gradient"),
-        "first.bias": ("not needed", "no gradient reads it"),
+        "first.bias": ("not needed", "its input has no gradient"),
         "layer.norm.weight": read,
         "layer.norm.bias": read,
         "layer.up.weight": read,
-        "layer.up.bias": ("not needed", "no gradient reads it"),
+        "layer.up.bias": ("gathered again", "it meets what takes a gradient"),
         "layer.w": made,
         "layer.low": made,
         "layer.rank": made,

@@ -122,8 +122,8 @@ def _gathered(plan: Plan) -> set[str]:
     [
         (Recurrence, {"w_rec"}),
         (lambda: Recurrence().requires_grad_(False), {"w_in", "w_rec"}),
-        (Joined, {"w.weight"}),
-        (Cells, {"lower.weight_hh", "upper.weight_ih", "upper.weight_hh", "upper.bias_hh"}),
+        (Joined, {"w.weight", "w.bias"}),
+        (Cells, {"lower.weight_hh", "lower.bias_hh", *(f"upper.{one}_{of}" for one in ("weight", "bias") for of in ("ih", "hh"))}),
     ],
     ids=["by_hand", "frozen", "joined", "cells"],
 )
@@ -154,12 +154,12 @@ def _first_embedding() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "x", "expected"),
     [
-        (_first_linear, torch.zeros(2, WIDTH), {"2.weight"}),
-        (_first_behind_noise, torch.zeros(2, WIDTH), {"3.weight"}),
-        (_first_embedding, torch.zeros(2, 3, dtype=torch.long), {"1.weight"}),
+        (_first_linear, torch.zeros(2, WIDTH), {"2.weight", "2.bias"}),
+        (_first_behind_noise, torch.zeros(2, WIDTH), {"3.weight", "3.bias"}),
+        (_first_embedding, torch.zeros(2, 3, dtype=torch.long), {"1.weight", "1.bias"}),
     ],
 )
-def test_a_first_layer_is_not_gathered_again(
+def test_the_weight_of_a_first_layer_is_not_gathered_again(
     fake_group_of_four: None, make: Callable[[], nn.Module], x: Tensor, expected: set[str]
 ) -> None:
     for num_rows in (2, 1, 0):
