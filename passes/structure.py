@@ -258,9 +258,7 @@ def _saved(
     saved: set[fx.Node] = set()
     for node in graph.nodes:
         if _is_handed_on(node, forward):
-            while compat.may_alias(node.target) and _is_recomputed(node.all_input_nodes[0]):
-                node = node.all_input_nodes[0]
-            saved.add(node)
+            saved.add(_whose_view(node))
         if node.op != "call_function" or node not in forward or node in of_weights or node.target in _OURS:
             continue
         weights = _weights_read(node, of_weights)
@@ -329,6 +327,17 @@ def _is_handed_on(node: fx.Node, forward: set[fx.Node]) -> bool:
     if not _is_recomputed(node) or not 0 < node.meta.get("ac_graph_id", 0) < AC_GRAPH_ID:
         return False
     return any(user in forward and "recompute" not in user.meta for user in node.users)
+
+
+def _whose_view(node: fx.Node) -> fx.Node:
+    """Of a view of what checkpointing computes again, that; of one of several results, itself."""
+    while compat.may_alias(node.target):
+        source = node.all_input_nodes[0]
+        is_result = node.target is operator.getitem and not compat.may_alias(source.target)
+        if is_result or not _is_recomputed(source):
+            break
+        node = source
+    return node
 
 
 def _weights_read(node: fx.Node, of_weights: Mapping[fx.Node, Weights]) -> Weights:
