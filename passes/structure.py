@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from . import _torch_compat as compat
 from . import markers
-from .provenance import Marker, find_reduces, find_unshards, reduce_nodes, unshard_nodes
+from .provenance import find_reduces, find_unshards, unshard_nodes
 from .slices import keep_slice, whole_of
 from .tags import AC_GRAPH_ID
 from .views import CASTS, aten, passes_on
@@ -86,7 +86,7 @@ def structure_of(graph: fx.Graph) -> Structure:
     in_forward = {node for node in unshard_nodes(graph) if node in forward and whole_of(node) is None}
     turns, since = _turns(graph, place, of_weights, backward)
     saved = _saved(graph, of_weights, forward - backward, turns)
-    saved, needed = _read_ahead(graph, place, of_weights, backward, forward, saved, since)
+    saved, needed = _read_ahead(graph, place, of_weights, backward, forward - backward, saved, since)
     again = {
         node: min(turns.get(node, (len(place), 0)), (needed[node], 0))
         for node in graph.nodes
@@ -169,10 +169,11 @@ def _turns(
             reached.append((-number, place[node]))
     turns = {}
     for one in gathers:
-        number = wanted[one.node] if is_matrix(one.node) else of_unit[one.unit]
+        is_vector = not is_matrix(one.node)
+        number = of_unit[one.unit] if is_vector else wanted[one.node]
         first = bisect_left(reached, (-number, 0))
-        # A unit's vectors before its matrices, for whatever stands between them and the unit before.
-        turns[one.node] = (reached[first][1] if first < len(reached) else len(place) - 1, -number - (not is_matrix(one.node)))
+        at = reached[first][1] if first < len(reached) else len(place) - 1
+        turns[one.node] = (at, -number - is_vector)  # a unit's vectors before its matrices
     events = [(turns[one.node][0], one.unit) for one in gathers]
     of_others = _last_of_others([*events, *((place[one.node], one.unit) for one in find_reduces(graph))])
     return turns, {one.node: of_others[one.unit] for one in gathers}
@@ -293,9 +294,9 @@ def _read_ahead(
             elif user.op != "output" and user not in saved and not _is_kept(user, forward):
                 first = min(first, needed[user])
         needed[node] = first
-        if node in forward and node not in backward and node not in of_weights and not _is_recomputed(node):
-            if any(first <= since[one] for one in _weights_read(node, of_weights) if one in since):
-                saved.add(node)
+        weights = _weights_read(node, of_weights) if node in forward and node not in of_weights else _NONE
+        if any(first <= since.get(one, -1) for one in weights) and not _is_recomputed(node):
+            saved.add(node)
     return saved, needed
 
 

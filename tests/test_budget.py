@@ -52,8 +52,8 @@ def five_products() -> fx.Graph:
     x, tangent = b.input("primals_6", 256, 64), b.input("tangents_1", 256, 64)
     its_spec = spec("weight", (64, 64))
     weights, ys = [], [x]
-    for layer, shard in enumerate(shards):
-        weights.append(b.unshard(shard, its_spec, str(layer)))
+    for layer, one in enumerate(shards):
+        weights.append(b.unshard(one, its_spec, str(layer)))
         ys.append(b.call(aten.mm.default, ys[-1], weights[-1]))
     grad, grads = tangent, []
     for layer in reversed(range(5)):

@@ -34,6 +34,7 @@ from tests.test_graphs import Stages
 from tests.test_passes import Builder, spec, text
 from tests.test_structure import (
     LAYERS,
+    NORM,
     WIDTH,
     Attends,
     ByHand,
@@ -42,6 +43,8 @@ from tests.test_structure import (
     Layer,
     Net,
     Pools,
+    Positioned,
+    Positions,
     ProductsSaved,
     Recomputed,
 )
@@ -300,7 +303,7 @@ CHECKPOINTED = (Recomputed, ProductsSaved, FrozenBehind, Attends, Pools)
 def test_the_same_matrices_are_gathered_again_as_where_backward_is_a_graph(
     backend: str, without: tuple[type[Layer], ...]
 ) -> None:
-    """Vectors only where a gradient reads them: no partitioner is there to compute anything again."""
+    """Where a formula reads them, that is: no partitioner is there to compute anything again."""
     torch._dynamo.reset()
     model = Net(without)
     for one in model.layers:
@@ -311,7 +314,7 @@ def test_the_same_matrices_are_gathered_again_as_where_backward_is_a_graph(
         _compiled_step(model, backend, torch.sum)(x)
     # A loss that computes its gradients in forward needs its weight in forward alone.
     # And what a region computes that no gradient flows through is saved.
-    otherwise: dict[type[Layer], set[str]] = {Fused: set(), FrozenBehind: {"b"}}
+    otherwise: dict[type[Layer], set[str]] = {Fused: set(), FrozenBehind: {"b"}, Positions: set(), Positioned: {*NORM}}
     names = [otherwise.get(layer, LAYERS[layer]) for layer in LAYERS if layer not in without]
     expected = {f"layers.{index}.{name}" for index, of_layer in enumerate(names) for name in of_layer}
     expected.add("head.weight")
