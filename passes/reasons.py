@@ -80,7 +80,7 @@ def _why_needed(gather: fx.Node, structure: Structure, made: set[fx.Node]) -> st
     if _reached(gather, lambda user: user.meta.get("recompute") in RECOMPUTED):
         return "a checkpointed region reads it"
     reads = _reached(gather, lambda user: user in structure.fed)
-    return "a gradient reads it" if reads else "it meets what takes a gradient"
+    return "a gradient reads it" if reads else "a gradient flows past it"
 
 
 def _why_not(gather: fx.Node) -> str:

@@ -101,15 +101,13 @@ def test_report_shows_collectives_buckets_bytes_and_passes(saved: Saved) -> None
     assert_expected_inline(
         saved[1][0],
         """\
-Stack: 3 graphs, 8 collectives, 12.0 KiB a rank
+Stack: 3 graphs, 8 collectives, 12.1 KiB a rank
 
-00_joint: 16 unshards and 16 reduce_grads -> 8 gathered again in backward, 4 kept
-  unit              params  names                                  in backward     reduced  gathered  why
-  (Stack)                4  embed.weight norm.weight norm.bias +1  kept                  4   2.0 KiB  reshard_after_forward=False
-  layers.0 (Block)       4  norm.weight norm.bias up.weight +1     gathered again        4   2.1 KiB  may be read to compute again, or a gradient reads it
-  layers.0 (Block)       2  up.bias down.bias                      not needed            2      98 B  no gradient reads it
-  layers.1 (Block)       4  norm.weight norm.bias up.weight +1     gathered again        4   2.1 KiB  may be read to compute again, or a gradient reads it
-  layers.1 (Block)       2  up.bias down.bias                      not needed            2      98 B  no gradient reads it
+00_joint: 16 unshards and 16 reduce_grads -> 12 gathered again in backward, 4 kept
+  unit              params  names                                       in backward     reduced  gathered  why
+  (Stack)                4  embed.weight norm.weight norm.bias +1       kept                  4   2.0 KiB  reshard_after_forward=False
+  layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  gathered again        6   2.2 KiB  a gradient flows past it, or a gradient reads it
+  layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  gathered again        6   2.2 KiB  a gradient flows past it, or a gradient reads it
   predicted on 'cpu': forward - ms, backward - ms, - of them waiting; peak -
   passes: merge 0 (- ms), slices 0 (- ms), parts 0 (- ms), chosen_slices 0 (- ms), keep 16 (- ms)
 
@@ -127,10 +125,10 @@ Stack: 3 graphs, 8 collectives, 12.0 KiB a rank
   #2: queued behind another one: - ms behind all_gather of layers.0.norm.weight +5; it takes - ms and - ms of compute stand beside it
   passes: insert 3 (- ms), overlap - (- ms), check 3 (- ms), announce 3 (- ms)
 
-02_backward: 8 unshards and 16 reduce_grads -> 5 collectives, 8.7 KiB a rank
+02_backward: 12 unshards and 16 reduce_grads -> 5 collectives, 8.8 KiB a rank
   #  collective  unit              params  names                                       dtype  bytes/rank   bucket   copied
-  0  all_gather  layers.1 (Block)       4  norm.weight norm.bias up.weight +1          bf16      1.1 KiB  2.2 KiB  3.2 KiB
-  1  all_gather  layers.0 (Block)       4  norm.weight norm.bias up.weight +1          bf16      1.1 KiB  2.2 KiB  3.2 KiB
+  0  all_gather  layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  bf16      1.1 KiB  2.3 KiB  3.3 KiB
+  1  all_gather  layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  bf16      1.1 KiB  2.3 KiB  3.3 KiB
   2  all_to_all  layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  fp32      2.3 KiB  4.5 KiB  5.6 KiB
   3  all_to_all  layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  fp32      2.3 KiB  4.5 KiB  5.6 KiB
   4  all_to_all  (Stack)                4  embed.weight norm.weight norm.bias +1       fp32      2.1 KiB  4.1 KiB  6.1 KiB
@@ -141,7 +139,7 @@ Stack: 3 graphs, 8 collectives, 12.0 KiB a rank
   3  grad layers.0.norm.bias ..    .. end - ms - ms - ms
   4  grad embed.weight ..          .. end - ms - ms - ms
   #0: longer than the compute beside it: it takes - ms and - ms of compute stand beside it
-  #1: queued behind another one: - ms behind all_gather of layers.1.norm.weight +3; it takes - ms and - ms of compute stand beside it
+  #1: queued behind another one: - ms behind all_gather of layers.1.norm.weight +5; it takes - ms and - ms of compute stand beside it
   #4: queued behind another one: - ms behind all_to_all of layers.0.norm.weight +5; it takes - ms and - ms of compute stand beside it
   passes: insert 5 (- ms), overlap - (- ms), check 5 (- ms), announce 5 (- ms)
 

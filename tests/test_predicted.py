@@ -140,7 +140,7 @@ def test_each_parameter_says_why_it_stays_or_comes_again() -> None:
         "layer.norm.weight": read,
         "layer.norm.bias": read,
         "layer.up.weight": read,
-        "layer.up.bias": ("gathered again", "it meets what takes a gradient"),
+        "layer.up.bias": ("gathered again", "a gradient flows past it"),
         "layer.w": made,
         "layer.low": made,
         "layer.rank": made,
