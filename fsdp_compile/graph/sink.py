@@ -289,7 +289,7 @@ def _join_at_end(unit: Unit) -> None:
 def _leaf(
     known: Tensor | None, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, hook: Callable[[], Hook]
 ) -> Tensor | None:
-    """Return a leaf, made of one expanded zero, that gives its gradient to a hook; None if the dtype has no gradients."""
+    """Return a leaf, one expanded zero, that gives its gradient to a hook; None for a dtype without gradients."""
     if known is not None and (tuple(known.shape), known.dtype, known.device) == (size, dtype, device):
         return known
     if not _has_gradients(dtype):
