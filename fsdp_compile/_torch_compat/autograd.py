@@ -186,5 +186,5 @@ def uses_compiled_autograd() -> bool:
 
 
 def get_grad_dtype(param: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype that ``param`` asks of its gradients; None: any that autograd has (``Tensor.grad_dtype``)."""
+    """Return the dtype that ``param`` asks of its gradients; None for any that comes (``Tensor.grad_dtype``)."""
     return getattr(param, "grad_dtype", param.dtype)

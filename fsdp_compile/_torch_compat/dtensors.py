@@ -37,7 +37,7 @@ def dtensor_of(
 
 
 def versions_of(tensor: Any) -> list[int]:
-    """Count the writes to a DTensor, and those to its local tensor: neither number has the other's writes."""
+    """Count the writes to a DTensor, and those to its local tensor: neither count includes the other."""
     return [0 if one.is_inference() else one._version for one in (tensor, local_tensor(tensor))]
 
 

@@ -27,7 +27,7 @@ from ..passes._torch_compat import leave_all_to_python as leave_all_to_python
 def compiles_with(compiled: Any) -> Callable[[Any], Any] | None:
     """Return what ``module.compile()`` compiled with, to compile another function with it; None if it is not known.
 
-    ``_compiled_call_impl`` is a closure that has the context that compiles in its variable ``self``: 2.11 to 2.15.
+    ``_compiled_call_impl`` is a closure over the context that compiles, its free variable ``self``: 2.11 to 2.15.
     """
     function = getattr(compiled, "__func__", compiled)
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
@@ -116,7 +116,7 @@ def num_writes_traced(tensor: torch.Tensor) -> int:
     """Return at least how often the code that Dynamo is tracing has written to a tensor, an input of its graph.
 
     ``FakeTensorConverter._get_memo``, ``OutputGraph.tracers``, ``meta["example_value"]``: 2.11 to 2.15. Versions do not
-    count ``_foreach`` ops on a DTensor.
+    count ``_foreach`` ops on a DTensor, so ops whose names say that they write are counted, too.
     """
     output = output_being_traced()
     fake = None if output is None else output.fake_mode.fake_tensor_converter._get_memo(tensor)

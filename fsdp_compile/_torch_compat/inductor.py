@@ -36,7 +36,7 @@ def set_post_grad_pass(value: Any) -> None:
     _set_in_all_threads(inductor_config, "post_grad_custom_pre_pass", value)
 
 
-# The class of passes that are told whether the graph is for inference: 2.15. A composed pass must have it to be told.
+# The class of passes that are told whether the graph is for inference: 2.15. A composed pass must be one to be told.
 InferenceAwareGraphPass: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
 
 

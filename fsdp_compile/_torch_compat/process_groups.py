@@ -107,7 +107,7 @@ def backend_of(group: torch.distributed.ProcessGroup, device_type: str) -> str:
 
 @contextlib.contextmanager
 def pretended_world(num_ranks: int, backend: str = "fake") -> Iterator[None]:
-    """Make this process rank 0 of ``num_ranks``, of which no other exists: collectives return at once and move nothing.
+    """Make this process rank 0 of ``num_ranks`` ranks, the others missing: collectives return at once and move nothing.
 
     Its groups pass for groups of ``backend``, so that plans have the reductions, gathers and buckets of that backend.
     ``torch.testing._internal.distributed.fake_pg.FakeStore``, which also makes the backend "fake" known: 2.11 to 2.15.

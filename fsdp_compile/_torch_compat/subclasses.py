@@ -24,7 +24,7 @@ def plain_tensors_in(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def has_own_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory of its own, be it of a subclass, and is not one around other tensors."""
+    """Whether a tensor, be it of a subclass, has memory of its own and is not one around other tensors."""
     inside = plain_tensors_in(tensor)
     return len(inside) == 1 and inside[0] is tensor
 

@@ -4,7 +4,7 @@
     reduce               is reduced
     hold                 is added to ``held.pending``
     resume               is reduced together with what is pending
-    resume_over_shards   likewise, over the shards alone: the sum waits in ``held.partials`` for the one over replicas
+    resume_over_shards   likewise over the shards alone; the result waits in ``held.partials`` for the sum over replicas
 
 The compiled path asks for the mode when it traces, and a guard asks at each call. The eager path reads the same fields
 when a gradient arrives. The resume modes, whose tickets cost a copy of each gradient, begin when the user holds
@@ -84,7 +84,7 @@ class Accumulation:
         self.may_hold_partials |= not all_reduce
 
     def mode_of(self, is_replicated: bool) -> Mode:
-        """What compiled backwards do with the gradient of a parameter."""
+        """Return what compiled backwards do with the gradient of a parameter."""
         if not self.sync or self.decides_in_backward:
             return "hold"  # if backward finds that it must synchronize, the end of backward reduces
         if self.may_hold_partials and is_replicated:

@@ -38,7 +38,7 @@ def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _mapped(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, bool]:
-    """Return that, and whether it is a new object; while Dynamo traces, it is one wherever there are tensors."""
+    """Return the mapped value, and whether it is a new object; while Dynamo traces, it is if it has tensors in it."""
     if isinstance(value, torch.Tensor):
         tensor = fn(value)
         return tensor, torch.compiler.is_compiling() or tensor is not value
@@ -86,7 +86,7 @@ def _fields_of(value: Any) -> dict[str, Any]:
 
 
 def _changed(values: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> dict[Any, Any]:
-    """Return those of ``values`` that ``fn`` makes another object of, by key."""
+    """Return, by key, those of ``values`` that become another object, as mapped values."""
     found = {key: _mapped(item, fn) for key, item in values.items()}
     return {key: item for key, (item, new) in found.items() if new}
 
@@ -124,7 +124,7 @@ def _mapping_like(value: Any, changed: dict[Any, Any]) -> Any:
 
 
 def _with(value: Any, attributes: dict[str, Any]) -> Any:
-    """Copy an object, be it frozen, with other values of ``attributes``."""
+    """Copy an object, frozen or not, with new values for ``attributes``."""
     copied = object.__new__(type(value))
     slots = _fields_of(value) if dataclasses.is_dataclass(value) else {}
     for name, attribute in {**slots, **getattr(value, "__dict__", {}), **attributes}.items():

@@ -30,12 +30,12 @@ PATIENCE_S = 120.0  # how long to wait if no rank has said that it compiles
 COMPILING_S = 3600.0  # how long to wait if one has
 
 _logger = logging.getLogger(__name__)
-_numbers = Counter[str]()  # numbers of models that look alike
+_numbers = Counter[str]()  # how many models look alike, by topic
 _world: World | None = None  # the world in which these were counted
 
 
 class Others:
-    """What this rank knows of how the other ranks run one model; it asks them for more."""
+    """What this rank knows of how the other ranks run one model, and how it asks for more."""
 
     def __init__(self, store: Any, topic: str, num_ranks: int) -> None:
         self._store, self._prefix, self._num_ranks = store, f"fsdp_compile/exchange/{topic}/", num_ranks

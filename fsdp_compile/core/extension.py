@@ -148,7 +148,7 @@ def arity_of(fqn: str, local: Any) -> int:
 
 
 def why_not_traced(fqn: str, shard: Any, slices: bool = False, computes_elsewhere: bool = False) -> str | None:
-    """Return what cannot be part of a graph because of the shard's extension; None if all can, and without one."""
+    """Name what of the shard's extension cannot be part of a graph; None if all of it can, and without an extension."""
     halves = halves_of(shard)
     if not any(halves):
         return None
@@ -160,6 +160,6 @@ def why_not_traced(fqn: str, shard: Any, slices: bool = False, computes_elsewher
 
 
 def halves_of(shard: Any) -> list[bool]:
-    """Which of the two functions of an extension the shard has."""
+    """Whether the shard has each of the two functions of an extension, first pre and then post."""
     local = dtensors.local_tensor(shard) if isinstance(shard, DTensor) else None
     return [hasattr(local, f"fsdp_{half}_all_gather") for half in ("pre", "post")]

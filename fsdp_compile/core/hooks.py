@@ -1,4 +1,4 @@
-"""Hooks on shards: skip them where autograd would run them without a gradient, or before the gradient is there.
+"""Hooks on shards, in wrappers that skip them when autograd would run them without a gradient, or before it is there.
 
     autograd    grads of a unit's reads -> [_Read] -> None -> a shard's hooks, as autograd runs them: not now
     reduction   grads of a unit's reads -> bucket -> gradient of the shard -> its hooks -> shard.grad

@@ -29,7 +29,7 @@ class SpmdMesh:
     """The whole mesh, on which parameters are DTensors already, and the names of its data-parallel dimensions."""
 
     mesh: DeviceMesh
-    shard: tuple[str, ...]  # in the order of the mesh
+    shard: tuple[str, ...]  # names, in the order of the mesh
     replicate: tuple[str, ...]
     flat_shard: DeviceMesh | None  # the dimensions in ``shard`` flattened into one
 

@@ -128,7 +128,7 @@ class ShardedParam:
         dtensors.heed_data_writes(_can_take, _note_data)
 
     def install(self) -> None:
-        """Register the shard in the place of the full parameter, and mark that as sharded."""
+        """Register the shard in the place of the full parameter, and stamp the full parameter as sharded."""
         setattr(self.param, STAMP, self)
         for slot in self.slots:
             slot.register(self.shard)
@@ -320,7 +320,7 @@ def shard_param(
 def _carried_by(full: nn.Parameter) -> dict[str, Any]:
     """Return the public attributes of a parameter, which modules read, as bitsandbytes reads ``quant_state``.
 
-    A subclass around other tensors is made of its attributes, and what is gathered has its own.
+    A subclass that wraps other tensors has none: it is built from its attributes, and what is gathered has its own.
     """
     if not subclasses.has_own_memory(full):
         return {}

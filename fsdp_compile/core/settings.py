@@ -1,4 +1,4 @@
-"""The settings of a unit, which users change after sharding by FSDPModule's methods and ``configure``."""
+"""The settings of a unit, which users change after sharding, with FSDPModule's methods and ``configure``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REDUCTIONS = ("auto", "reduce_scatter", "all_to_all")
 
 @dataclass
 class Comms:
-    """The user's replacements of our collectives for one unit; only the eager path uses them."""
+    """The user's replacements for our collectives in one unit; only the eager path uses them."""
 
     all_gather: Any = None
     reduce_scatter: Any = None

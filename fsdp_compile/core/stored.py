@@ -39,7 +39,7 @@ class ReadAs:
     # Dimensions of the mesh over which the unit's own reduction sums gradients; on the others the gradient gets the
     # parameter's placements first.
     reduced_dims: tuple[int, ...]
-    # Names of the mesh's process groups. Meshes of the same ranks are equal, after a restart too; the names differ.
+    # Names of the mesh's process groups, compared as well: meshes of the same ranks are equal, after a restart too.
     groups: tuple[str, ...]
 
     def wrap(self, local: Tensor) -> DTensor:

@@ -90,7 +90,7 @@ class Unit:
         return ", ".join(f"{plain_path(self.path_of(one))} ({original_class(one).__name__})" for one in self.modules)
 
     def path_of(self, module: nn.Module) -> str:
-        """Return the path in the model of one of the unit's modules; "" for the model itself, and for others.
+        """Return the path in the model of one of the unit's modules; "" for the model itself, and for one outside it.
 
         One walk finds the paths of all units: profiles ask for each of them many times a step.
         """

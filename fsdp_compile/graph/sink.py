@@ -11,9 +11,10 @@
 
 AOTAutograd would take DTensors apart and put them together again on every step, in Python, for 14 microseconds a
 parameter. An edge is the shard's local tensor with an autograd node that leads to the shard: hooks, ``autograd.grad``,
-``backward(inputs=...)`` and freezing work through autograd, as in eager code. If gradients have another dtype than the
-local tensor, graphs take both, and the edge is made of a leaf: one zero, expanded to the gradient's shape, for which no
-memory is allocated. Under compiled autograd, which cannot make DTensors of gradients, that leaf takes the edge's place.
+``backward(inputs=...)`` and freezing work through autograd, as in eager code. If gradients do not look like the local
+tensor (another dtype, say), graphs take that as well, and the edge is made of a leaf: one zero, expanded to the
+gradient's shape, without memory for it. Under compiled autograd, which cannot make DTensors of gradients, that leaf
+takes the edge's place.
 
 The edges of a unit have one node, since a node costs 4 microseconds. Autograd runs the hooks of all shards that a node
 leads to, also of those that got no gradient. Our node keeps autograd from running these (core/hooks.py).

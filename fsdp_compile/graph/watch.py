@@ -84,7 +84,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         if unit.given is None:
             say_compiling(unit)
         around: Unit | None = unit
-        while around is not None and around.given is None:  # the unit that is given may have no parameters
+        while around is not None and around.given is None:  # the unit with ``given`` may have no parameters
             around.watch._was_asked = True
             around.watch.say_unheeded()
             around = around.outer
@@ -202,7 +202,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
             )
 
     def say_no_plan(self, why: str) -> None:
-        """Warn once in a model of a plan or a budget, if no graph gathers and reduces for this unit."""
+        """Warn, once in a model, that a plan or budget has no effect: no graph gathers and reduces for this unit."""
         unit = self._unit()
         said: set[str] = set() if unit is None else unit.root.watch._said
         if unit is not None and unit.settings.plan and "plan" not in said:
@@ -214,7 +214,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
             )
 
     def say_no_plan_eagerly(self) -> None:
-        """Warn of that for the model of which this unit is the root, after a step in which no graph read parameters."""
+        """Warn of that in the model of which this unit is the root, unless a graph has read one of its parameters."""
         unit = self._unit()
         if unit is not None and not self._was_asked:
             for inner in unit.inside():

@@ -79,7 +79,7 @@ def judge(answers: Mapping[int, Answer], waiting: int | None = None) -> Verdict:
 
 
 def _first_difference(members: Mapping[int, Group]) -> tuple[int | None, bool]:
-    """Return the number of the first collective in which two ranks differ, and whether any earlier names differ."""
+    """Return the number of the first collective in which two ranks differ; whether any before it differ in names."""
     first, end = max(one.first for one in members.values()), max(one.count for one in members.values())
     differ_in_form = False
     for place in range(first, end):

@@ -86,7 +86,7 @@ class Lookout:
         threading.Thread(target=watch.run, name="fsdp_compile lookout", daemon=True).start()
 
     def forget(self) -> None:
-        """Stop, since the world or its store is gone. A program that sets up another world shards anew: ``know``."""
+        """Stop: the world or its store is gone. A program that sets up another one shards anew, and calls ``know``."""
         ledger.forget()
         ledger.explain = None
         if ledger.alarm != self._start:  # which belongs to that other world, if it is there already
@@ -198,7 +198,7 @@ class _Watch:
         return tuple(chain.issued(self._counters[group]()) for group, chain in self._chains.items())
 
     def _doubt(self) -> Question | None:
-        """Return a question to all ranks if a neighbour differs, has left, or keeps this rank waiting for long."""
+        """Return a question to all ranks if a neighbour differs or has left, or if this rank has waited for long."""
         if self._lookout.timeout_s <= 0:
             return None  # switched off since
         doing, _, seconds = self._waiting.look(self._progress())

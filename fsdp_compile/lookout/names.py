@@ -20,7 +20,7 @@ from ..passes.spec import ParamSpec, with_part
 from .chain import Link, Piece
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_modules|_fsdp_wrapped_module)\.")
-_COPY = re.compile(r"@\d+$")  # the suffix of a parameter that one graph has once more
+_COPY = re.compile(r"@\d+$")  # the suffix of a parameter's name when a graph has it once more
 _MOST = 4096  # pieces that are remembered; each belongs to a bucket, or to a graph
 
 
