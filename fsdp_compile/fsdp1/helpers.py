@@ -1,4 +1,4 @@
-"""Make ``torch.distributed.checkpoint.state_dict``, which asks its name ``FSDP`` about a model, know our wrappers.
+"""Make ``torch.distributed.checkpoint.state_dict``, which asks the class that it has as ``FSDP``, know our wrappers.
 
     get_state_dict(model, optim)
       FSDP.fsdp_modules(model)           Either replaces FSDP when the first wrapper of ours is made:

@@ -129,7 +129,7 @@ class _Names:
         for name, param in named:
             current.setdefault(param, name)
         self.of_param = {param: _name(name) for param, name in current.items()}
-        self.current = {_name(name): name for name in current.values()}  # to its name with wrappers
+        self.current = {_name(name): name for name in current.values()}  # the names with wrappers
         self._by_any_name = {_uncompiled(_name(name)): self.of_param[param] for name, param in named}
         sharded = {one.param: one for unit in units_in(model) for one in unit.params}
         self.sharded = {name: sharded[param] for param, name in self.of_param.items() if param in sharded}

@@ -142,7 +142,7 @@ def _mesh_of_two(
 def _mesh_of_nodes(device_type: str) -> DeviceMesh:
     """Return a mesh that shards inside a node and replicates over nodes.
 
-    torchrun says how many ranks a node has; without torchrun, it has one rank for each accelerator.
+    torchrun says how many ranks a node has. Without it, that is one for each accelerator, and all ranks on the CPU.
     """
     world = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
