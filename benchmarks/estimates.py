@@ -20,7 +20,7 @@ Estimate = Callable[..., "float | None"]
 
 
 def estimator(wire_bytes_per_s: float) -> Estimate:
-    """Return a `aten_distributed_optimizations.custom_runtime_estimation`: a node's milliseconds, or None."""
+    """Return a `custom_runtime_estimation` for `aten_distributed_optimizations`: milliseconds of a node, or None."""
 
     def milliseconds(node: fx.Node, override_size: int | None = None) -> float | None:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):

@@ -80,7 +80,7 @@ class Part:
     """Told how many seconds it has."""
 
     def is_among(self, names: list[str]) -> bool:
-        """Whether the part's name begins with a name. Names from "2" on also take the part that finds the backend."""
+        """Whether the part's name begins with one of ``names``. "2..." also takes the part that finds the backend."""
         return any(self.name.startswith(one) or (one.startswith("2") and _WIRE in self.name) for one in names)
 
 

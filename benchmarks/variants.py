@@ -62,8 +62,7 @@ def _unsharded(model: nn.Module, mesh: DeviceMesh, settings: Settings) -> Forwar
 def _collectives_alone(
     model: nn.Module, mesh: DeviceMesh, settings: Settings, *, all_to_all: bool
 ) -> Forward:
-    """Run a step's collectives one after the other: each block and the rest gather in forward, and gather and reduce in
-    backward."""
+    """Run collectives alone, in turn: for each block and the rest, gather in forward, gather and reduce in backward."""
     world = mesh.size()
     block_numels = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
     rest = sum(p.numel() for p in model.parameters()) - sum(block_numels)

@@ -84,7 +84,7 @@ def is_a_rank(arguments: argparse.Namespace) -> bool:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    if arguments.script == "-m" and arguments.args:  # after "--", argparse takes -m for an argument
+    if arguments.script == "-m" and arguments.args:  # after "--", argparse takes -m for the script
         arguments.module, arguments.script, arguments.args = True, arguments.args[0], arguments.args[1:]
     problem = _problem_of(arguments)
     if problem is not None:
@@ -174,7 +174,7 @@ def _start_ranks(arguments: argparse.Namespace) -> int:
     command += ["-m", "fsdp_compile.cli", "profile", *options, "--", *theirs]
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = {"OMP_NUM_THREADS": str(max(1, num_cpus // arguments.ranks))}  # else torchrun sets 1, and warns of that
-    # torchrun gets its own session: if both the terminal and we tell it to end, it leaves its ranks behind.
+    # torchrun gets its own session: told to end twice, by the terminal and by us, it would leave its ranks behind.
     started = subprocess.Popen(command, env={**threads, **os.environ, _OF_PARENT: "1"}, start_new_session=True)
     try:
         return started.wait()

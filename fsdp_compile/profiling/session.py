@@ -120,7 +120,7 @@ class Profile:
     def _action(self, step: int) -> torch.profiler.ProfilerAction:
         """Return what the profiler does in the next step; torch asks between two steps."""
         if step == self._before + self._active:
-            time.sleep(_SETTLES_S)  # the last recorded step has ended, and its range with it
+            time.sleep(_SETTLES_S)  # gloo's threads still record; the last step's range has ended
         return self._schedule(step)
 
     @property
@@ -217,7 +217,7 @@ def recording(
 def refuse_old_traces(folder: Path) -> None:
     """Raise if the folder has a trace of another run, which TensorBoard would show as this one's.
 
-    Traces of this run's other ranks are allowed, because they may be written before this check.
+    A trace of another rank is not refused here, because that rank may have written it just now.
     """
     rank, world_size = _rank(), _world_size()
     for path in folder.iterdir() if folder.is_dir() else ():

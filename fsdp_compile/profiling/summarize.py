@@ -2,7 +2,7 @@
 
     communication   a link is busy      |--------|   |-----|
     waiting         nothing computes           |=|   |==|
-    exposed         of waiting, all     overlap: of communication, the share during which nothing waits
+    exposed         all of the waiting  overlap: the share of communication during which nothing waits
 
 Seconds are those of one step, the mean of the recorded ones. A collective that a rank began early also waits for the
 other ranks. So its time is that of the rank that came last, and its exposed time that of the rank that waited longest.
@@ -21,7 +21,7 @@ from .traces import Ran, Trace, read_folder
 
 
 def summarize(folder: str | Path) -> Summary:
-    """The summary of all ranks whose traces are in a folder; ValueError where there are none."""
+    """Return the summary of all ranks whose traces are in a folder; ValueError where there are none."""
     return summary_of(read_folder(folder), Path(folder))
 
 

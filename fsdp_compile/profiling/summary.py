@@ -45,8 +45,8 @@ class OfCollective:
     num_bytes: int
     num_ranks: int
     count: float  # in a step
-    seconds: float  # of one
-    exposed_s: float  # of one
+    seconds: float  # of one run
+    exposed_s: float  # of one run
     planned_s: float | None
     planned_exposed_s: float | None
 

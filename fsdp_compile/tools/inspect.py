@@ -5,7 +5,7 @@
     print(report)                          # a table for each graph
     report.save("inspected")               # the graphs as files that run, the plans as JSON
 
-One rank may use it alone: compiling issues no collective. Outside the block nothing is recorded, nothing runs slower.
+One rank may use it alone: compiling issues no collective. Outside the block nothing is recorded or slowed down.
 """
 
 from __future__ import annotations

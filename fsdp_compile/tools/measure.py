@@ -58,7 +58,7 @@ def stages(job: Job, device: torch.device) -> int:
 
 
 def device_of(ranks: int, rank: int, has_link: bool = False) -> torch.device:
-    """Return the rank's own GPU where there are enough of them, else the CPU. A link needs the CPU: NCCL has none."""
+    """Return the rank's own GPU where there are enough of them, else the CPU; with a link the CPU: NCCL has no link."""
     has_gpus = not has_link and torch.cuda.is_available() and torch.cuda.device_count() >= ranks
     return torch.device("cuda", rank) if has_gpus else torch.device("cpu")
 

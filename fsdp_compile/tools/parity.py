@@ -81,7 +81,7 @@ def check_parity(
     """Run one forward and backward eagerly and one compiled, on every rank, and compare the loss and each gradient.
 
     The model is called with ``inputs`` and ``named``. A batch may be given whole: a single dict is the keyword
-    arguments, a single tuple the positional ones. A batch given whole can also hold a keyword argument with a name of
+    arguments, a single tuple the positional ones. That way the model can also get a keyword argument with a name of
     check_parity's own, ``check_parity(model, {"loss": x})``, or a dict itself, ``check_parity(model, (batch,))``.
     ``loss`` computes a scalar from the output; without it, the output is the loss or has it as ``.loss``. The default
     backend generates no code, so the numbers are equal bit by bit; give tolerances for ``backend="inductor"``.

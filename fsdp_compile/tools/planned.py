@@ -18,9 +18,9 @@ def plan_of(model: nn.Module, training: bool = True) -> Plan:
     """Return the plan of the compiled step of ``model`` that ran last: ``report.joint.plan`` of an inspection.
 
     It compiles nothing, and works in a process that loaded all graphs from a compile cache. ``training=False`` returns
-    the plan of the forward without gradients. A model that breaks into several graphs has a plan for each of them. It
-    raises LookupError where no compiled graph with the model's collectives ran, and for a replicated model: its graphs
-    gather nothing, so nothing tells which model they belong to.
+    the plan of the forward without gradients. A model that breaks into several graphs has a plan for each of them.
+    ``plan_of`` raises LookupError where no compiled graph with the model's collectives ran, and for a replicated model:
+    its graphs gather nothing, so nothing tells which model they belong to.
     """
     units = units_in(model)
     if units and all(unit.mesh.num_shards == 1 for unit in units):
