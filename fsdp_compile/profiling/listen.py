@@ -195,7 +195,7 @@ class _Models:
         return self._names[root]
 
     def of_call(self, called: Called, namer: Namer) -> list[str]:
-        """Return the model of each launch. A unit that is only reduced has no shard: it gets the model if there is only one."""
+        """Return the model of each launch. A unit that is only reduced has no shard, so it gets the only model."""
         units = [one.unit for _, one in called.text.firsts]
         known = {unit: self.at(address, namer) for unit, address in zip(units, called.addresses)}
         models = set(known.values())
