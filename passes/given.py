@@ -24,7 +24,7 @@ from .slices import offers_slice, slice_these, whole_of
 
 
 def fitted(given: Plan, graph: fx.Graph) -> Plan:
-    """Return the given plan for this joint graph, with what it leaves open filled in; raise ValueError if it misfits."""
+    """Return the given plan for this joint graph, with what it leaves open filled in; ValueError if it does not fit."""
     if given.stage != "joint" or given.forward is None or given.backward is None:
         raise ValueError(f"a plan of a {given.stage} graph was given. The plan of a step is that of the joint graph.")
     if given.gathers or given.reduces or given.order:
@@ -91,7 +91,7 @@ def _with_slices(graph: fx.Graph, fqns: Collection[str]) -> fx.Graph:
 
 
 def _with_what_computing_again_needs(given: Plan, ours: Plan) -> Plan:
-    """Add what only recomputation reads, such as biases: to a bucket with others of its bucket in our plan, or alone."""
+    """Add what only recomputation reads, such as biases: to a bucket with others of its bucket in ours, or alone."""
     present = {*_fqns(given.gathers)}
     gathers, order = list(given.gathers), given.order
     for bucket in ours.gathers:

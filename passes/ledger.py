@@ -46,7 +46,7 @@ class Called(NamedTuple):
 
     text: GraphText
     addresses: tuple[int, ...]  # of one shard of each unit
-    # Storages and not shards, which hold what autograd has of them: ``swap_tensors`` refuses a tensor that still has it.
+    # Storages and not shards: those hold what autograd has of them, and ``swap_tensors`` refuses a tensor that has it.
     memory: Sequence[object]
     sequence: tuple[int, ...]  # how many collectives each group of the graph had been given before
 

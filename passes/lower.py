@@ -289,7 +289,7 @@ def _ranks_first(call: Call, grad: Any, layout: ShardLayout) -> Any:
 
 
 def _laid_out(call: Call, parts: Any, layout: ShardLayout) -> Any:
-    """Lay out the result of ``_ranks_first`` to travel alone, ``[num_shards * part[0], ...]``; this undoes _unpadded."""
+    """Lay out the result of ``_ranks_first`` to travel alone: ``[num_shards * part[0], ...]``, as a gather returns."""
     parts = _contiguous(call, parts)
     if layout.dim == 0:
         return parts
