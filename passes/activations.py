@@ -101,7 +101,7 @@ def _products(graph: fx.Graph, structure: Structure) -> dict[fx.Node, Marker]:
 def _units_reached(
     graph: fx.Graph, structure: Structure, products: Mapping[fx.Node, Marker]
 ) -> dict[fx.Node, frozenset[str]]:
-    """Return the units whose products read each node of forward next; _OUTSIDE if forward returns or writes it."""
+    """Return for each node of forward the units whose products read it next; _OUTSIDE if it is returned or written."""
     reached: dict[fx.Node, frozenset[str]] = {}
     for node in reversed(graph.nodes):
         units: set[str] = set()

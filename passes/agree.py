@@ -53,8 +53,8 @@ class Agreement:
             return
         if world != self._world:
             self._world, self._planned = world, {}
-        # A step is looked up by the parameters that it reads, not by those that backward gathers again or from slices:
-        # plans that differ in these must be compared with each other.
+        # The key has the parameters that a step reads, and not which of them backward gathers again or from slices:
+        # plans that differ only in that must have one key, so that they are compared.
         read = (*plan.regather, *plan.keep)
         fqns = sorted(read or (fqn for bucket in _buckets(plan) for fqn in bucket.fqns))
         for ranks in sorted({compat.group_ranks(group) for group in groups}):

@@ -22,7 +22,7 @@ from .views import CASTS
 aten = torch.ops.aten
 
 # Inductor's realize_reads_threshold and realize_acc_reads_threshold, in 2.11 and 2.15: a result that is computed from
-# more inputs than this is written to memory, if it has several readers, or only one.
+# more inputs than this is written to memory: the first figure is for several readers, the second for one.
 _MOST_READS_SHARED, _MOST_READS = 4, 8
 # On the CPU it writes these rather than compute twice (ir.StorageBox.should_realize_on_reuse); silu becomes an exp.
 _HEAVY = {

@@ -91,7 +91,10 @@ def _with_slices(graph: fx.Graph, fqns: Collection[str]) -> fx.Graph:
 
 
 def _with_what_computing_again_needs(given: Plan, ours: Plan) -> Plan:
-    """Add what only recomputation reads, such as biases: to a bucket with others of its bucket in ours, or alone."""
+    """Add the parameters that only recomputation reads, such as biases.
+
+    Each joins the bucket that has a parameter of its bucket in our plan, or gets a bucket of its own.
+    """
     present = {*_fqns(given.gathers)}
     gathers, order = list(given.gathers), given.order
     for bucket in ours.gathers:

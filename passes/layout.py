@@ -21,7 +21,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Which part of a tensor of ``size`` each of ``num_shards`` ranks holds when it is cut on ``dim``."""
+    """The part of a tensor of ``size`` that each of ``num_shards`` ranks holds when the tensor is cut on ``dim``."""
 
     size: tuple[int, ...]
     dim: int

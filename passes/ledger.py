@@ -46,7 +46,8 @@ class Called(NamedTuple):
 
     text: GraphText
     addresses: tuple[int, ...]  # of one shard of each unit
-    # Storages and not shards: those hold what autograd has of them, and ``swap_tensors`` refuses a tensor that has it.
+    # Storages and not shards: a shard would keep alive what autograd has of it, and ``swap_tensors`` refuses a tensor
+    # of which that is left.
     memory: Sequence[object]
     sequence: tuple[int, ...]  # how many collectives each group of the graph had been given before
 

@@ -145,7 +145,7 @@ def storages_given(graph: fx.Graph, given_up: Collection[str]) -> set[Storage]:
 def lifetimes(graph: fx.Graph, fused: bool = False) -> list[Lifetime]:
     """Return the lifetime of every storage on the device that computes, in the order in which they are allocated.
 
-    Inputs live from the begin of the graph. With ``fused``, the graph is as Inductor compiles it: a node that is
+    Inputs live from the start of the graph. With ``fused``, the graph is as Inductor compiles it: a node that is
     computed inside its readers has no memory, and they read what it reads; a pointwise result takes the place of an
     input that it is the last to read.
     """

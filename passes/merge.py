@@ -1,4 +1,4 @@
-"""Merge the gathers of each parameter into one, and its reductions, however often it is read.
+"""Merge all gathers of a parameter into one, and all of its reductions, however often it is read.
 
     joint graph                              after
     w1 = unshard(shard)                      w  = unshard(shard)

@@ -18,7 +18,7 @@ from .layout import NEIGHBOURS, bucket_limits
 from .provenance import Marker
 from .spec import ParamSpec
 
-_SHARE_OF_ENDS = 8  # the group at the end that nothing hides gets this fraction of the limit
+_SHARE_OF_ENDS = 8  # the group at the end that nothing hides may have an eighth of the limit
 
 
 def with_neighbours(

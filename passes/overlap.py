@@ -14,7 +14,7 @@ Everything else keeps its order. In a graph with several phases (a whole step), 
 its own: the first unit of backward is launched when backward begins, and not while forward still holds it.
 
 Launches are in the plan's order, gathers and reductions alike, wherever compute went: two ranks that launch in
-different orders hang. So the compute of a launch may be pulled ahead because a later launch is due, and a reduction
+different orders hang. So what a launch sends may be computed earlier because a later launch is due, and a reduction
 waits for a gather that has its turn before. Inductor fuses and sorts after the FX passes; order.py holds it to this
 order.
 """
@@ -188,7 +188,7 @@ def _loops_together(planned: list[fx.Node], items: Items) -> list[fx.Node]:
     loops do not need, such as the wait for the weight of the next product, stays behind them: they hide it.
     """
     together: list[fx.Node] = []
-    behind: list[fx.Node] = []  # the last product, or the last other node that is neither loop nor communication
+    behind: list[fx.Node] = []  # the nodes since the last product, or since another kernel that is no loop
     for node in planned:
         behind.append(node)
         if items.role[node] is None and not is_free(node) and not _is_loop_on_cpu(node):

@@ -30,7 +30,7 @@ from .views import VIEWS
 
 _FQN = "fsdp_fqn"
 _UNIT = "fsdp_unit"
-_MEMBER = re.compile(r"^(\[\d+\])\.")  # the begin of an FQN in a unit of several modules
+_MEMBER = re.compile(r"^(\[\d+\])\.")  # the prefix of an FQN in a unit of several modules
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Launch:
-    """The begin of a collective, which runs beside the following events until a wait for it."""
+    """The start of a collective, which runs beside the following events until a wait for it."""
 
     name: str
     seconds: float

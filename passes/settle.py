@@ -32,7 +32,7 @@ _CHOOSING = "/choosing"
 
 @dataclass(frozen=True)
 class Decision:
-    """Which parameters are kept from forward to backward, or as slices, or have activations recomputed; and why."""
+    """The parameters that are kept from forward to backward, computed with again, or kept as slices; and why."""
 
     keep: tuple[str, ...]
     recompute: tuple[str, ...]

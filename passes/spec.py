@@ -98,5 +98,5 @@ class ParamSpec:
 
     @classmethod
     def of(cls, kwargs: dict[str, Any]) -> ParamSpec:
-        """The spec in a marker node's keyword arguments."""
+        """Return the spec in a marker node's keyword arguments."""
         return cls(**{**kwargs, "size": tuple(kwargs["size"])})

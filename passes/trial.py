@@ -40,7 +40,7 @@ class Half:
     """A lowered forward or backward graph, and its prediction."""
 
     graph: fx.Graph
-    live_bytes: tuple[int, ...]  # at each node, without what stays
+    live_bytes: tuple[int, ...]  # at each node, without inputs that stay
     events: tuple[Event, ...]  # one for each call, in the graph's order
     timeline: Timeline
 

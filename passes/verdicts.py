@@ -1,7 +1,7 @@
 """Find what keeps an exposed collective from being hidden, by launching it earlier in a replay.
 
-    G1 | G2 | w1 c1 | w2 c2       w2 takes 3 ms
-    G2 | G1 | w1 c1 | w2 c2       the step gets no shorter              compute: the links are as busy, beside as little
+    G1 | G2 | w1 c1 | w2 c2       w2 waits 3 ms
+    G2 | G1 | w1 c1 | w2 c2       the step gets no shorter              compute: links as busy, as little beside them
     c1 | R1 | c2 ... w1           R1 sends what c1 computes             dependency: it was launched when it could be
     c0 | G1 | c1 | w1 c2          launched before c0: 3 ms less         order; memory, where that is over the budget
 
@@ -154,10 +154,10 @@ def _is_copy(event: Event) -> bool:
 def _shortened(events: Sequence[Event]) -> tuple[list[Event], list[int], Mapping[str, int]]:
     """Return the events without memory, with computes that follow one another merged into one.
 
-    Also return the place of the first event behind each, and where each compute went.
+    Also return the place of the first original event of each, and where each compute went.
     """
     needed = {name for event in events if isinstance(event, Launch) for name in event.needs}
-    ends = False  # whether the last event is a compute that a launch needs, and might be put right behind
+    ends = False  # whether the last event is a compute that a launch needs, and might be put right behind it
     short: list[Event] = []
     first: list[int] = []
     short_of: dict[str, int] = {}

@@ -19,7 +19,7 @@ from .memory import live_bytes, saved_inputs
 class Weight:
     """The bytes that one rank holds."""
 
-    forward: tuple[int, ...]  # at each node, without what stays
+    forward: tuple[int, ...]  # at each node, without inputs that stay
     backward: tuple[int, ...]
     held_bytes: int  # from begin to end: the callers' inputs
     returned_bytes: int  # while backward runs: what forward returned, and its caller may hold
