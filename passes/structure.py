@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from . import _torch_compat as compat
 from . import markers
-from .provenance import find_reduces, find_unshards, unshard_nodes
+from .provenance import Marker, find_reduces, find_unshards, unshard_nodes
 from .slices import keep_slice, whole_of
 from .tags import AC_GRAPH_ID
 from .views import CASTS, aten, passes_on
@@ -84,7 +84,10 @@ def structure_of(graph: fx.Graph) -> Structure:
     gathers = {node for node in unshard_nodes(graph) if node.kwargs["regather"] or node not in forward}
     of_weights, beside = made_of_weights(graph, gathers, backward)
     in_forward = {node for node in unshard_nodes(graph) if node in forward and whole_of(node) is None}
-    turns, since = _turns(graph, place, of_weights, backward)
+    unshards, reduces = find_unshards(graph), find_reduces(graph)
+    flowing = _flowing(graph, unshards, reduces, backward)
+    wanted = _wanted_for(graph, of_weights, flowing, backward)
+    turns, since = _turns(place, [one for one in unshards if one.node in wanted], reduces, wanted, backward)
     saved = _saved(graph, of_weights, forward - backward, turns)
     saved, needed = _read_ahead(graph, place, of_weights, backward, forward - backward, saved, since)
     again = {
@@ -154,28 +157,30 @@ def made_of_weights(
 
 
 def _turns(
-    graph: fx.Graph, place: Mapping[fx.Node, int], of_weights: Mapping[fx.Node, Weights], backward: Collection[fx.Node]
+    place: Mapping[fx.Node, int],
+    gathers: Sequence[Marker],
+    reduces: Sequence[Marker],
+    wanted: Mapping[fx.Node, int],
+    backward: Collection[fx.Node],
 ) -> tuple[dict[fx.Node, Turn], dict[fx.Node, int]]:
-    """Where backward arrives at what reads each weight, of those that it wants; and the last turn of another unit."""
-    wanted = _wanted_for(graph, of_weights, backward)
-    gathers = [one for one in find_unshards(graph) if wanted.get(one.node, _NOTHING) > _NOTHING]
+    """Where backward arrives at what reads each of these weights, and the last turn of another unit before that."""
     of_unit: dict[str, int] = {}
     for one in gathers:
         of_unit[one.unit] = max(wanted[one.node], of_unit.get(one.unit, _NOTHING))
     reached: list[tuple[int, int]] = []  # ever lower numbers, negated, and the places where backward comes to them
-    for node in graph.nodes:
+    for node, at in place.items():
         number = node.meta.get("seq_nr")
         if number is not None and node in backward and (not reached or -number > reached[-1][0]):
-            reached.append((-number, place[node]))
+            reached.append((-number, at))
     turns = {}
     for one in gathers:
         is_vector = not is_matrix(one.node)
         number = of_unit[one.unit] if is_vector else wanted[one.node]
         first = bisect_left(reached, (-number, 0))
         at = reached[first][1] if first < len(reached) else len(place) - 1
-        turns[one.node] = (at, -number - is_vector)  # a unit's vectors before its matrices
+        turns[one.node] = (at, -2 * number - is_vector)  # a unit's vectors before its matrices
     events = [(turns[one.node][0], one.unit) for one in gathers]
-    of_others = _last_of_others([*events, *((place[one.node], one.unit) for one in find_reduces(graph))])
+    of_others = _last_of_others([*events, *((place[one.node], one.unit) for one in reduces)])
     return turns, {one.node: of_others[one.unit] for one in gathers}
 
 
@@ -192,14 +197,16 @@ def _last_of_others(events: list[tuple[int, str]]) -> dict[str, int]:
 
 
 def _wanted_for(
-    graph: fx.Graph, of_weights: Mapping[fx.Node, Weights], backward: Collection[fx.Node]
+    graph: fx.Graph,
+    of_weights: Mapping[fx.Node, Weights],
+    flowing: Collection[fx.Node],
+    backward: Collection[fx.Node],
 ) -> dict[fx.Node, int]:
-    """The number of the last operation that backward may want each weight for; _NOTHING for none.
+    """The number of the last operation for which backward may want a weight, or what checkpointing computes again.
 
-    Of one that brings it together with what takes a gradient; or of one behind that in a checkpointed region, which
-    runs once more first.
+    That is an operation that brings it together with what takes a gradient, or one behind that in a checkpointed
+    region, which runs once more first. What backward wants for none is left out.
     """
-    flowing = _flowing(graph, backward)
     numbers: dict[fx.Node, int] = {}
     number = 0
     for node in graph.nodes:
@@ -212,16 +219,17 @@ def _wanted_for(
         if node in of_weights or _is_recomputed(node):
             own = _NOTHING if node in of_weights else numbers.get(node, _NOTHING)
             wanted[node] = max([own, *(wanted.get(user, numbers[user]) for user in node.users if user in numbers)])
-    return wanted
+    return {node: number for node, number in wanted.items() if number > _NOTHING}
 
 
-def _flowing(graph: fx.Graph, backward: Collection[fx.Node]) -> set[fx.Node]:
+def _flowing(
+    graph: fx.Graph, unshards: Sequence[Marker], reduces: Sequence[Marker], backward: Collection[fx.Node]
+) -> set[fx.Node]:
     """What forward computes of inputs and weights that take a gradient, and of what the graph fills with numbers.
 
     With that a recurrence begins, whose state takes one from its second step on; and a batch may have one step.
     """
-    reduced = {marker.fqn for marker in find_reduces(graph)}
-    unshards = find_unshards(graph)
+    reduced = {marker.fqn for marker in reduces}
     names = {marker.node: marker.fqn for marker in unshards}
     flowing = compat.inputs_with_gradients(graph) | {
         one.node
