@@ -1,6 +1,6 @@
 """`python -m benchmarks.boundary`: what each sharded parameter costs at the boundary of a compiled graph.
 
-World size 1 and tiny parameters, so that neither bytes nor compute count: what is left is the price of
+World size is 1 and parameters are tiny, so neither bytes nor compute count. What is left is the cost of
 passing a parameter into the graph and its gradient out of it, and of compiling that.
 """
 
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def _run(record: Record, options: argparse.Namespace, settings: Settings, folder: Path) -> None:
-    """Every run compiles into an empty cache, on the first core."""
+    """Run one variant on the first core, with an empty compile cache, and add its figures to the record."""
     job = Job(
         variant=f"{record.name}:{options.kind}",
         mode="time",
@@ -92,7 +92,7 @@ def _run(record: Record, options: argparse.Namespace, settings: Settings, folder
 
 
 def _check_losses(records: dict[str, Record]) -> None:
-    """Nothing is trained here, so the last output must be that of the unsharded model."""
+    """Check that the last output is that of the unsharded model: nothing is trained here."""
     if not records["unsharded"].runs:
         return
     [expected] = records["unsharded"].losses[0]

@@ -19,7 +19,7 @@ _BATCH = 4
 
 
 class Scale(nn.Module):
-    """One vector: Inductor fuses a chain of these into a few kernels, so that hardly any compute is left."""
+    """A layer of one vector. Inductor fuses a chain of these into a few kernels, so that hardly any compute is left."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ def _link(kind: str, width: int) -> nn.Module:
 
 
 class Chain(nn.Module):
-    """`num_params` parameters, read one after the other."""
+    """A chain of layers with `num_params` parameters, which are read one after the other."""
 
     def __init__(self, kind: str, num_params: int, width: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def _ours(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
-    """No more than DTensor parameters, each read as its local tensor: AOTAutograd's own boundary."""
+    """Make DTensor parameters and read each as its local tensor. This shows the cost of AOTAutograd's own boundary."""
     for link in model.links:  # type: ignore[union-attr]
         shard = distribute_tensor(link.weight.detach(), mesh, [Shard(0)])
         link.weight = nn.Parameter(shard)
@@ -84,7 +84,7 @@ SHARDERS: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
 
 
 def measure(job: Job, rank: int, progress: Progress) -> RankResult:
-    """The variant is `<sharder>:<kind>`; settings.layers counts parameters, settings.dim is a width."""
+    """Time the variant `<sharder>:<kind>`; settings.layers counts parameters, settings.dim is a width."""
     sharder, kind = job.variant.split(":")
     settings = job.settings
     progress("joining the group")

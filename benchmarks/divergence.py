@@ -66,7 +66,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="fsdp-compile-bench-") as work, Progress(console=console) as progress:
         task = progress.add_task("worlds", total=len(options.ranks) * len(options.cases) * len(options.how))
         for world in options.ranks:
-            for how in options.how:  # so that compiling counts in no case but the one that is about it
+            for how in options.how:  # fills the cache, so that compiling counts only in the case about it
                 progress.update(task, description=f"{world} ranks, compiling, {HOW[how]}")
                 _run("none", how, world, Path(work) / f"{how}-{world}", options, patience=4)
             for case in options.cases:
@@ -89,7 +89,7 @@ def main() -> int:
 
 
 def _run(case: str, how: str, world: int, cache: Path, options: argparse.Namespace, patience: int = 1) -> str:
-    """What became of one world, in a few words."""
+    """Run one case in a world of its own, and return in a few words what became of its ranks."""
     limit_s = patience * options.limit
     env = {
         **os.environ,
@@ -126,7 +126,7 @@ def _run(case: str, how: str, world: int, cache: Path, options: argparse.Namespa
 
 
 def _in_words(said: Sequence[tuple[int | None, dict[str, Any]]], limit_s: int) -> str:
-    ranks: dict[str, list[str]] = {}  # by what became of them
+    ranks: dict[str, list[str]] = {}  # by outcome
     for rank, (status, one) in enumerate(said):
         if "off" in one:
             word = "right" if one["off"] <= TOLERANCE else f"WRONG by {one['off']:.0%}, no word"

@@ -1,4 +1,4 @@
-"""One rank of one case of ``benchmarks.divergence``: it trains a few steps, and says in one line what came of it."""
+"""One rank of one case of ``benchmarks.divergence``: it trains a few steps, and prints the outcome in one line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLERANCE = 1e-4
 
 
 class Doubled(nn.Module):
-    """A branch on ``training``."""
+    """A module that branches on ``training``."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * x if self.training else x
@@ -66,7 +66,7 @@ def branch_of(case: str, step: int, rank: int) -> str:
 
 @contextlib.contextmanager
 def circumstances(case: str, step: int, rank: int) -> Iterator[None]:
-    """What is otherwise on the second rank."""
+    """Apply the settings in which the second rank differs."""
     with contextlib.ExitStack() as stack:
         if rank == 1 and case == "limit":
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False))
@@ -78,7 +78,7 @@ def circumstances(case: str, step: int, rank: int) -> Iterator[None]:
 
 
 def train(case: str, how: str, rank: int, world: int) -> float:
-    """The largest difference of a gradient from the unsharded model's, of the largest gradient."""
+    """Train, and return the largest error of a gradient, as a share of that parameter's largest unsharded gradient."""
     torch.manual_seed(0)
     unsharded = Model(128 if case == "shapes" else 64)
     torch.manual_seed(0)
@@ -105,7 +105,7 @@ def train(case: str, how: str, rank: int, world: int) -> float:
         worst = max(worst, difference(model, unsharded, rank, world))
         model.zero_grad()
         if case in ("branch", "shapes", "unused"):
-            time.sleep(0.5)  # a step of a real model
+            time.sleep(0.5)  # about as long as a step of a real model
     return worst
 
 
@@ -128,7 +128,7 @@ def sharded(model: Model, how: str, compiles: bool, dynamic: bool | None) -> Cal
 
 
 def difference(model: nn.Module, unsharded: nn.Module, rank: int, world: int) -> float:
-    """No collective compares here: ranks that part must not meet in one."""
+    """Compare gradients on this rank alone. A collective would let ranks meet that have parted."""
     worst = 0.0
     for (fqn, ours), theirs in zip(model.named_parameters(), unsharded.parameters()):
         expected = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
@@ -144,7 +144,7 @@ def difference(model: nn.Module, unsharded: nn.Module, rank: int, world: int) ->
 
 def main(case: str, how: str, rank: int, world: int, port: int, timeout_s: int) -> None:
     torch.set_num_threads(1)
-    if case == "cache" and rank == 1:  # the other one has what an earlier run left
+    if case == "cache" and rank == 1:  # the other rank has the cache of an earlier run
         os.environ["TORCHINDUCTOR_CACHE_DIR"] += "-of-its-own"
     dist.init_process_group(
         "gloo",
@@ -159,7 +159,7 @@ def main(case: str, how: str, rank: int, world: int, port: int, timeout_s: int) 
     except Exception as error:
         said["raised"], said["text"] = type(error).__name__, str(error)[:2000]
     print(json.dumps(said), flush=True)
-    # Who has trained stays until the others have: a group that goes early is another case.
+    # A rank that has trained waits for the others: a group that one rank leaves early is another case.
     with contextlib.suppress(Exception):
         if case != "ends":
             dist.barrier()

@@ -1,7 +1,7 @@
-"""Time of a node, for Inductor's overlap scheduling, whose own estimators need a GPU.
+"""Estimate the time of a node for Inductor's overlap scheduling, whose own estimators need a GPU.
 
-Rounded figures of one CPU core and of the wire, the same on every rank by construction. Only their proportion
-counts: a scheduler that takes the wire for a hundred times faster than it is would hide nothing.
+The figures of one CPU core and of the wire are rounded, and the same on every rank by construction. Only their
+proportion counts: a scheduler that takes the wire for a hundred times faster than it is would hide nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Estimate = Callable[..., "float | None"]
 
 
 def estimator(wire_bytes_per_s: float) -> Estimate:
-    """For `aten_distributed_optimizations.custom_runtime_estimation`: milliseconds of a node, or None."""
+    """Return a `custom_runtime_estimation` for `aten_distributed_optimizations`: milliseconds of a node, or None."""
 
     def milliseconds(node: fx.Node, override_size: int | None = None) -> float | None:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):

@@ -1,8 +1,8 @@
 """`python -m benchmarks.frameworks`: the losses of frameworks on torch's FSDP, and on this package in its place.
 
-Two local processes over gloo train small models with random weights, save, and resume; `fsdp_compile.adopt()` is all
-that differs between the first column and the others. Below the table: what torch's own FSDP does not do on a CPU, and
-what it says.
+Two local processes over gloo train small models with random weights, save, and resume. The second column differs from
+the first only by `fsdp_compile.adopt()`, and the third also compiles. Below the table are the rows that torch's own
+FSDP does not run on a CPU, with its errors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WIDTH = 190
 
 @dataclass
 class Cell:
-    """What one row did in one column."""
+    """The result of one row in one column."""
 
     trained: Trained | None = None
     error: str | None = None
@@ -74,7 +74,7 @@ class Line:
 
 
 def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Between losses of the same steps, over the reference's; those that were resumed are compared as well."""
+    """Return the largest relative difference of a loss from the reference's; resumed steps are compared as well."""
     if len(losses) != len(reference) or not all(map(math.isfinite, losses)):
         return math.inf
     return max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(losses, reference))
@@ -109,7 +109,7 @@ def main() -> int:
 
 
 def _run(lines: dict[str, Line], reasons: dict[str, str | None], refused: list[str], timeout_s: float) -> None:
-    """Train column after column of each row, in the same processes until one fails; then ask for the reasons."""
+    """Train column after column of each row, in the same processes until one fails; then ask why torch refuses rows."""
     env = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with (
         tempfile.TemporaryDirectory(prefix="fsdp-compile-frameworks-") as folder,

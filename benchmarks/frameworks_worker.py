@@ -25,7 +25,7 @@ from fsdp_compile.workers import Send
 
 @dataclass(frozen=True)
 class Column:
-    """An engine under a framework."""
+    """The FSDP engine under a framework, and whether it compiles."""
 
     name: str
     adopt: Callable[[], contextlib.AbstractContextManager[object]]
@@ -53,7 +53,7 @@ def join(settings: dict[str, Any], rank: int, send: Send) -> None:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a row did under one engine. Graphs and breaks are of both models, the one that resumed as well."""
+    """The result of a row under one engine. Graphs and breaks are of both models, the one that resumed as well."""
 
     losses: Losses
     num_graphs: int = 0
@@ -85,7 +85,7 @@ def train(row_name: str, column_name: str, folder: Path) -> Trained | None:
 
 
 def refusal(name: str) -> str | None:
-    """What torch's own FSDP raises for a row; empty where it raises nothing, None without the package."""
+    """Return what torch's own FSDP raises for a row; empty where it raises nothing, None without the package."""
     row = next(row for row in REFUSED if row.name == name)
     if importlib.util.find_spec(row.package) is None:
         return None

@@ -1,6 +1,6 @@
 """`python -m benchmarks.gpu`: all that only a GPU can show, in the few minutes that one can be had.
 
-    tests                     all that are marked `gpu`, in one process and the demo's in as many as there are GPUs
+    tests                     all that are marked `gpu`: in one process, the demo's in as many as there are GPUs
     2: collectives_rs         collectives alone in two processes, on one GPU if there is no other
     2: tests                  of tests/test_gpu.py, in two processes
     1: unsharded, 1: ours...  a row for each way to train a Llama of 1.0B parameters in bf16, in one process
@@ -8,9 +8,9 @@
     2: predicted, 2: ours...  the same in two processes, with a smaller Llama
 
 Each part is printed and written to OUT/results.txt as it ends, so a run that is killed keeps what it has. A part that
-fails says so with its traceback, one that hangs with the stack of each thread, and the next one goes on; the exit code
-is 1 then. A part may use what the parts before it left over, never what those behind it need. `--quick` runs each kind
-of part at a tiny size on the CPU.
+fails prints its traceback, and one that hangs prints the stack of each thread. Then the next part runs, and the exit
+code is 1. A part may use the time that parts before it left over, never the time that parts behind it need. `--quick`
+runs each kind of part at a tiny size on the CPU.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ from benchmarks.variants import VARIANTS
 
 _ROOT = Path(__file__).resolve().parents[1]
 _REFERENCE, _WIRE, _PREDICTED = "reference", "collectives_rs", "predicted"
-_SECONDS = 520.0  # of all parts, which is to be less than nine minutes
-_QUICK_SECONDS = 900.0  # whatever else the machine does; a part may take all of it
+_SECONDS = 520.0  # for all parts, so that a run takes less than nine minutes
+_QUICK_SECONDS = 900.0  # enough whatever else the machine does; a part may take all of it
 _LEAST_S = 10.0  # a part that has less left is not begun
 _HANGS = 3  # a part that takes so many times what it needs gets no more, even if there is time to spare
-_ENDS_S = 10.0  # from the signal that a test run is to end to the one that ends it
+_ENDS_S = 10.0  # from the signal that asks a test run to end to the one that kills it
 
 # 1.0B parameters, as wide and as deep as Llama 3.2 1B. Two processes on one GPU send through the CPU's memory.
 _LLAMA = "--dim 2048 --layers 16 --vocab 32000 --batch 4 --seq 2048 --steps 8 --warmup 3"
@@ -68,7 +68,7 @@ _TINY_LLAMA = "--dim 32 --layers 1 --vocab 64 --batch 1 --seq 16 --steps 2 --war
 
 
 class PartError(RuntimeError):
-    """A part that gave no result, and why."""
+    """A part gave no result; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ class Part:
     """Told how many seconds it has."""
 
     def is_among(self, names: list[str]) -> bool:
-        """Whether a name begins so; of parts with two processes, also the one that finds their backend."""
+        """Whether the part's name begins with one of ``names``. "2..." also takes the part that finds the backend."""
         return any(self.name.startswith(one) or (one.startswith("2") and _WIRE in self.name) for one in names)
 
 
 class Results:
-    """Prints, and keeps all of it in a file."""
+    """Prints results, and keeps all of them in a file."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ class Results:
 
 @dataclass
 class World:
-    """As many processes, and what was measured of them."""
+    """The setup for one number of processes, and what was measured with it."""
 
     bench: Bench
     settings: Settings
@@ -114,7 +114,7 @@ class World:
 
 
 class Runner:
-    """The parts, in the order of their worth."""
+    """Runs the parts, the most valuable first."""
 
     def __init__(self, options: argparse.Namespace, work: Path) -> None:
         self._quick: bool = options.quick
@@ -176,7 +176,7 @@ class Runner:
                     failed.append(part.name)
                     self._results.say(f"FAILED: {traceback.format_exc()}")
                 self._results.say(f"-- {part.name}: {time.monotonic() - begun:.1f} s")
-        finally:  # also of a run that is ended from outside
+        finally:  # also in a run that is ended from outside
             for num_ranks, world in self._worlds.items():
                 if world.records:
                     self._table(num_ranks, world)
@@ -190,13 +190,13 @@ class Runner:
             size, where = _LLAMA if num_ranks == 1 else _SMALLER_LLAMA, f"--device cuda --backend {backend}"
         kinds = "--dtype bf16 --adamw fused --repeat 1 --cache shared"
         options = parse(f"{size} {where} {kinds} --ranks {num_ranks}".split())
-        # Weights of bfloat16 hardly notice smaller steps than this, and a model of this size is upset by larger ones.
+        # Smaller steps than this hardly change weights in bfloat16, and larger ones upset a model of this size.
         settings = dataclasses.replace(settings_of(options), lr=1e-4)
         work = self._work / f"{num_ranks}-{backend}"
         work.mkdir()
-        (work / "cache").symlink_to(self._work / "cache")  # of all: many kernels are the same
+        (work / "cache").symlink_to(self._work / "cache")  # shared: many kernels are the same
         bench = Bench(options, settings, None, self._cores, work)
-        if self._quick:  # what is forked cannot use a GPU: transformers looks for one when it is imported
+        if self._quick:  # a forked process cannot use a GPU: transformers looks for one when it is imported
             bench.preload = (
                 "benchmarks.worker",
                 "benchmarks.predicted_worker",
@@ -239,7 +239,7 @@ class Runner:
         self._results.say(said)
 
     def _wire(self, num_ranks: int, limit_s: float) -> None:
-        """Collectives alone; where NCCL does not run them, over gloo, with what follows."""
+        """Measure collectives alone; where NCCL does not run them, this part and all that follow use gloo."""
         try:
             self._row(num_ranks, _WIRE, limit_s / 2)
         except PartError as error:
@@ -289,7 +289,7 @@ class Runner:
         world = self._worlds[num_ranks]
         on_gpu = world.settings.device == "cuda"
         traces = self._out / f"traces-of-{num_ranks}"
-        shutil.rmtree(traces, ignore_errors=True)  # a profile wants a folder without another run's
+        shutil.rmtree(traces, ignore_errors=True)  # a profile needs a folder without another run's
         job = PredictedJob(
             variant="ours",
             mode="time",
@@ -327,7 +327,7 @@ class Runner:
 
 
 def limit_of(part: Part, behind: Sequence[Part], left_s: float) -> float:
-    """Seconds that it may take: what it needs, and all that is left over by the needs of those behind it."""
+    """Return the seconds that a part may take: what it needs, and what the parts behind it leave over."""
     over_s = left_s - part.needs_s - sum(one.needs_s for one in behind)
     return min(part.needs_s + max(0.0, over_s), _HANGS * part.needs_s, left_s)
 
@@ -336,7 +336,7 @@ def main() -> int:
     options = _parse(sys.argv[1:])
     exit_on_sigterm()
     if options.quick:
-        # Kernels that g++ does not optimize, and a GPU that nobody sees: what is asked is whether all parts run.
+        # g++ does not optimize kernels, and no GPU is visible: the question is only whether all parts run.
         os.environ.update(
             ENVIRONMENT, CUDA_VISIBLE_DEVICES="", TORCHINDUCTOR_VEC_ISA_OK="0", AOT_INDUCTOR_DEBUG_COMPILE="1"
         )
@@ -359,7 +359,7 @@ def _has_gpu() -> bool:
 
 
 def _machine() -> str:
-    """The machine and the versions of the software, which the figures depend on."""
+    """Return the machine and the versions of the software, on which the figures depend."""
     import torch
 
     versions = software_and_machine()

@@ -1,4 +1,4 @@
-"""One run: a process for each rank, and what they measured, or why they did not."""
+"""Run one process for each rank, and return what they measured, or why they did not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENVIRONMENT = {
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a rank has one core; a pool would also outlive it
     "TOKENIZERS_PARALLELISM": "false",
 }
-_NUM_LINES = 20  # of what rank 0 wrote in a run that went well: its warnings
+_NUM_LINES = 20  # kept of rank 0's log, for its warnings, in a run that went well
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ def launch(
 ) -> Outcome:
     """Run `module.measure` in one process per rank; `prefixes` go before the command (`ip netns exec ...`).
 
-    With `preload`, modules that the processes are forked with, they have this process's environment and not `env`.
+    With `preload`, the processes are forked with these modules imported, and have this process's environment and not
+    `env`.
     """
     run_dir = Path(job.run_dir)
     run_dir.mkdir(parents=True)

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.loading`: what each way to load a Hugging Face folder into shards holds in a rank's memory.
+"""`python -m benchmarks.loading`: the memory that each way to load a Hugging Face folder into shards takes on a rank.
 
-A Llama of 141M parameters, trained in float32, is loaded by two ranks, in new processes each time, from a folder in
-float32 and from one in bfloat16. Bytes are those of the rank's anonymous memory at most, above what it had before: what
-is mapped of a file, the kernel drops when it wants to. The exit code is 1 where our values are not the folder's.
+Two ranks load a Llama of 141M parameters, trained in float32, from a folder in float32 and from one in bfloat16, in new
+processes each time. Bytes are the peak of the rank's anonymous memory above what it had before. Mapped files do not
+count: the kernel can drop them at any time. The exit code is 1 where our values are not the folder's.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ WAYS: dict[str, Callable[[str], Any]] = {
 
 
 def write(folder: str) -> int:
-    """A folder for each dtype; how many bytes the weights are in float32."""
+    """Write a folder for each dtype, and return how many bytes the weights are in float32."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**CONFIG))
     size = sum(param.nbytes for param in model.parameters())
@@ -82,10 +82,10 @@ def write(folder: str) -> int:
 
 
 def measure(way: str, folder: str) -> tuple[int, float, str]:
-    """Bytes at most, seconds, and what is right."""
+    """Load a folder in one way; return the peak bytes, the seconds, and which values are right."""
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory() as small:  # imports what it needs
+    with tempfile.TemporaryDirectory() as small:  # a first load, which imports what the way needs
         LlamaForCausalLM(LlamaConfig(**{**CONFIG, "vocab_size": 8, "hidden_size": 16})).save_pretrained(small)
         WAYS[way](told_by_first(small))
         dist.barrier()

@@ -1,7 +1,7 @@
 """`python -m benchmarks.modes`: what each way of training in a loop compiles to, sends, and how exact it is.
 
-Four local processes over gloo, started once for all rows; after a row that fails they are started again for the rest.
-The rows are those that the tests run on fewer ranks (tests/matrix).
+Four local processes over gloo are started once for all rows; after a row that fails they are started again for the
+rest. The rows are those that the tests run on fewer ranks (tests/matrix).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WIDTH = 190
 
 @dataclass
 class Outcome:
-    """One row, of all ranks: the difference is the largest, the rest is rank 0's."""
+    """The results of one row: the difference is the largest of all ranks, other figures are rank 0's."""
 
     row: Row
     ranks: list[Message] = field(default_factory=list)
@@ -63,7 +63,7 @@ def main() -> int:
     begin = time.monotonic()
     interrupted = False
     try:
-        # Graphs from an older run would have no passes to count, and no part in what the ranks agree on.
+        # No pass would run on graphs from an older run's cache, and they have no part in what the ranks agree on.
         with interruptible(), tempfile.TemporaryDirectory(prefix="fsdp-compile-modes-") as cache:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
             _run(outcomes, options.backend, options.timeout)
@@ -140,7 +140,7 @@ def _table(
 def _write(
     path: Path, grid: Table, outcomes: dict[str, Outcome], tolerance: float, environment: dict[str, Any]
 ) -> None:
-    """The table as text beside the JSON file that holds every rank's figures."""
+    """Write every rank's figures as JSON, and the table as text beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = path.with_suffix(".txt")
     with text.open("w") as file:

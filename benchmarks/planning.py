@@ -52,7 +52,7 @@ NARROW = Size(layers=24, dim=128, heads=2, kv_heads=2, ffn=384, vocab=8192, batc
 
 
 class Clock:
-    """Seconds by what took them; what one part calls of another counts for the inner one alone."""
+    """Seconds by part. Where one part calls another, the time counts only for the inner one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -85,7 +85,7 @@ OURS = {
 
 @contextmanager
 def passes_timed(clock: Clock) -> Iterator[None]:
-    """Every way into our passes, by the clock."""
+    """Time every way into our passes with ``clock`` while the block runs."""
     before = {name: getattr(owner, method) for name, (owner, method) in OURS.items()}
     for name, (owner, method) in OURS.items():
         setattr(owner, method, clock.timed(name, before[name]))
@@ -116,7 +116,7 @@ def llama(size: Size, dtype: torch.dtype) -> nn.Module:
 
 
 def sharded(size: Size, ranks: int, dtype: torch.dtype) -> nn.Module:
-    """One unit a layer, on a group of so many ranks that are not there."""
+    """Make a Llama with one unit for each layer, on a fake group of ``ranks`` ranks."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
@@ -124,12 +124,12 @@ def sharded(size: Size, ranks: int, dtype: torch.dtype) -> nn.Module:
     model = llama(size, dtype)
     for layer in model.get_submodule("model.layers").children():
         fsdp_compile.fully_shard(layer, mesh=mesh)
-    # Memory that nobody writes to is not taken: shards alone, and the compiler has fakes of them.
+    # Only shards are allocated, and they take no memory until somebody writes: the compiler uses fake tensors.
     return fsdp_compile.fully_shard(model, mesh=mesh).to_empty(device="cpu")
 
 
 class _Planned(Exception):
-    """All is compiled, and nothing is to run."""
+    """Raised when all is compiled, because nothing is to run."""
 
 
 def _stop(*inputs: Any) -> Any:

@@ -1,9 +1,10 @@
 """`python -m benchmarks.predicted`: what reports predict of steps on this machine, against what the steps then took.
 
 The machine is measured first, as `fsdp-compile calibrate` does, on loopback and, as root, over a link of 1 Gbit/s. Then
-eight configurations train on two ranks, and one of them within three budgets, so far from the least that a plan needs
-to what keeping everything does. Seconds are those of forward and backward, which is what a report predicts;
-the optimizer's are apart. Bytes are those of a step above what stands between steps. Wants a quiet machine.
+eight configurations train on two ranks, and one of them within three budgets, at three places between the least that a
+plan needs and what keeping everything needs. Seconds are those of forward and backward, which a report predicts; the
+optimizer's are in a column of their own. Bytes are the peak of a step above what is held between steps. The machine
+should be quiet.
 """
 
 from __future__ import annotations
@@ -81,12 +82,12 @@ def main() -> int:
     if any(one.over != LOOPBACK for one in chosen):
         check_possible()  # before anything takes minutes
     load = os.getloadavg()[0]
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the workers that calibrate, as of those that train
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the workers that calibrate, as for those that train
     grid = grid_of(f"predicted and measured; load {load:.1f} before the first run")
     failed = False
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdp-compile-predicted-"))
-        stack.callback(console.print, grid)  # with what was finished
+        stack.callback(console.print, grid)  # prints what was finished
         for over in dict.fromkeys(one.over for one in chosen):
             profile = options.profile or f"{folder}/{over}.json"
             rate = None if over == LOOPBACK else over
@@ -125,7 +126,7 @@ def _run(
             job,
             settings.ranks,
             env=MALLOC_GIVES_BACK,
-            cache_dir=work / "cache",  # of all configurations: many kernels are the same
+            cache_dir=work / "cache",  # shared by all configurations: many kernels are the same
             prefixes=link.prefixes if link else (),
         )
     print(f"{one}: {time.monotonic() - begun:.1f} s  {outcome.error or 'done'}", file=sys.stderr, flush=True)
@@ -149,7 +150,7 @@ def add_row(grid: Table, one: object, outcome: Outcome) -> None:
         grid.add_row(str(one), f"! {outcome.error}")
         return
     ranks: list[Figures] = list(outcome.ranks)  # type: ignore[arg-type]
-    # The slowest rank sets the pace, and the largest needs the memory.
+    # The slowest rank sets the pace, and the largest rank says how much memory is needed.
     step_s = max(statistics.median(rank.step_s) for rank in ranks)
     optimizer_s = max(statistics.median(rank.optimizer_s) for rank in ranks)
     predicted_s = max(rank.predicted_s for rank in ranks)
@@ -168,7 +169,7 @@ def add_row(grid: Table, one: object, outcome: Outcome) -> None:
         f"{optimizer_s:.3f}",
         f"{predicted_bytes / 1e6:.1f}",
         f"{peak_bytes / 1e6:.1f}",
-        f"{predicted_bytes / peak_bytes:.2f}" if peak_bytes else "-",  # of a model that is smaller than a page
+        f"{predicted_bytes / peak_bytes:.2f}" if peak_bytes else "-",  # 0 for a model smaller than a page
         "-" if budget_bytes is None else f"{budget_bytes / 1e6:.1f}",
         "-" if budget_bytes is None else f"{peak_bytes / budget_bytes:.2f}",
     )

@@ -1,4 +1,4 @@
-"""One rank of `benchmarks.predicted`: what the report says of a step, then the step weighed, then timed."""
+"""One rank of `benchmarks.predicted`: it predicts a step, then measures the step's memory, then its time."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ from fsdp_compile.passes.residency import KEPT
 from fsdp_compile.profiling.session import Profile
 from fsdp_compile.tools.memory import PeakMeter
 
-# The parent has malloc give back what is freed, which weighing needs and timing must not have: from then on it does
-# what it would have come to by itself in a process that frees large tensors.
+# The parent has malloc give back what is freed. Weighing needs that, and it would slow timing down. So before the timed
+# steps, malloc gets the thresholds that it would adapt to by itself in a process that frees large tensors.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_PERTURB, _LARGE = -1, -3, -6, 32 << 20
 
 
 @dataclass(frozen=True)
 class PredictedJob(Job):
-    """And how the model is sharded."""
+    """A job that also says how the model is sharded."""
 
     profile: str | None = None  # of the hardware; by default the built-in one of the device
-    traces: str | None = None  # where to record steps behind those that are timed
+    traces: str | None = None  # where to record steps, after those that are timed
     reshard: bool | None = None
     budget: str | None = None
-    between: float | None = None  # a budget so far from what the least plan needs to what keeping everything does
+    between: float | None = None  # a budget at this share of the way from the least plan to keeping everything
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one rank; seconds and bytes of forward and backward alone, and of the optimizer's step apart."""
+    """The figures of one rank. Seconds and bytes are of forward and backward alone, except ``optimizer_s``."""
 
     predicted_s: float
     predicted_exposed_s: float
-    predicted_bytes: int  # above what stands between steps
+    predicted_bytes: int  # above what is held between steps
     step_s: list[float]
-    cpu_s: list[float]  # of the processor, which waiting takes none of, nor do other programs
+    cpu_s: list[float]  # of the processor: waiting and other programs take none of it
     optimizer_s: list[float]
     peak_bytes: list[int]
     num_kept: int
     num_recomputed: int
-    budget_bytes: int | None  # above what stands between steps
-    losses: list[float]  # of all steps with an optimizer's
+    budget_bytes: int | None  # above what is held between steps
+    losses: list[float]  # of all steps in which the optimizer ran
     planned: dict[str, int]  # launches of a step, by kind
     recorded: dict[str, float]
     summary: str  # of the record, or the traceback of why there is none
@@ -136,7 +136,7 @@ def measure(job: PredictedJob, rank: int, progress: Progress) -> Figures:
 
 
 def _profile(model: nn.Module, job: PredictedJob) -> Profile:
-    """Records behind the timed steps, and is begun before the first: it hears what is planned when it is compiled."""
+    """Return a profile of steps after the timed ones. It begins before the first step, to hear the plan made there."""
     assert job.traces is not None
     before = 1 + job.settings.warmup + job.settings.steps
     return fsdp_compile.profile(model, job.traces, wait=before, active=2, hardware=job.profile)
@@ -145,7 +145,7 @@ def _profile(model: nn.Module, job: PredictedJob) -> Profile:
 def _recorded(
     stack: contextlib.ExitStack, profiled: Profile, step: Callable[[], object]
 ) -> tuple[dict[str, float], str]:
-    """Launches of a step as a profile of all ranks has them, by kind, and its summary."""
+    """Return a step's launches by kind, from the profile of all ranks, and the profile's summary."""
     launches: dict[str, float] = {}
     try:
         with stack:
@@ -156,12 +156,12 @@ def _recorded(
         for one in summary.collectives:
             launches[one.kind] = launches.get(one.kind, 0.0) + one.count
         return launches, f"{summary}"
-    except Exception:  # what was measured before is not to be lost
+    except Exception:  # figures measured before must not be lost
         return {}, traceback.format_exc()
 
 
 def _between(model: nn.Module, tokens: Tensor, job: PredictedJob) -> int:
-    """Bytes, by the candidates for a budget that nothing fits into."""
+    """Return the budget in bytes, from the candidates that are tried for a budget into which nothing fits."""
     assert job.between is not None
     fsdp_compile.configure(model, memory_budget=1, profile=job.profile)
     with fsdp_compile.inspect(model) as report, warnings.catch_warnings():
@@ -178,7 +178,7 @@ def _between(model: nn.Module, tokens: Tensor, job: PredictedJob) -> int:
 
 
 def _weigh_gpu(step: Callable[[], object], after: Callable[[], object]) -> list[int]:
-    """Bytes that PyTorch's allocator handed out, above what stands between steps."""
+    """Return the peak bytes of PyTorch's allocator in each step, above what is held between steps."""
     peaks = []
     for turn in range(4):
         gc.collect()
@@ -191,7 +191,7 @@ def _weigh_gpu(step: Callable[[], object], after: Callable[[], object]) -> list[
 
 
 def _weigh(step: Callable[[], object], after: Callable[[], object]) -> list[int]:
-    """Bytes allocated: each is written when it is, or what a gather in flight is yet to fill would not be resident."""
+    """Return the peak bytes in each step. M_PERTURB fills new memory, so the buffers of gathers in flight count too."""
     peaks = []
     ctypes.CDLL(None).mallopt(_M_PERTURB, 1)
     for turn in range(4):

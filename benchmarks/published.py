@@ -35,7 +35,7 @@ _A100_FILE = "docs/performance.md"
 
 @dataclass(frozen=True)
 class Row:
-    """What is planned, and what was published of it."""
+    """What is planned, and the figures that were published for it."""
 
     model: str
     ranks: int
@@ -46,7 +46,7 @@ class Row:
     tokens_per_s: float | None = None  # of one GPU
     gib: float | None = None
     source: str = ""
-    theirs: str = ""  # in what their run differs
+    theirs: str = ""  # how their run differs
 
 
 ROWS = (
@@ -68,11 +68,11 @@ ROWS = (
 
 
 def profile_of(name: str) -> HardwareProfile:
-    """That of the published runs.
+    """Return the profile of the hardware of the published runs.
 
-    Their H100 has more memory than the one of the data sheet, and slower, and attention's kernel of that time was for
-    A100: sdpa at 288 to 304 TFLOPS where matmuls come to 720 (pytorch/benchmark, pull request 2296; profiles.py). That
-    500 W slow matmuls down is not in here: nobody has published by how much.
+    Their H100 has more, but slower, memory than the one of the data sheet. The attention kernel of that time was for
+    A100: sdpa reached 288 to 304 TFLOPS where matmuls reach 720 (pytorch/benchmark, pull request 2296; profiles.py).
+    The limit of 500 W slows matmuls down, which is not in the profile, because nobody has published by how much.
     """
     profile = load_profile(name)
     if name == "h100":

@@ -1,4 +1,4 @@
-"""What was measured of one variant over all its runs, and the figures drawn from it."""
+"""The measurements of one variant over all its runs, and the figures computed from them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Record:
 
     @property
     def spread_s(self) -> tuple[float, float] | None:
-        """Lowest and highest of the runs' medians; of the steps, when there is but one run."""
+        """The lowest and the highest of the runs' medians; of the steps, if there is only one run."""
         if not self.runs:
             return None
         figures = self.run_medians_s
@@ -46,8 +46,8 @@ class Record:
 
     @property
     def shares_s(self) -> tuple[float, float, float] | None:
-        """Of a step, on average over all timed ones and ranks: CPU time of the thread that trains, of all others, and
-        the rest, in which a rank that has one core to itself waits for the wire or for another rank."""
+        """The parts of a step, averaged over timed steps and ranks: CPU time of the thread that trains, of all others,
+        and the rest, in which a rank that has one core to itself waits for the wire or for another rank."""
         if not self.runs:
             return None
         ranks = [rank for run in self.runs for rank in run]
@@ -75,7 +75,7 @@ class Record:
 
     @property
     def losses(self) -> list[list[float]]:
-        """Of each run, the mean over ranks at each step."""
+        """For each run, the mean loss over ranks at each step."""
         return [mean_losses(ranks) for ranks in self.runs]
 
 
@@ -88,7 +88,7 @@ def first_step_s(ranks: Ranks) -> float:
 
 
 def worst_deviation(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Largest relative difference at any step; infinite where a loss is not a number."""
+    """Return the largest relative difference at any step; infinite where a loss is not a number."""
     if len(losses) != len(reference):
         return float("inf")
     pairs = zip(losses, reference, strict=True)

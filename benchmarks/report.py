@@ -20,7 +20,7 @@ _DASH = "-"
 
 
 def check_losses(records: Mapping[str, Record], reference: Sequence[float], tolerance: float) -> None:
-    """Warn where the losses are not those of training on the mean of all ranks' batches."""
+    """Add a problem to each record whose losses are not those of training on the mean of all ranks' batches."""
     for record in records.values():
         if not record.runs or not VARIANTS[record.name].has_loss_of_all:
             continue

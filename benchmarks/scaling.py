@@ -34,14 +34,14 @@ SIZES, QUICK_SIZES = (500, 1000, 2000, 4000), (16, 32)
 LAYOUTS = ("one unit", "as many units")
 MOST_TIMES, NOTHING_S = 3.0, 0.05
 PATIENCE_S = 5.0
-NEEDED = ("fully_shard", "wrap", "first step", "state_dict", "get_", "optim_state_dict")  # by what comes later
+NEEDED = ("fully_shard", "wrap", "first step", "state_dict", "get_", "optim_state_dict")  # later operations need these
 DIM = 4
 
 Cell = tuple[float, float] | None  # ours, torch's; None where the size before took too long
 
 
 class Subject:
-    """One model, and what is done to it in turn."""
+    """One model, and the operations that are timed on it in turn."""
 
     def __init__(self, num_params: int, layout: str) -> None:
         self.num_params, self.layout = num_params, layout
@@ -57,7 +57,7 @@ class Subject:
         return loss
 
     def operations(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """The name of each, and a call; what has to be there before is made between the calls."""
+        """Yield the name of each operation and its call. What a call needs is made before it, outside of calls."""
         raise NotImplementedError
 
     def steps(self) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -230,16 +230,16 @@ PAIRS: dict[str, tuple[type[Subject], type[Subject]]] = {"FSDP2": (Ours, FSDP2),
 
 
 def measure(kind: type[Subject], size: int, layout: str, left_out: Collection[str]) -> dict[str, float]:
-    """Processor seconds by operation."""
+    """Return processor seconds by operation."""
     warnings.simplefilter("ignore")
     for _, call in kind(2, layout).operations():
-        call()  # imports what it needs
+        call()  # on a small model, to import what the call needs
     subject = kind(size, layout)
     seconds: dict[str, float] = {}
     for name, call in subject.operations():
         if name not in left_out or name.startswith(NEEDED):
             gc.collect()
-            gc.freeze()  # collections in a call look at what that call makes, and not at what all before it left
+            gc.freeze()  # garbage collections in a call then look only at what the call makes
             began = time.process_time()
             call()
             seconds[name] = time.process_time() - began
@@ -250,13 +250,13 @@ def measure(kind: type[Subject], size: int, layout: str, left_out: Collection[st
 def compared(
     ranks: Ranks, pair: str, layout: str, sizes: Sequence[int], repeats: int, show: Callable[[str], None]
 ) -> dict[str, list[Cell]]:
-    """By operation, the seconds of ours and of torch's at each size: medians of several models, one after another."""
+    """Return, by operation, the seconds of ours and of torch's at each size, as medians of several models."""
     rows: dict[str, list[Cell]] = {}
     too_slow: set[str] = set()
     for size in sizes:
         show(f"{pair}, {layout}: {size} parameters")
         runs: list[list[dict[str, float]]] = [[], []]
-        for _ in range(repeats):  # ours and theirs in turn, so that both meet the same neighbours
+        for _ in range(repeats):  # ours and theirs in turn, so that other programs slow both alike
             for kind, its in zip(PAIRS[pair], runs):
                 its.append(ranks.run(measure, kind, size, layout, too_slow, limit_s=3600)[0])
         taken, their = ({name: statistics.median(one[name] for one in its) for name in its[0]} for its in runs)

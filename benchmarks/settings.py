@@ -50,7 +50,7 @@ class Job:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank saw. A time run fills the seconds, a memory run the bytes; on a GPU a time run fills both."""
+    """What one rank measured. A time run fills the seconds, a memory run the bytes; on a GPU a time run fills both."""
 
     losses: list[float] = field(default_factory=list)
     setup_s: float = 0.0

@@ -222,7 +222,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 
 def software_and_machine() -> dict[str, Any]:
-    """What a figure depends on besides its options. No host name: results are meant to be published."""
+    """Return what a figure depends on besides its options. It has no host name: results are meant to be published."""
     versions = {}
     for package in ("torch", "transformers", "torchtitan", "fsdp-compile"):
         try:
@@ -240,7 +240,7 @@ def software_and_machine() -> dict[str, Any]:
 
 
 def tolerance_of(settings: Settings) -> float:
-    """How far a loss may be from the reference's."""
+    """Return how far a loss may be from the reference's."""
     return _TOLERANCE["bf16" if "bf16" in (settings.dtype, settings.param_dtype) else "fp32"]
 
 
@@ -276,13 +276,13 @@ def caption_of(options: argparse.Namespace, environment: dict[str, Any]) -> str:
 
 
 def gpu_environment(num_cores: int) -> dict[str, str]:
-    """Of a rank that computes on a GPU: its cores are there to compile."""
+    """Return the environment of a rank that computes on a GPU, so that all its cores compile."""
     threads = str(max(1, num_cores))
     return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
 
 
 def exit_on_sigterm() -> None:
-    """SIGTERM ends the program through its `finally` blocks: no namespace and no process stays."""
+    """Let SIGTERM end the program through its `finally` blocks, so that no namespace and no process stays."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

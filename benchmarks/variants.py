@@ -62,7 +62,7 @@ def _unsharded(model: nn.Module, mesh: DeviceMesh, settings: Settings) -> Forwar
 def _collectives_alone(
     model: nn.Module, mesh: DeviceMesh, settings: Settings, *, all_to_all: bool
 ) -> Forward:
-    """Per block and for the rest: gather in forward, gather and reduce in backward, one after the other."""
+    """Run collectives alone, in turn: for each block and the rest, gather in forward, gather and reduce in backward."""
     world = mesh.size()
     block_numels = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
     rest = sum(p.numel() for p in model.parameters()) - sum(block_numels)
@@ -210,8 +210,8 @@ def _set_knobs(model: nn.Module, knobs: dict[str, str]) -> None:
 
 
 def _dtypes(settings: Settings) -> dict[str, Any]:
-    """Keyword arguments of every mixed precision policy. The reduction is in the stored dtype, said outright:
-    what an unset reduce_dtype means differs between torch versions."""
+    """Return the arguments of every mixed precision policy. The reduction is in the stored dtype, which is set
+    explicitly: what an unset reduce_dtype means differs between torch versions."""
     if settings.param_dtype is None:
         return {}
     return {"param_dtype": torch_dtype(settings.param_dtype), "reduce_dtype": torch_dtype(settings.dtype)}

@@ -1,4 +1,4 @@
-"""One rank of one training run: builds the variant, then times its steps or weighs them, never both."""
+"""One rank of one training run: it builds the variant, then times its steps or weighs them; on a GPU it does both."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def measure(job: Job, rank: int, progress: Progress) -> RankResult:
 
 
 def _prepare(job: Job, rank: int, mesh: DeviceMesh, progress: Progress) -> tuple[Step, float]:
-    """The step of this job's variant, and the seconds that its setup took."""
+    """Return the step of this job's variant, and the seconds that its setup took."""
     settings = job.settings
     variant = VARIANTS[job.variant]
     if variant.compiles:
@@ -111,10 +111,10 @@ def _time(step: Step, setup_s: float, job: Job, rank: int, progress: Progress) -
 
 
 def _weigh(step: Step, settings: Settings, progress: Progress) -> RankResult:
-    """Peak of a step above what stands between steps, as the kernel counts it.
+    """Measure the peak memory of a step above what is held between steps, as the kernel counts it.
 
     The parent set MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_, so that freed tensors leave the process;
-    without them the high-water mark shows malloc's habits and not the step's.
+    without them the high-water mark shows what malloc keeps and not what the step needs.
     """
     progress("warm-up")
     for _ in range(1 + settings.warmup):
@@ -132,7 +132,7 @@ def _weigh(step: Step, settings: Settings, progress: Progress) -> RankResult:
 
 
 def _reference_losses(settings: Settings) -> list[float]:
-    """Plain training on the mean of all ranks' batches: what data parallel training must reproduce."""
+    """Train plainly on the mean of all ranks' batches; data parallel training must reproduce these losses."""
     model = build_model(settings)
     optimizer = optimizer_for(model.parameters(), settings)
     batches = [batch_of(settings, rank) for rank in range(settings.ranks)]
@@ -151,7 +151,7 @@ def _reference_losses(settings: Settings) -> list[float]:
 
 
 def _count_collectives(step: Step) -> dict[str, int]:
-    """One more step, not timed, under the profiler: what the process group was really asked for."""
+    """Run one more step, not timed, under the profiler, and count what the process group was really asked for."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step()
     ops = (event.name for event in profile.events() or ())
@@ -174,7 +174,7 @@ def plain_name(op: str) -> str:
 
 
 def _sent_bytes(interface: str) -> int:
-    """Bytes that left through `interface`. /proc/net/dev shows this process's own network namespace."""
+    """Return the bytes that left through `interface`. /proc/net/dev shows this process's own network namespace."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == interface:

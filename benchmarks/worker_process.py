@@ -1,4 +1,4 @@
-"""What each worker does whatever it measures: pin itself, report, join its group."""
+"""What all workers do, whatever they measure: pin themselves, report, join their group."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ Progress = Callable[[str], None]
 
 
 def work(settings: dict[str, Any], rank: int, send: Callable[[dict[str, Any]], None]) -> None:
-    """Send the result of the measuring module, which is imported, and torch with it, only after the process is pinned:
-    threads inherit the core. Our package comes with it or not at all: most variants are not ours.
+    """Run the measuring module and send its result.
 
-    Each rank has an Inductor cache of its own, as on machines of their own: no rank warms another's.
+    The module, and torch with it, is imported only after the process is pinned, because threads inherit the core. Our
+    package is imported by the module or not at all: most variants are not ours. Each rank has its own Inductor cache,
+    as on a machine of its own, so no rank warms another's.
     """
     job: Job = settings["job"]
     if job.cores:
@@ -39,7 +40,7 @@ def work(settings: dict[str, Any], rank: int, send: Callable[[dict[str, Any]], N
 
 
 def join_group(job: Job, rank: int, world: int) -> DeviceMesh:
-    """A group over the job's interfaces. Rank 0 chooses the port, so that no two runs collide."""
+    """Join a group over the job's interfaces. Rank 0 chooses the port, so that no two runs collide."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -86,7 +87,7 @@ def take_gpu(rank: int, world: int) -> torch.device:
 
 
 def finish(device: str) -> None:
-    """Wait until the device has done what it was given: clocks are read after that."""
+    """Wait until the device has finished its work; clocks are read after that."""
     if device == "cuda":
         import torch
 

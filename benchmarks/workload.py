@@ -22,7 +22,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def build_model(settings: Settings) -> nn.Module:
-    """The same weights on every rank and in every variant: the seed is set right here."""
+    """Build the model, with the same weights on every rank and in every variant: the seed is set right here."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     num_heads = max(1, settings.dim // _HEAD_DIM)
@@ -47,13 +47,13 @@ def build_model(settings: Settings) -> nn.Module:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers: what a user shards and compiles one by one."""
+    """Return the decoder layers, which a user shards and compiles one by one."""
     layers = model.get_submodule("model.layers")
     return list(layers.children())
 
 
 def batch_of(settings: Settings, rank: int) -> Tensor:
-    """Token ids of one rank, also its labels.
+    """Return the token ids of one rank, which are also its labels.
 
     Each rank has a batch of its own, so that a missing reduction shows in the loss; it is the same batch in
     each step, so that the loss falls quickly and a wrong gradient cannot hide behind random data.
@@ -75,7 +75,7 @@ def optimizer_for(parameters: Iterable[nn.Parameter], settings: Settings) -> tor
 
 
 def autocast(settings: Settings) -> contextlib.AbstractContextManager[object]:
-    """How variants without sharding use `--param-dtype`: they have no policy that casts parameters."""
+    """Return the autocast by which variants without sharding use `--param-dtype`: no policy casts their parameters."""
     if settings.param_dtype is None:
         return contextlib.nullcontext()
     return torch.autocast(settings.device, dtype=torch_dtype(settings.param_dtype))

@@ -1,4 +1,4 @@
-"""adopt(): wherever code has torch's FSDP by name, it finds ours: the functions of FSDP2, and the class of FSDP1.
+"""adopt(): rebind torch's names for FSDP (the functions of FSDP2, and the class of FSDP1) to ours.
 
     torch.distributed.fsdp.fully_shard -----------------+
     torch.distributed._composable.fsdp.fully_shard -----+---> fsdp_compile.fully_shard, until undo()
@@ -7,8 +7,8 @@
     torch.distributed.fsdp.FullyShardedDataParallel ----+---> fsdp_compile.fsdp1.FullyShardedDataParallel, until undo()
     torch.distributed.checkpoint.state_dict.FSDP -------+
 
-FSDP2's classes need no replacement: FSDPModule and the handles are torch's by inheritance. FSDP1's is bound in torch's
-own modules as well: the helpers for state dicts ask it which modules are wrapped, and of which kind the state is.
+FSDP2's classes need no replacement: our FSDPModule and handles are subclasses of torch's. FSDP1's class is replaced in
+torch's own modules as well: the helpers for state dicts ask it which modules are wrapped, and for the type of state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 @dataclass(frozen=True, eq=False)
 class Binding:
-    """A name of a module that was torch's, and is ours."""
+    """A name in a module, with torch's object that it had and our object that it has now."""
 
     module: types.ModuleType
     name: str
@@ -51,7 +51,7 @@ class Binding:
 
 
 class Adoption:
-    """What ``adopt`` changed; at the end of a ``with`` block, or by ``undo()``, it is torch's again."""
+    """The names that ``adopt`` rebound. The end of a ``with`` block, or ``undo()``, gives them back to torch."""
 
     def __init__(self, bindings: list[Binding]) -> None:
         self.bindings = bindings
@@ -66,7 +66,7 @@ class Adoption:
         self.undo()
 
     def undo(self) -> None:
-        """Give every name that was changed what it was; one that somebody else has changed since stays theirs."""
+        """Restore every name that ``adopt`` rebound, but for names that other code has rebound since."""
         bindings, self.bindings = self.bindings, []
         for binding in bindings:
             if binding.holds:
@@ -81,11 +81,11 @@ class Adoption:
 
 
 def adopt() -> Adoption:
-    """Have torch's ``fully_shard``, ``replicate``, ``FullyShardedDataParallel`` and their like be this package's.
+    """Replace torch's ``fully_shard``, ``replicate``, ``FullyShardedDataParallel`` and related names by this package's.
 
-    In the whole process, also in modules that imported the names before; those imported later find ours in torch. What
-    torch's own functions made before stays torch's. Where its FSDP1 class has made wrappers that are still there, that
-    class stays torch's, with a warning: its methods find one another, and their wrappers, by the names it has.
+    This affects the whole process, also modules that have imported the names already; modules imported later find ours
+    in torch. What torch's own functions made before stays torch's. Where wrappers or subclasses of torch's FSDP1 class
+    exist, that class stays torch's, with a warning: its methods find one another, and their wrappers, by these names.
     """
     pairs: list[tuple[Any, Any]] = [
         (torch_fsdp2.TORCH_FULLY_SHARD, fully_shard),
@@ -124,11 +124,11 @@ def _is_ours(module: types.ModuleType) -> bool:
 
 
 def _uses_of_torchs_class() -> str:
-    """What there is of torch's FSDP1 class: wrappers in use, or classes made of it; empty where there is nothing."""
+    """Describe the subclasses or the wrappers of torch's FSDP1 class that exist; return "" where there are none."""
     made_of_it = [cls.__qualname__ for cls in torch_fsdp1.TORCH_FSDP.__subclasses__()]
     if made_of_it:
         return f"its subclass {', '.join(made_of_it)} is"
-    for collect in (lambda: 0, gc.collect):  # what is in nobody's hands any more counts only until it is collected
+    for collect in (lambda: 0, gc.collect):  # a wrapper that nothing refers to counts only until it is collected
         collect()
         num_wrappers = sum(issubclass(type(one), torch_fsdp1.TORCH_FSDP) for one in gc.get_objects())
         if not num_wrappers:

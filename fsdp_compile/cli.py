@@ -25,14 +25,17 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 well, 1 the numbers disagree, 2 it did not run to its end, 130 interrupted; a script's own."""
+    """Run the command line and return its exit code; ``profile`` returns the code of its script.
+
+    0: success. 1: the numbers disagree. 2: it could not run to its end, or a plan does not fit. 130: interrupted.
+    """
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.run is None:
         parser.print_help(sys.stderr)
         return 2
     try:
-        # A script that is profiled in this process takes signals as under Python.
+        # A script that is profiled in this process handles signals as it does under Python alone.
         with contextlib.nullcontext() if profiling.is_a_rank(arguments) else interruptible():
             return arguments.run(arguments)
     except KeyboardInterrupt:

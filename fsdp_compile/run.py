@@ -1,11 +1,11 @@
-"""Run a script that was written for torch's FSDP2, or FSDP1, with this package in its place, unchanged.
+"""Run a script that was written for torch's FSDP2 or FSDP1, unchanged, with this package in the place of torch's.
 
     torchrun --nproc-per-node 2 -m fsdp_compile.run train.py --steps 10
     torchrun --nproc-per-node 2 -m fsdp_compile.run -m package.train --steps 10
 
 ``adopt()`` is called, then the script runs as Python would run it: as ``__main__``, with its own ``sys.argv``, and with
-its own folder first in ``sys.path``. Python processes that the script starts, of the same installation, adopt as well
-when they import torch (``started/sitecustomize.py``).
+its own folder first in ``sys.path``. Python processes of the same installation that the script starts call ``adopt()``
+as well, when they import torch (``started/sitecustomize.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STARTED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "started")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Adopt, and run what the command line names in this process."""
+    """Call ``adopt()``, then run the script that the command line names, in this process."""
     parser = argparse.ArgumentParser(
         prog="python -m fsdp_compile.run", description="Run a script with torch's FSDP names being fsdp_compile's."
     )
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _reach_processes_started() -> None:
-    """Have the Python processes that the script starts adopt as well: they have this one's environment."""
+    """Make the Python processes that the script starts adopt as well, by the environment that they inherit."""
     os.environ["FSDP_COMPILE_RUN"] = sys.prefix
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if _STARTED not in before:

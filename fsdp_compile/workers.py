@@ -1,18 +1,18 @@
-"""Worker processes on one machine: started, listened to, and never left behind.
+"""Start worker processes on one machine, receive their messages, and never leave a worker behind.
 
     with Workers("package.module:function", settings, num_ranks=2, log_dir=...) as workers:
-        for rank, message in workers.messages(silence_s=300):      each calls function(settings, rank, send);
-            ...                                                    what it sends arrives here, a dict
+        for rank, message in workers.messages(silence_s=300):      each worker calls function(settings, rank, send);
+            ...                                                    each dict that it sends arrives here
 
     with Crew("package.module:join", settings, num_ranks=2) as crew:
-        crew.run(function, *arguments)                             each called join(settings, rank, send), and stays:
-        crew.run(other, *arguments)                                now it calls this; what it returned, by rank
+        crew.run(function, *arguments)                             each worker called join(settings, rank, send) before;
+        crew.run(other, *arguments)                                run returns what the function returned, by rank
 
-When the block is left, for whatever reason, the workers are killed, and the compilers that they started. They also end
-when this process does, however it ends.
+When the block is left, for whatever reason, the workers and the compilers that they started are killed. Workers also
+end when this process does, however it ends.
 
-A fresh worker runs this file by its path: it is bound to its parent, and may pin itself and set its environment, before
-torch is imported, and this package is imported only where somebody uses it.
+A fresh worker runs this file by its path, which imports neither torch nor this package. So it is bound to its parent,
+and its target may pin it and set its environment, before torch is imported.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from typing import Any, NoReturn
 Message = dict[str, Any]
 Send = Callable[[Message], None]
 
-# Keys of messages that are not the caller's own.
-_FAILURE = "failure"  # beside it: "summary", "raised", and "at", the time
+# Keys of the messages that this file sends for itself.
+_FAILURE = "failure"  # the message also has "summary", "raised", and "at", the time
 _RESULT = "result of run"
 
 _PR_SET_PDEATHSIG = 1
-_LAST_WORD_S = 5.0  # between a worker's last word and its exit
-_OTHERS_S = 1.0  # between a failure and those that follow from it
+_LAST_WORD_S = 5.0  # to wait for a worker's exit once its connection is closed
+_OTHERS_S = 1.0  # to wait, after a failure, for failures that follow from it
 _DUMP_STACKS, _DUMP_S, _LINES_WITH_STACKS = signal.SIGUSR1, 1.0, 200
-# Not -m: that puts the working directory in front, where other modules of our names may lie. Workers import what we do.
+# Not -m: it puts the working directory first in sys.path, where other modules may have our names. Workers get our path.
 _BOOT = (
     "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); "
     "import runpy; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
@@ -58,7 +58,7 @@ _BOOT = (
 
 
 class WorkerError(RuntimeError):
-    """A worker ``raised``, or died or was late: ``summary`` in a line, and as text with its traceback or logs."""
+    """A worker raised (``raised``), died or was late. ``summary`` is one line; the text has its traceback or logs."""
 
     def __init__(self, summary: str, text: str, raised: bool = False) -> None:
         super().__init__(text)
@@ -67,12 +67,11 @@ class WorkerError(RuntimeError):
 
 
 class Workers(contextlib.AbstractContextManager["Workers"]):
-    """``num_ranks`` processes, each in a session of its own, so that Ctrl-C reaches the parent alone.
+    """``num_ranks`` worker processes, each in a session of its own, so that Ctrl-C reaches the parent alone.
 
-    ``prefixes``: what goes before each rank's command (``ip netns exec ...``). ``preload``: names of modules; the
-    workers are forked from a process that has imported them, which saves most of a start, have that process's
-    environment and write where it does; to the log goes only where it was when it crashed or was late.
-    ``stay``: for a Crew.
+    ``prefixes``: the words before each rank's command (``ip netns exec ...``). ``preload``: names of modules; the
+    workers are forked from a process that has imported them, which saves most of a start. They have that process's
+    environment and output; their logs get only the stacks of a worker that crashed or was late. ``stay``: for a Crew.
     """
 
     def __init__(
@@ -105,14 +104,14 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
             raise
 
     def messages(self, silence_s: float = math.inf, limit_s: float = math.inf) -> Iterator[tuple[int, Message]]:
-        """What the workers say, as it comes, until all have ended.
+        """Yield (rank, message) as messages arrive, until all workers have ended.
 
-        WorkerError when one fails, when none says a word for ``silence_s``, when they are not done after ``limit_s``.
+        Raises WorkerError when a worker fails, when no message comes for ``silence_s``, and after ``limit_s``.
         """
         return self._listen(set(self._lines), silence_s, limit_s)
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any], limit_s: float) -> list[Any]:
-        """Call ``function(*arguments)`` on each of the workers, which stay; what it returned, by rank."""
+        """Call ``function(*arguments)`` on every worker (made with ``stay``); return the results by rank."""
         for rank in self._lines:
             self._tell(rank, (function, arguments))
         results: dict[int, Any] = {}
@@ -124,12 +123,12 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
         return [results[rank] for rank in sorted(results)]
 
     def _tell(self, rank: int, what: Any) -> None:
-        data = pickle.dumps(what)  # by value: multiprocessing's own pickler would have ranks share tensors
-        with contextlib.suppress(OSError):  # it died: who listens to it hears how
+        data = pickle.dumps(what)  # by value: multiprocessing's own pickler would make ranks share tensors
+        with contextlib.suppress(OSError):  # the worker died: _listen reports how
             self._lines[rank].send_bytes(data)
 
     def _listen(self, awaited: set[int], silence_s: float, limit_s: float) -> Iterator[tuple[int, Message]]:
-        """Until nobody is awaited any more: each has left, or the caller took it out."""
+        """Yield messages until ``awaited`` is empty: workers that end leave it, and the caller may take out others."""
         end = time.monotonic() + limit_s
         while awaited:
             left_s = end - time.monotonic()
@@ -150,7 +149,7 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
                     yield rank, said
 
     def _hear(self, patience_s: float) -> list[tuple[int, Message | None]]:
-        """What arrives first, within ``patience_s``; None from a worker that left well."""
+        """Return what arrives first within ``patience_s``, with its rank; None from a worker that ended normally."""
         heard: list[tuple[int, Message | None]] = []
         ready = wait(self._lines.values(), None if patience_s == math.inf else patience_s)
         for rank, line in [item for item in self._lines.items() if item[1] in ready]:
@@ -162,18 +161,18 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
         return heard
 
     def _bad_end(self, rank: int) -> Message | None:
-        """How a worker ended that said no more; None if well."""
+        """Return a failure message for a worker whose connection has closed, or None if it ended normally."""
         code = _exit_code(self._processes[rank], _LAST_WORD_S)
-        if not self._stay and code in (0, None):  # None: said all that it had to say; stop() ends it
+        if not self._stay and code in (0, None):  # None: it has sent everything; stop() ends it
             return None
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         summary = f"rank {rank} ended with {how}"
-        # Whoever is killed is the cause of what others say; an abort may itself come from a lost connection.
+        # A killed worker is the cause of the others' failures; an abort may itself come from a lost connection.
         at = 0.0 if how.startswith("SIG") and how != "SIGABRT" else time.time()
         return {_FAILURE: f"{summary}.\n{self._log_tails()}", "summary": summary, "raised": False, "at": at}
 
     def _first_of(self, failures: dict[int, Message]) -> WorkerError:
-        """The earliest: when one rank raises, the others raise over the lost connection a moment later."""
+        """Return the earliest failure: when one rank raises, the others lose the connection and raise soon after."""
         until = time.monotonic() + _OTHERS_S
         while self._lines and (left_s := until - time.monotonic()) > 0:
             for rank, said in self._hear(left_s):
@@ -184,7 +183,7 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
         return WorkerError(first["summary"], "\n".join([first[_FAILURE], *after]), first["raised"])
 
     def _dump_stacks(self, ranks: set[int]) -> None:
-        """Have each worker write to its log where its threads are: that is how a hang is understood."""
+        """Make each worker write the stacks of its threads to its log, which explain a hang."""
         for rank in ranks:
             pid = self._processes[rank].pid
             assert pid is not None
@@ -209,7 +208,7 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
             assert process.pid is not None
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.kill()  # one that has no group yet
+            process.kill()  # in case it has no process group yet
         for process in self._processes:
             _exit_code(process, None)
         for line in self._lines.values():
@@ -221,7 +220,7 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
 
 
 class Crew(contextlib.AbstractContextManager["Crew"]):
-    """Workers that stay and call what they are given, started when first needed, and anew after a failure.
+    """Workers that stay and call one function after another. ``run`` starts them at first, and again after a failure.
 
     They begin with ``join(settings, rank, send)``; settings also hold "num_ranks" and "rendezvous", a URL for
     ``init_process_group``. ``env`` and ``preload`` are those of Workers.
@@ -242,7 +241,7 @@ class Crew(contextlib.AbstractContextManager["Crew"]):
         self._workers: Workers | None = None
 
     def run(self, function: Callable[..., Any], *arguments: Any, limit_s: float = 400) -> list[Any]:
-        """Call a module's function on every worker; what it returned, by rank. WorkerError as above."""
+        """Call a module's function on every worker; return the results by rank. Raises WorkerError as Workers does."""
         try:
             if self._workers is None:
                 self._workers = self._start()
@@ -266,7 +265,7 @@ class Crew(contextlib.AbstractContextManager["Crew"]):
         )
 
     def stop(self) -> None:
-        """End the workers; the next ``run`` starts others."""
+        """End the workers; the next ``run`` starts new ones."""
         self._workers = None
         self._scope.close()
 
@@ -276,9 +275,9 @@ class Crew(contextlib.AbstractContextManager["Crew"]):
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGINT and SIGTERM raise KeyboardInterrupt in here, also where a shell started us with SIGINT ignored.
+    """Raise KeyboardInterrupt for SIGINT and SIGTERM inside the block, also where a shell has SIGINT ignored.
 
-    So does SIGHUP, which comes when the terminal is closed, unless ``nohup`` keeps it away.
+    SIGHUP, which comes when the terminal is closed, does the same, unless ``nohup`` has it ignored.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
@@ -318,7 +317,7 @@ def _fork(line: Connection, preload: Sequence[str], log: Path) -> BaseProcess:
 
 
 def _exit_code(process: subprocess.Popen[bytes] | BaseProcess, patience_s: float | None) -> int | None:
-    """Negative after a signal; None if the process has not ended within ``patience_s``."""
+    """Return the exit code, negative after a signal; None if the process has not ended within ``patience_s``."""
     if isinstance(process, BaseProcess):
         process.join(patience_s)
         return process.exitcode
@@ -328,11 +327,11 @@ def _exit_code(process: subprocess.Popen[bytes] | BaseProcess, patience_s: float
 
 
 def _work(line: Connection, parent: int | None = None, crash_log: Path | None = None) -> NoReturn:
-    """A worker's life: call the target and, if it stays, what it is sent from then on."""
+    """Run as a worker: call the target and, with ``stay``, every function that is sent from then on."""
     output = crash_log.open("wb") if crash_log else sys.stderr
     faulthandler.enable(output)
     faulthandler.register(_DUMP_STACKS, output, all_threads=True)
-    if parent is None:  # forked: by a server that ends when the process that started it does
+    if parent is None:  # forked, by a server that ends when the process that started it ends
         os.setsid()
         parent = os.getppid()
     _die_with_parent(parent)
@@ -353,7 +352,7 @@ def _work(line: Connection, parent: int | None = None, crash_log: Path | None = 
         lines = [text.strip() for text in str(error).splitlines() if text.strip()]
         summary = f"{type(error).__name__}: {' '.join(lines[:2])[:300]}"
         text = f"rank {rank} failed.\n{traceback.format_exc()}"
-        with contextlib.suppress(OSError):  # nobody listens any more
+        with contextlib.suppress(OSError):  # the parent is gone
             send({_FAILURE: text, "summary": summary, "raised": True, "at": time.time()})
         os._exit(1)  # a clean exit may wait for peers in a collective
     line.close()
@@ -361,7 +360,7 @@ def _work(line: Connection, parent: int | None = None, crash_log: Path | None = 
 
 
 def _leave() -> NoReturn:
-    """End this process well, without tearing the interpreter down.
+    """End this process with exit code 0, without tearing the interpreter down.
 
     torch's caches of DTensor specs keep a mesh, and with it gloo's threads, alive beyond ``destroy_process_group``. A
     thread that frees a tensor while Python finalizes aborts the process (pytorch issue 190489).
@@ -373,7 +372,7 @@ def _leave() -> NoReturn:
 
 
 def _die_with_parent(parent: int) -> None:
-    """Also where the parent had no chance to stop us: killed, or crashed (Linux only)."""
+    """End this process when the parent ends, even one that was killed or crashed and could not stop us (on Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -382,5 +381,5 @@ def _die_with_parent(parent: int) -> None:
 
 if __name__ == "__main__":
     fd, parent_pid = map(int, sys.argv[1:])
-    os.set_inheritable(fd, False)  # or a compiler holds it open after we are gone
+    os.set_inheritable(fd, False)  # or a compiler that we start holds it open after our end
     _work(Connection(fd), parent_pid)

@@ -1,33 +1,33 @@
-"""The compiler half: FX in, FX out. Knows torch, and nothing of ``nn.Module`` or of the rest of fsdp_compile.
+"""The compiler half: passes over FX graphs. They know torch, and nothing of ``nn.Module`` or the rest of fsdp_compile.
 
-    joint graph            merge    one marker a parameter
-                           slices   where a slice of it is kept for backward, that stands between gather and readers
-                           parts    what an extension makes of gathered tensors is made again
-                           chosen_slices  the same where the plan has one kept to meet a budget
-                           keep     tag each gathered parameter: save it, or gather again in backward; and its readers
-    or, where nothing is to be split because backward was traced into the graph of its forward:
+    joint graph            merge    leave one marker for each parameter
+                           slices   where a slice is kept for backward, put it between the gather and its readers
+                           parts    have backward recompute what an all-gather extension makes of gathered tensors
+                           chosen_slices  like slices, where the plan keeps a slice to meet a memory budget
+                           keep     tag each gathered parameter (save it, or gather it again) and its readers
+    or, where backward was traced into the graph of its forward, so that no partitioner splits the graph:
     whole step             parts, regather (backward gathers again), merge; before Inductor: write_out
     --- AOTAutograd's partitioner splits forward from backward ---
     forward, backward      insert   markers become collectives, bucketed
-                                    with offloaded shards, copies from the CPU before and back to it after
+                                    offloaded shards are copied from the CPU before, and gradients back to it after
                            overlap  launch a unit ahead, wait at the use
-                           check    the result is legal
-                           announce the graph says what it launches, before it does
+                           check    assert that the result is legal
+                           announce the graph begins with a list of its launches
                            order    Inductor keeps the order of launches, waits and products
     --- Inductor lowers, fuses, sorts ---
 
-The list that runs is in manager.py. What a graph would cost, without running it:
+The lists that run are in manager.py. These modules predict what a graph costs, without running it:
 
     profiles   what hardware can do        cost    seconds of a node, of a collective      memory   bytes alive
     events     of a lowered graph          replay  simulate: their time line, what is exposed and why
-    weigh      both halves of a step       predicted  all of that, of the graphs that run      reasons  of what is kept
-    owners     whose memory it is          verdicts   what keeps a collective from being hidden
+    weigh      bytes of both halves        predicted  all of this, for the graphs that run     reasons  why kept or not
+    owners     what the memory holds       verdicts   what keeps a collective from being hidden
 
-With a byte budget, what is kept from forward to backward is chosen by that:
+With a memory budget, these modules choose what is kept from forward to backward:
 
     budget     a budget, and its plan      residency  the candidates, and the best of them
-    trial      of one candidate            residents  what may stay, and what that is worth
-    activations  what backward could compute again    settle     one rank decides, the others adopt
+    trial      predicts one candidate      residents  what may stay, and the seconds that it saves
+    activations  what backward could recompute        settle     one rank decides, the others adopt
                                            choice     the reasons, which the plan carries
 """
 

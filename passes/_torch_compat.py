@@ -14,7 +14,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
 
 
 def foreach_copy(into: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source, cast to what it is copied into; on a GPU in one kernel (``_foreach_copy_``: 2.11 to 2.15)."""
+    """Copy each source into its place, cast to its dtype; one kernel on a GPU (``_foreach_copy_``: 2.11 to 2.15)."""
     torch._foreach_copy_(into, sources)
 
 
@@ -27,9 +27,9 @@ def may_alias(target: object) -> bool:
 
 
 def aliased_argument(target: object, result: int) -> tuple[str, bool] | None:
-    """The argument whose memory an op's result is, by its schema, and whether the op writes to it; None of a new one.
+    """Return the argument that an op's result aliases, and whether the op writes to it; None if the result is new.
 
-    ``_schema``, ``alias_info.before_set``, ``is_write``: 2.11 to 2.15.
+    The op's schema tells. ``_schema``, ``alias_info.before_set``, ``is_write``: 2.11 to 2.15.
     """
     schema = getattr(target, "_schema", None)
     if schema is None or not schema.returns:
@@ -41,14 +41,14 @@ def aliased_argument(target: object, result: int) -> tuple[str, bool] | None:
     if returned is None:
         return None
     for argument in schema.arguments:
-        # Of a list of views, Tensor(a)[], the set is empty: they are views of the one argument that may have any.
+        # For a list of views, Tensor(a)[], the set is empty: they are views of the one argument that has alias info.
         if argument.alias_info is not None and (one_list or argument.alias_info.before_set & returned.before_set):
             return argument.name, argument.alias_info.is_write
     return None
 
 
 def written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """The inputs that an operator writes to, by its schema (``_schema``, ``alias_info.is_write``: 2.11 to 2.15)."""
+    """Return the inputs that an operator writes to (by ``_schema``, ``alias_info.is_write``: 2.11 to 2.15)."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
         return []
     arguments = node.target._schema.arguments
@@ -58,15 +58,16 @@ def written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 
 def allows_tf32() -> bool:
-    """Whether float32 matmuls on GPUs may round to TF32, by whichever of torch's settings that was said.
+    """Whether float32 matmuls on GPUs may round to TF32, whichever of torch's two settings allows it.
 
-    ``get_float32_matmul_precision`` knows the older one, and raises once a program has used the other (2.11 to 2.15).
+    ``get_float32_matmul_precision`` knows only the older setting, and raises once a program has used the newer one
+    (2.11 to 2.15).
     """
     return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"
 
 
 def size_hint(size: int | torch.SymInt, default: int) -> int:
-    """A size as a number: of a symbolic one what was seen when it was traced, else ``default`` (2.11 to 2.15)."""
+    """Return a size as a number: for a symbolic size the value seen in tracing, else ``default`` (2.11 to 2.15)."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     hint = size.node.hint
@@ -74,7 +75,7 @@ def size_hint(size: int | torch.SymInt, default: int) -> int:
 
 
 def fake_mode_of(values: Iterable[object]) -> AbstractContextManager[object]:
-    """The fake mode of the first fake tensor among an op's arguments (``torch._subclasses``: 2.11 to 2.15)."""
+    """Return the fake mode of the first fake tensor among an op's arguments (``torch._subclasses``: 2.11 to 2.15)."""
     for value in values:
         if isinstance(value, torch._subclasses.FakeTensor):
             return value.fake_mode
@@ -84,15 +85,16 @@ def fake_mode_of(values: Iterable[object]) -> AbstractContextManager[object]:
 
 
 def is_generated_code(frame: FrameType) -> bool:
-    """Whether Inductor generated the code of a frame (``AsyncCompile`` among its globals, ``call``: 2.11 to 2.15)."""
+    """Whether Inductor generated a frame's code (a ``call`` with ``AsyncCompile`` in its globals: 2.11 to 2.15)."""
     return frame.f_code.co_name == "call" and "AsyncCompile" in frame.f_globals
 
 
 def leave_all_to_python(*functions: Callable[..., Any]) -> None:
-    """Have Dynamo neither compile these functions nor what they call, where it meets them as frames that run.
+    """Have Dynamo skip these functions, and what they call, when they run as frames of their own.
 
-    A backward inside compiled code runs what autograd calls under Dynamo's eyes. Unlike ``torch.compiler.disable`` this
-    costs nothing a call, and what is traced, as compiled autograd does with hooks, is traced as before.
+    In a backward inside compiled code, Dynamo looks at every frame that autograd runs. Unlike
+    ``torch.compiler.disable`` this costs nothing per call, and a trace that goes through these functions, as compiled
+    autograd's does through hooks, is not affected.
     ``_C._dynamo.eval_frame.set_code_exec_strategy``, ``_FrameExecStrategy``, ``_FrameAction``: 2.11 to 2.15.
     """
     eval_frame = torch._C._dynamo.eval_frame
@@ -101,36 +103,37 @@ def leave_all_to_python(*functions: Callable[..., Any]) -> None:
         eval_frame.set_code_exec_strategy(function.__code__, skip)
 
 
-# What is in a graph's nodes as their target; also what torch.ops gives: 2.11 to 2.15
+# The type of operators, as the targets of a graph's nodes and as returned by torch.ops: 2.11 to 2.15
 OpOverload = torch._ops.OpOverload
 
 
 def has_tag(target: object, tag: torch.Tag) -> bool:
-    """Whether a node's target is an operator that says this of itself."""
+    """Whether a node's target is an operator that has this tag."""
     return isinstance(target, OpOverload) and tag in target.tags
 
 
 def arguments_of(node: torch.fx.Node) -> dict[str, Any]:
-    """An operator's arguments by name (``_schema``: 2.11 to 2.15)."""
+    """Return an operator's arguments by name (``_schema``: 2.11 to 2.15)."""
     schema = node.target._schema  # type: ignore[union-attr]
     return {**dict(zip((argument.name for argument in schema.arguments), node.args)), **node.kwargs}
 
 
 def root_of(graph: torch.fx.Graph) -> torch.fx.Node:
-    """The node before the first one (``Graph._root``: 2.11 to 2.15)."""
+    """Return a graph's root, the node before the first one (``Graph._root``: 2.11 to 2.15)."""
     return graph._root
 
 
 def group_ranks(name: str) -> tuple[int, ...]:
-    """Global ranks of the process group called ``name`` (``_resolve_process_group``: 2.11 to 2.15)."""
+    """Return the global ranks of the process group called ``name`` (``_resolve_process_group``: 2.11 to 2.15)."""
     group = torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     return tuple(torch.distributed.get_process_group_ranks(group))
 
 
 def counter_of(name: str) -> Callable[[], int]:
-    """Asks how many collectives the process group called ``name`` was given, whoever gave them; keeps it from no end.
+    """Return a function that counts the collectives that anybody issued in the process group called ``name``.
 
-    ``ProcessGroup._get_sequence_number_for_group``: 2.11 to 2.15. Backends without such a number: always 0.
+    The function does not keep the group alive. ``ProcessGroup._get_sequence_number_for_group``: 2.11 to 2.15. For
+    backends without such a number it always returns 0.
     """
     group = weakref.ref(torch.distributed.distributed_c10d._resolve_process_group(name))  # type: ignore[arg-type]
 
@@ -146,7 +149,7 @@ def counter_of(name: str) -> Callable[[], int]:
 
 
 def default_store() -> torch.distributed.Store | None:
-    """The rendezvous store of the default process group; None without one.
+    """Return the rendezvous store of the default process group, or None without one.
 
     ``distributed_c10d._get_default_store``: 2.11 to 2.15.
     """
@@ -163,7 +166,7 @@ def sort_topologically(graph: torch.fx.Graph) -> None:
 
 
 def cut(joint: torch.fx.GraphModule, num_results: int) -> tuple[torch.fx.Graph, torch.fx.Graph]:
-    """Forward and backward as AOTAutograd's partitioner cuts them; ``joint`` is spent.
+    """Cut a joint graph into forward and backward as AOTAutograd's partitioner does; ``joint`` is unusable afterwards.
 
     ``partitioners.min_cut_rematerialization_partition``: 2.11 to 2.15.
     """
@@ -174,7 +177,7 @@ def cut(joint: torch.fx.GraphModule, num_results: int) -> tuple[torch.fx.Graph, 
 
 
 def partitioner_has_a_budget(graph: torch.fx.Graph) -> bool:
-    """Whether the user has the partitioner compute activations again until they fit.
+    """Whether the user has the partitioner recompute activations until they fit a budget.
 
     ``_functorch.config.activation_memory_budget`` and ``meta["memory_budget"]``: 2.11 to 2.15;
     ``torch.fx.traceback._get_memory_budget_annotation``: 2.15.
@@ -188,9 +191,9 @@ def partitioner_has_a_budget(graph: torch.fx.Graph) -> bool:
 
 
 def partitioner_settings() -> dict[str, object]:
-    """AOTAutograd's settings that are plain values, which its partitioner heeds.
+    """Return AOTAutograd's settings that are plain values; its partitioner follows them.
 
-    ``_functorch.config.save_config_portable``: 2.11 to 2.15. ``get_hash`` is another one after a compilation.
+    ``_functorch.config.save_config_portable``: 2.11 to 2.15. Not ``get_hash``, which changes after a compilation.
     """
     from torch._functorch import config
 
@@ -199,14 +202,14 @@ def partitioner_settings() -> dict[str, object]:
 
 
 def has_custom_partitioner() -> bool:
-    """Whether the user cuts joint graphs otherwise than min-cut does (``custom_partitioner_fn``: 2.11 to 2.15)."""
+    """Whether the user set another partitioner than min-cut (``custom_partitioner_fn``: 2.11 to 2.15)."""
     from torch._inductor import config
 
     return config.custom_partitioner_fn is not None
 
 
 def written_inputs(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Inputs of a joint graph that its forward writes to, in the graph or behind it.
+    """Return the inputs of a joint graph that its forward writes to, in the graph or in AOTAutograd's code after it.
 
     ``meta["desc"]`` of inputs and of the output, ``InputMutationAOTOutput.mutated_input``: 2.11 to 2.15.
     """
@@ -221,7 +224,7 @@ def written_inputs(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def inputs_with_gradients(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Inputs of a joint graph that it returns gradients of.
+    """Return the inputs of a joint graph whose gradients it returns.
 
     ``meta["desc"]`` of inputs and of the output, ``GradAOTOutput.grad_of``: 2.11 to 2.15.
     """
@@ -230,12 +233,12 @@ def inputs_with_gradients(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def is_of_backward(node: torch.fx.Node) -> bool:
-    """Whether a node of a joint graph was traced while backward was (``meta["partitioner_tag"]``: 2.11 to 2.15)."""
+    """Whether a node of a joint graph was traced as part of backward (``meta["partitioner_tag"]``: 2.11 to 2.15)."""
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
 def keep_in_backward(node: torch.fx.Node) -> None:
-    """Have the partitioner compute a node in backward, whatever goes into it.
+    """Have the partitioner compute a node in backward, whatever its inputs are.
 
     ``meta["partitioner_tag"]``: 2.11 to 2.15.
     """
@@ -245,18 +248,18 @@ def keep_in_backward(node: torch.fx.Node) -> None:
 def is_of_traced_backward(node: torch.fx.Node) -> bool:
     """Whether a node comes from a backward that Dynamo traced into its forward's graph (``autograd_backward``: 2.15).
 
-    Cut backward graphs say it of all of their nodes.
+    In a backward graph that the partitioner cut, it is True of all nodes.
     """
     return bool(node.meta.get("autograd_backward"))
 
 
 def backward_call_of(node: torch.fx.Node) -> str | None:
-    """Which traced ``backward()`` a node comes from, where it says so (``meta["from_node"]``: 2.15)."""
+    """Return the name of the traced ``backward()`` that a node comes from, or None (``meta["from_node"]``: 2.15)."""
     origins = node.meta.get("from_node")
     return str(origins[0].name) if origins and is_of_traced_backward(node) else None
 
 
 def served_from_a_cache() -> bool:
-    """Whether a graph was not compiled but found (``_dynamo.utils.counters``: 2.11 to 2.15)."""
+    """Whether this process got a graph from a compile cache (``_dynamo.utils.counters``: 2.11 to 2.15)."""
     counters = torch._dynamo.utils.counters
     return bool(counters["inductor"]["fxgraph_cache_hit"] or counters["aot_autograd"]["autograd_cache_hit"])

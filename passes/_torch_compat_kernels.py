@@ -1,4 +1,4 @@
-"""Every private torch name of Inductor's scheduler and code generation that the passes touch, likewise."""
+"""Every private torch name of Inductor's scheduler and code generation that the passes touch, with its versions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import torch
 
 @functools.cache
 def lower_as_dependency(op: torch._ops.OpOverload) -> None:
-    """Have Inductor compute ``node`` behind ``before`` where the graph has ``op(node, before)``, and generate nothing.
+    """Have Inductor lower ``op(node, before)`` to a dependency: ``node`` runs after ``before``, and no code is added.
 
-    Nothing lives longer for it. torch's ``control_deps`` does the same for a node inside of it, and has what that reads
-    written to memory. ``virtualized.V.graph.additional_buffer_deps``, ``operations``, ``current_node``: 2.11 to 2.15.
+    No buffer lives longer because of it. torch's ``control_deps`` does the same for a node that it wraps, but also has
+    that node's inputs written to memory. ``virtualized.V.graph.additional_buffer_deps``, ``operations``,
+    ``current_node``: 2.11 to 2.15.
     """
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import V
@@ -26,7 +27,7 @@ def lower_as_dependency(op: torch._ops.OpOverload) -> None:
         node.realize()
         given: Any = V.graph.current_node.args[0]
         source = given.args[0] if given.target is operator.getitem else given
-        # The last ones are the node's own: a kernel, what it copies for it, and for a scatter what is written into.
+        # The last operations are the node's own: its kernel, copies made for it, and what a scatter writes into.
         for operation in itertools.takewhile(lambda one: source in one.get_origins(), reversed(V.graph.operations)):
             V.graph.additional_buffer_deps[operation.get_operation_name()].add(before.get_name())
 
@@ -35,7 +36,7 @@ def lower_as_dependency(op: torch._ops.OpOverload) -> None:
 
 @functools.cache
 def lower_as_collective(op: torch._ops.OpOverload) -> None:
-    """Let Inductor generate a call of ``op``, (input, size, name) -> new tensor, with the rules of its own collectives.
+    """Have Inductor generate a call of ``op(input, size, name)`` -> new tensor, by the rules of its own collectives.
 
     ``lowering.register_lowering`` and ``add_layout_constraint`` with ``constrain_to_fx_strides``,
     ``ir._CollectiveKernel.create_out_of_place``, ``ir.TensorBox``: 2.11 to 2.15.
@@ -53,10 +54,10 @@ def lower_as_collective(op: torch._ops.OpOverload) -> None:
 
 
 def may_be_in_place(node: torch.fx.Node) -> bool:
-    """Whether Inductor may have an op write into an input that nobody reads behind it.
+    """Whether Inductor may make an op write into one of its inputs, if no later node reads that input.
 
-    ``fx_passes.reinplace``: ``inplaceable_ops``, ``inplaceable_foreach_ops``, Triton kernels of users, ops that were
-    functionalized, and what it makes of scatters into views: 2.11 to 2.15.
+    ``fx_passes.reinplace`` does so for ``inplaceable_ops``, ``inplaceable_foreach_ops``, Triton kernels of users, ops
+    that were functionalized, and scatters into views: 2.11 to 2.15.
     """
     from torch._inductor.fx_passes import reinplace
 
@@ -70,7 +71,7 @@ def may_be_in_place(node: torch.fx.Node) -> bool:
 
 @functools.cache
 def lower_as_call(op: torch._ops.OpOverload, called: torch._ops.OpOverload, **settings: Any) -> None:
-    """Have Inductor generate a call of ``called`` where the graph has ``op``, whose inputs it writes as they lie there.
+    """Have Inductor generate a call of ``called`` for each ``op``, with the inputs in the strides that the graph has.
 
     ``lowering.register_lowering``, ``fallback_handler``, ``add_layout_constraint``: 2.11 to 2.15.
     """
@@ -88,7 +89,7 @@ def lower_as_call(op: torch._ops.OpOverload, called: torch._ops.OpOverload, **se
 
 @functools.cache
 def lower_as_written(op: torch._ops.OpOverload) -> None:
-    """Let Inductor write what ``op``, tensor -> the same tensor, is given (``TensorBox.realize``: 2.11 to 2.15)."""
+    """Have Inductor write the tensor that ``op`` takes and returns to memory (``TensorBox.realize``: 2.11 to 2.15)."""
     from torch._inductor.lowering import register_lowering
 
     def lowering(result: Any) -> Any:
@@ -99,7 +100,7 @@ def lower_as_written(op: torch._ops.OpOverload) -> None:
 
 
 def cache_folder() -> Path | None:
-    """Where Inductor keeps what it compiled, unless it is told not to.
+    """Return the folder where Inductor caches what it compiled, or None if its caches are off.
 
     ``runtime.cache_dir_utils.cache_dir``, ``config.fx_graph_cache``, ``force_disable_caches``: 2.11 to 2.15.
     """

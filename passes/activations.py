@@ -1,15 +1,15 @@
-"""What forward computes and backward could compute again, by the matrix that it is computed with.
+"""Find the activations that backward could recompute, grouped by the matrix that they are computed with.
 
     unit 0      x = norm(h)   u = mm(x, w_up)   a = gelu(u)   y = mm(a, w_down)   h' = add(h, y)      -> unit 1
-    w_up        x, u          the product, and what is made element by element for it
-    w_down      a             and not y: unit 1 reads it, so without it backward would begin with all of forward
+    w_up        x, u          the product, and the elementwise results that it reads
+    w_down      a             but not y: unit 1 reads y, so without y backward would begin by redoing all of forward
     joint graph                       after, with ("w_up",)
     x, u, a                           x, u, a                    # x, u: recompute=MUST_RECOMPUTE
 
-An activation has a parameter's name so that it has the same one on all ranks, whatever the lengths of their batches. A
-product is computed again where nothing outside of its unit comes from it before the next product: what units hand to
-each other is saved. Random numbers are not drawn again, and what a user's own checkpointing has is left to it. Reading
-an activation's matrix once more is a matter of structure.py's, like all reads of backward.
+Activations are named after their matrix, so their names are the same on all ranks, whatever the lengths of the batches.
+An activation may be recomputed if all products that read it next belong to its own unit: what units hand to each other
+is saved. Random numbers are not drawn again, and nodes in a user's own checkpointed regions are left alone. To
+recompute an activation is to read its matrix once more; structure.py handles that, like all reads of backward.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from .structure import (
 )
 from .tags import tag
 
-# Of activation checkpointing's regions the lowest: what such a region reads is saved for it as before.
+# The lowest region id of activation checkpointing: what a checkpointed region reads is saved for it as before.
 _REGION = 0
-_OUTSIDE = "outside"  # no unit is called so: they are classes and names, or nothing
+_OUTSIDE = "outside"  # no unit has this name: a unit's name is class:path
 
 
 def activations_of(graph: fx.Graph) -> dict[str, tuple[fx.Node, ...]]:
-    """The nodes of a joint graph that backward could compute again, by the name of their matrix; each node once."""
+    """Return the nodes of a joint graph that backward could recompute, by the name of their matrix; each node once."""
     with _all_gathered_again(graph):
         structure = structure_of(graph)
     products = _products(graph, structure)
     reached = _units_reached(graph, structure, products)
     made_for = _made_for(graph, structure, products)
-    changed = read_what_is_written(graph, structure.saved)  # computed again it would be something else
+    changed = read_what_is_written(graph, structure.saved)  # recomputed from a changed input they would differ
     found: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
         owner = products.get(node) if node in structure.saved else made_for.get(node)
@@ -58,7 +58,7 @@ def activations_of(graph: fx.Graph) -> dict[str, tuple[fx.Node, ...]]:
 
 
 def compute_again(graph: fx.Graph, names: Collection[str]) -> None:
-    """Tag what is computed with these matrices, as far as it is in the graph, to be computed again in backward."""
+    """Tag the activations of these matrices to be recomputed in backward; skip names that the graph does not have."""
     if not names:
         return
     found = activations_of(graph)
@@ -69,7 +69,7 @@ def compute_again(graph: fx.Graph, names: Collection[str]) -> None:
 
 @contextmanager
 def _all_gathered_again(graph: fx.Graph) -> Iterator[None]:
-    """What is computed with a parameter is that whether or not the parameter is kept."""
+    """Mark all gathers as gathered again for a while: activations must not depend on which parameters are kept."""
     told = {one.node: one.node.kwargs["regather"] for one in find_unshards(graph)}
     try:
         for node in told:
@@ -81,7 +81,7 @@ def _all_gathered_again(graph: fx.Graph) -> Iterator[None]:
 
 
 def _products(graph: fx.Graph, structure: Structure) -> dict[fx.Node, Marker]:
-    """The products with matrices, with views of them and the sums with their biases, and the first matrix of each."""
+    """Return the products with matrices, their views and their sums with biases, each with its first matrix."""
     gathers = {one.node: one for one in find_unshards(graph) if one.spec.part < 0 and whole_of(one.node) is None}
     products: dict[fx.Node, Marker] = {}
     for node in graph.nodes:
@@ -101,7 +101,7 @@ def _products(graph: fx.Graph, structure: Structure) -> dict[fx.Node, Marker]:
 def _units_reached(
     graph: fx.Graph, structure: Structure, products: Mapping[fx.Node, Marker]
 ) -> dict[fx.Node, frozenset[str]]:
-    """Of each node of forward, the units whose products need it; _OUTSIDE where forward returns it, or writes it."""
+    """Return for each node of forward the units whose products read it next; _OUTSIDE if it is returned or written."""
     reached: dict[fx.Node, frozenset[str]] = {}
     for node in reversed(graph.nodes):
         units: set[str] = set()
@@ -119,13 +119,13 @@ def _units_reached(
 def _made_for(
     graph: fx.Graph, structure: Structure, products: Mapping[fx.Node, Marker]
 ) -> dict[fx.Node, Marker]:
-    """What is computed element by element, with the first product that it goes into; else, that it comes from."""
+    """Return the matrix of each elementwise result: of the first product that it goes into, else that it comes from."""
     place = {node: index for index, node in enumerate(graph.nodes)}
     light: set[fx.Node] = set()
     for node in graph.nodes:
         if node in structure.computed and _is_light(node, structure):
             of_views = node.target is not operator.getitem or node.args[0] in light or node.args[0] in products
-            if of_views:  # and not of what is no tensor by itself, as attention's results are
+            if of_views:  # not one of several results, such as attention's
                 light.add(node)
     goes_into: dict[fx.Node, fx.Node] = {}
     for node in reversed(graph.nodes):
@@ -154,7 +154,7 @@ def _is_light(node: fx.Node, structure: Structure) -> bool:
         node.op == "call_function"
         and node not in structure.of_weights
         and node not in structure.saved
-        and isinstance(node.meta.get("val"), (Tensor, tuple, list))  # several: a view's parts
+        and isinstance(node.meta.get("val"), (Tensor, tuple, list))  # a tuple: the parts of a split
         and is_elementwise(node)
         and can_be_done_again(node)
     )

@@ -1,10 +1,10 @@
-"""Ranks that would issue different collectives are told so before they do, not when they hang.
+"""Compare what ranks are going to launch, so that a difference raises an error before it makes them hang.
 
-    a step is planned                        its plan is compared, on a rank that compiled all that it runs
-    a graph runs for the first time          what its text says that it launches is compared, from a cache or not
+    a step is planned                        its plan is compared, unless this rank got graphs from a cache
+    a graph runs for the first time          the launches listed in its text are compared, from a cache or not
 
-The first rank to come there publishes what it has in the store; the others compare. Nobody waits: one rank alone may be
-recompiling, and a collective here would hang it.
+The first rank to get there publishes its plan in the store; the others compare theirs with it. No rank waits: one rank
+alone may be recompiling, and a collective here would hang it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .worlds import World, world_of
 
 
 class Agreement:
-    """What this rank planned so far, and whether the others planned the same.
+    """The plans of this rank so far, and the check that the other ranks planned the same.
 
-    The same names may be planned again, for another model or after other options: the k-th distinct plan of this rank
-    is compared with the k-th of the others. Planning the same once more, as a rank that recompiles does, counts once.
-    A rank that was served a graph from a compile cache has run what it did not plan, and lost count of plans, but not
-    of graphs. One that followed another rank's graph without one of its own has lost count of both: it is silent.
+    The same parameters may be planned again, for another model or with other options: the k-th distinct plan of this
+    rank is compared with the k-th of the others. A plan that equals an earlier one, as after a recompilation, does not
+    count. A rank that got a graph from a compile cache ran a graph that it did not plan, so it has lost count of plans,
+    but not of graphs. A rank that followed another rank's graph has lost count of both, and compares nothing any more.
     """
 
-    lost_count_in: World | None = None  # the world in which this rank did that
+    lost_count_in: World | None = None  # the world in which this rank followed another rank's graph
 
     def __init__(self) -> None:
         self._planned: dict[str, list[str]] = {}
@@ -53,8 +53,8 @@ class Agreement:
             return
         if world != self._world:
             self._world, self._planned = world, {}
-        # Of a step, what it reads; that it gathers other parts of that in backward, or from slices of it, is a
-        # difference: plans that differ so have to meet.
+        # The key has the parameters that a step reads, and not which of them backward gathers again or from slices:
+        # plans that differ only in that must have one key, so that they are compared.
         read = (*plan.regather, *plan.keep)
         fqns = sorted(read or (fqn for bucket in _buckets(plan) for fqn in bucket.fqns))
         for ranks in sorted({compat.group_ranks(group) for group in groups}):
@@ -80,7 +80,7 @@ class Agreement:
 
 
 def _plan_of(text: GraphText) -> Plan:
-    """A plan that has the launches of a graph, as its text lists them, in their order."""
+    """Return a plan with the launches that a graph's text lists, in their order."""
     found: dict[str, list[Bucket]] = {"gather": [], "reduce": []}
     order: list[tuple[str, int]] = []
     for launch in text.launches:

@@ -1,14 +1,14 @@
-"""Whose memory is it? Storages behind the nodes of a graph, with their sizes.
+"""Find the storages behind the nodes of a graph, with their sizes: which nodes share memory.
 
     a   = relu(x)          a storage of its own
-    v   = view(a)          a's
-    b   = add_(a, 1)       a's, written to
-    s   = split(a, 2)      a's, twice;  getitem(s, 1): a's
-    w   = wait_tensor(g)   g's
-    r   = reshape(t(a))    one of its own, where that takes a copy
+    v   = view(a)          a's storage
+    b   = add_(a, 1)       a's storage, written to
+    s   = split(a, 2)      a's storage, twice;  getitem(s, 1): a's storage
+    w   = wait_tensor(g)   g's storage
+    r   = reshape(t(a))    a storage of its own, if the reshape copies
 
-Schemas say most of it. What an operator without annotations returns, only the values of the nodes know: those that
-share storage were made as views of one another. So they do whether a reshape copies, or their strides.
+Most of it is in the operators' schemas. For an operator without alias annotations the nodes' fake values tell: values
+that share storage were made as views of one another. Whether a reshape copies is told by the values, or by strides.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Storage:
 
 
 def storages_of(graph: fx.Graph) -> dict[fx.Node, tuple[Storage, ...]]:
-    """The storage behind each tensor that a node gives, in the order of its values; none of what is no tensor."""
+    """Return the storages behind the tensors of each node's value, in their order; none for a value without tensors."""
     found: dict[fx.Node, tuple[Storage, ...]] = {}
-    inputs: dict[int, Storage] = {}  # two inputs may be one storage
+    inputs: dict[int, Storage] = {}  # two inputs may share a storage
     for node in graph.nodes:
         tensors = tensors_of(node)
         if node.op == "output":
@@ -79,21 +79,21 @@ def _new(node: fx.Node, place: int, value: torch.Tensor) -> Storage:
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """What a node gives, flat."""
+    """Return the tensors of a node's value, as a flat list."""
     return list(_tensors_in(node.meta.get("val")))
 
 
 def inputs_of(node: fx.Node) -> list[fx.Node]:
-    """The inputs whose data a node may read: not the sizes among its arguments."""
+    """Return the inputs whose data a node may read, without the sizes among its arguments."""
     return [source for source in node.all_input_nodes if tensors_of(source)]
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether a node computes no tensor: no call, a view, an element of a tuple, a size, a wait."""
+    """Whether a node runs no kernel: an input or output, a view, an element of a tuple, a size, a wait."""
     if node.op != "call_function" or node.target in _NO_KERNELS:
         return True
     tensors = tensors_of(node)
-    if not tensors:  # a size, or what writes to its inputs
+    if not tensors:  # a size, or an op that only writes to its inputs
         is_read = compat.has_tag(node.target, torch.Tag.data_dependent_output)
         return (_is_number(node.meta.get("val")) and not is_read) or not inputs_of(node)
     if any(_is_written(node, place) for place in range(len(tensors))):
@@ -102,26 +102,26 @@ def is_free(node: fx.Node) -> bool:
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """What a node is a view of, or itself; a size is a view of nothing."""
+    """Return the node that a node is a view of, or the node itself; a size is a view of nothing."""
     while node.op == "call_function" and is_free(node) and tensors_of(node) and (sources := inputs_of(node)):
         node = sources[0]
     return node
 
 
 def elements(value: torch.Tensor) -> int:
-    """How many elements of its storage a tensor shows: an expanded dimension shows the same ones again."""
+    """Count the elements of its storage that a tensor shows; an expanded dimension shows the same ones again."""
     if value.layout is not torch.strided:
         return _product(value.shape)
     return _product([size for size, stride in zip(value.shape, value.stride()) if hint(stride) != 0])
 
 
 def tensor_bytes(value: torch.Tensor) -> int:
-    """Bytes of memory that a kernel touches when it reads or writes all of a tensor."""
+    """Return the bytes of memory that a kernel touches when it reads or writes all of a tensor."""
     return elements(value) * value.dtype.itemsize
 
 
 def allocated_bytes(value: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to its last one."""
+    """Return the bytes from a tensor's first element to its last one."""
     sizes = [hint(size) for size in value.shape]
     if value.layout is not torch.strided or 0 in sizes:
         return _product(sizes) * value.dtype.itemsize
@@ -138,7 +138,7 @@ def _product(sizes: Iterable[int | torch.SymInt]) -> int:
 
 
 def _source(node: fx.Node, place: int, value: torch.Tensor) -> fx.Node | None:
-    """The input whose memory a node's result is; None where it has memory of its own."""
+    """Return the input that shares its memory with a node's result; None if the result has memory of its own."""
     aliased = compat.aliased_argument(node.target, place)
     if aliased is not None:
         source = compat.arguments_of(node).get(aliased[0])
@@ -166,9 +166,9 @@ def _shares(value: torch.Tensor, source: fx.Node) -> bool:
 
 
 def _stays_in_order(value: torch.Tensor, source: fx.Node) -> bool:
-    """Whether elements lie in memory one after the other, before and after: then none was moved.
+    """Whether a value and its source are both contiguous, so that a reshape need not have copied.
 
-    Said of a node that was put in another's place, whose value knows of no views.
+    This is for nodes that a pass put in another node's place: their values do not share storage with their sources.
     """
     for tensor in (value, *tensors_of(source)):
         expected = 1
@@ -180,7 +180,7 @@ def _stays_in_order(value: torch.Tensor, source: fx.Node) -> bool:
 
 
 def _element(source: fx.Node, index: Any, found: dict[fx.Node, tuple[Storage, ...]]) -> tuple[Storage, ...]:
-    """Those of one element of what a node with several results gives."""
+    """Return the storages of one element of the results of ``source``."""
     values = source.meta.get("val")
     if isinstance(values, dict) and index in values:
         index, values = list(values).index(index), list(values.values())
@@ -195,7 +195,7 @@ def _element(source: fx.Node, index: Any, found: dict[fx.Node, tuple[Storage, ..
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (tuple, list, dict)):  # a user's Triton kernel gives its results by name
+    elif isinstance(value, (tuple, list, dict)):  # a user's Triton kernel returns a dict
         for one in value.values() if isinstance(value, dict) else value:
             yield from _tensors_in(one)
 

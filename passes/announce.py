@@ -1,13 +1,13 @@
-"""A graph says, before its first launch, what it is going to launch.
+"""Have each graph begin with a call that lists the collectives which the graph is going to launch.
 
     before    g0 = all_gather(s0)   ...   r1 = all_to_all(...)   ...
     after     begin([s0, s1], "forward ... all_gather w0 ... all_to_all w1 ...")   g0 = all_gather(s0)   ...   r1 = ...
 
-For ranks that part: see ledger.py; and with all of the plan of the step, for who asks where no pass ran because the
-graph came from a cache. One call a graph, which takes microseconds. What it takes besides the text are
-inputs of the graph, so that it can stand first: a shard of each unit tells, when the graph runs, whose units these are.
-A forward says as well what its backward will launch, as the plan of the step has it: whoever follows it from the first
-step on cannot know that yet.
+With the text, ranks can be compared (ledger.py). It also contains the plan of the step, which is otherwise unknown in a
+process where no pass ran because the graph came from a cache. The call takes microseconds. Its other arguments are
+inputs of the graph, so that it can stand first: one shard of each unit, which tells at run time whose units these are.
+A forward's text also lists what its backward will launch, by the plan of the step: a rank that follows the graph from
+the first step on cannot know that yet.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .plan import Bucket, Plan
 
 
 def announce(graph: fx.Graph, plan: Plan) -> int:
-    """Let the graph begin with its text; return how many launches that lists."""
+    """Put the call with the graph's text in front; return how many launches the text lists."""
     launches = [node for node in graph.nodes if is_launch(node) and ROLE in node.meta]
     inputs = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), Tensor)]
     if not launches or not inputs:
         return 0
-    shards: dict[str, tuple[fx.Node, str, Member]] = {}  # of each unit one, with its name
+    shards: dict[str, tuple[fx.Node, str, Member]] = {}  # one of each unit, with its name
     for launch in launches:
         role: Role = launch.meta[ROLE]
         for place in role.shown if role.kind == "gather" else ():
@@ -57,7 +57,7 @@ def _as_text(launch: fx.Node, plan: Plan) -> Launch:
 
 
 def _launches_of_backward(graph: fx.Graph, plan: Plan) -> tuple[Launch, ...] | None:
-    """What the backward of a forward graph will launch; None where the plan of the step does not say all of that."""
+    """Return what the backward of a forward graph will launch; None if the plan of the step does not tell it all."""
     members: dict[str, Member] = {}
     step: Plan | None = None
     for node in graph.nodes:
@@ -71,7 +71,7 @@ def _launches_of_backward(graph: fx.Graph, plan: Plan) -> tuple[Launch, ...] | N
     launches = []
     for kind, index in backward.order:
         bucket = (backward.gathers if kind == "gather" else backward.reduces)[index]
-        # Where replicas sum as well, when the second of the two is launched is decided later.
+        # With replicas, the place of the second launch (the sum over the replicas) is decided later.
         if not members.keys() >= {*bucket.fqns} or bucket.num_replicas > 1:
             return None
         if bucket.num_ranks > 1:
@@ -80,13 +80,13 @@ def _launches_of_backward(graph: fx.Graph, plan: Plan) -> tuple[Launch, ...] | N
 
 
 def _planned(kind: str, bucket: Bucket, members: tuple[Member, ...]) -> Launch:
-    """What a graph that is still to come launches: in which group, and by which of the reductions, its specs say."""
+    """Describe a launch of a later graph; its group and the kind of its reduction are left to that graph's specs."""
     planned = "all_gather" if kind == "gather" else "reduce"
     return Launch(planned, "", bucket.dtype, bucket.num_bytes, bucket.fqns, members)
 
 
 def _input_behind(launch: fx.Node, place: int) -> fx.Node | None:
-    """The shard that a gather packs in this place, where that is an input of the graph."""
+    """Return the shard that a gather packs at this place, or None if the shard is not an input of the graph."""
     node = launch
     while node.op != "placeholder" and node.all_input_nodes:
         packs = node.target is pack

@@ -1,4 +1,4 @@
-"""Which parameters of a unit travel together: a function of their specs, for graphs and for the eager path.
+"""Choose which parameters of a unit travel together: a function of their specs, for graphs and the eager path.
 
     weight   1.0 MiB        one all-gather of its own
     bias     2.0 KiB   \\
@@ -14,24 +14,24 @@ from .spec import ParamSpec
 
 
 def gather_buckets(specs: Sequence[ParamSpec]) -> list[list[int]]:
-    """Which parameters of one unit share an all-gather: indices into ``specs``, in packing order."""
+    """Return which parameters of one unit share an all-gather: indices into ``specs``, in packing order."""
     return _split(specs, gather_key, lambda spec: spec.gather_bytes)
 
 
 def reduce_buckets(specs: Sequence[ParamSpec]) -> list[list[int]]:
-    """Which gradients of one unit share a reduction: indices into ``specs``, in packing order."""
+    """Return which gradients of one unit share a reduction: indices into ``specs``, in packing order."""
     return _split(specs, reduce_key, lambda spec: spec.reduce_bytes)
 
 
 def gather_key(spec: ParamSpec) -> tuple[object, ...]:
-    """What the members of one all-gather must have in common."""
+    """Return what the members of one all-gather must have in common."""
     return (spec.group, spec.num_shards, spec.dtype, spec.bucketing)
 
 
 def reduce_key(spec: ParamSpec) -> tuple[object, ...]:
     divisors = (spec.reduce_op, spec.predivide, spec.postdivide, spec.reduction)
     ranks = (spec.group, spec.num_shards, spec.replicate_group, spec.num_replicas)
-    # A bucket that goes to the CPU goes there as one tensor.
+    # An offloaded bucket is copied to the CPU as one tensor, so its gradients share a dtype.
     copied = (spec.device, spec.grad_dtype) if spec.device else ()
     return (*ranks, spec.reduce_dtype, *divisors, spec.bucketing, *copied)
 
@@ -42,7 +42,7 @@ def _split(
     num_bytes: Callable[[ParamSpec], int],
 ) -> list[list[int]]:
     by_key: dict[tuple[object, ...], list[int]] = {}
-    # By place in the group and not by use, so that forward, backward and the eager path pack the same bytes.
+    # Sorted by place in the group and not by use, so that forward, backward and the eager path pack the same bytes.
     for index in sorted(range(len(specs)), key=lambda index: specs[index].order):
         by_key.setdefault(key(specs[index]), []).append(index)
     buckets = []

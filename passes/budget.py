@@ -1,10 +1,10 @@
-"""A byte budget for a step: how it is said, and how a graph's plan is chosen by it.
+"""A memory budget for a step: how a user gives it, and how a graph's plan is chosen within it.
 
-    70 << 30, "70GiB", "800 MB"    what forward and backward of one rank may hold at their peak: shards, gradients,
-                                   saved activations, gathered parameters, buffers. Not the states of optimizers
-    0.9                            that share of what is free on the device when the graph is planned first, and what
-                                   its inputs hold already
-    "fsdp2"                        what FSDP2, eagerly, is predicted to need for the step
+    70 << 30, "70GiB", "800 MB"    the peak of forward and backward on one rank: shards, gradients, saved activations,
+                                   gathered parameters, buffers. Optimizer states do not count
+    0.9                            this share of the memory that is free on the device when the graph is first planned,
+                                   plus the bytes of the graph's inputs, which are there already
+    "fsdp2"                        the peak that is predicted for the step in eager FSDP2
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*")
 
 @dataclass(frozen=True)
 class Budget:
-    """What a user allows one model's step: one of the first three."""
+    """The memory that a user allows a step of one model; one of the first three fields is set."""
 
     num_bytes: int | None = None
-    share: float | None = None  # of what is free
+    share: float | None = None  # of the free memory
     like_fsdp2: bool = False
-    profile: HardwareProfile | None = None  # None: that of the device
-    num_units: int = 0  # of the model: a graph that reads fewer does not hold its step
+    profile: HardwareProfile | None = None  # None: the built-in one of the device
+    num_units: int = 0  # of the model: a graph that reads fewer is not the whole step
 
     @classmethod
     def of(cls, said: int | float | str) -> Budget:
-        """ValueError or TypeError for what is no budget."""
+        """Parse what a user gave; raise ValueError or TypeError if it is no budget."""
         what = (
             "Give bytes (an int), text such as '70GiB' or '800MiB', a share of free memory (a float in (0, 1]), or "
             "'fsdp2'."
@@ -75,7 +75,7 @@ class Budget:
         return cls(num_bytes)
 
     def bytes_for(self, graph: fx.Graph, trial: Trial, profile: HardwareProfile) -> int:
-        """What the step of a joint graph may hold, with its inputs, of which the trial of any plan tells."""
+        """Return the bytes that the step of a joint graph may hold, inputs included; any trial knows the inputs'."""
         if self.num_bytes is not None:
             return self.num_bytes
         if self.like_fsdp2:
@@ -85,9 +85,9 @@ class Budget:
 
 
 def plan_within(budget: Budget, graph: fx.Graph, settled: Settled, budget_id: str) -> Plan:
-    """The plan of a joint graph by its budget: chosen here, or adopted from the rank that chooses for all.
+    """Return the plan of a joint graph within its budget: chosen here, or adopted from the rank that chooses for all.
 
-    Where the graph is not the whole step of the model, the plan is that without a budget: equal on all ranks.
+    If the graph is not the whole step of the model, the plan is made without a budget, equally on all ranks.
     """
     if compat.partitioner_has_a_budget(graph):
         raise ValueError(
@@ -112,7 +112,7 @@ def plan_within(budget: Budget, graph: fx.Graph, settled: Settled, budget_id: st
         return plan_joint(graph)
     names = tuple(sorted(one.fqn for one in unshards))
     ranks = [compat.group_ranks(group) for group in groups_of(graph)]
-    # A step that holds its gradients back is another step.
+    # A step that accumulates gradients without reducing them needs a decision of its own.
     reduced = sorted(one.fqn for one in find_reduces(graph))
     about = f"{budget_id} {hashlib.sha256(repr(reduced).encode()).hexdigest()[:16]}"
     decision = settled.decision(about, names, ranks, lambda rank: _decide(budget, graph, rank))
@@ -156,22 +156,22 @@ def _search(budget: Budget, graph: fx.Graph, profile: HardwareProfile) -> Decisi
 
 
 def device_of(graph: fx.Graph) -> torch.device:
-    """Where a graph computes."""
+    """Return the device on which a graph computes."""
     devices = {one.node.meta["val"].device for one in find_unshards(graph)}
     return next(iter(sorted(devices, key=str)))
 
 
 def free_bytes(device: torch.device) -> int:
-    """What can still be allocated on a GPU."""
+    """Return the bytes that can still be allocated on a GPU."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-_OTHER_CARDS = ("pcie", "nvl", "40gb")  # profiles are of SXM modules, with 80 GB of an A100
+_OTHER_CARDS = ("pcie", "nvl", "40gb")  # the profiles are of SXM modules, and of the A100 with 80 GB
 
 
 def default_profile(device: torch.device) -> HardwareProfile:
-    """The built-in profile of a device's kind."""
+    """Return the built-in profile of a kind of device."""
     if device.type == "cpu":
         return PROFILES["cpu"]
     if device.type == "cuda":

@@ -1,11 +1,10 @@
-"""The result is legal: every collective is waited for once, directly, and no marker is left.
+"""Check that a lowered graph is legal: every collective is waited for once, directly, and no marker is left.
 
-    launch = all_gather_into_tensor(...)        a wait stands on the collective's own output, views come after it:
+    launch = all_gather_into_tensor(...)        a wait reads the collective's own output, views come after it:
     wait   = wait_tensor(launch)                only then does Inductor keep the collective's input alive
 
-Buckets are launched in the plan's order, gathers and reductions alike, and one that replicas reduce as well is launched
-a second time for that.
-What is copied to the CPU is waited for too.
+Buckets are launched in the plan's order, gathers and reductions alike. A bucket that is also reduced over replicas is
+launched a second time for that. Copies to the CPU are waited for, too.
 """
 
 from __future__ import annotations

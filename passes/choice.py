@@ -1,4 +1,4 @@
-"""Why a plan keeps what it keeps: the budget, and what each way to keep things was predicted to take."""
+"""Why a plan keeps what it keeps: the memory budget, and the predicted time and memory of each candidate."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is kept from forward to backward, one way, and what a step with it was predicted to take."""
+    """One choice of what to keep from forward to backward, and the predicted time and peak of a step with it."""
 
     name: str
     num_kept: int  # parameters
     peak_bytes: int
     seconds: float
-    exposed_s: float  # of these, waiting for collectives
-    num_recomputed: int = 0  # parameters whose products backward computes again
+    exposed_s: float  # part of ``seconds``: waiting for collectives
+    num_recomputed: int = 0  # parameters whose products backward recomputes
     num_sliced: int = 0  # parameters of which a slice is kept
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a byte budget made of a step. It explains a plan and is no part of it: ranks may predict other figures."""
+    """What was chosen within a budget. It explains a plan and is no part of it: ranks may predict other figures."""
 
     budget_bytes: int
-    profile: str  # name of the hardware's
-    rank: int  # that decided, by its own batch
+    profile: str  # name of the hardware profile
+    rank: int  # the one that decided, by its own batch
     chosen: Candidate
     lost: tuple[Candidate, ...]
 
@@ -36,7 +36,7 @@ class Choice:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Choice:
-        """What ``dataclasses.asdict`` took apart."""
+        """Rebuild a choice from the fields that ``dataclasses.asdict`` returned."""
         lost = tuple(Candidate(**one) for one in fields["lost"])
         return cls(**{**fields, "chosen": Candidate(**fields["chosen"]), "lost": lost})
 
@@ -65,7 +65,7 @@ class Choice:
 
 
 def as_size(num_bytes: float) -> str:
-    """Bytes for people: 800.0 MiB."""
+    """Format bytes for people: 800.0 MiB."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if num_bytes < 1024 or unit == "GiB":
             return f"{num_bytes:.0f} bytes" if unit == "bytes" else f"{num_bytes:.1f} {unit}"

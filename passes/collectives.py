@@ -1,12 +1,12 @@
-"""The collectives that a lowered marker launches, and how to tell them in a graph.
+"""The collectives that a lowered marker launches, and how to recognise them in a graph.
 
     group's backend     gather
     gloo                fsdpc::all_gather_into_tensor
     any other           _c10d_functional::all_gather_into_tensor
 
 torch's functional all-gather reaches gloo as a coalesced one, and two of those in flight corrupt the heap: a loop of
-launches and waits dies within some thousand turns (torch 2.11 and 2.15). In flight is what overlap is, so on gloo a
-gather of our own launches the plain collective, which is sound, into a new tensor. All else is the same: the work is
+launches and waits dies within some thousand turns (torch 2.11 and 2.15). Overlap needs several in flight, so on gloo an
+op of our own launches the plain all-gather, which is sound, into a new tensor. All else is the same: the work is
 registered for that tensor, ``wait_tensor`` waits for it, and Inductor treats both ops alike.
 """
 
@@ -26,7 +26,7 @@ c10d = torch.ops._c10d_functional
 library.define("all_gather_into_tensor(Tensor input, int group_size, str group_name) -> Tensor")
 gloo_all_gather = torch.ops.fsdpc.all_gather_into_tensor.default
 
-# What each launch is called; where two are called the same, they are the same to other ranks.
+# The name of each launch; two ops with one name look the same to other ranks.
 KINDS: dict[Any, str] = {
     gloo_all_gather: "all_gather",
     c10d.all_gather_into_tensor.default: "all_gather",
@@ -38,7 +38,7 @@ LAUNCHES = tuple(KINDS)
 
 
 def all_gather_of(backend: str) -> compat.OpOverload:
-    """The all-gather to launch in a group of this backend."""
+    """Return the all-gather to launch in a group of this backend."""
     return gloo_all_gather if backend == "gloo" else c10d.all_gather_into_tensor.default
 
 

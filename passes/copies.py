@@ -2,11 +2,11 @@
 
     to_device         a shard, in front of its gather; from pinned memory it does not block the CPU
     to_host           a reduced bucket, as soon as it has arrived; the device's memory is free from then on
-    wait_for_copies   once, at the end of a graph, for what ``to_host`` was told not to wait for
+    wait_for_copies   once, at the end of a graph, for the copies that ``to_host`` did not wait for
 
-All of them are in the order of the current stream, so nothing else needs to wait, and no memory is handed on too early.
-Ops of our own, because Inductor's ``DeviceCopy`` pins whatever it copies to the CPU, asked or not, and 2.15 waits after
-every such copy. What they do cannot be part of a CUDA graph.
+All of them run on the current stream, so nothing else needs to wait, and no memory is reused too early. They are ops of
+our own because Inductor's ``DeviceCopy`` pins whatever it copies to the CPU, asked or not, and 2.15 waits after every
+such copy. They cannot be part of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .spec import NAMESPACE, library
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 library.define("to_device(Tensor shard, str device) -> Tensor", tags=_TAGS)
 library.define("to_host(Tensor reduced, bool pinned, bool wait=True) -> Tensor", tags=_TAGS)
-# As if it wrote what it waits for: that keeps it in the graph, and behind the copies.
+# The schema says that it writes to the copies: that keeps it in the graph, and after them.
 library.define("wait_for_copies(Tensor(a!)[] copies, str device) -> ()", tags=_TAGS)
 
 to_device = torch.ops.fsdpc.to_device.default

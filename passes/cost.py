@@ -1,4 +1,4 @@
-"""Seconds of what a graph computes and of what it sends, by a roofline of the hardware's figures.
+"""Predict the seconds of a graph's kernels and collectives, by a roofline of the hardware's figures.
 
     a kernel       kernel_s + max(flops / peak of the dtype, bytes read and written / memory bandwidth)
     a collective   latency + steps of each link + the slower of: bytes over the links inside nodes, bytes between nodes
@@ -6,9 +6,9 @@
     chain of pointwise ops      x -> mul -> add -> gelu -> mm        one kernel: reads x once, writes what mm reads
     views, getitem, sizes       nothing
 
-Inductor fuses what is pointwise into what reads it; without that, such chains would cost several times what they take.
-Symbolic sizes are what was seen when they were traced. Nothing here is measured: equal graphs cost the same on every
-rank, if all ranks allow TF32 or none does.
+Inductor fuses pointwise ops into their readers; without that, such chains would be predicted at several times what they
+take. A symbolic size counts as the value that was seen in tracing. Nothing here is measured: equal graphs cost the same
+on every rank, if all ranks allow TF32 or none does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _KIND_OF = {
 }
 assert set(_KIND_OF) == set(LAUNCHES)
 
-# Of their first argument these read as many elements as they return.
+# These ops read only as many elements of their first argument as they return.
 _PICKS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
 
 
@@ -64,12 +64,12 @@ class Group:
 
     @classmethod
     def of(cls, ranks: Iterable[int], profile: HardwareProfile) -> Group:
-        """Of these global ranks, which fill one node after the other."""
+        """Make the group of these global ranks, which fill one node after the other."""
         nodes = Counter(rank // profile.ranks_per_node for rank in ranks)
         return cls(nodes.total(), max(nodes.values()))
 
 
-# By a group's name, where its ranks are.
+# From the name of a process group to where its ranks are.
 Groups = Mapping[str, Group] | Callable[[str], Group]
 
 
@@ -78,21 +78,21 @@ class Sent:
     """What one launch in a graph sends."""
 
     kind: str
-    num_bytes: int  # all ranks' parts of a gather or a scatter; else of one rank's tensor
+    num_bytes: int  # all ranks' parts of a gather or a scatter; else one rank's tensor
     group: str  # its name
 
 
 def sent_by(node: fx.Node) -> Sent:
-    """What a launch sends."""
+    """Return what a launch sends."""
     kind, arguments = _KIND_OF[node.target], compat.arguments_of(node)  # type: ignore[index]
     whole = node if kind == "all_gather" else arguments["input"]
     return Sent(kind, sum(map(tensor_bytes, tensors_of(whole))), str(arguments["group_name"]))
 
 
 def collective_seconds(kind: str, num_bytes: int, group: Group, profile: HardwareProfile) -> float:
-    """A collective's seconds from its launch to its end, with nothing else on the links.
+    """Return a collective's seconds from its launch to its end, with nothing else on the links.
 
-    ``num_bytes`` is what a gather returns, what a scatter, an all_to_all or an all_reduce takes.
+    ``num_bytes`` is the size of what a gather returns, or of what a scatter, an all_to_all or an all_reduce takes.
     """
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is no kind of collective. Give one of {', '.join(KINDS)}.")
@@ -113,15 +113,15 @@ def collective_seconds(kind: str, num_bytes: int, group: Group, profile: Hardwar
 
 
 def wire_bytes(kind: str, num_bytes: int, num_ranks: int, backend: str) -> float:
-    """Bytes that each rank sends."""
+    """Return the bytes that each rank sends."""
     return num_bytes * (num_ranks - 1) / num_ranks * _rounds(kind, backend)
 
 
 def _wire_bytes(kind: str, num_bytes: int, group: Group, backend: str) -> tuple[float, float]:
-    """Bytes that each rank sends on the links of its node, and through its own adapter to other nodes.
+    """Return the bytes that each rank sends on the links of its node, and through its own adapter to other nodes.
 
-    Around a ring all that passes a rank passes the node's boundary as well, there through all its adapters together; in
-    an all_to_all each rank sends to each rank.
+    In a ring, all data that passes a rank also passes the node's boundary, there through all adapters of the node
+    together. In an all_to_all each rank sends to each other rank directly.
     """
     total = wire_bytes(kind, num_bytes, group.num_ranks, backend)
     if not _spans_nodes(group):
@@ -133,10 +133,10 @@ def _wire_bytes(kind: str, num_bytes: int, group: Group, backend: str) -> tuple[
 
 
 def _steps_seconds(kind: str, group: Group, profile: HardwareProfile) -> float:
-    """Of the steps from rank to rank that wait for one another.
+    """Return the seconds of those steps from rank to rank that wait for one another.
 
-    Around a ring each node is left once, so what a rank had has arrived everywhere after one step fewer than there are
-    nodes between them, and the rest inside. NCCL sums small tensors up a tree and down again, and sends the parts of an
+    A ring leaves each node once, so a rank's data has arrived everywhere after (number of nodes - 1) steps between
+    nodes; all other steps are inside nodes. NCCL sums small tensors up a tree and down again, and sends the parts of an
     all_to_all at once.
     """
     link = link_of(group, profile)
@@ -150,12 +150,12 @@ def _steps_seconds(kind: str, group: Group, profile: HardwareProfile) -> float:
 
 
 def _rounds(kind: str, backend: str) -> int:
-    """How often all ranks are gone around: an all_reduce sums, then gathers, and gloo's reduce_scatter is one."""
+    """Return how often a collective goes around: an all_reduce sums, then gathers; so does gloo's reduce_scatter."""
     return 2 if kind == "all_reduce" or (kind == "reduce_scatter" and backend == "gloo") else 1
 
 
 def group_of(name: str, profile: HardwareProfile, groups: Groups | None = None) -> Group:
-    """Where the ranks of a process group are, as ``groups`` says, or c10d where it is not given."""
+    """Return where the ranks of a process group are, as told by ``groups``, or by c10d without it."""
     if groups is None:
         return Group.of(compat.group_ranks(name), profile)
     if callable(groups):
@@ -167,12 +167,12 @@ def group_of(name: str, profile: HardwareProfile, groups: Groups | None = None) 
 
 
 def link_of(group: Group, profile: HardwareProfile) -> Link:
-    """The slowest link that a group's collectives take."""
+    """Return the slowest link that a group's collectives take."""
     return profile.between if _spans_nodes(group) else profile.inside
 
 
 def slowdown(group: Group, profile: HardwareProfile) -> float:
-    """Share of its speed that computation loses beside a group's collectives, by the link that takes most of it."""
+    """Return the share of its speed that compute loses beside a group's collectives, by the link that costs most."""
     if not _spans_nodes(group):
         return profile.inside.slows_compute
     inside = profile.inside.slows_compute if group.ranks_per_node > 1 else 0.0
@@ -184,7 +184,7 @@ def _spans_nodes(group: Group) -> bool:
 
 
 def node_seconds(node: fx.Node, profile: HardwareProfile) -> float:
-    """Of one node as a kernel of its own; collectives, and what waits for them, do not compute."""
+    """Return the seconds of one node as a kernel of its own; 0 for collectives and their waits."""
     if is_free(node) or is_launch(node):
         return 0.0
     num_bytes = sum(map(tensor_bytes, tensors_of(node))) + sum(_read(node, source) for source in inputs_of(node))
@@ -192,13 +192,13 @@ def node_seconds(node: fx.Node, profile: HardwareProfile) -> float:
 
 
 def graph_seconds(graph: fx.Graph, profile: HardwareProfile) -> dict[fx.Node, float]:
-    """Of each node that computes, where pointwise ops are fused into what reads them: those take nothing themselves."""
+    """Return the seconds of each node that computes; a pointwise op that is fused into its readers takes none."""
     seconds = {node: 0.0 for node in graph.nodes if not is_free(node) and not is_launch(node)}
     for writes in kernels_of(graph):
         inside = {part for parts in writes.values() for part in parts}
         read: set[fx.Node] = set()
         for node, parts in writes.items():
-            bytes_of: dict[fx.Node, int] = {}  # a part may read some rows, and another one all
+            bytes_of: dict[fx.Node, int] = {}  # one part may read some rows, and another part all
             for part in parts:
                 for source in inputs_of(part):
                     base = base_of(source)
@@ -212,7 +212,7 @@ def graph_seconds(graph: fx.Graph, profile: HardwareProfile) -> dict[fx.Node, fl
 
 
 def node_flops(node: fx.Node) -> float:
-    """Multiplications and additions of a matmul, a convolution or an attention; 0 of anything else."""
+    """Return the multiplications and additions of a matmul, a convolution or an attention; 0 for anything else."""
     packet, name = _packet(node)
     if _is_attention(node):
         return _attention_flops(node, is_backward="backward" in name)
@@ -232,7 +232,7 @@ def is_product(node: fx.Node) -> bool:
 
 
 def _packet(node: fx.Node) -> tuple[Any, str]:
-    """The operator of all overloads, and its name."""
+    """Return a node's operator without its overload, and the operator's name."""
     packet = node.target.overloadpacket if isinstance(node.target, compat.OpOverload) else node.target
     return packet, getattr(packet, "__name__", "")
 
@@ -243,17 +243,17 @@ def _is_attention(node: fx.Node) -> bool:
 
 @functools.cache
 def _flop_formulas() -> Mapping[Any, Callable[..., Any]]:
-    """torch's; imported late, for it takes Triton's compiler along, which only those who ask for costs should have."""
+    """Return torch's formulas. Their import is late, as it loads Triton's compiler, which only predictions need."""
     from torch.utils.flop_counter import flop_registry
 
     return flop_registry
 
 
 def _attention_flops(node: fx.Node, is_backward: bool) -> float:
-    """Two matmuls forward, five backward, of which causal masks leave a half.
+    """Return the flops of two matmuls in forward, or five in backward; a causal mask halves them.
 
-    Formulas of our own: those of torch 2.11 know neither the CPU's kernel nor groups of queries that share a key, nor
-    flex_attention, which has no schema, and here no mask either: how much of the scores its blocks leave out is data.
+    The formulas are our own: those of torch 2.11 know neither the CPU's kernel, nor groups of queries that share a key,
+    nor flex_attention, which has no schema. Its mask does not count here: how many scores its blocks skip is data.
     """
     arguments = compat.arguments_of(node) if isinstance(node.target, compat.OpOverload) else {}
     given = [arguments[name] for name in ("query", "key", "value")] if arguments else node.args[:3]
@@ -265,7 +265,7 @@ def _attention_flops(node: fx.Node, is_backward: bool) -> float:
 
 
 def _grouped_flops(node: fx.Node) -> float:
-    """Each row, or each column, belongs to one of the groups; where rows and columns are shared out, so is the sum."""
+    """Return the flops of a grouped matmul: its groups share out the rows, the columns or the summed dimension."""
     arguments = compat.arguments_of(node)
     left, right = ([hint(size) for size in tensors_of(arguments[name])[0].shape] for name in ("self", "mat2"))
     if len(left) == 3 and len(right) == 2:
@@ -274,7 +274,7 @@ def _grouped_flops(node: fx.Node) -> float:
 
 
 def _sized(value: Any) -> Any:
-    """A tensor without data for each tensor, numbers for symbolic sizes: what formulas take."""
+    """Replace tensors by tensors without data, and symbolic sizes by numbers, as the formulas take them."""
     if isinstance(value, torch.Tensor):
         return torch.empty([hint(size) for size in value.shape], dtype=value.dtype, device="meta")
     if isinstance(value, torch.SymInt):
@@ -293,20 +293,20 @@ def _roofline(node: fx.Node, num_bytes: int, profile: HardwareProfile) -> float:
 
 
 def _peak(node: fx.Node, profile: HardwareProfile) -> float:
-    """Flops a second of matmuls on what the node takes."""
+    """Return the flops per second of matmuls in the dtype of the node's first input."""
     taken = next((tensors[0] for tensors in map(tensors_of, node.all_input_nodes) if tensors), None)
     name = "float32" if taken is None else str(taken.dtype).removeprefix("torch.")
     if name == "float32" and compat.allows_tf32():
         name = "tf32"
     known = profile.flops
-    # Of floats that were not measured: narrow ones are no slower than the next that were.
+    # A narrow float without a figure is taken to be as fast as the next wider one that has a figure.
     wider = ("float8_e4m3fn", "bfloat16", "float16") if name.startswith(("float8", "float4")) else ()
     name = next((one for one in (name, *wider) if one in known), "float32")
     return known[name] * profile.matmul_efficiency
 
 
 def _read(node: fx.Node, source: fx.Node) -> int:
-    """Bytes that a node reads of one of its inputs."""
+    """Return the bytes that a node reads of one of its inputs."""
     if node.target in _PICKS and source is node.args[0]:
         picked = tensors_of(node)[0]
         return elements(picked) * picked.dtype.itemsize

@@ -1,11 +1,11 @@
-"""What a graph's order says besides its data: who reads an input before it is written to, and random numbers.
+"""Order that the data flow of a graph does not show: reads of an input before a write to it, and random numbers.
 
     y = add(x, buffer)          z = rand(4)
-    copy_(buffer, new)          behind all that read the buffer before it
-    w = rand(4)                 behind z: both take from one generator
+    copy_(buffer, new)          stays after all that read the buffer before it
+    w = rand(4)                 stays after z: both take from one generator
 
-AOTAutograd leaves a copy at the end of a graph for each input that forward writes to, a running mean for one. Whoever
-moves nodes keeps these in their places, and whoever computes again reads no input that is another one by then.
+AOTAutograd leaves a copy at the end of a graph for each input that forward writes to, such as a running mean. A pass
+that moves nodes has to keep this order, and a pass that recomputes must not read an input that has changed by then.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .structure import is_random
 
 
 def held_behind(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each node the ones before it that have to stay before it, though it reads nothing of theirs."""
+    """Return for each node the earlier nodes that have to stay before it, although it reads nothing of theirs."""
     writes = {node: {base_of(one) for one in written} for node in nodes if (written := compat.written_by(node))}
     inputs = {base for bases in writes.values() for base in bases if base.op == "placeholder"}
     behind: dict[fx.Node, list[fx.Node]] = {}
     last_write: dict[fx.Node, fx.Node] = {}
-    since: dict[fx.Node, list[fx.Node]] = {base: [] for base in inputs}  # who touched it
+    since: dict[fx.Node, list[fx.Node]] = {base: [] for base in inputs}  # nodes that touched it since its last write
     last_random: list[fx.Node] = []
     for node in nodes:
         for base in inputs & {base_of(one) for one in inputs_of(node)} if inputs else ():
@@ -42,7 +42,7 @@ def held_behind(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
 
 
 def read_what_is_written(graph: fx.Graph, saved: Collection[fx.Node]) -> set[fx.Node]:
-    """What is computed of inputs that forward writes to, up to what is ``saved`` for backward, that included."""
+    """Return the inputs that forward writes to, and what is computed from them up to and with ``saved`` nodes."""
     found: set[fx.Node] = set(compat.written_inputs(graph))
     if found:
         for node in graph.nodes:

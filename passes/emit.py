@@ -1,4 +1,4 @@
-"""Writing a node together with the value that it stands for."""
+"""Insert nodes together with their fake values, and copy graphs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import _torch_compat as compat
 
 
 def emit(graph: fx.Graph, op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-    """A call of ``op`` where the graph inserts now; what it gives on the arguments' fake tensors is its value."""
+    """Insert a call of ``op`` where the graph inserts now; its value is the op's result on fake arguments."""
     node = graph.call_function(op, args, kwargs)
     fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda used: used.meta["val"])
     with compat.fake_mode_of(fake_args):
@@ -20,7 +20,7 @@ def emit(graph: fx.Graph, op: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
-    """A copy with the nodes' names and metadata; constants stay in the module that owns the graph."""
+    """Return a copy with the nodes' names and metadata; constants stay in the module that owns the graph."""
     copy = fx.Graph(graph.owning_module)
     copy.output(copy.graph_copy(graph, {}))
     return copy

@@ -1,11 +1,11 @@
-"""The events of a graph that the passes have lowered, for ``simulate``.
+"""Make the events of a graph that the passes have lowered, for ``simulate``.
 
     all_gather_into_tensor(x)      Launch("all_gather...", its seconds, its group)
     wait_tensor(all_gather...)     Wait("all_gather...")
-    any other call                 Compute, of no time where it is a view
+    any other call                 Compute, which takes no time for a view
 
-A buffer is allocated by the event of the node that makes it, and freed by that of its last reader. Time and memory are
-those of what Inductor makes of the graph: what it fuses into its readers takes neither.
+A buffer is allocated by the event of the node that makes it, and freed by the event of its last reader. Time and memory
+are those of the code that Inductor generates: an op that is fused into its readers takes neither.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .replay import Compute, Event, Launch, Wait
 def events_of(
     graph: fx.Graph, profile: HardwareProfile, groups: Groups | None = None, given_up: Collection[str] = ()
 ) -> list[Event]:
-    """What a graph does, in its order, on this hardware; inputs in ``given_up`` are freed by their last readers.
+    """Return a graph's events on this hardware, in its order; inputs in ``given_up`` are freed by their last readers.
 
-    ``groups`` says where the ranks of a process group are, by its name; c10d does where it is not given. Other inputs
-    are the caller's, and not in the memory curve.
+    ``groups`` tells where the ranks of a process group are, by its name; without it, c10d does. Other inputs are the
+    caller's, and not in the memory curve.
     """
     if has_markers(graph):
         raise ValueError(
@@ -67,11 +67,11 @@ def events_of(
 def _buffers(
     graph: fx.Graph, given_up: Collection[str]
 ) -> tuple[dict[fx.Node, list[tuple[str, int]]], dict[fx.Node, list[str]]]:
-    """What each call allocates and frees."""
+    """Return what each call allocates, and what it frees."""
     given = storages_given(graph, given_up)
     nodes = list(graph.nodes)
     first_call = next((node for node in nodes if node.op == "call_function"), None)
-    last_until: list[fx.Node | None] = []  # at each position, the last node up to there at which something may end
+    last_until: list[fx.Node | None] = []  # at each position, the last node up to it that can free something
     for node in nodes:
         ends = node.op in ("call_function", "output")
         last_until.append(node if ends else last_until[-1] if last_until else None)
@@ -84,7 +84,7 @@ def _buffers(
         if not life.storage.num_bytes or not (is_made_here or life.storage in given):
             continue
         begin = owner if is_made_here else first_call
-        # What is written over ends in front of its last reader, where no call needs to stand.
+        # A buffer that its last reader writes over ends one position before that reader, where no call may stand.
         last = last_until[life.last] if life.last >= 0 else None
         if begin is None or last is None:
             continue  # an input that nobody reads
@@ -99,7 +99,7 @@ def _buffers(
 
 
 def _needs(launch: fx.Node) -> tuple[str, ...]:
-    """Computes and collectives that a launch cannot go before, however early its packing is done."""
+    """Return the computes and collectives that a launch has to follow, however early its packing is done."""
     found: dict[str, None] = {}
     seen: set[fx.Node] = set()
     work = [base_of(source) for source in inputs_of(launch)]

@@ -1,10 +1,10 @@
-"""What Inductor does not keep in memory: pointwise results that are computed inside of the kernel that reads them.
+"""Predict which pointwise results Inductor does not write to memory, but computes inside the kernels that read them.
 
-x -> mul -> add -> gelu -> mm        mul and add are nowhere, gelu is written for mm
-x -> exp -> sum                      exp is nowhere, sum is written
+x -> mul -> add -> gelu -> mm        mul and add are not written, gelu is written for mm
+x -> exp -> sum                      exp is not written, sum is written
 x -> mul -> cat                      mul is written at its place in the result of cat
 
-That has an end: what several readers would compute again from many inputs is written once.
+There is a limit: a result that several readers would compute again from many inputs is written once.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .views import CASTS
 
 aten = torch.ops.aten
 
-# Inductor's realize_reads_threshold and realize_acc_reads_threshold, in 2.11 and 2.15: from more inputs than that, what
-# has several readers is written to memory, and what has one.
+# Inductor's realize_reads_threshold and realize_acc_reads_threshold, in 2.11 and 2.15: a result that is computed from
+# more inputs than this is written to memory: the first figure is for several readers, the second for one.
 _MOST_READS_SHARED, _MOST_READS = 4, 8
-# What it writes on the CPU rather than compute twice (ir.StorageBox.should_realize_on_reuse); silu becomes an exp.
+# On the CPU it writes these rather than compute twice (ir.StorageBox.should_realize_on_reuse); silu becomes an exp.
 _HEAVY = {
     aten.exp.default, aten.log.default, aten.log10.default, aten.log1p.default, aten.log2.default, aten.sigmoid.default,
     aten.tanh.default, aten.silu.default,
 }  # fmt: skip
-# Inductor writes these into whatever reads them, though they are not tagged as pointwise.
+# Inductor fuses these into their readers, although they are not tagged as pointwise.
 _INLINED = {
     *CASTS, aten.constant_pad_nd.default, aten.full.default, aten.full_like.default, aten.zeros.default,
     aten.ones.default, aten.arange.start_step, aten.scalar_tensor.default, torch.ops.prims.iota.default,
@@ -39,7 +39,7 @@ _INLINED = {
 
 
 def fused_away(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes whose results nobody reads but pointwise ops, reductions and cat, which compute them on the way."""
+    """Return the nodes that are computed inside their readers, which are all pointwise ops, reductions or cat."""
     away: dict[fx.Node, set[fx.Node]] = {}  # with what they read from memory
     heavy: set[fx.Node] = set()
     for node in graph.nodes:
@@ -64,10 +64,11 @@ def fused_away(graph: fx.Graph) -> set[fx.Node]:
 
 
 def kernels_of(graph: fx.Graph) -> list[dict[fx.Node, list[fx.Node]]]:
-    """What computes together: of each kernel the nodes that it writes, each with all that it computes for it.
+    """Return the kernels: for each, the nodes that it writes, each with all nodes that it computes for it.
 
-    What is fused away is computed in every kernel that needs it. Two of these are one, and so are one that writes a
-    pointwise result and one that reads it, if neither has to wait for something between them that is no such kernel:
+    A node that is fused away is computed in every kernel that needs it. Two kernels that compute the same node become
+    one, and so do one that writes a pointwise result and one that reads it, unless a node that is never fused, such as
+    a product, stands between the two:
 
         x -> mul -> add -> mm                one kernel reads x, and writes add and sum
               `---> sum
@@ -78,8 +79,8 @@ def kernels_of(graph: fx.Graph) -> list[dict[fx.Node, list[fx.Node]]]:
     away = fused_away(graph)
     computed: dict[fx.Node, list[fx.Node]] = {}
     kernels: list[_Kernel] = []
-    computing: dict[fx.Node, list[_Kernel]] = {}  # a pointwise node: the kernels that do
-    # Sets of written nodes, a bit each: what a node depends on, and on which of it through a kernel between them.
+    computing: dict[fx.Node, list[_Kernel]] = {}  # for a pointwise node: the kernels that do
+    # Sets of written nodes, one bit each: those that a node depends on, and those behind a node that is never fused.
     behind: dict[fx.Node, int] = {}
     far_behind: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -94,7 +95,7 @@ def kernels_of(graph: fx.Graph) -> list[dict[fx.Node, list[fx.Node]]]:
             parts = dict.fromkeys(part for source in sources if source in away for part in computed[source])
             computed[node] = [*parts, node]
             if node not in away:
-                near |= 1 << len(kernels)  # its own
+                near |= 1 << len(kernels)  # its own bit
                 kernels.append(_Kernel(1 << len(kernels), far, {node: computed[node]}))
                 _unite(kernels[-1], node, computed[node], computing)
         behind[node], far_behind[node] = near, far
@@ -102,14 +103,14 @@ def kernels_of(graph: fx.Graph) -> list[dict[fx.Node, list[fx.Node]]]:
 
 
 def _unite(kernel: _Kernel, node: fx.Node, parts: list[fx.Node], computing: dict[fx.Node, list[_Kernel]]) -> None:
-    """Make a new kernel, which writes a node, one with all that have a pointwise node in common with it and may be."""
+    """Merge a new kernel, which writes a node, with all that share a pointwise node with it and can be merged."""
     if not computes_inputs(node):
         return
     common = dict.fromkeys(parts)
-    if node.target is not aten.cat.default:  # which copies what it reads from memory
+    if node.target is not aten.cat.default:  # cat copies what it reads from memory
         common |= dict.fromkeys(base_of(source) for part in parts for source in inputs_of(part))
     for one in common:
-        if inputs_of(one):  # everybody makes constants anew
+        if inputs_of(one):  # each kernel computes constants anew
             for other in dict.fromkeys(found.whole() for found in computing.get(one, ())):
                 kernel = other.with_(kernel)
     for one in filter(is_pointwise, parts):
@@ -118,10 +119,10 @@ def _unite(kernel: _Kernel, node: fx.Node, parts: list[fx.Node], computing: dict
 
 @dataclass(eq=False)
 class _Kernel:
-    """One that writes some nodes, or a part of such a one."""
+    """A kernel that writes some nodes, or after a merge a part of such a kernel."""
 
-    bits: int  # of what it writes
-    far_behind: int  # bits of what has to run before it, in another kernel
+    bits: int  # of the nodes that it writes
+    far_behind: int  # bits of the nodes that another kernel has to write before it runs
     writes: dict[fx.Node, list[fx.Node]]
     part_of: _Kernel | None = None
 
@@ -132,7 +133,7 @@ class _Kernel:
         return whole
 
     def with_(self, other: _Kernel) -> _Kernel:
-        """Itself and ``other`` as one, if they can be; else ``other``."""
+        """Merge ``other`` into this kernel and return it; return ``other`` if they cannot be one."""
         if other is self or self.bits & other.far_behind or other.bits & self.far_behind:
             return other
         self.bits |= other.bits
@@ -147,7 +148,7 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def _is_one_hot(node: fx.Node) -> bool:
-    """Whether a node puts a number at one place a row of a constant, as cross entropy's gradient does.
+    """Whether a node puts a number at one place in each row of a constant, as cross entropy's gradient does.
 
     Inductor's patterns on the joint graph make it ``where(place == arange, number, constant)`` (joint_graph.py's
     ``scatter_upon_const_tensor``, in 2.11 and 2.15).
@@ -166,13 +167,13 @@ def _is_one_hot(node: fx.Node) -> bool:
 
 
 def computes_inputs(node: fx.Node) -> bool:
-    """Whether a node computes what it reads on the way."""
+    """Whether a node's kernel can compute pointwise inputs itself, instead of reading them from memory."""
     is_reduction = compat.has_tag(node.target, torch.Tag.reduction)
     return is_pointwise(node) or is_reduction or node.target is aten.cat.default
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """Who reads what a node computes, or a view of it: not who takes sizes of it."""
+    """Return the nodes that read a node's result, or a view of it; nodes that only take sizes do not count."""
     found: dict[fx.Node, None] = {}
     work = [node]
     while work:

@@ -1,4 +1,4 @@
-"""A plan that somebody edited, in the place of ours: refused where it does not fit the graph.
+"""Use a plan that somebody edited in the place of ours; it is refused if it does not fit the graph.
 
     ours        gather 0  layers.0.up      gather 1  layers.0.down
     given       gather 0  layers.0.up layers.0.down                     one bucket
@@ -24,7 +24,7 @@ from .slices import offers_slice, slice_these, whole_of
 
 
 def fitted(given: Plan, graph: fx.Graph) -> Plan:
-    """The given plan for this joint graph, what it leaves to us filled in; raises ValueError where it does not fit."""
+    """Return the given plan for this joint graph, with what it leaves open filled in; ValueError if it does not fit."""
     if given.stage != "joint" or given.forward is None or given.backward is None:
         raise ValueError(f"a plan of a {given.stage} graph was given. The plan of a step is that of the joint graph.")
     if given.gathers or given.reduces or given.order:
@@ -91,7 +91,10 @@ def _with_slices(graph: fx.Graph, fqns: Collection[str]) -> fx.Graph:
 
 
 def _with_what_computing_again_needs(given: Plan, ours: Plan) -> Plan:
-    """Biases, which no gradient reads: each in the bucket that has what travels with it in our plan, or in its own."""
+    """Add the parameters that only recomputation reads, such as biases.
+
+    Each joins the bucket that has a parameter of its bucket in our plan, or gets a bucket of its own.
+    """
     present = {*_fqns(given.gathers)}
     gathers, order = list(given.gathers), given.order
     for bucket in ours.gathers:
@@ -128,7 +131,7 @@ def _fitted_half(given: Plan, ours: Plan, gathered: Mapping[str, Marker], reduce
 
 
 def _turn(launch: tuple[str, int], given: Plan, ours: Plan) -> tuple[int, int]:
-    """Where our plan gathers the first one of a bucket, or reduces the last."""
+    """Return the turn in which our plan gathers the first parameter of a given bucket, or reduces the last one."""
     kind, index = launch
     theirs, own = (given.gathers, ours.gathers) if kind == "gather" else (given.reduces, ours.reduces)
     turns = [ours.turn(kind, place) for place, bucket in enumerate(own) if {*bucket.fqns} & {*theirs[index].fqns}]

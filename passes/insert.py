@@ -1,4 +1,4 @@
-"""Markers become collectives, one a bucket.
+"""Replace markers by collectives, one for each bucket.
 
     w0 = unshard(s0)                 packed = pack([s0, s1], dtype)
     w1 = unshard(s1)                 launch = all_gather_into_tensor(packed)
@@ -12,12 +12,12 @@
 
                                      with replicas, wait goes into all_reduce and another wait first
 
-    of offloaded shards              h0, h1 = to_device(s0), to_device(s1)   are what is packed
+    of offloaded shards              h0, h1 = to_device(s0), to_device(s1)   are packed
                                      r0, r1 = slices of to_host(wait / divisor)
                                      ...
                                      wait_for_copies(all to_host)            at the end of the graph that returns them
 
-Which parameters share a bucket is the plan's to say.
+The plan says which parameters share a bucket.
 """
 
 from __future__ import annotations
@@ -47,31 +47,31 @@ from .views import VIEWS
 
 aten = torch.ops.aten
 
-# ``clone`` is taken away by Inductor where the copy looks as the original does, whatever becomes of either's memory.
+# Inductor removes a ``clone`` that has the original's strides, whatever is later written to either of the two.
 _COPY = aten.lift_fresh_copy.default
 
 ROLE = "fsdp_role"
-# Beside the roles, for who asks where a graph computes with a parameter: on what its readers read, and on its gradient.
+# Besides roles, the meta has parameters' names, for predictions: on the node that readers read, and on the gradient.
 PARAMETER, GRADIENT_OF = "fsdp_parameter", "fsdp_gradient_of"
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a node does for which bucket, in the meta of every node that this pass adds."""
+    """What a node does, and for which bucket; it is in the meta of every node that this pass adds."""
 
-    kind: str  # "gather" or "reduce"; "end" of what waits at the end of a graph
+    kind: str  # "gather" or "reduce"; "end" for the wait at the end of a graph
     bucket: int
     unit: str
-    turn: int  # of its launch among all launches of the graph
+    turn: int  # place of its launch among all launches of the graph
     members: tuple[Member, ...] = ()  # of the bucket
-    shown: tuple[int, ...] = ()  # of each unit in it, the first of its members that has rows on every rank
-    step: str = ""  # the plan that the graph is a part of
+    shown: tuple[int, ...] = ()  # for each unit in the bucket, its first member that has rows on every rank
+    step: str = ""  # id of the plan of the step
     phase: int = 0
     num_bytes: int = 0  # of the bucket
 
 
 def insert(graph: fx.Graph, plan: Plan) -> int:
-    """Lower every marker of the graph into the plan's buckets; return how many collectives stand there now."""
+    """Lower every marker of the graph into the plan's buckets; return how many collectives the graph has now."""
     unshards = {marker.fqn: marker for marker in find_unshards(graph)}
     reduces = {marker.fqn: marker for marker in find_reduces(graph)}
     position = {node: index for index, node in enumerate(graph.nodes)}
@@ -83,7 +83,7 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         specs = [marker.spec for marker in members]
         call = _emitter(graph, anchor, _role("gather", index, plan, members), _step(members))
         shards = [marker.shard for marker in members]
-        if len(shards) == 1 and base_of(shards[0]) in written:  # by an optimizer, perhaps while it is on its way
+        if len(shards) == 1 and base_of(shards[0]) in written:  # by an optimizer, perhaps during the gather
             shards = [call(_COPY, shards[0])]
         fulls = lower.finish_gather(call, lower.launch_gather(call, shards, specs), specs)
         for marker, full in zip(members, fulls):
@@ -135,13 +135,13 @@ def _role(kind: str, index: int, plan: Plan, members: Sequence[Marker]) -> Role:
 
 
 def _may_be_overwritten(grad: fx.Node, marker: fx.Node) -> bool:
-    """Whether Inductor may write into what a launch sends as it is: it sees who reads that, and not for how long."""
+    """Whether Inductor may write into a gradient that is sent without a copy: it does not see how long that is read."""
     reached = closure([base_of(grad)], lambda node: [user for user in node.users if is_free(user)])
     return any(kernels_compat.may_be_in_place(user) for node in reached for user in node.users if user is not marker)
 
 
 def _wait_at_the_end(graph: fx.Graph, plan: Plan) -> None:
-    """Wait once for what is copied to the CPU; but at once where the graph goes on to read it, as an optimizer does."""
+    """Wait for copies to the CPU once, at the end; a copy that the graph reads, as an optimizer does, waits itself."""
     copies = [node for node in graph.find_nodes(op="call_function", target=to_host) if not _is_read(node)]
     for copy in copies:
         copy.kwargs = {"wait": False}
@@ -151,12 +151,12 @@ def _wait_at_the_end(graph: fx.Graph, plan: Plan) -> None:
 
 
 def _is_read(node: fx.Node) -> bool:
-    """Whether anything but the graph's caller looks at a tensor."""
+    """Whether a node of the graph reads a tensor, and not only the graph's caller."""
     return any(user.op != "output" and (user.target not in VIEWS or _is_read(user)) for user in node.users)
 
 
 def _cut(graph: fx.Graph, node: fx.Node) -> None:
-    """``keep_slice`` as a copy that Inductor generates, so that the whole parameter need not live on."""
+    """Replace a ``keep_slice`` by a copy that Inductor generates, so that the whole parameter need not live on."""
     full, dim, start, length = node.args
     with graph.inserting_before(node):
         view = emit(graph, aten.slice.Tensor, full, dim, start, start + length)  # type: ignore[operator]
@@ -167,12 +167,12 @@ def _cut(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _step(members: Sequence[Marker]) -> Plan | None:
-    """The plan of the step, where the graph was cut from one."""
+    """Return the plan of the step, if the markers carry one."""
     return members[0].node.meta.get(STEP)
 
 
 def _emitter(graph: fx.Graph, anchor: fx.Node, role: Role, step: Plan | None = None) -> lower.Call:
-    """A ``call`` for the lowering programs that writes nodes in front of ``anchor``, with the plan of the step."""
+    """Return a ``call`` for lower.py's programs that adds nodes before ``anchor``, with role and plan in their meta."""
 
     def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node | None:
         if op is note:
@@ -190,7 +190,7 @@ def _emitter(graph: fx.Graph, anchor: fx.Node, role: Role, step: Plan | None = N
 def _replace(graph: fx.Graph, members: Iterable[Marker], results: Iterable[fx.Node]) -> None:
     for marker, result in zip(members, results):
         if result is marker.shard or _aliases(result, marker.shard):
-            # One shard, no cast: the parameter itself stands here. Compute may read it, an output may not be it.
+            # One shard, no cast: the result is the parameter itself. Nodes may read it, the graph may not return it.
             _copy_before_outputs(graph, marker.node, result)
         if result is not marker.shard and "nn_module_stack" in marker.node.meta:
             result.meta["nn_module_stack"] = marker.node.meta["nn_module_stack"]
@@ -199,7 +199,7 @@ def _replace(graph: fx.Graph, members: Iterable[Marker], results: Iterable[fx.No
 
 
 def _erase_unread(graph: fx.Graph, fulls: Iterable[fx.Node]) -> None:
-    """What travels because other ranks may read it is unpacked for nobody here: it would hold its bucket to the end."""
+    """Erase the unpacking of parameters that only other ranks may read: it would hold their bucket to the end."""
     for full in fulls:
         node: Any = full
         while node.op == "call_function" and not node.users and node.target is not c10d.wait_tensor.default:
@@ -236,7 +236,7 @@ def _copy_before_outputs(graph: fx.Graph, marker: fx.Node, result: fx.Node) -> N
 
 
 def _assert_independent(members: list[Marker], bucket: Bucket) -> None:
-    """A reduced gradient that another member's gradient depends on cannot share its bucket."""
+    """Assert that no member's gradient depends on another member's reduced gradient: they could not share a bucket."""
     nodes = {marker.node for marker in members}
     reached = closure((user for node in nodes for user in node.users), lambda node: node.users)
     assert not reached & nodes, f"the gradients of {bucket.fqns} depend on each other"

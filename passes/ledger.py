@@ -1,12 +1,12 @@
-"""What this rank issued, in order, so that ranks can be compared: one append a collective, or one a graph.
+"""Record what this rank issued, in order, so that ranks can be compared: one entry per collective, or per graph.
 
-    eagerly     note(kind, specs, group, shard)   before each launch: passes/lower.py says it, as it says the launch
-    compiled    begin(shards, text)               before a graph's first launch: the text says all launches of the
-                                                  graph, and stands in the code, so that one from a cache says it too;
-                                                  whose they are the shards say: equal graphs share code, names and all
+    eagerly     note(kind, specs, group, shard)   before each launch: passes/lower.py calls it where it launches
+    compiled    begin(shards, text)               before a graph's first launch: the text lists all launches of the
+                                                  graph, and is part of its code, so graphs from a cache have it too;
+                                                  the shards tell whose they are: equal graphs share code and names
 
-Nothing is computed, looked up or sent here: who compares drains the entries on a thread of its own. ``alarm`` is called
-before anything is issued: once, to have the comparing begin, and for good where ranks were found to have parted.
+Nothing is computed, looked up or sent here: the lookout drains the entries on a thread of its own. ``alarm`` is called
+before anything is issued: once to start the comparison, and every time, to raise, once ranks were found to have parted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch import Tensor
 from . import _torch_compat as compat
 from .spec import NAMESPACE, ParamSpec, library
 
-_DIGEST = 16  # letters in front of a graph's text, by which it is known
-_MOST = 4096  # graphs that ran, of which some may be of models that are gone
+_DIGEST = 16  # letters in front of a graph's text, which identify it
+_MOST = 4096  # graphs to remember; some of them may belong to models that are gone
 
 
 class Issued(NamedTuple):
@@ -36,38 +36,39 @@ class Issued(NamedTuple):
     kind: str
     specs: Sequence[ParamSpec]
     group: str
-    address: int  # of what is gathered of the first parameter, which says whose it is
-    memory: object  # there: held until the entry is drained, so that nothing else gets the address
-    units: tuple[Callable[[], Any], ...]  # whose parameters they are, where somebody knows: one of all, or one of each
+    address: int  # of the shard of the first parameter, which tells whose it is; 0 if unknown
+    memory: object  # the storage there, held until the entry is drained, so that nothing else gets the address
+    units: tuple[Callable[[], Any], ...]  # weak references to the parameters' units, if known: one for all, or one each
 
 
 class Called(NamedTuple):
     """One call of a compiled graph."""
 
     text: GraphText
-    addresses: tuple[int, ...]  # of a shard of each unit
-    # Not the shards, which hold what autograd has of them: ``swap_tensors`` refuses a tensor of which that is left.
+    addresses: tuple[int, ...]  # of one shard of each unit
+    # Storages and not shards: a shard would keep alive what autograd has of it, and ``swap_tensors`` refuses a tensor
+    # of which that is left.
     memory: Sequence[object]
-    sequence: tuple[int, ...]  # collectives that each group of the graph had been given before
+    sequence: tuple[int, ...]  # how many collectives each group of the graph had been given before
 
 
 class Member(NamedTuple):
     """A parameter in a graph's text."""
 
-    unit: str  # as the graph, and all that are cut from the same one, call the unit
-    fqn: str  # in its unit; with the number of the part behind a colon, where parts travel
+    unit: str  # the unit's name in the graph, and in all graphs that are cut from the same joint graph
+    fqn: str  # in its unit; followed by a colon and the number of the part, if an extension sends parts
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One collective of a graph, as the graph's text says it."""
+    """One collective of a graph, as the graph's text lists it."""
 
     kind: str
     group: str
     dtype: str  # on the wire
     num_bytes: int  # that one rank contributes (gather) or receives (reduction)
     names: tuple[str, ...]  # of its parameters
-    members: tuple[Member, ...]  # the same
+    members: tuple[Member, ...]  # the same parameters
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,11 @@ class GraphText:
 
     stage: str
     step: str  # the id of the plan of the step
-    # The parameters whose shards ``begin`` is given, one of each unit that is gathered: what it is called, and which.
+    # The parameters whose shards ``begin`` is given, one for each unit that is gathered, each with its name.
     firsts: tuple[tuple[str, Member], ...]
     launches: tuple[Launch, ...]
-    plan: str = ""  # of the step, or of the graph where that is planned for itself; packed
-    then: tuple[Launch, ...] | None = None  # of a forward: what its backward will launch, where that is known
+    plan: str = ""  # the packed plan of the step, or of a graph that was planned for itself
+    then: tuple[Launch, ...] | None = None  # in a forward: what its backward will launch, if that is known
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -111,42 +112,42 @@ def _launches(rows: Iterable[Any]) -> tuple[Launch, ...]:
 
 
 class _Text:
-    """What is known of a graph by its text."""
+    """A graph's text once it is parsed, and the counters of its groups."""
 
     def __init__(self, text: str) -> None:
         self.read = GraphText.loads(text)
         self._counters: tuple[Callable[[], int], ...] | None = None
 
     def sequence(self) -> tuple[int, ...]:
-        """How many collectives each group of the graph was given so far."""
+        """Return how many collectives each group of the graph was given so far."""
         if self._counters is None:
             self._counters = tuple(map(compat.counter_of, self.read.groups))
         return tuple([count() for count in self._counters])
 
 
 class Ledger:
-    """What was issued and not drained yet."""
+    """The entries that were issued and not drained yet, and the callbacks of those who listen."""
 
     def __init__(self) -> None:
         self.entries: deque[Issued | Called] = deque()
         self.is_kept = False  # whether somebody drains it
         self.alarm: Callable[[], None] | None = None
-        self.explain: Callable[[RuntimeError], None] | None = None  # raises where somebody knows why a wait failed
-        self.on_text: Callable[[GraphText], None] | None = None  # told of each that was not seen before, and may raise
-        # The first is told of each graph that runs for the first time since a unit was made, the second of each
-        # parameter that travels outside of graphs and units.
+        self.explain: Callable[[RuntimeError], None] | None = None  # raises if somebody knows why a wait failed
+        self.on_text: Callable[[GraphText], None] | None = None  # called with each text when it is new; may raise
+        # The first is called for each graph that runs for the first time since a unit was made, the second for each
+        # parameter that is gathered outside of graphs and units.
         self.on_graph: Callable[[GraphText, tuple[int, ...]], None] | None = None
         self.on_parameter: Callable[[int], None] | None = None
-        # Told of all that is issued, as it is issued, for as long as a step is profiled.
+        # Called with each entry as it is issued, while a step is profiled.
         self.hear: Callable[[Issued | Called], None] | None = None
         self.num_begun = 0  # calls of graphs
         self.made_at = 0  # num_begun when the last unit was made, which may take over the shards of an earlier one
         self._texts: dict[str, _Text] = {}  # by their digests
-        # Graphs that ran, the last one last, with the addresses of the shards that they were given; the count then.
+        # Graphs that ran, the last one last, with the addresses of the shards that they were given; num_begun then.
         self._ran: dict[tuple[_Text, tuple[int, ...]], int] = {}
 
     def wait(self, op: Callable[..., Any], *args: Any) -> Any:
-        """Wait for a collective that was issued eagerly, by ``op(*args)``. Where a thread waits shows in its stack."""
+        """Wait for an eager collective with ``op(*args)``. The lookout finds this frame in the stacks of threads."""
         try:
             return op(*args)
         except RuntimeError as error:
@@ -155,7 +156,7 @@ class Ledger:
             raise
 
     def forget(self) -> None:
-        """Of a world that is gone."""
+        """Drop what was issued in a world that is gone."""
         self.is_kept = False
         self.entries.clear()
         self._texts.clear()
@@ -164,7 +165,7 @@ class Ledger:
     def note(
         self, kind: str, specs: Sequence[ParamSpec], group: str, shard: Any = None, units: Sequence[Any] = ()
     ) -> None:
-        """A collective is launched now. The ``units`` are not kept alive by that."""
+        """Record that a collective is launched now. This does not keep the ``units`` alive."""
         if self.alarm is not None:
             self.alarm()
         if not units and shard is not None and self.on_parameter is not None:
@@ -175,7 +176,7 @@ class Ledger:
             self._write(Issued(kind, specs, group, address, memory, tuple(map(weakref.ref, units))))
 
     def begin(self, shards: Sequence[Tensor], text: str) -> None:
-        """A graph is about to launch its first collective."""
+        """Record that a graph is about to launch its first collective."""
         if self.alarm is not None:
             self.alarm()
         digest = text[:_DIGEST]  # hashing all of it would take as long as the rest
@@ -211,10 +212,10 @@ class Ledger:
         return bool(self._ran)
 
     def ran(self, since: int = 0) -> Iterator[tuple[GraphText, tuple[int, ...]]]:
-        """Graphs that ran, the last one first, with the addresses of the first shards of their units.
+        """Yield the graphs that ran, the last one first, with the addresses of the first shards of their units.
 
-        ``since`` is a count of calls, ``num_begun``: of those that ran before a unit was made, one may have been given
-        shards of a model that is gone, at the very addresses that the unit's have now.
+        ``since`` is a value of ``num_begun``: graphs that did not run after it are left out. A graph that ran before a
+        unit was made may have been given shards of a model that is gone, at the very addresses of the unit's shards.
         """
         for (known, addresses), number in reversed(list(self._ran.items())):  # backward may run on another thread
             if number > since:
@@ -231,7 +232,7 @@ def _address(shard: Tensor) -> int:
 ledger = Ledger()
 note = ledger.note
 
-# It does nothing that a CUDA graph would need to repeat, and must count what is replayed: so it is in none.
+# It is kept out of CUDA graphs: there is nothing to repeat on the device, and each replay must be counted.
 library.define("begin(Tensor[] shards, str text) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
 begin = torch.ops.fsdpc.begin.default
 torch.fx.node.has_side_effect(begin)
@@ -244,7 +245,7 @@ def _begin_fake(shards: Sequence[Tensor], text: str) -> Tensor:
 
 def _begin_kernel(shards: Sequence[Tensor], text: str) -> Tensor:
     ledger.begin(shards, text)
-    return torch.empty(0)  # the first launch is held behind this
+    return torch.empty(0)  # order.py holds the first launch behind it
 
 
 library.impl("begin", _begin_kernel, "CompositeExplicitAutograd")

@@ -1,4 +1,4 @@
-"""What a marker becomes: pack, collective, wait, unpack. Written once, run eagerly or written into a graph.
+"""Lower a marker to pack, collective, wait, unpack. Each program is written once, and run eagerly or put into a graph.
 
     gather   shards -> [to_device] -> pad -> cast, or pack -> all_gather_into_tensor -> wait
                     -> [split] -> reorder, unpad -> full
@@ -7,8 +7,8 @@
              or        all_to_all_single -> wait -> sum_of_parts, which divides as well
 
 The functions take ``call(op, *args)``: ``run`` executes the op, the insert pass's emitter adds a node instead. So
-both paths put the same bytes on the wire in the same order. What packs a bucket casts as well. ``note`` writes down
-each launch; a graph has a list of all its launches instead (announce.py), so there the emitter leaves it out.
+both paths put the same bytes on the wire in the same order. ``pack`` casts as well. ``note`` records each launch; a
+graph has a list of all its launches instead (announce.py), so the emitter leaves ``note`` out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Call = Callable[..., Any]
 
 
 def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Execute ``op`` now: the eager reading of the programs below."""
+    """Execute ``op`` now: this is the ``call`` with which the programs below run eagerly."""
     if op is c10d.wait_tensor.default:
         return ledger.wait(op, *args)
     return op(*args, **kwargs)
@@ -41,8 +41,8 @@ def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def launch_gather(call: Call, shards: Sequence[Any], specs: Sequence[ParamSpec]) -> Any:
     """Pack one bucket of local shards and start its all-gather; specs agree on dtype and group."""
-    # An offloaded shard travels as it is stored, and each by itself: a cast or a cat in front of the copy would be work
-    # for the CPU, which has a tenth of the device's bandwidth and may be busy launching.
+    # Offloaded shards are copied to the device as they are stored, each by itself: a cast or a cat before that would be
+    # work for the CPU, which has a tenth of the device's bandwidth and may be busy launching.
     here = [call(to_device, shard, spec.device) if spec.device else shard for shard, spec in zip(shards, specs)]
     packs = len(specs) > 1 and specs[0].num_shards > 1  # what does not travel is not packed
     cast = here
@@ -104,13 +104,13 @@ def launch_reduce(call: Call, grads: Sequence[Any], specs: Sequence[ParamSpec]) 
 def finish_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> list[Any]:
     """Wait for a bucket's reduction and cut it into gradients of the local shards.
 
-    Whoever can let something else run while the replicas are reduced calls the two steps itself.
+    A caller that can run something else while the replicas are reduced calls the two steps itself.
     """
     return finish_all_reduce(call, launch_all_reduce(call, pending, specs), specs)
 
 
 def launch_all_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> Any:
-    """Where ranks hold copies: wait for the reduction over the shards, and start the one over the copies."""
+    """With replicas, wait for the reduction over the shards and start the all-reduce over the replicas."""
     first = specs[0]
     if first.num_replicas == 1:
         return pending
@@ -120,7 +120,7 @@ def launch_all_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> A
 
 
 def finish_all_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> list[Any]:
-    """Wait for what ``launch_all_reduce`` left in flight; gradients of the local shards."""
+    """Wait for what ``launch_all_reduce`` left in flight; return the gradients of the local shards."""
     sent = [_reduced_as(spec) for spec in specs]
     reduced = _finish_all_reduce(call, pending, sent)
     return [
@@ -136,7 +136,7 @@ def _finish_all_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> 
     else:
         pending = _divided(call, call(c10d.wait_tensor.default, pending), first.postdivide)
     if first.device:
-        # The bucket in one copy, as its members' gradients want it: all that is left to do on the CPU are views.
+        # The bucket is copied at once, in the dtype of the gradients: only views are left to do on the CPU.
         pending = call(to_host, _cast(call, pending, first.grad_dtype), first.pinned)
     if len(specs) == 1:
         pieces = [pending]
@@ -157,7 +157,7 @@ def _finish_all_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> 
 
 
 def _finish_over_shards(call: Call, pending: Any, specs: Sequence[ParamSpec], divisor: float) -> Any:
-    """Wait for the reduction that ``launch_reduce`` started: one rank's part, divided."""
+    """Wait for the reduction that ``launch_reduce`` started; return this rank's part, divided."""
     first = specs[0]
     if first.num_shards == 1:
         return _divided(call, pending, divisor)
@@ -172,7 +172,7 @@ def _divided(call: Call, tensor: Any, divisor: float) -> Any:
 
 
 def _rows(specs: Sequence[ParamSpec]) -> int:
-    """Length of one rank's part of a packed reduction along its first dimension."""
+    """Return the length of one rank's part of a packed reduction along its first dimension."""
     return specs[0].layout.padded_size[0] if len(specs) == 1 else sum(spec.layout.padded_numel for spec in specs)
 
 
@@ -183,12 +183,12 @@ def _cast(call: Call, tensor: Any, dtype: torch.dtype) -> Any:
 
 
 def _travels_as_bytes(dtype: torch.dtype) -> bool:
-    """Eight-bit floats are not known to every backend, nor to every op that packs."""
+    """Whether a dtype is an eight-bit float: not every backend knows these, nor every op that packs."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def _pack_casts(tensors: Sequence[Any], dtype: torch.dtype) -> bool:
-    """Whether what packs these can cast them as well: neither they nor ``dtype`` travel as something else."""
+    """Whether ``pack`` can cast these tensors as well: neither they nor ``dtype`` travel as another dtype."""
     dtypes = {dtype, *(_value(tensor).dtype for tensor in tensors)}
     return not any(one.is_complex or _travels_as_bytes(one) for one in dtypes)
 
@@ -198,36 +198,36 @@ def _wire_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def as_sent(call: Call, tensor: Any) -> Any:
-    """The same memory in a dtype that every backend sends."""
+    """View a tensor in a dtype that every backend sends."""
     if _travels_as_bytes(_value(tensor).dtype):
         return call(aten.view.dtype, tensor, torch.uint8)
     return as_real(call, tensor)
 
 
 def _as_read(call: Call, tensor: Any, dtype: torch.dtype) -> Any:
-    """``as_sent`` undone."""
+    """Undo ``as_sent``."""
     if _travels_as_bytes(dtype):
         return call(aten.view.dtype, tensor, dtype)
     return call(aten.view_as_complex.default, tensor) if dtype.is_complex else tensor
 
 
 def as_real(call: Call, tensor: Any) -> Any:
-    """A complex tensor's real and imaginary parts, side by side: not every backend sends or reduces complex numbers."""
+    """View a complex tensor as pairs of real numbers: not every backend sends or reduces complex numbers."""
     if not _value(tensor).dtype.is_complex:
         return tensor
-    # A conjugate may be one by a bit, and not in memory; what Inductor generates has the bit where its graph has none.
+    # A tensor may be conjugate by a bit, and not in memory; Inductor's code may set the bit where its graph has none.
     return call(aten.view_as_real.default, call(aten.resolve_conj.default, tensor))
 
 
 def _gathered_as(spec: ParamSpec) -> ParamSpec:
-    """The spec of what is packed and gathered."""
+    """Return the spec of what is packed and gathered: a complex number travels as two real ones."""
     if not spec.dtype.is_complex:
         return spec
     return dataclasses.replace(spec, size=(*spec.size, 2), dtype=spec.dtype.to_real())
 
 
 def _reduced_as(spec: ParamSpec) -> ParamSpec:
-    """The same of what is packed and reduced."""
+    """Return the spec of what is packed and reduced, likewise."""
     if not spec.reduce_dtype.is_complex:
         return spec
     real = spec.reduce_dtype.to_real()
@@ -235,12 +235,12 @@ def _reduced_as(spec: ParamSpec) -> ParamSpec:
 
 
 def _value(tensor: Any) -> torch.Tensor:
-    """The tensor itself, or the fake tensor that stands for a graph node."""
+    """Return the tensor itself, or the fake tensor of a graph node."""
     return tensor if isinstance(tensor, torch.Tensor) else tensor.meta["val"]
 
 
 def _pad(call: Call, tensor: Any, dim: int, length: int) -> Any:
-    """Zeros behind ``tensor`` along ``dim`` up to ``length``."""
+    """Append zeros to ``tensor`` along ``dim`` up to ``length``."""
     missing = length - _value(tensor).shape[dim]
     if missing == 0:
         return tensor
@@ -253,10 +253,10 @@ def _on_the_wire(call: Call, shard: Any, layout: ShardLayout) -> Any:
 
 
 def _unpadded(call: Call, gathered: Any, layout: ShardLayout) -> Any:
-    """The full parameter from parts ``[num_shards, *part]``, which may lie in a bucket, or its own gather's result.
+    """Return the full parameter from parts ``[num_shards, *part]`` in a bucket, or from the result of its own gather.
 
-    Contiguous as any parameter is: what reads it with a bucket's stride is another kernel, which rounds otherwise, and
-    which Inductor does not fuse with what it fuses the unsharded model's with.
+    It is contiguous, as any parameter is. A kernel that reads it with a bucket's strides would round otherwise, and
+    Inductor would not fuse that kernel as it does in the unsharded model.
     """
     if layout.num_shards == 1:
         return call(aten.reshape.default, gathered, list(layout.size))
@@ -278,7 +278,7 @@ def _unpadded(call: Call, gathered: Any, layout: ShardLayout) -> Any:
 
 
 def _ranks_first(call: Call, grad: Any, layout: ShardLayout) -> Any:
-    """A full gradient as one part a rank, in the order of ranks; a view, but for padding: what packs it copies it."""
+    """Return a full gradient as one part per rank, in rank order; a view, except for padding: packing copies it."""
     grad = _pad(call, grad, layout.dim, layout.chunk * layout.num_shards)
     if layout.dim == 0:
         return grad
@@ -289,7 +289,7 @@ def _ranks_first(call: Call, grad: Any, layout: ShardLayout) -> Any:
 
 
 def _laid_out(call: Call, parts: Any, layout: ShardLayout) -> Any:
-    """What ``_ranks_first`` gave as it travels alone, ``[num_shards * part[0], ...]``: _unpadded undone."""
+    """Lay out the result of ``_ranks_first`` to travel alone: ``[num_shards * part[0], ...]``, as a gather returns."""
     parts = _contiguous(call, parts)
     if layout.dim == 0:
         return parts

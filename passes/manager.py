@@ -1,4 +1,4 @@
-"""Runs the passes in their one order, on our graphs only, and remembers what they did."""
+"""Run the passes in their one order, on graphs with our markers only, and record what they did."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from .write_out import write_out
 
 Pass = Callable[[fx.Graph, Plan], int]
 
-# The order of everything. A pass is (graph, plan) -> count, and only applies the plan.
+# The order of all passes. A pass is (graph, plan) -> count, and only applies the plan.
 JOINT_PASSES: tuple[Pass, ...] = (merge, slices, parts, chosen_slices, keep)
 WHOLE_PASSES: tuple[Pass, ...] = (parts, regather, merge, follow)
 POST_GRAD_PASSES: tuple[Pass, ...] = (insert, overlap, check, announce)
@@ -64,30 +64,30 @@ class PassRecord:
     name: str
     count: int
     seconds: float
-    before: str = ""  # code, only while somebody looks
+    before: str = ""  # code, only while an observer wants it
     after: str = ""
 
 
 @dataclass
 class GraphRecord:
-    """One graph's way through the passes."""
+    """What the passes did to one graph."""
 
     stage: str
     plan: Plan
     num_unshards: int
     num_reduces: int
     passes: list[PassRecord] = field(default_factory=list)
-    graph: fx.Graph | None = None  # a copy after the last pass, only while somebody looks
+    graph: fx.Graph | None = None  # a copy after the last pass, only while an observer wants it
     snapshots: list[fx.Graph] = field(default_factory=list)  # before the first pass and after each, likewise
     step: str = ""  # id of the plan of the step, in graphs that were cut
-    decided_by: str = TOLD  # of a joint graph: what said which parameters are kept
-    profile: HardwareProfile | None = None  # that a budget was planned by, where one was given with it
-    ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of each process group, likewise
+    decided_by: str = TOLD  # in a joint graph: what decided which parameters are kept
+    profile: HardwareProfile | None = None  # the hardware profile that was given with a budget, if one was
+    ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of each process group, only while observed
 
 
 @dataclass(frozen=True)
 class Listener:
-    """Is told of every graph; of its code, and with copies of it, while it wants these."""
+    """A callback for every graph. Records have the code and copies of the graph while ``wants_graphs()`` is True."""
 
     tell: Callable[[GraphRecord], None]
     wants_graphs: Callable[[], bool]
@@ -101,12 +101,12 @@ class PassManager(CustomGraphPass):
         self.listeners: list[Listener] = []
         self._agreement = Agreement()
         self._given: dict[str, Plan] = {}
-        self._budgets: dict[str, tuple[str, Budget]] = {}  # by what markers say, a name that ranks agree about
+        self._budgets: dict[str, tuple[str, Budget]] = {}  # by the id in markers: a name, equal on all ranks
         self.settled = Settled()
         ledger.on_text = self._agreement.check_graph
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PassManager:
-        return self  # Inductor copies the defaults of its settings, and who observes this one observes all
+        return self  # Inductor copies its default settings, and observers of this manager must see all graphs
 
     def __call__(self, graph: fx.Graph) -> None:
         """Inductor's post-grad hook, called for every graph: markers become collectives."""
@@ -116,7 +116,7 @@ class PassManager(CustomGraphPass):
             stage = _stage(graph)
             if stage == "inference":
                 annotate(graph)
-                for one_pass in (merge, parts):  # no joint graph was there to do it on
+                for one_pass in (merge, parts):  # no joint graph was there to run them on
                     one_pass(graph, Plan(stage))
             elif stage == "whole" and step_of(graph) is None:
                 self._prepare_whole(graph)
@@ -133,13 +133,13 @@ class PassManager(CustomGraphPass):
         del inputs
         if has_markers(module.graph):
             annotate(module.graph)
-            # Planned when the first three have run: a plan names what will stand in the graph.
+            # The plan is made after the first three passes: it names the gathers that are then in the graph.
             self._run(module.graph, "joint", None, JOINT_PASSES)
             module.recompile()
         return module
 
     def whole(self, module: fx.GraphModule) -> fx.GraphModule:
-        """For graphs that are not to be cut, before a backend has them: one with a backward gathers again there."""
+        """Prepare a graph that will not be cut, before a backend gets it: if it has a backward, that gathers again."""
         if has_markers(module.graph) and has_phases(module.graph):
             self._prepare_whole(module.graph)
             module.recompile()
@@ -154,15 +154,15 @@ class PassManager(CustomGraphPass):
         return source_hash()
 
     def give(self, plan: Plan) -> str:
-        """Have graphs whose markers say the id that is returned follow this plan."""
+        """Register a plan and return its id; graphs whose markers carry the id follow the plan."""
         self._given[plan.id] = plan
         return plan.id
 
     def give_budget(self, budget: Budget) -> str:
-        """Have graphs whose markers say the id that is returned be planned within the budget; each call is another.
+        """Register a budget and return a new id; graphs whose markers carry the id are planned within the budget.
 
-        An id of this process alone, so that no cache has the graph, planned for a budget that was another one or by
-        another rank: each rank that needs the choice finds those that it asks at the joint graph.
+        The id is unique to this process, so that no cache serves a graph that was planned for another budget or by
+        another rank. Thus all ranks plan the joint graph, and a rank that waits for a decision waits for one that does.
         """
         name = f"budget {len(self._budgets)}"
         budget_id = f"{name}, {os.getpid()}.{time.time_ns()}"
@@ -170,7 +170,7 @@ class PassManager(CustomGraphPass):
         return budget_id
 
     def is_budget(self, given: str) -> bool:
-        """Whether what markers say stands for a budget."""
+        """Whether the id in a marker stands for a budget."""
         return given in self._budgets
 
     def _plan_of_step(self, graph: fx.Graph) -> Plan:
@@ -251,7 +251,7 @@ def _stage(graph: fx.Graph) -> str:
 
 
 def _all_groups(graph: fx.Graph) -> set[str]:
-    """Those of a user's own collectives as well."""
+    """Return the names of the process groups of our markers and of a user's own collectives."""
     return groups_of(graph) | {sent_by(node).group for node in graph.nodes if is_launch(node)}
 
 

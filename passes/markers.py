@@ -5,11 +5,11 @@
 
     with a leaf                  the leaf gets gs in the place of the shard
     with then="hold"             the leaf gets gw: accumulation without communication
-    with a ticket                gw is resume(gw, ticket): what accumulated joins, when backward runs
+    with a ticket                gw becomes resume(gw, ticket), which adds what accumulated when backward runs
     with then="over_shards"      gs is summed over the shards alone, not over replicas
     with a device                shard and gs are on the CPU, w and gw on the device
 
-A marker says in its arguments everything that a pass needs. The arguments are equal for equal blocks (the FQN is
+A marker's arguments contain everything that a pass needs. The arguments are equal for equal blocks (the FQN is
 relative to the module given to ``fully_shard``), so blocks that look alike share one compiled graph. Where no pass
 lowers them (``aot_eager``, ``eager``, or our passes displaced) the ops run as they are: one collective each.
 """
@@ -37,13 +37,13 @@ _SPEC = (
 
 _BACKWARD = 'Tensor? leaf=None, Tensor? ticket=None, str then="reduce"'
 library.define(f"unshard(Tensor shard, {_BACKWARD}, *, {_SPEC}) -> Tensor")
-# What else backward is to gather stands beside a gradient, in graphs between two passes.
+# Between two passes, ``beside`` lists gathers that backward is to do although no gradient may read them.
 library.define(f"reduce_grad(Tensor grad, Tensor[]? beside=None, *, {_SPEC}) -> Tensor")
-# The same beside any other gradient, where there are no reductions.
+# The same for any other gradient, in a graph without reductions.
 library.define("beside(Tensor grad, Tensor[] gathered) -> Tensor")
-# Around each tensor that an all-gather extension made of gathered parts; a pass takes it away.
+# This wraps each tensor that an all-gather extension made of gathered parts; the pass ``parts`` takes it away.
 library.define("made_of_parts(Tensor full) -> Tensor")
-# What backward runs when it runs, so not in any graph: the ticket's holder adds what earlier backwards held back.
+# This calls the ticket's holder when backward runs, which no graph contains: it adds what earlier backwards held back.
 library.define("resume(Tensor grad, Tensor ticket) -> Tensor")
 
 unshard = torch.ops.fsdpc.unshard.default
@@ -51,9 +51,9 @@ reduce_grad = torch.ops.fsdpc.reduce_grad.default
 made_of_parts = torch.ops.fsdpc.made_of_parts.default
 beside = torch.ops.fsdpc.beside.default
 resume = torch.ops.fsdpc.resume.default
-fx.node.has_side_effect(resume)  # two of them are not one: the first takes what is pending
+fx.node.has_side_effect(resume)  # two calls may not become one: the first takes what is pending
 
-# By the number on a ticket. A number and no pointer: saved tensors may be moved about until backward.
+# By the number in a ticket. It is a number and no pointer, since saved tensors may be moved before backward.
 ticket_holders: dict[int, Callable[[Tensor], Tensor]] = {}
 
 
@@ -75,7 +75,7 @@ def _unshard_kernel(shard: Tensor, *backward: Any, **kwargs: Any) -> Tensor:
     _warn_if_displaced("unshard", kwargs["fqn"])
     spec = ParamSpec.of(kwargs)
     (full,) = lower.finish_gather(lower.run, lower.launch_gather(lower.run, [shard], [spec]), [spec])
-    # A functional op may not return its input: one shard and no cast leave nothing to copy.
+    # A functional op may not return its input, and with one shard and no cast nothing was copied.
     return full.clone() if full.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr() else full
 
 
@@ -133,7 +133,7 @@ torch.library.register_autograd(f"{NAMESPACE}::unshard", _unshard_backward, setu
 def gradients(
     grad: Tensor, spec: dict[str, Any], then: str, has_leaf: bool, ticket: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of a marker's shard and of its leaf, given that of the full parameter."""
+    """Return the gradients of a marker's shard and of its leaf, given the gradient of the full parameter."""
     if ticket is not None:
         grad = torch.ops.fsdpc.resume(grad.to(spec["reduce_dtype"]), ticket)
     if then == "hold":
@@ -146,7 +146,7 @@ def gradients(
 
 
 def require_data(fqn: str, shard: Tensor) -> None:
-    """Refuse to gather what was never materialised, while there is a name to say it with."""
+    """Raise for a shard that was never materialised; later errors would not name the parameter."""
     if shard.device.type == "meta":
         raise RuntimeError(
             f"FSDP parameters should be materialized from meta device before training, and {fqn} is still there. Call "
@@ -155,7 +155,7 @@ def require_data(fqn: str, shard: Tensor) -> None:
 
 
 def require_on_cpu(fqn: str, shard: Tensor) -> None:
-    """Refuse an offloaded shard that somebody moved."""
+    """Raise for an offloaded shard that somebody moved from the CPU."""
     if shard.device.type != "cpu":
         raise RuntimeError(
             f"FSDP parameters should be materialized on CPU when enabling CPU offloading, but the shard of {fqn} is on "
@@ -164,7 +164,7 @@ def require_on_cpu(fqn: str, shard: Tensor) -> None:
 
 
 def _warn_if_displaced(op: str, fqn: str) -> None:
-    """Say so when Inductor's generated code runs a marker: then our passes did not see this graph."""
+    """Warn when Inductor's generated code runs a marker: then our passes did not see this graph."""
     frame = sys._getframe(2)
     for _ in range(12):
         if frame is None:

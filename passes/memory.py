@@ -1,12 +1,12 @@
-"""Bytes alive over a graph, position by position, and who owns them where there are most.
+"""Count the bytes alive at each position of a graph, and list what owns them at the peak.
 
     position          0 x (input)   1 w = gather(s)   2 y = mm(x, w)   3 v = view(y)   4 z = relu(v)   5 output z
     alive             -             w                 w y              y               y z             z
 
-A storage lives from the node that allocates it to the last one that reads it, or a view of it; what is returned lives
-to the end; what a collective reads lives until it is waited for. Inputs are the caller's and counted apart, but for
-those that the caller gives up, as compiled code is given saved tensors: they go with their last reader. Where an
-accelerator computes, its memory is meant: offloaded shards are not there. What a kernel needs for itself is not seen.
+A storage lives from the node that allocates it to the last one that reads it, or a view of it. A returned storage lives
+to the end, and the input of a collective lives until the wait. Inputs are the caller's and counted apart, except those
+that the caller gives up, as it gives up saved tensors in backward: they are freed by their last reader. If an
+accelerator computes, only its memory counts, so offloaded shards do not. Scratch memory of kernels does not count.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class MemoryCurve:
     """What is alive while each node of a graph runs."""
 
     names: tuple[str, ...]  # of the nodes, in their order
-    live_bytes: tuple[int, ...]  # without inputs that stay the caller's
-    input_bytes: int  # of those
-    peak_owners: tuple[Owner, ...]  # at the first highest position, largest first
+    live_bytes: tuple[int, ...]  # at each node, without inputs that stay the caller's
+    input_bytes: int  # bytes of these inputs
+    peak_owners: tuple[Owner, ...]  # at the first position of the peak, largest first
 
     @property
     def peak_bytes(self) -> int:
@@ -63,7 +63,7 @@ class MemoryCurve:
 
     @property
     def peak_at(self) -> str:
-        """Name of the first node at which most is alive."""
+        """Name of the first node at the peak."""
         return self.names[self.live_bytes.index(self.peak_bytes)]
 
     def __str__(self) -> str:
@@ -73,9 +73,9 @@ class MemoryCurve:
 
 
 def memory_curve(graph: fx.Graph, given_up: Collection[str] = (), fused: bool = False) -> MemoryCurve:
-    """Bytes alive at each node of a graph; ``given_up`` names the inputs that live no longer than their last reader.
+    """Return the bytes alive at each node; ``given_up`` names the inputs that live no longer than their last reader.
 
-    ``fused``: as Inductor compiles it, else as it runs node by node.
+    With ``fused``, count them as Inductor compiles the graph, else as it runs node by node.
     """
     counted, live_bytes, callers = _counted(graph, given_up, fused)
     peak = live_bytes.index(max(live_bytes)) if live_bytes else 0
@@ -94,7 +94,7 @@ def memory_curve(graph: fx.Graph, given_up: Collection[str] = (), fused: bool = 
 
 
 def live_bytes(graph: fx.Graph, given_up: Collection[str] = (), fused: bool = False) -> tuple[tuple[int, ...], int]:
-    """The bytes of a memory curve alone, and those of inputs: nobody is asked whose they are."""
+    """Return the bytes of a memory curve and those of the callers' inputs, without looking for owners."""
     _, alive, callers = _counted(graph, given_up, fused)
     return tuple(alive), callers
 
@@ -120,7 +120,7 @@ def _counted(graph: fx.Graph, given_up: Collection[str], fused: bool) -> tuple[l
 
 
 def saved_inputs(graph: fx.Graph) -> list[str]:
-    """Inputs of a backward graph that its caller gives up: what forward saved and tangents, not forward's own inputs.
+    """Return the inputs of a backward graph that its caller gives up: saved tensors and tangents, not forward's inputs.
 
     AOTAutograd calls forward's inputs primals, in both graphs.
     """
@@ -128,9 +128,9 @@ def saved_inputs(graph: fx.Graph) -> list[str]:
 
 
 def storages_given(graph: fx.Graph, given_up: Collection[str]) -> set[Storage]:
-    """Those of the inputs in ``given_up``, but for what the caller has under another name as well.
+    """Return the storages of the inputs in ``given_up``, except those that the caller holds by another input as well.
 
-    ValueError for a name that is none of the graph's inputs.
+    Raise ValueError for a name that is none of the graph's inputs.
     """
     inputs = {node.name: node for node in graph.nodes if node.op == "placeholder"}
     for name in given_up:
@@ -143,14 +143,15 @@ def storages_given(graph: fx.Graph, given_up: Collection[str]) -> set[Storage]:
 
 
 def lifetimes(graph: fx.Graph, fused: bool = False) -> list[Lifetime]:
-    """Of every storage on the device that computes, in the order in which they come to be; inputs begin with the graph.
+    """Return the lifetime of every storage on the device that computes, in the order in which they are allocated.
 
-    ``fused``: as Inductor compiles it. What is computed inside of its readers has no memory, and they read what it
-    reads; a pointwise result takes the place of an input that it is the last to read.
+    Inputs live from the start of the graph. With ``fused``, the graph is as Inductor compiles it: a node that is
+    computed inside its readers has no memory, and they read what it reads; a pointwise result takes the place of an
+    input that it is the last to read.
     """
     storages = storages_of(graph)
     away = fused_away(graph) if fused else set()
-    # In dicts and not in sets, whose order is another one in each process.
+    # These are dicts and not sets, whose order differs between processes.
     read_for: dict[fx.Node, dict[Storage, None]] = {}  # what a fused node reads, when its readers run
     first: dict[Storage, int] = {}
     last: dict[Storage, int] = {}
@@ -186,14 +187,14 @@ def _needed_by(node: fx.Node, storages: dict[fx.Node, tuple[Storage, ...]]) -> I
     if node.target is c10d.wait_tensor.default:
         launch = node.args[0]
         assert isinstance(launch, fx.Node)
-        if is_launch(launch):  # still reading what it was given
+        if is_launch(launch):  # until the wait, the launch still reads its inputs
             yield from (storage for source in launch.all_input_nodes for storage in storages[source])
 
 
 def kinds_of(graph: fx.Graph) -> dict[Storage, str]:
-    """What each storage of a graph holds, by the markers, or by the roles that ``insert`` gave to what it wrote.
+    """Return what each storage of a graph holds, by the markers, or by the roles of the nodes that ``insert`` added.
 
-    Gradients are what depends on a tangent; what is computed from gathered parameters alone is a gathered parameter.
+    A gradient depends on a tangent. What is computed from gathered parameters alone counts as a gathered parameter.
     """
     storages = storages_of(graph)
     kinds: dict[Storage, str] = {}
@@ -206,9 +207,9 @@ def kinds_of(graph: fx.Graph) -> dict[Storage, str]:
             if storage not in kinds:
                 read = {kinds[one] for source in sources for one in storages[source]}
                 kinds[storage] = _kind(node, read, node in of_tangents)
-    for node in graph.nodes:  # what only the readers tell
+    for node in graph.nodes:  # kinds that only the readers tell
         if _is_reduction(node):
-            # Packed gradients are gradients still, but a copy of them.
+            # What is packed for a reduction is a gradient; the packed copy stays a buffer.
             for source in node.all_input_nodes:
                 if ROLE not in source.meta:
                     kinds.update(dict.fromkeys(storages[source], GRADIENT))
@@ -228,7 +229,7 @@ def _kind(node: fx.Node, read: set[str], is_gradient: bool) -> str:
     if node.target is markers.reduce_grad:
         return GRADIENT
     if ROLE in node.meta:
-        return BUFFER  # unless somebody who computes reads it
+        return BUFFER  # unless a node without a role reads it
     if is_gradient:
         return GRADIENT
     if node.op == "call_function" and read and read <= {GATHERED, BUFFER}:
@@ -239,7 +240,7 @@ def _kind(node: fx.Node, read: set[str], is_gradient: bool) -> str:
 
 
 def _shards(graph: fx.Graph, storages: dict[fx.Node, tuple[Storage, ...]]) -> Iterable[Storage]:
-    """Inputs that a gather takes, or what packs for it."""
+    """Yield the storages of inputs that a gather reads, or its packing."""
     for node in graph.nodes:
         if node.target is markers.unshard or (ROLE in node.meta and _role(node).kind == "gather"):
             for source in node.all_input_nodes:

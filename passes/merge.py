@@ -1,4 +1,4 @@
-"""One gather and one reduction a parameter, however often it is read.
+"""Merge all gathers of a parameter into one, and all of its reductions, however often it is read.
 
     joint graph                              after
     w1 = unshard(shard)                      w  = unshard(shard)
@@ -9,7 +9,7 @@
     r  = r1 + r2
 
 AOTAutograd's own common-subexpression pass keeps apart what only forward uses, and never moves a sum through an op.
-Where a graph has several phases (phases.py), each has its own gather and its own reduction.
+In a graph with several phases (phases.py), each phase has its own gather and its own reduction.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.a
 
 def merge(graph: fx.Graph, plan: Plan) -> int:
     """Merge repeated markers of one parameter; return how many went away."""
-    del plan  # what is the same is not a decision
+    del plan  # to merge equal markers is no decision
     _drop_identity_views(graph)
     return _merge_gathers(graph) + _merge_reductions(graph)
 
 
 def _drop_identity_views(graph: fx.Graph) -> None:
-    """DTensor's ``to_local`` is a view of the same size, on the way in and on the way back; so is ``detach``."""
+    """Drop views of the same size beside markers: DTensor's ``to_local``, on both ways, and ``detach``."""
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function" or node.target not in _VIEWS:
             continue
@@ -89,7 +89,7 @@ def _merge_reductions(graph: fx.Graph) -> int:
 
 
 def _sum(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node:
-    """Their sum; what accumulated joins it once."""
+    """Add two gradients; if both resume the same ticket, the sum does so once."""
     if left.target is right.target is markers.resume and left.args[1] is right.args[1]:
         summed = _sum(graph, left.args[0], right.args[0])  # type: ignore[arg-type]
         resumed = graph.call_function(markers.resume, (summed, left.args[1]))

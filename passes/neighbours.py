@@ -1,12 +1,12 @@
-"""Small units travel with their neighbours, where ``bucketing="neighbours"``: a collective costs what it costs.
+"""With ``bucketing="neighbours"``, small units travel with their neighbours: every collective has a fixed cost.
 
     unit              1     2     3     4     5     6           each 0.8 MiB gathered, 8 MiB may travel together
     as they are       G1    G2    G3    G4    G5    G6
-    neighbours        G1    G2 G3 G4 G5 G6 ...                  the first one is small: nothing stands beside it
-    reductions        ...             R6 R5 R4 R3 R2    R1      and so is the last one
+    neighbours        G1    G2 G3 G4 G5 G6 ...                  the first group is small: no compute hides it
+    reductions        ...             R6 R5 R4 R3 R2    R1      and so is the last group
 
-What travels together is one unit to all that follows: its gathers are launched when the group before it begins to
-compute, and what they brought is there for as long as any of them needs it.
+Later passes treat a group as one unit: its gathers are launched when the group before it begins to compute, and the
+gathered parameters are alive for as long as any unit of the group needs them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from .layout import NEIGHBOURS, bucket_limits
 from .provenance import Marker
 from .spec import ParamSpec
 
-_SHARE_OF_ENDS = 8  # of what may travel together, at the end that nothing hides
+_SHARE_OF_ENDS = 8  # the group at the end that nothing hides may have an eighth of the limit
 
 
 def with_neighbours(
     found: Sequence[Marker], place: Callable[[Marker], tuple[object, ...]], small_end: int
 ) -> list[Marker]:
-    """The markers of small units with the names of the groups that these travel in, in the order of their places.
+    """Return the markers in the order of their places, each with the name of the group that its unit travels in.
 
-    ``small_end`` is 0 where the first group is to be small, as with gathers, whose turn is that of the first one to be
-    read; -1 where the last one is, as with reductions, which wait for their last gradient. A root has its first one (of
-    the head) when backward begins, and its last one (of the embedding) at the end.
+    ``small_end`` is 0 if the first group is to be small, as for gathers: a unit has its turn when its first parameter
+    is read. It is -1 if the last group is, as for reductions, which wait for a unit's last gradient: a root has its
+    first one (of the head) when backward begins, and its last one (of the embedding) at the end.
     """
     units: dict[str, list[Marker]] = {}
     for one in found:
@@ -51,7 +51,7 @@ def with_neighbours(
 def groups_of(
     units: Mapping[str, Sequence[ParamSpec]], small_end: int, asking: Collection[str] = (NEIGHBOURS,)
 ) -> list[list[str]]:
-    """Which units travel together, of these in the order of their turns, where all their parameters ask for it."""
+    """Group units, given in the order of their turns, that travel together: all their parameters must ask for it."""
     groups: list[list[str]] = []
     room = 0
     for unit in [*units][::-1] if small_end else units:
@@ -66,11 +66,11 @@ def groups_of(
     return [group[::-1] for group in reversed(groups)] if small_end else groups
 
 
-_MOST = 1 << 20  # parameters of a unit: those of one stand together in a bucket
+_MOST = 1 << 20  # more than a unit has parameters: those of one unit stay together in a bucket
 
 
 def _limit(members: Sequence[ParamSpec], asking: Collection[str]) -> int:
-    """Bytes that may travel together with these; none where one of them is to travel otherwise."""
+    """Return how many bytes may travel together with these; 0 if one of them asks for another bucketing."""
     asked = all(spec.bucketing in asking for spec in members)
     return bucket_limits(members[0].backend).neighbours_bytes if asked else 0
 

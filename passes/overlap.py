@@ -1,4 +1,4 @@
-"""Launch early enough, wait late enough: one order, given to the FX graph and again to Inductor's scheduler.
+"""Order the FX graph so that launches are early enough, and waits late enough, for collectives to overlap with compute.
 
     G gather, w wait, C compute that reads the gathered unit, R reduction; one unit of lookahead
 
@@ -6,15 +6,17 @@
     after      G1 G2 w1 C1    G3 w2 C2    w3 C3  R3 ... R2 w3' ...
 
 A unit's gathers are launched when the unit before it begins to compute, not earlier: a gather that is early holds
-memory. Before the first unit, what needs no launch is computed. A reduction is launched as soon as its gradients are
-there and waited for when the next unit has launched its own; where that wait starts the all-reduce over replicas, it is
-waited for one unit later still. All are waited for before the last gradient is computed where that is a large one, as
-an embedding's: the gradients of the whole model stand beside it. Everything else keeps its order. A graph with several
-phases, a whole step, is ordered as if each phase were a graph: the first unit of backward is launched when that begins,
-and not while forward still holds it. Launches are in the plan's order, gathers and reductions alike, wherever compute
-went: two ranks that launch in different orders hang. So what is computed for a launch may be pulled ahead for one that
-has its turn later, and a reduction waits for a gather that has its turn before. Inductor fuses and sorts after the FX
-passes; order.py holds it to this order.
+memory. Compute that needs no launch comes first, beside the first unit's gathers. A reduction is launched as soon as
+its gradients are there, and waited for when the next unit has launched its own; if that wait starts the all-reduce over
+replicas, the all-reduce is waited for one unit later still. If the last gradient is a large one, such as an
+embedding's, all reductions are waited for before it is computed: the gradients of the whole model are alive beside it.
+Everything else keeps its order. In a graph with several phases (a whole step), each phase is ordered like a graph of
+its own: the first unit of backward is launched when backward begins, and not while forward still holds it.
+
+Launches are in the plan's order, gathers and reductions alike, wherever compute went: two ranks that launch in
+different orders hang. So what a launch sends may be computed earlier because a later launch is due, and a reduction
+waits for a gather that has its turn before. Inductor fuses and sorts after the FX passes; order.py holds it to this
+order.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from .insert import ROLE, Role
 from .phases import phase_of
 from .plan import Plan
 
-# In the meta of what computes a large gradient that comes last.
+# In the meta of the node that computes a large gradient at the end.
 LARGE_END = "fsdp_large_end"
 
 
@@ -50,7 +52,10 @@ def overlap(graph: fx.Graph, plan: Plan) -> int:
 
 
 class Items:
-    """The nodes of a graph in their order, with what the passes know of them; ``behind`` what each has to stay too."""
+    """The nodes of a graph in their order, with their dependencies and roles.
+
+    ``behind`` has the nodes that each node must stay behind, although it reads nothing of theirs.
+    """
 
     def __init__(self, order: Sequence[fx.Node], behind: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
         self.order = order
@@ -71,7 +76,7 @@ class Items:
         self.large_end = self._find_large_end()
 
     def _first_of_phases(self) -> dict[fx.Node, int]:
-        """What computes first in each phase but the first one, of what needs a launch: constants stand anywhere."""
+        """Return the first compute of each later phase that needs a launch: constants may stand anywhere."""
         first: dict[fx.Node, int] = {}
         last = 0
         for item in self.order:
@@ -80,7 +85,7 @@ class Items:
         return first
 
     def _compute_sent(self, launch: fx.Node) -> list[fx.Node]:
-        """The compute whose results a launch sends."""
+        """Return the compute nodes whose results a launch sends."""
         found: list[fx.Node] = []
         work, seen = list(self.deps[launch]), set()
         while work:
@@ -95,9 +100,9 @@ class Items:
         return found
 
     def _find_large_end(self) -> fx.Node | None:
-        """What computes the last gradient, where that is more than all that is reduced of the unit before it.
+        """Return the node that computes the last gradient, if it is larger than all gradients of the unit before it.
 
-        With less the peak of memory is not there, and what is in flight may stay so: computing hides it.
+        If it is smaller, the peak of memory is not there, and reductions may stay in flight: compute hides them.
         """
         first = [item for item in self.reductions if item not in self.seconds]
         if len(first) < 2:
@@ -109,16 +114,16 @@ class Items:
         return max(self.sends[launches[-1]], key=self.position.__getitem__, default=None)
 
     def _last_launch_needed(self) -> dict[fx.Node, int]:
-        """For each item, the last turn among the launches that it comes from; -1 of one that needs none."""
+        """Return for each item the last turn among the launches that it depends on; -1 if it needs none."""
         needs: dict[fx.Node, int] = {}
         for item in self.order:
             own = self.launches[item].turn if item in self.launches and item not in self.seconds else -1
-            # What a launch waits for besides data may stand behind it still, and needs no launch.
+            # A dependency besides data may still stand behind the item, and needs no launch.
             needs[item] = max([own, *(needs.get(dep, -1) for dep in self.deps[item])])
         return needs
 
     def _follow_reductions(self) -> tuple[dict[fx.Node, list[fx.Node]], dict[fx.Node, fx.Node]]:
-        """What follows from a launch: its wait, divisions, slices; and the second launch of a bucket that has two."""
+        """Return what follows each reduction (wait, divisions, slices), and the second launch of a bucket with two."""
         epilogues: dict[fx.Node, list[fx.Node]] = {launch: [] for launch in self.reductions}
         seconds: dict[fx.Node, fx.Node] = {}
         owner: dict[fx.Node, fx.Node] = {}
@@ -129,7 +134,7 @@ class Items:
             first = next((owner[dep] for dep in self.deps[item] if dep in owner), None)
             if item in self.reductions:
                 owner[item] = item
-                # Of the same bucket: one bucket's packing may be fused with the sums of the one before.
+                # Only in the same bucket: one bucket's packing may be fused with the sums of the bucket before.
                 if first is not None and self.reductions[first].bucket == role.bucket:
                     seconds[first] = item
             elif first is not None:
@@ -139,7 +144,7 @@ class Items:
 
 
 def planned_order(items: Items, lookahead: int) -> list[fx.Node]:
-    """All items in the planned order: compute as it was, communication pulled in around it."""
+    """Return all items in the planned order: compute keeps its order, communication is pulled in around it."""
     schedule = _Schedule(items)
     steps = _gather_steps(items)
     begins = {first_reader: index for index, (first_reader, _) in enumerate(steps) if first_reader is not None}
@@ -151,7 +156,7 @@ def planned_order(items: Items, lookahead: int) -> list[fx.Node]:
     phases = [items.gathers[launches[0]].phase for _, launches in steps]
     for item in items.order:
         if items.role[item] is not None:
-            continue  # communication is emitted when compute asks for it
+            continue  # communication is emitted when compute needs it
         if item is items.large_end and item not in schedule.emitted:
             schedule.drain_before(item)
         if item in items.begins_phase:
@@ -163,27 +168,27 @@ def planned_order(items: Items, lookahead: int) -> list[fx.Node]:
             while phases[ahead] != phases[begins[item]]:
                 ahead -= 1
             schedule.launch_until(steps[ahead][1])
-            schedule.reduce_what_is_ready()  # a reduction may have its turn behind these, and be ready
+            schedule.reduce_what_is_ready()  # a reduction that has its turn after these may be ready
         schedule.compute(item)
         schedule.reduce_what_is_ready()
-        if steps and schedule.is_next(steps[0][1]):  # behind reductions of units that were found gathered
+        if steps and schedule.is_next(steps[0][1]):  # they come after reductions of units that were kept
             schedule.launch_until(steps[0][1])
     schedule.finish()
     return schedule.done
 
 
 def _loops_together(planned: list[fx.Node], items: Items) -> list[fx.Node]:
-    """Put what launches and what loops need in front of the loops between two products, on the CPU.
+    """On the CPU, put launches, and what loops need, in front of the loops between two products.
 
         planned     mm  add  launch  wait  norm  mm         two kernels
         together    mm  launch  wait  add  norm  mm         one, as in the unsharded model: add is written once, and
                                                             there is one kernel less to compile
 
-    For the CPU Inductor makes one kernel of all loops between two calls. What loops do not need, as the wait for the
-    weight of the product behind them, stays behind them: they hide it.
+    A loop is a pointwise op or a reduction. For the CPU Inductor makes one kernel of all loops between two calls. What
+    loops do not need, such as the wait for the weight of the next product, stays behind them: they hide it.
     """
     together: list[fx.Node] = []
-    behind: list[fx.Node] = []  # the last product, or whatever else is no loop and no communication
+    behind: list[fx.Node] = []  # the nodes since the last product, or since another kernel that is no loop
     for node in planned:
         behind.append(node)
         if items.role[node] is None and not is_free(node) and not _is_loop_on_cpu(node):
@@ -193,7 +198,7 @@ def _loops_together(planned: list[fx.Node], items: Items) -> list[fx.Node]:
 
 
 def _sorted_out(between: Sequence[fx.Node], items: Items) -> list[fx.Node]:
-    """What needs no loop, then all loops that need no more than that, then what needs these, and so on."""
+    """Sort into layers: what needs no loop, then all loops that need no more than that, then what needs these, ..."""
     loops = {node for node in between if items.role[node] is None and not is_free(node)}
     if not loops:
         return list(between)
@@ -201,11 +206,11 @@ def _sorted_out(between: Sequence[fx.Node], items: Items) -> list[fx.Node]:
     for node in reversed(between):
         if node in needed:
             needed.update(items.deps[node])
-    turn: dict[fx.Node, int] = {}  # odd ones are of loops
+    turn: dict[fx.Node, int] = {}  # the layer of each node; odd layers have loops
     last_launch = 0
     for node in between:
         turn[node] = max((turn[dep] for dep in items.deps[node] if dep in turn), default=0)
-        if node in items.launches:  # they keep their order
+        if node in items.launches:  # launches keep their order
             turn[node] = max(turn[node], last_launch)
         if not is_free(node) and turn[node] % 2 != (node in loops):
             turn[node] += 1
@@ -219,7 +224,7 @@ def _is_loop_on_cpu(node: fx.Node) -> bool:
 
 
 def assert_planned(order: Iterable[fx.Node], items: Items) -> None:
-    """Refuse an order in which a launch has another one's turn."""
+    """Raise for an order in which a launch has another one's turn."""
     turns = [items.launches[item].turn for item in order if item in items.launches and item not in items.seconds]
     if turns != sorted(turns):
         raise RuntimeError(
@@ -231,9 +236,9 @@ def assert_planned(order: Iterable[fx.Node], items: Items) -> None:
 
 
 def _gather_steps(items: Items) -> list[tuple[fx.Node | None, list[fx.Node]]]:
-    """Gathers in the plan's order, neighbours of one unit and phase together, each step with its first reader."""
+    """Return gathers in the plan's order, in steps of one unit and phase, each step with its first reader."""
     first_reader: dict[fx.Node, fx.Node] = {}
-    feeding: dict[fx.Node, set[fx.Node]] = {}  # communication item -> gathers that it carries on
+    feeding: dict[fx.Node, set[fx.Node]] = {}  # communication item -> gathers whose data it passes on
     for item in items.order:
         carried: set[fx.Node] = set()
         for dep in items.deps[item]:
@@ -261,9 +266,9 @@ def _gather_steps(items: Items) -> list[tuple[fx.Node | None, list[fx.Node]]]:
 
 
 def _beside_the_first(items: Items, steps: Sequence[tuple[fx.Node | None, list[fx.Node]]]) -> list[fx.Node]:
-    """Compute of the first unit that needs no launch: nothing else can run while its own gathers do.
+    """Return the compute of the first unit that needs no launch: nothing else can run beside its own gathers.
 
-    Of a backward, the gradient of the last product's weight.
+    In a backward this is the gradient of the last product's weight.
     """
     first, second = (steps[place][0] if place < len(steps) else None for place in (0, 1))
     if first is None:
@@ -273,37 +278,37 @@ def _beside_the_first(items: Items, steps: Sequence[tuple[fx.Node | None, list[f
 
 
 class _Schedule:
-    """The order as it grows: emits an item after what it depends on, and launches in their turns."""
+    """Builds the order: emits each item after what it depends on, and launches in their turns."""
 
     def __init__(self, items: Items) -> None:
         self.items = items
         self.done: list[fx.Node] = []
         self.emitted: set[fx.Node] = set()
-        # Not launched yet; a bucket's second launch is part of what follows its first.
+        # Launches still to come; a bucket's second launch is part of what follows its first.
         first = [launch for launch in items.launches if launch not in items.seconds]
         self._waiting = sorted(first, key=lambda launch: items.launches[launch].turn)
-        # Reductions just launched; and those that are not waited for, each with the unit that was being reduced then.
+        # Reductions just launched; and those in flight, each with the unit that was being reduced at its launch.
         self._launched: list[fx.Node] = []
         self._in_flight: list[tuple[fx.Node, str]] = []
 
     def compute(self, item: fx.Node) -> None:
-        """Emit an item; before it whatever it needs, and all launches that have their turn before one of these."""
+        """Emit an item, and before it whatever it needs, and all launches up to the last turn that it needs."""
         while self._waiting and self._turn(self._waiting[0]) <= self.items.needs[item]:
             self._launch(self._waiting.pop(0))
         self.emit(item)
 
     def launch_until(self, launches: Iterable[fx.Node]) -> None:
-        """Launch these, and what has its turn before one of them."""
+        """Launch these, and all launches that have their turn before one of them."""
         last = max(map(self._turn, launches))
         while self._waiting and self._turn(self._waiting[0]) <= last:
             self._launch(self._waiting.pop(0))
 
     def is_next(self, launches: Sequence[fx.Node]) -> bool:
-        """Whether the next turn is one of theirs."""
+        """Whether one of these launches has the next turn."""
         return bool(self._waiting) and self._waiting[0] in launches
 
     def reduce_what_is_ready(self) -> None:
-        """Launch the reductions that have their turn and their gradients; wait for what the unit before sent."""
+        """Launch the reductions that have their turn and their gradients; wait for those of the unit before."""
         while self._waiting and self._waiting[0] in self.items.reductions and self._ready(self._waiting[0]):
             self._launch(self._waiting.pop(0))
         self._settle()
@@ -315,12 +320,12 @@ class _Schedule:
             self._complete(*self._in_flight.pop(0))
 
     def drain_before(self, item: fx.Node) -> None:
-        """The same, and mark this item: it computes when all that was waited for is there, whoever sorts it."""
+        """Do the same, and mark this item, so that order.py has it computed after all these waits."""
         self.drain()
         item.meta[LARGE_END] = True
 
     def finish(self) -> None:
-        """Emit what nothing asked for: the last launches, and whatever only outputs read."""
+        """Emit what is left: the last launches, and whatever only outputs read."""
         while self._waiting:
             self._launch(self._waiting.pop(0))
         self.drain()
@@ -328,7 +333,7 @@ class _Schedule:
             self.emit(item)
 
     def emit(self, item: fx.Node) -> None:
-        """Emit ``item``, and before it whatever it needs; an explicit stack, for graphs deeper than Python's."""
+        """Emit ``item``, and before it whatever it needs. The stack is explicit: graphs may be deeper than Python's."""
         stack = [item]
         while stack:
             top = stack[-1]
@@ -348,10 +353,10 @@ class _Schedule:
         if launch in self.items.reductions:
             self._launched.append(launch)
             if self.items.second_of:
-                self._settle()  # what follows is a launch too: its place is that of this one, whatever is ready
+                self._settle()  # second launches follow: they are placed by this one, whatever is ready
 
     def _settle(self) -> None:
-        """Wait for the reductions that were in flight while the unit before was reduced."""
+        """Wait for the reductions that were launched while an earlier unit was reduced."""
         for launch in self._launched:
             unit = self.items.reductions[launch].unit
             while self._in_flight and self._in_flight[0][1] != unit:
@@ -360,7 +365,7 @@ class _Schedule:
         self._launched.clear()
 
     def _complete(self, launch: fx.Node, unit: str) -> None:
-        """Wait for a reduction; where a second one follows, that is in flight from here on."""
+        """Wait for a reduction; if its bucket has a second one, launch that, which is in flight from here on."""
         for item in self.items.epilogues[launch]:
             self.emit(item)
         if launch in self.items.second_of:

@@ -1,10 +1,10 @@
-"""Whose memory it is over a whole graph: bytes of each kind at each moment, and every storage alive at the highest.
+"""Tell what memory holds over a whole graph: bytes of each kind at each moment, and every storage alive at the peak.
 
     shards     ________________________          the callers', from begin to end
     gathered   __/~~\\__/~~~~\\___
     saved      ____/~~~~~~~~~~~~~~~~~~~
 
-memory.py counts them; this keeps them apart and says what each is of: a parameter, a gradient, a module's activation.
+memory.py counts bytes. This module keeps the kinds apart, and tells which parameter or module a storage belongs to.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .weigh import results_of
 
 INPUT = "batch and buffers"
 RETURNED = "returned by forward"
-KINDS = (SHARD, INPUT, RETURNED, GATHERED, BUFFER, ACTIVATION, GRADIENT, OTHER)  # as they are stacked
+KINDS = (SHARD, INPUT, RETURNED, GATHERED, BUFFER, ACTIVATION, GRADIENT, OTHER)  # in stacking order
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,21 @@ class Owned:
     """One storage that is alive at the peak."""
 
     name: str  # of the node that allocated it, or of the input
-    of: str  # the parameters or the module that it is of, as far as anything says so
+    of: str  # the parameters or the module that it belongs to, if that is known
     kind: str
     num_bytes: int
 
 
 @dataclass(frozen=True)
 class Owners:
-    """Of one graph, as Inductor compiles it; what callers hold is in it."""
+    """The memory of one graph, as Inductor compiles it, with what its callers hold."""
 
     events: tuple[str, ...]  # the nodes at which memory was counted: all calls
-    of_kind: Mapping[str, tuple[int, ...]]  # bytes at each
-    peak: tuple[Owned, ...]  # at the first highest, largest first
-    held: Mapping[str, int]  # by kind, what is there throughout
-    callers: tuple[Owned, ...]  # that is theirs: inputs that are not given up
-    peak_at: str = ""  # what is made there: its node, and what that holds
+    of_kind: Mapping[str, tuple[int, ...]]  # bytes of each kind at each event
+    peak: tuple[Owned, ...]  # alive at the first peak, largest first
+    held: Mapping[str, int]  # bytes of each kind that are alive throughout
+    callers: tuple[Owned, ...]  # what callers hold: inputs that are not given up
+    peak_at: str = ""  # the node at the peak, and what it holds
 
     @property
     def alive(self) -> list[int]:
@@ -61,16 +61,17 @@ def owners_of(
     kinds: Mapping[str, str] | None = None,
     held: Sequence[Owned] | None = None,
 ) -> Owners:
-    """``kinds`` says what inputs hold, where another graph made them; ``held`` is alive throughout.
+    """Return the memory of a graph by kinds and owners.
 
-    Without ``held`` it is what the callers of this graph hold.
+    ``kinds`` tells what those inputs hold that another graph made; ``held`` is alive throughout. Without ``held``, what
+    the callers of this graph hold is alive throughout.
     """
     found = dict(kinds_of(graph))
     given = storages_given(graph, given_up)
     for storage in found:
         role = storage.node.meta.get(ROLE)
         if isinstance(role, Role) and role.kind == "gather" and is_launch(storage.node):
-            found[storage] = GATHERED  # also where it is unpacked before it is read
+            found[storage] = GATHERED  # also if it is unpacked before it is read
         elif storage.node.op == "placeholder":
             told = (kinds or {}).get(storage.node.name)
             is_callers = found[storage] in (ACTIVATION, OTHER) and storage not in given
@@ -111,7 +112,7 @@ def owners_of(
 
 
 def saved_kinds(forward: fx.Graph, plan: Plan, taken_as: Sequence[str], num_results: int) -> dict[str, str]:
-    """What backward's inputs hold that forward saved, by their names there."""
+    """Return what the tensors hold that forward saved for backward, by their names in backward."""
     kinds, storages = kinds_of(forward), storages_of(forward)
     kept = {fqn for bucket in plan.gathers for fqn in bucket.fqns}
     said = {}
@@ -129,13 +130,13 @@ def _stays(storage: Storage, given: Collection[Storage]) -> bool:
 
 
 class _Names:
-    """What the storages of a graph are of."""
+    """The parameters and modules that the storages of a graph belong to."""
 
     def __init__(self, graph: fx.Graph, plan: Plan) -> None:
         storages = storages_of(graph)
         self._said: dict[Storage, str] = {}
         self._of_node: dict[fx.Node, str] = {}
-        sent: set[Role] = set()  # whose collective stands in front
+        sent: set[Role] = set()  # roles whose launch stands in front
         for node in graph.nodes:
             role = node.meta.get(ROLE)
             if isinstance(role, Role) and role.kind in ("gather", "reduce"):
@@ -144,7 +145,7 @@ class _Names:
                 name = first + (f" +{len(others)}" if others else "")
                 self._of_node[node] = _held(role.kind, is_launch(node), role in sent) + name
                 for storage in storages[node]:
-                    if storage.node is node:  # else it is what this looks at
+                    if storage.node is node:  # else the node is a view of it
                         self._said.setdefault(storage, self._of_node[node])
                 reads = [one for source in node.all_input_nodes for one in storages[source] if role.kind == "gather"]
                 for storage in reads:
@@ -157,24 +158,24 @@ class _Names:
                         self._said[storage] = prefix + node.meta[key]
 
     def at(self, node: fx.Node) -> str:
-        """A node as a place in the graph."""
+        """Describe a node as a place in the graph."""
         said = self._of_node.get(node, "") or module_of(node)
         return f"{node.name} ({said})" if said else node.name
 
     def of(self, storage: Storage) -> str:
-        """Parameters, else the module whose code allocated it."""
+        """Return a storage's parameters, or else the module whose code allocated it."""
         return self._said.get(storage) or module_of(storage.node)
 
 
 def _held(kind: str, is_launch: bool, is_behind: bool) -> str:
-    """What a bucket's node holds of its parameters."""
+    """Say what a bucket's node holds of its parameters."""
     if kind == "gather":
         return "" if is_launch or is_behind else "packed shards of "
     return "received gradients of " if is_launch else "reduced gradients of " if is_behind else "packed gradients of "
 
 
 def module_of(node: fx.Node) -> str:
-    """The path of the innermost module whose code a node is of; empty where nothing says so."""
+    """Return the path of the innermost module that a node's code belongs to; empty if it is not known."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     source = next(reversed(list(stack.values())), None)
     if source is None:

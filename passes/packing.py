@@ -1,11 +1,11 @@
-"""A bucket is packed by one op of ours, and each parameter copied out of it by another.
+"""Pack a bucket with one op of ours, and copy each parameter out of it with another.
 
     pack      a [4, 3], b [2, 3], for 2 ranks      ->  [ a's rows 0, 1 | b's row 0 | a's rows 2, 3 | b's row 1 ]
     copied    [2, 6], every other row of a bucket  ->  the same in memory of its own
 
-Not kernels that Inductor generates: those would be others for each bucket of other sizes, a second of the first step
-each, and whatever Inductor fuses them with, as the norm beside a copy, would be another one as well. No work would be
-saved: shards are in memory before they are packed, and so are the products that most gradients and their readers are.
+Inductor does not generate these kernels: it would make new ones for each bucket of other sizes, a second of the first
+step each, and would also make new ones of what it fuses with them, such as the norm beside a copy. No work would be
+saved: shards are in memory before they are packed, and so are most gradients, as they and their readers are products.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ copied = torch.ops.fsdpc.copied.default
 
 
 def let_inductor_call_copies() -> None:
-    """Have Inductor call what copies a parameter without a way through Python."""
+    """Have Inductor call ``clone`` for ``copied``, without a way through Python."""
     kernels_compat.lower_as_call(copied, torch.ops.aten.clone.default, memory_format=torch.contiguous_format)
 
 
@@ -42,7 +42,7 @@ def _pack_fake(parts: Sequence[Tensor], num_ranks: int, dtype: torch.dtype) -> T
 
 def _pack_kernel(parts: Sequence[Tensor], num_ranks: int, dtype: torch.dtype) -> Tensor:
     if all(part.dtype == dtype and part.is_contiguous() for part in parts):
-        # In a third of the time of what follows.
+        # This takes a third of the time of the code below.
         return torch.cat([part.view(num_ranks, -1) for part in parts], 1).view(-1)
     bucket = _bucket(parts, dtype)
     by_rank = [part.unflatten(0, (num_ranks, -1)) for part in parts]

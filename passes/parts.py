@@ -1,4 +1,4 @@
-"""What an all-gather extension makes of gathered tensors is made again in backward, where these are gathered again.
+"""Have backward recompute what an all-gather extension makes of gathered tensors, if it gathers these again.
 
     joint graph                          after
     g = unshard(sent, part=0)            g = unshard(sent, part=0)    # by ``keep``: recompute=MUST_RECOMPUTE
@@ -6,7 +6,7 @@
     w = made_of_parts(v)                 y = mm(x, v)
     y = mm(x, w)
 
-Else the partitioner would save ``v``, which is a full parameter.
+Without the tags, the partitioner would save ``v``, which is a full parameter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .tags import tag
 
 
 def parts(graph: fx.Graph, plan: Plan) -> int:
-    """Tag what stands between gathered parts and what was made of them; return how many nodes were tagged."""
+    """Tag the nodes between gathered parts and the tensors made of them; return how many were tagged."""
     del plan  # the markers say which are gathered again
     made = graph.find_nodes(op="call_function", target=markers.made_of_parts)
     if not made:

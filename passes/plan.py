@@ -1,4 +1,4 @@
-"""The Plan: what the passes will do to one graph, as data. Printed, edited, hashed across ranks, replayed."""
+"""The Plan: what the passes will do to one graph, as data that is printed, edited, hashed across ranks, replayed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Bucket:
     fqns: tuple[str, ...]
     dtype: str  # on the wire
     num_bytes: int  # that one rank contributes (gather) or receives (reduction)
-    num_ranks: int = 2  # that shard the bucket; one rank needs no collective
+    num_ranks: int = 2  # how many ranks shard the bucket; one rank needs no collective
     num_replicas: int = 1  # copies of each shard, whose gradients a second collective sums
-    phase: int = 0  # of a graph that has several: forward, backward, the forward of another batch, ...
+    phase: int = 0  # in a graph that has several: forward, backward, the forward of another batch, ...
 
 
 def num_launches(bucket: Bucket) -> int:
-    """Collectives that the bucket takes: one among the ranks that shard it, one among the replicas."""
+    """Return how many collectives the bucket takes: one among the ranks that shard it, one among the replicas."""
     return (bucket.num_ranks > 1) + (bucket.num_replicas > 1)
 
 
@@ -37,26 +37,26 @@ def num_launches(bucket: Bucket) -> int:
 class Plan:
     """Decisions for one graph; a pure function of the markers' arguments and of what computes with them.
 
-    A joint graph's is the plan of the step: it has those of the two graphs that are cut from it. That of a whole step,
-    which is not cut, has the launches of all its phases, one after another.
+    The plan of a joint graph is the plan of the step: it has the plans of the two graphs that are cut from it. The plan
+    of a whole step, which is not cut, has the launches of all its phases, one after another.
     """
 
     stage: str
-    regather: tuple[str, ...] = ()  # joint, whole: not kept behind forward
-    again: tuple[str, ...] = ()  # joint, whole: of these, what backward gathers; joint: w@2 from slices of w
-    keep: tuple[str, ...] = ()  # joint, whole: gathered once, saved for backward
-    slices: tuple[str, ...] = ()  # joint: of these, backward gathers from slices that a budget has kept (slices.py)
-    recompute: tuple[str, ...] = ()  # joint: what is computed with these, backward computes again (activations.py)
+    regather: tuple[str, ...] = ()  # joint, whole: parameters that are not kept after forward
+    again: tuple[str, ...] = ()  # joint, whole: those that backward gathers; joint: w@2 is gathered from slices of w
+    keep: tuple[str, ...] = ()  # joint, whole: parameters that are gathered once, and saved for backward
+    slices: tuple[str, ...] = ()  # joint: parameters that backward gathers from slices kept for a budget (slices.py)
+    recompute: tuple[str, ...] = ()  # joint: matrices whose activations backward recomputes (activations.py)
     gathers: tuple[Bucket, ...] = ()  # in the order of launch
     reduces: tuple[Bucket, ...] = ()
-    order: tuple[tuple[str, int], ...] = ()  # of all launches: "gather" or "reduce", and which bucket
+    order: tuple[tuple[str, int], ...] = ()  # of all launches: "gather" or "reduce", and the bucket's index
     lookahead: int = 1  # how many units ahead of its use a gather is launched
     forward: Plan | None = None
     backward: Plan | None = None
-    choice: Choice | None = field(default=None, compare=False)  # joint: why, where a budget chose what is kept
+    choice: Choice | None = field(default=None, compare=False)  # joint: why, if a budget chose what is kept
 
     def turn(self, kind: str, bucket: int) -> int:
-        """The place of a bucket's launch among all launches of the graph."""
+        """Return the place of a bucket's launch among all launches of the graph."""
         return self.order.index((kind, bucket))
 
     @property
@@ -65,7 +65,7 @@ class Plan:
         return hashlib.sha256(self.decisions().encode()).hexdigest()[:12]
 
     def decisions(self) -> str:
-        """As JSON, what ranks must agree on: all but the reasons."""
+        """Return what ranks must agree on, as JSON: everything but the reasons."""
         return dataclasses.replace(self, choice=None).to_json()
 
     def to_json(self) -> str:
@@ -76,7 +76,7 @@ class Plan:
         return _from_fields(json.loads(text))
 
     def packed(self) -> str:
-        """All of it in few letters, for the code of the graphs that follow it: a tenth of what JSON takes."""
+        """Return the whole plan in few letters, a tenth of its JSON, for the code of the graphs that follow it."""
         fields = json.dumps(_without_empty_choices(dataclasses.asdict(self)), separators=(",", ":"))
         return base64.b64encode(zlib.compress(fields.encode(), 9)).decode()
 
@@ -95,7 +95,7 @@ def _without_empty_choices(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_fields(fields: dict[str, Any]) -> Plan:
-    """What ``dataclasses.asdict`` took apart, and JSON made lists of."""
+    """Rebuild a plan from the fields of ``dataclasses.asdict``, in which JSON made lists of tuples."""
     for name in ("gathers", "reduces"):
         fields[name] = tuple(Bucket(**{**bucket, "fqns": tuple(bucket["fqns"])}) for bucket in fields[name])
     for name in ("regather", "again", "keep", "slices", "recompute"):

@@ -1,10 +1,10 @@
-"""What a step is predicted to take: seconds, bytes, and of each collective whether it is hidden, and why.
+"""Predict a step: its seconds, its bytes, and for each collective whether it is hidden, and why.
 
     forward graph, lowered     G0 | G1 | w0 c0 | w1 c1           c0 reads the parameters of gather 0
     replayed                   gather 1: launched before c0, waited for before c1, hidden behind c0
 
-Made from the graphs that run, when somebody looks. No part of a plan: its figures are those of one rank's batch, on
-one profile, and ranks need not agree about them.
+A prediction is made from the graphs that run, when somebody asks. It is no part of a plan: its figures are those of one
+rank's batch, on one profile, and ranks need not agree about them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ BEGIN, END = "begin", "end"
 class PredictedCollective:
     """One launch of a graph: where it stands, and what it costs.
 
-    A place is told by what is computed there: "layers.0.w", where that is read first, "grad layers.0.w", where its
-    gradient is computed, or the begin or the end of the graph.
+    A place is named by what is computed there: "layers.0.w" where that is first read, "grad layers.0.w" where its
+    gradient is computed, or "begin" and "end" of the graph.
     """
 
     kind: str
@@ -50,13 +50,13 @@ class PredictedCollective:
     waited_behind: str
     waited_before: str
     seconds: float  # with nothing else on the links
-    beside_s: float  # of compute that stands between its launch and its wait
-    exposed_s: float  # of waiting
-    why: str  # it is hidden, or exposed
-    cause: str  # HIDDEN; or what keeps it from that: COMPUTE, MEMORY, DEPENDENCY or ORDER
+    beside_s: float  # of compute between its launch and its wait
+    exposed_s: float  # that computation waits for it
+    why: str  # the reason why it is hidden, or exposed
+    cause: str  # HIDDEN, or what keeps it from being hidden: COMPUTE, MEMORY, DEPENDENCY or ORDER
     verdict: str  # the cause, in words
     launch: str  # name of its node
-    group: str  # of its process group
+    group: str  # name of its process group
     dtype: str  # on the wire
     num_bytes: int  # one rank's part
     num_ranks: int
@@ -71,7 +71,7 @@ class PredictedCollective:
 
     @property
     def hidden_share(self) -> float:
-        """Of its seconds, those that computation does not wait for."""
+        """The share of its seconds that computation does not wait for."""
         return 1 - min(self.exposed_s / self.seconds, 1.0) if self.seconds else 1.0
 
 
@@ -81,21 +81,21 @@ class PredictedGraph:
 
     stage: str
     seconds: float
-    exposed_s: float  # of these, waiting for collectives
+    exposed_s: float  # part of ``seconds``: waiting for collectives
     collectives: tuple[PredictedCollective, ...]  # in the order of launch
     timeline: Timeline = field(repr=False)
-    given_up: tuple[str, ...] = field(default=(), repr=False)  # inputs that go with their last readers
+    given_up: tuple[str, ...] = field(default=(), repr=False)  # inputs that their last readers free
 
 
 @dataclass(frozen=True)
 class Prediction:
     """One step, or one forward without gradients."""
 
-    profile: str  # name of the hardware's
-    graphs: tuple[PredictedGraph, ...]  # forward and backward; or the one that is all
+    profile: str  # name of the hardware profile
+    graphs: tuple[PredictedGraph, ...]  # forward and backward, or the only graph
     peak_bytes: int  # shards, gradients, activations, gathered parameters, buffers, the batch; of one rank
-    held_bytes: int  # of these, what is there before the step: the graph's inputs
-    residency: Mapping[str, Residency]  # what becomes of each parameter, and why; where the joint graph is known
+    held_bytes: int  # part of ``peak_bytes``: the graph's inputs, which are there before the step
+    residency: Mapping[str, Residency]  # what becomes of each parameter, and why; empty without a joint graph
 
     @property
     def seconds(self) -> float:
@@ -106,7 +106,7 @@ class Prediction:
         return sum(graph.exposed_s for graph in self.graphs)
 
     def of(self, stage: str) -> PredictedGraph:
-        """The graph of a stage."""
+        """Return the graph of a stage."""
         for graph in self.graphs:
             if graph.stage == stage:
                 return graph
@@ -125,9 +125,9 @@ def predict(
     residency: Mapping[str, Residency] | None = None,
     budget_bytes: int | None = None,
 ) -> Prediction:
-    """Of the lowered forward and backward of a step, with their plans; or of the one graph that there is.
+    """Predict a step from its lowered forward and backward, with their plans, or from its only graph.
 
-    What is exposed is judged by the budget that the plan was made for, where there is one.
+    If the plan was made for a budget, verdicts on exposed collectives respect that budget.
     """
     given_up: tuple[str, ...] = ()
     returned_bytes = 0
@@ -194,14 +194,14 @@ def _predicted(
 
 
 def _given_back(residency: Mapping[str, Residency]) -> set[str]:
-    """What a memory budget had no room to keep."""
+    """Return the parameters that a memory budget had no room to keep."""
     return {fqn for fqn, one in residency.items() if one.becomes == AGAIN and one.why.startswith(BUDGET)}
 
 
 def _judged(
     exposed: Exposed, verdicts: Verdicts, landmarks: _Landmarks, bucket: Bucket, given_back: set[str]
 ) -> tuple[str, str]:
-    """What keeps a collective from being hidden, in words of the model."""
+    """Return what keeps a collective from being hidden, and say it with the model's names."""
     behind, _ = landmarks.around_name(exposed.name)
     found = verdicts.of(exposed, "" if behind == BEGIN else behind)
     if found.cause == COMPUTE and not given_back.isdisjoint(bucket.fqns):
@@ -224,7 +224,7 @@ def _called(launch: fx.Node, plan: Plan) -> str:
 
 
 class _Clock:
-    """How much is computed up to each event of a launch, and of its wait."""
+    """How much is computed up to each event, and so between a launch and its wait."""
 
     def __init__(self, events: Sequence[Event], timeline: Timeline) -> None:
         spans = iter(timeline.compute)
@@ -241,7 +241,7 @@ class _Clock:
 
 
 class _Landmarks:
-    """What is computed with or for parameters in a lowered graph, by position."""
+    """The positions in a lowered graph where parameters are first read, and where gradients are computed."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._position = {node: place for place, node in enumerate(graph.nodes)}
@@ -261,11 +261,11 @@ class _Landmarks:
         self._names = [named[place] for place in self._places]
 
     def around_name(self, name: str) -> tuple[str, str]:
-        """The same of the node with this name; of a wait, that of its launch."""
+        """Return the landmarks around the node with this name; a wait's event has the name of its launch."""
         return self.around(self._by_name[name])
 
     def around(self, node: fx.Node) -> tuple[str, str]:
-        """The landmarks behind and in front of which a node stands."""
+        """Return the landmarks behind and in front of which a node stands."""
         place = bisect.bisect(self._places, self._position[node])
         behind = self._names[place - 1] if place else BEGIN
         return behind, self._names[place] if place < len(self._names) else END

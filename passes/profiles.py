@@ -5,8 +5,8 @@
                           inside    link between ranks of a node  x  its efficiency
                           between   link between nodes            x  its efficiency
 
-Peaks are those of the vendor's data sheets; what programs reach of them is a field of its own, so that neither hides in
-the other. The profiles below are constants, equal on every rank. ``fsdp-compile calibrate`` writes one of a machine.
+Peaks are those of the vendor's data sheets; the share that programs reach is a field of its own, so that neither hides
+in the other. The profiles below are constants, equal on every rank. ``fsdp-compile calibrate`` writes one of a machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BACKENDS = ("gloo", "nccl")
 
 @dataclass(frozen=True)
 class Fit:
-    """One kind of collective as measured: its seconds are ``latency_s`` and bytes on the wire over ``bytes_per_s``."""
+    """One kind of collective as measured: it takes ``latency_s`` plus bytes on the wire / ``bytes_per_s``."""
 
     latency_s: float
     bytes_per_s: float
@@ -39,15 +39,15 @@ class Fit:
 class Link:
     """How ranks reach one another."""
 
-    latency_s: float  # of a collective, however small it is and however few take part
-    step_s: float  # and for each step from rank to rank
+    latency_s: float  # of a collective, however small it is and however few ranks take part
+    step_s: float  # more for each step from rank to rank
     bytes_per_s: float  # out of one rank, in one direction
-    efficiency: float  # share of that which large collectives reach
+    efficiency: float  # share of ``bytes_per_s`` that large collectives reach
     slows_compute: float = 0.0  # share of its speed that computation loses while a collective is in flight
-    # Where they were measured, kinds of collectives, on so many ranks; the figures above hold for what was not.
+    # Kinds of collectives that were measured, on this many ranks; the figures above hold for the other kinds.
     measured: Mapping[str, Fit] = field(default_factory=dict, hash=False)
     measured_ranks: int = 0
-    measured_per_node: int = 1  # between nodes, how many of them shared one
+    measured_per_node: int = 1  # for a link between nodes, how many of these ranks shared a node
 
     def __post_init__(self) -> None:
         _require(self, "latency_s", at_least=0.0)
@@ -73,13 +73,13 @@ class HardwareProfile:
     matmul_efficiency: float  # share of the peak that large matmuls of a model reach
     memory_bytes: int  # of one rank
     memory_bytes_per_s: float  # read plus written
-    host_bytes_per_s: float  # copies from the memory of the CPU that drives it, in one direction, and back
-    memory_efficiency: float  # of both
+    host_bytes_per_s: float  # copies from or to the memory of the CPU that drives it, in one direction
+    memory_efficiency: float  # share of both bandwidths that is reached
     kernel_s: float  # what each kernel takes at least
     ranks_per_node: int
     inside: Link  # between ranks of one node
     between: Link  # between nodes
-    attention_efficiency: float = 1.0  # share of what matmuls reach that attention's kernels do
+    attention_efficiency: float = 1.0  # attention kernels' share of what matmuls reach
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -110,7 +110,7 @@ class HardwareProfile:
 
     @classmethod
     def from_json(cls, text: str) -> HardwareProfile:
-        """What ``to_json`` wrote; ValueError or TypeError that says what is wrong with it."""
+        """Read what ``to_json`` wrote; raise ValueError or TypeError that says what is wrong with it."""
         try:
             fields = json.loads(text)
         except json.JSONDecodeError as error:
@@ -129,7 +129,7 @@ class HardwareProfile:
 
 
 def load_profile(name: str | Path) -> HardwareProfile:
-    """A built-in profile by its name, or the one in a JSON file."""
+    """Return a built-in profile by its name, or the one in a JSON file."""
     if str(name) in PROFILES:
         return PROFILES[str(name)]
     path = Path(name)
@@ -149,7 +149,7 @@ def load_profile(name: str | Path) -> HardwareProfile:
 
 
 def _fields_of(cls: type[Any], given: Any, where: str = "") -> dict[str, Any]:
-    """The fields of a dataclass that JSON has: all that it needs, and no others."""
+    """Return a dataclass's fields from JSON; raise unless these are all that it needs, and no others."""
     what = f"HardwareProfile.{where}" if where else "HardwareProfile"
     if not isinstance(given, dict):
         raise TypeError(f"{what} is {given!r}, not an object of fields.")
@@ -201,28 +201,28 @@ def _check(
         raise ValueError(f"{where} is {value!r}. Give a number {wanted}.")
 
 
-# What the links of NVIDIA's eight-GPU nodes take before a byte has moved: estimates, for data sheets do not say. A
-# collective inside a node is about 20 us however small (passes/layout.py), one between nodes about twice that.
+# Latencies of NVIDIA's eight-GPU nodes, before a byte has moved: estimates, as data sheets do not give them. A
+# collective inside a node takes about 20 us however small (passes/layout.py), one between nodes about twice that.
 _NVLINK_S, _NVLINK_STEP_S = 15e-6, 2e-6
 _INFINIBAND_S, _INFINIBAND_STEP_S = 25e-6, 5e-6
-# NCCL's kernels hold multiprocessors while they run. calculon (systems/a100_80g.json) has 15 % of an A100 for NVLink
+# NCCL's kernels hold multiprocessors while they run. calculon (systems/a100_80g.json) takes 15 % of an A100 for NVLink
 # and 2 % for InfiniBand; nothing better was found for the others.
 _NVLINK_SLOWS, _INFINIBAND_SLOWS = 0.15, 0.02
 # Measured 0.82 on 8 H100: all-reduce of large buffers at 370 of 450 GB/s ("How to Scale Your Model", GPUs). 8 A100
-# reach 230 to 250 of 300 GB/s in nccl-tests. Nothing was found for B200, taken to be alike.
+# reach 230 to 250 of 300 GB/s in nccl-tests. Nothing was found for B200, which is taken to be alike.
 _NVLINK_EFFICIENCY = 0.82
 _INFINIBAND_EFFICIENCY = 0.85  # an estimate: operators' acceptance tests want 80 to 90 % of the line rate
 # Copies on Hopper reach 90 % of the data sheet's bandwidth in published probes; the others are taken to be alike.
 _HBM_EFFICIENCY = 0.9
-# Memory: what torch reports of these cards (total_memory), in whole GiB. Data sheets round, and some count in GB: an 80
+# Memory is what torch reports of these cards (total_memory), in whole GiB. Data sheets round, and some count GB: an 80
 # GB card has 79.1 GiB, an H200 139.8, a B200 178.4.
 
-# Between two kernels that depend on one another, without CUDA graphs: an estimate.
+# The gap between two kernels that depend on one another, without CUDA graphs: an estimate.
 _GPU_KERNEL_S = 2e-6
 
 
 def _infiniband(gbit_per_s: float) -> Link:
-    """One adapter a GPU, as in NVIDIA's DGX systems."""
+    """Return the link of one adapter per GPU, as in NVIDIA's DGX systems."""
     return Link(
         latency_s=_INFINIBAND_S,
         step_s=_INFINIBAND_STEP_S,
@@ -233,7 +233,7 @@ def _infiniband(gbit_per_s: float) -> Link:
 
 
 def _nvlink(both_directions: float) -> Link:
-    """NVIDIA gives the sum of both directions; a collective has one of them."""
+    """Return a link from NVIDIA's figure, the sum of both directions; a collective has one of them."""
     return Link(
         latency_s=_NVLINK_S,
         step_s=_NVLINK_STEP_S,
@@ -316,9 +316,9 @@ _B200 = HardwareProfile(
     between=_infiniband(400),
 )  # fmt: skip
 
-# One core of a server and gloo: no data sheet says what a rank has of a CPU. Round figures of `fsdp-compile calibrate`
-# on two cores of an AMD EPYC with AVX-512 for bfloat16, one a rank, over loopback, where bytes are copied by those
-# cores; between nodes an Ethernet of 10 Gbit/s, guessed. What is reached is in the figures.
+# One core of a server and gloo: no data sheet says what a rank has of a CPU. These are round figures from `fsdp-compile
+# calibrate` on two cores of an AMD EPYC with AVX-512 for bfloat16, one core a rank, over loopback, where those cores
+# copy the bytes. Between nodes, an Ethernet of 10 Gbit/s is guessed. The figures are what is reached, not peaks.
 _CPU = HardwareProfile(
     name="cpu",
     backend="gloo",

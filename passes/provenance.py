@@ -1,4 +1,4 @@
-"""Whose marker is it? Absolute names from the metadata that Dynamo and AOTAutograd leave on nodes.
+"""Give markers absolute names, from the metadata that Dynamo and AOTAutograd leave on nodes.
 
 A marker's own FQN is relative to the module given to ``fully_shard``, so that equal blocks give equal graphs:
 
@@ -7,10 +7,10 @@ A marker's own FQN is relative to the module given to ``fully_shard``, so that e
     unit (what is left)                 layers.3                    ->  absolute FQN  layers.3.attn.wq.weight
 
 A reader need not be the owner (tied weights, ``self.head.weight`` read by the root), so the reader whose path agrees
-with the FQN in most components decides, and a marker without any usable path is told apart by its position. In a unit
-of several modules, each member has a path of its own, and the unit has all of them ("norm, head"). Where one graph
-reads several models, a path begins with what the model is called there. Names are written in the first graph that has
-the markers, and stay: graphs that are cut from it call a parameter and a unit what they were called there.
+with the FQN in most components decides, and a marker without any usable path is named by its position. In a unit of
+several modules, each member has a path of its own, and the unit has all of them ("norm, head"). If one graph reads
+several models, a path begins with the model's name there. Names are written in the first graph that has the markers,
+and stay: graphs that are cut from it have the same names for a parameter and a unit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .views import VIEWS
 
 _FQN = "fsdp_fqn"
 _UNIT = "fsdp_unit"
-_MEMBER = re.compile(r"^(\[\d+\])\.")  # what the FQN begins with in a unit of several modules
+_MEMBER = re.compile(r"^(\[\d+\])\.")  # the prefix of an FQN in a unit of several modules
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Marker:
 
     @property
     def shard(self) -> fx.Node:
-        """What an unshard gathers; of a reduce_grad: the full gradient."""
+        """The shard that an unshard gathers; for a reduce_grad, the full gradient."""
         source = self.node.args[0]
         assert isinstance(source, fx.Node)
         return source
@@ -63,23 +63,23 @@ def has_markers(graph: fx.Graph) -> bool:
 
 
 def groups_of(graph: fx.Graph) -> set[str]:
-    """Names of the process groups that the markers of the graph speak to."""
+    """Return the names of the process groups that the markers of the graph use."""
     markers_ = (*unshard_nodes(graph), *reduce_nodes(graph))
     return {str(node.kwargs[key]) for node in markers_ for key in ("group", "replicate_group") if node.kwargs[key]}
 
 
 def find_unshards(graph: fx.Graph) -> list[Marker]:
-    """The gathers of the graph, in graph order, named."""
+    """Return the gathers of the graph, named, in graph order."""
     return _named(unshard_nodes(graph))
 
 
 def find_reduces(graph: fx.Graph) -> list[Marker]:
-    """The reductions of the graph, in graph order, named."""
+    """Return the reductions of the graph, named, in graph order."""
     return _named(reduce_nodes(graph))
 
 
 def num_units_of(gathers: Iterable[Marker]) -> int:
-    """How many units these are of, at the least: units that share a name have a shard each of what is alike in them."""
+    """Return the least number of units of these gathers: units with one name have different shards of equal FQNs."""
     shards: dict[str, dict[tuple[object, ...], set[fx.Node]]] = {}
     for one in gathers:
         if _cut_from(one.node) is None:
@@ -91,8 +91,8 @@ def num_units_of(gathers: Iterable[Marker]) -> int:
 def annotate(graph: fx.Graph) -> None:
     """Write absolute names on the markers of a graph that was not cut: all readers are there, with their paths.
 
-    In a joint graph a reduction still knows its gather: they share a sequence number, as AOTAutograd gives a backward
-    node that of its forward node.
+    In a joint graph a reduction is matched to its gather by their sequence number: AOTAutograd gives a backward node
+    the number of its forward node.
     """
     gathers = unshard_nodes(graph)
     by_shard: dict[fx.Node, list[fx.Node]] = {}
@@ -109,8 +109,8 @@ def annotate(graph: fx.Graph) -> None:
 def name_reductions(graph: fx.Graph) -> None:
     """Write names on the reductions of a graph with phases, where nothing links them to their merged gathers.
 
-    Equal units end backward in the reverse order of their forward. Those that were frozen, and do not, leave no telling
-    which ones did: what is not as often reduced as gathered stays nameless.
+    Equal units end backward in the reverse order of their forward. If some of them are frozen, nothing tells which ones
+    were reduced: parameters that are not reduced as often as gathered stay nameless.
     """
     gathered: dict[tuple[object, ...], list[fx.Node]] = {}
     reduced: dict[tuple[object, ...], list[fx.Node]] = {}
@@ -121,7 +121,7 @@ def name_reductions(graph: fx.Graph) -> None:
     for (phase, *alike), nodes in reduced.items():
         assert isinstance(phase, int)
         gathers = gathered.get((phase - 1, *alike), [])
-        if gathers and len(nodes) % len(gathers) == 0:  # as often: of several losses, one after another
+        if gathers and len(nodes) % len(gathers) == 0:  # as often, or for several losses one after another
             for index, node in enumerate(nodes):
                 _name_alike(node, gathers[-1 - index % len(gathers)])
 
@@ -133,7 +133,7 @@ def _name_alike(reduction: fx.Node, gather: fx.Node) -> None:
 
 
 def _alike(node: fx.Node) -> tuple[object, ...]:
-    """What equal parameters of equal units have in common."""
+    """Return what equal parameters of equal units have in common."""
     return tuple(node.kwargs[key] for key in ("unit", "fqn", "part"))
 
 
@@ -148,8 +148,8 @@ def _named(nodes: list[fx.Node]) -> list[Marker]:
     _count_nameless(nodes)
     found: dict[fx.Node, Marker] = {}
     seen: set[str] = set()
-    # Gathers from slices take what names are left: no cut graph has one beside its whole, and what stands in a cut
-    # graph must be called what it is called here.
+    # Gathers from slices come last and get the names that are left: no cut graph has one beside the gather that it was
+    # cut from, and a marker must have the same name in a cut graph as here.
     for node in sorted(nodes, key=lambda node: _cut_from(node) is not None):
         spec = ParamSpec.of(dict(node.kwargs))
         fqn, unit = node.meta[_FQN], node.meta[_UNIT]
@@ -163,7 +163,7 @@ def _named(nodes: list[fx.Node]) -> list[Marker]:
 
 
 def _cut_from(node: fx.Node) -> fx.Node | None:
-    """Of a gather from slices, the gather that these were cut from (slices.py); None of any other marker."""
+    """Return the gather that the slices of a gather were cut from (slices.py); None for any other marker."""
     source = node.args[0]
     if node.target is not markers.unshard or not isinstance(source, fx.Node):
         return None
@@ -173,7 +173,7 @@ def _cut_from(node: fx.Node) -> fx.Node | None:
 def settle_names(graph: fx.Graph) -> None:
     """Write on each marker the one name that it has in the graphs that are cut from this one.
 
-    A gather from slices has that of the gather that these were cut from: no cut graph has both.
+    A gather from slices has the name of the gather that these were cut from: no cut graph has both.
     """
     for marker in (*find_unshards(graph), *find_reduces(graph)):
         part = with_part("", marker.spec.part)
@@ -182,9 +182,9 @@ def settle_names(graph: fx.Graph) -> None:
 
 
 def settle_names_of_phases(graph: fx.Graph) -> None:
-    """Write on each marker of a graph with phases the one name that it keeps: w, and w@2 of what phase 1 gathers again.
+    """Write on each marker of a graph with phases the one name that it keeps.
 
-    And w@2 of what the second backward reduces.
+    Phase 0 gathers w and phase 1 gathers w@2; the first backward reduces w and the second one w@2.
     """
     for found, num_phases in ((find_unshards(graph), 1), (find_reduces(graph), 2)):
         times = Counter[tuple[str, int]]()
@@ -197,7 +197,7 @@ def settle_names_of_phases(graph: fx.Graph) -> None:
 
 
 def _count_nameless(nodes: list[fx.Node]) -> None:
-    """Tell markers that no reader gives a name apart by their position among those of equal units."""
+    """Name the markers that got no name from a reader by their position among those of equal units."""
     counted = Counter[tuple[object, ...]]()
     for node in nodes:
         if _FQN not in node.meta:
@@ -207,8 +207,8 @@ def _count_nameless(nodes: list[fx.Node]) -> None:
 
 
 def _write_names(parameters: list[list[fx.Node]]) -> None:
-    """Write on all markers of each parameter what it and its unit are called, where a reader says so."""
-    members: dict[str, dict[str, list[str]]] = {}  # of a unit of several modules: paths of each member, as they come
+    """Write the names of each parameter and its unit on all of its markers, if a reader tells them."""
+    members: dict[str, dict[str, list[str]]] = {}  # in a unit of several modules: paths of each member, as they come
     named = []
     found = [(readers, best) for readers in parameters if (best := _best_prefix(readers)) is not None]
     one_model = len({model for _, (model, _) in found if model}) <= 1
@@ -229,7 +229,7 @@ def _write_names(parameters: list[list[fx.Node]]) -> None:
 
 
 def _best_prefix(readers: list[fx.Node]) -> tuple[str, str] | None:
-    """The model, and the unit's path in it, by the reader that agrees best with the FQN; None where none has a path."""
+    """Return the model and the unit's path in it, by the reader that agrees best with the FQN; None without a path."""
     best: tuple[int, str, str] | None = None
     for node in readers:
         found = _reader_path(node)
@@ -244,7 +244,7 @@ def _best_prefix(readers: list[fx.Node]) -> tuple[str, str] | None:
 
 
 def _strip(path: list[str], owner: list[str]) -> tuple[int, str]:
-    """Take the longest head of ``owner`` off the tail of ``path``; (components taken, what is left)."""
+    """Take the longest head of ``owner`` off the tail of ``path``; return (components taken, what is left)."""
     for length in range(min(len(owner), len(path)), 0, -1):
         if path[len(path) - length :] == owner[:length]:
             return length, ".".join(path[: len(path) - length])
@@ -252,7 +252,7 @@ def _strip(path: list[str], owner: list[str]) -> tuple[int, str]:
 
 
 def _reader_path(node: fx.Node) -> tuple[str, list[str]] | None:
-    """What the model is called in the frame, and the reader's path in it."""
+    """Return the model's name in the frame, and the reader's path in it; None if the reader has no path."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ("", []) if node.target is markers.unshard and "seq_nr" in node.meta else None

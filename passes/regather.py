@@ -1,7 +1,7 @@
-"""Gather again in backward, in a graph that no partitioner cuts.
+"""Have backward gather again, in a graph that no partitioner cuts.
 
     whole step                         after
-    w  = unshard(s)                    w  = unshard(s)                of the graph's phase 0, as what follows
+    w  = unshard(s)                    w  = unshard(s)                of phase 0, like what follows
     v  = mul(w, mask)                  v  = mul(w, mask)
     y  = mm(x, v)                      y  = mm(x, v)                  from here on nothing holds w or v
     ...                                ...
@@ -10,14 +10,14 @@
     gx = mm(gy, t(v))                  gx = mm(gy, t(v2))
     r  = reduce_grad(mm(t(x), gy))     r  = reduce_grad(mm(t(x), gy))
 
-What is made of weights alone, and as large, is made again with them, by the rule of structure.py. A weight that is kept
-stays as it is. Of one of which a slice is kept, backward gathers slices:
+What is made of weights alone, and is as large, is made again with them, by the rule of structure.py. A weight that is
+kept stays as it is. If a slice of a weight is kept, backward gathers from slices:
 
                                        piece = keep_slice(w)
                                        ...
                                        w2 = unshard(piece, group of n ranks)
 
-``merge`` keeps the gathers of different phases apart, and makes those of one phase one.
+``merge`` keeps the gathers of different phases apart, and merges those of one phase.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .structure import closure, made_of_weights
 
 
 def regather(graph: fx.Graph, plan: Plan) -> int:
-    """Have each phase gather what it reads of another phase's weights; return how many gathers that adds."""
+    """Have each phase gather those weights of another phase that it reads; return how many gathers that adds."""
     del plan  # the markers say which are kept
     gathers = {node for node in unshard_nodes(graph) if node.kwargs["regather"]}
     of_backward = {node for node in graph.nodes if is_backward(phase_of(node))}
@@ -52,7 +52,7 @@ def regather(graph: fx.Graph, plan: Plan) -> int:
         for node in reads:
             reader.replace_input_with(node, again[node, phase])
     for node in reversed(made):
-        if not node.users:  # made in forward, and read by backward alone
+        if not node.users:  # it was made in forward, and only backward read it
             graph.erase_node(node)
     return sum(node.target is markers.unshard for node, _ in again)
 
@@ -60,7 +60,7 @@ def regather(graph: fx.Graph, plan: Plan) -> int:
 def _once_more(
     graph: fx.Graph, node: fx.Node, phase: int, reader: fx.Node, again: dict[tuple[fx.Node, int], fx.Node]
 ) -> fx.Node:
-    """A gather, or what is made of gathers, in front of its first reader in a phase."""
+    """Copy a gather, or what is made of gathers, in front of its first reader in a phase."""
     is_sliced = node.target is markers.unshard and keeps_slice(node)
     if is_sliced and is_backward(phase) and phase == phase_of(node) + 1:
         copy = gather_from_slice(graph, node, reader)

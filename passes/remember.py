@@ -1,11 +1,11 @@
-"""What was chosen within a budget is found again by whoever compiles the same step later, after a restart for one.
+"""Cache what was chosen within a budget, for processes that compile the same step later, such as after a restart.
 
     first process     joint graph -> a trial for each candidate -> decision -> <Inductor's cache>/fsdp_compile/<key>
-    another one       joint graph, the same as far as a trial looks at it  ->  read there
+    another one       joint graph, equal in all that a trial reads  ->  read there
 
-The key is of all that a trial reads: the joint graph with its sizes, the parameters' names, the ranks, the hardware
+The key covers all that a trial reads: the joint graph with its sizes, the parameters' names, the ranks, the hardware
 profile, the budget, the settings of AOTAutograd (whose partitioner cuts), whether GPUs may round to TF32, torch and the
-source of the passes. A share of what is free is not remembered: it is other bytes in each process.
+source of the passes. A share of the free memory is not cached: it is other bytes in each process.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from .provenance import find_reduces, find_unshards, groups_of
 from .settle import Decision
 from .source import source_hash
 
-_OF_THIS_PROCESS = "step"  # of a marker: it stands for the budget
+_OF_THIS_PROCESS = "step"  # the argument of a marker that has the budget's id
 _SAID_TO_THE_PARTITIONER = ("recompute", "ac_graph_id", "partitioner_tag", "desc")
 
 
 def remembered(graph: fx.Graph, said: object, search: Callable[[], Decision]) -> Decision:
-    """The decision for a joint graph and what else was ``said``; searched for where nobody has."""
+    """Return the cached decision for a joint graph and what else was ``said``; if there is none, search and cache."""
     folder = kernels_compat.cache_folder()
-    has_graphs_inside = any(not tensors_of(node) for node in graph.find_nodes(op="get_attr"))  # which are not looked at
+    has_graphs_inside = any(not tensors_of(node) for node in graph.find_nodes(op="get_attr"))  # not in the key
     if folder is None or has_graphs_inside:
         return search()
     path = folder / "fsdp_compile" / _key(graph, said)
-    # A file that somebody else wrote, or half of one, is as good as none.
+    # A file that another program wrote, or half a file, is as good as none.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
         return Decision.from_json(path.read_text())
     decision = search()
-    with contextlib.suppress(OSError):  # a full or read-only disk: it is searched for again
+    with contextlib.suppress(OSError):  # a full or read-only disk: the next process searches again
         _write(path, decision.to_json())
     return decision
 
@@ -74,7 +74,7 @@ def _strides(tensor: torch.Tensor) -> Sequence[int]:
 
 
 def _write(path: Path, text: str) -> None:
-    """At once, for whoever reads meanwhile."""
+    """Write a file atomically, so that no reader sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent)
     with os.fdopen(handle, "w") as file:

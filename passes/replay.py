@@ -1,4 +1,4 @@
-"""Replay a list of computes, launches and waits: how long it takes, what is exposed and why, how much is alive.
+"""Replay a list of computes, launches and waits, to tell how long it takes, what is exposed and why, and what is alive.
 
     compute   |--c1--|--c2--|......|--c3--|..|--c4--|       dots: waiting, which is what "exposed" means
     group g   |---------w1---------|                        launched before c1, waited for before c3: longer than both
@@ -6,8 +6,8 @@
     group g                        |----w2---|              queued behind w1, waited for before c4
 
 There is one lane of computation and one for each process group, whose collectives run in the order of their launches.
-Events are data, so a planner can try an order that no graph has yet; ``events.py`` makes those of a graph. The same
-events give the same times anywhere.
+Events are data, so a planner can try an order that no graph has yet; ``events.py`` makes the events of a graph. The
+same events give the same times anywhere.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Compute:
     seconds: float
     allocs: tuple[tuple[str, int], ...] = ()  # buffers and their bytes, alive from the begin of the event
     frees: tuple[str, ...] = ()  # buffers, gone at its end
-    is_copy: bool = False  # packs or unpacks what a collective sends, so moves with it
+    is_copy: bool = False  # it packs or unpacks for a collective, so it moves with that
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The begin of a collective, which runs beside what follows until somebody waits for it."""
+    """The start of a collective, which runs beside the following events until a wait for it."""
 
     name: str
     seconds: float
@@ -47,7 +47,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing behind it begins before the collective of this name has ended."""
+    """No event behind it begins before the collective of this name has ended."""
 
     name: str
     allocs: tuple[tuple[str, int], ...] = ()
@@ -59,7 +59,7 @@ Event = Compute | Launch | Wait
 
 @dataclass(frozen=True)
 class Span:
-    """What one lane did from when to when."""
+    """One thing that a lane did, from when to when."""
 
     name: str
     start_s: float
@@ -93,12 +93,12 @@ class Timeline:
     """What a replay found."""
 
     total_s: float
-    compute_s: float  # with what collectives slow it down by, without waiting
-    copy_s: float  # of that, packing and unpacking
+    compute_s: float  # with the slowdown by collectives, without waiting
+    copy_s: float  # part of ``compute_s``: packing and unpacking
     compute: tuple[Span, ...]
     groups: Mapping[str, tuple[Span, ...]]
     exposed: tuple[Exposed, ...]
-    memory: tuple[Point, ...]  # one an event
+    memory: tuple[Point, ...]  # one for each event
 
     @property
     def exposed_s(self) -> float:
@@ -110,7 +110,7 @@ class Timeline:
 
     @property
     def peak_at(self) -> str:
-        """The first event during which most is alive."""
+        """The first event at the peak."""
         highest = max(self.memory, key=lambda point: point.num_bytes, default=None)
         return "" if highest is None else highest.event
 
@@ -133,12 +133,12 @@ class _Flight:
     start_s: float
     end_s: float
     behind: str  # what ran in its lane when it was launched
-    compute_s: float  # all computing up to its launch
+    compute_s: float  # of all compute up to its launch
     waited: bool = False
 
 
 def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
-    """Replay the events, above ``held_bytes`` that stay; ValueError for an order that cannot be."""
+    """Replay the events, with ``held_bytes`` alive throughout; raise ValueError for an order that cannot be."""
     events = list(events)
     now_s = compute_s = copy_s = 0.0
     compute: list[Span] = []
@@ -146,7 +146,7 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
     flights: dict[str, _Flight] = {}
     slowing: list[_Flight] = []
     exposed: list[Exposed] = []
-    ran: dict[str, int] = {}  # computes and finished collectives, by place
+    ran: dict[str, int] = {}  # places of computes, and of the waits for collectives
     stood: set[int] = set()  # places of waits that took time
     memory = _Memory(held_bytes)
     for place, event in enumerate(events):
@@ -203,7 +203,7 @@ def _exposed(
     ran: Mapping[str, int],
     stood: Collection[int],
 ) -> Exposed:
-    """Why computation waits that long for a collective."""
+    """Return why computation waits that long for a collective."""
     launch, queued_s = flight.launch, flight.start_s - flight.launched_s
     takes = f"it takes {_ms(launch.seconds)} and {_ms(compute_s - flight.compute_s)} of compute stand beside it"
     if queued_s > 0 and queued_s >= seconds / 2:
@@ -220,7 +220,7 @@ def _exposed(
 
 
 def _computes(event: Event) -> bool:
-    """Whether an event takes time, and need not come before the launch that it stands in front of."""
+    """Whether an event is compute that takes time, and is not a copy that moves with a launch."""
     return isinstance(event, Compute) and event.seconds > 0 and not event.is_copy
 
 
@@ -248,7 +248,7 @@ def _require_seconds(name: str, seconds: float) -> None:
 
 
 def _advance(now_s: float, seconds: float, slowing: Sequence[_Flight]) -> float:
-    """When work of so many seconds ends that begins now, slowed down by what is in flight."""
+    """Return when work of so many seconds ends if it begins now, slowed down by the collectives in flight."""
     turns = sorted({turn for one in slowing for turn in (one.start_s, one.end_s) if turn > now_s})
     for turn_s in turns:
         speed = math.prod(1 - one.launch.slows_compute for one in slowing if one.start_s <= now_s < one.end_s)
@@ -261,7 +261,7 @@ def _advance(now_s: float, seconds: float, slowing: Sequence[_Flight]) -> float:
 
 @dataclass
 class _Memory:
-    """Buffers alive, by name."""
+    """The buffers that are alive, by name."""
 
     num_bytes: int
     points: list[Point] = field(default_factory=list)

@@ -1,18 +1,20 @@
-"""What stays from forward to backward, where a byte budget leaves room for some: parameters, and activations.
+"""Choose what stays from forward to backward within a memory budget: parameters, and activations.
 
     everything made again        G w2  G w1  u2 = mm(x2, w2) ...      smallest
     as much kept as fits         w2 and u2 kept, w1 gathered again    fastest within the budget
-    w1 kept as a slice           G w2  g w1  ...                      g: among the ranks of a node
+    w1 kept as a slice           G w2  g w1  ...                      g: gather among the ranks of a node
     everything kept              -                                    largest
 
-What is kept of a parameter is all of it, or where groups for that were made a slice, from which the ranks of a node
-gather. Where the budget holds everything but some gathered parameters, parameters alone are chosen among: their
-gathers cost time, and what is saved of activations costs none. Else activations are computed again as well, and both
-compete for the bytes by the seconds that they save (residents.py). Lists of what to keep are filled, by seconds saved a
-byte and second held, and by the shortest life, cut off where they prove not to fit, and filled up where they leave
-room; the first to half of the room as well. They are tried (trial.py), and so are the plan as the units were told,
-everything gathered again and everything kept. Of the best one it is tried as well to launch gathers two and three units
-ahead. The fastest of those within the budget wins; the one with the lowest peak where none is.
+A parameter is kept as a whole, or, if groups for that were made, as a slice, from which the ranks of a node gather. At
+first only parameters are chosen among: their gathers cost time, and saved activations cost none. If not all parameters
+fit, activations are recomputed as well in further candidates, and both compete for the bytes by the seconds that they
+save (residents.py).
+
+Lists of what to keep are filled by two orders: most seconds saved per byte and second held, and shortest life. A list
+is cut off where it proves not to fit, and filled up where it leaves room. A list by the first order is also filled to
+half of the room. All lists are tried (trial.py), and so are the plan as the units were told, everything gathered again
+and everything kept. For the best candidate, launching gathers two and three units ahead is tried, too. The fastest
+candidate within the budget wins, or the one with the lowest peak if none fits.
 """
 
 from __future__ import annotations
@@ -49,16 +51,16 @@ SLICED = "slices kept of everything"
 LEAN = "everything gathered and computed again"
 LEAN_WORTH, LEAN_SHORT = "kept and saved by seconds saved a byte", "kept and saved by the shortest life"
 IN_HALF = ", in half of the room"
-# Of a list that was filled by estimate: what the partitioner saves otherwise, and launches that change their places,
-# may make the peak another one. Where it is lower the list is filled up; else, how many of its first ones fit is
-# searched for.
+# Trials of a list that was filled by estimate. The peak may be another one, since the partitioner saves other nodes and
+# launches change their places. If it is lower, the list is filled up; else a bisection finds how many of its first
+# entries fit.
 _TRIALS = 6
 _LOOKAHEADS = (2, 3)
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate, and its trial."""
+    """A candidate and its trial."""
 
     name: str
     trial: Trial
@@ -82,10 +84,10 @@ def choose(
     profile: HardwareProfile,
     groups: Groups | None = None,
 ) -> tuple[Tried, list[Tried]]:
-    """The candidate to take, and those that lost, fastest first.
+    """Return the candidate to take, and those that lost, fastest first.
 
-    ``joint`` has gone through all passes but ``keep``, and stays as it is. The budget may depend on what is there
-    before the step begins, which the first trial tells.
+    ``joint`` has gone through the passes before ``chosen_slices``, and is not changed. The budget may depend on the
+    bytes that are there before the step begins, which the first trial tells.
     """
     tried: dict[tuple[object, ...], Tried] = {}
 
@@ -96,7 +98,7 @@ def choose(
         sliced: Collection[str] = (),
         lookahead: int = 1,
     ) -> Trial:
-        """The trial, with its graphs where it is a new one."""
+        """Return the trial, which has its graphs only the first time."""
         key = frozenset(kept), frozenset(recompute), frozenset(sliced), lookahead
         if key in tried:
             return tried[key].trial
@@ -105,19 +107,19 @@ def choose(
         return trial
 
     def try_listed(name: str, base: Trial, kept: Sequence[Resident]) -> Trial:
-        recompute = base.recomputed - _fqns(kept, ACTIVATION)  # what is left to be computed again beside these
+        recompute = base.recomputed - _fqns(kept, ACTIVATION)  # what is still recomputed beside these
         return try_one(name, _fqns(kept, PARAMETERS), recompute, _fqns(kept, SLICES))
 
     def try_filled(
         base: Trial, residents: Sequence[Resident], order: Sequence[Resident], room: int, name: str
     ) -> None:
         listed: list[Resident] = []
-        fits, over = 0, 0  # how many of the list, and how many are too many
+        fits, over = 0, 0  # how many first entries of the list fit, and how many do not
         for turn in range(_TRIALS):
             first = (fits + over) // 2
-            if not over:  # all that was tried fits, and by its peak there is more room than was thought
+            if not over:  # all that was tried fits, and its peak shows how much room is left
                 more = fill(base, residents, order, room)
-                if more == listed:  # a shorter list may be more: whole parameters in the place of slices
+                if more == listed:  # a shorter list may keep more: whole parameters in the place of slices
                     break
                 fits = next((at for at, (had, one) in enumerate(zip(listed, more)) if had != one), len(listed))
                 listed, first = more, len(more)
@@ -145,7 +147,7 @@ def choose(
     try_one(AS_TOLD, told_to_keep(joint))
     try_filled(again, residents, by_worth(keeping), budget, WORTH)
     try_filled(again, residents, by_life(keeping), budget, SHORT)
-    # Of the plan that keeps a little less the collectives may queue less.
+    # In a plan that keeps a little less, collectives may queue less.
     half = fill(again, residents, by_worth(keeping), (budget + again.peak_bytes) // 2)
     try_listed(f"{WORTH}{IN_HALF}", again, half)
     if offers:
@@ -166,7 +168,7 @@ def choose(
 
     best = min(tried.values(), key=rank)
     its = best.trial
-    if its.exposed_s > 0 and its.peak_bytes <= budget:  # launched earlier: perhaps hidden, and held for longer
+    if its.exposed_s > 0 and its.peak_bytes <= budget:  # earlier gathers may be hidden, but are held for longer
         for lookahead in _LOOKAHEADS:
             name = f"{best.name}, gathered {lookahead} units ahead"
             try_one(name, its.kept, its.recomputed, its.sliced, lookahead)
@@ -179,12 +181,12 @@ def _fqns(kept: Sequence[Resident], kind: str) -> set[str]:
 
 
 def told_to_keep(joint: fx.Graph) -> frozenset[str]:
-    """The parameters of units that were not told to reshard after forward."""
+    """Return the parameters of units that were not told to reshard after forward."""
     return frozenset(one.fqn for one in find_unshards(joint) if not one.spec.regather)
 
 
 def keepable(joint: fx.Graph, again: Plan) -> list[str]:
-    """The parameters that backward gathers again, and that forward has whole: not those that it keeps slices of."""
+    """Return the parameters that backward gathers again and that forward has whole, unless their units keep slices."""
     assert again.forward is not None
     read = {fqn for bucket in again.forward.gathers for fqn in bucket.fqns} & {*again.again}
     return [

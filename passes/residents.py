@@ -1,4 +1,4 @@
-"""What may stay from forward to backward, and what it would mean: bytes held, how long, and the seconds saved by it.
+"""List what may stay from forward to backward, with the bytes held, for how long, and the seconds that it saves.
 
     bytes alive, all made again                      what staying adds, from the last read in forward
                                                      to where backward would have made it again
@@ -8,10 +8,10 @@
          /----/                 \\----                    |======== mm(x, w0) ==============|
          forward     |  backward
 
-A bucket of parameters that stays is one gather less in backward, an activation one computation less, and a slice of a
-parameter makes its gather one among the ranks of a node. All save the seconds that the replay of backward without it,
-or with the shorter gather, is shorter, so they are worth something in one currency: a computation in the time that a
-collective takes is worth nothing, and neither is a gather that is hidden.
+A bucket of parameters that stays saves a gather in backward, an activation saves a computation, and a slice of a
+parameter makes its gather one among the ranks of a node. The seconds saved are the difference between two replays of
+backward: with and without the gather or computation, or with the shorter gather. So all are compared in one currency: a
+computation that runs while a collective is waited for is worth nothing, and neither is a gather that is hidden.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ PARAMETERS, SLICES, ACTIVATION = "parameters", "slices", "activation"
 
 @dataclass(frozen=True)
 class Resident:
-    """One bucket of backward's gathers, or what is computed with one matrix, and what it would mean to keep it.
+    """Something that may be kept: a bucket of backward's gathers, slices of a bucket, or the activations of one matrix.
 
-    Or to keep a slice of each parameter in the bucket, for a gather over few ranks in backward.
+    If slices of the parameters in a bucket are kept, backward gathers the bucket over few ranks.
     """
 
     unit: str
@@ -54,11 +54,11 @@ class Resident:
     held_s: float  # between the two
     saved_s: float
     kind: str = PARAMETERS
-    own_s: float = 0.0  # of an activation, to compute it, whether or not anything else runs meanwhile
+    own_s: float = 0.0  # of an activation: to compute it, whether or not that is hidden
 
 
 def residents_of(again: Trial) -> list[Resident]:
-    """The buckets of backward, in the order of their launches."""
+    """Return the buckets that backward gathers, in the order of their launches."""
     backward, forward = again.plan.backward, again.plan.forward
     assert backward is not None and forward is not None
     last_read = _last_reads(again.forward.graph, forward)
@@ -90,9 +90,9 @@ def slices_of(
     profile: HardwareProfile,
     groups: Groups | None,
 ) -> list[Resident]:
-    """Of the buckets of backward whose parameters all may be kept as slices, what that would mean.
+    """Return the buckets of backward that may be kept as slices, if that saves time.
 
-    ``offers`` has the specs of those that may.
+    ``offers`` has the specs of the parameters that may be kept so; all parameters of a bucket have to be in it.
     """
     of_bucket = _launches_of_buckets(again)
     clock = _Clock(again)
@@ -113,9 +113,9 @@ def slices_of(
 def activations_made_again(
     saved: Trial, again: Trial, activations: Mapping[str, Collection[str]]
 ) -> list[Resident]:
-    """Of what ``saved`` saves and ``again`` computes again, what is computed with each matrix.
+    """Return for each matrix the activations that trial ``saved`` saves and trial ``again`` recomputes.
 
-    ``activations`` has the names of the joint graph's nodes by that of their matrix.
+    ``activations`` has the names of the joint graph's nodes, by the name of their matrix.
     """
     before, now = _saved_bytes(saved), _saved_bytes(again)
     position = {node.name: place for place, node in enumerate(again.backward.graph.nodes)}
@@ -137,9 +137,9 @@ def activations_made_again(
 
 
 def fill(again: Trial, residents: Sequence[Resident], order: Sequence[Resident], room: int) -> list[Resident]:
-    """As many of these as fit, each if it does beside those before it.
+    """Return those that fit into ``room``, taken in ``order``, each beside those taken before it.
 
-    Of a bucket that is kept no slices are, and the other way round: what saves more is kept of it.
+    A bucket is kept as a whole or as slices, not both: whichever saves more.
     """
     kept: list[Resident] = []
     for one in order:
@@ -153,9 +153,9 @@ def fill(again: Trial, residents: Sequence[Resident], order: Sequence[Resident],
 
 
 def peak_with(again: Trial, residents: Sequence[Resident], kept: Sequence[Resident]) -> int:
-    """The peak that a step should have with these kept.
+    """Estimate the peak of a step with these kept.
 
-    What is gathered behind the first unit, where that is kept, is launched when backward begins.
+    If the first unit is kept, the gathers of the next one are launched when backward begins.
     """
     forward, backward = [0] * (len(again.forward.live_bytes) + 1), [0] * (len(again.backward.live_bytes) + 1)
     stays = {*kept}
@@ -179,9 +179,9 @@ def peak_with(again: Trial, residents: Sequence[Resident], kept: Sequence[Reside
 
 
 def by_worth(residents: Sequence[Resident]) -> list[Resident]:
-    """Those that save time, most for a byte and second first; then activations that are computed while backward waits.
+    """Sort those that save time by most seconds per byte and second held; then activations recomputed during waits.
 
-    They save time as well once what it waits for is kept.
+    The latter save time as well, once what backward waits for is kept.
     """
     saving = [one for one in residents if one.saved_s > 0]
     hidden = [one for one in residents if one.kind == ACTIVATION and one.saved_s <= 0 < one.own_s]
@@ -192,12 +192,12 @@ def by_worth(residents: Sequence[Resident]) -> list[Resident]:
 
 
 def by_life(residents: Sequence[Resident]) -> list[Resident]:
-    """All of them, the shortest life first."""
+    """Return all of them, the shortest life first."""
     return sorted(residents, key=lambda one: one.held_s)
 
 
 class _Clock:
-    """When nodes of a trial's graphs begin, and how long its backward would take without some."""
+    """When nodes of a trial's graphs begin, and how much shorter its backward would be without some of them."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
@@ -205,15 +205,15 @@ class _Clock:
         self._bare = [_bare(event) for event in trial.backward.events]
 
     def between(self, since: int, until: int) -> float:
-        """From a node of forward to one of backward."""
+        """Return the seconds from a node of forward to one of backward."""
         return self._trial.forward.timeline.total_s - self._forward_s[since] + self._backward_s[until]
 
     def seconds_of(self, names: Collection[str]) -> float:
-        """What a backward computes in such events."""
+        """Return the compute seconds of these events in backward."""
         return sum(one.seconds for one in self._bare if isinstance(one, Compute) and one.name in names)
 
     def seconds_with(self, launch: str, seconds: float, group: str) -> float:
-        """By how much a backward is shorter in which a launch takes so long, in this group."""
+        """Return by how much backward is shorter if a launch takes these seconds, in this group."""
         changed = (
             dataclasses.replace(event, seconds=seconds, group=group)
             if isinstance(event, Launch) and event.name == launch
@@ -223,7 +223,7 @@ class _Clock:
         return self._trial.backward.timeline.total_s - simulate(changed).total_s
 
     def seconds_without(self, names: Collection[str]) -> float:
-        """By how much a backward is shorter that has no such events."""
+        """Return by how much backward is shorter without these events."""
         rest = (event for event in self._bare if event.name not in names)
         return self._trial.backward.timeline.total_s - simulate(rest).total_s
 
@@ -239,13 +239,13 @@ def _begins(half: Half) -> list[float]:
 
 
 def _bare(event: Event) -> Event:
-    """Without memory, and what a launch needs: of those, some are left out."""
+    """Return an event without memory, and a launch without its ``needs``: some of those events are left out."""
     bare = dataclasses.replace(event, allocs=(), frees=())
     return dataclasses.replace(bare, needs=()) if isinstance(bare, Launch) else bare
 
 
 def _last_reads(graph: fx.Graph, plan: Plan) -> dict[str, int]:
-    """The position of the last node of a forward graph that needs what a parameter's bucket brought."""
+    """Return for each parameter the position of the last node of forward that needs what its bucket brought."""
     last: dict[int, int] = {}
     for life in lifetimes(graph, fused=True):
         role = _gathering(life.storage.node)
@@ -255,7 +255,7 @@ def _last_reads(graph: fx.Graph, plan: Plan) -> dict[str, int]:
 
 
 def _launches_of_buckets(trial: Trial) -> dict[tuple[str, ...], str]:
-    """The node that launches each gather of a backward, by its parameters."""
+    """Return the name of the node that launches each gather of backward, by the gather's parameters."""
     assert trial.plan.backward is not None
     gathers = trial.plan.backward.gathers
     launches = [node for node in trial.backward.graph.nodes if _gathering(node) is not None and is_launch(node)]
@@ -268,7 +268,7 @@ def _gathering(node: fx.Node) -> Role | None:
 
 
 def _saved_bytes(trial: Trial) -> dict[str, int]:
-    """What forward computes and saves for backward; of views, what they are views of once, by the first one's name."""
+    """Return the bytes of each node that forward saves for backward; views of one storage count once, at the first."""
     return dict(_saved(trial.forward.graph, trial.backward.graph))
 
 

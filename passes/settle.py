@@ -2,11 +2,11 @@
 
     rank 0   compiles, decides, writes         -> fsdp_compile/budget/0/...
     rank 1   compiles, waits for that, adopts  -> fsdp_compile/budget/1/...    for ranks that share no group with rank 0
-    rank 1   compiles again (another length): what it adopted holds, and nobody is asked
+    rank 1   compiles again (another length): what it adopted holds, and no rank is asked
 
-What is decided by activations' sizes or by free memory differs between ranks. The first rank of the groups that a graph
-speaks to decides. With replicas no two ranks have the same groups: each follows the lowest rank that it shares one
-with, which leads to the corner of the mesh.
+A decision by activations' sizes or by free memory would differ between ranks. So the first rank of the groups that a
+graph uses decides. With replicas no two ranks have the same groups: each rank follows the lowest one that it shares a
+group with, and these chains end at the corner of the mesh.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .choice import Choice
 from .worlds import World, world_of
 
 TIMEOUT_S = 600.0  # until a rank has begun to choose
-_PATIENCE = 12  # so many times that until it has chosen: large models take minutes
+_PATIENCE = 12  # times TIMEOUT_S until it has chosen: large models take minutes
 _CHOOSING = "/choosing"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What is kept from forward to backward, computed again, or kept a slice of, by parameters, and why."""
+    """The parameters that are kept from forward to backward, computed with again, or kept as slices; and why."""
 
     keep: tuple[str, ...]
     recompute: tuple[str, ...]
@@ -54,7 +54,7 @@ class Decision:
 
 
 class Settled:
-    """What was decided or adopted by this rank so far, by the parameters that a graph reads."""
+    """The decisions that this rank has made or adopted so far, by the parameters that a graph reads."""
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
@@ -64,7 +64,7 @@ class Settled:
     def decision(
         self, about: str, names: tuple[str, ...], groups: Iterable[Sequence[int]], decide: Callable[[int], Decision]
     ) -> Decision:
-        """What holds for these parameters; ``about`` tells one budget from the next, alike on all ranks."""
+        """Return the decision for these parameters; ``about`` names the budget, alike on all ranks."""
         store = compat.default_store()
         world = None if store is None else world_of(store)
         if world != self._world:
@@ -104,12 +104,12 @@ class Settled:
     ) -> str:
         key, began = keys[first], time.monotonic()
         pause_s = 0.01
-        chooses = ""  # the rank that does, which another one may stand before
+        chooses = ""  # the rank that decides; ``first`` may follow it, too
         while not store.check([key]):
             waited_s = time.monotonic() - began
             if not chooses and store.check([key + _CHOOSING]):
                 chooses = store.get(key + _CHOOSING).decode()
-                _publish(store, keys[rank] + _CHOOSING, chooses)  # for those who follow this one
+                _publish(store, keys[rank] + _CHOOSING, chooses)  # for ranks that follow this one
             if waited_s > self.timeout_s * (_PATIENCE if chooses else 1):
                 raise RuntimeError(
                     f"rank {chooses or first} chooses for this one what is kept for memory_budget, and has not said "
@@ -128,5 +128,5 @@ class Settled:
 
 
 def _publish(store: torch.distributed.Store, key: str, text: str) -> None:
-    with contextlib.suppress(RuntimeError, NotImplementedError):  # of fake groups in tests; else the others time out
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # of fake groups in tests; else ranks time out
         store.set(key, text)

@@ -13,9 +13,9 @@
     y = mm(x, w)                         piece = keep_slice(full)
                                          y     = mm(x, full)
 
-Forward computes with what it gathered from all ranks, backward with what it gathers from slices. A unit is told to
-(``reshard_after_forward=8``), or the plan chooses so within a memory budget, of what has groups for it: the ranks of a
-node have fast links among them, and an n-th of a parameter is little to hold.
+Forward computes with what it gathered from all ranks, backward with what it gathers from slices. Either a unit is told
+to (``reshard_after_forward=8``), or the plan chooses it within a memory budget, for parameters that have groups for it.
+The ranks of a node have fast links among them, and an n-th of a parameter is little to hold.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def slices(graph: fx.Graph, plan: Plan) -> int:
 
 
 def chosen_slices(graph: fx.Graph, plan: Plan) -> int:
-    """The same where the plan says so; return how many."""
+    """Do the same where the plan says so; return how many."""
     return slice_these(graph, plan.slices)
 
 
 def slice_these(graph: fx.Graph, fqns: Collection[str]) -> int:
-    """Keep slices of the parameters of these names, as a joint graph has them once they are settled."""
+    """Keep slices of the parameters with these names in a joint graph (see ``settle_names``); return how many."""
     chosen = [one.node for one in find_unshards(graph) if one.fqn in fqns and offers_slice(one.node)]
     for node in chosen:
         _read_from_slices(graph, node)
@@ -67,13 +67,13 @@ def slice_these(graph: fx.Graph, fqns: Collection[str]) -> int:
 
 
 def keeps_slice(gather: fx.Node) -> bool:
-    """Whether a marker asks for a slice, whatever is planned."""
+    """Whether a marker asks for a slice, whatever the plan says."""
     spec = ParamSpec.of(dict(gather.kwargs))
     return spec.inner_shards != 1 and not spec.inner_offered
 
 
 def offers_slice(gather: fx.Node) -> bool:
-    """Whether a slice may be kept of what a marker gathers, if the plan says so."""
+    """Whether a plan may choose to keep a slice of what a marker gathers."""
     spec = ParamSpec.of(dict(gather.kwargs))
     return spec.inner_shards != 1 and spec.inner_offered
 
@@ -99,7 +99,7 @@ def gather_from_slice(graph: fx.Graph, gather: fx.Node, reader: fx.Node) -> fx.N
 
 
 def use_first_gather(graph: fx.Graph) -> None:
-    """In a graph where the slice is cut, the full parameter is there: nothing is gathered from slices."""
+    """In a graph that cuts slices, use the full parameters, which are there, and gather nothing from slices."""
     for node in unshard_nodes(graph):
         whole = whole_of(node)
         if whole is not None:
@@ -111,7 +111,7 @@ def use_first_gather(graph: fx.Graph) -> None:
 
 
 def whole_of(gather: fx.Node) -> fx.Node | None:
-    """Of a gather from slices, the one that they were cut from; None of any other."""
+    """Return the gather that the slices of this gather were cut from; None for a gather of shards."""
     piece = gather.args[0]
     if isinstance(piece, fx.Node) and piece.target is keep_slice:
         whole = piece.args[0]
@@ -121,8 +121,8 @@ def whole_of(gather: fx.Node) -> fx.Node | None:
 
 
 def inner_spec(spec: ParamSpec) -> ParamSpec:
-    """The marker that gathers a parameter from slices that ``spec.inner_shards`` ranks hold."""
-    here = spec.on_device()  # wherever shards are
+    """Return the spec of a marker that gathers a parameter from slices that ``spec.inner_shards`` ranks hold."""
+    here = spec.on_device()  # slices are there, wherever shards are
     inner = dataclasses.replace(
         here, num_shards=spec.inner_shards, group=spec.inner_group, inner_shards=1, inner_group="", inner_rank=0,
         inner_offered=False,

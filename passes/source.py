@@ -1,4 +1,4 @@
-"""The passes' source as a hash: what they made is never taken for what others would have made."""
+"""The passes' source as a hash, for cache keys: changed passes never get what the old ones made."""
 
 from __future__ import annotations
 

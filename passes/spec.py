@@ -1,4 +1,4 @@
-"""What a marker knows of its parameter, and the library that all our ops are in."""
+"""The spec of a parameter that a marker carries, and the library that all our ops are in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ library = torch.library.Library(NAMESPACE, "DEF")
 
 
 def with_part(name: str, part: int) -> str:
-    """What one of the tensors is called that an extension sends of a parameter; -1 is the parameter itself."""
+    """Return the name of a tensor that an extension sends for a parameter; part -1 is the parameter itself."""
     return name if part < 0 else f"{name}:{part}"
 
 
@@ -25,17 +25,17 @@ def with_part(name: str, part: int) -> str:
 class ParamSpec:
     """What a marker knows of its parameter.
 
-    Every field is equal on every rank, but for the groups' names, ``local_length``, ``inner_rank`` and the number of
-    the ``device``; with tensor parallelism ``size`` is that of this rank's part.
+    Every field is equal on every rank, except the groups' names, ``local_length``, ``inner_rank`` and the number of the
+    ``device``; with tensor parallelism ``size`` is that of this rank's part.
     """
 
     fqn: str  # relative to the module that fully_shard was given
-    unit: str  # class of that module: what its markers have in common, and other units' markers have not
+    unit: str  # class of that module: markers of one unit have it in common
     order: int  # place among the parameters of the group: the order in a bucket
     size: tuple[int, ...]
     dim: int
     num_shards: int
-    # Of this rank's shard, along dim. The shard shows it too, but AOTAutograd's cache (2.15) keys a DTensor input by
+    # Length of this rank's shard along dim. The shard has it too, but AOTAutograd's cache (2.15) keys a DTensor by
     # its global shape alone, and served one rank the graph that another had compiled for a shard of another length.
     local_length: int
     group: str  # name of the process group that shards it; empty when none does
@@ -51,14 +51,14 @@ class ParamSpec:
     bucketing: str  # "size", "neighbours", "group" or "none"
     replicate_group: str = ""  # name of the process group whose ranks hold the same shard; empty when none does
     num_replicas: int = 1
-    # What is kept from forward to backward, where that is a slice: one of how many, held by which group, and which.
+    # The slice that is kept from forward to backward, if any: one of how many, held by which group, and which one.
     inner_shards: int = 1
     inner_group: str = ""
     inner_rank: int = 0
     inner_offered: bool = False  # kept only where the plan of the step says so
-    part: int = -1  # of an all-gather extension: which of the tensors that it sends; -1 is the parameter itself
-    # Of an offloaded shard, which is on the CPU and gets its gradient there: what is copied to, gathered and computed
-    # on; empty where the shard is there already. And whether the gradient is to be in pinned memory.
+    part: int = -1  # which of the tensors that an all-gather extension sends; -1 is the parameter itself
+    # For an offloaded shard, which is on the CPU and gets its gradient there: the device that it is copied to, gathered
+    # and computed on, empty for other shards; and whether the gradient is to be in pinned memory.
     device: str = ""
     pinned: bool = False
     # Id of the plan of the step, given or written by a pass: caches tell graphs of two plans apart by it.
@@ -89,7 +89,7 @@ class ParamSpec:
         return (self.num_shards > 1) + (self.num_replicas > 1)
 
     def on_device(self) -> ParamSpec:
-        """The same for what is on the device already, and stays there."""
+        """Return the same spec for a tensor that is on the device already, and stays there."""
         return dataclasses.replace(self, device="", pinned=False)
 
     def kwargs(self) -> dict[str, Any]:
@@ -98,5 +98,5 @@ class ParamSpec:
 
     @classmethod
     def of(cls, kwargs: dict[str, Any]) -> ParamSpec:
-        """The spec in a marker node's keyword arguments."""
+        """Return the spec in a marker node's keyword arguments."""
         return cls(**{**kwargs, "size": tuple(kwargs["size"])})

@@ -1,8 +1,8 @@
-"""What an all_to_all brought, one part a rank, is summed and divided by an op of ours: on the CPU in rank order.
+"""Sum and divide what an all_to_all brought, one part per rank, with an op of ours: on the CPU in rank order.
 
     received [2 * 4, 3]    rank 0's part | rank 1's part          returned [4, 3]    (one + other) / divisor
 
-Not a kernel that Inductor generates: that would be another one for each size of a bucket, a second of the first step
+Inductor does not generate this kernel: it would make another one for each size of a bucket, a second of the first step
 each, and no work would be saved, since what follows are views.
 """
 
@@ -18,11 +18,11 @@ from .spec import NAMESPACE, library
 library.define("sum_of_parts(Tensor received, int num_parts, float divisor) -> Tensor")
 sum_of_parts = torch.ops.fsdpc.sum_of_parts.default
 
-# Summed and divided while it is in the processor's cache. Of blocks that are smaller there are more calls than that
-# saves: two parts of 8 MiB take 1.9 ms in blocks of 128 KiB, 1.3 of 512 and 1.2 of these.
+# A block is summed and divided while it is in the processor's cache. Smaller blocks take more calls than that saves:
+# two parts of 8 MiB take 1.9 ms in blocks of 128 KiB, 1.3 of 512 and 1.2 of these.
 _BLOCK_BYTES = 1 << 20
 
-# Of what has arrived, so much that it matters when what was sent is let go; and how long that takes at most.
+# From this many received bytes on it matters when what was sent is freed; and how long that takes at most.
 _LARGE_BYTES = 2 << 20
 _LET_GO_S = 20e-6
 
@@ -51,17 +51,17 @@ def _sum_of_parts_kernel(received: Tensor, num_parts: int, divisor: float) -> Te
 
 
 def _let_other_threads_run() -> None:
-    """gloo's thread still holds what was sent when it says that all has arrived: it lets go before more is allocated.
+    """Sleep for a moment, so that gloo's thread frees what was sent before more is allocated.
 
-    Where it shares the core with this one, as often as not it would come to that much later: the peak of a step whose
-    largest gradient is reduced last was higher by half of that gradient. To yield is not enough: the kernel may well
-    choose this thread again.
+    gloo's thread still holds what was sent when it reports that all has arrived. If it shares the core with this one,
+    it would often free that much later: the peak of a step whose largest gradient is reduced last was higher by half of
+    that gradient. To yield is not enough: the operating system may well choose this thread again.
     """
     time.sleep(_LET_GO_S)
 
 
 def _sum_in_rank_order(parts: Tensor, out: Tensor, divisor: float) -> None:
-    """Not ``torch.sum``, which adds up every fourth part by itself, in some columns, where there are more than four."""
+    """Sum in rank order. ``torch.sum`` adds up every fourth part by itself, in some columns, of more than four."""
     exact = _exact(out.dtype)
     length = _BLOCK_BYTES // exact.itemsize
     scratch = None if exact == out.dtype else out.new_empty(min(length, out.numel()), dtype=exact)
@@ -79,7 +79,7 @@ def _sum_in_rank_order(parts: Tensor, out: Tensor, divisor: float) -> None:
 
 
 def _sum_at_once(parts: Tensor, out: Tensor, divisor: float) -> None:
-    """One kernel, which sums half precision in single precision, in an order that depends on the shape alone."""
+    """Sum in one kernel: half precision in single precision, in an order that depends on the shape alone."""
     exact = _exact(out.dtype)
     into = out if divisor == 1.0 or exact == out.dtype else torch.empty_like(out, dtype=exact)
     torch.sum(parts, 0, dtype=into.dtype, out=into)
@@ -88,7 +88,7 @@ def _sum_at_once(parts: Tensor, out: Tensor, divisor: float) -> None:
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
-    """In which half precision is summed until it is divided: fp16 overflows early."""
+    """Return the dtype to sum in until the division: half precision in single precision, as fp16 overflows early."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 

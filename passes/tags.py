@@ -1,4 +1,4 @@
-"""What the partitioner is told of a node: compute its result again in backward, or save it."""
+"""Tell the partitioner to recompute a node's result in backward, or to save it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step would take with these parameters kept: cut a copy of the joint graph, lower both halves, weigh and time.
+"""Predict a step with some parameters kept: cut a copy of the joint graph, lower both halves, weigh and time them.
 
     joint graph, kept          forward                                 backward
     {w1}                 ->    G0 w0 y0 | G1 w1 y1 -> y0, y1, w1  ...  y1, w1 | gx1 | G0 w0 | gx0
@@ -6,8 +6,8 @@
     of them that stay          inputs: shards, buffers, the batch; what forward returns to its caller, until the end
 
 The real graph is cut later, by the same partitioner, so what min-cut saves beside what is kept is known here and not
-guessed. Not known: what Inductor's pattern matchers make of the graph before it is cut, and whatever stands outside of
-it (a loss of the caller's, optimizers, gradients of an earlier backward).
+guessed. Two things are not known: what Inductor's pattern matchers make of the graph before it is cut, and whatever is
+outside of it (a loss of the caller's, optimizers, gradients of an earlier backward).
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class Half:
     """A lowered forward or backward graph, and its prediction."""
 
     graph: fx.Graph
-    live_bytes: tuple[int, ...]  # at each node, without what stays
+    live_bytes: tuple[int, ...]  # at each node, without inputs that stay
     events: tuple[Event, ...]  # one for each call, in the graph's order
     timeline: Timeline
 
     def without_graph(self) -> Half:
-        """The figures alone."""
+        """Return only the figures."""
         return dataclasses.replace(self, graph=fx.Graph(), events=())
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One step as it would be."""
+    """The prediction of one step."""
 
     kept: frozenset[str]
     recomputed: frozenset[str]
@@ -72,7 +72,7 @@ class Trial:
         return self.forward.timeline.total_s + self.backward.timeline.total_s
 
     def without_graphs(self) -> Trial:
-        """The figures alone: of many trials of a large model the graphs would take gigabytes."""
+        """Return only the figures: the graphs of many trials of a large model would take gigabytes."""
         return dataclasses.replace(self, forward=self.forward.without_graph(), backward=self.backward.without_graph())
 
     @property
@@ -90,9 +90,9 @@ def trial_of(
     sliced: Collection[str] = (),
     lookahead: int = 1,
 ) -> Trial:
-    """Predict the step of a joint graph that has gone through all passes but ``keep``; the graph stays as it is.
+    """Predict the step of a joint graph that has gone through the passes before ``chosen_slices``; it is not changed.
 
-    ``like_fsdp2``: not as it is compiled, but as FSDP2 runs it eagerly (by_hooks.py).
+    With ``like_fsdp2``, predict it as FSDP2 runs it eagerly (by_hooks.py), and not as it is compiled.
     """
     module = fx.GraphModule(joint.owning_module or {}, copy.deepcopy(joint))  # type: ignore[arg-type]
     if like_fsdp2:
@@ -135,7 +135,7 @@ def _half(
 
 
 def num_forward_results(joint: fx.Graph) -> int:
-    """How many results of a joint graph are its forward's: the gradients of the inputs come behind, one for each."""
+    """Return how many results of a joint graph are its forward's; the gradients of inputs follow, one for each."""
     inputs = joint.find_nodes(op="placeholder")
     tangents = [node for node in inputs if node.name.startswith("tangents")]
     results = results_of(joint)

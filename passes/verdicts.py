@@ -1,11 +1,11 @@
-"""What keeps an exposed collective from being hidden, found by launching it earlier in a replay.
+"""Find what keeps an exposed collective from being hidden, by launching it earlier in a replay.
 
-    G1 | G2 | w1 c1 | w2 c2       2 waits 3 ms
-    G2 | G1 | w1 c1 | w2 c2       no step is shorter for it             compute: the links are as busy, beside as little
+    G1 | G2 | w1 c1 | w2 c2       w2 waits 3 ms
+    G2 | G1 | w1 c1 | w2 c2       the step gets no shorter              compute: links as busy, as little beside them
     c1 | R1 | c2 ... w1           R1 sends what c1 computes             dependency: it was launched when it could be
     c0 | G1 | c1 | w1 c2          launched before c0: 3 ms less         order; memory, where that is over the budget
 
-A cause is what one would have to change. Events are data: nothing of a graph is touched.
+A cause is what one would have to change. Events are data: no graph is changed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .replay import Compute, Event, Exposed, Launch, Timeline, Wait, simulate
 
 HIDDEN, COMPUTE, MEMORY, DEPENDENCY, ORDER = "hidden", "compute", "memory", "dependency", "order"
 
-_TRIED = 4  # launches in front of which one is tried, besides the earliest place of all
-_WORTH = 0.05  # of what is exposed: what less does not shorten is not the order's fault
+_TRIED = 4  # a launch is tried in front of so many others, and at the earliest place of all
+_WORTH = 0.05  # share of the exposed seconds that an earlier launch has to save, to count as the cause
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Verdict:
     words: str
     earlier: str = ""  # ORDER, MEMORY: the event in front of which its launch would shorten the step
     saves_s: float = 0.0  # by how much
-    holds_bytes: int = 0  # and what would be alive at most until where it is launched now
+    holds_bytes: int = 0  # and the most that would be alive between there and where it is launched now
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _Tried:
 
 
 class Verdicts:
-    """Of the exposed collectives of one replay; above ``room_bytes`` nothing may be alive, where a budget says so."""
+    """Judge the exposed collectives of one replay; with a budget, at most ``room_bytes`` may be alive."""
 
     def __init__(self, events: Sequence[Event], timeline: Timeline, room_bytes: int | None = None) -> None:
         self._alive = [point.num_bytes for point in timeline.memory]
@@ -54,14 +54,14 @@ class Verdicts:
         self._launched = {one.name: place for place, one in enumerate(self._short) if isinstance(one, Launch)}
         self._waited = {one.name: place for place, one in enumerate(self._short) if isinstance(one, Wait)}
         self._total_s = simulate(self._short).total_s
-        # By the clock, with what collectives slow computation down by: what is beside a collective hides as much of it.
+        # Compute as the clock shows it, slowed down by collectives: this is how much of a collective it hides.
         spans = iter(timeline.compute)
         computing = (next(spans) if isinstance(event, Compute) else None for event in events)
         seconds = (0.0 if span is None else span.end_s - span.start_s for span in computing)
         self._computed_s = [0.0, *itertools.accumulate(seconds)]
 
     def of(self, exposed: Exposed, behind: str = "") -> Verdict:
-        """Why computation waits for it; ``behind`` names what is computed last before its launch, if anything is."""
+        """Return why computation waits for it; ``behind`` names what is computed last before its launch, if any."""
         name = exposed.name
         tried = [self._try(name, place) for place in self._earlier(name)]
         worth = [one for one in tried if one.saves_s > _WORTH * exposed.seconds]
@@ -91,9 +91,10 @@ class Verdicts:
         return Verdict(COMPUTE, f"{beside}{tail}")
 
     def _cannot_move(self, name: str, seconds: float) -> bool:
-        """Whether less is computed between the earliest place for a launch and its own.
+        """Whether no more than ``seconds`` are computed between the earliest place for a launch and its own.
 
-        What others are packed with is no place to stand in front of: in the queue it would be in front of them.
+        The packing of other launches does not count, unless something waits there: in front of it, the launch would
+        also be in front of them in the queue.
         """
         between = self._short[self._earliest(name) : self._packed(name)]
         waits = any(isinstance(one, Wait) for one in between)
@@ -106,14 +107,14 @@ class Verdicts:
         return Verdict(cause, said, self._short[found.place].name, found.saves_s, found.holds_bytes)
 
     def _earlier(self, name: str) -> list[int]:
-        """Places in front of its launch where it may stand: the earliest, and in front of launches close to it."""
+        """Return earlier places for a launch: the earliest of all, and in front of launches close to it."""
         place, earliest = self._packed(name), self._earliest(name)
         others = [at for at in range(earliest, place) if isinstance(self._short[at], Launch)]
         chosen = {earliest, *others[-_TRIED:]} if earliest < place else set()
         return sorted(at for at in chosen if any(_takes_time(one) for one in self._short[at:place]))
 
     def _packed(self, name: str) -> int:
-        """Where the packing begins that stands right in front of a launch, and moves with it."""
+        """Return where the packing right in front of a launch begins, which moves with it."""
         place = self._launched[name]
         while place and _is_copy(self._short[place - 1]):
             place -= 1
@@ -123,7 +124,7 @@ class Verdicts:
         return max((self._done(one) + 1 for one in self._needs[name]), default=0)
 
     def _done(self, name: str) -> int:
-        """Where in the short list a compute has run, or a collective has been waited for."""
+        """Return where in the short list a compute has run, or a collective has been waited for."""
         return self._waited[name] if name in self._waited else self._short_of[name]
 
     def _try(self, name: str, place: int) -> _Tried:
@@ -136,13 +137,13 @@ class Verdicts:
 
 
 def _nearest(tried: Sequence[_Tried]) -> _Tried:
-    """The smallest step back that saves nearly as much as any."""
+    """Return the smallest step back that saves nearly as much as any."""
     most = max(one.saves_s for one in tried)
     return max((one for one in tried if one.saves_s >= 0.9 * most), key=lambda one: one.place)
 
 
 def _takes_time(event: Event) -> bool:
-    """What a launch can pass: work, a wait, or another launch in the queue."""
+    """Whether it matters that a launch passes this event: work, a wait, or another launch in the queue."""
     return not isinstance(event, Compute) or event.seconds > 0
 
 
@@ -151,12 +152,12 @@ def _is_copy(event: Event) -> bool:
 
 
 def _shortened(events: Sequence[Event]) -> tuple[list[Event], list[int], Mapping[str, int]]:
-    """The events with computes that follow one another as one, and without memory.
+    """Return the events without memory, with computes that follow one another merged into one.
 
-    With the place of the first event behind each, and where each compute went.
+    Also return the place of the first original event of each, and where each compute went.
     """
     needed = {name for event in events if isinstance(event, Launch) for name in event.needs}
-    ends = False  # with a compute that a launch needs, behind which it might stand
+    ends = False  # whether the last event is a compute that a launch needs, and might be put right behind it
     short: list[Event] = []
     first: list[int] = []
     short_of: dict[str, int] = {}

@@ -25,5 +25,5 @@ VIEWS = (
 
 
 def passes_on(node: fx.Node) -> bool:
-    """Whether a node is a view or a cast: its value is its first input's."""
+    """Whether a node is a view or a cast, which passes on the value of its first input."""
     return node.target in VIEWS or node.target in CASTS

@@ -1,7 +1,7 @@
-"""Bytes alive over the two halves of a step, where the caller holds what forward took and what it returned.
+"""Count the bytes alive over the two halves of a step; the caller holds forward's inputs and results.
 
     forward     inputs, and what each node needs                       inputs: shards, buffers, the batch
-    backward    inputs, what forward returned, what each node needs    saved activations go with their last reader
+    backward    inputs, what forward returned, what each node needs    saved activations: until their last reader
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .memory import live_bytes, saved_inputs
 
 @dataclass(frozen=True)
 class Weight:
-    """What one rank holds."""
+    """The bytes that one rank holds."""
 
-    forward: tuple[int, ...]  # at each node, without what stays
+    forward: tuple[int, ...]  # at each node, without inputs that stay
     backward: tuple[int, ...]
     held_bytes: int  # from begin to end: the callers' inputs
     returned_bytes: int  # while backward runs: what forward returned, and its caller may hold
-    given_up: tuple[str, ...]  # inputs of backward that go with their last readers
+    given_up: tuple[str, ...]  # inputs of backward that their last readers free
 
     @property
     def peak_bytes(self) -> int:
@@ -32,12 +32,12 @@ class Weight:
 
 
 def weigh(forward: fx.Graph, backward: fx.Graph, num_results: int, fused: bool = True) -> Weight:
-    """Of two lowered halves; behind its ``num_results`` results forward returns what backward takes."""
+    """Weigh two lowered halves; behind its ``num_results`` results, forward returns what backward takes."""
     first, held_bytes = live_bytes(forward, fused=fused)
     storages = storages_of(forward)
     results = [storages[one] if isinstance(one, fx.Node) else () for one in results_of(forward)]
     made = {one for these in results[:num_results] for one in these if one.node.op == "call_function"}
-    # What is saved of an input, or of what is returned, is the caller's while backward runs, under whatever name.
+    # A saved tensor that shares memory with an input or a result of forward is the caller's while backward runs.
     callers = {
         name
         for name, these in zip(taken_as(forward, backward, num_results), results[num_results:])
@@ -49,19 +49,19 @@ def weigh(forward: fx.Graph, backward: fx.Graph, num_results: int, fused: bool =
 
 
 def saved_by(forward: fx.Graph, backward: fx.Graph) -> int:
-    """How many results of a forward graph come first, before what its backward takes."""
+    """Return how many results of a forward graph come before what its backward takes."""
     return max(len(results_of(forward)) - len(_saved(backward)), 0)
 
 
 def results_of(graph: fx.Graph) -> tuple[object, ...]:
-    """What a graph returns."""
+    """Return the results of a graph."""
     results = graph.output_node().args[0]
     assert isinstance(results, (tuple, list))
     return tuple(results)
 
 
 def taken_as(forward: fx.Graph, backward: fx.Graph, num_results: int) -> list[str]:
-    """What backward calls each thing that forward saves for it: forward has tensors first, backward sizes."""
+    """Return backward's name for each value that forward saves: forward has tensors first, backward sizes."""
     saved = [one if isinstance(one, fx.Node) else None for one in results_of(forward)[num_results:]]
     taken = _saved(backward)
     names = {one.name for one in taken}

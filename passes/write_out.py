@@ -1,4 +1,4 @@
-"""What forward computes of a weight is in memory when backward reads it.
+"""Write to memory what forward computes of a weight and backward reads, in a graph that is not cut.
 
     whole step                         after
     w = unshard(s)                     w = unshard(s)
@@ -8,8 +8,8 @@
     gx = mul(x, gz)                    gx = mul(x, gz)         in backward
 
 Inductor computes a pointwise result once more in each kernel that reads it. In backward, such a kernel would read what
-forward gathered: ``w`` would live until then, and so would all that was gathered with it. What becomes of forward's
-results where a graph is cut becomes of these too: they are written.
+forward gathered: ``w`` would live until then, and so would all that was gathered with it. If a graph is cut, forward
+writes its results for backward to memory; this pass has the same done in a graph that is not cut.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ library.impl("in_memory", _in_memory, "CompositeExplicitAutograd")
 
 
 def write_out(graph: fx.Graph, plan: Plan) -> int:
-    """Write what Inductor would compute of a gathered weight in another phase; return how many results that are."""
+    """Write results that Inductor would compute of a gathered weight in a later phase; return how many these are."""
     del plan  # the phases say what is read in which
     kernels_compat.lower_as_written(in_memory)
     gathers = {node for node in unshard_nodes(graph) if node.kwargs["regather"]}
-    computed: dict[fx.Node, None] = {}  # of weights, and of nothing that is in memory besides
+    computed: dict[fx.Node, None] = {}  # from weights, with nothing in memory between
     late: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if node.op != "call_function" or is_free(node):

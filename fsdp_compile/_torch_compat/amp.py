@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Multiply in place, and set ``found_inf`` to one where a gradient is not finite.
+    """Multiply gradients by ``inv_scale`` in place, and set ``found_inf`` to one if one of them is not finite.
 
     ``_amp_foreach_non_finite_check_and_unscale_``: 2.11 to 2.15.
     """

@@ -12,7 +12,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # 
 
 
 def backward_task() -> int | None:
-    """Number of the backward that runs on this thread, None without one; a nested one has its own.
+    """Return the number of the backward that runs on this thread, None without one; a nested one has its own.
 
     ``_current_graph_task_id``: 2.11 to 2.15.
     """
@@ -21,7 +21,7 @@ def backward_task() -> int | None:
 
 
 def restore_grad_dtype(param: torch.Tensor, grad_dtype: torch.dtype | None) -> None:
-    """Ask for gradients of ``grad_dtype`` again, after ``param`` was replaced; None asks for them as they come."""
+    """Set ``grad_dtype`` again after ``param`` was replaced; None asks for gradients as autograd produces them."""
     if getattr(param, "grad_dtype", grad_dtype) == grad_dtype:
         return
     grad, param.grad = param.grad, None  # module.to() has converted it, and torch refuses one of another dtype
@@ -36,17 +36,17 @@ def in_functorch() -> bool:
 
 
 def without_functorch() -> contextlib.AbstractContextManager[object]:
-    """What runs inside is not transformed (``_C._DisableFuncTorch``: 2.11 to 2.15)."""
+    """Return a block in which no transform of ``torch.func`` applies (``_C._DisableFuncTorch``: 2.11 to 2.15)."""
     return torch._C._DisableFuncTorch()
 
 
 def records_now() -> bool:
-    """Whether autograd records what code computes here, and no transform of torch.func does."""
+    """Whether autograd records what code computes here, and no transform of torch.func is running."""
     return torch.is_grad_enabled() and not in_functorch()
 
 
 def apply_recorded(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply``, recorded and not transformed, wherever it is called."""
+    """Call ``function.apply`` so that it is recorded by autograd and not transformed, wherever the call is."""
     if records_now():
         return function.apply(*args)
     with torch.inference_mode(False), torch.enable_grad(), temporarily_clear_interpreter_stack():
@@ -54,7 +54,7 @@ def apply_recorded(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def profiler_runs() -> bool:
-    """Whether somebody records ranges (``autograd.profiler._is_profiler_enabled``: 2.11 to 2.15)."""
+    """Whether a profiler records ranges (``autograd.profiler._is_profiler_enabled``: 2.11 to 2.15)."""
     return torch.autograd.profiler._is_profiler_enabled
 
 
@@ -64,9 +64,9 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd takes a tensor for a view of another that a module made (``_is_view``: 2.11 to 2.15).
+    """Whether a tensor is a view that a module made (``_is_view``: 2.11 to 2.15).
 
-    Full backward hooks pass outputs through ``BackwardHookFunction``, whose outputs are views that nobody made.
+    Full backward hooks pass outputs through ``BackwardHookFunction``, whose outputs are views that no module made.
     """
     return tensor._is_view() and type(tensor.grad_fn).__name__ != "BackwardHookFunctionBackward"
 
@@ -74,8 +74,8 @@ def is_view(tensor: torch.Tensor) -> bool:
 def accumulates(leaf: Any) -> bool:
     """Whether the backward that runs accumulates into the parameter whose ``AccumulateGrad`` node is ``leaf``.
 
-    False as well under ``autograd.grad``, where asking raises for what is asked for: the gradient goes to the caller
-    then. ``_will_engine_execute_node``: 2.11 to 2.15.
+    It is False under ``autograd.grad`` as well: there the gradient goes to the caller, and torch raises when it is
+    asked about such a node. ``_will_engine_execute_node``: 2.11 to 2.15.
     """
     try:
         return bool(torch._C._will_engine_execute_node(leaf))  # type: ignore[attr-defined]
@@ -86,7 +86,7 @@ def accumulates(leaf: Any) -> bool:
 def is_left_out(leaf: Any) -> bool:
     """Whether the backward that runs neither accumulates into this parameter nor was asked for its gradient.
 
-    A node for several parameters runs where any of them is wanted. ``_will_engine_execute_node``: 2.11 to 2.15.
+    A node for several parameters runs if any of them is wanted. ``_will_engine_execute_node``: 2.11 to 2.15.
     """
     try:
         return leaf is not None and not torch._C._will_engine_execute_node(leaf)  # type: ignore[attr-defined]
@@ -100,31 +100,31 @@ GRADIENTS_COME_AS_PRODUCED = hasattr(torch.autograd.function.FunctionCtx, "set_o
 
 
 def take_gradients_as_produced(ctx: Any) -> None:
-    """Have the backward of an autograd function with one output get its gradient so, where it can be."""
+    """Have the backward of an autograd function with one output get its gradient in that dtype, if torch can."""
     if GRADIENTS_COME_AS_PRODUCED:
         ctx.set_output_grad_dtype(None)
 
 
 def quick_attributes() -> contextlib.AbstractContextManager[None]:
-    """Where attributes of a DTensor are read as fast as a plain tensor's.
+    """Return a block in which attributes of a DTensor are read as fast as a plain tensor's.
 
-    Outside, torch looks at each read whether the class has a ``__torch_function__``, which DTensor's is none.
-    ``_C.DisableTorchFunctionSubclass``: 2.11 to 2.15.
+    Outside of it torch checks at each read whether the class has a ``__torch_function__`` that is in use; DTensor's is
+    not. ``_C.DisableTorchFunctionSubclass``: 2.11 to 2.15.
     """
     return torch._C.DisableTorchFunctionSubclass()
 
 
-# Those on a parameter itself: tensor hooks and post-accumulate ones, empty or None without any (2.11 to 2.15).
+# The hooks on a parameter itself: (tensor hooks, post-accumulate hooks), empty or None without any (2.11 to 2.15).
 hooks_of = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def tensor_hooks(param: torch.Tensor) -> Any:
-    """Those that see a gradient on its way, by key; empty or None without any (``_backward_hooks``: 2.11 to 2.15)."""
+    """Return the tensor hooks by key; empty or None without any (``_backward_hooks``: 2.11 to 2.15)."""
     return param._backward_hooks
 
 
 def post_accumulate_grad_hooks(param: torch.Tensor) -> Any:
-    """Those behind a gradient's arrival, by key, or None (``_post_accumulate_grad_hooks``: 2.11 to 2.15)."""
+    """Return the post-accumulate hooks by key, or None (``_post_accumulate_grad_hooks``: 2.11 to 2.15)."""
     return getattr(param, "_post_accumulate_grad_hooks", None)
 
 
@@ -134,7 +134,7 @@ def has_post_accumulate_grad_hooks(param: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def without_post_accumulate_grad_hooks(params: Sequence[torch.Tensor]) -> Iterator[None]:
-    """A block in which what stands behind a gradient's arrival, an optimizer perhaps, does not run."""
+    """A block in which post-accumulate hooks, an optimizer in one perhaps, do not run."""
     hooks = [getattr(param, "_post_accumulate_grad_hooks", None) or {} for param in params]
     kept = [dict(one) for one in hooks]
     for one in hooks:
@@ -147,21 +147,21 @@ def without_post_accumulate_grad_hooks(params: Sequence[torch.Tensor]) -> Iterat
 
 
 def run_post_accumulate_grad_hooks(param: torch.Tensor) -> None:
-    """Run what ``register_post_accumulate_grad_hook`` put there (``_post_accumulate_grad_hooks``: 2.11 to 2.15)."""
+    """Run the hooks of ``register_post_accumulate_grad_hook`` (``_post_accumulate_grad_hooks``: 2.11 to 2.15)."""
     for hook in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
         hook(param)
 
 
 @contextlib.contextmanager
 def no_new_versions(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Writes inside do not count for autograd (``autograd._unsafe_preserve_version_counter``: 2.11 to 2.15)."""
+    """A block whose writes do not count for autograd (``autograd._unsafe_preserve_version_counter``: 2.11 to 2.15)."""
     counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
     with torch.autograd._unsafe_preserve_version_counter(counted):
         yield
 
 
 def in_compiled_autograd() -> bool:
-    """Whether a backward that compiled autograd compiled is running; callbacks for its end would never run.
+    """Whether a backward that compiled autograd compiled is running, in which callbacks for its end would never run.
 
     ``_dynamo.compiled_autograd.in_compiled_autograd_region``: 2.11 to 2.15.
     """
@@ -179,12 +179,12 @@ def backward_has_an_end() -> bool:
 def uses_compiled_autograd() -> bool:
     """Whether backwards inside compiled functions are compiled too.
 
-    ``_dynamo.config.compiled_autograd``: 2.11 to 2.15. Asked while tracing, and not guarded: what is traced for it
-    trains without it as well.
+    ``_dynamo.config.compiled_autograd``: 2.11 to 2.15. It is asked while tracing, and not guarded: a graph that was
+    traced for compiled autograd trains without it as well.
     """
     return bool(torch._dynamo.config.compiled_autograd)
 
 
 def get_grad_dtype(param: torch.Tensor) -> torch.dtype | None:
-    """The dtype that ``param`` asks its gradients to have; None: as autograd produces them (``Tensor.grad_dtype``)."""
+    """Return the dtype that ``param`` asks of its gradients; None for any that comes (``Tensor.grad_dtype``)."""
     return getattr(param, "grad_dtype", param.dtype)

@@ -1,10 +1,10 @@
-"""What the metadata of a checkpoint of torch.distributed.checkpoint is pickled with."""
+"""The classes and functions with which torch.distributed.checkpoint pickles the metadata of a checkpoint."""
 
 from __future__ import annotations
 
 import torch
 
-# Of what ``FileSystemWriter`` writes: 2.11 to 2.15. Paths of Python 3.13 say ``pathlib._local``.
+# Those in what ``FileSystemWriter`` writes: 2.11 to 2.15. Paths of Python 3.13 name ``pathlib._local``.
 _IN_METADATA = frozenset(
     {
         *(
@@ -31,5 +31,5 @@ _IN_METADATA = frozenset(
 
 
 def is_in_metadata(module: str, name: str) -> bool:
-    """Whether metadata may be made of this class or function; none of these runs anything of the file's."""
+    """Whether metadata may be made of this class or function; none of these runs code from the file."""
     return (module, name) in _IN_METADATA or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))

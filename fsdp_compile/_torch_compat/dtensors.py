@@ -14,16 +14,16 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor, or the one in a DTensor, was written to; 0 in inference mode (``_version``: 2.11 to 2.15)."""
+    """Count the writes to a tensor, or to the one in a DTensor; 0 in inference mode (``_version``: 2.11 to 2.15)."""
     inner = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return 0 if inner.is_inference() else inner._version
 
 
 def dtensor_like(param: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor with the mesh, placements and global shape of ``param``, without ``from_local``'s checks.
+    """Make a DTensor with the mesh, placements and global shape of ``param``, without ``from_local``'s checks.
 
-    ``DTensor.__new__(DTensor, local, spec, requires_grad=)``, ``_spec``: 2.11 to 2.15. A tenth of
-    ``from_local``'s time; its ``__init__`` does nothing, behind wrappers that take longer than the rest.
+    ``DTensor.__new__(DTensor, local, spec, requires_grad=)``, ``_spec``: 2.11 to 2.15. It takes a tenth of
+    ``from_local``'s time. ``__init__`` does nothing, inside wrappers that take longer than the rest, and is left out.
     """
     return DTensor.__new__(DTensor, local, param._spec, requires_grad=False)
 
@@ -31,25 +31,25 @@ def dtensor_like(param: DTensor, local: torch.Tensor) -> DTensor:
 def dtensor_of(
     local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:
-    """What ``DTensor.from_local`` makes, in a third of the time (``DTensorSpec``, ``TensorMeta``: 2.11 to 2.15)."""
+    """Make what ``from_local`` makes, in a third of the time (``DTensorSpec``, ``TensorMeta``: 2.11 to 2.15)."""
     spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def versions_of(tensor: Any) -> list[int]:
-    """How often it was written to: a write to the DTensor counts there, one to its local tensor here."""
+    """Count the writes to a DTensor, and those to its local tensor: neither count includes the other."""
     return [0 if one.is_inference() else one._version for one in (tensor, local_tensor(tensor))]
 
 
 def local_tensor(param: DTensor) -> torch.Tensor:
-    """This rank's part of a parameter, without a gradient (``_local_tensor``: 2.11 to 2.15, in graphs too)."""
+    """Return this rank's part of a parameter, without a gradient (``_local_tensor``: 2.11 to 2.15, in graphs too)."""
     return param._local_tensor
 
 
 def on_cpu(sharded: DTensor, pin_memory: bool) -> DTensor:
-    """The same DTensor with its local tensor on the CPU, whatever its mesh (``_local_tensor``: 2.11 to 2.15).
+    """Return the same DTensor with its local tensor on the CPU, whatever its mesh (``_local_tensor``: 2.11 to 2.15).
 
-    A new one, for a DTensor says that it is where its local tensor was when it was made, and ``grad`` must be there.
+    It is a new one: the device of a DTensor is that of its local tensor when it was made, and ``grad`` must be there.
     """
     local = sharded._local_tensor
     if local.is_meta:
@@ -59,7 +59,7 @@ def on_cpu(sharded: DTensor, pin_memory: bool) -> DTensor:
 
 
 def pin(param: torch.Tensor) -> None:
-    """Have a shard on the CPU in pinned memory, if it came into other memory (``_local_tensor``: 2.11 to 2.15)."""
+    """Move a shard on the CPU to pinned memory, if it is in other memory (``_local_tensor``: 2.11 to 2.15)."""
     local = param._local_tensor if isinstance(param, DTensor) else None
     if local is not None and local.device.type == "cpu" and not local.is_pinned() and torch.accelerator.is_available():
         param._local_tensor = local.pin_memory()  # type: ignore[attr-defined]
@@ -107,10 +107,10 @@ StridedShard = _StridedShard
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """One mesh of the dimensions of several slices of the same mesh (``DeviceMesh._concatenate``: 2.11 to 2.15)."""
+    """Join the dimensions of several slices of one mesh into a mesh (``DeviceMesh._concatenate``: 2.11 to 2.15)."""
     return DeviceMesh._concatenate(list(meshes))
 
 
 def flatten_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The named dimensions as one, in a new process group, made once a mesh (``DeviceMesh._flatten``: 2.11 to 2.15)."""
+    """Join the named dimensions into one, with a new group, once a mesh (``DeviceMesh._flatten``: 2.11 to 2.15)."""
     return mesh[names]._flatten("_".join(names))

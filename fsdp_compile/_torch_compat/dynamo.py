@@ -25,9 +25,9 @@ from ..passes._torch_compat import leave_all_to_python as leave_all_to_python
 
 
 def compiles_with(compiled: Any) -> Callable[[Any], Any] | None:
-    """What made ``module.compile()``'s result of ``module._call_impl``, to make another; None where it is not known.
+    """Return what ``module.compile()`` compiled with, to compile another function with it; None if it is not known.
 
-    ``_compiled_call_impl`` is a closure of the context that compiles, as its free variable ``self``: 2.11 to 2.15.
+    ``_compiled_call_impl`` is a closure over the context that compiles, its free variable ``self``: 2.11 to 2.15.
     """
     function = getattr(compiled, "__func__", compiled)
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
@@ -56,22 +56,22 @@ def register_opaque(cls: type, guard: Callable[[Any], list[Any]], constant_metho
 def mark_free_to_save(tensor: torch.Tensor) -> None:
     """Have a graph save ``tensor`` itself for backward, as it does parameters, and nothing that it makes of it.
 
-    What ``torch._dynamo.mark_static_address(tensor, guard=False)`` does, in a tenth of the time: 2.11 to 2.15.
+    It does what ``torch._dynamo.mark_static_address(tensor, guard=False)`` does, in a tenth of the time: 2.11 to 2.15.
     """
     tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
 
 
 def hide_looks_at_grad() -> None:
-    """Hide that Dynamo itself looks at ``.grad`` of a tensor that is no leaf, as an edge is, where warnings are errors.
+    """Ignore the warning when Dynamo itself reads ``.grad`` of an edge, which is no leaf: warnings may be errors.
 
-    It means to hide torch's warning, by ``warnings.showwarning``, which no warning comes to that is an error
-    (``safe_has_grad``, ``safe_grad``: 2.11 to 2.15). A look of the user's is warned of as before.
+    Dynamo tries to hide torch's warning by ``warnings.showwarning``, which is not called for a warning that is an error
+    (``safe_has_grad``, ``safe_grad``: 2.11 to 2.15). If the user reads it, torch warns as before.
     """
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning, r"torch\._(dynamo|subclasses)\.")
 
 
 def changed_while_traced(value: object) -> bool:
-    """Whether code that Dynamo is tracing has written to a dict, list or the like: the object itself is as it was.
+    """Whether code that Dynamo is tracing has written to a dict, list or the like, which is itself unchanged so far.
 
     Inside ``torch.func.functional_call`` Dynamo does not count writes to the parameters of the module itself, so they
     are taken to be changed. ``InstructionTranslator.current_tx``, ``SideEffects.id_to_variable``, ``is_modified`` and
@@ -98,7 +98,7 @@ _BODIES_APART = {
 
 
 def output_being_traced() -> Any:
-    """The graphs that Dynamo is writing; None when it traces nothing (``current_tx``, ``output``: 2.11 to 2.15)."""
+    """Return the graphs that Dynamo is writing; None if it traces none (``current_tx``, ``output``: 2.11 to 2.15)."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
@@ -108,15 +108,15 @@ def output_being_traced() -> Any:
 
 
 def is_tracing() -> bool:
-    """Whether it was Dynamo that called, on its way through code of the user's."""
+    """Whether Dynamo made this call, while it traces the user's code."""
     return output_being_traced() is not None
 
 
 def num_writes_traced(tensor: torch.Tensor) -> int:
-    """How often what Dynamo is tracing has written to a tensor that is an input of its graph, or more.
+    """Return at least how often the code that Dynamo is tracing has written to a tensor, an input of its graph.
 
     ``FakeTensorConverter._get_memo``, ``OutputGraph.tracers``, ``meta["example_value"]``: 2.11 to 2.15. Versions do not
-    tell of ``_foreach`` ops on a DTensor.
+    count ``_foreach`` ops on a DTensor, so ops whose names say that they write are counted, too.
     """
     output = output_being_traced()
     fake = None if output is None else output.fake_mode.fake_tensor_converter._get_memo(tensor)
@@ -139,21 +139,21 @@ def traces_with_grad() -> bool:
     return bool(state["grad_enabled"][1]) if "grad_enabled" in state else torch.is_grad_enabled()
 
 
-# What Dynamo traces, by the context that it hands on to AOTAutograd, where that takes tensors which are free to save.
+# Graphs of Dynamo's that take tensors which are free to save, by the context that Dynamo hands on to AOTAutograd.
 _taking: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def note_free_to_save() -> None:
-    """Note that what Dynamo traces takes such tensors (``_guards.TracingContext.try_get``: 2.11 to 2.15)."""
+    """Note that the graph being traced takes such tensors (``_guards.TracingContext.try_get``: 2.11 to 2.15)."""
     context, output = torch._guards.TracingContext.try_get(), output_being_traced()
     if context is not None and output is not None:
         _taking[context] = weakref.ref(output)
 
 
 def inputs_free_to_save(joint: torch.fx.Graph) -> list[torch.fx.Node]:
-    """They among the inputs of a joint graph, which begin with those of Dynamo's graph.
+    """Return such tensors among the inputs of a joint graph, which begin with the inputs of Dynamo's graph.
 
-    Its inputs are ``OutputGraph.graph``'s, and the mark is in ``meta["tensor_dict"]``: 2.11 to 2.15.
+    Those are the inputs of ``OutputGraph.graph``, and the mark is in ``meta["tensor_dict"]``: 2.11 to 2.15.
     """
     context = torch._guards.TracingContext.try_get()
     output = _taking[context]() if context in _taking else None
@@ -166,7 +166,7 @@ def inputs_free_to_save(joint: torch.fx.Graph) -> list[torch.fx.Node]:
 
 
 def _tracers_apart() -> list[Any]:
-    """What writes the graph around the outermost op whose body stands apart, then those inside; empty without one.
+    """Return the tracer of the graph around the outermost op of ``_BODIES_APART``, then those inside; else nothing.
 
     ``OutputGraph.tracers``, the innermost last, and ``SubgraphTracer.source_target``, the op: 2.11 to 2.15.
     """
@@ -179,7 +179,7 @@ def _tracers_apart() -> list[Any]:
 
 
 def begin_in_front() -> bool:
-    """Have Dynamo write what it traces next in front of the op in whose body it stands; whether there is one."""
+    """Have Dynamo write what it traces next in front of the op whose body it is in; return whether there is one."""
     tracers = _tracers_apart()
     if not tracers:
         return False
@@ -189,9 +189,9 @@ def begin_in_front() -> bool:
 
 
 def trace_region_anew() -> None:
-    """Have each region of those that are compiled once be traced, for another of them reads something else.
+    """Have Dynamo trace each ``nested_compile_region`` anew, since each may read other parameters.
 
-    Dynamo does so where a source that it traced has been written to (``traced_sources``, ``mutated_sources``: 2.15, not
+    Dynamo does so if a source that it traced has been written to (``traced_sources``, ``mutated_sources``: 2.15, not
     2.11).
     """
     tracers, output = _tracers_apart(), output_being_traced()
@@ -223,8 +223,8 @@ def traces_export() -> bool:
 def traces_backward() -> bool:
     """Whether a ``backward()`` in compiled code is traced into its forward's graph, whose leaves get the gradients.
 
-    ``_dynamo.config.trace_autograd_ops``: 2.11 to 2.15; 2.11 asserts that leaves are no DTensors. Asked while tracing,
-    and not guarded.
+    ``_dynamo.config.trace_autograd_ops``: 2.11 to 2.15; 2.11 asserts that leaves are no DTensors. It is asked while
+    tracing, and not guarded.
     """
     return bool(torch._dynamo.config.trace_autograd_ops)
 
@@ -235,9 +235,9 @@ def leave_to_python(function: Any) -> None:
 
 
 def reads_are_compiled(module: nn.Module) -> bool:
-    """Whether what ``module``'s forward reads will, for all that is known, be read by compiled code.
+    """Whether compiled code will, for all that is known, do the reads of ``module``'s forward.
 
-    True where Dynamo is at work around an eager frame (it compiles the frames inside), and where the user compiled the
+    It is True if Dynamo is at work around an eager frame (it compiles the frames inside), and if the user compiled the
     forward itself. ``get_eval_frame_callback``, ``_torchdynamo_orig_callable``: 2.11 to 2.15.
     """
     return is_at_work() or forward_is_compiled(module)
@@ -267,9 +267,9 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_called_through_compile() -> bool:
-    """Whether what runs was called through ``torch.compile``, be it that Dynamo left it to Python.
+    """Whether the code that runs was called through ``torch.compile``, even if Dynamo left it to Python.
 
-    A frame ``compile_wrapper`` of ``torch/_dynamo/eval_frame.py``: 2.11 to 2.15.
+    Then a frame ``compile_wrapper`` of ``torch/_dynamo/eval_frame.py`` is on the stack: 2.11 to 2.15.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -283,12 +283,12 @@ leave_to_python(is_called_through_compile)
 
 
 def forget_compiled(classes: set[type]) -> int:
-    """Drop what Dynamo compiled for frames that read an instance of one of ``classes``; how many frames that were.
+    """Drop what Dynamo compiled for frames that read an instance of one of ``classes``; return how many frames.
 
     A compiled frame guards on the identity of the classes of the modules that it read, and its guards print it. Dynamo
-    drops a frame's entries all together, and that it gave up on the classes' own frames, be it for an error that the
-    user made. ``convert_frame.input_codes``, ``_debug_get_cache_entry_list``, ``guard_manager`` of an entry,
-    ``reset_code``: 2.11 to 2.15.
+    drops all entries of a frame together. It also forgets that it gave up on the classes' own frames, be it for an
+    error that the user made. ``convert_frame.input_codes``, ``_debug_get_cache_entry_list``, ``guard_manager`` of an
+    entry, ``reset_code``: 2.11 to 2.15.
     """
     from torch._dynamo import convert_frame
 
@@ -334,17 +334,17 @@ def graph_breaks(observe: Callable[[Any, str], None]) -> Iterator[None]:
 
 
 def num_dynamo_graphs() -> int:
-    """Graphs that Dynamo has captured in this process (``_dynamo.utils.counters``: 2.11 to 2.15)."""
+    """Count the graphs that Dynamo has captured in this process (``_dynamo.utils.counters``: 2.11 to 2.15)."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def num_graph_breaks() -> int:
-    """The same of the places where it gave up on a frame."""
+    """Count the graph breaks in this process, likewise."""
     return sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
 def behind_compile(module: nn.Module) -> nn.Module:
-    """The module itself, where it is what ``torch.compile(module)`` returned (``_orig_mod``: 2.11 to 2.15)."""
+    """Return the module inside what ``torch.compile`` returned, else ``module`` (``_orig_mod``: 2.11 to 2.15)."""
     return module._orig_mod if isinstance(module, OptimizedModule) else module
 
 

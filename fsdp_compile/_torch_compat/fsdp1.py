@@ -1,4 +1,4 @@
-"""FSDP1: what its scripts say with private names, and what torch keeps behind public ones."""
+"""FSDP1: private names that its scripts use, and torch's own objects behind public names."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp._common_utils import _get_module_fsdp_state_if_fully_sharded_module
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-# As they were when this package was imported: by the time they are used, the name may be ours (adopt).
+# Torch's objects as they were when this package was imported: when they are used, the names may be ours (adopt).
 TORCH_FSDP: Any = torch_fsdp.FullyShardedDataParallel
 
 TORCH_GRAD_SCALER: Any = ShardedGradScaler
 
-# What checkpoint.state_dict takes for the state of a wrapped module; none is an error there: 2.11 to 2.15.
+# By this checkpoint.state_dict finds the state of a wrapped module; to find none is an error there: 2.11 to 2.15.
 TORCH_STATE_OF_WRAPPER: Any = _get_module_fsdp_state_if_fully_sharded_module
 
 # ``_HYBRID_SHARD_ZERO2``: 2.11 to 2.15.
@@ -28,35 +28,35 @@ HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
 
 
 def classes_in_full_precision(mixed_precision: MixedPrecision | None) -> tuple[type[nn.Module], ...]:
-    """The classes that compute in their own dtype (``MixedPrecision._module_classes_to_ignore``: 2.11 to 2.15)."""
+    """Return classes that compute in their own dtype (``MixedPrecision._module_classes_to_ignore``: 2.11 to 2.15)."""
     return () if mixed_precision is None else tuple(mixed_precision._module_classes_to_ignore)
 
 
 def is_policy(policy: Any) -> bool:
-    """Whether it is an object that decides on a whole tree, as ``ModuleWrapPolicy`` and ``CustomPolicy`` are."""
+    """Whether ``policy`` decides on a whole tree of modules, as ``ModuleWrapPolicy`` and ``CustomPolicy`` do."""
     return hasattr(policy, "_run_policy")
 
 
 def chosen_by_policy(
     policy: Any, root: nn.Module, ignored_modules: set[nn.Module], kwargs: dict[str, Any]
 ) -> dict[nn.Module, dict[str, Any]]:
-    """The modules that a policy wraps, with what each is wrapped with (``wrap._Policy._run_policy``: 2.11 to 2.15)."""
+    """Return the modules that a policy wraps, with arguments for each (``wrap._Policy._run_policy``: 2.11 to 2.15)."""
     chosen: dict[nn.Module, dict[str, Any]] = policy._run_policy(root, ignored_modules, kwargs)
     return chosen
 
 
 def without_checkpointing(name: str) -> str:
-    """A parameter's name without the parts that such wrappers add to it (``_CHECKPOINT_PREFIX``: 2.11 to 2.15)."""
+    """Return a name without the parts that checkpoint wrappers add to it (``_CHECKPOINT_PREFIX``: 2.11 to 2.15)."""
     return name.replace(_CHECKPOINT_PREFIX, "")
 
 
 def behind_checkpointing(module: Any) -> Any:
-    """The module itself, where ``checkpoint_wrapper`` or ``offload_wrapper`` stands around it (2.11 to 2.15)."""
+    """Return the module inside ``checkpoint_wrapper`` or ``offload_wrapper``, or the module given (2.11 to 2.15)."""
     return module._checkpoint_wrapped_module if isinstance(module, ActivationWrapper) else module
 
 
 def dtype_of_hook(hook: Any) -> torch.dtype | str | None:
-    """In what torch's own hooks reduce: a dtype, or ``"own"``; None for any other hook.
+    """Return the dtype in which a hook of torch's own reduces, or ``"own"``, the gradient's; None for any other hook.
 
     ``distributed.algorithms._comm_hooks.default_hooks``: 2.11 to 2.15.
     """
@@ -68,9 +68,9 @@ def dtype_of_hook(hook: Any) -> torch.dtype | str | None:
 
 
 def tell_checkpoint_helpers(either: Any, state_of: Any) -> None:
-    """Have ``checkpoint.state_dict``'s helpers ask ``either`` and ``state_of`` where they ask torch's own of FSDP1.
+    """Have ``checkpoint.state_dict``'s helpers use ``either`` and ``state_of`` in the place of torch's own for FSDP1.
 
-    Its names ``FSDP`` and ``_get_module_fsdp_state_if_fully_sharded_module``: 2.11 to 2.15.
+    They replace its names ``FSDP`` and ``_get_module_fsdp_state_if_fully_sharded_module``: 2.11 to 2.15.
     """
     names = vars(state_dict_helpers)
     for name, theirs, both in (
@@ -82,7 +82,7 @@ def tell_checkpoint_helpers(either: Any, state_of: Any) -> None:
 
 
 def rows_of_sharded_tensor(value: Any) -> torch.Tensor | None:
-    """This rank's rows of what FSDP1 gave for shards before DTensors; None of any other tensor (2.11 to 2.15)."""
+    """Return this rank's rows of a ShardedTensor, as FSDP1 once gave for shards; None for others (2.11 to 2.15)."""
     if not isinstance(value, ShardedTensor):
         return None
     shards = value.local_shards()

@@ -11,7 +11,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, Regi
 from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.distributed.device_mesh import DeviceMesh
 
-# As they were when this package was imported: by the time they are used, the name may be ours (adopt).
+# Torch's objects as they were when this package was imported: when they are used, the names may be ours (adopt).
 TORCH_FULLY_SHARD: Any = torch_fsdp.fully_shard
 
 
@@ -37,28 +37,28 @@ GRADIENT_REDUCTION_HANDLE: type = getattr(torch_fsdp, "GradientReductionHandle",
 def register_fsdp2_state(module: nn.Module, view: object) -> None:
     """Put ``view`` where ``torch.distributed.fsdp.fully_shard.state(module)`` looks, and have torch know it as sharded.
 
-    ``_composable.contract``: ``STATE_KEY``, a dict in the module by undecorated function, and ``REGISTRY_KEY``, one by
-    the function's name, where composable DDP sees what it leaves alone: 2.11 to 2.15.
+    ``_composable.contract``: ``STATE_KEY``, a dict in the module by undecorated function, and ``REGISTRY_KEY``, a dict
+    by the function's name, from which composable DDP knows what to leave alone: 2.11 to 2.15.
     """
     states = module.__dict__.setdefault(STATE_KEY, {})
     states[TORCH_FULLY_SHARD.__wrapped__] = view
-    if TORCH_REPLICATE.__wrapped__ in states:  # the copy of a replicated one
+    if TORCH_REPLICATE.__wrapped__ in states:  # the module is a copy of a replicated one
         states[TORCH_REPLICATE.__wrapped__] = view
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
 def fsdp2_state(module: nn.Module) -> Any:
-    """What ``torch.distributed.fsdp.fully_shard.state(module)`` returns; None for modules that are no unit."""
+    """Return what ``torch.distributed.fsdp.fully_shard.state(module)`` returns; None for modules that are no unit."""
     return module.__dict__.get(STATE_KEY, {}).get(TORCH_FULLY_SHARD.__wrapped__)
 
 
 def register_replicate_state(module: nn.Module) -> None:
-    """Put what ``register_fsdp2_state`` put there where FSDP2's ``replicate.state(module)`` looks, too."""
+    """Put what ``register_fsdp2_state`` registered where FSDP2's ``replicate.state(module)`` looks, too."""
     module.__dict__[STATE_KEY][TORCH_REPLICATE.__wrapped__] = fsdp2_state(module)
 
 
 def replicate_state(module: nn.Module) -> Any:
-    """What FSDP2's ``replicate.state(module)`` returns; None for modules that are not replicated."""
+    """Return what FSDP2's ``replicate.state(module)`` returns; None for modules that are not replicated."""
     return module.__dict__.get(STATE_KEY, {}).get(TORCH_REPLICATE.__wrapped__)
 
 
@@ -86,7 +86,7 @@ DataParallelMeshDims: Any = getattr(torch_fsdp, "DataParallelMeshDims", _MeshDim
 
 
 class PlacementResult(NamedTuple):
-    """What torch's ShardPlacementResult says."""
+    """What torch's ShardPlacementResult contains."""
 
     placement: Any
     mesh: DeviceMesh
@@ -97,7 +97,7 @@ class PlacementResult(NamedTuple):
 
 
 def placement_result(returned: Any) -> PlacementResult | None:
-    """``ShardPlacementResult`` of ``fsdp._fully_shard._fsdp_common``, seen in 2.15, by its attributes; else None."""
+    """Read a ``ShardPlacementResult`` (``fsdp._fully_shard._fsdp_common``, seen in 2.15); None for anything else."""
     info = getattr(returned, "mesh_info", None)
     if info is None:
         return None

@@ -28,7 +28,7 @@ def freezes_parameters() -> bool:
 
 
 def get_post_grad_pass() -> Any:
-    """What Inductor calls before its post-grad passes (2.11: one pass; 2.15: one, or a list)."""
+    """Return what Inductor calls before its post-grad passes (2.11: one pass; 2.15: one, or a list)."""
     return inductor_config.post_grad_custom_pre_pass
 
 
@@ -36,7 +36,7 @@ def set_post_grad_pass(value: Any) -> None:
     _set_in_all_threads(inductor_config, "post_grad_custom_pre_pass", value)
 
 
-# Passes that want to be told whether the graph is for inference: 2.15. A composed pass must be one of them to be told.
+# The class of passes that are told whether the graph is for inference: 2.15. A composed pass must be one to be told.
 InferenceAwareGraphPass: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
 
 
@@ -49,20 +49,20 @@ def call_graph_pass(one_pass: Any, graph: torch.fx.Graph, is_inference: bool) ->
 
 
 def get_joint_pass() -> Any:
-    """What AOTAutograd calls on a joint graph, ``(module, inputs) -> module`` (2.11 to 2.15).
+    """Return what AOTAutograd calls on a joint graph, ``(module, inputs) -> module`` (2.11 to 2.15).
 
-    Not in any cache key; the hash of our source is, through the post-grad pass.
+    It is not in any cache key; the hash of our source is, through the post-grad pass.
     """
     return functorch_config.joint_custom_pass
 
 
 def set_whole_pass(one_pass: Callable[[torch.fx.GraphModule], torch.fx.GraphModule]) -> None:
-    """Have AOTAutograd call ``one_pass`` on each graph that it does not cut, behind its own pass for these.
+    """Have AOTAutograd call ``one_pass`` on each graph that it does not cut, after its own pass for these.
 
-    That one computes again what activation checkpointing says, where backward was traced into the graph of its forward;
-    no backend is asked, and no setting takes a pass. ``remat_using_tags_for_fwd_loss_bwd_graph`` in
+    Its own pass recomputes what activation checkpointing says, if backward was traced into the graph of its forward. No
+    backend is called there, and no setting takes a pass, so we replace ``remat_using_tags_for_fwd_loss_bwd_graph`` in
     ``_functorch._activation_checkpointing``, which is looked up at each call: 2.11 to 2.15. In 2.11 no node says that
-    it is of a backward, so nothing happens there.
+    it belongs to a backward, so nothing happens there.
     """
     try:
         from torch._functorch._activation_checkpointing import remat_using_tags_for_fwd_loss_bwd_graph_pass as theirs
@@ -85,10 +85,10 @@ def set_joint_pass(value: Any) -> None:
 
 
 def _set_in_all_threads(config: Any, name: str, value: Any) -> None:
-    """Set a setting here, and make it what other threads find.
+    """Change a setting on this thread, and its default, which other threads see.
 
-    In 2.15 a setting is a ContextVar: what one thread sets, another does not see, and backward is compiled on the
-    thread where autograd runs it first (on CUDA, autograd's own). There, the default counts. ``_config``: 2.11 to 2.15.
+    In 2.15 a setting is a ContextVar: what one thread sets, another does not see. Backward is compiled on the thread
+    where autograd runs it first (on CUDA, autograd's own), where the default counts. ``_config``: 2.11 to 2.15.
     """
     setattr(config, name, value)
     entry = config._config[name]
@@ -97,10 +97,10 @@ def _set_in_all_threads(config: Any, name: str, value: Any) -> None:
 
 
 class _SwitchesOff:
-    """Some switches of one of torch's settings modules; uses may overlap, on one thread or several, in any order.
+    """Turns off switches of one of torch's settings modules; uses may overlap, on one thread or several, in any order.
 
-    As if the environment forced them off: that goes before what a thread sets, which others may not see, and before
-    what the environment does say (TORCHINDUCTOR_FX_GRAPH_CACHE=1). ``_config``, ``env_value_force``: 2.11 to 2.15.
+    It does so as if the environment forced them off. That goes before what a thread sets, which others may not see, and
+    before what the environment says (TORCHINDUCTOR_FX_GRAPH_CACHE=1). ``_config``, ``env_value_force``: 2.11 to 2.15.
     """
 
     def __init__(self, config: Any, *names: str) -> None:
@@ -111,7 +111,7 @@ class _SwitchesOff:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Off inside, on every thread."""
+        """A block in which the switches are off, on every thread."""
         with self._lock:
             if not self._num_uses:
                 self._forced = [entry.env_value_force for entry in self._entries]
@@ -142,12 +142,12 @@ def no_compile_caches() -> Iterator[None]:
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """A size as a number: of a symbolic one the value seen when it was compiled, 2 if there was none."""
+    """Return a size as a number: for a symbolic one the value seen when it was compiled, 2 if there was none."""
     return passes_compat.size_hint(size, default=2)
 
 
 def missing_compiler(device_type: str) -> str | None:
-    """What Inductor would miss when it makes kernels for this device, in words; None if it has all.
+    """Return what Inductor would miss when it makes kernels for this device, in words; None if it has all.
 
     For the CPU it looks for ``torch._inductor.config.cpp.cxx`` (CXX, or g++) and runs it, with Python's headers:
     cpp_builder.get_cpp_compiler and exc.InvalidCxxCompiler, 2.11 to 2.15. For CUDA, Triton wants CC, gcc or clang.

@@ -1,7 +1,7 @@
-"""Threads that wait in a collective: where they are, and how to have the wait end.
+"""Threads that wait in a collective: where they are, and how to end their waits.
 
-What ends a wait on gloo, tried on torch 2.11 and 2.15: ``abort`` and ``shutdown`` of a process group or its backend do
-not, the wait goes on to its own timeout. Closing the group's sockets does, within milliseconds.
+On gloo, tried on torch 2.11 and 2.15, ``abort`` and ``shutdown`` of a process group or its backend do not end a wait,
+which goes on to its own timeout. Closing the group's sockets ends it within milliseconds.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _OF_OPERATORS = (
 
 
 def stack_of(thread: int, most: int = sys.maxsize) -> list[FrameType]:
-    """A thread's frames, the innermost first, from the call of an operator outwards.
+    """Return a thread's frames, the innermost first, from the call of an operator outwards.
 
-    ``torch._ops``, ``torch._library.autograd``: 2.11 to 2.15. While Dynamo compiles, what is behind one of its frames
+    ``torch._ops``, ``torch._library.autograd``: 2.11 to 2.15. While Dynamo compiles, ``f_back`` of one of its frames
     was seen to be no frame at all (2.15).
     """
     frame = sys._current_frames().get(thread)
@@ -64,7 +64,7 @@ def raise_in(thread: int, error: type[BaseException]) -> None:
 
 
 def end_waits() -> None:
-    """Break all process groups of this process, so that whoever waits in one of them, here or there, raises.
+    """Break all process groups of this process, so that all threads that wait in one, on any rank, raise.
 
     ``ProcessGroup.abort``, ``_world.pg_map``: 2.11 to 2.15.
     """
@@ -81,9 +81,10 @@ def end_waits() -> None:
 
 
 def _gloo_addresses(store: torch.distributed.Store, ranks: range) -> Iterator[tuple[str, int]]:
-    """Where the ranks of a group listen, as gloo published it in the group's store: key ``cpu//0/RANK``, 2.11 to 2.15.
+    """Yield where the ranks of a group listen, as gloo says in the group's store: key ``cpu//0/RANK``, 2.11 to 2.15.
 
-    The value: length and bytes of the host's name, length and bytes of what begins with a ``sockaddr_storage``.
+    The value is the length and the bytes of the host's name, then the length and the bytes of data that begins with a
+    ``sockaddr_storage``.
     """
     for rank in ranks:
         for device in ("cpu", "cuda"):
@@ -101,7 +102,7 @@ def _gloo_addresses(store: torch.distributed.Store, ranks: range) -> Iterator[tu
 
 
 def _connections() -> Iterator[socket.socket]:
-    """This process's TCP connections, each as a second handle (Linux only)."""
+    """Yield this process's TCP connections, each as a second handle (Linux only)."""
     for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -116,10 +117,10 @@ def _connections() -> Iterator[socket.socket]:
 
 
 def linger_in_abort() -> None:
-    """Have a process that aborts live for some seconds more, so that other threads of it can say why.
+    """Have a process that aborts live for some seconds more, so that its other threads can say why.
 
-    Gloo aborts where a message is longer than what was to be received, which is how ranks that parted often end. The
-    handler is libc's ``sleep``, which takes the signal's number, six, for seconds. Left alone where there is a handler.
+    Gloo aborts if a message is longer than what was to be received, which is how ranks that parted often end. The
+    handler is libc's ``sleep``, which takes the signal's number, six, for seconds. If there is a handler, it stays.
     """
     if sys.platform != "linux" or signal.getsignal(signal.SIGABRT) is not signal.SIG_DFL:
         return
@@ -127,11 +128,11 @@ def linger_in_abort() -> None:
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
     before = libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
     if before:
-        libc.signal(signal.SIGABRT, before)  # one that Python does not know of
+        libc.signal(signal.SIGABRT, before)  # a handler that Python does not know of
 
 
 def default_store() -> torch.distributed.Store | None:
-    """A connection of its own to the store of the default process group; None where there is none to be had.
+    """Return another connection to the store of the default process group; None if there is none to be had.
 
     ``Store.clone``: 2.11 to 2.15.
     """

@@ -1,4 +1,4 @@
-"""What modules keep of their tensors beside the tensors."""
+"""What modules know about their tensors."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from torch import Tensor, nn
 
 
 def saved_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """The module's own buffers that state dicts have (``_non_persistent_buffers_set``: 2.11 to 2.15)."""
+    """Return the module's own buffers that are in state dicts (``_non_persistent_buffers_set``: 2.11 to 2.15)."""
     return {name: one for name, one in module._buffers.items() if name not in module._non_persistent_buffers_set}

@@ -12,22 +12,22 @@ from ..passes._torch_compat import group_ranks as group_ranks
 
 
 def process_group(name: str) -> torch.distributed.ProcessGroup:
-    """The process group called ``name`` (``_resolve_process_group``: 2.11 to 2.15)."""
+    """Return the process group called ``name`` (``_resolve_process_group``: 2.11 to 2.15)."""
     return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def twin_group(name: str) -> str:
-    """A second process group of the ranks of the one called ``name``, made once; its members call this together."""
+    """Return the name of a second group with the ranks of group ``name``, made once; its members call this together."""
     group = process_group(name)
     ranks, backend = torch.distributed.get_process_group_ranks(group), torch.distributed.get_backend(group)
     return str(group_for("reductions", ranks, backend).group_name)
 
 
 def group_for(purpose: str, ranks: Sequence[int], backend: str | None = None) -> torch.distributed.ProcessGroup:
-    """A process group of our own for one purpose, made once; its ranks call this together, others need not.
+    """Return a process group of our own for one purpose, made once; its ranks call this together, others need not.
 
-    c10d finds it again by its description, so that a world that was set up anew has its own, and none is held that
-    was destroyed. ``_world.pg_map``, ``group_desc``: 2.11 to 2.15.
+    It is found again in c10d by its description. So a world that was set up anew has its own, and no group that was
+    destroyed is held. ``_world.pg_map``, ``group_desc``: 2.11 to 2.15.
     """
     described = f"fsdp_compile: {purpose} of the ranks {list(ranks)} on {backend or 'the default'}"
     for known in torch.distributed.distributed_c10d._world.pg_map:
@@ -44,7 +44,7 @@ Allocator = Callable[[list[int], torch.dtype, torch.device], torch.Tensor]
 
 
 def group_allocator(name: str, device: torch.device) -> Allocator:
-    """Allocates from the memory of a process group's backend.
+    """Return a function that allocates memory of a process group's backend.
 
     ``ProcessGroup._get_backend``, ``supports_tensor_alloc``, ``allocate_tensor``: 2.11 to 2.15.
     """
@@ -59,7 +59,7 @@ def group_allocator(name: str, device: torch.device) -> Allocator:
 
 
 def symmetric_allocator(name: str, device: torch.device, backend: str) -> Allocator:
-    """Allocates symmetric memory and makes it known to the group (``distributed._symmetric_memory``: 2.11 to 2.15)."""
+    """Return a function that allocates a group's symmetric memory (``distributed._symmetric_memory``: 2.11 to 2.15)."""
     if device.type != "cuda":
         raise RuntimeError(f"Symmetric memory needs GPUs, but the parameters are gathered on {device}.")
     import torch.distributed._symmetric_memory as symmetric
@@ -91,11 +91,11 @@ def start_fake_groups():
 """
 
 
-_PRETENDED: list[str] = []  # backends of the worlds that are pretended, the innermost last
+_PRETENDED: list[str] = []  # backends of the pretended worlds, the innermost last
 
 
 def backend_of(group: torch.distributed.ProcessGroup, device_type: str) -> str:
-    """The backend that serves ``device_type`` in ``group``; "cpu:gloo,cuda:nccl" names one for each."""
+    """Return the backend that serves ``device_type`` in ``group``; "cpu:gloo,cuda:nccl" names one for each."""
     if _PRETENDED:
         return _PRETENDED[-1]
     for entry in torch.distributed.get_backend_config(group).split(","):
@@ -107,9 +107,9 @@ def backend_of(group: torch.distributed.ProcessGroup, device_type: str) -> str:
 
 @contextlib.contextmanager
 def pretended_world(num_ranks: int, backend: str = "fake") -> Iterator[None]:
-    """This process as rank 0 of so many that are not there: collectives return at once and move nothing.
+    """Make this process rank 0 of ``num_ranks`` ranks, the others missing: collectives return at once and move nothing.
 
-    Its groups pass for groups of ``backend``, whose reductions, gathers and buckets a plan for it has to have.
+    Its groups pass for groups of ``backend``, so that plans have the reductions, gathers and buckets of that backend.
     ``torch.testing._internal.distributed.fake_pg.FakeStore``, which also makes the backend "fake" known: 2.11 to 2.15.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def addresses_in(*tensors: torch.Tensor) -> set[int]:
-    """Where the memory of tensors begins, and of tensors inside them; nowhere for fake, meta and freed ones."""
+    """Return where the memory of tensors, or of those inside them, begins; nothing for fake, meta and freed ones."""
     return {one.untyped_storage().data_ptr() for one in plain_tensors_in(*tensors)} - {0}
 
 
@@ -19,12 +19,12 @@ def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def plain_tensors_in(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors, or those inside them, that have memory of their own; none of fake ones."""
+    """Return the tensors, or those inside them, that have memory of their own; fake ones have none."""
     return [plain for tensor in tensors for plain in _plain_tensors_in(tensor)]
 
 
 def has_own_memory(tensor: torch.Tensor) -> bool:
-    """Whether it is a plain tensor, be it of a subclass, and not one around others."""
+    """Whether a tensor, be it of a subclass, has memory of its own and is not one around other tensors."""
     inside = plain_tensors_in(tensor)
     return len(inside) == 1 and inside[0] is tensor
 
@@ -56,7 +56,7 @@ def is_traceable(tensor: torch.Tensor) -> bool:
 
 
 def map_inner(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """``fn`` of a tensor, or the same subclass around ``fn`` of each tensor inside it."""
+    """Return ``fn`` of a tensor, or the same subclass around ``fn`` of each tensor inside it."""
     if not is_traceable_wrapper_subclass(tensor):
         return fn(tensor)
     names, context = tensor.__tensor_flatten__()

@@ -1,4 +1,4 @@
-"""What Dynamo traces: which call stands around a read, and what the graph has read before."""
+"""What Dynamo is tracing: the calls around a read, and what the graph has read before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .dynamo import output_being_traced, trace_region_anew
 
 _ENTER = torch.autograd.grad_mode._enter_inference_mode
 
-# Results by what they are of, for each outermost frame, which goes when its graph is written; they hold the graph.
+# What was kept, by key, for each outermost frame. It holds the graph; the frame goes when the graph is written.
 _kept: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -33,7 +33,7 @@ def traces_call_of(modules: Sequence[nn.Module], files: Collection[str]) -> bool
 
 
 def keep(what: Any, local: str) -> None:
-    """Keep what the function that asks has in a local variable, a tensor that is a parameter to its readers.
+    """Keep the tensor in a local variable of the traced function, and make it an ``nn.Parameter`` to its readers.
 
     A tensor that a transform of torch.func made is dead when that ends, so it is not kept. ``class_type`` of a plain
     tensor and ``meta["example_value"]`` of a DTensor make it a parameter: 2.11 to 2.15.
@@ -51,7 +51,7 @@ def keep(what: Any, local: str) -> None:
 
 
 def give_again(what: Any, local: str) -> bool:
-    """Set that local variable to what was kept; whether something was."""
+    """Set that local variable to what was kept; return whether something was."""
     variable = _kept_of(what)
     if variable is None:
         return False
@@ -70,15 +70,15 @@ def was_kept(what: Any, local: str) -> bool:
 
 
 def node_of(local: str) -> Any:
-    """The node of a tensor that the function that asks has in a local variable, or None."""
+    """Return the graph node of the tensor in a local variable of the traced function, or None."""
     variable = _variable(next(_frames(), None), local)
     return None if variable is None else variable.as_proxy().node
 
 
 def in_inference_mode() -> bool:
-    """Whether what is traced next runs in inference mode, which Dynamo writes down and does not enter itself.
+    """Whether what is traced next runs in inference mode, which Dynamo writes into the graph and does not enter itself.
 
-    ``_enter_inference_mode``, whose result the exit takes: 2.11 to 2.15.
+    It has been left if the result of ``_enter_inference_mode`` has a user, the exit: 2.11 to 2.15.
     """
     output = output_being_traced()
     if output is None:
@@ -94,9 +94,9 @@ def _variable(frame: Any, local: str) -> Any:
 
 
 def _kept_of(what: Any) -> Any:
-    """What was kept, where it may be used: in the graph that has it, and in those of bodies inside that one.
+    """Return what was kept if it may be used here: in the graph that has it, and in those of bodies inside that one.
 
-    Dynamo takes nodes back that it cannot go on with. ``Node._erased``, ``Proxy.tracer``, ``tracers``: 2.11 to 2.15.
+    Dynamo erases nodes that it cannot go on with. ``Node._erased``, ``Proxy.tracer``, ``tracers``: 2.11 to 2.15.
     """
     output = output_being_traced()
     frames = [*_frames()]
@@ -108,7 +108,7 @@ def _kept_of(what: Any) -> Any:
 
 
 def _frames() -> Iterator[Any]:
-    """What Dynamo is tracing, innermost first (``OutputGraph.current_tx``, ``parent``: 2.11 to 2.15)."""
+    """Yield the frames that Dynamo traces, innermost first (``OutputGraph.current_tx``, ``parent``: 2.11 to 2.15)."""
     output = output_being_traced()
     frame = None if output is None else output.current_tx
     while frame is not None:

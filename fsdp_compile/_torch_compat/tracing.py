@@ -1,4 +1,4 @@
-"""Dynamo and AOTAutograd up to the joint graph, and no further."""
+"""Run Dynamo and AOTAutograd up to the joint graph, and no further."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 
 
 class _JointGraphIsThere(Exception):
-    """Nothing is to be cut, compiled or run."""
+    """Raised to leave AOTAutograd before it cuts, compiles or runs anything."""
 
 
 def trace_joint_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Trace a call of ``model`` as Inductor has it traced, and leave when the passes on its joint graph have run.
+    """Trace a call of ``model`` as Inductor has it traced, and stop when the passes on its joint graph have run.
 
     ``torch._dynamo.backends.common.aot_autograd``, ``torch._inductor.decomposition.select_decomp_table``,
     ``torch._dynamo.reset``: 2.11 to 2.15.
@@ -35,7 +35,7 @@ def trace_joint_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             return stop
         raise RuntimeError("no gradient is asked for in this call, so there is no backward to plan")
 
-    torch._dynamo.reset()  # or it remembers models of other sizes, and after a few of them gives up on this one
+    torch._dynamo.reset()  # else it remembers models of other sizes, and after a few of them gives up on this one
     try:
         torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
     except _JointGraphIsThere:

@@ -34,12 +34,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def set_sync(unit: Unit, sync: bool) -> None:
-    """Reduce gradients in backward, or hold them back."""
+    """Set whether backward reduces the unit's gradients, or holds them back."""
     unit.accumulation.set_sync(sync)
     follow_mode(unit)
 
 
 def set_all_reduce(unit: Unit, all_reduce: bool) -> None:
-    """Sum gradients over the replicas in backward, or hold back what is summed over the shards alone."""
+    """Set whether backward sums gradients over the replicas, or holds back their sums over the shards."""
     unit.accumulation.set_all_reduce(all_reduce)
     follow_mode(unit)

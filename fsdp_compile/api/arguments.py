@@ -1,4 +1,4 @@
-"""What fully_shard and replicate are given besides modules: the wrong kind of thing is named, and not ignored."""
+"""Checks the arguments of fully_shard and replicate besides modules: a wrong one raises an error that names it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import OffloadPolicy
 
 
 def require_kinds(api: str, mesh: Any, mp_policy: Any, offload_policy: Any, placement_fn: Any = None) -> None:
-    """Raise for an argument that is no such thing."""
+    """Raise for an argument of the wrong type."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"{api}: mesh is a {type(mesh).__name__}. Pass a DeviceMesh, as init_device_mesh makes one.")
     if not hasattr(mp_policy, "param_dtype"):
@@ -30,7 +30,7 @@ def require_kinds(api: str, mesh: Any, mp_policy: Any, offload_policy: Any, plac
 
 
 def require_dtypes(where: str, policy: Any, names: tuple[str, ...]) -> None:
-    """Raise for a setting among ``names`` of a policy of mixed precision that is neither a dtype nor None."""
+    """Raise if a setting of a mixed-precision policy, one of ``names``, is neither a dtype nor None."""
     for name in names:
         dtype = getattr(policy, name, None)
         if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -38,7 +38,7 @@ def require_dtypes(where: str, policy: Any, names: tuple[str, ...]) -> None:
 
 
 def ignored_in(api: str, ignored_params: Any) -> set[nn.Parameter]:
-    """The parameters that are to stay as they are."""
+    """Return the set of parameters that are not to be sharded."""
     if ignored_params is None:
         return set()
     if isinstance(ignored_params, (Tensor, str, nn.Module)) or not isinstance(ignored_params, Iterable):

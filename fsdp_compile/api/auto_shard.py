@@ -1,8 +1,8 @@
-"""Which modules become units, chosen by a policy in place of a loop of calls.
+"""Chooses by a policy which modules become units, in place of a loop of calls.
 
     auto_shard(model, Block)              fully_shard(model.layers[0]); fully_shard(model.layers[1]); fully_shard(model)
     auto_shard(model, options_of)         the same with options for each: what options_of(module) returns
-    auto_shard(model, 100_000_000)        from inside out, whatever has so many elements that no unit in it has
+    auto_shard(model, 100_000_000)        inside out, each module with so many elements outside of inner units
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Chosen = dict[nn.Module, Options]
 def auto_shard(model: ModelT, policy: Any = None, **options: Any) -> ModelT:
     """Call ``fully_shard`` on the modules inside ``model`` that ``policy`` chooses, and on ``model``; return it.
 
-    **policy** a class of modules, its name, or several of them; a function of a module that returns whether to shard
-    it by itself, or a dict of options for it that go before **options**; a number of elements from which a module is
-    one; one of ``torch.distributed.fsdp.wrap``; by default the classes that the model has in ``_no_split_modules``, as
-    those of Hugging Face do.
+    **policy** is a class of modules, its name, or several of these; or a function that takes a module and returns
+    whether to shard it by itself, or a dict of options for it that override **options**; or the number of elements from
+    which a module becomes a unit; or a policy of ``torch.distributed.fsdp.wrap``. The default is the classes that the
+    model lists in ``_no_split_modules``, as Hugging Face models do.
 
     **options** are ``fully_shard``'s. Modules that were sharded before stay as they are. With ``param_dtype`` in
     ``mp_policy``, batch norms become units of their own that compute in the dtype in which they are stored: their
@@ -69,7 +69,7 @@ def _has_params(module: nn.Module) -> bool:
 
 
 def _require_units(model: nn.Module, chosen: Chosen) -> None:
-    """Raise before anything is sharded."""
+    """Raise for unknown options and modules that cannot be units, before anything is sharded."""
     known = _known_options()
     for path, module in model.named_modules():
         here = path or f"the {original_class(model).__name__} itself"
@@ -88,7 +88,7 @@ def _require_units(model: nn.Module, chosen: Chosen) -> None:
 
 
 def _norms_in_full_precision(model: nn.Module, chosen: Chosen, options: Options) -> Chosen:
-    """Batch norms inside units whose parameters are cast, with the options of these units, but for the casting."""
+    """Return the batch norms inside units that cast their parameters, with these units' options but without casts."""
     classes = fsdp1.classes_in_full_precision(MixedPrecision())
     norms: Chosen = {}
 
@@ -135,12 +135,12 @@ def _choose(model: nn.Module, policy: Any, ignored: set[Any], options: Options) 
 def _parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
     try:
         return tuple(inspect.signature(function).parameters)
-    except ValueError:  # of C
+    except ValueError:  # a function written in C
         return ()
 
 
 def _not_to_be_split(model: nn.Module) -> tuple[str, ...]:
-    """What the models inside ``model`` say themselves."""
+    """Return the names of the classes that models inside ``model`` list in ``_no_split_modules``."""
     by_module = [getattr(one, "_no_split_modules", None) or () for one in model.modules()]
     said = {name for names in by_module for name in ((names,) if isinstance(names, str) else names)}
     if not said:
@@ -149,7 +149,7 @@ def _not_to_be_split(model: nn.Module) -> tuple[str, ...]:
         raise ValueError(
             f"auto_shard: {original_class(model).__name__} has no _no_split_modules that say what to shard. {remedy}"
         )
-    # A model lists what any of its variants is made of.
+    # A model lists the classes of all its variants.
     present = {original_class(one).__name__ for one in model.modules()}
     if not said & present:
         raise ValueError(
@@ -221,9 +221,10 @@ def ask_from_root_down(
     chosen: Chosen,
     is_root: bool = True,
 ) -> int:
-    """Note in ``chosen`` what an FSDP1 function chooses from ``module`` on; how many elements that is.
+    """Put what an FSDP1 policy function chooses in ``module`` into ``chosen``; return the number of its elements.
 
-    It is asked from the root down, with ``recurse=True``, whether to look inside, and on the way up whether to wrap.
+    The function is asked from the root down, with ``recurse=True``, whether to look inside, and on the way up whether
+    to wrap.
     """
     numel = sum(param.numel() for param in module.parameters() if param not in ignored_params)
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
@@ -244,7 +245,7 @@ def _can_be_a_unit(module: nn.Module) -> bool:
 
 
 def inside_out(model: nn.Module) -> Iterator[nn.Module]:
-    """Every module once, after those in it, wherever else these are."""
+    """Yield every module once, after the modules inside it, even if these are elsewhere in the model as well."""
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> Iterator[nn.Module]:

@@ -1,4 +1,4 @@
-"""CheckedReader: a checkpoint from somebody else, read without running anything that is in it.
+"""CheckedReader reads a checkpoint from somebody else without running any code that is in it.
 
     .metadata   a pickle    ->  only the classes that torch's writer puts there, and files inside the folder
     tensors                 ->  torch.load(weights_only=True), by torch's reader
@@ -23,13 +23,13 @@ _REMEDY = "It may run code of whoever wrote it. If you trust them, load it with 
 
 
 class CheckedReader(FileSystemReader):
-    """``dcp.load(state, storage_reader=CheckedReader(folder))`` for folders from others: refuses what is no data."""
+    """``dcp.load(state, storage_reader=CheckedReader(folder))`` for folders from others: refuses all but data."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
         metadata = Path(path) / ".metadata"
         if metadata.exists():
-            _metadata_in(metadata)  # refused here: of what read_metadata raises, 2.11 does not tell
+            _metadata_in(metadata)  # checked here: torch 2.11 does not report what read_metadata raises
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         rank = kwargs.get("rank")
@@ -66,7 +66,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _CheckedPlanner:
-    """The planner, which is handed no pickle that is more than data."""
+    """Wraps a planner, and passes it no pickle that holds more than data."""
 
     def __init__(self, planner: Any, folder: Path) -> None:
         self._planner = planner

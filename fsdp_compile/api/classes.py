@@ -31,23 +31,23 @@ from .copies import deep_copy
 from .registered import register
 from .unit_forward import eager_forward_for, forward_inside, unit_forward, with_code_of_its_own
 
-CHANGES = "_fsdp_compile_changes"  # the attribute of modules whose parameters ``nn.Module`` is replacing
+CHANGES = "_fsdp_compile_changes"  # set on modules while ``nn.Module`` replaces their parameters
 
 
 class ShardedModule:
-    """What every module with sharded parameters has: it holds shards of one rank, so it does not pickle.
+    """Base class of every module with sharded parameters: it holds shards of one rank, so it does not pickle.
 
-    A new object of a generated class, as slicing an ``nn.Sequential`` makes one, is of the original class.
+    Calling a generated class, as slicing an ``nn.Sequential`` does, makes an object of the original class.
     """
 
     def __init_subclass__(cls, **unused: Any) -> None:
-        """Nothing: a user's class that wants to be told of subclasses, or asks something of them, means its own."""
+        """Do nothing: a user's class whose ``__init_subclass__`` notes or checks subclasses means the user's own."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return cls._fsdp_compile_original(*args, **kwargs)  # type: ignore[attr-defined]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # nn.Module's, found past torch's own FSDPModule, which looks for a state of its own.
+        # The original class's method: that of torch's FSDPModule would look for FSDP2's own state.
         apply = self._fsdp_compile_original._apply  # type: ignore[attr-defined]
         if CHANGES in self.__dict__:
             return apply(self, fn, recurse)
@@ -55,7 +55,7 @@ class ShardedModule:
             return apply(self, fn, recurse)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_leaf:  # what a read gave, which is no parameter for longer than a forward
+        if param is not None and not param.is_leaf:  # what a read gave: a parameter only until the forward ends
             places = self._parameters if name in self.__dict__.get(READS, {}) else self.__dict__  # type: ignore[attr-defined]
             places[name] = param
             return
@@ -80,12 +80,12 @@ class ShardedModule:
         take_back(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Not __deepcopy__: what torch.compile(model) returns would find that one here, and lose itself when copied.
+        # Not __deepcopy__: the wrapper of torch.compile(model) would find it here, and its copy would not be a wrapper.
         return _copied, (_Original(self),)
 
 
 class _Original:
-    """A sharded module on its way through ``copy`` or ``pickle``: it can be deep-copied, and that is all."""
+    """Stands for a sharded module in ``copy`` and ``pickle``: it can be deep-copied, and nothing else."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -102,10 +102,11 @@ class _Original:
 
 @contextmanager
 def _changed(modules: Sequence[Any], fn: Any) -> Iterator[None]:
-    """Let ``nn.Module`` replace the parameters of ``modules``, and follow what they are then.
+    """Let ``nn.Module`` replace the parameters of ``modules``, and follow the replacements.
 
-    It swaps DTensors, which must have no AccumulateGrad. All modules together, for edges are made a unit at a time.
-    Gradients that a tensor without the parameter's ``grad_dtype`` refuses are kept until it has that again.
+    ``nn.Module`` swaps DTensors, which must have no AccumulateGrad, so their edges are forgotten first: for all modules
+    together, since edges are made a unit at a time. A new parameter refuses gradients of another dtype until it has the
+    old ``grad_dtype`` again, so these are set aside until then.
     """
     read: list[Any] = [one for one in modules if isinstance(one, ShardedModule)]
     owned = _read_by(*read)
@@ -140,7 +141,7 @@ def _grads_of_other_dtypes(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _copied(module: Any) -> Any:
-    """What ``copy.deepcopy`` made of the original."""
+    """Return what ``copy.deepcopy`` made of the original; raise for ``copy.copy``, which passes an ``_Original``."""
     if isinstance(module, _Original):
         raise TypeError(
             f"{type(module.module).__name__} is sharded and cannot be copied by copy.copy, whose copies share their "
@@ -150,14 +151,14 @@ def _copied(module: Any) -> Any:
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
-    """In place of the original class's own, which takes its turn within."""
+    """Take the place of the original class's ``__deepcopy__``, which ``deep_copy`` calls in turn."""
     return deep_copy(self, memo, refresh)
 
 
 def refresh(unit: Unit, only: Sequence[ShardedParam] | None = None) -> None:
-    """Have reads of the unit's parameters go by how the unit is set up now.
+    """Have reads of the unit's parameters follow the unit's present settings.
 
-    ``only`` these were replaced, and nothing else changed.
+    With ``only``, these parameters were replaced, and nothing else changed.
     """
     params = unit.params if only is None else only
     kinds = [type(param.local) for param in params]
@@ -167,7 +168,7 @@ def refresh(unit: Unit, only: Sequence[ShardedParam] | None = None) -> None:
     for param in params:
         _follow(unit, param)
     if only is not None and kinds != [type(param.local) for param in params]:
-        only, params = None, unit.params  # an extension came or went, by which the whole unit goes
+        only, params = None, unit.params  # an extension came or went, which concerns the whole unit
         unit.num_set_ups += 1
     if only is None:
         unit.eager_only = eager_only(unit)
@@ -181,7 +182,7 @@ def refresh(unit: Unit, only: Sequence[ShardedParam] | None = None) -> None:
 
 
 def _follow(unit: Unit, param: ShardedParam) -> None:
-    """Look at what is registered where the parameter is, and have beside it what reads of it ask."""
+    """Follow what is registered in the parameter's places, and put beside it what reads of it need."""
     param.tie()
     param.put_beside("watch", unit.watch)
     param.put_beside("fqn", param.fqn)
@@ -193,16 +194,16 @@ def _follow(unit: Unit, param: ShardedParam) -> None:
         param.follow(registered)
         param.keep_grad_dtype()
     if unit.given is None:
-        param.put_beside("full", None)  # guards look there before anybody gives
+        param.put_beside("full", None)  # guards look there before the eager path gives a full parameter
 
 
 def _readers(params: Iterable[ShardedParam]) -> dict[nn.Module, None]:
-    """The modules where these are registered."""
+    """Return the modules where these parameters are registered."""
     return dict.fromkeys(slot.module for param in params for slot in param.slots)
 
 
 def parts_of(unit: Unit) -> list[Any]:
-    """Everything in which something of a unit is noted: what is to be kept to know how it was."""
+    """Return all objects that hold state of a unit, so that a caller can save and restore them."""
     run = unit.running
     runs = [] if run is None else [run, run.own_iteration]
     sinks = [param.sink for param in unit.params if param.sink is not None]
@@ -222,13 +223,13 @@ def _set_class(module: nn.Module) -> None:
 
 
 def let_go(module: Any) -> None:
-    """Let nothing of ours hold the parameters that ``module`` reads."""
+    """Drop our references to the parameters that ``module`` reads, so that they can be replaced."""
     for owner, params in _read_by(module).items():
         forget_edges(owner, params)
 
 
 def _require_shards(module: Any, state: Mapping[str, Any], prefix: str) -> None:
-    """Raise where what is to be assigned to a module is not cut as its shards are."""
+    """Raise if a tensor that is to be assigned to a module is not sharded as the module's shard is."""
     for name, (param, _, _) in module.__dict__.get(READS, {}).items():
         shard, new = param.shard, state.get(prefix + name)
         if param.is_full or module._parameters.get(name) is not shard or not isinstance(new, torch.Tensor):
@@ -244,9 +245,9 @@ def _require_shards(module: Any, state: Mapping[str, Any], prefix: str) -> None:
 
 
 def _take_or_refuse(param: ShardedParam, owner: Unit, reader: Unit, slot: Slot) -> None:
-    """Take what was put in a shard's place, or have the next forward refuse it.
+    """Take a tensor that was put in a shard's place, or have the next forward refuse it.
 
-    What is put there inside a forward goes when that ends.
+    A tensor that is put there inside a forward is left alone, since the shard returns when the forward ends.
     """
     if param.is_full or running(owner).runs_forward or running(reader).runs_forward:
         return
@@ -260,7 +261,7 @@ def _take_or_refuse(param: ShardedParam, owner: Unit, reader: Unit, slot: Slot) 
     else:
         known = (shard.shape, shard.dtype, shard.device)
         alike = param.layout.num_shards == 1 and param.dtensor is None and (put.shape, put.dtype, put.device) == known
-        if alike:  # no rank shares it out, so its values are the shard's
+        if alike:  # the parameter is not sharded, so the shard takes its values
             shard.data = dtensors.dtensor_like(shard, put.detach())
             slot.register(shard.requires_grad_(put.requires_grad))
     if not alike:
@@ -268,7 +269,7 @@ def _take_or_refuse(param: ShardedParam, owner: Unit, reader: Unit, slot: Slot) 
 
 
 def take_back(module: Any) -> None:
-    """Have edges again, of other parameters where others came, of other dtypes perhaps."""
+    """Make edges again after ``let_go``, for the new parameters if they were replaced, perhaps in other dtypes."""
     for owner, params in _read_by(module).items():
         if any(param.has_other_data or any(slot.param is not param.shard for slot in param.slots) for param in params):
             refresh(owner, params)
@@ -277,7 +278,7 @@ def take_back(module: Any) -> None:
 
 
 def _read_by(*modules: Any) -> dict[Unit, list[ShardedParam]]:
-    """The parameters that ``modules`` read, by the unit that owns them."""
+    """Return the parameters that ``modules`` read, by the unit that owns them."""
     owned: dict[Unit, dict[ShardedParam, None]] = {}
     for module in modules:
         for param, owner, _ in module.__dict__.get(READS, {}).values():
@@ -286,7 +287,7 @@ def _read_by(*modules: Any) -> dict[Unit, list[ShardedParam]]:
 
 
 def _require_no_cast(unit: Unit, params: Sequence[ShardedParam], fn: Any) -> None:
-    """Raise where ``fn`` casts a full parameter: what takes its place again is the shard, in its own dtype."""
+    """Raise if ``fn`` casts a full parameter: the shard takes its place again later, in its own dtype."""
     for param in params:
         if param.is_full and fn(torch.empty(0, dtype=param.shard.dtype)).dtype != param.shard.dtype:
             raise RuntimeError(
@@ -313,10 +314,10 @@ def sharded_class(
     reads: tuple[str, ...],
     absent: tuple[str, ...],
 ) -> type[nn.Module]:
-    """A subclass of ``cls`` whose properties read the parameters named ``reads``; modules with the same share one.
+    """Return a subclass of ``cls`` whose properties read the parameters ``reads``; equal arguments give one class.
 
-    ``mixin`` is a base for modules that are a unit, ``eager_only`` names what Dynamo must not trace them for.
-    Parameters that are registered as None have the names ``absent``.
+    ``mixin`` is the base class for modules that are a unit. ``eager_only`` names the setting for which Dynamo must not
+    trace them. ``absent`` names parameters that are registered as None.
     """
     namespace: dict[str, Any] = {"_fsdp_compile_original": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
     namespace.update({name: getter(name, eager_read, eager_write) for name in reads})
@@ -326,7 +327,7 @@ def sharded_class(
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = property(_flat_weights, lambda self, value: None)
     if mixin is None:
-        # Its original's name, which code goes by and repr shows; a unit's begins with FSDP, as under FSDP2.
+        # It has the original's name, which code relies on and repr shows; a unit's begins with FSDP, as under FSDP2.
         return type(cls.__name__, (ShardedModule, cls), {**namespace, "__qualname__": cls.__qualname__})
     name = f"FSDP{cls.__name__}"
     namespace[INSIDE] = with_code_of_its_own(forward_inside, f"{name}._call_inside")
@@ -342,5 +343,5 @@ def _reads_beside(attribute: str) -> Callable[[Any], Any]:
 
 
 def _flat_weights(self: nn.RNNBase) -> list[Any]:
-    """nn.RNN and its kin keep a list of their parameters beside them: read them anew each time."""
+    """Read the parameters anew, in place of the list of parameters that nn.RNN and its kin keep."""
     return [getattr(self, name) if hasattr(self, name) else None for name in self._flat_weights_names]

@@ -1,6 +1,6 @@
-"""The norm of all gradients as one vector, whatever meshes they are cut over.
+"""The norm of all gradients as one vector, whatever meshes they are sharded over.
 
-    gradients                     per mesh and the dimensions that share them out        all
+    gradients                     per mesh and the mesh dimensions that shard them       all
     DTensors, plain tensors  -->  sum of |g|^p here --all-reduce over those-->  added -->  ^(1/p)
 """
 
@@ -26,11 +26,11 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale the gradients of a model, or of parameters, so that their norm is at most ``max_norm``; the norm before.
+    """Scale gradients of a model or of parameters, so that their norm is at most ``max_norm``; return the norm before.
 
     Unlike ``torch.nn.utils.clip_grad_norm_``, it takes parameters on several meshes, tensor parallel and unsharded
     ones together, and returns a plain tensor. Every rank calls it. The norm is over all ranks of the parameters' own
-    meshes: of pipeline stages, each stage has its own.
+    meshes: each stage of a pipeline has its own norm.
     """
     params = _params_of(parameters)
     meshes = [param.device_mesh for param in params if isinstance(param, DTensor)]
@@ -72,7 +72,7 @@ def clip_grad_norm(
     device: torch.device,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale gradients in place so that their norm is at most ``max_norm``; the norm before, on ``device``.
+    """Scale gradients in place so that their norm is at most ``max_norm``; return the norm before, on ``device``.
 
     Every rank calls it. Norms are computed in fp32, or fp64 where parameters are; the result has the widest dtype of
     the gradients.
@@ -85,9 +85,9 @@ def clip_grad_norm(
         if isinstance(param.grad, DTensor) and any(one.is_partial() for one in param.grad.placements):
             param.grad = param.grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
         elif param.grad is not None and param.grad.is_sparse:
-            param.grad = param.grad.coalesce()  # a place that is there twice counts as its sum
+            param.grad = param.grad.coalesce()  # an index that is there twice counts with its sum
     grads = [param.grad for param in params if param.grad is not None]
-    # By parameters, not gradients: every rank has the same ones, whatever its backward reached.
+    # By parameters, not gradients: every rank has the same parameters, whatever its backward reached.
     norms: dict[Any, list[Tensor]] = {_ways_cut(param): [] for param in params}
     wide = (torch.float64, torch.complex128)
     norm_dtype = torch.float64 if any(param.dtype in wide for param in params) else torch.float32
@@ -102,7 +102,7 @@ def clip_grad_norm(
     for (mesh, dims), some in norms.items():
         here = torch.linalg.vector_norm(torch.stack(some), norm_type) if some else zero
         if math.isinf(norm_type):
-            # A maximum over ranks may drop what is no number: on gloo it depends on which rank has it.
+            # A maximum over ranks may drop a NaN: on gloo that depends on which rank has it.
             nan_and_norm = torch.stack([here.isnan().to(here.dtype), here.nan_to_num(nan=0.0, posinf=math.inf)])
             _all_reduce(nan_and_norm, mesh, dims, dist.ReduceOp.MAX)
             nowhere_nan = nan_and_norm[0] == 0
@@ -136,14 +136,14 @@ def clip_grad_norm(
 
 
 def _numbers_in(grad: Tensor) -> Tensor:
-    """What this rank has of a gradient."""
+    """Return this rank's part of a gradient."""
     if isinstance(grad, DTensor):
         return dtensors.local_tensor(grad)
     return grad.values() if grad.is_sparse else grad
 
 
 def _ways_cut(param: Tensor) -> tuple[Any, tuple[int, ...]]:
-    """The mesh of a parameter, and those of its dimensions over which it is shared out."""
+    """Return the mesh of a parameter, and the mesh dimensions over which it is sharded."""
     if not isinstance(param, DTensor):
         return None, ()
     dims = tuple(

@@ -1,16 +1,17 @@
-"""Units that are compiled by themselves, block by block: what stands between their caller and their graphs.
+"""Units that are compiled by themselves, block by block: what runs between their caller and their graphs.
 
-    layer(x) --> compiled_call --+-- inside a larger model that runs eagerly: the eager path stands around the graph
+    layer(x) --> compiled_call --+-- inside a larger model that runs eagerly: the eager path runs around the graph
                                  |       gather, launch the next ... | graph(gathered weights) | ... free, hook outputs
                                  +-- outermost: the graph has markers, as that of a model compiled whole
-                                 +-- traced into a larger graph: is no more than the module's own call
+                                 +-- traced into a larger graph: it is only the module's own call
 
-    layer.compile()              layer._compiled_call_impl becomes it
-    torch.compile(layer)         so does ``forward`` of what that returns, when the model around it is sharded or first
+    layer.compile()              compiled_call becomes layer._compiled_call_impl
+    torch.compile(layer)         the wrapper's ``forward`` does the same, once the model around it is sharded or first
                                  called
 
-The blocks' graphs take gathered weights as plain inputs, and no collective. So the next block's gather runs beside this
-block's compute, in forward and in backward, and so do reductions: across graphs, where no pass could put them.
+The blocks' graphs take gathered weights as plain inputs and hold no collective. So the next block's gather overlaps
+with this block's compute, in forward and in backward, and so do reductions. They overlap across graphs, where no pass
+could put them.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from .._torch_compat import dynamo
 from ..core.unit import INSIDE, STATE, Unit, unit_of
 from ..eager.around import forward_around_graph, stands_around
 
-_COMPILED = "_fsdp_compile_compiled"  # the attribute in which a module has what ``compile()`` made of it
+_COMPILED = "_fsdp_compile_compiled"  # the attribute in which a module has its ``Compiled``
 
 
 class Compiled:
-    """One module, compiled for both places; Dynamo compiles neither before it is called."""
+    """One module, compiled both for use inside an eager model and by itself; Dynamo compiles each when first called."""
 
     def __init__(self, compiles: Callable[[Any], Any], whole: Callable[..., Any] | None = None) -> None:
         self._compiles = compiles
@@ -40,7 +41,7 @@ class Compiled:
         self._inside: Any = None
 
     def call(self, module: Any, args: Any, kwargs: Any) -> Any:
-        """Call the module."""
+        """Call the module, with the eager path around its graph or without."""
         self._follow(module)
         unit: Unit = module.__dict__[STATE]
         if stands_around(unit):
@@ -48,7 +49,7 @@ class Compiled:
         return self._whole(*args, **kwargs)
 
     def _follow(self, module: Any) -> None:
-        """Compile the functions of the class that the module has now: settings change it."""
+        """Compile the functions of the class that the module has now, since settings change the class."""
         cls = type(module)
         if cls is self._cls:
             return
@@ -63,14 +64,14 @@ for _skipped in (Compiled.call, Compiled._follow):
 
 
 def compiled_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A compiled module's call."""
+    """Call a compiled module, in the place of the call that torch.compile made."""
     if torch.compiler.is_dynamo_compiling():
         return self._call_impl(*args, **kwargs)
     return self.__dict__[_COMPILED].call(self, args, kwargs)
 
 
 def stand_before(module: Any) -> None:
-    """Stand before what ``module.compile()`` compiled, where it did."""
+    """Put ``compiled_call`` in the place of what ``module.compile()`` compiled, if it was called."""
     compiles = None if module._compiled_call_impl is None else dynamo.compiles_with(module._compiled_call_impl)
     if compiles is not None:
         module.__dict__[_COMPILED] = Compiled(compiles)
@@ -78,7 +79,7 @@ def stand_before(module: Any) -> None:
 
 
 def stand_before_wrappers(model: nn.Module) -> None:
-    """Stand before the units inside ``model`` that ``torch.compile(unit)`` wrapped."""
+    """Do the same for the units inside ``model`` that ``torch.compile(unit)`` wrapped."""
     for wrapper in model.modules():
         if isinstance(wrapper, dynamo.OptimizedModule) and unit_of(dynamo.behind_compile(wrapper)) is not None:
             _stand_before_wrapper(wrapper)
@@ -89,7 +90,7 @@ dynamo.leave_all_to_python(stand_before_wrappers)
 
 def _stand_before_wrapper(wrapper: Any) -> None:
     if type(dynamo.behind_compile(wrapper)).__call__ is not nn.Module.__call__:
-        return  # the wrapper compiled a call of its class's own, which is to run
+        return  # the class has a ``__call__`` of its own, which the wrapper compiled and must run
     compiles = dynamo.wrapper_compiles_with(wrapper)
     if compiles is None or getattr(wrapper.forward, "__name__", "") == _forward.__name__:
         return

@@ -1,4 +1,4 @@
-"""Options that FSDP2's signature has no word for."""
+"""Options that FSDP2's functions do not have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..passes.budget import default_profile
 from ..passes.module_paths import without_wrappers
 from .classes import refresh
 
-_AS_IT_IS: Any = object()  # where None says something else: no plan, no budget from now on
+_AS_IT_IS: Any = object()  # the default where None means: no plan, no budget from now on
 
 
 def configure(
@@ -32,38 +32,38 @@ def configure(
     profile: HardwareProfile | str | Path | None = None,
     watch_s: float | None = None,
 ) -> None:
-    """Say how the units inside ``model`` communicate; what is left out stays as it is.
+    """Set how the units inside ``model`` communicate; options that are left out stay as they are.
 
     **bucketing** ``"size"`` (default) merges small parameters of a unit and lets large ones travel alone, by constants
-    for each backend; ``"neighbours"`` has small units travel together as well, launched, held and let go as one;
-    ``"group"`` makes one bucket a unit, as FSDP2 does; ``"none"`` one collective a parameter. Blocks that are compiled
-    one by one, and the eager path, have no neighbours.
+    for each backend; ``"neighbours"`` merges small units as well, which are then gathered, kept and freed as one;
+    ``"group"`` makes one bucket per unit, as FSDP2 does; ``"none"`` one collective per parameter. Blocks that are
+    compiled one by one, and the eager path, have no neighbours to merge.
 
-    **reduction** ``"reduce_scatter"``, or ``"all_to_all"`` followed by a sum, which on the CPU is one in rank order;
+    **reduction** is ``"reduce_scatter"``, or ``"all_to_all"`` followed by a sum, which the CPU computes in rank order;
     ``"auto"`` (default) takes the second on gloo, whose reduce-scatter moves every byte twice.
 
-    **plan** is what the compiled model follows in place of its own: ``report.joint.plan`` of an inspection, edited with
-    ``dataclasses.replace`` or as JSON. Every rank gives the same one. A graph that it does not fit is refused when it
-    compiles. ``plan=None`` takes it back. The eager path has no use for it.
+    **plan** is what the compiled model follows in place of its own plan: ``report.joint.plan`` of an inspection, edited
+    with ``dataclasses.replace`` or as JSON. Every rank gives the same plan. A graph that does not fit the plan is
+    refused when it compiles. ``plan=None`` takes the plan back. The eager path does not use it.
 
-    **memory_budget** what forward and backward of one rank may hold at their peak: bytes (``70 << 30``), text
+    **memory_budget** is the peak memory that forward and backward of one rank may use: bytes (``70 << 30``), text
     (``"70GiB"``, ``"800MiB"``), a share of the memory that is free on the GPU when the model is first compiled (a
     float in (0, 1]), or ``"fsdp2"``: what FSDP2 is predicted to need. Shards, gradients, saved activations, gathered
-    parameters and buffers count; the states of optimizers, and what stands outside of the compiled model, do not.
-    Which parameters stay gathered from forward to backward is then chosen by predicted bytes and seconds, whatever
-    ``reshard_after_forward`` says (a number of ranks holds); of which slices do, where several nodes share it, for the
-    ranks of a node to gather from; and where room is short, which activations backward computes again. The first rank
-    chooses for all, by its own batch. Every rank calls this alike.
-    ``report.joint.plan.choice`` has the reasons. Holds from the next compilation on, in place of a plan that was given
-    before, until ``memory_budget=None`` takes it back: what is kept is then again as ``reshard_after_forward`` says,
-    in a graph that is compiled anew, or was before there was a budget. The eager path has no use for it.
+    parameters and buffers count; optimizer states, and memory outside of the compiled model, do not.
+    Predicted bytes and seconds then decide which parameters stay gathered from forward to backward, whatever
+    ``reshard_after_forward`` says (a number of ranks still holds). If several nodes share a parameter, they also decide
+    whether slices of it are kept, for the ranks of a node to gather from; and if memory is short, which activations
+    backward recomputes. The first rank chooses for all ranks, by its own batch. Every rank makes the same call.
+    ``report.joint.plan.choice`` has the reasons. The budget holds from the next compilation on, in place of an earlier
+    plan, until ``memory_budget=None`` takes it back. Then ``reshard_after_forward`` decides again what is kept, in a
+    graph that is compiled anew or that was compiled before the budget. The eager path does not use the budget.
 
-    **profile** the hardware that the choice is predicted for: a name or a file for ``passes.load_profile``, or a
-    profile; by default the built-in one of the device. It also says how many ranks a node has.
+    **profile** is the hardware for which to predict: a name or a file for ``passes.load_profile``, or a profile; by
+    default the built-in one of the device. It also says how many ranks a node has.
 
-    **watch_s** for how many seconds (60 by default, or what FSDP_COMPILE_WATCH_S says) a rank may wait for ranks that
-    wait for something else before all of them raise; where one has left, they do so at once. 0 has ranks not compare
-    what they issue. For the whole process, and the same on every rank.
+    **watch_s** is how many seconds (60 by default, or FSDP_COMPILE_WATCH_S) a rank may wait for ranks that wait for
+    something else before all of them raise; if a rank has left, they raise at once. With 0, ranks do not compare the
+    collectives that they issue. It holds for the whole process, and must be the same on every rank.
     """
     if watch_s is not None and watch_s < 0:
         raise ValueError(f"watch_s={watch_s} is negative. 0 switches the comparing off.")
@@ -102,17 +102,17 @@ def configure(
 
 
 def _ranks_that_a_plan_asks_for(plan: Plan, model: nn.Module, units: Sequence[Unit]) -> Callable[[ShardMesh], int]:
-    """Of the ranks of a mesh, how many gather from slices in the plan; 1 where it does not say."""
-    asked: dict[str, set[int]] = {}  # of the meshes by their groups
+    """Return a function of a mesh: how many of its ranks the plan has gather from slices; 1 if it does not say."""
+    asked: dict[str, set[int]] = {}  # numbers of ranks, by the mesh's group
     sliced = {*plan.slices}
     named = _owners(model, units)
     for bucket in () if plan.backward is None else plan.backward.gathers:
         owners = [named[plain] for fqn in sliced & {*bucket.fqns} if (plain := _plain(fqn)) in named]
-        if not owners and sliced & {*bucket.fqns}:  # what a reader elsewhere is called by says no path
+        if not owners and sliced & {*bucket.fqns}:  # the plan names it by a reader elsewhere, which is no path here
             owners = [unit for unit in units if unit.label == bucket.unit.partition(":")[0]] or [*units]
         for unit in owners:
-            # A name that was put into `slices` by hand is in a bucket of all ranks of its mesh, whatever is part of a
-            # larger one: the groups that are there will do.
+            # Only buckets over a part of a mesh ask for groups. A name that was put into `slices` by hand is in a
+            # bucket over the whole mesh: the groups that are there will do.
             if _is_part(bucket.num_ranks, unit.mesh):
                 asked.setdefault(unit.mesh.group, set()).add(bucket.num_ranks)
     for sizes in asked.values():
@@ -124,7 +124,7 @@ def _ranks_that_a_plan_asks_for(plan: Plan, model: nn.Module, units: Sequence[Un
 
 
 def _owners(model: nn.Module, units: Sequence[Unit]) -> dict[str, Unit]:
-    """The unit of each parameter, by the names that it has in the model."""
+    """Return the unit of each parameter, by every name that the parameter has in the model."""
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
@@ -142,14 +142,14 @@ def _plain(fqn: str) -> str:
 
 
 def _is_part(size: int, mesh: ShardMesh) -> bool:
-    """Whether a mesh can be cut into groups of so many ranks."""
+    """Whether a mesh can be divided into smaller groups of ``size`` ranks, not of 1."""
     return 1 < size < mesh.num_shards and mesh.num_shards % size == 0
 
 
 def _let_slices_be_kept(units: Sequence[Unit], few: Callable[[ShardMesh], int], keeps_groups: bool) -> None:
-    """Make the groups that slices need: a compilation cannot.
+    """Make the process groups that slices need, since a compilation cannot make any.
 
-    ``keeps_groups``: where none are asked for, those that an earlier call made stay.
+    With ``keeps_groups``, a unit for which none is asked for keeps the group of an earlier call.
     """
     made: dict[str, ShardMesh | None] = {"": None}
     for unit in units:

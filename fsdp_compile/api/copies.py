@@ -1,13 +1,13 @@
-"""``copy.deepcopy`` of sharded modules: the copy is sharded alike, and knows nothing of the original.
+"""``copy.deepcopy`` of sharded modules: the copy is sharded alike, and independent of the original.
 
     deepcopy(module) --> the first sharded module that it comes to, with what is inside
         prepare     a copy of each unit and of each parameter, its shard cloned, into deepcopy's memo
         copy        the modules, as their original classes: by nn.Module's rules, or by their own __deepcopy__
         attach      slots and reads of the copies; their units get generated classes, the original's where all is equal
 
-The copy of a unit has the settings of the original and is idle: nothing gathered, no gradients held back. What is
-copied without the unit around it is outermost; where not even its own unit is copied with it, it becomes a unit. As
-with plain parameters, gradients and the hooks on parameters stay behind, and so does what ``module.compile()`` did.
+The copy of a unit has the original's settings and is idle: nothing is gathered, no gradients are held back. A unit that
+is copied without the unit around it becomes outermost. A module that is copied without its own unit becomes a unit. As
+with plain parameters, gradients and hooks on parameters are not copied, nor is what ``module.compile()`` did.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..graph.watch import Watch
 from .compiled import stand_before_wrappers
 from .fsdp2_view import FSDP2View
 
-OURS = "_fsdp_compile_"  # what our attributes of modules begin with
+OURS = "_fsdp_compile_"  # the prefix of our attributes of modules
 
 
 def deep_copy(
@@ -42,7 +42,7 @@ def deep_copy(
     memo: dict[int, Any],
     refresh: Callable[[Unit], None],
 ) -> nn.Module:
-    """A copy of ``module``, sharded alike; ``memo`` is that of ``copy.deepcopy``."""
+    """Return a copy of ``module``, sharded alike; ``memo`` is that of ``copy.deepcopy``."""
     if autograd.backward_task() is not None:
         original = unit_of(module)
         raise RuntimeError(
@@ -62,7 +62,7 @@ def deep_copy(
 
 
 def _copy_as(cls: type[nn.Module], module: Any, memo: dict[int, Any]) -> Any:
-    """What ``copy.deepcopy`` makes of ``module`` where that is no more than an instance of ``cls``."""
+    """Return what ``copy.deepcopy`` makes of ``module`` as a plain instance of ``cls``."""
     generated = type(module)
     module.__class__ = cls
     try:
@@ -73,12 +73,12 @@ def _copy_as(cls: type[nn.Module], module: Any, memo: dict[int, Any]) -> Any:
 
 @dataclass(eq=False)
 class _Copies:
-    """What one call of ``copy.deepcopy`` has copied, by the original."""
+    """What one call of ``copy.deepcopy`` has copied: the copies, by the originals."""
 
     prepared: set[nn.Module] = field(default_factory=set)
     modules: dict[nn.Module, nn.Module] = field(default_factory=dict)
     units: dict[Unit, Unit] = field(default_factory=dict)
-    # Units of modules whose own are not copied with them, by the outermost of these modules.
+    # New units of modules that are copied without their own, by the outermost of these modules.
     adopters: dict[nn.Module, Unit] = field(default_factory=dict)
     params: dict[ShardedParam, ShardedParam] = field(default_factory=dict)
     owners: dict[ShardedParam, Unit] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class _Copies:
     paths: dict[tuple[nn.Module, ...], dict[nn.Module, str]] = field(default_factory=dict)
 
     def prepare(self, top: nn.Module, inside: list[nn.Module], memo: dict[int, Any]) -> None:
-        """Have copies of the units and parameters inside ``top`` stand in ``memo``."""
+        """Put copies of the units and parameters inside ``top`` into ``memo``."""
         self.prepared.update(inside)
         for module in inside:
             original = unit_of(module)
@@ -104,15 +104,15 @@ class _Copies:
                     self._copy_param(param, owner, reader, top, memo)
             for key, value in module.__dict__.items():
                 if key.startswith(OURS) and not _is_everywhere(value):
-                    memo.setdefault(id(value), key)  # in place of what ``attach`` makes anew
+                    memo.setdefault(id(value), key)  # a placeholder: ``attach`` makes these attributes anew
 
     def attach(self, top: nn.Module, inside: list[nn.Module], memo: dict[int, Any]) -> list[Unit]:
-        """Have the copied modules be sharded ones; the units that are to be refreshed."""
+        """Make sharded modules of the copied modules; return the units that are to be refreshed."""
         touched: dict[Unit, None] = {}
         for module in inside:
             copied = memo.get(id(module))
             if not isinstance(copied, nn.Module):
-                continue  # what is around it leaves it out when copied
+                continue  # the module around it leaves it out when copied
             self.modules[module] = copied
             for key in [key for key in copied.__dict__ if key.startswith(OURS)]:
                 del copied.__dict__[key]
@@ -139,7 +139,7 @@ class _Copies:
         return list(touched)
 
     def _relate(self, originals: Iterable[Unit]) -> list[Unit]:
-        """Say to the copies of units which of them are inside which, and which follow which; those that hear news."""
+        """Set the modules, outer units and prefetch targets of copied units; return those whose outer unit changed."""
         changed = []
         for original in originals:
             unit = self.units[original]
@@ -159,13 +159,13 @@ class _Copies:
         return changed
 
     def _unit_like(self, unit: Unit) -> Unit:
-        """A unit with the settings of ``unit``: outermost, idle, of no modules and no parameters."""
+        """Return a new unit with the settings of ``unit``: outermost, idle, without modules and parameters."""
         said = unit.settings
         settings = dataclasses.replace(
             said,
             comms=dataclasses.replace(said.comms),
             reduce_groups=dict(said.reduce_groups),
-            forward_prefetch=[],  # ``_relate`` knows whose copies they are
+            forward_prefetch=[],  # ``_relate`` sets them to copies
             backward_prefetch=[],
         )
         accumulation = dataclasses.replace(unit.accumulation, held=Held())
@@ -193,7 +193,7 @@ class _Copies:
         around, own = running(unit).iteration, running(copied).own_iteration
         own.is_last_backward = around.is_last_backward
         own.manual_finalization = around.manual_finalization
-        if unit.outer is None:  # several roots may share theirs, and their copies do as well
+        if unit.outer is None:  # if several roots share theirs, so do their copies
             own.traffic = self.traffics.setdefault(around.traffic, own.traffic)
         return copied
 
@@ -202,7 +202,7 @@ class _Copies:
     ) -> None:
         unit = self.units.get(owner)
         fqn, order = param.fqn, param.order
-        if unit is None:  # tied to another unit's parameter, which is not copied with it: it is this unit's in the copy
+        if unit is None:  # the owner of this tied parameter is not copied: in the copy, the unit that reads it owns it
             unit = self._reader(reader, top)
             fqn = self._path_in(reader.modules if reader in self.units else (top,), param)
             order = len(unit.params) + (len(reader.params) if reader in self.units else 0)  # behind the unit's own
@@ -223,7 +223,7 @@ class _Copies:
             unit.overrides[fqn] = owner.overrides[param.fqn]
 
     def _path_in(self, modules: tuple[nn.Module, ...], param: ShardedParam) -> str:
-        """The parameter's first place that is in one of ``modules``."""
+        """Return the path of the parameter's first place inside ``modules``; its FQN without one."""
         if modules not in self.paths:
             paths: dict[nn.Module, str] = {}
             for number, root in enumerate(modules):
@@ -235,7 +235,7 @@ class _Copies:
         return next((paths[slot.module] + slot.name for slot in param.slots if slot.module in paths), param.fqn)
 
     def _reader(self, reader: Unit, top: nn.Module) -> Unit:
-        """The copy of a unit, or the unit that ``top`` becomes where it is copied alone."""
+        """Return the copy of a unit, or the unit that ``top`` becomes if it is copied without it."""
         if reader in self.units:
             return self.units[reader]
         if top not in self.adopters:
@@ -244,7 +244,7 @@ class _Copies:
 
 
 def _is_everywhere(value: Any) -> bool:
-    """Whether Python has one object for all places with this value, so that its identity says nothing."""
+    """Whether Python may use one object wherever this value occurs, so that its identity says nothing."""
     return isinstance(value, (bool, int, float, str, type(None))) or (isinstance(value, tuple) and not value)
 
 
@@ -254,7 +254,7 @@ def _elsewhere(unit: Unit) -> torch.device | None:
 
 
 def _clone(shard: DTensor) -> nn.Parameter:
-    """As ``nn.Parameter`` copies itself: the data, and whether it trains. Pinned memory stays pinned."""
+    """Copy a shard as ``nn.Parameter`` copies itself: the data, and whether it trains. Pinned memory stays pinned."""
     with torch.no_grad():
         local = dtensors.local_tensor(shard).detach().clone()
         if dtensors.is_pinned(shard):

@@ -1,8 +1,8 @@
-"""Does what a model is to be given fit it, on every rank? Found before anything is sent, and said on every rank.
+"""Checks that the values for a model fit it on every rank, before anything is sent; a misfit raises on every rank.
 
     state dict of rank 0   --names, shapes-->  the same as the model's, or a ValueError everywhere
     parameters of a rank   --names, shapes-->  the same as those of the rank that sends
-    memory                 --marked-->         initialized by somebody, or a ValueError everywhere
+    memory                 --marked-->         written by an initialization, or a ValueError everywhere
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dtensors, fsdp1
 
-# Bits of numbers that no initialization gives: of floats, NaNs that no computation gives.
+# Bit patterns that no initialization writes: as floats, they are NaNs that no computation produces.
 _MARKS = {2: (torch.int16, 0x7FDE), 4: (torch.int32, 0x7FDEADDE), 8: (torch.int64, 0x7FFDEADDEADDEADD)}
 _MOST_NAMES = 5
 
@@ -28,7 +28,7 @@ def require_module(function: str, model: Any) -> None:
 
 
 def loaded_from_first(model: nn.Module, state_dict: Any, everywhere: bool) -> dict[str, Any] | None:
-    """What this rank gives to the loading of rank 0's state dict, None where there is none; raises on a misfit."""
+    """Return what this rank passes to the loading of rank 0's state dict, None without one; raise on a misfit."""
     rank = dist.get_rank() if everywhere else 0
     said: tuple[bool, str | None] = (state_dict is not None, None)
     if state_dict is not None and rank == 0:
@@ -76,7 +76,7 @@ def _misfit(model: nn.Module, state_dict: Any) -> str | None:
 
 
 def _with_tied(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """With every name of a weight of which it has one: files of Hugging Face keep one."""
+    """Return the state dict with all names of each tied weight in it: Hugging Face's files keep only one."""
     given = dict(state_dict)
     value_of: dict[int, Any] = {}
     named = [(_saved_name(name), one) for name, one in model.state_dict(keep_vars=True).items()]
@@ -90,7 +90,7 @@ def _with_tied(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any
 
 
 def _saved_name(name: str) -> str:
-    """As the helpers of torch.distributed.checkpoint give it."""
+    """Return the name that the helpers of torch.distributed.checkpoint use."""
     return fsdp1.without_checkpointing(name).replace("_orig_mod.", "")
 
 
@@ -100,7 +100,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def require_alike(named: Sequence[tuple[str, Tensor]], src: int, group: Any) -> None:
-    """Raise on every rank where one has other tensors than the rank that sends."""
+    """Raise on every rank if one has other tensors than the rank that sends."""
     mine = [(name, tuple(one.shape), str(one.dtype)) for name, one in named]
     of_ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, mine, group=group)
@@ -128,14 +128,14 @@ def _described(tensor: tuple[str, tuple[int, ...], str]) -> str:
 def _as_bits(tensor: Tensor) -> tuple[Tensor, int] | None:
     local = dtensors.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
     if type(local) is not Tensor or local.element_size() not in _MARKS or local.is_sparse:
-        return None  # one byte has no number to spare
+        return None  # one byte has no bit pattern to spare
     dtype, mark = _MARKS[local.element_size()]
     return local.view(dtype), mark
 
 
 @torch.no_grad()
 def mark_unwritten(tensor: Tensor) -> bool:
-    """Fill it with what no initialization gives; whether that can be."""
+    """Fill a tensor with a mark that no initialization writes; return whether its dtype has one."""
     bits = _as_bits(tensor)
     if bits is not None:
         bits[0].fill_(bits[1])
@@ -144,7 +144,7 @@ def mark_unwritten(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def require_written(model: nn.Module, names: Sequence[str], everywhere: bool) -> None:
-    """Raise on every rank where one of these still is as it was marked."""
+    """Raise on every rank if one of the tensors of these names still has its mark on any rank."""
     now = dict([*model.named_parameters(), *model.named_buffers()])
     left = []
     for name in names:

@@ -42,12 +42,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     setattr(module, method_name, forward.__get__(module, type(module)))
 
 
-# Those that were made here.
+# The functions that ``_made_by`` returned.
 _forwards: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _made_by(method: Callable[..., Any]) -> Callable[..., Any]:
-    """unit_forward once more, around a method."""
+    """Return a function that does for ``method`` what ``unit_forward`` does for a forward."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         unit: Unit = self.__dict__[STATE]
@@ -64,5 +64,5 @@ def _made_by(method: Callable[..., Any]) -> Callable[..., Any]:
     return with_code_of_its_own(forward, getattr(method, "__qualname__", "forward"))
 
 
-# One for all modules that have it, as they may share what is compiled.
+# One function for all modules that have the method, so that they can share compiled code.
 _forward_by = shared(_made_by)

@@ -1,6 +1,6 @@
-"""What code written for FSDP2 finds where it reaches behind the public methods.
+"""The state that code written for FSDP2 finds if it reaches behind the public methods.
 
-torch.distributed.pipelining does: on 2.11 it runs the end of a backward through the state's private methods, on 2.15
+torch.distributed.pipelining does so: on 2.11 it runs the end of a backward through the state's private methods, on 2.15
 it compares the identity of communication contexts. torch's own ``register_fsdp_forward_method`` calls the state around
 the method, and its ``share_comm_ctx`` assigns the context of one state to the others. An object of this class stands
 where they look for FSDP2's state.
@@ -21,7 +21,7 @@ from .unit_forward import begin_unit, end_unit
 
 
 class FSDP2View:
-    """One unit, under the names of FSDP2's state."""
+    """One unit, with the methods and attributes of FSDP2's state."""
 
     def __init__(self, unit: Unit, end_backward: Callable[[Unit], None]) -> None:
         self._unit = unit
@@ -42,7 +42,7 @@ class FSDP2View:
 
     @property
     def all_states(self) -> list[FSDP2View]:
-        """Of the iteration; one is enough, since its end looks at every unit."""
+        """Return the states of the iteration; one is enough, since the end of backward looks at every unit."""
         return [self]
 
     @property
@@ -53,7 +53,7 @@ class FSDP2View:
     def _comm_ctx(self, traffic: Traffic) -> None:
         running(self._unit).iteration.traffic = traffic
 
-    comm_ctx = _comm_ctx  # of a parameter group
+    comm_ctx = _comm_ctx  # its name in a parameter group
 
     @property
     def _fsdp_param_group(self) -> FSDP2View:
@@ -64,7 +64,7 @@ class FSDP2View:
         return [self]
 
     def post_backward(self, *unused: Any) -> None:
-        """Nothing: what backward did not reduce, its end does."""
+        """Do nothing: the end of backward reduces what backward did not."""
 
     def _root_post_backward_final_callback(self) -> None:
         root = self._unit.root
@@ -72,6 +72,6 @@ class FSDP2View:
         self._end_backward(root)
 
 
-# Where torch's method around a user's one runs as a frame, these do; where Dynamo inlines it, it inlines them.
+# They run as frames where torch's method around a user's does so; where Dynamo inlines that, it inlines them.
 dynamo.leave_to_python(FSDP2View._pre_forward)
 dynamo.leave_to_python(FSDP2View._post_forward)

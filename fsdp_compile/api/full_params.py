@@ -1,9 +1,9 @@
-"""Full parameters in the shards' places, for as long as somebody wants to look at them or write to them.
+"""Puts full parameters in the shards' places inside a block, for code that looks at them or writes to them.
 
     with full_params(model):        module.weight: the DTensor shard --gather--> a plain parameter
         ...                         what is written to it           --own part--> the shard, at the end
 
-What is gathered is as it is stored, whatever precision a forward computes in. Every rank comes to it alike.
+Parameters are gathered in the dtype in which they are stored, not in that of a forward. Every rank takes part.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .fitting import mark_unwritten
 
 
 def gathered(param: ShardedParam, local: Tensor) -> Tensor:
-    """A copy of all of what every rank has its ``local`` part of, on the device of the parameter's mesh."""
+    """Return the whole tensor of which every rank passes its ``local`` part: a copy on the device of the mesh."""
     return gathered_together([(param, local)])[0]
 
 
 def gathered_together(
     parts: Sequence[tuple[ShardedParam, Tensor]], keep: Callable[[ShardedParam, Tensor], Any] = lambda _, full: full
 ) -> list[Any]:
-    """The same for several parameters, of which small ones share an all-gather, as in a forward.
+    """Like ``gathered`` for several parameters, of which small ones share an all-gather, as in a forward.
 
-    Where there is no room for all of them at a time, ``keep`` makes less of each when it is there.
+    If there is no memory for all of them at a time, pass a ``keep`` that returns less than the full parameter.
     """
     fulls: dict[int, Any] = {}
     travel: dict[tuple[str, torch.dtype], list[int]] = {}
@@ -63,7 +63,7 @@ def gathered_together(
 
 
 def _padded(param: ShardedParam, local: Tensor) -> Tensor:
-    """This rank's part as it travels."""
+    """Return this rank's part, padded for the all-gather."""
     layout = param.layout
     start, stop = layout.span(param.mesh.rank)
     padding = [0] * (2 * (local.ndim - layout.dim - 1)) + [0, layout.chunk - (stop - start)]
@@ -71,14 +71,14 @@ def _padded(param: ShardedParam, local: Tensor) -> Tensor:
 
 
 def part_of(param: ShardedParam, full: Tensor) -> Tensor:
-    """This rank's part of a full tensor."""
+    """Return this rank's part of a full tensor."""
     start, stop = param.layout.span(param.mesh.rank)
     return full.narrow(param.layout.dim, start, stop - start)
 
 
 @torch.no_grad()
 def shard_of(param: ShardedParam, full: Tensor, dtype: torch.dtype | None = None) -> DTensor:
-    """A DTensor like the shard with this rank's part of a full tensor."""
+    """Return a DTensor like the shard with this rank's part of a full tensor."""
     if param.dtensor is not None:
         mesh, placements = param.dtensor.mesh, param.dtensor.placements
         full = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
@@ -86,20 +86,20 @@ def shard_of(param: ShardedParam, full: Tensor, dtype: torch.dtype | None = None
 
 
 def like_shard(param: ShardedParam, local: Tensor, dtype: torch.dtype | None = None) -> DTensor:
-    """A DTensor like the shard with another local tensor in it, where the shard's is, in its dtype or a given one."""
+    """Return a DTensor like the shard with ``local`` in it, on the shard's device and in its dtype or ``dtype``."""
     shard: DTensor = param.param
     return dtensors.dtensor_like(shard, local.to(dtensors.local_tensor(shard).device, dtype or shard.dtype))
 
 
 def require_idle(units: Iterable[Unit], doing: str) -> None:
-    """Raise where a forward or a backward of these units runs."""
+    """Raise if a forward or a backward of these units runs."""
     for unit in units:
         if autograd.backward_task() is not None or running(unit).iteration.depth:
             raise AssertionError(f"Cannot {doing} during forward/backward, as of {unit.name}. Do it between steps.")
 
 
 def require_shards(units: Iterable[Unit]) -> None:
-    """Raise where full parameters are there already."""
+    """Raise if full parameters are in the shards' places already."""
     for unit in units:
         for param in unit.params:
             if param.is_full:
@@ -109,12 +109,12 @@ def require_shards(units: Iterable[Unit]) -> None:
                 )
 
 
-# Of tensors that are there while full parameters are, by their ids: where their gradients must not be clipped, and why.
+# The tensors whose gradients must not be clipped while full parameters are there, by id, with the reason.
 _NOT_TO_CLIP: dict[int, tuple[_Swapped, str]] = {}
 
 
 def require_lasting_grads(params: Iterable[Tensor]) -> None:
-    """Raise where full parameters are in the shards' places, and what is done to these gradients would be lost."""
+    """Raise if full parameters are in the shards' places, and clipping these gradients would have no effect."""
     for param in params:
         if id(param) in _NOT_TO_CLIP:
             one, why = _NOT_TO_CLIP[id(param)]
@@ -127,7 +127,7 @@ def require_lasting_grads(params: Iterable[Tensor]) -> None:
 def _said_of_grads(
     swapped: list[_Swapped], writeback: bool, rank0_only: bool, with_grads: bool
 ) -> dict[int, tuple[_Swapped, str]]:
-    """What ``_NOT_TO_CLIP`` says while these are there."""
+    """Return the entries of ``_NOT_TO_CLIP`` while these full parameters are there."""
     said: dict[int, tuple[_Swapped, str]] = {}
     for one in swapped:
         if rank0_only or not with_grads:
@@ -151,14 +151,15 @@ def full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Have full parameters in the place of the shards in ``model``; what is written to them is kept, if ``writeback``.
+    """Put full parameters in the place of the shards in ``model``; with ``writeback``, what is written to them is kept.
 
-    **recurse** also those of units inside it; without, those that ``model`` was itself given to ``fully_shard`` for.
-    **rank0_only** all but the first rank of a mesh (of each replica) keep their shards, so nothing can be written.
-    **offload_to_cpu** they are copies on the CPU. **with_grads** ``.grad`` is full, too, and what is written to it is
-    kept. Every rank enters and leaves it. A forward may run inside, a backward raises: no gradient would reach a shard.
-    So does an optimizer that was made outside and steps inside, since what it did would be lost; with gradients, its
-    ``zero_grad`` too; and ``clip_grad_norm_`` where it would not reach the shards' gradients.
+    With **recurse**, those of units inside ``model`` are full as well; without, only those of the unit of ``model``.
+    With **rank0_only**, all but the first rank of a mesh (of each replica) keep their shards, so nothing can be
+    written. With **offload_to_cpu**, the full parameters are copies on the CPU. With **with_grads**, ``.grad`` is full,
+    too, and what is written to it is kept. Every rank enters and leaves the block. A forward may run inside; a backward
+    raises, since no gradient would reach a shard. With ``writeback``, the block also raises if an optimizer that was
+    made outside steps inside, since its step would be lost; with gradients, if it calls ``zero_grad``, too.
+    ``clip_grad_norm_`` raises where it would not reach the shards' gradients.
     """
     units = units_in(model) if recurse else [unit for unit in (unit_of(model),) if unit is not None]
     if not units:
@@ -186,7 +187,7 @@ def swapped_in(
     with_grads: bool = False,
     without_values: Collection[ShardedParam] = (),
 ) -> Iterator[None]:
-    """Have full parameters registered in the place of the units' shards; some have no values yet, so none is sent."""
+    """Register full parameters in the place of the units' shards; those ``without_values`` are not gathered."""
     owners = {param: unit for unit in units for param in unit.params}
     if with_grads:
         _require_grads_everywhere(owners)
@@ -208,7 +209,7 @@ def swapped_in(
         try:
             yield
         finally:  # an error in the block does not undo what was written before it
-            for one in swapped:  # before any is written to: gradients of a bucket count as one
+            for one in swapped:  # before any is written to: gradients of a bucket share one version count
                 one.look()
             for one in swapped:
                 one.keep(writeback, with_grads)
@@ -231,14 +232,14 @@ class _Swapped:
     ) -> None:
         self.stepped = False
         self.unit, self.param, self.shard, self.full = unit, param, shard, full
-        self.grad = shard.grad if with_grads else None  # which is held, so that no other one has its id
+        self.grad = shard.grad if with_grads else None  # held, so that no other gradient has its id
         self.with_grads = with_grads
         self.version = self._version()
 
     def _version(self) -> tuple[int, ...]:
-        """How often the shard, or what it holds, was written to: an optimizer's step counts for the DTensor alone.
+        """Return how often the shard and its local tensor were written to: an optimizer's step counts for the DTensor.
 
-        With gradients theirs too: ``zero_grad`` of an optimizer drops them, or writes zeros.
+        With gradients, return the same of these: an optimizer's ``zero_grad`` drops them, or writes zeros.
         """
         held: list[Any] = [self.shard]
         if self.with_grads and self.shard.grad is not None:
@@ -251,11 +252,11 @@ class _Swapped:
         return f"{self.unit.name}: {self.param.fqn}"
 
     def look(self) -> None:
-        """See whether the shard was itself written to."""
+        """Note whether the shard was itself written to."""
         self.stepped = self._version() != self.version
 
     def keep(self, writeback: bool, with_grads: bool) -> None:
-        """Have the shard be what the full parameter is now; not one that was itself written to."""
+        """Write the full parameter back to the shard, unless the shard was itself written to."""
         full = self._registered()
         if full is self.shard:  # another rank has the full one
             return
@@ -275,7 +276,7 @@ class _Swapped:
             )
 
     def _registered(self) -> nn.Parameter:
-        """What was put in the place of the full parameter, or itself."""
+        """Return the full parameter, or what was put in its place."""
         now = [slot.param for slot in self.param.slots]
         if any(one is None for one in now):
             raise RuntimeError(
@@ -303,7 +304,7 @@ def _require_nothing_stepped(swapped: list[_Swapped]) -> None:
 
 
 def _require_grads_everywhere(owners: dict[ShardedParam, Unit]) -> None:
-    """Raise on every rank where some have a gradient and others none: it cannot be gathered."""
+    """Raise on every rank if only some ranks have the gradient of a parameter: it cannot be gathered."""
     by_group: dict[str, list[ShardedParam]] = {}
     for param in owners:
         if param.mesh.group:
@@ -322,7 +323,7 @@ def _require_grads_everywhere(owners: dict[ShardedParam, Unit]) -> None:
 
 
 def _is_first(param: ShardedParam) -> bool:
-    """Whether this rank is the first of those that share a parameter out, or, where none do, that hold it."""
+    """Whether this rank is the first of those that shard a parameter, or that hold it, if it is not sharded."""
     mesh = param.mesh
     if mesh.group or not mesh.replicate_group:
         return mesh.rank == 0
@@ -388,11 +389,11 @@ def _write_back(param: ShardedParam, shard: nn.Parameter, full: Tensor, with_gra
 def _write(param: ShardedParam, shard: Tensor, full: Tensor) -> None:
     """Copy this rank's part into the shard."""
     local = full
-    if param.dtensor is not None:  # a plain one may have been put in its place
+    if param.dtensor is not None:  # the user may have put a plain tensor in its place
         if not isinstance(full, DTensor):
             full = distribute_tensor(full.detach(), param.dtensor.mesh, param.dtensor.placements, src_data_rank=None)
         local = full.to_local()
     kept, part = dtensors.local_tensor(shard), part_of(param, local)  # type: ignore[arg-type]
-    # What was not written to is not written back: a backward that is still to come may have saved the shard.
+    # Values that did not change are not written back: a backward that is still to come may have saved the shard.
     if type(kept) is not Tensor or kept.device != part.device or not torch.equal(kept, part):
         kept.copy_(part)

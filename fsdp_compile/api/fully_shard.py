@@ -1,4 +1,4 @@
-"""The decorator: validate, group, shard, swap the class."""
+"""fully_shard: validates the arguments, groups the parameters, shards them, and swaps the modules' classes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> ModuleT:
-    """Shard the parameters of ``module`` that no earlier call claimed over ``mesh``, in place, and return it.
+    """Shard over ``mesh``, in place, the parameters of ``module`` that no earlier call claimed; return ``module``.
 
     Call it bottom-up: on each block, then on the whole. One call is one unit: its parameters are gathered together
     before they are used and freed after it. With a list of modules, they form one unit.
@@ -86,11 +86,11 @@ def make_unit(
     offload_policy: OffloadPolicy,
     ignored: set[nn.Parameter],
 ) -> Unit:
-    """Spread the parameters of the modules over the ranks of ``target``, as one unit."""
+    """Shard the parameters of the modules over the ranks of ``target`` as one unit, and return the unit."""
     modules = _roots_of_list(tuple(map(dynamo.behind_compile, given)))
     reshard, inner_size = _resolve_reshard(reshard_after_forward, target)
 
-    # What can be refused comes first, and changes nothing.
+    # The checks that may refuse the call come first, and change nothing.
     managed = _managed_modules(modules)
     claimed, unclaimed = _parameter_slots(modules, managed, ignored)
     cuts: dict[str, Cut] = {}
@@ -126,7 +126,7 @@ def make_unit(
     moved = _moved_buffers(managed, target.device)
     install_passes()
     if (store := passes_compat.default_store()) is not None:
-        world_of(store)  # counted here, as on every rank that has a model
+        world_of(store)  # counts the world here, as every rank that has a model does
     lookout.know(unit)
     know(unit)
     if inner_size is not None:
@@ -150,7 +150,7 @@ def make_unit(
         for one in modules:
             stand_before(one)
             stand_before_wrappers(one)
-    for buffer, there in moved:  # in place: wherever else the model has it, it moves as well
+    for buffer, there in moved:  # in place, so that it moves wherever the model has it
         buffer.data = there
     logger.debug(
         "%s: one unit of %d parameters, sharded over %d ranks and replicated %d times",
@@ -163,7 +163,7 @@ def make_unit(
 
 
 def modules_in(module: Any, api: str) -> tuple[Any, ...]:
-    """The modules given to ``fully_shard`` or ``replicate``; raises for what cannot be a unit."""
+    """Return the modules given to ``fully_shard`` or ``replicate``; raise for one that cannot be a unit."""
     given: tuple[Any, ...] = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     if not given:
         raise ValueError(f"{api}([]) has nothing to work on. Pass a module, or a list of at least one.")
@@ -173,7 +173,7 @@ def modules_in(module: Any, api: str) -> tuple[Any, ...]:
 
 
 def _demote_inner_roots(unit: Unit) -> None:
-    """What was the outermost unit so far is inside this one now, and FSDP2's rule for roots is this one's."""
+    """Note that former outermost units are inside this one now: FSDP2's rule for roots applies to this one alone."""
     for inner in unit.inside():
         if inner is unit:
             continue
@@ -187,7 +187,7 @@ def _demote_inner_roots(unit: Unit) -> None:
 
 
 def _roots_of_list(modules: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
-    """The members that no other member contains."""
+    """Return the modules that no other one of them contains."""
     inner = {id(child) for module in modules for child in module.modules() if child is not module}
     return tuple(dict.fromkeys(module for module in modules if id(module) not in inner))
 
@@ -227,7 +227,7 @@ def _validate_reshard(reshard_after_forward: Any) -> None:
 
 
 def _resolve_reshard(asked: bool | int | None, mesh: ShardMesh) -> tuple[bool | None, int | None]:
-    """Whether to regather in backward, and over how many ranks where that is not all of them."""
+    """Return whether backward gathers again, and over how many ranks if not over all."""
     if not mesh.group:
         return False, None  # nothing is gathered
     if asked is None or isinstance(asked, bool):
@@ -255,7 +255,7 @@ def _resolve_reshard(asked: bool | int | None, mesh: ShardMesh) -> tuple[bool | 
 
 
 def _validate_slicing(fqn: str, cut: Cut, target: ShardMesh, size: int) -> None:
-    """Refuse what cannot be kept as one of ``size`` slices after forward."""
+    """Raise for a parameter of which one of ``size`` slices cannot be kept after forward."""
     if cut.read_as is not None:
         raise NotImplementedError(
             "Resharding to smaller mesh is not supported for DTensor parameters, and "
@@ -269,7 +269,7 @@ def _validate_slicing(fqn: str, cut: Cut, target: ShardMesh, size: int) -> None:
 
 
 def _managed_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules whose parameters this call takes: the subtrees, down to units of earlier calls and of DDP's."""
+    """Return the modules whose parameters this call takes: the subtrees without units of earlier calls and DDP."""
     managed: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
@@ -295,7 +295,7 @@ def _managed_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
 def _parameter_slots(
     modules: Sequence[nn.Module], managed: list[nn.Module], ignored: set[nn.Parameter]
 ) -> tuple[dict[str, list[Slot]], dict[str, list[Slot]]]:
-    """Where each parameter is registered, by the FQN of its first place: (tied to an earlier call's, this call's)."""
+    """Return each parameter's places by the FQN of the first one: (parameters of earlier calls, those of this call)."""
     by_param: dict[nn.Parameter, tuple[str, list[Slot]]] = {}
     chosen = set(managed)
     for number, root in enumerate(modules):
@@ -307,7 +307,7 @@ def _parameter_slots(
                     continue
                 fqn = f"{path}.{name}" if path else name
                 fqn = fqn.replace("_orig_mod.", "")
-                # Markers take no half of a surrogate pair.
+                # Markers refuse half of a surrogate pair.
                 fqn = fqn.encode(errors="backslashreplace").decode()
                 # Members of a list have no common path: their place in it tells them apart.
                 fqn = f"[{number}].{fqn}" if len(modules) > 1 else fqn
@@ -333,13 +333,13 @@ def _validate_param(fqn: str, param: nn.Parameter, target: ShardMesh) -> None:
 
 
 def _moved_buffers(managed: Iterable[nn.Module], device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """The buffers that are elsewhere, each once, and copies of them on ``device``."""
+    """Return each buffer that is on another device, once, with a copy of it on ``device``."""
     buffers = dict.fromkeys(buffer for module in managed for buffer in module._buffers.values() if buffer is not None)
     return [(one, one.to(device)) for one in buffers if not one.is_meta and one.device != device]
 
 
 def _dtype_override(fqn: str, param: nn.Parameter, policy: MixedPrecisionPolicy) -> dict[str, torch.dtype]:
-    """What the policy's ``param_dtype_override_fn`` (torch 2.15) says of one parameter."""
+    """Return the dtype, by FQN, that ``param_dtype_override_fn`` (torch 2.15) gives a parameter; empty without one."""
     override_fn = getattr(policy, "param_dtype_override_fn", None)
     dtype = None if override_fn is None else override_fn(param)
     if dtype is None:
@@ -366,7 +366,7 @@ def _adopt(slots: list[Slot], reader: Unit) -> None:
 
 
 def _owner_of(slots: list[Slot]) -> Unit:
-    """The unit of the earlier call that sharded the parameter in the slots."""
+    """Return the unit of the earlier call that sharded the parameter in the slots."""
     first = getattr(slots[0].param, STAMP).slots[0]
     owner: Unit = first.module.__dict__[READS][first.name][1]
     return owner

@@ -1,4 +1,4 @@
-"""What asynchronous methods of FSDPModule return: something to wait for."""
+"""Handles that asynchronous methods of FSDPModule return, to wait for their collectives."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from ..eager.running import running
 
 
 class UnshardHandle(fsdp2.UNSHARD_HANDLE):  # type: ignore[misc, valid-type]  # by name alone, as FSDPModule is
-    """What ``unshard(async_op=True)`` returns."""
+    """The handle that ``unshard(async_op=True)`` returns."""
 
     def __init__(self, gathered: Gathered) -> None:
         self._gathered = gathered
 
     def wait(self) -> None:
-        """Have the parameters there; a forward does so by itself."""
+        """Wait until the parameters are gathered; a forward does so by itself."""
         if self._gathered.launched:
             self._gathered.wait()
 
 
 class GradientReductionHandle(fsdp2.GRADIENT_REDUCTION_HANDLE):  # type: ignore[misc, valid-type]
-    """What ``finalize_backward(async_op=True)`` returns: wait before the next forward and the optimizer's step."""
+    """The handle of ``finalize_backward(async_op=True)``: wait before the next forward and the optimizer's step."""
 
     def __init__(self, root: Unit | None) -> None:
         self._root = root
 
     def wait(self) -> None:
-        """Have the gradients there."""
+        """Wait until the shards have their gradients."""
         if self._root is None:
             return
         iteration = running(self._root).iteration

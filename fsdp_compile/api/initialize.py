@@ -1,7 +1,7 @@
-"""Values for a model before its first step: from nothing, from one rank, in another dtype.
+"""Gives a model values before its first step: new ones, those of one rank, or buffers in another dtype.
 
     materialize          meta tensors --memory--> --each module's own initialization, or rank 0's state dict--> values
-    sync_module_states   what one rank has of parameters and buffers --broadcast--> every rank
+    sync_module_states   the parameters and buffers of one rank --broadcast--> every rank
     cast_buffers         buffers in another dtype
 """
 
@@ -33,19 +33,20 @@ def materialize(
     init_fn: Callable[[nn.Module], Any] | None = None,
     state_dict: Mapping[str, Any] | None = None,
 ) -> ModelT:
-    """Give the parameters and buffers of ``model`` that are on the meta device memory and values; return it.
+    """Give memory and values to the parameters and buffers of ``model`` on the meta device; return ``model``.
 
-    **device** where; by default that of the mesh, or of the accelerator that there is.
+    **device** is where they get memory; by default the device of the mesh, or else the accelerator, if there is one.
 
     **init_fn** is called with each module that has such parameters or buffers of its own, in the order of
-    ``model.modules()``; by default it is ``module.reset_parameters()``. Where a model around the module has a method
-    ``_init_weights``, as those of Hugging Face do, that of the innermost one is called besides: from inside out, and of
-    modules that write to what is inside them, too. Full parameters are there while it runs, plain ones also of tensor
-    parallelism, those of the module's units, and every rank draws the random numbers that rank 0 would: sharded or
-    not, the weights are those of a model that was never sharded. What no call wrote to raises.
+    ``model.modules()``. The default calls ``module.reset_parameters()``. If a model around the module has a method
+    ``_init_weights``, as Hugging Face models do, the default also calls that of the innermost one: from inside out, and
+    for modules that write to modules inside them, too. While it runs, the parameters of the module's units are full,
+    plain tensors, also those of tensor parallelism, and every rank draws the random numbers that rank 0 would: sharded
+    or not, the weights are those of a model that was never sharded. It is an error if no call writes to a tensor.
 
-    **state_dict** of rank 0, with full tensors, is loaded and sent to all in place of that; other ranks leave it out.
-    Only buffers that are not saved are initialized then. It has to fit; of tied weights one name is enough.
+    **state_dict**, given on rank 0 with full tensors, is loaded and sent to all ranks instead; other ranks leave it
+    out. Then only buffers that are not saved are initialized. It has to fit the model; one name of tied weights is
+    enough.
 
     Call it before or after ``fully_shard``, on every rank.
     """
@@ -71,7 +72,7 @@ def fill_in(
     device: torch.device | str | None = None,
     init_fn: Callable[[nn.Module], Any] | None = None,
 ) -> None:
-    """Give what is on the meta device memory, and values but for what will be ``loaded``: ids of its tensors."""
+    """Give meta tensors memory, and all but those that will be ``loaded`` (ids of tensors) their values."""
     everywhere = dist.is_available() and dist.is_initialized()
     units = units_in(module)
     to = torch.device(device) if device is not None else _device_for(units)
@@ -97,7 +98,7 @@ def fill_in(
 
 
 def _on_meta(model: nn.Module, loaded: Collection[int], initialize: Any) -> Iterator[nn.Module]:
-    """Modules with tensors of their own on the meta device that are not loaded; raises where nothing gives values."""
+    """Yield modules with own tensors on the meta device that are not loaded; raise if nothing gives them values."""
     for path, module in model.named_modules():
         tensors = [*module._parameters.items(), *module._buffers.items()]
         names = [name for name, one in tensors if one is not None and one.is_meta and id(one) not in loaded]
@@ -115,7 +116,7 @@ def _on_meta(model: nn.Module, loaded: Collection[int], initialize: Any) -> Iter
 def _allocate(
     model: nn.Module, device: torch.device, loaded: Collection[int], on_cpu: Collection[int]
 ) -> list[str]:
-    """Memory for what is on the meta device; what was tied stays so. Marked, the names of what is to be initialized."""
+    """Allocate meta tensors, and tie again what was tied; mark those to be initialized, and return their names."""
 
     def placed(tensor: Tensor) -> Tensor:
         place = torch.device("cpu") if id(tensor) in on_cpu else device
@@ -145,7 +146,7 @@ def _device_for(units: list[Unit]) -> torch.device:
 
 
 def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """The places of each tensor that has several and is not sharded: those that are stay tied by themselves."""
+    """Return the places of each unsharded meta tensor that has several. Sharded ones stay tied by themselves."""
     places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         sharded = module.__dict__.get(READS, {})
@@ -157,7 +158,7 @@ def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 @contextmanager
 def random_numbers_of_first(device: torch.device) -> Iterator[None]:
-    """Every rank draws what rank 0 draws; other ranks then go on where they were."""
+    """Have every rank draw the random numbers of rank 0; after the block, other ranks go on with their own."""
     if not (dist.is_available() and dist.is_initialized()):
         yield
         return
@@ -182,8 +183,8 @@ def random_numbers_of_first(device: torch.device) -> Iterator[None]:
 def sync_module_states(model: ModelT, src: int = 0, group: dist.ProcessGroup | None = None) -> ModelT:
     """Give every rank of ``group`` the parameters and buffers of rank ``src``, in place; return the model.
 
-    Call it before ``fully_shard``. Afterwards it sends buffers, what is not sharded, and, where a mesh has replicas,
-    the shards of the first ones: other shards are of one rank each. DTensors of other parallelisms stay as they are.
+    Call it before ``fully_shard``. Afterwards it sends buffers, unsharded parameters, and, if a mesh has replicas, the
+    shards of the first replica: other shards are on one rank each. DTensors of other parallelisms stay as they are.
     """
     require_module("sync_module_states", model)
     group = group or dist.group.WORLD
@@ -214,7 +215,7 @@ def sync_module_states(model: ModelT, src: int = 0, group: dist.ProcessGroup | N
 
 
 def _send(tensor: Tensor, first: int, group: Any) -> None:
-    """From the rank of that place in the group, by way of a device that its backend sends from."""
+    """Broadcast from the group's rank ``first``, by way of a device that the group's backend sends from."""
     sent = tensor.detach()
     if sent.device.type == "cpu" and dist.get_backend(group) == "nccl":
         sent = sent.to("cuda")
@@ -229,7 +230,7 @@ def cast_buffers(model: ModelT, dtype: torch.dtype) -> ModelT:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"cast_buffers: dtype is {dtype!r}. Pass a floating-point dtype, such as torch.bfloat16.")
     require_module("cast_buffers", model)
-    cast: dict[Tensor, Tensor] = {}  # one that is in two places stays one
+    cast: dict[Tensor, Tensor] = {}  # a buffer in two places stays one tensor
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():

@@ -30,8 +30,8 @@ _FSDP2: Any = torch_fsdp.FSDPModule  # its methods' types are not ours
 class _Managed:
     """Whether ranks wait for one another in a module's forward: transformers asks, and keeps ``generate`` in step.
 
-    A framework may say so itself: transformers does, of a model that it has sharded. Dynamo never hears that it is so,
-    for then it leaves out guards, or refuses the module. From torch 2.14 on it reads this object off the class, and not
+    A framework may set it itself, as transformers does on a model that it has sharded. Dynamo always reads False: with
+    True, it leaves out guards or refuses the module. From torch 2.14 on, Dynamo reads this object off the class, not
     the module's own dict, since an attribute that can be set comes first.
     """
 
@@ -59,10 +59,10 @@ class _Managed:
 
 
 class FSDPModule(ShardedModule, _FSDP2):
-    """The methods of a module that ``fully_shard`` was applied to, FSDP2's by name and meaning.
+    """The methods of a module that ``fully_shard`` was applied to: FSDP2's, by name and meaning.
 
-    It is FSDP2's class by name alone, so that code which asks ``isinstance(module, FSDPModule)`` finds what it looks
-    for: no method of torch's is inherited.
+    It derives from FSDP2's class only so that ``isinstance(module, FSDPModule)`` holds: no method of torch's is
+    inherited.
     """
 
     _is_fsdp_managed_module = _Managed()
@@ -73,7 +73,7 @@ class FSDPModule(ShardedModule, _FSDP2):
         stand_before(self)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters; until ``reshard``, or the end of a forward, eager reads give the full ones."""
+        """Gather this unit's parameters; eager reads return the full ones until ``reshard`` or the end of a forward."""
         run = running(_unit(self))
         gathered = run.current()
         gathered.free_if_stale()
@@ -99,7 +99,7 @@ class FSDPModule(ShardedModule, _FSDP2):
             run.gathered.free()
 
     def reset_iter_state(self) -> None:
-        """After an exception in a forward or backward: drop what is in flight, all gradients, and start a step anew."""
+        """Drop collectives in flight and all gradients after an exception in a step, so that a new step can begin."""
         root = _require_root(self, "reset_iter_state")
         recover(root)
         for unit in root.inside():
@@ -114,14 +114,14 @@ class FSDPModule(ShardedModule, _FSDP2):
             set_sync(unit, bool(requires_gradient_sync))
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, recurse: bool = True) -> None:
-        """On a mesh that replicates: sum over the replicas in backward, or only over the shards for now."""
+        """On a mesh with replicas: sum gradients over them in backward (True), or for now only over shards (False)."""
         for unit in _units(self, recurse):
             set_all_reduce(unit, bool(requires_all_reduce))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Leave reductions in flight at the end of a backward that another one follows (False).
 
-        Eager only: a compiled backward waits for its own.
+        Eager only: a compiled backward waits for its own reductions.
         """
         unit = _unit(self)
         running(unit).iteration.is_last_backward = unit.settings.is_last_backward = bool(is_last_backward)
@@ -211,8 +211,8 @@ class FSDPModule(ShardedModule, _FSDP2):
     def set_post_optim_event(self, event: Any) -> None:
         """Have the next forward's gathers wait for ``event`` instead of for all that is queued now."""
         if _unit(self).mesh.device.type == "cpu":
-            return  # where nothing is queued: a step that was called is done
-        # Gathers are queued behind the stream that is current: making that one wait is what it takes.
+            return  # nothing is queued there: a step that was called is done
+        # Gathers are queued behind the current stream, so it is enough that this stream waits.
         event.wait(torch.accelerator.current_stream())
 
     def set_gradient_divide_factor(self, factor: float, recurse: bool = False) -> None:
@@ -233,7 +233,7 @@ class FSDPModule(ShardedModule, _FSDP2):
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool, recurse: bool = False) -> None:
-        """Send nothing but sums, and divide outside of the collective."""
+        """Have collectives compute only sums, and divide outside of them."""
         for unit in _units(self, recurse):
             unit.settings.force_sum = bool(enable)
             refresh(unit)
@@ -245,7 +245,7 @@ class FSDPModule(ShardedModule, _FSDP2):
             refresh(unit)
 
     def set_reduce_scatter_max_input_buffers(self, num_buffers: int, recurse: bool = True) -> None:
-        """How many units' reductions may be in flight: the largest number asked for under a root holds."""
+        """Set how many units' reductions may be in flight; the largest number asked for under a root holds."""
         if isinstance(num_buffers, bool) or not isinstance(num_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {num_buffers!r}. Pass a number from 1 on.")
         if num_buffers < 1:
@@ -274,7 +274,7 @@ class FSDPModule(ShardedModule, _FSDP2):
     def set_manual_backward_finalization(self, enable: bool) -> None:
         """Leave the end of a backward to ``finalize_backward`` (True): for schedules of many micro-batches.
 
-        A compiled backward ends by itself; what ``finalize_backward`` ends is that of units that run eagerly.
+        A compiled backward ends by itself: ``finalize_backward`` is for units that run eagerly.
         """
         root = _require_root(self, "set_manual_backward_finalization")
         iteration = running(root).iteration
@@ -340,7 +340,7 @@ class FSDPModule(ShardedModule, _FSDP2):
         del async_op
 
     def _get_fsdp_state(self) -> FSDP2View:
-        """What FSDP2's callers ask for by this name."""
+        """Return what FSDP2's callers expect under this name."""
         return FSDP2View(_unit(self), end_backward)
 
 

@@ -1,11 +1,11 @@
-"""How modules give themselves values, in which order, and with what in the place of their shards.
+"""Has modules initialize themselves, in the right order, with whole tensors in the place of their shards.
 
     init_fn, reset_parameters   each module with missing tensors, from outside in
-    _init_weights               inside out, as Hugging Face's models apply it: what is around a module may overrule it
+    _init_weights               inside out, as Hugging Face's models apply it: a module around it may overrule it
     a shard, a DTensor          --whole--> the call writes to a plain tensor --own part--> the shard
 
-``_init_weights`` of a module may write to modules inside it. What it will write to is found on meta tensors first, so
-that no more than that is gathered.
+``_init_weights`` of a module may write to modules inside it. A call on meta tensors first finds out what it writes to,
+so that only that is gathered.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .full_params import swapped_in
 
 INITIALIZES = "_init_weights"  # a convention of models, Hugging Face's among them
 Place = tuple[nn.Module, str]  # of a parameter: the module that has it, and its name there
-Step = tuple[nn.Module, frozenset[Place]]  # a call, and what it writes to
+Step = tuple[nn.Module, frozenset[Place]]  # the module to initialize, and what the call writes to
 
 
 class Own:
-    """Has a module give its own values, and the innermost model around it that knows how, as a second step."""
+    """Has a module initialize itself, and then the innermost model around it with ``_init_weights`` initialize it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -54,7 +54,7 @@ class Own:
             getattr(self._around[module], INITIALIZES)(module)
 
     def steps(self, modules: Collection[nn.Module], missing: Collection[Place]) -> Iterator[Step]:
-        """What is called: ``modules``, which have missing tensors, and what writes to nothing but these around them."""
+        """Yield the calls: for ``modules``, which have missing tensors, and for others that write only to such."""
         for module in modules:
             if module not in self._around:
                 yield module, own_places(module)
@@ -72,7 +72,7 @@ def own_places(module: nn.Module) -> frozenset[Place]:
 
 
 class _Writes(TorchFunctionMode):
-    """Notes which of some tensors, and of what is made from them, are written to."""
+    """Notes which of some tensors are written to, also through tensors that are made from them."""
 
     def __init__(self, places: dict[int, list[Place]]) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class _Writes(TorchFunctionMode):
 
 
 def _foreseen(own: Own, module: nn.Module) -> frozenset[Place]:
-    """The parameters inside ``module`` that its ``_init_weights`` writes to, by a call on meta tensors."""
+    """Return the parameters inside ``module`` that its ``_init_weights`` writes to, by a call on meta tensors."""
     if all(param is None or module is one for one in module.modules() for param in one._parameters.values()):
         return frozenset()  # nothing inside
     stand_ins: dict[int, nn.Parameter] = {}
@@ -110,7 +110,7 @@ def _foreseen(own: Own, module: nn.Module) -> frozenset[Place]:
     try:
         with torch.random.fork_rng(devices=()), torch.no_grad(), writes:
             own.as_part(module)
-    except (NotImplementedError, RuntimeError):  # it reads values: whatever it does is done to all
+    except (NotImplementedError, RuntimeError):  # it reads values, so it may write to all of them
         return frozenset((one, name) for one, name, _ in registered)
     finally:
         for one, name, param in registered:
@@ -126,11 +126,11 @@ def _on_meta(param: Tensor) -> Tensor:
 def initialize_all(
     units: list[Unit], steps: list[Step], missing: Sequence[Place], initialize: Callable[[nn.Module], Any]
 ) -> None:
-    """Make the calls, each with full parameters; an error in one is raised on every rank, after the last gather.
+    """Make the calls, each with full parameters; raise an error of one on every rank, after the last gather.
 
-    Gathering is a collective: units and **missing** are in an order that is the same on every rank. What no call of a
-    module's own has had, those of modules around it included, has no values to gather. (A user's function may write
-    anywhere.)
+    Gathering is a collective: ``units`` and ``missing`` are in the same order on every rank. A missing parameter has no
+    values to gather before its module, or a module around that, was called. (A user's function may write anywhere, so
+    then all are gathered.)
     """
     owners: dict[Place, Unit] = {}
     for unit in units:
@@ -171,7 +171,7 @@ def initialize_all(
 
 @contextmanager
 def _whole(places: Sequence[Place], done: set[Place]) -> Iterator[None]:
-    """Plain tensors in the place of DTensors, whose own random numbers would be alike on every rank of their mesh."""
+    """Put plain tensors in the place of DTensors, whose random numbers would be alike on every rank of their mesh."""
     distributed: dict[DTensor, list[Place]] = {}
     for module, name in places:
         registered = module._parameters[name]

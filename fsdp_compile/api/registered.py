@@ -1,4 +1,4 @@
-"""What a sharded module has as ``_parameters``: its code finds there what it finds under its attributes.
+"""The ``_parameters`` of a sharded module: its code finds there what it finds under the module's attributes.
 
     outside of forwards              the shards: names, state dicts, optimizers, hooks in backward
     while a forward of their unit    what ``module.weight`` gives, so that named_parameters(), ``_parameters["weight"]``
@@ -6,7 +6,7 @@
     what was found is written back   the shard is registered again: transformers' layers compute with local tensors of
                                      DTensors, which they put into ``_parameters`` for as long as their forward runs
 
-A parameter of a unit whose forward does not run is a shard to others, as with FSDP2.
+If the forward of a parameter's unit does not run, other modules see the shard, as with FSDP2.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ..eager.forward import call_of
 
 
 class Registered(dict):  # type: ignore[type-arg]
-    """The parameters of one module by name; what ``dict``'s own methods say of it is what is registered."""
+    """The parameters of one module by name; ``dict``'s own methods return what is registered."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module._parameters)
         self.module = module
         self.unit_runs = UnitRuns(module)
         self.absent = {name: beside(name, "absent") for name, value in dict.items(self) if value is None}
-        self.replaced: dict[str, Any] = {}  # shards, while code that is traced has something else in their places
+        self.replaced: dict[str, Any] = {}  # shards, while traced code has something else in their places
 
     def __getitem__(self, name: str) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -64,12 +64,12 @@ class Registered(dict):  # type: ignore[type-arg]
             self.replaced[name] = registered
 
     def take_back_traced(self, name: str) -> None:
-        """Register the shard again that traced code put something in the place of."""
+        """Register the shard again, if traced code put something else in its place."""
         if name in self.replaced:
             dict.__setitem__(self, name, self.replaced.pop(name))
 
     def __iter__(self) -> Iterator[str]:
-        return dict.__iter__(self)  # ``dict(this)`` would pass over __getitem__ if this were not here
+        return dict.__iter__(self)  # without this method, ``dict(self)`` would pass over __getitem__
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self else default  # noqa: SIM401
@@ -95,10 +95,10 @@ class Registered(dict):  # type: ignore[type-arg]
 
 
 def register(module: nn.Module) -> tuple[str, ...]:
-    """Have one of these in a module; the names that are registered as None, as the bias of many linear layers is.
+    """Give a module a ``Registered``; return the names that are registered as None, like many linear layers' bias.
 
-    Their values stand beside them, for Dynamo, which would put guards on all parameters of a module that reads one of
-    them from ``_parameters``.
+    Their values are attributes of the module as well. If they were read from ``_parameters``, Dynamo would put guards
+    on all parameters of the module.
     """
     if not isinstance(module._parameters, Registered):
         module.__dict__["_parameters"] = Registered(module)
@@ -114,7 +114,7 @@ def _take_hooks(full: Tensor, fqn: str, owner: Unit) -> None:
 
     transformers registers some in forward, to sum gradients over a tensor parallel group.
     """
-    reference = weakref.ref(full)  # which has the function that follows
+    reference = weakref.ref(full)  # ``full`` holds the function that follows
 
     def register(hook: Callable[[Any], None]) -> Any:
         if dynamo.is_at_work() and owner.given is None:
@@ -135,14 +135,14 @@ def _hook_traced(full: Tensor, hook: Callable[[Any], None]) -> Any:
 
 
 def _hooked(stand_in: Tensor, grad: Tensor, hook: Callable[[Any], None]) -> Tensor | None:
-    """What a post-accumulate hook makes of the gradient of a full parameter, as a tensor hook."""
+    """Run a post-accumulate hook as a tensor hook of a full parameter; return the gradient that it makes."""
     stand_in.grad = grad.clone()
     hook(stand_in)
     return stand_in.grad
 
 
 class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
-    """Whether a forward of the unit that owns a parameter runs; Dynamo takes the answers for constants."""
+    """Tells whether a forward of the unit that owns a parameter runs; Dynamo takes the answers for constants."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)  # Dynamo keeps objects of this class
@@ -154,7 +154,7 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
         return any(call_of(owner) is not None for _, owner, _ in reads.values())
 
     def found(self, name: str, registered: Any) -> Any:
-        """The tensor that eager code finds under ``name``. Dynamo's own Python finds what is registered."""
+        """Return the tensor that eager code finds under ``name``. Dynamo's own code finds what is registered."""
         owner = self._owner(name)
         if owner is None or call_of(owner) is None or dynamo.is_tracing():
             return registered
@@ -164,7 +164,7 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
         return full
 
     def shard_behind(self, name: str, value: Any) -> Any:
-        """The shard, where ``value`` is what that forward was given of the parameter; or else ``value``."""
+        """Return the shard, if ``value`` is what a read gave the running forward; otherwise ``value``."""
         known = self._known(name)
         call = None if known is None else call_of(known[1])
         if call is None or value is None:
@@ -174,7 +174,7 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
         return call.gathered.shards[index] if was_given else value
 
     def traced(self, name: str) -> bool:
-        """Whether such a forward runs, or is traced, where Dynamo traces the code that asks."""
+        """Whether a forward of the unit runs or is traced, while Dynamo traces the code that asks."""
         owner = self._owner(name)
         return owner is not None and (call_of(owner) is not None or traced_frames.traces_call_of(owner.modules, CALLS))
 
@@ -196,7 +196,7 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
         return None if module is None else module.__dict__.get(READS, {}).get(name)
 
     def _owner(self, name: str) -> Unit | None:
-        """The parameter's unit, where a shard is registered for it."""
+        """Return the parameter's unit, if a shard is registered for it."""
         known, module = self._known(name), self._module()
         registered: Any = {} if module is None else module._parameters
         if known is None or not known[0].is_cut(dict.get(registered, name)):

@@ -31,8 +31,8 @@ def replicate(
 ) -> ModuleT:
     """Average the gradients of ``module`` over the ranks of ``mesh``, all of which hold all parameters; return it.
 
-    What ``DistributedDataParallel`` does, traced by ``torch.compile``. Parameters become ``Replicate()`` DTensors. They
-    are taken to be equal on every rank already: nothing is broadcast.
+    It does what ``DistributedDataParallel`` does, and ``torch.compile`` traces it. Parameters become ``Replicate()``
+    DTensors. They are taken to be equal on every rank already: nothing is broadcast.
     """
     given = modules_in(module, "replicate")
     require_kinds("replicate", mesh, mp_policy, offload_policy)

@@ -1,4 +1,4 @@
-"""The forward that runs in the place of a unit's modules, and which of the two paths it takes.
+"""The forward that runs in the place of a unit's modules, and takes the compiled or the eager path.
 
 ``unit_forward`` becomes the modules' ``_call_impl``, so it stands around their own hooks and is one frame with them:
 
@@ -6,8 +6,8 @@
     a graph breaks inside     Dynamo skips this frame and compiles those that it calls: it is the eager path
     not compiled              the eager path
 
-So wherever Python runs inside a unit's forward, a ``Call`` says so, from ``eager_forward``'s beginning to its end,
-however that comes about: what reads a parameter there gathers it, and what reads one outside sees the shard.
+So whenever Python runs inside a unit's forward, for whatever reason, there is a ``Call`` from the beginning of
+``eager_forward`` to its end. Code that reads a parameter then gathers it; code that reads one outside sees the shard.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     unit: Unit = self.__dict__[STATE]
     call = type(self)._fsdp_compile_original._call_impl
     args, kwargs = as_taken(unit, args, kwargs)
-    try:  # Dynamo never resumes inside one: a frame that it cannot compile whole, it leaves to Python
+    try:  # Dynamo never resumes inside a try: it leaves a frame that it cannot compile whole to Python
         if torch.compiler.is_dynamo_compiling():
             before = unit.watch.replaced()
             output = call(self, *args, **kwargs)
@@ -50,7 +50,7 @@ def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _take_places_back(unit: Unit, before: tuple[int, ...]) -> None:
-    """Register the shards again that the traced forward replaced: those which ``before`` it were not replaced yet."""
+    """Register the shards again that the traced forward replaced: all but those replaced ``before`` it."""
     for place in unit.watch.replaced():
         if place not in before:
             for slot in unit.params[place].slots:
@@ -58,7 +58,7 @@ def _take_places_back(unit: Unit, before: tuple[int, ...]) -> None:
 
 
 def forward_inside(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The part of it that is compiled where the eager path stands around the graph; see ``api/compiled.py``."""
+    """The part of ``unit_forward`` that is compiled where the eager path runs around a graph; see ``compiled.py``."""
     unit: Unit = self.__dict__[STATE]
     args, kwargs = as_taken(unit, args, kwargs)
     try:  # as above
@@ -69,7 +69,7 @@ def forward_inside(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def as_taken(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The inputs of a unit's forward, where and in the dtype in which it takes them."""
+    """Return the inputs of a unit's forward on the device and in the dtype in which it takes them."""
     if unit.takes_inputs_to is not None:
         args, kwargs = move(args, unit.takes_inputs_to), move(kwargs, unit.takes_inputs_to)
     policy = unit.mp_policy
@@ -79,13 +79,13 @@ def as_taken(unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def as_given(unit: Unit, output: Any) -> Any:
-    """The output of a unit's forward, in the dtype in which it gives it."""
+    """Return the output of a unit's forward in the policy's ``output_dtype``."""
     dtype = unit.mp_policy.output_dtype
     return output if dtype is None else cast_floating(output, dtype)
 
 
 def begin_unit(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Call | None, Any, Any]:
-    """The first half of ``unit_forward``, for code that makes the call itself; its eager call, where it is one."""
+    """Run the first half of ``unit_forward``, for code that calls the module itself; return an eager one's ``Call``."""
     args, kwargs = as_taken(unit, args, kwargs)
     if torch.compiler.is_dynamo_compiling():
         return None, args, kwargs
@@ -95,7 +95,7 @@ def begin_unit(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[C
 
 
 def end_unit(unit: Unit, module: nn.Module, call: Call | None, output: Any) -> Any:
-    """The second half."""
+    """Run the second half of ``unit_forward``."""
     if call is not None:
         output = end(unit, module, call, output)
     return as_given(unit, output)
@@ -107,7 +107,7 @@ dynamo.leave_all_to_python(as_taken, as_given)
 
 
 def eager_forward_for(name: str, setting: str) -> Callable[..., Any]:
-    """``unit_forward`` for modules that Dynamo must not trace; where it would have, they say once why it did not."""
+    """Return a ``unit_forward`` that Dynamo must not trace; where it would have, the unit warns once why it did not."""
     skipped: list[bool] = []
 
     @torch.compiler.assume_constant_result
@@ -136,6 +136,6 @@ def eager_forward_for(name: str, setting: str) -> Callable[..., Any]:
 
 
 def with_code_of_its_own(function: Any, name: str) -> Callable[..., Any]:
-    """The same function with a code object of its own: Dynamo counts recompilations by code object."""
+    """Return the function with a code object of its own: Dynamo counts recompilations by code object."""
     code = function.__code__.replace(co_name=name)
     return types.FunctionType(code, function.__globals__, name.rpartition(".")[2], closure=function.__closure__)

@@ -1,7 +1,7 @@
-"""What a sharded model cannot be captured by, said where it reads a parameter or begins a forward.
+"""Refuse captures that a sharded model does not support, when it reads a parameter or begins a forward.
 
 A capture that is to outlive the process, or to run without it, would hold one rank's shards and collectives with the
-other ranks. And what traces a backward into its forward's graph has no place for gradients that are held back.
+other ranks. A capture that traces a backward into its forward's graph cannot hold gradients back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _UNSHARDED = (
 
 
 def refuse_traced(fqn: str, mode: Mode) -> None:
-    """Raise when Dynamo traces a read for what cannot be; a compiled step goes on."""
+    """Raise when Dynamo traces a read for such a capture; return for a compiled step."""
     if dynamo.traces_export():
         raise _not_possible(fqn, "torch.export.export", "export")
     if inductor.freezes_parameters():
@@ -44,7 +44,7 @@ def refuse_traced(fqn: str, mode: Mode) -> None:
 
 
 def refuse_run(name: str) -> NoReturn:
-    """Raise because an eager forward runs to be recorded."""
+    """Raise because an eager forward runs for ``torch.export`` or ``torch.jit.trace`` to record it."""
     if torch.compiler.is_exporting():
         raise _not_possible(name, "torch.export.export", "export")
     raise _not_possible(name, "torch.jit.trace", "trace")

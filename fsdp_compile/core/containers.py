@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every floating-point tensor in it cast to ``dtype``; containers keep their types."""
+    """Return ``value`` with every floating-point tensor in it cast to ``dtype``; containers keep their types."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
@@ -22,28 +22,28 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """``value`` with every tensor in it on ``device``."""
-    return map_tensors(value, lambda tensor: tensor.to(device))  # waits: a pinned buffer may be filled anew behind it
+    """Return ``value`` with every tensor in it on ``device``."""
+    return map_tensors(value, lambda tensor: tensor.to(device))  # blocks: the caller may refill a pinned buffer
 
 
 def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with ``fn`` of every tensor in its place; containers keep their types, and are not made anew.
+    """Return ``value`` with ``fn`` of every tensor in its place; containers keep their types.
 
-    That is: no ``__init__`` and no ``__post_init__`` of theirs runs again, and one in which nothing becomes another
-    tensor comes back as it is: a module may write to it for its caller. Mappings that cannot be written to stay as they
-    are. torch's pytrees know neither dataclasses nor UserDict nor subclasses of tuples. Traced by Dynamo, so written
-    with plain type tests.
+    No ``__init__`` or ``__post_init__`` of a container runs again. A container in which ``fn`` replaces no tensor is
+    returned as it is, since a module may write to it for its caller. Mappings that cannot be written to stay as they
+    are. torch's pytrees know neither dataclasses nor UserDict nor subclasses of tuples. Dynamo traces this, so it uses
+    plain type tests.
     """
     return _mapped(value, fn)[0]
 
 
 def _mapped(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, bool]:
-    """That, and whether it is another object than ``value``: while Dynamo traces, wherever there are tensors."""
+    """Return the mapped value, and whether it is a new object; while Dynamo traces, it is if it has tensors in it."""
     if isinstance(value, torch.Tensor):
         tensor = fn(value)
         return tensor, torch.compiler.is_compiling() or tensor is not value
     if isinstance(value, PackedSequence):
-        # The numbers of rows stay where they are, on the CPU.
+        # ``batch_sizes`` stays on the CPU.
         changed = _changed({name: getattr(value, name) for name in ("data", "sorted_indices", "unsorted_indices")}, fn)
         return (value._replace(**changed), True) if changed else (value, False)
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -53,7 +53,7 @@ def _mapped(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any
         changed = _changed(_fields_of(value), fn)
         if not changed:
             return value, False
-        # One that is a dict as well, as outputs of transformers are, fills itself when it is made.
+        # A dataclass that is a dict as well, such as an output of transformers, fills the dict when it is made.
         return dataclasses.replace(value, **changed) if isinstance(value, dict) else _with(value, changed), True
     if isinstance(value, UserDict):
         changed = _changed(value.data, fn)
@@ -65,7 +65,7 @@ def _mapped(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in ``value``, in order, through the same containers that ``map_tensors`` goes through."""
+    """Return every tensor in ``value``, in order, through the same containers that ``map_tensors`` goes through."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, PackedSequence):
@@ -86,13 +86,13 @@ def _fields_of(value: Any) -> dict[str, Any]:
 
 
 def _changed(values: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> dict[Any, Any]:
-    """Of these, what becomes another object."""
+    """Return, by key, those of ``values`` that become another object, as mapped values."""
     found = {key: _mapped(item, fn) for key, item in values.items()}
     return {key: item for key, (item, new) in found.items() if new}
 
 
 def _like(value: Any, items: list[Any]) -> Any:
-    """A sequence or a set of the type of ``value``."""
+    """Make a sequence or a set of ``items``, of the type of ``value``."""
     if hasattr(value, "_fields"):
         return type(value)._make(items)
     if type(value) in (list, tuple, set, frozenset):
@@ -115,7 +115,7 @@ def _mapping_like(value: Any, changed: dict[Any, Any]) -> Any:
         return type(value)({**value, **changed})
     if type(value) is defaultdict:
         return defaultdict(value.default_factory, {**value, **changed})
-    # A shallow copy of what is no dict may keep its items where the original does.
+    # A shallow copy of a mapping that is no dict may share the storage of its items with the original.
     kept = {id(item): item for item in value.values()}
     copied = copy.copy(value) if isinstance(value, dict) else copy.deepcopy(value, kept)
     for key, item in changed.items():
@@ -124,7 +124,7 @@ def _mapping_like(value: Any, changed: dict[Any, Any]) -> Any:
 
 
 def _with(value: Any, attributes: dict[str, Any]) -> Any:
-    """A copy of an object that has other ``attributes``; frozen ones too."""
+    """Copy an object, frozen or not, with new values for ``attributes``."""
     copied = object.__new__(type(value))
     slots = _fields_of(value) if dataclasses.is_dataclass(value) else {}
     for name, attribute in {**slots, **getattr(value, "__dict__", {}), **attributes}.items():

@@ -1,12 +1,12 @@
-"""How ranks run a model, as they tell one another before its first collective: keys in their store, once a model.
+"""Ranks tell one another how they run a model, before its first collective, by keys in their store; once a model.
 
     rank 0, compiled     compiling    ...    text/forward = "gather norms, gather 0, ..."      what its graph launches
     rank 1, eagerly      asked += 1   ...    reads that, and follows it                        ended += 1
 
     all ranks, eagerly   asked += 1   ...    asked - ended == all of them: released            and nobody asks again
 
-Whoever runs a model eagerly for the first time, and has no graph of it, asks. It waits until all ranks ask or one of
-them has said what it launches: for no longer than its first all-gather would wait for the same ranks.
+A rank that runs a model eagerly for the first time, and has no graph of it, asks. It waits until all ranks ask or one
+of them has said what it launches: for no longer than its first all-gather would wait for the same ranks.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from ..passes.agree import Agreement
 from ..passes.worlds import World, world_of
 from .unit import Unit
 
-PATIENCE_S = 120.0  # until a rank has said anything
-COMPILING_S = 3600.0  # until one that compiles has
+PATIENCE_S = 120.0  # how long to wait if no rank has said that it compiles
+COMPILING_S = 3600.0  # how long to wait if one has
 
 _logger = logging.getLogger(__name__)
-_numbers = Counter[str]()  # models that look alike
-_world: World | None = None  # in which these were counted
+_numbers = Counter[str]()  # how many models look alike, by topic
+_world: World | None = None  # the world in which these were counted
 
 
 class Others:
-    """What is known of how the other ranks run one model, and how to hear more."""
+    """What this rank knows of how the other ranks run one model, and how it asks for more."""
 
     def __init__(self, store: Any, topic: str, num_ranks: int) -> None:
         self._store, self._prefix, self._num_ranks = store, f"fsdp_compile/exchange/{topic}/", num_ranks
-        self._known: dict[str, str] = {}  # by what kind of forward it is
+        self._known: dict[str, str] = {}  # texts by the kind of forward
         self._said: set[str] = set()
-        self.is_decided = num_ranks == 1  # for good: there is nobody to follow
+        self.is_decided = num_ranks == 1  # if so, there is nobody to follow, and this rank never asks again
         self.has_asked = False
 
     def asks_for(self, kind: str) -> bool:
         return not self.is_decided and kind not in self._known
 
     def text(self, kind: str) -> str:
-        """What ranks that compile such a forward launch in it; empty where none does."""
+        """Return what ranks that compile such a forward launch in it, asking if need be; empty if none compiles it."""
         if self.is_decided:
             return ""
         if kind not in self._known:
@@ -59,7 +59,7 @@ class Others:
         return self._known[kind]
 
     def say(self, what: str, text: str = "yes") -> None:
-        """Tell the others, who take what was said first."""
+        """Tell the other ranks, which use what was said first."""
         if self.is_decided or what in self._said:
             return
         self._said.add(what)
@@ -68,12 +68,12 @@ class Others:
                 self._store.compare_set(self._prefix + what, "", text)
 
     def tell(self, kind: str, text: str) -> None:
-        """Tell them what this rank launches in such a forward."""
+        """Tell the other ranks what this rank launches in such a forward."""
         self.say("compiled")
         self.say(f"text/{kind}", text)
 
     def refuse(self) -> None:
-        """Tell them that this rank compiles the model in a way that nobody can follow."""
+        """Tell the other ranks that this rank compiles the model in a way that nobody can follow."""
         self.say("refused")
 
     def _ask(self, kind: str) -> str:
@@ -108,11 +108,12 @@ class Others:
             pause_s = min(2 * pause_s, 0.1)
 
     def _is_released(self, mine: int) -> bool:
-        """Whether all ranks asked at one time after this one did, whatever for: then none of them runs compiled.
+        """Whether, since this rank asked, all ranks were asking at one time: then none of them runs compiled.
 
-        Nobody asks again for a model that no rank has compiled; of any other the next kind may be compiled.
+        They may ask for different kinds of forward. If no rank has compiled the model, nobody asks again; otherwise
+        the next kind may be compiled.
         """
-        # The number of those who ended is read last: it can only make too few of those who ask.
+        # The number of ranks that ended is read last, so the difference can only be too small.
         asked = self._store.add(f"{self._prefix}asked", 0)
         if asked - self._store.add(f"{self._prefix}ended", 0) == self._num_ranks:
             some_compile = self._has("compiled")
@@ -130,7 +131,7 @@ class Others:
 
 
 def others_of(root: Unit) -> Others:
-    """Of the model around whose parameters this unit is the outermost one."""
+    """Return the ``Others`` of the model whose outermost unit is ``root``."""
     if root.others is None:
         root.others = _others_of(root)
     known: Others = root.others
@@ -147,14 +148,14 @@ def _others_of(root: Unit) -> Others:
     store = passes_compat.default_store()
     params = [param for unit in root.inside() for param in unit.params]
     groups = {process_groups.group_ranks(one.mesh.group) for one in params if one.mesh.num_shards > 1}
-    # Where nothing is gathered, ranks need not run forward together; nor is it clear who does, of several groups.
+    # Without gathers, ranks need not run forward together. With several groups, it is not clear which ranks do.
     if store is None or len(groups) != 1 or "fake" in dist.get_backend_config():
         return Others(None, "", 1)
     if world_of(store) != _world:
         _world = world_of(store)
         _numbers.clear()
     (ranks,) = groups
-    # By sizes: where ranks ignore other modules, the same parameters have other names.
+    # By sizes: where ranks ignore different modules, the same parameters have different names.
     known_by = [ranks, root.label, [one.layout.size for one in params]]
     topic = hashlib.sha256(repr(known_by).encode()).hexdigest()[:16]
     _numbers[topic] += 1

@@ -1,9 +1,9 @@
-"""Parameters that say themselves what travels: tensor subclasses with FSDP2's all-gather extension, such as float8's.
+"""FSDP2's all-gather extension: tensor subclasses, such as float8's, that decide themselves what is gathered.
 
     fsdp_pre_all_gather(mesh[, outer_size, outer_stride, module, mp_policy]) -> (tensors to gather, metadata)
     fsdp_post_all_gather(gathered, metadata, param_dtype, out=None) -> (full parameter, inner tensors); None with out=
 
-This is the protocol; ``graph/extension.py`` and ``eager/extension.py`` are what the paths do with it.
+This file has the protocol; the paths use it in ``graph/extension.py`` and ``eager/extension.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ALL_ARGUMENTS = 5
 
 
 def has_extension(fqn: str, shard: DTensor) -> bool:
-    """Whether the shard brings its own gather; raises when it brings half of one."""
+    """Whether the shard has an all-gather extension; raise if it has half of one."""
     local = dtensors.local_tensor(shard)
     before, after = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
     if before != after:
@@ -53,25 +53,25 @@ def has_extension(fqn: str, shard: DTensor) -> bool:
 
 
 def releases_what_arrived(shard: DTensor) -> bool:
-    """Whether the extension has no use for what was gathered once it made the parameter of it."""
+    """Whether what was gathered can be freed once the extension has made the parameter of it."""
     release = getattr(dtensors.local_tensor(shard), _RELEASE, None)
     return release is not None and release()
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """What a parameter's extension is asked with; equal for equal parameters."""
+    """What a parameter's extension is called with; equal for equal parameters."""
 
     subclass: type
     mesh: DeviceMesh  # of the ranks that hold shards
     size: torch.Size
     stride: tuple[int, ...]
     mp_policy: Any
-    owner: weakref.ref[nn.Module] | None  # only where the extension asks for it: blocks that differ in it differ
-    look: Look | None  # of the shard, where a graph puts it together
+    owner: weakref.ref[nn.Module] | None  # only if the extension takes the module: it makes equal blocks unequal
+    look: Look | None  # of the shard, if a graph rebuilds that
 
     def before(self, local: Tensor, spec: ParamSpec) -> tuple[list[Tensor], list[ParamSpec], Any]:
-        """What this rank sends, how each of it travels, and what the extension wants to remember."""
+        """Return the tensors that this rank sends, the spec of each, and the extension's metadata."""
         arguments: list[Any] = [self.mesh]
         if self.owner is not None:
             arguments += [self.size, self.stride, self.owner(), self.mp_policy]
@@ -80,7 +80,7 @@ class Protocol:
         return sent, [_part_of(spec, index, tensor) for index, tensor in enumerate(sent)], metadata
 
     def _padded(self, tensor: Tensor, spec: ParamSpec) -> Tensor:
-        """What is gathered has the same rows on every rank; the subclass may leave the padding to us."""
+        """Pad a tensor to the number of rows that every rank sends, if the subclass has not done so itself."""
         length, rows = spec.local_length, spec.layout.chunk
         if tensor.ndim == 0:
             return tensor.view(1)
@@ -98,7 +98,7 @@ class Protocol:
         return torch.cat([tensor, tensor.new_zeros(missing)], dim)
 
     def after(self, local: Tensor, gathered: Sequence[Tensor], metadata: Any, spec: ParamSpec) -> tuple[Tensor, Any]:
-        """The full parameter that the extension makes of what was gathered, and the tensors inside it."""
+        """Return the full parameter that the extension makes of what was gathered, and the tensors inside it."""
         arrived = tuple(_cut_padding(tensor, spec) for tensor in gathered)
         made, inner = local.fsdp_post_all_gather(arrived, metadata, spec.dtype)  # type: ignore[attr-defined]
         return made, inner
@@ -106,9 +106,9 @@ class Protocol:
     def again(
         self, local: Tensor, gathered: Sequence[Tensor], metadata: Any, spec: ParamSpec, out: Tensor, inner: Any
     ) -> None:
-        """The same into what was made before, where ``gathered`` lies where it lay then."""
+        """Make the parameter again in ``out``, which ``after`` returned; ``gathered`` is in the same memory as then."""
         arrived = tuple(_cut_padding(tensor, spec) for tensor in gathered)
-        with autograd.no_new_versions([out, *inner, *gathered]):  # the values are those that autograd saved
+        with autograd.no_new_versions([out, *inner, *gathered]):  # autograd saved the same values
             local.fsdp_post_all_gather(arrived, metadata, spec.dtype, out=out)  # type: ignore[attr-defined]
 
 
@@ -117,7 +117,7 @@ def without_padding(made: Tensor, spec: ParamSpec) -> Tensor:
 
 
 def _dim_of(sent: Tensor, spec: ParamSpec) -> int:
-    """Along which what ranks send is joined: as the shards are, where it looks like them."""
+    """Return the dimension on which ranks' tensors are joined: the shards', if they have as many dimensions; else 0."""
     return spec.dim if sent.ndim == len(spec.size) else 0
 
 
@@ -129,7 +129,7 @@ def _part_of(spec: ParamSpec, index: int, tensor: Tensor) -> ParamSpec:
 
 
 def _cut_padding(gathered: Tensor, spec: ParamSpec) -> Tensor:
-    """What has the rows of the padded shards, without the padding."""
+    """Cut the padding off a gathered tensor that has the rows of the padded shards."""
     dim = _dim_of(gathered, spec)
     if gathered.shape[dim] != spec.layout.chunk * spec.num_shards or spec.layout.even:
         return gathered
@@ -137,7 +137,7 @@ def _cut_padding(gathered: Tensor, spec: ParamSpec) -> Tensor:
 
 
 def arity_of(fqn: str, local: Any) -> int:
-    """How many arguments the extension takes; raises where it does not listen."""
+    """Return how many arguments ``fsdp_pre_all_gather`` takes; raise unless these are 1 or 5."""
     arity = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
     if arity not in (1, ALL_ARGUMENTS):
         raise AssertionError(
@@ -148,7 +148,7 @@ def arity_of(fqn: str, local: Any) -> int:
 
 
 def why_not_traced(fqn: str, shard: Any, slices: bool = False, computes_elsewhere: bool = False) -> str | None:
-    """What of the shard's extension cannot be part of a graph; None where all can, and where there is none."""
+    """Name what of the shard's extension cannot be part of a graph; None if all of it can, and without an extension."""
     halves = halves_of(shard)
     if not any(halves):
         return None
@@ -160,6 +160,6 @@ def why_not_traced(fqn: str, shard: Any, slices: bool = False, computes_elsewher
 
 
 def halves_of(shard: Any) -> list[bool]:
-    """Which of the two functions of an extension the shard has."""
+    """Whether the shard has each of the two functions of an extension, first pre and then post."""
     local = dtensors.local_tensor(shard) if isinstance(shard, DTensor) else None
     return [hasattr(local, f"fsdp_{half}_all_gather") for half in ("pre", "post")]

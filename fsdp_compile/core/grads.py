@@ -1,12 +1,12 @@
-"""The one place where a shard gets its gradient, whoever computed it.
+"""The one place where a shard gets its gradient, from either path.
 
     eager reduction ---------------------+-> give_through_hooks -+
     compiled backward, by a unit's edges +-----------------------+-> give --> shard.grad, then post-accumulate hooks
-    ... of shards that are asked for -------------------------------> autograd
+    ... when is_asked_for(shard) -----------------------------------> autograd
     compiled autograd, in its graph --------------------------------> give_traced -> shard.grad
 
-Tensor hooks are not left to autograd. What they keep it copies into the shard's gradient, and torch 2.11 makes that
-copy of an uneven shard by gathering it: where hooks are on one rank alone, nobody answers.
+We run tensor hooks ourselves. If a hook keeps the gradient, autograd copies it into ``shard.grad``, and torch 2.11
+makes that copy of an uneven shard by gathering it. If the hook is on one rank alone, no other rank joins that gather.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .._torch_compat import autograd, dtensors
 
 
 def is_asked_for(shard: DTensor, leaf: Any) -> bool:
-    """Whether somebody asked autograd for the gradient of a shard, who gets it in the place of ``shard.grad``."""
+    """Whether somebody asked autograd for the shard's gradient, and gets it in the place of ``shard.grad``."""
     return torch.is_grad_enabled() or not shard.is_leaf or not autograd.accumulates(leaf)
 
 
@@ -29,7 +29,7 @@ def give(shard: DTensor, local: Tensor) -> None:
     """Add a local gradient to the shard's, as autograd does for a leaf, and run the shard's post-accumulate hooks."""
     grad = shard.grad
     has_hooks = autograd.has_post_accumulate_grad_hooks(shard)
-    # Shortest where it is run most: what AccumulateGrad does, without the detour over operations on DTensors.
+    # The most frequent case is the fastest: it does what AccumulateGrad does, without operations on DTensors.
     if grad is None and not has_hooks and shard.device == local.device:
         shard.grad = dtensors.dtensor_like(shard, local)
         return
@@ -45,7 +45,7 @@ def give(shard: DTensor, local: Tensor) -> None:
 
 
 def give_traced(shard: DTensor, local: Tensor) -> None:
-    """The same in operations that Dynamo can trace, out of place; for a shard on its mesh's device without hooks."""
+    """Like ``give``, but out of place and traceable by Dynamo; for a shard on its mesh's device without hooks."""
     grad: Any = DTensor.from_local(
         local, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
     )
@@ -53,7 +53,7 @@ def give_traced(shard: DTensor, local: Tensor) -> None:
 
 
 def brought_to(shard: DTensor, local: Tensor, read_at_once: bool) -> Tensor:
-    """A local gradient where the shard is; a copy to pinned memory may run on, unless somebody reads it at once."""
+    """Return a local gradient on the shard's device; unless ``read_at_once``, a copy to pinned memory may run on."""
     if local.device == dtensors.local_tensor(shard).device:
         return local
     pinned = dtensors.is_pinned(shard)
@@ -62,18 +62,18 @@ def brought_to(shard: DTensor, local: Tensor, read_at_once: bool) -> Tensor:
 
 
 def wait_for_offloaded() -> None:
-    """Have gradients on the CPU complete that ``give`` let the device copy on."""
+    """Wait for the asynchronous copies to the CPU that ``give`` started."""
     if torch.accelerator.is_available():
         torch.accelerator.current_stream().synchronize()
 
 
 def give_through_hooks(fqn: str, shard: DTensor, local: Tensor) -> None:
-    """Give the shard what its tensor hooks make of its local gradient, which they see where the shard is."""
+    """Run the shard's tensor hooks on its local gradient, on the shard's device, and give the shard the result."""
     give(shard, _through_hooks(fqn, shard, brought_to(shard, local, read_at_once=True)))
 
 
 def _through_hooks(fqn: str, shard: DTensor, local: Tensor) -> Tensor:
-    """What the shard's tensor hooks make of its local gradient."""
+    """Return the local gradient after the shard's tensor hooks, each of which may replace it."""
     grad = dtensors.dtensor_like(shard, local)
     with torch.no_grad():
         for hook in list((autograd.tensor_hooks(shard) or {}).values()):
@@ -88,7 +88,7 @@ def _through_hooks(fqn: str, shard: DTensor, local: Tensor) -> Tensor:
             grad = replaced
     if grad.placements != shard.placements:
         grad = grad.redistribute(placements=shard.placements)
-    return dtensors.local_tensor(grad).clone()  # a hook may have kept what it saw
+    return dtensors.local_tensor(grad).clone()  # a hook may have kept the gradient
 
 
 def _fits(shard: DTensor, local: Tensor) -> bool:

@@ -1,12 +1,12 @@
-"""Hooks on shards, which autograd runs although no gradient came, or before it has come.
+"""Hooks on shards, in wrappers that skip them when autograd would run them without a gradient, or before it is there.
 
     autograd    grads of a unit's reads -> [_Read] -> None -> a shard's hooks, as autograd runs them: not now
     reduction   grads of a unit's reads -> bucket -> gradient of the shard -> its hooks -> shard.grad
 
     autograd    grads of a unit's edges -> [_Edges] -> None for those that a graph did not read -> hooks: not at all
 
-So what a rank sends does not depend on its hooks, which may be there on one rank alone, and the edges of a unit need
-one node, whichever of its parameters have hooks, and whenever these came.
+So the collectives of a rank do not depend on its hooks, which may be there on one rank alone. And the edges of a unit
+need one node, whichever of its parameters have hooks, and whenever these were registered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .._torch_compat import autograd, dtensors
 
 
 class _Waiting:
-    """A tensor hook that is not run for the None which autograd has while the gradient is elsewhere."""
+    """A tensor hook that is skipped when autograd passes None because the gradient went to the reduction."""
 
     def __init__(self, hook: Callable[[Any], Any]) -> None:
         self._hook = hook
@@ -39,12 +39,12 @@ class _Waiting:
 
 
 class _WaitingBehind:
-    """A post-accumulate hook that is not run while nothing was accumulated."""
+    """A post-accumulate hook that is skipped when no gradient was accumulated."""
 
     def __init__(self, hook: Callable[[Tensor], None]) -> None:
         self._hook = hook
         self._waits = False
-        # The gradient before, not held, and how often it had been written to.
+        # The gradient from before, by a weak reference, and how often it had been written to.
         self._before: weakref.ref[Tensor] | None = None
         self._version = 0
 
@@ -66,20 +66,20 @@ class _WaitingBehind:
 
 
 class LateHooks:
-    """The hooks that wait, in the backward that runs, for a gradient."""
+    """The hooks that wait for a gradient in the backward that runs."""
 
     def __init__(self) -> None:
         self._waiting: list[_Waiting | _WaitingBehind] = []
 
     def hold_back(self, shard: DTensor) -> None:
-        """Have autograd not run the shard's tensor hooks before there is a gradient.
+        """Keep autograd from running the shard's tensor hooks before there is a gradient.
 
-        They are put into others in their places, so whoever registered them may take them away as ever.
+        A hook's wrapper takes its place under the same key, so the handle of the hook still removes it.
         """
         self._put_into(_Waiting, autograd.tensor_hooks(shard), shard)
 
     def hold_back_all(self, shard: DTensor) -> None:
-        """The same for those behind the gradient's arrival as well."""
+        """The same for the shard's tensor hooks and its post-accumulate hooks."""
         self.hold_back(shard)
         self._put_into(_WaitingBehind, autograd.post_accumulate_grad_hooks(shard), shard)
 
@@ -95,7 +95,7 @@ class LateHooks:
         return bool(self._waiting)
 
     def release(self) -> None:
-        """The backward is over."""
+        """Let the hooks run again: the backward is over."""
         for hook in self._waiting:
             hook.release()
         self._waiting.clear()

@@ -1,11 +1,11 @@
-"""What graphs take of a shard with an all-gather extension: the tensors inside it, and how to put them together again.
+"""Shards with an all-gather extension as graph inputs: the tensors inside the subclass, and how to rebuild it.
 
     graph input                    in the graph
     (names, *tensors inside)       shard = Look.around(names, tensors) ... fsdp_pre_all_gather(shard)
 
 A compiler that gets the subclass itself takes it apart by ``__tensor_flatten__`` and ``__tensor_unflatten__``, and
-relies on more than subclasses keep: that of torchao's float8 looks at the data of a scale while nothing has data, and
-forgets the scale. And who keeps the same tensors inside is asked no more than for their names.
+relies on more than subclasses guarantee: torchao's float8 subclass looks at the data of a scale while no tensor has
+data, and forgets the scale. And while a shard keeps its attributes, a call does not flatten it again.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from .._torch_compat import subclasses
 
 @dataclass(frozen=True)
 class Look:
-    """A subclass without the tensors inside it."""
+    """What it takes to rebuild a tensor of a subclass from the tensors inside it."""
 
     subclass: type
-    context: Any = field(hash=False)  # of ``__tensor_flatten__``
+    context: Any = field(hash=False)  # that ``__tensor_flatten__`` returned
     size: torch.Size
     stride: tuple[int, ...]
 
     def around(self, names: Sequence[str], tensors: Sequence[Tensor]) -> Any:
-        """The subclass around ``tensors``."""
+        """Rebuild the tensor of the subclass from ``tensors``."""
         subclass: Any = self.subclass
         made = subclass.__tensor_unflatten__(dict(zip(names, tensors)), self.context, self.size, self.stride)
         for name, tensor in zip(names, tensors):
-            if getattr(made, name, None) is not tensor:  # which it forgot
+            if getattr(made, name, None) is not tensor:  # the subclass forgot it
                 setattr(made, name, tensor)
         return made
 
 
 class Apart:
-    """A shard taken apart; asked again at each call, for its user may give it other tensors."""
+    """A shard taken apart. Each call looks at it again, since the user may put other tensors into it."""
 
     def __init__(self, local: Any) -> None:
         self._local = local
@@ -48,19 +48,19 @@ class Apart:
         self._names, self.look = _flattened(local)
         self._look_now = self.look
         own = vars(local)
-        # The subclass's own attributes: graphs take tensors from there, whichever these are by then. Where it keeps
-        # them elsewhere, those that it has now.
+        # Graphs take the tensors from the shard's ``__dict__``, so they get those that are there at each call. If the
+        # subclass keeps its tensors elsewhere, graphs get those that it has now.
         self.inside = own if set(self._names) <= own.keys() else {name: getattr(local, name) for name in self._names}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Which of them are what is inside now."""
+        """Names of the tensors that are inside the shard now."""
         self._look_again()
         return self._names
 
     @property
     def has_changed(self) -> bool:
-        """Whether the subclass is another one by now, in more than its tensors."""
+        """Whether the shard has changed in a way that ``look`` and ``inside`` do not follow."""
         self._look_again()
         if self._look_now != self.look:
             return True
@@ -69,13 +69,13 @@ class Apart:
 
     def _look_again(self) -> None:
         attributes = _attributes_of(self._local)
-        if not _are_the_same(attributes, self._attributes):  # only now: to flatten a shard may wait for the device
+        if not _are_the_same(attributes, self._attributes):  # not earlier: flattening may wait for the device
             self._attributes = attributes
             self._names, self._look_now = _flattened(self._local)
 
 
 def taken_apart(local: Any) -> Apart | None:
-    """For a local tensor with an extension, where a compiler can look inside it."""
+    """Take apart a local tensor with an extension; None for other tensors, and if a compiler cannot look inside it."""
     if not hasattr(local, "fsdp_pre_all_gather") or not subclasses.is_traceable(local):
         return None
     return Apart(local)
@@ -87,7 +87,7 @@ def _flattened(local: Any) -> tuple[tuple[str, ...], Look]:
 
 
 def _attributes_of(local: Any) -> dict[str, Any]:
-    """Which attributes are tensors, and what the others are."""
+    """Return the attributes, with the class ``Tensor`` in the place of each tensor."""
     return {name: Tensor if isinstance(value, Tensor) else value for name, value in vars(local).items()}
 
 

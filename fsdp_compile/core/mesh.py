@@ -1,8 +1,8 @@
-"""Which ranks a parameter is spread over: the mesh that the user gave, read as roles.
+"""The ranks that a parameter is sharded and replicated over, as read from the user's mesh.
 
     mesh                                    the ranks                        a plain parameter is stored as
-    1-D                                     share it out                     (Shard(d),)
-    2-D, dims (replicate, shard)            share it out, in each replica    (Replicate(), Shard(d))
+    1-D                                     shard it                         (Shard(d),)
+    2-D, dims (replicate, shard)            shard it, in each replica        (Replicate(), Shard(d))
     1-D given to replicate()                all hold it                      (Replicate(),)
     any, with dp_mesh_dims                  as the named dims say            a DTensor on that mesh already
 """
@@ -26,12 +26,12 @@ from ..passes.layout import reduction_of
 
 @dataclass(frozen=True)
 class SpmdMesh:
-    """The whole mesh that parameters are DTensors on already, and which of its dimensions are data parallel."""
+    """The whole mesh, on which parameters are DTensors already, and the names of its data-parallel dimensions."""
 
     mesh: DeviceMesh
-    shard: tuple[str, ...]  # in the order of the mesh
+    shard: tuple[str, ...]  # names, in the order of the mesh
     replicate: tuple[str, ...]
-    flat_shard: DeviceMesh | None  # the dimensions in ``shard`` as one
+    flat_shard: DeviceMesh | None  # the dimensions in ``shard`` flattened into one
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -40,27 +40,27 @@ class SpmdMesh:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Places in the mesh of the data-parallel dimensions."""
+        """Indices of the data-parallel dimensions in the mesh."""
         return tuple(self.names.index(name) for name in (*self.shard, *self.replicate))
 
 
 @dataclass(frozen=True)
 class ShardMesh:
-    """The ranks of a parameter: ``num_shards`` of them hold one shard each, ``num_replicas`` hold the same one."""
+    """The ranks of a parameter: ``num_shards`` ranks hold a shard each, ``num_replicas`` ranks hold the same shard."""
 
     mesh: DeviceMesh
     device: torch.device
     backend: str
-    group: str = ""  # of the ranks that share the parameter out; empty when none do
+    group: str = ""  # name of the process group that the parameter is sharded over; empty when it is not
     num_shards: int = 1
-    rank: int = 0  # in that group
-    replicate_group: str = ""  # of the ranks that hold the same shard; empty when none do
+    rank: int = 0  # this rank in that group
+    replicate_group: str = ""  # name of the process group whose ranks hold the same shard; empty when none do
     num_replicas: int = 1
     spmd: SpmdMesh | None = None
 
     @property
     def over_shards(self) -> DeviceMesh:
-        """The mesh of the ranks that share the parameter out."""
+        """The mesh of the ranks that the parameter is sharded over."""
         if self.spmd is not None and self.spmd.flat_shard is not None:
             return self.spmd.flat_shard
         if self.spmd is not None or self.mesh.ndim == 1:
@@ -83,7 +83,7 @@ class ShardPlacementResult:
 
 
 def shard_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any = None) -> ShardMesh:
-    """The ranks to shard over: those of the mesh given, or all ranks on this machine's accelerator."""
+    """Return the ranks to shard over: those of ``mesh``, or all ranks, on this machine's accelerator if it has one."""
     if dp_mesh_dims is not None:
         return _spmd_mesh(mesh, dp_mesh_dims)
     if mesh is None:
@@ -104,12 +104,12 @@ def shard_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any = None) -> ShardMesh:
 
 
 def hybrid_mesh(mesh: DeviceMesh) -> ShardMesh:
-    """A mesh of two dimensions, with names or without: the first replicates, the second shards."""
+    """Read a mesh of two dimensions, with names or without: the first replicates, the second shards."""
     return _with_roles(mesh, shard=mesh.get_group(1), replicate=mesh.get_group(0))
 
 
 def replicate_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any = None) -> ShardMesh:
-    """The ranks that all hold every parameter: those of the mesh given, or all."""
+    """Return the ranks that each hold every parameter: those of ``mesh``, or all ranks."""
     if dp_mesh_dims is not None:
         target = _spmd_mesh(mesh, dp_mesh_dims)
         if target.group:
@@ -129,7 +129,7 @@ def replicate_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any = None) -> ShardMe
 
 
 def placement_and_mesh(fqn: str, returned: Any, default: ShardMesh) -> tuple[Any, ShardMesh]:
-    """What ``shard_placement_fn`` returned for one parameter, as a placement and the parameter's ranks."""
+    """Read what ``shard_placement_fn`` returned for one parameter as a placement and the parameter's ranks."""
     if isinstance(returned, ShardPlacementResult):
         return returned.placement, _own_mesh(fqn, shard_mesh(returned.mesh), default)
     theirs = fsdp2.placement_result(returned)
@@ -148,9 +148,9 @@ def placement_and_mesh(fqn: str, returned: Any, default: ShardMesh) -> tuple[Any
 
 
 def inner_mesh(mesh: ShardMesh, size: int) -> ShardMesh:
-    """Neighbours in the shard group, ``size`` at a time: this rank's group of them.
+    """Divide the shard group into groups of ``size`` neighbours, and return this rank's group.
 
-    Every rank of the shard group calls this alike; it waits for the ranks of the new group.
+    Every rank of the shard group calls this with the same ``size``; it waits for the ranks of the new group.
     """
     ranks = process_groups.group_ranks(mesh.group)
     start = ranks.index(dist.get_rank()) // size * size
@@ -159,7 +159,7 @@ def inner_mesh(mesh: ShardMesh, size: int) -> ShardMesh:
 
 
 def ranks_of_a_node(mesh: ShardMesh, profile: HardwareProfile) -> int:
-    """How many neighbours in the shard group are on a node, the same number on each; 1 where that cannot be said."""
+    """Return how many neighbours in the shard group share a node; 1 unless that number is the same on every node."""
     ranks = process_groups.group_ranks(mesh.group) if mesh.group else ()
     nodes = [rank // profile.ranks_per_node for rank in ranks]
     size = Counter(nodes).get(nodes[0], 1) if nodes else 1
@@ -230,7 +230,7 @@ def _spmd_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> ShardMesh:
 
 
 def _flat(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
-    """The named dimensions as one, which takes a process group of its own where they are several."""
+    """Return the named dimensions as one; several are flattened into one, which takes a new process group."""
     if not names:
         return None
     return mesh[names[0]] if len(names) == 1 else dtensors.flatten_mesh(mesh, tuple(names))

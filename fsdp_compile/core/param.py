@@ -26,27 +26,28 @@ from .stored import ReadAs, read_as, stored_on
 
 
 class Mark:
-    """A value that is nothing but itself."""
+    """A sentinel: it equals nothing but itself."""
 
 
-# What the eager path says to a read for which nobody gathered: a marker that runs now does.
+# The eager path returns this for a read whose parameter nobody gathered: a marker that runs at once gathers it.
 BY_MARKER = Mark()
 
-# The attribute in which a module has its reads by name: (parameter, the unit that owns it, the unit that reads it).
+# The attribute of a module with its reads by name: (parameter, the unit that owns it, the unit that reads it).
 READS = "_fsdp_compile_reads"
 
-# Beyond ASCII, Python takes some identifiers for the same one.
+# Beyond ASCII, Python treats some different identifiers as the same one.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_]+")
 
-# Stamped on the parameters that a model was built with, so that a weight tied across fully_shard calls is known again.
+# An attribute of the parameters that a model was built with, by which a weight tied across fully_shard calls is found.
 STAMP = "_fsdp_compile_sharded"
 
 
 @functools.cache
 def beside(name: str, what: str) -> str:
-    """The attribute in which a module has ``what`` belongs to its parameter ``name``: one each, as guards take time.
+    """Return the name of the module attribute that holds ``what`` for its parameter ``name``.
 
-    An identifier, for it stands in generated code, whatever the parameter is called. No two parameters share one.
+    Each has its own attribute, since guards take time. It is an identifier, whatever the parameter is called, since
+    generated code uses it. No two parameters share one.
     """
     if _PLAIN_NAME.fullmatch(name):
         return f"_fsdp_compile_{what}__{name}"
@@ -83,9 +84,9 @@ class Cut:
 class ReadSpec(ParamSpec):
     """A marker's keyword arguments, and what else a read depends on."""
 
-    read_as: ReadAs | None = None  # what the read makes of the marker's result
-    extension: Protocol | None = None  # the parameter says itself what travels
-    carries: tuple[str, ...] = ()  # attributes of the parameter that what is read has as well
+    read_as: ReadAs | None = None  # the DTensor that the read makes of the marker's result
+    extension: Protocol | None = None  # of a parameter with an all-gather extension
+    carries: tuple[str, ...] = ()  # names of the attributes that a read copies from the parameter
 
     def kwargs(self) -> dict[str, Any]:
         fields = super().kwargs()
@@ -104,20 +105,20 @@ class ShardedParam:
     layout: ShardLayout
     mesh: ShardMesh
     shard: nn.Parameter = field(repr=False)
-    local: Tensor | None = field(init=False, repr=False)  # the shard's, which graphs take
-    address: int | None = field(init=False, repr=False)  # of a plain one's data
-    apart: Apart | None = field(init=False, repr=False)  # one with an extension, of which graphs take what is inside
-    # What the user asked for: a dtype, None for whatever autograd produces, or nothing but the parameter's own.
+    local: Tensor | None = field(init=False, repr=False)  # the shard's local tensor, which graphs take
+    address: int | None = field(init=False, repr=False)  # of the data of a plain local tensor
+    apart: Apart | None = field(init=False, repr=False)  # a local tensor with an extension: graphs take what is inside
+    # The dtype of gradients that the user asked for; None for what autograd produces, "own" for the parameter's.
     grad_dtype: torch.dtype | Literal["own"] | None = "own"
     dtensor: ReadAs | None = None  # the DTensor that it was before fully_shard
     # Attributes that the user gave the parameter before fully_shard: modules look for them on what they read.
     carried: dict[str, Any] = field(default_factory=dict, repr=False)
-    version: int = field(default=0, init=False)  # counts the shards, and the tensors in them, that it has had
+    version: int = field(default=0, init=False)  # counts changes of the shard, or of the tensor in it
     is_stored_as_read: bool = field(init=False)
-    is_full: bool = field(default=False, init=False)  # a full parameter is registered in the shard's place for a while
-    # What the user put in the shard's place for good, and cannot be one: the next forward raises.
+    is_full: bool = field(default=False, init=False)  # full_params has registered a full parameter in the shard's place
+    # What the user put in the shard's place outside of a forward, if it cannot be the shard: the next forward raises.
     refused: nn.Parameter | None = field(default=None, init=False, repr=False)
-    sink: Any = field(default=None, init=False, repr=False)  # the compiled path's own: where its gradient goes
+    sink: Any = field(default=None, init=False, repr=False)  # graph.sink.Sink: where compiled code sends its gradient
 
     def __post_init__(self) -> None:
         stored, was = cast(DTensor, self.shard), self.dtensor
@@ -127,13 +128,13 @@ class ShardedParam:
         dtensors.heed_data_writes(_can_take, _note_data)
 
     def install(self) -> None:
-        """Put the shard where the full parameter is, which says from now on that it was sharded."""
+        """Register the shard in the place of the full parameter, and stamp the full parameter as sharded."""
         setattr(self.param, STAMP, self)
         for slot in self.slots:
             slot.register(self.shard)
 
     def tie(self) -> None:
-        """Have one shard in all slots: ``load_state_dict(assign=True)`` puts one of its own into each of them."""
+        """Register one shard in all slots, after ``load_state_dict(assign=True)`` put a different one into each."""
         sharded = [slot for slot in self.slots if self.is_cut(slot.param)]
         new = next((slot.param for slot in sharded if slot.param is not self.shard), None)
         if new is not None and not self.is_full:
@@ -141,15 +142,15 @@ class ShardedParam:
                 slot.register(new)
 
     def is_cut(self, put: Any) -> bool:
-        """Whether a registered tensor is a shard. What a read gave, which may be a DTensor as well, is none."""
+        """Whether a registered tensor is a shard, and not the result of a read, which may be a DTensor as well."""
         if self.dtensor is None or not isinstance(put, DTensor):
             return isinstance(put, DTensor)
-        if self.is_stored_as_read:  # on a mesh of replicas that the parameter was on before
+        if self.is_stored_as_read:  # as with replicas alone, on the mesh that the parameter was on before
             return put.is_leaf
         return (put.device_mesh, put.placements) != (self.dtensor.mesh, self.dtensor.placements)
 
     def follow(self, shard: nn.Parameter) -> None:
-        """Have ``shard`` as the shard, which it may have been before with another tensor in it."""
+        """Make ``shard`` the parameter's shard; it may be the same one with another tensor in it."""
         self._look_at(shard)
         self.put_beside("local", self.local if self.apart is None else self.apart.inside)
         if self.carried:
@@ -165,7 +166,7 @@ class ShardedParam:
 
     @property
     def has_other_data(self) -> bool:
-        """Whether the shard has another tensor in it, or other memory, than when it was looked at."""
+        """Whether the shard has another tensor in it, or other memory, than when it was last looked at."""
         shard: Any = self.shard
         if self.local is None or dtensors.local_tensor(shard) is not self.local:
             return True
@@ -191,9 +192,9 @@ class ShardedParam:
             )
 
     def put_beside(self, what: str, tensor: Any) -> None:
-        """Have a tensor, or those inside it, where compiled reads take it from: in the modules' own dicts.
+        """Put a tensor, or those inside it, where compiled reads take it from: in the modules' own dicts.
 
-        While such a dict is as it was, Dynamo checks no guard on the tensors in it, as for a module's own parameters.
+        While such a dict does not change, Dynamo checks no guard on the tensors in it, as with a module's parameters.
         """
         for slot in self.slots:
             slot.module.__dict__[beside(slot.name, what)] = tensor
@@ -204,14 +205,14 @@ class ShardedParam:
         return self.slots[0].param
 
     def keep_grad_dtype(self) -> None:
-        """Have the shard, which may be another tensor by now, ask for the gradients that the user asked for."""
+        """Set the ``grad_dtype`` that the user asked for on the shard, which may be another tensor by now."""
         if self.grad_dtype != "own":
             autograd.restore_grad_dtype(self.shard, self.grad_dtype)
 
     def as_read(self, gathered: Tensor) -> Any:
-        """What a read gives: the gathered tensor, as the DTensor that the parameter was before fully_shard."""
+        """Return what a read gives: the gathered tensor, as a DTensor if the parameter was one before fully_shard."""
         full: Any = self.carry(gathered if self.dtensor is None else self.dtensor.wrap(gathered))
-        full._is_param = True  # an nn.Parameter to its reader, and no leaf
+        full._is_param = True  # isinstance(full, nn.Parameter) is true, and it is no leaf
         return full
 
     def carry(self, full: Any) -> Any:
@@ -221,7 +222,7 @@ class ShardedParam:
         return full
 
 
-# By the id of its shard, as weak references to the shard would keep nn.Module.to from swapping it.
+# Parameters by the id of their shard: weak references to the shard would keep nn.Module.to from swapping it.
 _OF_SHARDS: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
 
 
@@ -237,9 +238,9 @@ def _note_data(written: DTensor) -> None:
 
 
 def _can_take(written: DTensor, other: Any) -> bool:
-    """Whether ``written.data = other`` can give ``written`` what ``other`` holds; raises where it should and cannot.
+    """Whether ``written.data = other`` can write the values of ``other`` into ``written``.
 
-    That is so for shards and their gradients. Other DTensors in the process are left to torch.
+    If it cannot, raise for a shard or its gradient. Other DTensors in the process are left to torch.
     """
     param = _of_shard(written)
     if not isinstance(other, DTensor) or other.device_mesh != written.device_mesh:
@@ -268,7 +269,7 @@ def _described(tensor: Any) -> str:
 
 
 def cut_of(fqn: str, full: nn.Parameter, mesh: ShardMesh, placement_fn: Callable[..., Any] | None) -> Cut:
-    """How ``full`` will be cut; raises for what cannot be cut so."""
+    """Return how ``full`` will be cut; raise if it cannot be cut so."""
     placement, its_mesh = (None, mesh) if placement_fn is None else placement_and_mesh(fqn, placement_fn(full), mesh)
     dim = _shard_dim(fqn, full, placement)
     local_size = tuple(full.to_local().shape) if isinstance(full, DTensor) else tuple(full.shape)
@@ -279,10 +280,10 @@ def cut_of(fqn: str, full: nn.Parameter, mesh: ShardMesh, placement_fn: Callable
 
 
 def _part_of(whole: Tensor, layout: ShardLayout, start: int, stop: int) -> Tensor:
-    """A copy of a part of ``whole``.
+    """Copy a part of ``whole``.
 
-    One of a subclass with an extension is made as FSDP2 makes it: torchao's NF4 cannot be narrowed, and quantizes anew
-    what is cloned.
+    A tensor of a subclass with an extension is copied as FSDP2 copies it: torchao's NF4 cannot be narrowed, and
+    quantizes again when it is cloned.
     """
     if hasattr(whole, "fsdp_pre_all_gather") and stop > start:
         part = whole.split(layout.chunk, layout.dim)[start // layout.chunk]
@@ -296,7 +297,7 @@ def _part_of(whole: Tensor, layout: ShardLayout, start: int, stop: int) -> Tenso
 def shard_param(
     fqn: str, order: int, slots: list[Slot], cut: Cut, device: torch.device, offload_policy: OffloadPolicy
 ) -> ShardedParam:
-    """This rank's shard, on ``device``, of the full parameter in the slots; ``install`` puts it there."""
+    """Cut this rank's shard, on ``device``, of the full parameter in the slots; ``install`` registers it there."""
     full = slots[0].param
     layout = cut.layout
     start, stop = layout.span(cut.mesh.rank)
@@ -317,9 +318,9 @@ def shard_param(
 
 
 def _carried_by(full: nn.Parameter) -> dict[str, Any]:
-    """The attributes that users read of a parameter, as bitsandbytes does ``quant_state``; private ones are not.
+    """Return the public attributes of a parameter, which modules read, as bitsandbytes reads ``quant_state``.
 
-    Those of a subclass around other tensors are how it is made, and what is gathered has its own.
+    A subclass that wraps other tensors has none: it is built from its attributes, and what is gathered has its own.
     """
     if not subclasses.has_own_memory(full):
         return {}

@@ -1,4 +1,4 @@
-"""What a user may say of a unit after it was sharded, by FSDPModule's methods and ``configure``."""
+"""The settings of a unit, which users change after sharding, with FSDPModule's methods and ``configure``."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ REDUCTIONS = ("auto", "reduce_scatter", "all_to_all")
 
 @dataclass
 class Comms:
-    """What a user put in the place of our collectives for one unit; eager only."""
+    """The user's replacements for our collectives in one unit; only the eager path uses them."""
 
     all_gather: Any = None
     reduce_scatter: Any = None
-    # In the place of the sum over replicas, of which it gives a mean: FSDP1's communication hooks.
+    # Takes the place of the sum over replicas, and returns the mean: FSDP1's communication hooks.
     all_reduce: Callable[[Tensor], Tensor] | None = None
     all_reduce_hook: Callable[[Tensor], None] | None = None
     all_reduce_hook_stream: Any = None
-    # Where gathers land when not in memory of the caching allocator: (size, dtype, device) -> tensor.
+    # Allocates what gathers write to, in the place of the caching allocator: (size, dtype, device) -> tensor.
     allocator: Callable[[list[int], torch.dtype, torch.device], Tensor] | None = None
 
     @property
     def custom(self) -> str | None:
-        """Name of the setting that only the eager path can honour; None when all is ours."""
+        """Name of a setting that only the eager path can honour; None when all collectives are ours."""
         if self.all_gather is not None:
             return "set_custom_all_gather"
         if self.reduce_scatter is not None:
@@ -41,15 +41,15 @@ class Comms:
 
 @dataclass
 class Settings:
-    """Those that markers carry come first, then those that only the eager path goes by."""
+    """The settings of one unit: first those that markers carry, then those that only the eager path uses."""
 
     # None: FSDP2's rule, regather unless this is the root.
     reshard_after_forward: bool | None = None
     bucketing: str = "size"
-    plan: str = ""  # id of the plan that its graphs were given; ours without one
+    plan: str = ""  # id of the plan that its graphs were given; empty for our own plan
     reduction: str = "auto"
     divide_factor: float | None = None  # what gradients are divided by in place of the number of ranks
-    force_sum: bool = False  # only sums travel; the division is done around them
+    force_sum: bool = False  # collectives only sum; the division is done around them
     comms: Comms = field(default_factory=Comms)
     reduce_unused: bool = False
     reshard_after_backward: bool = True
@@ -57,13 +57,13 @@ class Settings:
     keep_storage: bool = False
     max_reductions: int = 1
     reduce_groups: dict[str, str] = field(default_factory=dict)  # process group to reduce in, by the one to gather in
-    is_last_backward: bool = True  # as this unit's module was told; what counts is the root's iteration
-    # Units that are gathered ahead, instead of those that came next the last time.
+    is_last_backward: bool = True  # as set on this unit's module; what counts is the root's iteration
+    # Units to prefetch, instead of the one that is expected to come next.
     forward_prefetch: list[Any] = field(default_factory=list)
     backward_prefetch: list[Any] = field(default_factory=list)
 
     def set_communication(self, bucketing: str | None, reduction: str | None) -> None:
-        """Change what is not None."""
+        """Change the settings that are not None."""
         if bucketing is not None and bucketing not in BUCKETINGS:
             raise ValueError(f"bucketing={bucketing!r} is none of {', '.join(BUCKETINGS)}.")
         if reduction is not None and reduction not in REDUCTIONS:
@@ -73,7 +73,7 @@ class Settings:
 
     @property
     def unheeded_in_graphs(self) -> tuple[str, ...]:
-        """Names of the methods that were called to say what only the eager path goes by."""
+        """Names of the methods that were called to change settings which graphs ignore."""
         said = {
             "set_modules_to_forward_prefetch": self.forward_prefetch,
             "set_modules_to_backward_prefetch": self.backward_prefetch,

@@ -1,4 +1,4 @@
-"""One object for equal arguments, for as long as somebody uses it.
+"""A cache that returns one object for equal arguments, for as long as somebody uses that object.
 
 ``functools.cache`` would keep the object, and what it was made of, for good: a user's class, a mesh, a process group.
 """
@@ -14,7 +14,7 @@ Made = TypeVar("Made")
 
 
 def shared(make: Callable[..., Made]) -> Callable[..., Made]:
-    """``make``, which makes nothing anew that it made of equal arguments and that is still there."""
+    """Wrap ``make``: for equal arguments it returns the same object, as long as that is alive."""
     made: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
 
     @functools.wraps(make)

@@ -1,4 +1,4 @@
-"""What a unit's parameters travel by: the arguments of their markers, which the eager path goes by as well."""
+"""The specs of a unit's parameters: the arguments of their markers, which the eager path uses as well."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .unit import Unit
 
 
 def spec_of(unit: Unit, param: ShardedParam) -> ReadSpec:
-    """What a marker of the parameter says, by the dtype that its shard has now."""
+    """Return the arguments of the parameter's marker, for the dtype that its shard has now."""
     stored = param.shard.dtype
     floating = stored.is_floating_point
     dtype = _param_dtype(unit, param, stored) if floating else stored
-    grad_dtype = autograd.get_grad_dtype(param.shard) or dtype  # an explicit None: as autograd produces it
+    grad_dtype = autograd.get_grad_dtype(param.shard) or dtype  # an explicit None means as autograd produces it
     reduce_dtype = (unit.mp_policy.reduce_dtype or grad_dtype) if floating else stored
     mesh, settings, inner = param.mesh, unit.settings, unit.post_forward or _may_slice(unit, param)
     reduction = mesh.default_reduction if settings.reduction == "auto" else settings.reduction
     if settings.comms.reduce_scatter is not None or settings.comms.all_reduce_hook is not None:
-        reduction = "reduce_scatter"  # the user's takes its place, or its result
+        reduction = "reduce_scatter"  # the user's code replaces it, or takes its result
     reduce_op, predivide, postdivide = division(
         mesh.num_shards * mesh.num_replicas,
         settings.divide_factor,
@@ -68,16 +68,16 @@ def spec_of(unit: Unit, param: ShardedParam) -> ReadSpec:
 
 
 def spec_key(unit: Unit, param: ShardedParam) -> tuple[Any, ...]:
-    """Where this is as it was, ``spec_of`` would say what it said."""
+    """Return a key that stays the same only while ``spec_of`` returns the same."""
     shard, local = param.shard, param.local
     if type(local) is not torch.Tensor:
-        return unit.num_set_ups, param.version  # an extension may look elsewhere
+        return unit.num_set_ups, param.version  # an extension may depend on anything in it
     pinned = unit.computes_elsewhere and dtensors.is_pinned(shard)
     return unit.num_set_ups, shard.dtype, autograd.get_grad_dtype(shard), pinned
 
 
 def _may_slice(unit: Unit, param: ShardedParam) -> ShardMesh | None:
-    """Who may hold slices of a parameter from forward to backward, if the plan says so; None where that cannot be."""
+    """Return the ranks that hold slices of a parameter until backward if the plan says so; None where they cannot."""
     few = unit.may_slice
     if few is None or param.dtensor is not None or param.mesh != unit.mesh or any(halves_of(param.shard)):
         return None
@@ -87,27 +87,27 @@ def _may_slice(unit: Unit, param: ShardedParam) -> ShardMesh | None:
 
 
 def eager_only(unit: Unit) -> str | None:
-    """Name of what a graph cannot honour; None without such a thing."""
+    """Return the name of a setting or an extension that a graph cannot honour; None without one."""
     for param in unit.params:
         slices = unit.post_forward is not None
         reason = why_not_traced(param.fqn, param.shard, slices, unit.computes_elsewhere)
         if reason is not None:
             return reason
         if param.grad_dtype is None and autograd.GRADIENTS_COME_AS_PRODUCED:
-            return f"grad_dtype=None of {param.fqn}"  # a graph casts gradients to the dtype of what they are of
-    if unit.settings.reduce_unused:  # what a graph does not read it does not reduce either
+            return f"grad_dtype=None of {param.fqn}"  # a graph casts gradients to the parameter's dtype
+    if unit.settings.reduce_unused:  # a graph does not reduce a parameter that it does not read
         return "set_reduce_scatter_unused_params"
     return unit.settings.comms.custom
 
 
 def can_be_given(param: ShardedParam) -> bool:
-    """Whether a graph can take the full parameter and honours all that was asked for, whoever gathers and reduces."""
+    """Whether a graph can take the full parameter as an input, while the eager path gathers and reduces around it."""
     as_produced = param.grad_dtype is None and autograd.GRADIENTS_COME_AS_PRODUCED
     return not as_produced and not any(halves_of(param.shard))
 
 
 def protocol_of(param: ShardedParam, shard: Any, mp_policy: Any) -> Protocol:
-    """How to speak to the extension that a shard has; raises where it does not listen."""
+    """Return how to call the shard's extension; raise if that takes a wrong number of arguments."""
     local = dtensors.local_tensor(shard)
     takes_all = arity_of(param.fqn, local) == ALL_ARGUMENTS
     owner = weakref.ref(param.slots[0].module) if takes_all else None
@@ -116,7 +116,7 @@ def protocol_of(param: ShardedParam, shard: Any, mp_policy: Any) -> Protocol:
 
 
 def _traced_protocol(unit: Unit, param: ShardedParam) -> Protocol | None:
-    """How a graph speaks to the shard's extension; None where it cannot, and where there is none."""
+    """Return how a graph calls the shard's extension; None if it cannot, and without an extension."""
     if not any(halves_of(param.shard)) or why_not_traced(param.fqn, param.shard) is not None:
         return None
     return protocol_of(param, param.shard, unit.mp_policy)
@@ -129,15 +129,16 @@ def _param_dtype(unit: Unit, param: ShardedParam, stored: torch.dtype) -> torch.
 def division(
     ranks: int, factor: float | None, force_sum: bool, averages: bool, reduce_dtype: torch.dtype
 ) -> tuple[str, float, float]:
-    """Where gradients are divided: (operation on the wire, divisor before it, divisor after it).
+    """Return where gradients are divided: (operation on the wire, divisor before it, divisor after it).
 
-    By the number of ``ranks``, or by the ``factor`` in its place: once. ``averages``: the backend can do it on the way.
+    They are divided once, by ``factor``, or by the number of ``ranks`` without one. ``averages`` says that the backend
+    can average on the wire.
     """
     divisor = float(ranks) if factor is None else float(factor)
     if divisor == 1.0:
         return "sum", 1.0, 1.0
     if reduce_dtype is torch.float16:
-        # Half before, half after, or sums of 65504 and more overflow and small gradients vanish.
+        # Divide half before and half after; otherwise sums beyond 65504 overflow, or small gradients vanish.
         before = 1.0
         while before * before < divisor:
             before *= 2

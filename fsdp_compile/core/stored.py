@@ -1,4 +1,4 @@
-"""On which mesh and with which placements a shard is stored, and what a read of the parameter gives.
+"""The mesh and the placements with which a shard is stored, and what a read of the parameter gives.
 
     before fully_shard                        stored, dp shards (dp, dp_shard after a Replicate() where dp replicates)
     a tensor                                  on dp            (Shard(d),)
@@ -6,7 +6,7 @@
     a DTensor on tp, (any other p,)           on (dp, tp)      (Shard(d), p)
     a DTensor on the mesh of dp_mesh_dims     on that mesh     as it was, with one of the above at the shard dimension
 
-A DTensor is cut by its local tensor: tensor parallelism first, then data parallelism, which is what ``_StridedShard``
+Of a DTensor the local tensor is cut: tensor parallelism first, then data parallelism, which is what ``_StridedShard``
 says. Reads give what was there before: a tensor, or a DTensor on its own mesh.
 """
 
@@ -39,21 +39,21 @@ class ReadAs:
     # Dimensions of the mesh over which the unit's own reduction sums gradients; on the others the gradient gets the
     # parameter's placements first.
     reduced_dims: tuple[int, ...]
-    # Names of the mesh's process groups: meshes of the same ranks are equal, after a restart too.
+    # Names of the mesh's process groups, compared as well: meshes of the same ranks are equal, after a restart too.
     groups: tuple[str, ...]
 
     def wrap(self, local: Tensor) -> DTensor:
-        """The DTensor whose part on this rank is ``local``."""
+        """Return the DTensor whose local tensor is ``local``."""
         return wrapper(self)(local, self.mesh)
 
     def gradient_placements(self, produced: Sequence[Placement]) -> list[Placement]:
-        """What a gradient of placements ``produced`` is turned into before its local part is reduced."""
+        """Return the placements to give a gradient with placements ``produced`` before its local part is reduced."""
         kept = set(self.reduced_dims)
         return [produced[dim] if dim in kept else asked for dim, asked in enumerate(self.placements)]
 
 
 def read_as(full: nn.Parameter, mesh: ShardMesh) -> ReadAs | None:
-    """What reads must give in place of the gathered local tensor; None where that tensor is right."""
+    """Return the DTensor that reads give in place of the gathered local tensor; None if they give that tensor."""
     if not isinstance(full, DTensor):
         return None
     whole = full.device_mesh
@@ -70,17 +70,17 @@ def read_as(full: nn.Parameter, mesh: ShardMesh) -> ReadAs | None:
 
 @shared
 def _copy_of(mesh: DeviceMesh, groups: tuple[str, ...]) -> DeviceMesh:
-    """The same mesh for all parameters on it, and never the user's own object.
+    """Return one mesh for all parameters on it, which is never the user's own object.
 
-    Dynamo guards on which objects are one: with the user's, who may slice ``mesh["tp"]`` anew for every block, equal
-    blocks would be different graphs.
+    Dynamo guards on the identity of objects. A user may slice ``mesh["tp"]`` anew for every block, and with these
+    objects equal blocks would be different graphs.
     """
     del groups
     return dtensors.concatenate_meshes([mesh])
 
 
 def stored_on(fqn: str, full: nn.Parameter, dim: int, mesh: ShardMesh) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Mesh and placements of the shard of ``full``, cut on ``dim``."""
+    """Return the mesh and the placements of the shard of ``full``, cut on ``dim``."""
     if mesh.spmd is not None:
         return _on_whole_mesh(fqn, full, dim, mesh.spmd)
     replicas = (Replicate(),) if mesh.replicate_group else ()
@@ -111,7 +111,7 @@ def stored_on(fqn: str, full: nn.Parameter, dim: int, mesh: ShardMesh) -> tuple[
 def _on_whole_mesh(
     fqn: str, full: nn.Parameter, dim: int, spmd: SpmdMesh
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """The mesh of dp_mesh_dims, its dimensions to shard over flattened into one where they are several."""
+    """Return the same on the mesh of dp_mesh_dims; several dimensions to shard over are flattened into one."""
     if not isinstance(full, DTensor):
         raise ValueError(
             f"When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh, and {fqn} is a "
@@ -153,7 +153,7 @@ def _cut(dim: int, placements: Sequence[Placement], mesh: DeviceMesh) -> Placeme
 
 
 def _cut_in(dim: int, num_shards: int) -> Placement:
-    """The placement that cuts on ``dim`` what later mesh dimensions have cut there into ``num_shards`` already."""
+    """Return the placement that cuts ``dim`` after later mesh dimensions have cut it into ``num_shards``."""
     return Shard(dim) if num_shards == 1 else dtensors.StridedShard(dim, split_factor=num_shards)
 
 
@@ -167,10 +167,10 @@ def _is_strided(placement: Placement, dim: int) -> bool:
 
 @shared
 def wrapper(target: ReadAs) -> Callable[[Tensor, DeviceMesh | None], DTensor]:
-    """A function of the local tensor that gives the DTensor, differentiable, which Dynamo puts into graphs as it is.
+    """Return a differentiable function from local tensor to DTensor, which Dynamo puts into graphs as it is.
 
-    DTensor.from_local would sum gradients over the data-parallel dimensions as well, which is the reduction's part.
-    Where a mesh is an input of graphs (torch 2.15), the DTensors of a graph must be made with that input.
+    DTensor.from_local would sum gradients over the data-parallel dimensions as well, which the reduction does. Where a
+    mesh is an input of graphs (torch 2.15), the DTensors of a graph must be made with that input.
     """
 
     def wrap(local: Tensor, mesh: DeviceMesh | None = None) -> DTensor:
@@ -180,7 +180,7 @@ def wrapper(target: ReadAs) -> Callable[[Tensor, DeviceMesh | None], DTensor]:
 
 
 class _Wrap(torch.autograd.Function):
-    """Local tensor to DTensor; backward gives the gradient the placements that its reduction expects."""
+    """Make a DTensor of a local tensor; backward gives the gradient the placements that its reduction expects."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, target: ReadAs, mesh: DeviceMesh) -> DTensor:

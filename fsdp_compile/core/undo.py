@@ -1,8 +1,8 @@
-"""Objects as they were, to be put back: what was refused, or was only a trial, leaves no trace.
+"""Remember the state of objects and restore it, so that a call that raised, or a trial, leaves no trace.
 
-    before = Before(objects)       their classes, their attributes, and what is in the containers among these
+    before = Before(objects)       remembers classes, attributes, and what is in the containers among these
     ...                            anything
-    before.put_back()              all of it again, in the same objects and the same containers
+    before.put_back()              restores all of it, in the same objects and the same containers
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CONTAINERS = (dict, list, set)
 
 @dataclass(frozen=True)
 class _Look:
-    """One object as it was."""
+    """The remembered state of one object."""
 
     thing: Any
     kind: type
@@ -40,7 +40,7 @@ class _Look:
 
 
 class Before:
-    """Objects as they are now, one level deep."""
+    """The state of objects when this is made, one level deep."""
 
     def __init__(self, things: Iterable[Any]) -> None:
         self._looks = [_Look.of(thing) for thing in {id(thing): thing for thing in things}.values()]
@@ -51,7 +51,7 @@ class Before:
 
 
 class AllOrNothing:
-    """A block that changes ``things``, or, where it raises, leaves them as they were."""
+    """A block that changes ``things``; if it raises, their state from before is restored."""
 
     def __init__(self, things: Iterable[Any]) -> None:
         self._before = Before(things)

@@ -1,7 +1,7 @@
-"""Unit: what one call of fully_shard or replicate made of its modules. Data, on which both paths stand.
+"""Unit: the data of one call of fully_shard or replicate, which both paths use.
 
     graph/    asks for ``mode_of`` and ``spec_of`` (core/spec.py), puts markers into graphs, and keeps a ``watch``
-    eager/    runs the same lowering programs over the same specs, and keeps what is ``running``
+    eager/    runs the same lowering programs over the same specs, and keeps its state in ``running``
     api/      makes units, changes their settings, and generates the classes that send reads to the two paths
 """
 
@@ -22,66 +22,66 @@ from .mesh import ShardMesh
 from .param import ShardedParam
 from .settings import Settings
 
-# What FSDP1's wrappers add to paths (fsdp1/region.py), which users' names leave out.
+# What FSDP1's wrappers add to paths (fsdp1/region.py). Names that users see leave it out.
 WRAPPED = "_fsdp_wrapped_module"
 _WRAPPED = re.compile(rf"\.?\b{WRAPPED}\b")
 
-STATE = "_fsdp_compile_state"  # the attribute in which a module has its unit
-INSIDE = "_fsdp_compile_inside"  # the name in a generated class of its forward inside a graph of its own
-CALLS: set[str] = set()  # files whose functions call a unit's module, which tells such a call where it is traced
+STATE = "_fsdp_compile_state"  # the attribute of a module that holds its unit
+INSIDE = "_fsdp_compile_inside"  # a method of generated classes: the forward inside a graph that the eager path feeds
+CALLS: set[str] = set()  # files whose functions call a unit's module: a traced frame of theirs is such a call
 
 
 @dataclass(frozen=True)
 class Ends:
-    """How the eager path ends a backward, for compiled ones whose gradients wait: handed in, as paths know no other."""
+    """How the eager path ends a backward: functions that graph/ calls but does not import, for gradients that wait."""
 
-    at_end: Callable[[Unit], None]  # have the end of the backward that runs reduce what waits, and free
-    now: Callable[[Unit], None]  # reduce what waits: compiled autograd has no end
-    note_reduction: Callable[[Unit], None]  # this backward reduces some
+    at_end: Callable[[Unit], None]  # when the backward that runs ends, reduce the gradients that wait, and free
+    now: Callable[[Unit], None]  # reduce the gradients that wait: compiled autograd does not tell when it ends
+    note_reduction: Callable[[Unit], None]  # note that this backward reduces gradients of the unit
 
 
 @dataclass(eq=False)
 class Unit:
-    """Modules, their parameters, and everything that decides how these travel."""
+    """Modules, their parameters, and everything that decides how these are gathered and reduced."""
 
     modules: tuple[nn.Module, ...]
-    label: str  # class of the module, or of the modules
+    label: str  # class name of the module, or of each module, joined by "+"
     mesh: ShardMesh
     mp_policy: MixedPrecisionPolicy
-    mixin: type  # what the modules' classes get as a base
+    mixin: type  # a base of the classes that are generated for the modules
     ends: Ends
     params: list[ShardedParam] = field(default_factory=list)
     overrides: dict[str, torch.dtype] = field(default_factory=dict)  # by FQN, from param_dtype_override_fn
     offload: bool = False  # shards and their gradients stay on the CPU
-    pins: bool = False  # shards there are in pinned memory, where there is an accelerator
+    pins: bool = False  # these shards are in pinned memory, if there is an accelerator
     # After forward each rank keeps a slice for these few ranks, and backward gathers over them alone.
     post_forward: ShardMesh | None = None
-    # The few ranks, where the plan of a step may have slices kept for them: those of a node, with a byte budget.
+    # The ranks for which slices are kept if the plan of a step says so: those of a node, with a byte budget.
     may_slice: ShardMesh | None = None
     settings: Settings = field(default_factory=Settings)
     accumulation: Accumulation = field(default_factory=Accumulation)
     # The unit around this one.
     outer: Unit | None = None
     is_root: bool = True
-    takes_inputs_to: torch.device | None = None  # of the outermost unit, on accelerators
-    eager_only: str | None = None  # the name of what a graph cannot honour
-    # Whether graphs can take its full parameters; what an all-gather extension makes is put together in the graph.
+    takes_inputs_to: torch.device | None = None  # where inputs are moved: only for the outermost unit, on accelerators
+    eager_only: str | None = None  # the name of a setting or an extension that a graph cannot honour
+    # Whether graphs can take its full parameters. What an all-gather extension makes is made inside the graph.
     gives_to_graphs: bool = True
-    # By place among ``params``: what an eager call around compiled code gives it; None where none stands around.
+    # The full parameters, in the order of ``params``, that an eager call gives to the graph inside it, if there is one.
     given: tuple[torch.Tensor | None, ...] | None = field(default=None, repr=False)
-    # Paths of its modules in the model, as they were when somebody last asked: see ``path_of``.
+    # Paths of its modules in the model, as ``path_of`` last found them.
     paths: dict[nn.Module, str] = field(default_factory=dict, repr=False)
-    # Counts changes of what the specs say or of the shards, and those of more than single shards.
+    # ``version`` counts changes of the specs or the shards, ``num_set_ups`` those of more than single shards.
     version: int = 0
     num_set_ups: int = 0
-    made_after: int = 0  # so many calls of graphs, which cannot have read its parameters
+    made_after: int = 0  # number of graph calls before it was made: those cannot have read its parameters
     warned_of_eager: bool = False
-    # Whether what torch.compile made of units in it was looked for, after it was sharded.
+    # Whether wrappers by torch.compile of the units inside were looked for, after it was sharded.
     knows_wrappers: bool = False
-    # What the paths keep of the unit, each its own: graph.watch.Watch, and eager.running.Running.
+    # The state that each path keeps of the unit: graph.watch.Watch, and eager.running.Running.
     watch: Any = field(default=None, repr=False)
     running: Any = field(default=None, repr=False)
-    # Of the outermost unit, what is known of how other ranks run the model: core.exchange.Others.
+    # For the outermost unit: what is known of how other ranks run the model, a core.exchange.Others.
     others: Any = field(default=None, repr=False)
 
     @property
@@ -90,7 +90,7 @@ class Unit:
         return ", ".join(f"{plain_path(self.path_of(one))} ({original_class(one).__name__})" for one in self.modules)
 
     def path_of(self, module: nn.Module) -> str:
-        """Where in the model one of the unit's modules is; "" for the model itself, and for what is not in it.
+        """Return the path in the model of one of the unit's modules; "" for the model itself, and for one outside it.
 
         One walk finds the paths of all units: profiles ask for each of them many times a step.
         """
@@ -105,7 +105,7 @@ class Unit:
 
     @functools.cached_property
     def by_fqn(self) -> dict[str, ShardedParam]:
-        """The parameters, all of which are there from when the unit is made."""
+        """The parameters by FQN. None is added after the unit is made."""
         return {param.fqn: param for param in self.params}
 
     @property
@@ -129,20 +129,20 @@ class Unit:
 
     @property
     def computes_elsewhere(self) -> bool:
-        """Whether shards are not where they are gathered, and are copied there and back."""
+        """Whether shards are on the CPU and gathered elsewhere: they are copied there, and gradients back."""
         return self.offload and self.mesh.device.type != "cpu"
 
     def give(self, fulls: tuple[torch.Tensor | None, ...] | None) -> None:
-        """Have compiled reads take full parameters, or, with None, gather for themselves again."""
+        """Have compiled reads take these full parameters; with None, have them gather for themselves again."""
         for full in self.given or ():
             if full is not None:
-                vars(full).pop("register_post_accumulate_grad_hook", None)  # which a graph may have left there: a cycle
+                vars(full).pop("register_post_accumulate_grad_hook", None)  # a graph may have set it: a cycle
         self.given = fulls
         for place, param in enumerate(self.params):
             param.put_beside("full", None if fulls is None else fulls[place])
 
     def mode_of(self, param: ShardedParam) -> Mode:
-        """What compiled backwards do with the parameter's gradient."""
+        """Return what compiled backwards do with the parameter's gradient."""
         return self.accumulation.mode_of(param.mesh.num_replicas > 1)
 
 
@@ -159,7 +159,7 @@ def units_in(model: nn.Module) -> list[Unit]:
 
 
 def paths_in(tops: Iterable[nn.Module]) -> dict[nn.Module, str]:
-    """The path of each module below ``tops``; the first one of a module that has several."""
+    """Return the path of each module below ``tops``; the first one of a module that has several."""
     paths: dict[nn.Module, str] = {}
     for top in tops:
         for path, module in top.named_modules():

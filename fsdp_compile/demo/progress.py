@@ -1,10 +1,10 @@
-"""What the demo is at, a line a stage: the name when it begins, what it took when it ends.
+"""Show the progress of the demo, a line a stage: its name when it begins, its duration when it ends.
 
     start 2 ranks ... 6 s
     fsdp_compile: C++ kernels of the forward graph ... 14 s
     train all four in turn: step 12 of 30 ... 0:00:07          <- a terminal shows the last line's clock
 
-Written to a file it is the same lines, without the clock.
+In a file the lines are the same, without the clock.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-Stage = tuple[str, int, int]  # its name, which of its steps begins, of how many (0: it has none)
+Stage = tuple[str, int, int]  # its name, the step that begins, the number of its steps (0: it has none)
 
 
 class Stages:
-    """The lines; made by ``following``."""
+    """Prints the lines of the stages; ``following`` makes it."""
 
     def __init__(self, console: Console, clock: Progress) -> None:
         self._console = console
@@ -29,7 +29,7 @@ class Stages:
         self._began = 0.0
 
     def at(self, stage: Stage) -> None:
-        """The work is at this stage now; a new name ends the one before."""
+        """Begin this stage, or its next step; a new name ends the stage before."""
         name, step, num_steps = stage
         if name != self._name:
             self.end()
@@ -41,7 +41,7 @@ class Stages:
             self._clock.update(task, description=f"{name}: step {step} of {num_steps}" if num_steps else name)
 
     def end(self) -> None:
-        """Nothing runs any more; the last stage took until now."""
+        """End the last stage, which took until now."""
         if not self._name:
             return
         for task in list(self._clock.task_ids):
@@ -52,13 +52,13 @@ class Stages:
         self._name = ""
 
     def break_off(self) -> None:
-        """It went wrong in this stage: its line stays, without a time."""
+        """End a stage that failed: its line stays, without a time."""
         self._console.print(f"{self._name} ..." if self._console.is_terminal else "", highlight=False)
 
 
 @contextlib.contextmanager
 def following(console: Console) -> Iterator[Stages]:
-    """Show stages while the block runs; after an exception the line of the stage that it came in stays unfinished."""
+    """Show stages while the block runs; an exception leaves the line of its stage unfinished."""
     columns = (SpinnerColumn(), TextColumn("{task.description} ..."), TimeElapsedColumn())
     clock = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     stages = Stages(console, clock)

@@ -22,13 +22,13 @@ from .training import FSDP2, FSDP2_BLOCKS, OURS, UNSHARDED, Settings, has_gpus_f
 
 TOLERANCE = 5e-4  # largest difference of a step's mean loss from the unsharded model's; about 2e-5 is rounding
 WORK = "fsdp_compile.demo.training:work"
-SILENCE_S = 400.0  # compiling is the longest that workers say nothing; gloo gives up on a lost peer after 300
+SILENCE_S = 400.0  # workers send nothing for longest while they compile; gloo gives up on a lost peer after 300
 _VARIANTS = (UNSHARDED, FSDP2, FSDP2_BLOCKS, OURS)
 _NONE = "-"
 
 
 def run_demo(settings: Settings, console: Console) -> int:
-    """Train, print, and say whether the numbers agree: 0 if they do, 1 if not."""
+    """Train, print, and return whether the numbers agree: 0 if they do, 1 if not."""
     start = time.monotonic()
     where = "GPUs, over NCCL" if has_gpus_for(settings) else "the CPU, over gloo"
     console.print(f"{settings.ranks} processes on {where}.", _how_long(settings.backend), highlight=False)
@@ -52,7 +52,7 @@ def run_demo(settings: Settings, console: Console) -> int:
 
 
 def missing_tools(settings: Settings) -> str | None:
-    """What this machine lacks for the demo, what to install and what runs without it; None if it lacks nothing."""
+    """Say what this machine lacks for the demo, what to install and what runs without it; None if it lacks nothing."""
     if settings.backend != "inductor":
         return None
     missing = inductor.missing_compiler("cuda" if has_gpus_for(settings) else "cpu")
@@ -75,7 +75,7 @@ def _how_long(backend: str) -> str:
 
 
 def _train(settings: Settings, scratch: Path, console: Console) -> list[dict[str, Any]]:
-    """Run the workers in an empty compile cache, as on a machine that never compiled this; results by rank."""
+    """Run the workers in an empty compile cache, as on a machine that never compiled this; return results by rank."""
     job = {"settings": dataclasses.asdict(settings), "rendezvous": str(scratch / "rendezvous")}
     env = {
         "TORCHINDUCTOR_CACHE_DIR": str(scratch / "cache"),
@@ -101,13 +101,13 @@ def _train(settings: Settings, scratch: Path, console: Console) -> list[dict[str
 
 
 def mean_losses(results: list[dict[str, Any]], variant: str) -> list[float]:
-    """A step's loss over all ranks' batches."""
+    """Return the loss of each step, as the mean over all ranks' batches."""
     by_rank = [result["runs"][variant]["losses"] for result in results]
     return [sum(losses) / len(losses) for losses in zip(*by_rank)]
 
 
 def largest_difference(results: list[dict[str, Any]], variant: str) -> float:
-    """From the unsharded model's losses, over all steps; infinite when a loss is not a number."""
+    """Return the largest difference from the unsharded model's losses; infinite when a loss is not a number."""
     pairs = zip(mean_losses(results, variant), mean_losses(results, UNSHARDED))
     differences = [abs(ours - reference) for ours, reference in pairs]
     return max(difference if math.isfinite(difference) else math.inf for difference in differences)
@@ -128,13 +128,13 @@ def losses_table(results: list[dict[str, Any]]) -> Table:
 
 
 def _some_steps(num_steps: int, num_shown: int = 6) -> list[int]:
-    """First and last and a few between, counted from 0."""
+    """Return the first and the last step and a few between, counted from 0."""
     last = num_steps - 1
     return sorted({round(last * index / (num_shown - 1)) for index in range(num_shown)})
 
 
 def graphs_table(results: list[dict[str, Any]], settings: Settings) -> Table:
-    """What became of our variant's markers; with aot_eager each one runs as it is."""
+    """Show into how many collectives our variant's markers were bucketed; with aot_eager each one runs as it is."""
     captured = results[0]["captured"]
     table = Table(title=f"torch.compile(model, fullgraph=True, backend={settings.backend!r})")
     if settings.backend == "inductor":
@@ -165,7 +165,7 @@ def _bucketed_rows(stages: dict[str, Any]) -> list[list[str]]:
 
 
 def cost_table(results: list[dict[str, Any]]) -> Table:
-    """Time and memory of the slowest and the heaviest rank."""
+    """Show the time of the slowest rank, and the memory of the heaviest."""
     first = results[0]
     table = Table(
         title=f"{first['num_params'] / 1e6:.1f}M parameters, {len(results)} ranks, {first['group']}, {first['device']}",

@@ -40,14 +40,14 @@ FSDP2 = "FSDP2, eager"
 FSDP2_BLOCKS = "FSDP2, compiled blocks"
 OURS = "fsdp_compile"
 
-WARMUP_STEPS = 2  # compiled graphs and optimizer states come into being; not timed
+WARMUP_STEPS = 2  # they compile graphs and create optimizer states; not timed
 WEIGHED_STEPS = 3
 SEED = 0
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line says, and the sizes that it leaves alone."""
+    """The settings from the command line, and sizes that it cannot change."""
 
     ranks: int = 2
     steps: int = 30
@@ -114,20 +114,20 @@ class Transformer(nn.Module):
 
 
 def build_model(settings: Settings) -> Transformer:
-    """The same weights on every rank and in every variant."""
+    """Make the model, with the same weights on every rank and in every variant."""
     torch.manual_seed(SEED)
     return Transformer(settings)
 
 
 def batch_of(settings: Settings, rank: int) -> Tensor:
-    """Random tokens, different on each rank (a missing reduction shows) and the same in each step (the loss falls)."""
+    """Return random tokens, other ones on each rank (a missing reduction shows), the same each step (losses fall)."""
     generator = torch.Generator().manual_seed(SEED + 1 + rank)
     return torch.randint(settings.vocab, (settings.batch, settings.seq), generator=generator)
 
 
 @dataclass
 class Run:
-    """One way to train, and what was seen of it."""
+    """One way to train, and its measurements."""
 
     name: str
     model: Callable[[Tensor], Tensor]
@@ -162,7 +162,7 @@ class Run:
                 self.step_s.append(time.perf_counter() - start)
 
     def weigh(self, meter: PeakMeter, batch: Tensor) -> None:
-        """What stands between steps, and how far a step on one rank's batch rises above it."""
+        """Measure the memory between steps, and how far a step on one rank's batch rises above it."""
         self.held_bytes = sum(_local_bytes(tensor) for tensor in self._held())
         peaks = []
         for _ in range(WEIGHED_STEPS):
@@ -208,7 +208,7 @@ def shard_with_ours(model: Transformer, mesh: DeviceMesh) -> Transformer:
 
 @dataclass
 class Captured:
-    """What Dynamo and the passes did with our variant."""
+    """The records of what Dynamo and the passes did with our variant."""
 
     num_graphs: int
     num_graph_breaks: int
@@ -226,11 +226,11 @@ class Captured:
         return {"num_graphs": self.num_graphs, "num_graph_breaks": self.num_graph_breaks, "stages": stages}
 
     def save(self, folder: Path) -> None:
-        """The files of ``inspect``."""
+        """Save the files of ``inspect``."""
         self._report.save(folder)
 
     def draw(self, settings: Settings) -> str:
-        """The page of ``inspect``, of the step as it was planned; where it is."""
+        """Write the page of ``inspect`` for the step as it was planned; return its path."""
         kept = settings.save or (tempfile.mkdtemp(prefix="fsdp-compile-step-") if settings.page is None else "")
         return str(self._report.html(Path(settings.page or Path(kept) / "step.html")))
 
@@ -241,7 +241,7 @@ class Captured:
         return report
 
 
-# What begins when the passes are done with a graph of this stage.
+# The work that begins when the passes are done with a graph of this stage.
 _AFTER_PASSES = {
     "joint": "cut forward from backward",
     "forward": "kernels of the forward graph",
@@ -250,7 +250,7 @@ _AFTER_PASSES = {
 
 
 def train_ours(run: Run, num_steps: int, report: Callable[[str], None]) -> Captured:
-    """The first steps of our variant, in which it compiles."""
+    """Run the first steps of our variant, in which it compiles."""
     num_graphs, num_breaks = dynamo.num_dynamo_graphs(), dynamo.num_graph_breaks()
     records: list[GraphRecord] = []
 
@@ -281,9 +281,9 @@ def work(job: dict[str, Any], rank: int, send: Send) -> None:
         if rank == 0:
             send({"stage": (name, done, total)})
 
-    # Ours last: its passes are in Inductor's settings from then on, and torch's variants shall not have met them.
+    # Ours is last: its passes are in Inductor's settings from then on, and torch's variants must run without them.
     for name in (UNSHARDED, FSDP2, FSDP2_BLOCKS, OURS):
-        if name != OURS:  # which says more
+        if name != OURS:  # train_ours reports more for ours
             report(f"{name}: compile" if name == FSDP2_BLOCKS else f"{name}: first steps")
         model = build_model(settings).to(device)
         compiled: Callable[[Tensor], Tensor] = model
@@ -336,7 +336,7 @@ def has_gpus_for(settings: Settings) -> bool:
 
 
 def join_group(settings: Settings, rank: int, rendezvous: str) -> tuple[torch.device, str]:
-    """A GPU a rank and NCCL where there are enough of them, else the CPU and gloo."""
+    """Join the group: over NCCL with a GPU for each rank, where there are enough, else over gloo on the CPU."""
     torch.set_num_threads(1)
     on_gpus = has_gpus_for(settings)
     device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""What stands around an eager forward: its two ends, and what becomes of errors."""
+"""Runs a module's forward on the eager path: what comes before it, after it, and when it raises."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .routed import Routed
 from .running import Call
 from .trace import span
 
-# Dynamo compiles frames inside of a forward that it left to Python; what is ours around them is not for it.
+# Dynamo compiles the frames inside a forward that it left to Python. It must not compile our functions around them.
 _not_traced = functools.partial(torch.compiler.disable, reason="the eager path runs in Python")
 
-# Called with each unit around whose graph the eager path stands.
+# Each observer is called with a unit whose graph is about to take parameters that the eager path gathered.
 around_observers: list[Callable[[Unit], None]] = []
 
 
 def eager_forward(unit: Unit, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call ``forward(module, ...)`` between the two ends of the eager path, which gathers for all that it runs.
+    """Call ``forward(module, ...)``; the eager path gathers before it, and frees after it.
 
-    Dynamo compiles its frames where it could not compile it whole. Their graphs take what is gathered, as that of a
-    forward does which is compiled by itself.
+    Where Dynamo could not compile the forward whole, it compiles frames inside it. Their graphs take the gathered
+    parameters as inputs, like the graph of a forward that is compiled by itself.
     """
     is_broken = dynamo.is_at_work()
     if is_broken and not dynamo.forward_is_compiled(module) and _replaces_graphs(unit, args, kwargs):
@@ -50,11 +50,11 @@ def eager_forward(unit: Unit, module: nn.Module, forward: Callable[..., Any], ar
 
 
 def forward_around_graph(unit: Unit, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The same around a ``forward`` that is compiled by itself: its graph takes what is gathered here."""
+    """Like ``eager_forward``, for a ``forward`` that is compiled by itself: its graph takes what is gathered here."""
     call, given = None, unit.given
     try:
         call, args, kwargs = begin(unit, module, args, kwargs, are_compiled=False, around_graph=True)
-        if isinstance(call.gathered, Routed):  # in the place of a larger graph, in which each read is by itself
+        if isinstance(call.gathered, Routed):  # it replaces part of a larger graph, which reads them one by one
             forward = functools.partial(_in_python, forward)
         else:
             _give_all(call)
@@ -69,7 +69,7 @@ def forward_around_graph(unit: Unit, module: nn.Module, forward: Callable[..., A
 
 @_not_traced
 def _in_python(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A forward of which nothing is compiled, be it that the user compiled it."""
+    """Run a forward without compiled code, even if the user compiled it."""
     with torch.compiler.set_stance("force_eager"):
         return forward(*args, **kwargs)
 
@@ -83,16 +83,16 @@ dynamo.leave_to_python(forward_around_graph)
 def stands_around(unit: Unit) -> bool:
     """Whether the eager path gathers and reduces around a forward of the unit that is compiled by itself.
 
-    Not around the outermost unit's, where one graph has it all, and its passes do better.
+    It does not for the outermost unit: there one graph has all collectives, and the passes place them better.
     """
     return unit.outer is not None and can_give(unit)
 
 
 def can_give(unit: Unit) -> bool:
-    """Whether graphs inside of a forward of the unit can take what the eager path gathers around them.
+    """Whether graphs inside a forward of the unit can take the parameters that the eager path gathers around them.
 
-    Not where it has no end: under compiled autograd backward has none, and to transforms of torch.func what is gathered
-    here is a constant.
+    They cannot under compiled autograd, whose backward does not call back at its end, nor inside transforms of
+    torch.func, which would take the gathered parameters for constants.
     """
     return unit.gives_to_graphs and not autograd.uses_compiled_autograd() and not autograd.in_functorch()
 
@@ -102,7 +102,7 @@ dynamo.leave_all_to_python(can_give, Unit.give)
 
 @_not_traced
 def _give_all(call: Call) -> None:
-    """Have the reads of compiled code take what is gathered."""
+    """Have compiled reads take the gathered parameters."""
     for observe in around_observers:
         observe(call.unit)
     fulls = dict(zip(call.gathered.index, read_all(call)))
@@ -113,7 +113,7 @@ def _give_all(call: Call) -> None:
 def begin(
     unit: Unit, module: nn.Module, args: Any, kwargs: Any, are_compiled: bool, around_graph: bool = False
 ) -> tuple[Call, Any, Any]:
-    """Before the module is called: its call, and the inputs to call it with."""
+    """Prepare a forward before the module is called; return the ``Call``, and the inputs to call the module with."""
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         refuse_run(unit.name)
     with span("pre_forward", unit), _naming_circles(unit, "inputs"):
@@ -122,7 +122,7 @@ def begin(
 
 @_not_traced
 def end(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
-    """After it returned."""
+    """End the forward after the module returned; return the output."""
     with span("post_forward", unit), _naming_circles(unit, "outputs"):
         return end_forward(unit, module, call, output)
 

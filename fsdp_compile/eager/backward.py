@@ -1,11 +1,11 @@
-"""The eager path's backward: gather again, launch the next, reduce, free, and end it all in order.
+"""The eager path's backward: gather again, prefetch, reduce, free, and clean up at the end.
 
     enter_backward     backward reached the outputs of a call: gather, launch the gather of the unit that comes next,
-                       and the reduction of what has arrived of the units around it
-    arrive             a gradient of a call is there; the last one completes it
-    complete           no more come: free, and launch their reduction, or hold them back
-    leave_backward     nothing of the call reads parameters any more: free
-    end_backward       reduce what nothing reached, free what is left, wait for what is in flight
+                       and reduce the gradients that the units around it have by now
+    arrive             a gradient of a call is there; the last one completes the call
+    complete           no more gradients come: free, and launch their reduction, or hold them back
+    leave_backward     backward of the call reads no parameters any more: free
+    end_backward       reduce the gradients that are left, free, and wait for the reductions in flight
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .trace import span
 
 
 def enter_backward(call: Call) -> None:
-    """Backward reached the outputs of a forward call: gather, and launch what comes next."""
+    """Gather when backward reaches the outputs of a forward call, and launch the gather of the next unit."""
     run, settings, iteration = call.run, call.unit.settings, call.run.iteration
     task = autograd.backward_task()
     clean_up_at_end(call.unit)
@@ -63,10 +63,10 @@ def enter_backward(call: Call) -> None:
 
 
 def _reduce_around(call: Call) -> None:
-    """Send the gradients that the units around this one have by now: of a model's head, while its layers compute.
+    """Reduce the gradients that the units around this one have by now: those of a model's head, while layers compute.
 
-    They are final: backward is through with what those units did behind this one. Not where others are to join them,
-    nor in the place of a graph, around which nobody does this.
+    They are final, since backward is through with what those units computed after this one. They wait where held-back
+    gradients are to join them, and on a route, since compiled ranks do not reduce around a graph.
     """
     if isinstance(call.gathered, Routed):
         return
@@ -85,13 +85,13 @@ def _reduce_around(call: Call) -> None:
 
 
 def _are_worth_a_reduction(grads: Mapping[int, Tensor], gathered: Gathered) -> bool:
-    """Whether they are a quarter of the unit, so that it has few reductions: each takes a while, however small."""
+    """Whether they are a quarter of the unit, so that it has few reductions: even a small one takes a while."""
     sizes = [math.prod(spec.size) for spec in gathered.specs]
     return 4 * sum(sizes[index] for index in grads) >= sum(sizes) > 0
 
 
 def _go_back(route: Route, iteration: Iteration) -> None:
-    """Backward is on a route; what is left of those that it was on before comes first."""
+    """Begin backward on a route, after launching what is left of the routes that it was on before."""
     if route not in iteration.routes:
         for one in iteration.routes:
             one.flush()
@@ -105,10 +105,10 @@ def _are_on_one_route(one: Gathered, other: Gathered) -> bool:
 
 
 def leave_backward(call: Call) -> None:
-    """Backward is through with a forward call: free, unless another call of the unit is under way."""
+    """Free when backward is through with a forward call, unless backward of another call of the unit runs."""
     run = call.run
     if call.task is not None and call.task != autograd.backward_task():
-        return  # a backward inside another one (reentrant checkpointing), which goes on reading
+        return  # this backward runs inside another one (reentrant checkpointing), which goes on reading
     run.in_backward.discard(call)
     call.forget_reads()
     if not run.in_backward and call.unit.settings.reshard_after_backward and not run.iteration.creates_graph:
@@ -116,7 +116,7 @@ def leave_backward(call: Call) -> None:
 
 
 def arrive(recording: Recording, index: int, grad: Tensor | None, leaf: Any) -> DTensor | None:
-    """A gradient is there, or will not come; it goes back to autograd where somebody asked for it."""
+    """Take the gradient of a read (None: it will not come); return it, reduced, if the caller asked autograd for it."""
     call, gathered = recording.call, recording.call.gathered
     iteration = call.run.iteration
     if grad is not None and grad.requires_grad:
@@ -125,13 +125,13 @@ def arrive(recording: Recording, index: int, grad: Tensor | None, leaf: Any) -> 
             "was asked for with create_graph=True. Ask for gradients of inputs alone, as a penalty does."
         )
     clean_up_at_end(call.unit)
-    if not autograd.in_compiled_autograd():  # which has no end
+    if not autograd.in_compiled_autograd():  # which does not call back at its end
         iteration.incomplete.setdefault(recording, autograd.backward_task())
     recording.arrived.add(index)
     result = None
     shard = gathered.shards[index]
     if shard.is_leaf and not autograd.in_compiled_autograd() and autograd.is_left_out(leaf):
-        pass  # what it accumulates stays where it is, and nothing travels
+        pass  # this backward does not accumulate into the shard, so nothing is reduced
     elif is_asked_for(shard, leaf):
         recording.delivered.add(index)
         if isinstance(gathered, Routed):
@@ -154,14 +154,14 @@ def arrive(recording: Recording, index: int, grad: Tensor | None, leaf: Any) -> 
 
 
 def complete(recording: Recording) -> None:
-    """No more gradients come: free, and reduce those that came."""
+    """Free the parameters and reduce the gradients of a call, when no more of them will come."""
     call, run = recording.call, recording.call.run
     grads, recording.grads = recording.grads, {}
     delivered, recording.delivered = recording.delivered, set()
     recording.arrived.clear()
     run.iteration.incomplete.pop(recording, None)
-    # Free before the reduction takes memory of its own; but what is left of this unit's backward may still read a
-    # frozen parameter, until it comes to the inputs, or to its end where no input asks for a gradient.
+    # Free before the reduction allocates memory. But the rest of this unit's backward may still read a frozen
+    # parameter, until it reaches the unit's inputs, or until backward ends where no input requires a gradient.
     call.gathered.unalias(grads)
     if not (call.ends_at_inputs or call.read_frozen):
         leave_backward(call)
@@ -169,13 +169,13 @@ def complete(recording: Recording) -> None:
 
 
 def _reduce(run: Running, gathered: Gathered, grads: dict[int, Tensor], delivered: Collection[int] = ()) -> None:
-    """Send gradients on their way to the shards; ``delivered`` ones have been sent already."""
+    """Reduce gradients, or hold them back; gradients of ``delivered`` parameters have been reduced already."""
     unit, accumulation = run.unit, run.unit.accumulation
     if not accumulation.sync:
         hold_back(gathered, grads)
         return
     if isinstance(gathered, Routed) and gathered.route.stage == "backward":
-        hold_back(gathered, grads)  # what the graph reduces went its way as it came; the end reduces what it does not
+        hold_back(gathered, grads)  # the graph's reductions were launched as gradients came; the end reduces the rest
         if gathered.route.reduced:
             run.reduced_in = autograd.backward_task()
         return
@@ -191,9 +191,9 @@ def _reduce(run: Running, gathered: Gathered, grads: dict[int, Tensor], delivere
 
 
 def _reduce_asked_for(run: Running, gathered: Gathered, index: int, grad: Tensor) -> DTensor | None:
-    """The gradient of one shard, for autograd to carry on; None while it is a partial sum."""
+    """Reduce the gradient of one shard, and return it for autograd to pass on; None while it is a partial sum."""
     grads = {index: grad}
-    joins = autograd.in_compiled_autograd() or not gathered.shards[index].is_leaf  # else the caller has this one alone
+    joins = autograd.in_compiled_autograd() or not gathered.shards[index].is_leaf  # else the caller gets this one alone
     if joins:
         grads = with_pending(gathered, grads, only=gathered.params[index].fqn)
     run.reduced_in = autograd.backward_task()
@@ -215,16 +215,16 @@ def _require_reduce_dtype(unit: Unit, gathered: Gathered) -> None:
 
 
 def clean_up_at_end(unit: Unit) -> None:
-    """Have the end of the backward that runs clean up; once for each backward."""
+    """Have ``end_backward`` run at the end of the running backward, once for each backward."""
     if not autograd.backward_has_an_end():
-        return  # and its units hold nothing
+        return  # nothing runs at its end, and its units hold nothing
     iteration, task = running(unit).iteration, autograd.backward_task()
     if task not in iteration.tasks:
         root = unit.root
-        if iteration.in_stale_backward():  # of what has no eager forward, which would have seen to it
+        if iteration.in_stale_backward():  # an eager forward would have recovered, but none ran
             recover(root)
         iteration.forget_raised()
-        # Walks the model: once a backward.
+        # This walks the model, so it is done once a backward.
         iteration.max_reductions = max(inner.settings.max_reductions for inner in root.inside())
         end = functools.partial(end_backward, root, task)
         iteration.tasks[task] = weakref.ref(end)
@@ -233,18 +233,18 @@ def clean_up_at_end(unit: Unit) -> None:
 
 
 def end_backward(root: Unit, task: int | None = None) -> None:
-    """The last of a backward: gradients that nothing asked for, what is in flight, and the storages.
+    """End a backward: reduce the gradients that are left, free the parameters, and wait for reductions in flight.
 
-    Where it raises, as a hook may, the backward is noted as one that did not end, and the next forward recovers.
+    If this raises, as a user's hook may, the backward counts as one that did not end, and the next forward recovers.
     """
     iteration = running(root).iteration
     iteration.forget_raised()
     others = {*iteration.tasks} - {task}
     for recording in [one for one, since in iteration.incomplete.items() if since == task]:
-        complete(recording)  # a parameter that was read has no part in this backward
+        complete(recording)  # some parameter that was read has no part in this backward
     if others:
         iteration.tasks.pop(task, None)
-        return  # inside another backward, which goes on
+        return  # this backward ran inside another one, which goes on
     if not iteration.routes:
         root.watch.say_no_plan_eagerly()
     for route in iteration.routes:
@@ -276,7 +276,7 @@ dynamo.leave_all_to_python(end_backward)
 
 
 def reduce_left_over(root: Unit) -> None:
-    """Reduce what was held back and nothing in this backward took, and zeros where all ranks must reduce."""
+    """Reduce held-back gradients that no reduction of this backward took, and zeros where all ranks must reduce."""
     for unit in reversed(root.inside()):
         run, accumulation = running(unit), unit.accumulation
         needs_zeros = accumulation.sync and unit.settings.reduce_unused and run.reduced_in is None
@@ -285,7 +285,7 @@ def reduce_left_over(root: Unit) -> None:
 
 
 def reduce_now(unit: Unit) -> None:
-    """The same for what one unit held back, at once."""
+    """Reduce what one unit held back, and wait for it."""
     if unit.accumulation.has_left_over:
         gathered = running(unit).current()
         Reduction(gathered, with_pending(gathered, {})).complete()
@@ -294,5 +294,5 @@ def reduce_now(unit: Unit) -> None:
 
 
 def note_reduction(unit: Unit) -> None:
-    """The backward that runs reduces gradients of the unit, in compiled code."""
+    """Note that the running backward reduces gradients of the unit in compiled code."""
     running(unit).reduced_in = autograd.backward_task()

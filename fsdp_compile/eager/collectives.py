@@ -1,8 +1,8 @@
-"""How the eager path executes a collective: ours, or one that the user brought.
+"""How the eager path executes a collective: ours, or the user's own.
 
-The lowering programs say ``call(op, ...)``; a ``Caller`` is that ``call``. It runs every op as it is, but puts a user's
-``AllGather`` or ``ReduceScatter`` in the place of the collective, gathers into a storage that is there already, and
-shows reduced gradients to the user's hook. A custom collective has FSDP2's protocol: ``allocate(size, dtype=,
+The lowering programs execute each op as ``call(op, ...)``; a ``Caller`` is that ``call``. It runs the op as it is, but
+replaces a collective by the user's ``AllGather`` or ``ReduceScatter``, gathers into a storage that exists already, and
+passes reduced gradients to the user's hook. A custom collective has FSDP2's protocol: ``allocate(size, dtype=,
 device=)``, and ``(output, input, group[, op], async_op)`` returning a work or None.
 """
 
@@ -27,7 +27,7 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 
 
 class Caller:
-    """Executes the ops of one bucket, with the unit's own collectives or, where that is said, with ``comms``."""
+    """Executes the ops of one bucket, with the unit's own collectives, or with ``comms`` where that is given."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Caller:
         self._out = out
         self._work: Any = None
         self._num_waits_before_hook = num_waits_before_hook
-        self._units = units or (unit,)  # of each member, where they are of several
+        self._units = units or (unit,)  # one for each member, where the bucket has several units
 
     def __call__(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if op in _GATHERS:

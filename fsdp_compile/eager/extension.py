@@ -1,4 +1,4 @@
-"""Parameters with an all-gather extension on the eager path: what they send, and what becomes of what arrives."""
+"""Parameters with an all-gather extension on the eager path: what they send, and what is made of what arrives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .memory import Memory
 
 
 class Extension:
-    """One such parameter on the eager path: its gathers, and what became of them.
+    """The gathers of one such parameter on the eager path, and the tensors made from them.
 
         ask       the subclass says what to send
         launch    it is sent; what is gathered lands in the storages of the first gather
@@ -36,13 +36,13 @@ class Extension:
         self._sent: list[tuple[Tensor, ParamSpec]] = []
         self._in_flight: list[tuple[Any, ParamSpec, Caller]] = []
         self._metadata: Any = None
-        self._kept: list[Tensor] = []  # what was gathered, as it travels
+        self._kept: list[Tensor] = []  # what was gathered, as it was sent
         self._inner: list[Tensor] = []
         self._full: Tensor | None = None
         self._memory: list[Memory] = []  # of what was gathered, and of the inner tensors
 
     def ask(self) -> None:
-        """Have the subclass say what to send."""
+        """Ask the subclass what to send."""
         local = dtensors.local_tensor(self._shard)
         if local.device != self._device:  # an offloaded shard: what is sent must be where the process group is
             local = local.to(self._device, non_blocking=True)
@@ -50,7 +50,7 @@ class Extension:
         self._sent = list(zip(sent, specs))
 
     def launch(self) -> None:
-        """Start gathering it."""
+        """Start the all-gathers."""
         sent, self._sent = self._sent, []
         specs = [spec for _, spec in sent]
         if [(one.shape, one.dtype) for one in self._kept] != [(torch.Size(one.size), one.dtype) for one in specs]:
@@ -63,7 +63,7 @@ class Extension:
             self._in_flight.append((lower.launch_gather(call, [tensor], [spec]), spec, call))
 
     def land(self) -> Tensor:
-        """The full parameter that the subclass makes of what was gathered."""
+        """Wait for the all-gathers, and return the full parameter that the subclass makes of what they gathered."""
         arrived = [lower.finish_gather(call, launched, [spec])[0] for launched, spec, call in self._in_flight]
         self._in_flight = []
         local, is_first = dtensors.local_tensor(self._shard), not self._kept
@@ -85,21 +85,21 @@ class Extension:
         return self._full
 
     def drop(self) -> None:
-        """Wait for what is in flight, and have nothing of it."""
+        """Wait for the all-gathers in flight, and discard what they gathered."""
         in_flight, self._in_flight, self._sent = self._in_flight, [], []
         for launched, spec, call in in_flight:
             lower.finish_gather(call, launched, [spec])
 
     def free(self) -> None:
-        """Give the storages back."""
+        """Free the storages."""
         for memory in self._memory:
             memory.give_back()
 
     def forget(self) -> None:
-        """Leave the storages to who still has them; the next gather is a first one."""
+        """Leave the storages to whoever still holds them; the next gather counts as the first one."""
         self._kept, self._inner, self._full, self._memory = [], [], None, []
 
     def addresses(self) -> set[int]:
-        """Where the storages of the full parameter are; a subclass has none but those of its inner tensors."""
+        """Return the addresses of the full parameter's storages; a subclass has only those of its inner tensors."""
         tensors = [one for one in (self._full, *self._kept, *self._inner) if one is not None]
         return subclasses.addresses_in(*tensors)

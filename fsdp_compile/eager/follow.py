@@ -1,4 +1,4 @@
-"""Whether an eager forward stands in the place of a compiled one, and of which graph (see route.py)."""
+"""Finds out whether an eager forward runs in the place of a compiled one, and of which graph (see route.py)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _logger = logging.getLogger(__name__)
 
 
 def enter_route(unit: Unit, around_graph: bool, inputs_train: InputsTrain) -> None:
-    """Have the eager forward that begins launch what a compiled one does, where it stands in the place of one.
+    """Put an eager forward that begins on a route, if it runs in the place of a compiled one.
 
-    One that stands around a graph of its own does so only where a larger graph had the unit's parameters.
+    A forward around a graph of its own follows a route only where a larger graph had the unit's parameters.
     """
     run = running(unit)
     route = _around(unit)
@@ -33,7 +33,7 @@ def enter_route(unit: Unit, around_graph: bool, inputs_train: InputsTrain) -> No
             run.route.give_up_forward()
         route = _find(unit, inputs_train)
         if around_graph and route is not None and unit not in route.routed:
-            route = None  # what is inside of that graph has another one's
+            route = None  # it is the route of units inside that graph
         run.route = route
     run.followed = route is not None and unit in route.routed
     if route is not None and unit in route.routed:
@@ -44,13 +44,13 @@ def enter_route(unit: Unit, around_graph: bool, inputs_train: InputsTrain) -> No
 
 
 def inputs_train(unit: Unit, args: Any, kwargs: Any) -> bool:
-    """Whether an input of a forward asks for a gradient, or a parameter inside that no rank has a shard of."""
+    """Whether an input of a forward or a parameter inside the unit requires a gradient, unsharded ones included."""
     inside = (param for module in unit.modules for param in module.parameters())
     return any(one.requires_grad for one in itertools.chain(tensors_in((args, kwargs)), inside))
 
 
 def replaces_graphs(unit: Unit, args: Any, kwargs: Any) -> bool:
-    """Whether a forward that was broken apart, on this rank alone, is to run in Python as others' one graph."""
+    """Whether a forward with graph breaks on this rank alone is to run in Python, in place of the others' one graph."""
     if autograd.in_functorch() or running(unit).iteration.depth or others_of(unit.root).is_decided:
         return False
     train = functools.partial(inputs_train, unit, args, kwargs)
@@ -58,28 +58,28 @@ def replaces_graphs(unit: Unit, args: Any, kwargs: Any) -> bool:
 
 
 def end_route(unit: Unit) -> None:
-    """A unit's forward ended, and with it that of the route where the unit is the outermost one."""
+    """End the forward of the unit's route, if the unit is the outermost one on it."""
     route = running(unit).route
     if route is not None and route.top is unit:
         route.end_forward()
 
 
 def abandon_route(unit: Unit) -> None:
-    """It raised."""
+    """Give up the unit's route after an error, if the unit is the outermost one on it."""
     route = running(unit).route
     if route is not None and route.top is unit:
         route.give_up_forward()
 
 
 def run_ahead(gathered: Gathered, target: Running) -> Gathered | None:
-    """What to launch of a unit from another one: on a route, of units on it; else of those that were on none."""
+    """Return what to prefetch for ``target``: on a route, only units on it; otherwise, only units that are on none."""
     if isinstance(gathered, Routed):
         return gathered.route.routed.get(target.unit)
     return None if target.followed else target.current()
 
 
 def _around(unit: Unit) -> Route | None:
-    """The route whose forward runs around this one."""
+    """Return the route whose forward runs around this one; None without one."""
     run = running(unit)
     one: Unit | None = unit
     while one is not None:
@@ -99,9 +99,9 @@ def _find(unit: Unit, inputs_train: InputsTrain) -> Route | None:
         if route is not None:
             return route
     if running(unit).iteration.depth or others_of(unit.root).is_decided:
-        return None  # what is around it has asked
+        return None  # a forward around it has asked, or the answer is known
     if ledger.has_run and not is_compiled and own_way(unit, inputs_train) is not None:
-        return None  # it has the graph, and was told to run without
+        return None  # this rank has the graph, and was told to run without it
     return _route(unit, way_of_others(unit, inputs_train))
 
 

@@ -1,16 +1,16 @@
-"""The eager path: the same parameters through autograd instead of a graph, for debugging and what did not compile.
+"""The eager path: autograd reads the same parameters instead of a graph, for debugging and uncompiled code.
 
     begin_forward     gather the unit, launch the gather of the unit that comes next; reads give gathered tensors
     end_forward       free their storage (or keep it); hook the outputs
     backward reaches the outputs    gather again into the same storage, which the saved tensors alias; launch the next
-    all gradients are there         launch their reduction, free; the shards get theirs when the next unit's is launched
-    end of backward                 wait for what is in flight, reduce what nothing reached, free what is left
+    all gradients are there         launch their reduction, free; shards get them when the next reduction is launched
+    end of backward                 reduce the gradients that are left, free, and wait for the reductions in flight
 
-Reading is an autograd function, so repeated calls and unused parameters are autograd's own business. The last backward
-of a unit's reads launches the reduction and returns nothing: the gradient of a shard is set when the reduction ends, so
-that it overlaps with backward; tensor hooks on the shard see it then. Where somebody asks autograd for it
-(``autograd.grad``) the backward of the read returns the reduced gradient instead. A unit whose forward was compiled
-reads through markers and is not gathered here.
+A read is an autograd function, so autograd itself handles repeated calls and unused parameters. The backward of a
+unit's last read launches the reduction and returns no gradient. The shard's gradient is set when the reduction ends, so
+that the reduction overlaps with backward; tensor hooks on the shard run then. If the caller asks autograd for the
+gradient (``autograd.grad``), the backward of the read returns the reduced gradient instead. A unit whose forward was
+compiled reads through markers, and the eager path does not gather it.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from .routed import Routed
 from .running import Call, Running, recover, running
 from .trace import span
 
-# Called with the module and the parameter's name for every eager read of a gathered parameter.
+# Each observer is called with the module and the parameter's name at every eager read of a gathered parameter.
 read_observers: list[Callable[[nn.Module, str], None]] = []
 
 
 def begin_forward(
     unit: Unit, module: nn.Module, args: Any, kwargs: Any, reads_are_compiled: bool, around_graph: bool = False
 ) -> tuple[Call, Any, Any]:
-    """Gather for an eager forward; the call that its reads go to, and the inputs to call the module with."""
+    """Gather for an eager forward; return the call that its reads belong to, and the inputs for the module."""
     run = running(unit)
-    if autograd.backward_task() is not None:  # recomputed for backward
+    if autograd.backward_task() is not None:  # checkpointing recomputes the forward
         clean_up_at_end(unit)
         call = _call_in_backward(run)
-        if call is None:  # in a backward of its own, of reentrant checkpointing
+        if call is None:  # reentrant checkpointing: its backward will be another one
             call = Call(run, run.current())
             call.is_in_backward = True
             args, kwargs = end_at_inputs(call, args, kwargs)
@@ -79,7 +79,7 @@ def begin_forward(
 
 
 def _gather_ahead(run: Running, call: Call) -> None:
-    """Gather the unit, and launch the gathers of those that come next."""
+    """Gather the unit, and prefetch the units that come next."""
     route_of = call.gathered.route.top if isinstance(call.gathered, Routed) else None
     following = run.iteration.begin_unit(run, route_of)
     call.gathered.wait()
@@ -87,14 +87,14 @@ def _gather_ahead(run: Running, call: Call) -> None:
     for target in asked_for or ([] if following is None else [following]):
         ahead = run_ahead(call.gathered, target) if target is not run and target.unit.params else None
         if ahead is not None:
-            run.iteration.touched.setdefault(target)  # which may not run this time
+            run.iteration.touched.setdefault(target)  # the target may not run this time
             if not target.calls:
                 ahead.free_if_stale()
             ahead.launch()
 
 
 def _call_of_pass(run: Running) -> Call:
-    """A call of its own for a module that is a unit alone; one for all members of a unit of several modules."""
+    """Return a new ``Call`` for a unit of one module; the modules of a larger unit share one."""
     gathered = run.current()
     gathered.free_if_stale()
     if len(run.unit.modules) == 1:
@@ -105,7 +105,7 @@ def _call_of_pass(run: Running) -> Call:
 
 
 def abandon_forward(unit: Unit, call: Call) -> None:
-    """The forward raised: an error, or checkpointing that has recomputed enough."""
+    """Clean up after a forward that raised: for an error, or because checkpointing has recomputed enough."""
     run, iteration = call.run, call.run.iteration
     call.gathered.take_places_back()
     if call in run.calls:
@@ -125,9 +125,9 @@ def abandon_forward(unit: Unit, call: Call) -> None:
 
 
 def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
-    """Free or keep what the unit gathered, and be told when backward reaches it."""
+    """Free or keep the gathered parameters, hook the outputs for backward, and return the output."""
     run, iteration, is_recomputed = call.run, call.run.iteration, autograd.backward_task() is not None
-    tensors = tensors_in(output)  # raises where they cannot be found, and then the forward has not ended
+    tensors = tensors_in(output)  # if this search raises, the forward has not ended
     run.calls.remove(call)
     iteration.depth -= not is_recomputed
     call.gathered.take_places_back()
@@ -136,8 +136,8 @@ def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
     if is_recomputed:
         call.forget_reads()
         if call.is_in_backward and call.was_read:
-            _hook_outputs(call, outputs)  # another call in there may free before its backward comes
-        return output  # its end frees
+            _hook_outputs(call, outputs)  # another call in that backward may free before this one's comes
+        return output  # the end of backward frees
     if call.gathered.is_full:
         iteration.touched.setdefault(run)
         call.gathered.give_away(tensors)
@@ -148,11 +148,11 @@ def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
         end_route(unit)
     if iteration.depth == 0:
         for one in iteration.end_forward():
-            if one.pass_call is not None:  # members of a list that did not run
+            if one.pass_call is not None:  # some modules of the unit did not run
                 _end_pass(one.pass_call, awaits_backward=bool(outputs))
                 end_route(one.unit)
         for one in iteration.touched:
-            # Launched ahead for a forward that took another way this time.
+            # It was prefetched, but this forward did not run it.
             if one.gathered is not None and one.gathered.launched and one.held_call is None:
                 one.gathered.free()
     return output
@@ -165,7 +165,7 @@ def _end_pass(call: Call, awaits_backward: bool) -> None:
     if awaits_backward and call.was_read:
         run.iteration.awaits_backward(call)
     if run.calls or not call.gathered.is_full or autograd.in_functorch():
-        return  # a transform may have a backward of its own, which tells nobody: the next forward frees
+        return  # a transform may run a backward that is not seen here: the next forward frees
     run.held_call = None
     if awaits_backward and unit.post_forward is not None:
         call.gathered.free_but_a_slice()
@@ -195,23 +195,23 @@ dynamo.leave_all_to_python(_before_backward)
 
 
 def eager_read(module: nn.Module, name: str, param: Any) -> Any:
-    """An eager read: the gathered parameter inside a forward, BY_MARKER where nobody gathered, the shard outside."""
+    """Return what a read gives: the gathered parameter in a forward, BY_MARKER if nobody gathered; else the shard."""
     known: tuple[ShardedParam, Unit, Unit] = module.__dict__[READS][name]
     if known[0].is_full and param is not known[0].shard:
         return _as_computed_with(param, known)
     if not known[0].is_cut(param):
         return param
     sharded, owner, reader = known[0], running(known[1]), running(known[2])
-    # Without a forward that runs, checkpointing inside the unit may be recomputing a part of one for backward.
+    # While no forward runs, checkpointing inside the unit may be recomputing a part of one for backward.
     call = owner.calls[-1] if owner.calls else _call_in_backward(owner) or owner.held_call
     if read_observers and (call is not None or owner.runs_forward or reader.runs_forward):
         for observe in read_observers:
             observe(module, name)
-    if call is not None and param is sharded.shard:  # and no other one, which functional_call puts there
+    if call is not None and param is sharded.shard:  # and not a tensor that functional_call put there
         gathered = read(call, sharded.fqn)
         return param if gathered is None else gathered
     if owner.runs_forward or reader.runs_forward:
-        # A compiled forward is running around this read, or only another unit's, or nobody gathered it: just this one.
+        # A compiled forward runs around this read, or only another unit's, or nobody gathered: gather this one alone.
         require_data(sharded.fqn, param)
         return BY_MARKER
     return param
@@ -222,9 +222,9 @@ dynamo.leave_all_to_python(eager_read)
 
 
 def call_of(unit: Unit) -> Call | None:
-    """The eager forward of the unit that runs for sure, be it a part of one that is recomputed for backward.
+    """Return the eager forward of the unit that surely runs, or of which a part is recomputed for backward.
 
-    Such a part runs with grad enabled, unlike hooks that are called in backward, which are to find shards.
+    Such a part runs with grad enabled. Hooks that are called in backward run without, and are to find shards.
     """
     run = running(unit)
     if run.calls:
@@ -233,7 +233,7 @@ def call_of(unit: Unit) -> Call | None:
 
 
 def eager_write(module: nn.Module, name: str, value: Any) -> bool:
-    """A module sets a tensor under a parameter's name: whether it is read there, which is until its forward ends."""
+    """Register a tensor that is set under a parameter's name in a forward, until it ends; False outside of forwards."""
     _, owner, reader = module.__dict__[READS][name]
     runs = running(owner).runs_forward or running(reader).runs_forward
     if runs and isinstance(value, Tensor):
@@ -246,13 +246,13 @@ dynamo.leave_all_to_python(eager_write)
 
 
 def _as_computed_with(full: Any, known: tuple[ShardedParam, Unit, Unit]) -> Any:
-    """What full_params put in the shard's place: inside a forward in the dtype that the inputs are cast to."""
+    """Return what full_params put in the shard's place; inside a forward, in the dtype that the inputs are cast to."""
     sharded, unit, reader = known
     inside = isinstance(full, Tensor) and (running(unit).runs_forward or running(reader).runs_forward)
     return full.to(spec_of(unit, sharded).dtype) if inside else full
 
 
 def _call_in_backward(run: Running) -> Call | None:
-    """The forward call that the running backward has reached, if it has reached this unit."""
+    """Return the forward call that the running backward has reached, if it has reached this unit."""
     task = autograd.backward_task()
     return run.backward_call if task is not None and task == run.backward_task else None

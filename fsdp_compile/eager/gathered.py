@@ -3,10 +3,10 @@
     launch     pack the shards and start the all-gathers; compute may run beside them
     wait       the full parameters are there
     free       give the storages back to the allocator; tensors that autograd saved still alias them
-    launch     ... and what is gathered again lands where those tensors look
+    launch     ... and gather again, into the storages that those tensors alias
 
-One object serves every forward call of the unit (but see ``route``). What the calls read is in ``reads``, what backward
-does with gradients in ``backward``; the bytes on the wire are those of ``passes.lower``, as in a compiled graph.
+One object serves every forward call of the unit (but see ``route``). ``reads`` has what the calls read, ``backward``
+what happens to gradients. The bytes on the wire are those of ``passes.lower``, as in a compiled graph.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from .memory import Memory
 
 
 class Gathered:
-    """The full parameters of one unit, or the promise of them."""
+    """The full parameters of one unit: gathered, in flight or freed."""
 
-    route: Any = None  # on which it is gathered, where it is one of those of ``route``
+    route: Any = None  # the ``Route`` that gathers it, in the subclass ``Routed``
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -51,7 +51,7 @@ class Gathered:
             require_data(param.fqn, shard)
             if unit.offload:
                 require_on_cpu(param.fqn, dtensors.local_tensor(shard))
-        # Here shards are copied to the device before they are packed, and gradients from it when shards get them.
+        # The eager path copies shards to the device before it packs them, and gradients from it when shards get them.
         self.specs: list[ParamSpec] = [spec_of(unit, param).on_device() for param in self.params]
         self._extensions = {
             index: Extension(unit, param, shard, self.specs[index])
@@ -65,13 +65,13 @@ class Gathered:
                 f"reshard_after_forward is an int ({unit.post_forward.num_shards}). Use True or False for its module."
             )
         self.index = {param.fqn: index for index, param in enumerate(self.params)}
-        self.fulls: list[Any] | None = None  # tensors; None for one that was never gathered
-        self._memory: dict[int, Memory] = {}  # of those without an extension, which has its own
+        self.fulls: list[Any] | None = None  # None for a parameter that was never gathered
+        self._memory: dict[int, Memory] = {}  # by index; a parameter with an extension has its own
         self._in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] | None = None
         self._versions: list[int] = []
-        # Where each shard that one rank holds whole was when it was gathered: what is gathered may be the shard itself.
+        # Addresses, when gathered, of shards that one rank holds whole: the full parameter may be the shard itself.
         self._shard_at: dict[int, set[int]] = {}
-        # After a forward with reshard_after_forward=n: one of n slices of each full parameter.
+        # After a forward with reshard_after_forward=n: this rank's one of n slices of each full parameter.
         self._slices: list[Tensor] | None = None
         self.is_full = False
 
@@ -94,9 +94,9 @@ class Gathered:
         return [version for shard in self.shards for version in dtensors.versions_of(shard)]
 
     def spec_for(self, index: int, grad: Tensor) -> ParamSpec:
-        """What a parameter's gradient travels and arrives in: with ``grad_dtype=None``, what autograd produced."""
+        """Return the spec for a gradient's reduction; with ``grad_dtype=None`` it has the dtype of ``grad``."""
         spec = self.specs[index]
-        if self._version != self.unit.version:  # since forward; what gradients are divided by holds at once
+        if self._version != self.unit.version:  # changed since forward: a new divisor holds at once
             now = spec_of(self.unit, self.params[index])
             spec = dataclasses.replace(
                 spec, reduce_op=now.reduce_op, predivide=now.predivide, postdivide=now.postdivide
@@ -123,10 +123,10 @@ class Gathered:
         self._versions = self._current_versions()
 
     def _launch(self, in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]]) -> None:
-        # A later read may be recorded, and another one may not be inside a transform of torch.func.
+        # Autograd may record a later read, and one may be outside of the torch.func transform that this one is in.
         with without_autograd():
             for extension in self._extensions.values():
-                extension.ask()  # first: one that raises, on this rank alone, leaves nothing that others do not join
+                extension.ask()  # first: if it raises on this rank alone, nothing is launched that others do not join
             sources, specs = self._sources()
             plain = [index for index in range(len(specs)) if index not in self._extensions]
             for places in gather_buckets([specs[index] for index in plain]):
@@ -139,7 +139,7 @@ class Gathered:
                 extension.launch()
 
     def wait(self) -> list[Tensor]:
-        """The full parameters."""
+        """Wait for the all-gathers, launching them if need be, and return the full parameters."""
         self.launch()
         if self._in_flight is not None:
             try:
@@ -154,11 +154,11 @@ class Gathered:
         return self.fulls
 
     def full(self, index: int) -> Tensor:
-        """One of them."""
+        """Return one full parameter, gathered if need be."""
         return self.wait()[index]
 
     def free(self) -> None:
-        """Give the storages back; a gather that nobody waited for is waited for first."""
+        """Free the storages, after waiting for a gather that is in flight."""
         if self.launched:
             self._drop()
         self._slices = None
@@ -167,11 +167,11 @@ class Gathered:
             self._give_back()
 
     def give_up(self) -> None:
-        """The step ends here."""
+        """Free, because the step is given up."""
         self.free()
 
     def _drop(self) -> None:
-        """Wait for what is in flight, and have nothing of it: as if it had not been launched."""
+        """Wait for the gathers in flight and discard what they gathered, as if they had not been launched."""
         in_flight, self._in_flight = self._in_flight or [], None
         with without_autograd():
             for _, specs, launched, call in in_flight:
@@ -190,64 +190,64 @@ class Gathered:
                 memory.give_back(but=self._shard_at.get(index, ()))
 
     def unalias(self, grads: dict[int, Tensor]) -> None:
-        """Copy those of ``grads`` that share memory with a parameter, as a user's autograd function may give them."""
+        """Copy those of ``grads`` that share memory with a parameter: a user's autograd function may return them."""
         addresses = self._addresses()
         for index, grad in grads.items():
             if addresses & subclasses.addresses_in(grad):
                 grads[index] = grad.clone()
 
     def free_but_a_slice(self) -> None:
-        """Keep this rank's part of ``unit.post_forward``: backward then gathers over its few ranks."""
+        """Free all but this rank's slice for ``unit.post_forward``: backward then gathers over its few ranks."""
         assert self.unit.post_forward is not None and self.fulls is not None
         slices = [slice_of(full, spec) for full, spec in zip(self.fulls, self.specs)]
         self.free()
         self._slices = slices
 
     def give_away(self, tensors: list[Tensor]) -> None:
-        """Leave storages that ``tensors``, outputs of a module, share to the user; the next gather gets new ones."""
+        """Leave storages that ``tensors``, outputs of a module, share to the user; the next gather makes new ones."""
         if self.fulls is None:
             return
         if subclasses.addresses_in(*tensors) & self._addresses():
-            # Tensors that autograd saved keep the storages that they alias; only our names for them go.
+            # Tensors that autograd saved keep the storages that they alias; only our references go.
             self.fulls, self.is_full, self._memory = None, False, {}
             for extension in self._extensions.values():
                 extension.forget()
 
     def take_places_back(self) -> None:
-        """Register shards again in the places that a module gave to other tensors in its forward."""
+        """Register the shards again where a module registered other tensors in its forward."""
         for param, slot, shard in self._places:
             if not param.is_cut(slot.param) and not param.is_full:
                 slot.register(shard)
 
     def _addresses(self) -> set[int]:
-        """Where the storages of the full parameters are."""
+        """Return the addresses of the full parameters' storages."""
         fulls = [(index, full) for index, full in enumerate(self.fulls or ()) if full is not None]
         plain = [full for index, full in fulls if index not in self._extensions]
         of_extensions = [extension.addresses() for extension in self._extensions.values()]
         return subclasses.addresses_in(*plain).union(*of_extensions)
 
     def _sources(self) -> tuple[list[Tensor], list[ParamSpec]]:
-        """What this rank contributes to the gather."""
+        """Return what this rank sends in the gather, with the specs."""
         if self._slices is not None:
             return self._slices, [inner_spec(spec) for spec in self.specs]
         return [self.source(index) for index in range(len(self.shards))], self.specs
 
     def source(self, index: int) -> Tensor:
-        """What this rank has of one parameter, where it is gathered."""
+        """Return this rank's shard of one parameter, on the device of the gather."""
         device, shard = self.unit.mesh.device, dtensors.local_tensor(self.shards[index]).detach()
         if self.specs[index].num_shards == 1:
             self._shard_at[index] = subclasses.addresses_in(shard)
         return shard if shard.device == device else shard.to(device, non_blocking=True)
 
     def _caller(self, bucket: list[int], members: list[ParamSpec]) -> Caller:
-        """Executes the ops of one bucket; a lone parameter is gathered right into the storage that it had."""
+        """Return the ``Caller`` of one bucket; a parameter alone in it may be gathered right into its old storage."""
         out = None
         spec = members[0]
         lands_there = spec.dim == 0 and spec.layout.even and spec.num_shards > 1
         full = self.fulls[bucket[0]] if self.fulls is not None and len(bucket) == 1 and lands_there else None
         if type(full) is Tensor:
             self._memory[bucket[0]].take()
-            # As data, no new version for autograd: the values are those that were saved.
+            # ``.data`` makes no new version for autograd: the values are those that it saved.
             out = lower.as_sent(lower.run, full.data)
         return Caller(self.unit, out)
 
@@ -259,7 +259,7 @@ class Gathered:
         self._keep(fulls)
 
     def _keep(self, arrived: Mapping[int, Tensor]) -> None:
-        """Take full parameters as they came the first time, and copy those that came again to where they were."""
+        """Keep parameters that were gathered the first time, and copy those gathered again into their old storages."""
         if self.fulls is None:
             self.fulls, self._memory = [None] * len(self.shards), {}
         for index, again in arrived.items():
@@ -270,7 +270,7 @@ class Gathered:
                     self._memory[index] = Memory(again)
             elif index not in self._extensions:
                 if index in self._shard_at and subclasses.addresses_in(again) & self._shard_at[index]:
-                    # The shard itself. Where it was may be another's memory by now: ``param.data`` was set.
+                    # It is the shard itself. The old memory may be another tensor's by now: ``param.data`` was set.
                     self.fulls[index], self._memory[index] = again, Memory(again)
                     continue
                 self._memory[index].take()
@@ -279,7 +279,7 @@ class Gathered:
 
 
 def _places_of(unit: Unit) -> list[tuple[ShardedParam, Slot, Any]]:
-    """Where the unit's shards are registered now; a place that the user has given to something else is none."""
+    """Return where the unit's shards are registered now, without places where the user put something else."""
     return [
         (param, slot, registered)
         for param in unit.params
@@ -289,7 +289,7 @@ def _places_of(unit: Unit) -> list[tuple[ShardedParam, Slot, Any]]:
 
 
 def slice_of(full: Tensor, spec: ParamSpec) -> Tensor:
-    """A copy of this rank's slice of a full parameter, for ranks to gather from as ``inner_spec`` says."""
+    """Return a copy of this rank's slice of a full parameter, for ranks to gather from as ``inner_spec`` says."""
     start, stop = inner_spec(spec).layout.span(spec.inner_rank)
     with torch.inference_mode(False), torch.no_grad():
         return full.narrow(spec.dim, start, stop - start).clone()
@@ -297,6 +297,6 @@ def slice_of(full: Tensor, spec: ParamSpec) -> Tensor:
 
 @contextmanager
 def without_autograd() -> Iterator[None]:
-    """As collectives run: recorded nowhere, whatever stands around the read that needs them."""
+    """Run collectives outside of autograd, inference mode and torch.func, whatever surrounds the read."""
     with torch.inference_mode(False), torch.no_grad(), autograd.without_functorch():
         yield

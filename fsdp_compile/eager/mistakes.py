@@ -1,4 +1,4 @@
-"""Puts a parameter's name on an error of torch's that has none."""
+"""Adds a parameter's name to an error of torch's that does not name it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..core.unit import Unit
 
 
 def read_around(unit: Unit, error: BaseException) -> RuntimeError | None:
-    """The error to raise instead, when a forward computed with a shard that it read around the parameter's attribute.
+    """Return the error to raise instead, if a forward computed with a shard that it did not read by its attribute.
 
-    DTensor refuses to mix with plain tensors and does not know which parameter it is; the frames of the traceback do.
+    DTensor refuses to mix with plain tensors and does not name the parameter; the traceback's frames hold it.
     """
     if not isinstance(error, RuntimeError) or "mixed torch.Tensor and DTensor" not in str(error):
         return None

@@ -1,12 +1,12 @@
-"""What a read gives inside an eager forward, and the autograd nodes that lead back to the call.
+"""Reads of parameters inside an eager forward, and the autograd nodes that report to its ``Call`` in backward.
 
     inputs -> [_Inputs] -> forward -> outputs          backward reaches the outputs: enter_backward
     shard ----[_Read]----^ a read                      _Read's backward: the last one to run reduces, and leaves
-                                                       _Inputs' backward: leave_backward, where _Read comes too early
-                                                       for what is frozen; without them, the end of the backward
+                                                       _Inputs' backward: leave_backward, where _Read is too early for
+                                                       frozen parameters; without _Inputs, the end of backward frees
 
-Reading is an autograd function, so repeated calls and unused parameters are autograd's own business. Each parameter has
-a node of its own, as it would without us: what splits a backward in two, as zero-bubble pipelines do, looks for them.
+A read is an autograd function, so autograd itself handles repeated calls and unused parameters. Each parameter has a
+node of its own, as it would without FSDP: zero-bubble pipelines, which split a backward in two, look for these nodes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .running import Call, Recording
 
 
 def read(call: Call, fqn: str) -> Any:
-    """The gathered parameter; None for one whose place the user gave to something else."""
+    """Return the gathered parameter; None if the user put something else in its place."""
     call.was_read = True
     call.gathered.wait()
     index = call.gathered.index.get(fqn)
@@ -50,10 +50,10 @@ def read(call: Call, fqn: str) -> Any:
 
 
 def read_all(call: Call) -> list[Tensor]:
-    """Every gathered parameter, as reads give it, for a graph that runs inside the call.
+    """Return every gathered parameter, as reads give it, for a graph that runs inside the call.
 
-    They have one node: the graph has one as well, whose backward is through with all of them at once. And a parameter
-    that the graph did not take has its part in that backward, or its unit would wait for it to the end.
+    They share one autograd node, since the graph has one node too, whose backward finishes with all of them at once.
+    So a parameter that the graph did not use takes part as well; else its unit would wait for it until backward ends.
     """
     call.was_read = True
     fulls, shards = call.gathered.wait(), call.gathered.shards
@@ -69,14 +69,14 @@ def read_all(call: Call) -> list[Tensor]:
         for index, param in enumerate(call.gathered.params)
     ]
     for full in given:
-        dynamo.mark_free_to_save(full)  # its storage is emptied; that of a cast would not be
+        dynamo.mark_free_to_save(full)  # its storage is freed; that of a cast would not be
     return given
 
 
 def _is_recorded(call: Call, shard: DTensor) -> bool:
-    """Whether a read has a gradient, as a parameter has one.
+    """Whether autograd records a read, so that a gradient comes.
 
-    Also where the forward reads it under ``no_grad`` or inside a transform: it may compute with it elsewhere.
+    It also does if the forward reads under ``no_grad`` or inside a transform: the tensor may be used elsewhere, too.
     """
     return shard.requires_grad and (call.records or autograd.records_now())
 
@@ -96,16 +96,16 @@ def _recording(call: Call) -> Recording:
 
 
 def _leaf(shard: DTensor) -> Tensor:
-    """What autograd is told that a gathered parameter comes from: the shard.
+    """Return the tensor from which, for autograd, a gathered parameter comes: the shard.
 
-    A shard with post-accumulate hooks has a leaf in its place: autograd would run them although no gradient comes to
-    it, and the reduction runs them when there is one.
+    For a shard with post-accumulate hooks it is another leaf. Autograd would run the hooks although it brings the shard
+    no gradient; the reduction runs them when the gradient is there.
     """
     return shard.detach().requires_grad_() if autograd.has_post_accumulate_grad_hooks(shard) else shard
 
 
 class _Read(torch.autograd.Function):
-    """A shard to the full parameter, which is gathered already; backward hands the gradient in."""
+    """Maps a shard to the full parameter, which is gathered already; backward passes the gradient to ``arrive``."""
 
     @staticmethod
     def forward(ctx: Any, recording: Recording, index: int, shard: DTensor) -> Tensor:
@@ -124,7 +124,7 @@ class _Read(torch.autograd.Function):
 
 
 class _ReadAll(torch.autograd.Function):
-    """The same for all that a graph may read."""
+    """Like ``_Read``, for all parameters that a graph may read."""
 
     @staticmethod
     def forward(ctx: Any, recording: Recording, indices: list[int], *shards: DTensor) -> tuple[Tensor, ...]:
@@ -142,7 +142,7 @@ class _ReadAll(torch.autograd.Function):
 
 
 class _Inputs(torch.autograd.Function):
-    """The inputs of a unit, as they are; backward through them is the end of the unit's backward."""
+    """Passes a unit's inputs on unchanged; its backward ends the unit's backward."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -160,10 +160,10 @@ dynamo.leave_all_to_python(_Read.backward, _ReadAll.backward, _Inputs.backward)
 
 
 def end_at_inputs(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The inputs of a forward; of a unit that is partly frozen, passed through a node that ends its backward."""
+    """Return the inputs of a forward; for a partly frozen unit, they pass through a node that ends its backward."""
     some_frozen = any(not shard.requires_grad for shard in call.gathered.shards)
     if not some_frozen or not torch.is_grad_enabled() or autograd.in_functorch():
-        return args, kwargs  # gradients tell of all that backward reads
+        return args, kwargs  # gradients tell when backward has read everything
     inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
     if not inputs:
         return args, kwargs

@@ -37,12 +37,12 @@ def hold_back(gathered: Gathered, grads: Mapping[int, Tensor]) -> None:
             if fqn in pending:
                 pending[fqn] = _sum(pending[fqn], grad, gathered.asks_for_any_dtype(index))
             else:
-                # A copy where the dtype is right already: autograd may hand the same tensor to others.
+                # Copy it even if the dtype is right: autograd may pass the same tensor to others.
                 pending[fqn] = grad.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def with_pending(gathered: Gathered, grads: Mapping[int, Tensor], only: str | None = None) -> dict[int, Tensor]:
-    """``grads`` and what earlier backwards held back, of all parameters or of one."""
+    """Return ``grads`` plus what earlier backwards held back, of all parameters or of ``only`` one."""
     held = gathered.unit.accumulation.held
     total = dict(grads)
     with torch.no_grad():
@@ -56,14 +56,14 @@ def with_pending(gathered: Gathered, grads: Mapping[int, Tensor], only: str | No
 
 
 def _sum(held: Tensor, more: Tensor, in_any_dtype: bool) -> Tensor:
-    """``held`` with ``more`` added to it, in place unless the sum is to have the wider dtype of the two."""
+    """Return ``held`` plus ``more``, added in place unless the sum is to have the wider dtype of the two."""
     if in_any_dtype and torch.promote_types(held.dtype, more.dtype) != held.dtype:
         return held + more
     return held.add_(more)
 
 
 class Reduction:
-    """One unit's gradients in flight; unless they travel ``alone``, with what waits to be summed over replicas."""
+    """A reduction of a unit's gradients; unless it is ``alone``, all sums that wait for the replicas join it."""
 
     def __init__(
         self, gathered: Gathered, grads: Mapping[int, Tensor], alone: bool = False, joins_partials: bool = True
@@ -85,7 +85,7 @@ class Reduction:
                 launched = lower.launch_reduce(call, [grads[index] for index in members], specs)
                 if num_waits == 0:
                     if len(members) == 1:
-                        launched = launched.clone()  # no collective made it new, and autograd may give it to others
+                        launched = launched.clone()  # no collective made it anew, and autograd may pass it to others
                     call.show_to_hook(launched)
                 self._in_flight.append((members, specs, launched, call))
 
@@ -106,7 +106,7 @@ class Reduction:
             ]
 
     def finish(self) -> dict[int, Tensor]:
-        """Gradients of the local shards, by place among the gathered parameters; none while they are partial."""
+        """Wait, and return the gradients of the local shards by index of the parameter, without those still partial."""
         self.advance()
         reduced: dict[int, Tensor] = {}
         with torch.no_grad():
@@ -130,7 +130,7 @@ class Reduction:
             spec = dataclasses.replace(spec, group=twin)
         if not self._replicated_later or spec.num_replicas == 1:
             return spec
-        # Only over the shards, as it travels: the rest is done once partial sums are complete.
+        # Reduce only over the shards, in the dtype on the wire: the rest is done once partial sums are complete.
         return dataclasses.replace(spec, num_replicas=1, postdivide=1.0, grad_dtype=spec.reduce_dtype)
 
     def _over_replicas(self, reduced: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -158,7 +158,7 @@ class Reduction:
         return done
 
     def _all_reduced(self, partial: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Partial sums over the shards, summed over the replicas: one collective a mesh and divisor."""
+        """Sum partial sums over the replicas, with one collective per mesh, dtype and divisor."""
         by_key: dict[tuple[object, ...], list[int]] = {}
         specs = {index: self.gathered.spec_for(index, local) for index, local in partial.items()}
         for index in sorted(partial):
@@ -197,7 +197,7 @@ class Traffic:
 
     def __init__(self) -> None:
         self._reductions: deque[Reduction] = deque()
-        self._over_replicas: Reduction | None = None  # shards are done, replicas are not
+        self._over_replicas: Reduction | None = None  # its sum over shards is done, that over replicas is in flight
         self._offloads = False  # gradients are being copied to the CPU, or will be
 
     def reduce(self, gathered: Gathered, grads: Mapping[int, Tensor], cap: int) -> None:
@@ -219,7 +219,7 @@ class Traffic:
             self._over_replicas = None
 
     def finish(self) -> None:
-        """Wait for all of them; the gradients are there."""
+        """Wait for all reductions, and give the shards their gradients."""
         self._complete_over_replicas()
         while self._reductions:
             self._reductions.popleft().complete()

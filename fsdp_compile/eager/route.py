@@ -1,13 +1,12 @@
-"""A step that a rank runs eagerly among ranks that run it compiled: it launches what the compiled step does, in order.
+"""Lets a rank run a step eagerly among compiled ranks: it launches what the compiled step launches, in its order.
 
     compiled    begin("gather norms, gather 0, gather 1, ...")      the text of a graph, on this rank or another
-    eagerly     unit 0 is read     launch all up to "gather 0", and land what unit 0 has a part in
+    eagerly     unit 0 is read     launch all up to "gather 0", and wait for the gathers of unit 0
                 a gradient came    launch all up to the last reduction that has its gradients
 
 Where Dynamo gives up on a frame (the limit of recompilations), or is told to (``set_stance("force_eager")``), the frame
-runs in Python under the very call that was to run compiled code. The other ranks know nothing of that. Which parameters
-travel together, when, and which of them backward gathers again is what their graph says; where from it is known here is
-in ``ways``.
+runs in Python inside the call that was to run compiled code. The other ranks do not know that. Their graph says which
+parameters travel together, when, and which of them backward gathers again; ``ways`` finds out what it says.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ from .ways import Way
 
 Stage = Literal["forward", "between", "backward", "over"]
 
-_MOST_IN_FLIGHT = 1  # reductions that are not waited for
+_MOST_IN_FLIGHT = 1  # reductions in flight
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Stop:
-    """One collective on the way."""
+    """One collective of a route."""
 
-    kind: str  # "all_gather", "all_reduce" of what was reduced over shards, or one of the reductions over shards
-    members: tuple[tuple[Unit, int], ...]  # and places among the unit's gathered parameters
-    from_slices: bool = False  # of slices that are kept since forward
+    kind: str  # "all_gather", "all_reduce" over the replicas, or the name of a reduction over shards
+    members: tuple[tuple[Unit, int], ...]  # each a unit, and an index among its gathered parameters
+    from_slices: bool = False  # it gathers slices that forward kept
 
     def gathers(self, unit: Unit) -> bool:
         return self.kind == "all_gather" and any(one is unit for one, _ in self.members)
@@ -55,7 +54,7 @@ class Stop:
 
 @dataclass
 class Reducing:
-    """One bucket of gradients under way."""
+    """One bucket of gradients in flight."""
 
     stop: Stop
     specs: list[ParamSpec]
@@ -65,27 +64,27 @@ class Reducing:
 
 
 class Route:
-    """All collectives of one step, and how far it has come."""
+    """All collectives of one step, and how far the step has come."""
 
     def __init__(self, top: Unit, way: Way) -> None:
         self.top = top
         self.routed = {unit: Routed(unit, self) for unit in way.units.values()}
         self._backward = tuple(self._stops(way.backward, way.units))
-        # What backward gathers again. Nothing else is freed behind forward: backward could not have it back.
+        # The parameters that backward gathers again. Others are not freed after forward: backward would not have them.
         self.again = {member for stop in self._backward if stop.kind == "all_gather" for member in stop.members}
         self.sliced = {member for stop in self._backward if stop.from_slices for member in stop.members}
-        # What it reduces, whether or not gradients are still to be reduced when it runs: the graph does.
+        # The parameters that it reduces, even if sync is off by the time it runs: the graph reduces them, too.
         self.reduced = {member for stop in self._backward if stop.kind != "all_gather" for member in stop.members}
         self._check_reductions()
         self.stage: Stage = "forward"
         self._left = deque(self._stops(way.forward, way.units))
-        self._reads: Counter[tuple[Unit, int]] = Counter()  # that autograd recorded
-        self._arrived: Counter[tuple[Unit, int]] = Counter()  # gradients of these
+        self._reads: Counter[tuple[Unit, int]] = Counter()  # number of reads that autograd recorded
+        self._arrived: Counter[tuple[Unit, int]] = Counter()  # number of their gradients that came
         self._grads: dict[tuple[Unit, int], Tensor] = {}
         self._reducing: deque[Reducing] = deque()
 
     def _stops(self, launches: Iterable[Launch], units: Mapping[str, Unit]) -> Iterator[Stop]:
-        """The collectives of a graph; ValueError where the parameters would not travel so now."""
+        """Yield the collectives of a graph; ValueError where the parameters would travel otherwise now."""
         for launch in launches:
             members = []
             for member in launch.members:
@@ -95,7 +94,7 @@ class Route:
                 members.append((routed.unit, routed.index[member.fqn]))
             specs = [self.routed[unit].specs[index] for unit, index in members]
             gathers = launch.kind == "all_gather"
-            # More than shards have: the plan has slices kept.
+            # More bytes than shards have: the plan keeps slices, which are longer.
             from_slices = gathers and launch.num_bytes > sum(spec.gather_bytes for spec in specs)
             if from_slices and all(spec.inner_offered for spec in specs):
                 specs = [inner_spec(spec) for spec in specs]
@@ -106,7 +105,7 @@ class Route:
             yield Stop(launch.kind, tuple(members), from_slices)
 
     def _check_reductions(self) -> None:
-        """ValueError where gradients are summed over shards or over replicas alone, or parameters were frozen since."""
+        """Raise ValueError if gradients are summed over shards or replicas alone, or parameters were frozen since."""
         over_shards = [stop.members for stop in self._backward if stop.kind not in ("all_gather", "all_reduce")]
         over_replicas = {stop.members for stop in self._backward if stop.kind == "all_reduce"}
         replicated = {one for one in over_shards if self._spec(one[0]).num_replicas > 1}
@@ -120,19 +119,19 @@ class Route:
         return self.routed[unit].specs[index]
 
     def end_forward(self) -> None:
-        """The outermost forward ended; what it did not read travels all the same."""
+        """End the outermost forward; launch the gathers that it did not need, since other ranks launch them."""
         if self.stage == "forward":
             self._flush()
             for routed in self.routed.values():
                 routed.drop()
-                routed.keep_slices()  # of what is not freed behind forward: backward has no other source
+                routed.keep_slices()  # also of parameters that forward did not free: backward has no other source
             self.stage = "between"
             if not self._backward:
                 self.leave()
             self._let_go()
 
     def give_up_forward(self) -> None:
-        """The forward did not come to its end."""
+        """Leave the route, if its forward has not ended."""
         if self.stage == "forward":
             self.leave()
 
@@ -143,12 +142,12 @@ class Route:
             self._arrived.clear()
             for unit, routed in self.routed.items():
                 if running(unit).gathered is None:
-                    running(unit).gathered = routed  # for what checkpointing computes again
+                    running(unit).gathered = routed  # for forwards that checkpointing recomputes
 
     def end_backward(self, keeps: bool) -> None:
-        """Launch what is left; shards get their gradients, and what no collective took waits with what is held back.
+        """Launch what is left, give shards their gradients, and hold back gradients that no collective took.
 
-        Where nothing came, somebody asked for gradients of inputs alone, and no shard gets any.
+        If no gradient came, the caller asked for gradients of inputs alone, and no shard gets one.
         """
         if self.stage != "backward":
             return
@@ -166,9 +165,9 @@ class Route:
             self.leave()
 
     def _decide_late(self) -> None:
-        """Where it was said since forward that nothing is to be reduced, do as the graph does: it reduces, and no more.
+        """If sync was turned off after forward, do as the graph does: it has reduced, and then decides in backward.
 
-        Its next forward is one that has backward decide (graph/sink.py), and so is this rank's.
+        Its next forward lets backward decide (graph/sink.py), and so does this rank's.
         """
         reduced = {unit for unit, _ in self.reduced}
         for unit in self.routed:
@@ -178,7 +177,7 @@ class Route:
                 unit.watch.follow_mode()
 
     def _let_go(self) -> None:
-        """Be held by those alone whom backward will come to."""
+        """Drop the units' references to the route, so that only calls with a backward to come hold it."""
         if running(self.top).route is self:
             running(self.top).route = None
         for unit, routed in self.routed.items():
@@ -186,17 +185,17 @@ class Route:
                 running(unit).gathered = None
 
     def give_up_reducing(self) -> None:
-        """Somebody asked autograd for gradients: each is reduced by itself, as on any eager rank."""
+        """Drop the reductions: the caller asked autograd for gradients, so each is reduced alone, as on eager ranks."""
         self._left = deque(stop for stop in self._left if stop.kind == "all_gather")
 
     def flush(self) -> None:
-        """Another route begins its backward; what is left of this one comes before that."""
+        """Launch and finish what is left of backward, before it ends or another route begins its own."""
         if self.stage == "backward":
             self._flush()
             self._drain(0, bool(self._arrived))
 
     def leave(self) -> None:
-        """The step is over, or was given up; its units are gathered as they would be without it."""
+        """End the step, finished or given up: wait, free, and let the units gather as they would without a route."""
         self.stage = "over"
         self._left.clear()
         self._grads.clear()
@@ -209,10 +208,10 @@ class Route:
         self._let_go()
 
     def reach(self, routed: Routed, must: bool) -> None:
-        """Launch everything up to the last gather that a unit has a part in.
+        """Launch everything up to the last gather with parameters of a unit.
 
-        A reduction that has not got its gradients holds up what comes behind it; where the unit ``must`` be there, that
-        overtakes it: other ranks that run eagerly do so too, and those that run compiled are told to have parted.
+        A reduction that lacks gradients holds up what comes after it. If the unit ``must`` be gathered, the gathers
+        overtake the reduction: other eager ranks do so as well, and compiled ranks are told that ranks diverged.
         """
         gathers = [place for place, stop in enumerate(self._left, 1) if stop.gathers(routed.unit)]
         passed: list[Stop] = []
@@ -228,12 +227,12 @@ class Route:
         self._left.extendleft(reversed(passed))
 
     def expect(self, routed: Routed, index: int) -> None:
-        """Autograd recorded a read, whose gradient is to come. What is read again for backward has had its read."""
+        """Count a read that autograd recorded, whose gradient is to come. Reads of recomputed forwards do not count."""
         if self.stage == "forward":
             self._reads[routed.unit, index] += 1
 
     def arrive(self, routed: Routed, index: int, grad: Tensor | None) -> None:
-        """A gradient of one read is there, or will not come: launch the reductions that waited for it."""
+        """Take the gradient of one read (None: it will not come), and launch the reductions that waited for it."""
         member = (routed.unit, index)
         self._arrived[member] += 1
         if grad is not None:
@@ -305,7 +304,7 @@ class Route:
         reducing.over_replicas = True
 
     def _drain(self, most: int, delivers: bool = True) -> None:
-        """Have at most so many reductions in flight; those that wait for their second collective stay."""
+        """Finish the oldest reductions until ``most`` are in flight; stop at one that waits for its all-reduce."""
         while len(self._reducing) > most:
             oldest = self._reducing[0]
             if oldest.specs[0].num_replicas > 1 and not oldest.over_replicas:
@@ -314,7 +313,7 @@ class Route:
             with torch.no_grad():
                 reduced = lower.finish_all_reduce(oldest.call, oldest.launched, oldest.specs)
             for (unit, index), local in zip(oldest.stop.members, reduced) if delivers else ():
-                # What no rank has a gradient of arrives as zeros, and its shard is to have none.
+                # A parameter without a gradient on any rank arrives as zeros, and its shard is to have none.
                 if self._arrived[unit, index] or local.any():
                     deliver(self.routed[unit], index, local)
 

@@ -1,10 +1,10 @@
 """A unit's full parameters in one step, gathered as a route says.
 
-    Call --> Routed ..> Route          strongly -->, weakly ..>
+    Call --> Routed ..> Route          strong reference -->, weak ..>
     Call --> Route --> each Routed
 
-What backward will come to holds the route, and the route the units on it: where no backward comes, all of it goes with
-the loss, and not when cycles are collected.
+Calls that backward will come to hold the route, and the route holds the ``Routed`` of each unit. If no backward comes,
+all of this is freed with the loss, without waiting for the garbage collector.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Flight:
-    """One all-gather under way; it lands once, for all units that have a part in it."""
+    """One all-gather in flight; it is waited for once, for all units with parameters in it."""
 
     def __init__(self, launched: Any, specs: list[ParamSpec], call: Caller) -> None:
         self._launched, self._specs, self._call = launched, specs, call
@@ -40,14 +40,14 @@ class Flight:
 
 
 class Routed(Gathered):
-    """One unit's: some travel with other units', some not at all."""
+    """One unit's full parameters: some are gathered together with other units', some not at all."""
 
     def __init__(self, unit: Unit, route: Any) -> None:
         super().__init__(unit)
         self._route = weakref.ref(route)
-        self._awaited: list[tuple[Flight, int, int]] = []  # place in the flight, and among the parameters
+        self._awaited: list[tuple[Flight, int, int]] = []  # index in the flight, and among the parameters
         self._here: set[int] = set()
-        self._pieces: dict[int, Tensor] = {}  # slices that the plan has kept since forward
+        self._pieces: dict[int, Tensor] = {}  # slices that forward kept, as the plan says
 
     @property
     def launched(self) -> bool:
@@ -66,7 +66,7 @@ class Routed(Gathered):
         return self.stage in ("forward", "backward") and super().serves(unit)
 
     def free_if_stale(self) -> None:
-        """Each step has its own route, which gathers what the shards hold then."""
+        """Do nothing: each step has its own route, which gathers what the shards hold then."""
 
     def await_flight(self, flight: Flight, place: int, index: int) -> None:
         self._awaited.append((flight, place, index))
@@ -78,7 +78,7 @@ class Routed(Gathered):
         self.route.reach(self, must=True)
         self._land_awaited()
         if self.stage == "backward" and self.fulls is not None:
-            # A unit that was called twice, and is freed between the two: compiled, it is gathered once for both.
+            # A unit that was called twice is freed between the two; the compiled step gathers it once for both.
             for index, full in enumerate(self.fulls):
                 if full is not None and index not in self._here and (self.unit, index) in self.route.again:
                     self._gather_alone(index)
@@ -94,7 +94,7 @@ class Routed(Gathered):
         return full
 
     def _gather_alone(self, index: int) -> None:
-        """What the graph does not gather here: right where all ranks run eagerly; others are told that they parted."""
+        """Gather what the graph does not: right if all ranks are eager; compiled ranks are told that ranks diverged."""
         _logger.info("%s of %s is gathered by itself: no compiled rank does so", self.params[index].fqn, self.unit.name)
         specs, call = [self.specs[index]], Caller(self.unit)
         with without_autograd():
@@ -109,11 +109,11 @@ class Routed(Gathered):
         self._here.update(index for _, _, index in awaited)
 
     def slice(self, index: int) -> Tensor:
-        """What this rank has of one parameter, where backward gathers from slices."""
+        """Return this rank's slice of one parameter, where backward gathers from slices."""
         return self._pieces[index]
 
     def keep_slices(self) -> None:
-        """Of all that is here and that backward gathers from slices, whether or not it goes now."""
+        """Cut slices of all gathered parameters that backward gathers from slices, whether freed now or not."""
         if self.fulls is not None:
             self._cut_slices({index: self.fulls[index] for index in self._here})
 
@@ -124,9 +124,9 @@ class Routed(Gathered):
                 self._pieces[index] = slice_of(full, self.specs[index])
 
     def free(self) -> None:
-        """Let go of what is here; until backward, of that alone which backward gathers again.
+        """Free what is gathered; until backward, only the parameters that backward gathers again.
 
-        Tensors that autograd saved alias the rest, which goes when they go: for all that is known backward runs twice.
+        Tensors that autograd saved alias the others, which are freed with these: backward may yet run twice.
         """
         comes_again = set() if self.route is None else self.route.again
         again = {index for index in self._here if (self.unit, index) in comes_again}
@@ -141,7 +141,7 @@ class Routed(Gathered):
             self.is_full = False
 
     def drop(self) -> None:
-        """Wait for what was launched and not read, and have nothing of it."""
+        """Wait for gathers that nothing read, and keep only the slices that backward needs."""
         with without_autograd():
             for flight, place, index in self._awaited:
                 self._cut_slices({index: flight.land()[place]})

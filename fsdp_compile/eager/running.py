@@ -1,4 +1,4 @@
-"""Where a step is, as far as it runs eagerly. Data: what moves it on is in ``forward``, ``reads`` and ``backward``.
+"""The state of a step, as far as it runs eagerly. This is data; ``forward``, ``reads`` and ``backward`` change it.
 
     Running       a unit: what is gathered, which of its forwards run, which backward has reached it
     Call          one forward of a unit: what its reads see, and where its backward is
@@ -26,26 +26,26 @@ from .reduction import Traffic
 
 @dataclass(eq=False)
 class Running:
-    """Where in a step a unit is."""
+    """The state of one unit in a step."""
 
     unit: Unit
     gathered: Gathered | None = None
     calls: list[Call] = field(default_factory=list)  # forwards that are running, innermost last
-    # What reads outside of a forward see between unshard() and reshard().
+    # The call that reads outside of a forward belong to, between unshard() and reshard().
     held_call: Call | None = None
-    # Of a unit of several modules: the forward that its members share, and those that have yet to run in it.
+    # For a unit of several modules: the call that its modules share, and the modules that have yet to run in it.
     pass_call: Call | None = None
     not_run_yet: set[nn.Module] = field(default_factory=set)
-    # The forward call whose backward is running, and which backward that is: checkpointing recomputes with what it
-    # holds. After a backward that raised it is another one's, and stale.
+    # The forward call whose backward is running, and the number of that backward: forwards that checkpointing
+    # recomputes use this call. After a backward that raised, the number is an old one, and the call is stale.
     backward_call: Call | None = None
     backward_task: int | None = None
     in_backward: set[Call] = field(default_factory=set)
     reduced_in: int | None = None
-    # The ``Route`` of the last forward that began here among compiled ranks; and whether the unit itself was on one.
+    # The ``Route`` of the last forward that began with this unit; and whether the unit itself was on one.
     route: Any = None
     followed: bool = False
-    # What of the ledger such a ``Route`` is made of, and what it was looked for by.
+    # The graphs' texts that ``ways.own_way`` found for such a ``Route``, with the key of its search.
     own_texts: Any = None
     warned_of_view: bool = False
     own_iteration: Iteration = field(default_factory=lambda: Iteration())
@@ -65,7 +65,7 @@ class Running:
         return False
 
     def current(self) -> Gathered:
-        """The unit's full parameters, anew when its parameters or their settings changed."""
+        """Return the unit's full parameters: a new object if its parameters or their settings changed."""
         if self.gathered is None or not self.gathered.serves(self.unit):
             if self.gathered is not None:
                 self.gathered.free()
@@ -73,7 +73,7 @@ class Running:
         return self.gathered
 
     def forget(self) -> None:
-        """Be where a step begins."""
+        """Reset the state to that at the beginning of a step."""
         self.calls.clear()
         self.held_call = self.pass_call = self.backward_call = self.backward_task = self.reduced_in = None
         self.in_backward.clear()
@@ -84,7 +84,7 @@ class Running:
 
 
 def running(unit: Unit) -> Running:
-    """Where in a step the unit is."""
+    """Return the state of the unit in a step."""
     if unit.running is None:
         unit.running = Running(unit)
     known: Running = unit.running
@@ -97,24 +97,24 @@ class Call:
     def __init__(self, run: Running, gathered: Gathered) -> None:
         self.run = run
         self.gathered = gathered
-        self.route = gathered.route  # held by those alone whom backward will come to
+        self.route = gathered.route  # only calls with a backward to come hold it
         self.place = 0  # among the calls that await backward
         self.forward_number = run.iteration.forward_number
-        self.task: int | None = None  # the backward that reached the outputs
-        self.is_in_backward = False  # the call itself, made while one runs and not by it
+        self.task: int | None = None  # number of the backward that reached the outputs
+        self.is_in_backward = False  # reentrant checkpointing made the call while a backward runs
         # False if code that is not ours calls the forward: we are not told when that forward raises.
         self.ends_with_errors = True
         # An autograd node at the inputs tells when backward is through with the unit.
         self.ends_at_inputs = False
         self.records = autograd.records_now()
         self.was_read = False
-        self.read_frozen = False  # which autograd may have saved, and no gradient is sure to tell of
-        # What reads see, by whether autograd was recording; autograd's nodes refer to the call, so not for longer than
-        # a forward runs.
+        self.read_frozen = False  # autograd may have saved one, and no gradient is sure to come for it
+        # What reads return, by index and whether autograd recorded them. Autograd's nodes refer to the call, so they
+        # are kept only while a forward runs.
         self.tensors: dict[tuple[int, bool], Any] = {}
-        # Recorded ones, as long as somebody has them: what backward computes again with them reads the same tensors.
+        # The recorded ones, as long as somebody holds them: a forward that backward recomputes reads the same tensors.
         self.given: dict[int, TensorWeakRef] = {}
-        # Weak: which calls await backward must not depend on when cycles are collected, or ranks differ.
+        # Weak: if garbage collection decided which calls await backward, ranks would differ.
         self.recording: weakref.ref[Recording] | None = None
 
     @property
@@ -122,7 +122,7 @@ class Call:
         return self.run.unit
 
     def forget_reads(self) -> None:
-        """Let go of the tensors that reads saw; whoever needs one holds it."""
+        """Drop the tensors that reads returned; whoever needs one holds it."""
         self.tensors.clear()
         self.recording = None  # what is recomputed for backward may never get gradients
 
@@ -135,37 +135,37 @@ class Recording:
         self.read: set[int] = set()
         self.arrived: set[int] = set()
         self.grads: dict[int, Tensor] = {}
-        self.delivered: set[int] = set()  # on their way already, or by autograd itself
+        self.delivered: set[int] = set()  # reduced already, or returned to autograd
 
     def forget(self) -> None:
-        """Be as before a backward."""
+        """Reset to the state before a backward."""
         self.arrived.clear()
         self.grads.clear()
         self.delivered.clear()
 
 
 class Iteration:
-    """One root's forward and backward, as far as they run eagerly."""
+    """What the units under one root share in a forward and backward, as far as these run eagerly."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
         self.is_last_backward = True
         self.manual_finalization = False
-        # Forward: units in the order in which they began, of the forward before and of the one that runs; those on a
-        # route by themselves, under its outermost unit. Other ranks run it as a graph, and know of the rest alone.
+        # Forward: units in the order in which they began, in the last forward and in the running one. Units on a route
+        # have a list of their own, by its outermost unit: other ranks run them as a graph, and list only the rest.
         self._last_forward: dict[Unit | None, list[Running]] = {}
         self._this_forward: dict[Unit | None, list[Running]] = {}
         self.depth = 0  # unit forwards that run, outside of backward
         self.forward_number = 0  # counts forwards of the root
         # Backward: calls in the order in which their forwards ended.
         self._calls: list[weakref.ref[Call]] = []
-        # Backwards that run, a nested one behind the one around it; each with what autograd holds to call at its end.
+        # Running backwards, a nested one after the one around it; each with autograd's callback for its end.
         self.tasks: dict[int | None, weakref.ref[Any]] = {}
-        self.max_reductions = 1  # in flight, in the backward that runs
-        # The backward that runs will be differentiated itself: what it read is read again.
+        self.max_reductions = 1  # that may be in flight in the running backward
+        # The running backward will itself be differentiated: what it read will be read again.
         self.creates_graph = False
         self.touched: dict[Running, None] = {}
-        self.routes: dict[Any, None] = {}  # that the backward that runs is on
+        self.routes: dict[Any, None] = {}  # that the running backward is on
         # Reads that have some of their gradients, and the backward in which the first one came.
         self.incomplete: dict[Recording, int | None] = {}
         self.hooks = LateHooks()
@@ -173,13 +173,13 @@ class Iteration:
         self.pending_handle: object | None = None
 
     def adopt(self, inner: Iteration) -> None:
-        """Settings that were made on a module when it was the outermost one go on holding."""
+        """Keep settings that were made on a module while it was the outermost one."""
         self.is_last_backward &= inner.is_last_backward
         self.manual_finalization |= inner.manual_finalization
         self.traffic = inner.traffic
 
     def begin_unit(self, run: Running, route_of: Unit | None) -> Running | None:
-        """Note that a unit's forward begins, be it on a route; the unit that came after it there the last time."""
+        """Note that a unit's forward begins, on a route or not; return the unit that came after it the last time."""
         self.touched.setdefault(run)
         last, this = self._last_forward.get(route_of, []), self._this_forward.setdefault(route_of, [])
         place = len(this)
@@ -187,7 +187,7 @@ class Iteration:
         return last[place + 1] if last[place : place + 1] == [run] and place + 1 < len(last) else None
 
     def end_forward(self) -> list[Running]:
-        """The outermost forward ended; the units that took part."""
+        """End the outermost forward; return the units that took part."""
         self._last_forward, self._this_forward = self._this_forward, {}
         self._calls = [reference for reference in self._calls if reference() is not None]
         for place, reference in enumerate(self._calls):
@@ -203,9 +203,9 @@ class Iteration:
         self._calls.append(weakref.ref(call))
 
     def before(self, call: Call) -> Iterator[Call]:
-        """Calls whose backward comes after that of ``call``, next first; those of its own forward of the root.
+        """Yield the calls whose backward comes after that of ``call``, the next one first, of the same root forward.
 
-        What another forward left behind may be there on one rank and gone on the next.
+        Calls that another forward left behind may exist on one rank and be gone on the next.
         """
         for place in range(call.place - 1, -1, -1):
             earlier = self._calls[place]()
@@ -216,7 +216,7 @@ class Iteration:
             yield earlier
 
     def forget_raised(self) -> None:
-        """Forget nested backwards that raised: autograd has let go of what it was to call at their end."""
+        """Forget nested backwards that raised: autograd has dropped the callbacks for their ends."""
         self.tasks = {task: end for task, end in self.tasks.items() if end() is not None}
 
     def in_stale_backward(self) -> bool:
@@ -226,7 +226,7 @@ class Iteration:
 
 
 def recover(root: Unit) -> None:
-    """Bring every unit back to where a step begins, after a forward or a backward that raised.
+    """Reset every unit to the beginning of a step, after a forward or a backward that raised.
 
     Gradients that earlier backwards held back stay.
     """
@@ -254,7 +254,7 @@ def recover(root: Unit) -> None:
 
 
 def _say_of_held(grads: list[tuple[Unit, str]], what: str) -> None:
-    """Warn of what a backward that raised has done to gradients that earlier ones held back."""
+    """Warn of what a backward that raised did to gradients that earlier backwards held back."""
     if grads:
         warnings.warn(
             f"A backward raised after it had added to gradients that no_sync held. These are {what}: "

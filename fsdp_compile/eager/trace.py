@@ -22,7 +22,7 @@ from ..core.unit import Unit
 
 
 def span(stage: str, unit: Unit) -> AbstractContextManager[object]:
-    """A range in a profile; next to nothing while no profiler runs."""
+    """Return a range for the profiler; it does nothing while no profiler runs."""
     if not autograd.profiler_runs():
         return contextlib.nullcontext()
     return torch.profiler.record_function(f"FSDP::{stage} ({unit.name})")

@@ -1,4 +1,4 @@
-"""What compiled ranks launch where this one runs eagerly: this rank's own graph says it, or other ranks do.
+"""Finds out what compiled ranks launch where this rank runs eagerly: its own graph says it, or other ranks do.
 
     this rank ran the graph           own_way: of the graphs in the ledger, the one that gathers the most of the units
     it never did, others may          way_of_others: asks them once (core/exchange.py)
@@ -28,19 +28,19 @@ from .running import running
 _logger = logging.getLogger(__name__)
 
 _units: weakref.WeakSet[Unit] = weakref.WeakSet()
-_heard_of: set[int] = set()  # addresses of the shards of models in which one travelled alone
+_heard_of: set[int] = set()  # addresses of shards, in models of which one shard was gathered alone
 
 
 @dataclass(frozen=True)
 class Way:
-    """The collectives of a forward and its backward, whose members name units by what the graph calls them."""
+    """The collectives of a forward and its backward, whose members name units as the graph does (keys of ``units``)."""
 
     units: Mapping[str, Unit]
     forward: tuple[Launch, ...]
     backward: tuple[Launch, ...] = ()
 
 
-InputsTrain = Callable[[], bool]  # whether anything else that the forward reads asks for a gradient
+InputsTrain = Callable[[], bool]  # whether anything else that the forward reads requires a gradient
 
 
 def _surely() -> bool:
@@ -48,7 +48,7 @@ def _surely() -> bool:
 
 
 def know(unit: Unit) -> None:
-    """Take note of a unit that was made, so that graphs which read its parameters are found to do so."""
+    """Register a new unit, so that graphs which read its parameters are recognized."""
     unit.made_after = ledger.made_at = ledger.num_begun
     _units.add(unit)
     ledger.on_graph, ledger.on_parameter = tell, _tell_of_parameter
@@ -59,14 +59,14 @@ def synchronizes(unit: Unit) -> bool:
 
 
 def own_way(top: Unit, inputs_train: InputsTrain = _surely) -> Way | None:
-    """What a graph that this rank ran launches in the place of a forward of ``top``; None without such a graph."""
+    """Return what a graph that this rank ran launches for a forward of ``top``; None without such a graph."""
     units = top.inside()
     syncs = synchronizes(top)
     if any(synchronizes(unit) != syncs for unit in units):
         return None
     reduces = syncs and any(param.shard.requires_grad for unit in units for param in unit.params)
     stage = _stage(units, inputs_train)
-    # Nothing new ran since it was last looked for: so it is with every step of a rank that stays eager.
+    # The last search holds if no graph has run since, as in every step of a rank that stays eager.
     looked_for = ledger.num_begun, stage, reduces, len(units)
     run = running(top)
     if run.own_texts is None or run.own_texts[0] != looked_for:
@@ -82,10 +82,10 @@ def own_way(top: Unit, inputs_train: InputsTrain = _surely) -> Way | None:
 def _texts_of(
     units: Iterable[Unit], stage: str, reduces: bool
 ) -> tuple[GraphText, tuple[int, ...], GraphText | None] | None:
-    """Of the graph that ran last of those that gather the most of these units, with the addresses that it was given."""
+    """Return the texts and addresses of the graph that gathers the most of these units; of several, the last to run."""
     units = list(units)
     by_address, since = _by_address(units), max((unit.made_after for unit in units), default=0)
-    backwards: dict[str, list[GraphText]] = {}  # of each step, the last one first
+    backwards: dict[str, list[GraphText]] = {}  # by step, the last one to run first
     for text, _ in ledger.ran(since):
         if text.stage == "backward":
             backwards.setdefault(text.step, []).append(text)
@@ -96,21 +96,21 @@ def _texts_of(
             if found and (best is None or len(found) > best[0]):
                 known = backwards.get(text.step, []) if stage == "forward" else []
                 backward = next((one for one in known if _reduces(one.launches) == reduces), None)
-                # One that neither gathers nor reduces has no text.
+                # A backward that neither gathers nor reduces has no text.
                 if backward is not None or stage == "inference" or not (known or reduces):
                     best = len(found), text, addresses, backward
     return None if best is None else best[1:]
 
 
 def way_of_others(top: Unit, inputs_train: InputsTrain = _surely) -> Way | None:
-    """What ranks that compile launch in the place of a forward of ``top``, of which this rank has no graph."""
+    """Return what ranks that compile launch for a forward of ``top``, of which this rank has no graph."""
     others = others_of(top.root)
     syncs, units = synchronizes(top), top.root.inside()
     if any(synchronizes(unit) != syncs or _has_extension(unit) for unit in units):
         return None
     kind = _kind(syncs, _stage(top.inside(), inputs_train))
     if others.asks_for(kind) and all(map(is_here, top.inside())):
-        return None  # no gather comes in which other ranks take part: one rank alone may do that
+        return None  # nothing is gathered, so this rank may run the forward alone
     text = ledger.wait(others.text, kind)
     if not text:
         return None
@@ -120,13 +120,13 @@ def way_of_others(top: Unit, inputs_train: InputsTrain = _surely) -> Way | None:
 
 
 def tell(text: GraphText, addresses: tuple[int, ...]) -> None:
-    """A graph runs for the first time: tell ranks that will never have it."""
+    """When a graph runs for the first time, tell ranks that will never have it what it launches."""
     if text.stage == "backward":
         return
     try:
         wanted = set(addresses)
         found = [unit.root for unit in list(_units) if any(one.address in wanted for one in unit.params)]
-        roots = sorted(dict.fromkeys(found), key=lambda root: root.label)  # which are numbered as they come
+        roots = sorted(dict.fromkeys(found), key=lambda root: root.label)  # ``others_of`` numbers them as they come
         for root in roots:
             others = others_of(root)
             if not others.is_decided:
@@ -135,12 +135,12 @@ def tell(text: GraphText, addresses: tuple[int, ...]) -> None:
                     others.refuse()
                 else:
                     others.tell(_kind(synchronizes(root), text.stage), said)
-    except Exception:  # a mistake of ours in a graph that is about to run right
+    except Exception:  # our mistake must not stop a graph that would run right
         _logger.warning("other ranks were not told what a %s graph launches", text.stage, exc_info=True)
 
 
 def _tell_of_parameter(address: int) -> None:
-    """A compiler that knows no passes gathers each parameter by itself, as it comes: nobody can follow that."""
+    """Tell other ranks that a compiler without our passes gathers each parameter by itself: no rank can follow that."""
     if address in _heard_of:
         return
     _heard_of.add(address)
@@ -178,13 +178,13 @@ def _rows(launches: Iterable[Launch]) -> list[Any]:
 
 
 def _launch(kind: str, num_bytes: int, members: list[list[str]]) -> Launch:
-    """Groups are called differently on each rank; the parameters say which one it is."""
+    """Return the launch without its group, whose name differs between ranks: the parameters say which group it is."""
     named = tuple(starmap(Member, members))
     return Launch(kind, "", "", num_bytes, tuple(one.fqn for one in named), named)
 
 
 def _stage(units: Iterable[Unit], inputs_train: InputsTrain) -> str:
-    """Which graph AOTAutograd makes of such a forward: one without a backward where nothing asks for a gradient."""
+    """Return which graph AOTAutograd makes of a forward: one without a backward if nothing requires a gradient."""
     if not torch.is_grad_enabled():
         return "inference"
     shards_train = any(param.shard.requires_grad for unit in units for param in unit.params)
@@ -196,7 +196,7 @@ def _kind(syncs: bool, stage: str) -> str:
 
 
 def _has_extension(unit: Unit) -> bool:
-    """Whether a parameter says itself what travels: nobody follows these."""
+    """Whether a parameter says itself what travels, by an all-gather extension: no rank follows such a unit."""
     return any(isinstance(one.shard, DTensor) and has_extension(one.fqn, one.shard) for one in unit.params)
 
 
@@ -217,7 +217,7 @@ def _by_address(units: Iterable[Unit]) -> dict[int, tuple[Unit, ShardedParam]]:
 def _units_of(
     text: GraphText, addresses: tuple[int, ...], by_address: Mapping[int, tuple[Unit, ShardedParam]]
 ) -> dict[str, Unit]:
-    """The units that a graph reads, by what it calls them; none where one of them is another model's."""
+    """Return the units that a graph reads, by its names for them; none if one is another model's or not followed."""
     units = {}
     for (_, member), address in zip(text.firsts, addresses):
         unit, param = by_address.get(address, (None, None))

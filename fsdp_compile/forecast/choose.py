@@ -1,8 +1,8 @@
-"""What stays gathered until backward, where a budget leaves room: as many of the last layers as save time and fit.
+"""Choose what stays gathered until backward within a budget: as many of the last layers as save time and fit.
 
-Where none does, and the step does not fit either, all that a plan within a budget may compute again is. What lies
-between, some activations saved and others not, or layers kept beside those that are computed again, a model that
-compiles with the budget finds: it is faster than that.
+Where the step does not fit even with no layer kept, the forecast computes again all that a plan within a budget may.
+Plans in between (some activations saved and others not, or layers kept beside recomputation) are not tried. A model
+that compiles with the budget does find them, and is faster than the forecast.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from .forecast import Forecast, Keeps, Planner, Whole, as_told, nothing
 
 
 def forecast_of(planner: Planner) -> Forecast:
-    """By the budget of the planner's configuration; without one as the units are told."""
+    """Forecast by the budget of the planner's configuration; without one, by the settings of the units."""
     budget = planner.configuration.budget
     if budget is None:
         whole, num_traced = planner.all_alike(as_told)
@@ -24,15 +24,15 @@ def _rank(candidate: tuple[Whole, int, int], budget: int) -> tuple[float, ...]:
     num_bytes = sum(whole.peak())
     if num_bytes <= budget:
         return 0, whole.seconds(), num_bytes
-    return 1, num_bytes, num_kept, whole.seconds()  # what is over is not to keep layers as well
+    return 1, num_bytes, num_kept, whole.seconds()  # over the budget: fewest bytes, then fewest layers kept
 
 
 def _candidates(planner: Planner, budget: int) -> list[tuple[Whole, int, int]]:
-    """Steps to choose from, with how many periods each keeps, and how many were traced."""
+    """Return the steps to choose from, with how many periods each keeps gathered, and how many were traced."""
     found: list[tuple[Whole, int, int]] = []
     for root in (as_told, nothing):
         if any(sum(whole.peak()) <= budget for whole, *_ in found):
-            break  # what stands outside of the layers is read last, so it is kept first
+            break  # parameters outside of the layers are read last, so they are the first to keep
         none, num_traced = planner.all_alike(planner.keeping(0, root))
         found.append((none, 0, num_traced))
         if planner.run is None:
@@ -52,12 +52,12 @@ def _candidates(planner: Planner, budget: int) -> list[tuple[Whole, int, int]]:
 
 
 def _most_that_fit(planner: Planner, root: Keeps, budget: int) -> int:
-    """How many of the last periods may stay, by halving."""
+    """Find by bisection how many of the last periods may stay gathered."""
     fits, over = 0, planner.num_periods
     while over - fits > 1:
         middle = (fits + over) // 2
         whole = planner.last_kept(middle, root)
-        if whole is None:  # too few, or too many, to be told from the others
+        if whole is None:  # too few are kept, or too few are not, to see what repeats
             if middle < planner.num_periods // 2:
                 return fits
             over = middle

@@ -1,4 +1,4 @@
-"""The command itself: read, plan, show."""
+"""Run the command: read its arguments, plan, show."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .sweep import Sweep, Told, TooLarge, around, best_of
 from .target import find_target
 from .weights import weights_of
 
-_TURNS = 6  # what the bar takes a configuration to be: graphs that are traced, and planned
+_TURNS = 6  # the bar's estimate of how many graphs a configuration traces and plans
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    """Exit code: 0 where it fits and its budget is met, else 2."""
+    """Run the command; return exit code 0 where a plan fits and meets its budget, else 2."""
     try:
         return _plan(arguments)
     except Mistake as mistake:
@@ -40,7 +40,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     batch, sequence = read_batch(arguments.batch)
     target = find_target(arguments.target)
     with warnings.catch_warnings(), pretended_world(hardware.num_ranks, hardware.profile.backend):
-        warnings.simplefilter("ignore")  # about a process that trains, which this one is not
+        warnings.simplefilter("ignore")  # they are meant for a process that trains
         made = target.make(batch, sequence)
         weights = weights_of(made.model, hardware.precision)
         said = read_configuration(arguments, made, hardware, weights)
@@ -88,7 +88,7 @@ def _show(
 
 @contextmanager
 def _bar(num_configurations: int) -> Iterator[Told]:
-    """Shown where somebody looks, and gone when all is planned."""
+    """Show a progress bar in a terminal, and remove it when all is planned."""
     columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

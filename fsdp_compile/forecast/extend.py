@@ -1,10 +1,10 @@
-"""The steps of a model with many layers, from two that have few: what one more layer added is put in as often.
+"""Make the steps of a model with many layers from two with few: repeat what one more layer added.
 
     3 layers    E a a b1 b2 b3 z s s s
     4 layers    E a a b1 b2 b3 c z s s s s          added: c, and an s at the end
     9 layers    E a a b1 b2 b3 c c c c c c z s s s s s s s s s
 
-Where the longer one is not the shorter one with a few blocks put in, layers do not repeat, and nothing is extended.
+Where the longer is not the shorter with a few blocks inserted, layers do not repeat, and nothing is extended.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _MOST_BLOCKS = 4
 
 @dataclass(frozen=True)
 class Added:
-    """What a longer half has beside a shorter one."""
+    """The steps and bytes that a longer half has and a shorter one lacks."""
 
-    blocks: tuple[tuple[int, tuple[Step, ...]], ...]  # with their places in the steps of the shorter one
+    blocks: tuple[tuple[int, tuple[Step, ...]], ...]  # each with its place in the steps of the shorter half
     held: Bytes
     given: Bytes
 
 
 def added(shorter: Half, longer: Half) -> Added | None:
-    """What was put in; None where that is not all the difference."""
+    """Return what the longer half adds to the shorter; None where it is not the shorter with a few blocks inserted."""
     blocks = _blocks(shorter.steps, longer.steps)
     if not blocks or len(blocks) > _MOST_BLOCKS:
         return None
-    before = 0  # of what was put in
+    before = 0  # steps in the blocks before this one
     for place, block in sorted(blocks):
         if not _is_one(place + before, len(block), longer.steps):
             return None
@@ -40,7 +40,7 @@ def added(shorter: Half, longer: Half) -> Added | None:
 
 
 def extended(half: Half, more: Sequence[tuple[Added, int]]) -> Half:
-    """A half with each of these so many times."""
+    """Return a half with each of these additions inserted its number of times."""
     steps, held, given = list(half.steps), half.held, half.given
     blocks = [(place, block * times) for one, times in more for place, block in one.blocks]
     for place, block in sorted(blocks, key=lambda found: -found[0]):
@@ -51,11 +51,11 @@ def extended(half: Half, more: Sequence[tuple[Added, int]]) -> Half:
 
 
 def _is_one(place: int, length: int, steps: Sequence[Step]) -> bool:
-    """Whether a block is of one thing that repeats.
+    """Whether a block is one repeating pattern, which can be inserted any number of times.
 
-    Where two things that repeat touch (c d c d s s, and one more of each), the block that was put in is c d s, which
-    does not repeat. A block that repeats waits as often as it launches, since a model of more layers has no more
-    collectives in flight.
+    Where two repeating patterns touch (c d c d s s, and one more of each), the inserted block is c d s, which does not
+    repeat. A block that repeats waits as often as it launches, since a model of more layers has no more collectives in
+    flight.
     """
     names = [step.what for step in steps]
     block = names[place : place + length]
@@ -71,15 +71,15 @@ def _is_one(place: int, length: int, steps: Sequence[Step]) -> bool:
 
 
 def _blocks(shorter: Sequence[Step], longer: Sequence[Step]) -> list[tuple[int, tuple[Step, ...]]]:
-    """The fewest blocks that make the longer out of the shorter; none where nothing does."""
+    """Return the fewest blocks that make the longer when inserted in the shorter; none where that is impossible."""
     num_added = len(longer) - len(shorter)
     if num_added <= 0:
         return []
     begin = 0
     while begin < len(shorter) and shorter[begin] == longer[begin]:
         begin += 1
-    # By place in the shorter, and how many steps were put in before: the blocks that it takes, after a step that both
-    # have, and inside of a block.
+    # By place in the shorter, and by number of steps inserted before: how many blocks that takes, after a step that
+    # both have (alike), and within a block (inside).
     far = len(longer) + 1
     alike = [0] + [far] * num_added
     before: list[tuple[list[int], list[int]]] = []
@@ -93,7 +93,7 @@ def _blocks(shorter: Sequence[Step], longer: Sequence[Step]) -> list[tuple[int, 
             alike = [min(*both) if same else far for same, *both in zip(goes_on, alike, inside)]
     if min(before[-1][0][num_added], before[-1][1][num_added]) >= far:
         return []
-    ends: list[tuple[int, int]] = []  # where a block stands, and how many steps were put in at its end
+    ends: list[tuple[int, int]] = []  # the place of a block, and how many steps are inserted up to its end
     begins: list[int] = []
     put_in, place = num_added, len(shorter)
     while put_in:

@@ -1,4 +1,4 @@
-"""Figures for people: three digits of each are seen, however large or small it is."""
+"""Format figures for people: each shows three digits, however large or small it is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _COUNTS = {"T": 10**12, "B": 10**9, "M": 10**6, "K": 10**3}
 
 
 def count(number: int) -> str:
-    """Of parameters: 919K, 8.03B."""
+    """Format a number of parameters: 919K, 8.03B."""
     for letter, scale in _COUNTS.items():
         shown = f"{number / scale:.3g}"
         if float(shown) >= 1:  # 999,999 are 1M
@@ -19,7 +19,7 @@ def count(number: int) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """In a unit of its own: 6.13 MiB."""
+    """Format a number of bytes in the unit that fits it: 6.13 MiB."""
     if num_bytes < 1024:
         return f"{num_bytes} bytes"
     unit = next(name for name, scale in _UNITS.items() if num_bytes >= scale)
@@ -27,7 +27,7 @@ def size(num_bytes: int) -> str:
 
 
 def unit_for(sizes: Iterable[int]) -> str:
-    """One for a whole column, by the smallest figure in it."""
+    """Return one unit for a whole column, by the smallest figure in it."""
     least = min(sizes, default=0)
     return next((name for name, scale in _UNITS.items() if least >= scale / 10), "KiB")
 
@@ -43,5 +43,5 @@ def seconds(number: float) -> str:
 def _digits(value: float) -> str:
     if value <= 0:
         return "0"
-    before = math.floor(math.log10(value)) + 1  # the point
+    before = math.floor(math.log10(value)) + 1  # digits before the point
     return f"{value:.{max(3 - before, 1)}f}"

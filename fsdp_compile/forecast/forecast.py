@@ -1,4 +1,4 @@
-"""One configuration: traced with few layers, planned, extended to all of them."""
+"""Forecast one configuration: trace it with few layers, plan it, extend it to all layers."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from .steps import KINDS, Bytes, Half, half_of, kinds_by_name, peak, plus, repla
 from .target import Made
 
 OPTIMIZER = "optimizer state"
-# Of an optimizer: states, in multiples of the shards, and how often it reads or writes as many bytes as they have.
+# For each optimizer: its states, in multiples of the shards, and how often a step reads or writes the shards' bytes.
 OPTIMIZERS = {"adamw": (2, 7), "sgd": (0, 3), "none": (0, 0)}
-# With how many periods a model is traced first, and with how many where that was too few to see what repeats: sums over
-# replicas are waited for a layer later. And how many are kept of those that are traced, and how many not.
+# _FEW: how many periods of a model are traced; the next number, where that was too few to see what repeats. Replicas
+# begin with the second number: their sums are waited for a layer later. _FEW_KEPT: how many of the traced periods are
+# kept; as many are not.
 _FEW, _FEW_KEPT = (3, 4, 5), (2, 3)
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a sweep changes."""
+    """The settings that a sweep varies."""
 
     mesh: tuple[int, ...]
     batch: int
     sequence: int
     checkpointing: str
-    budget: int | None = None  # bytes of forward and backward; None: parameters are kept as units are told
+    budget: int | None = None  # bytes of forward and backward; None: parameters are kept as the units' settings say
 
     def __str__(self) -> str:
         mesh = "x".join(map(str, self.mesh))
@@ -48,7 +49,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What it is planned for, and how."""
+    """The hardware that a step is planned for, and its precision and optimizer."""
 
     profile: HardwareProfile
     memory_bytes: int  # that a rank may use
@@ -65,7 +66,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a step takes on one rank."""
+    """The memory and time of a step on one rank."""
 
     configuration: Configuration
     hardware: Hardware
@@ -76,9 +77,9 @@ class Forecast:
     exposed_s: float
     num_tokens: int  # of all ranks
     flops: float  # of one rank: forward and backward, nothing computed twice
-    num_kept: int  # periods of layers that stay gathered for backward
-    num_traced: int  # periods that were traced, of
-    num_periods: int
+    num_kept: int  # layers that stay gathered for backward
+    num_traced: int  # layers that were traced
+    num_periods: int  # layers that repeat
 
     @property
     def peak_bytes(self) -> int:
@@ -86,12 +87,12 @@ class Forecast:
 
     @property
     def held_bytes(self) -> int:
-        """What forward and backward hold, which a budget is of."""
+        """The bytes that forward and backward hold, which a budget limits."""
         return self.peak_bytes - self.peak.get(OPTIMIZER, 0)
 
     @property
     def is_met(self) -> bool:
-        """Whether its budget is, where it has one."""
+        """Whether the budget is met, if there is one."""
         budget = self.configuration.budget
         return budget is None or self.held_bytes <= budget
 
@@ -118,7 +119,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Whole:
-    """Both halves of a step, and what its caller holds meanwhile."""
+    """Both halves of a step, and what forward returned, which its caller holds during backward."""
 
     forward: Half
     backward: Half
@@ -131,12 +132,12 @@ class Whole:
         return replay(self.forward).total_s + replay(self.backward).total_s
 
 
-# Which parameters of a joint graph stay gathered; by the graph, and how many periods it has.
+# A function of a joint graph and its number of periods that returns which of its parameters stay gathered.
 Keeps = Callable[[fx.Graph, int], Collection[str]]
 
 
 class Planner:
-    """Plans one model, batch, mesh and way of checkpointing, with any parameters kept."""
+    """Plans one model, batch, mesh and kind of checkpointing, with any choice of parameters that stay gathered."""
 
     def __init__(
         self, made: Made, configuration: Configuration, hardware: Hardware, told: Callable[[str], None] = lambda _: None
@@ -156,7 +157,7 @@ class Planner:
         return device_mesh(self.configuration.mesh)
 
     def joint(self, times: int) -> fx.Graph:
-        """The joint graph with so many periods."""
+        """Return the joint graph with ``times`` periods."""
         if times not in self._joints:
             model, run = self.made.model, self.run
             if run is not None:
@@ -169,7 +170,7 @@ class Planner:
         return self._joints[times]
 
     def few(self, times: int, keeps: Keeps, is_lean: bool = False) -> Whole:
-        """A step with so many periods, planned as it is; a lean one computes again what a plan within a budget may."""
+        """Plan a step with ``times`` periods; a lean step computes again all that a plan within a budget may."""
         joint = self.joint(times)
         key = times, frozenset(keeps(joint, times)), is_lean
         if key not in self._wholes:
@@ -179,7 +180,7 @@ class Planner:
         return self._wholes[key]
 
     def all_alike(self, keeps: Keeps, is_lean: bool = False) -> tuple[Whole, int]:
-        """A step with all periods, each kept alike, and how many were traced."""
+        """Return a step with all periods, each with the same parameters kept, and how many periods were traced."""
         for times in _FEW[len(self.configuration.mesh) - 1 :]:
             if times + 1 >= self.num_periods:
                 break
@@ -190,7 +191,7 @@ class Planner:
         return self.few(self.num_periods, keeps, is_lean), self.num_periods
 
     def last_kept(self, num_kept: int, root: Keeps) -> Whole | None:
-        """A step whose last ``num_kept`` periods stay gathered, and none before; None where they do not repeat so."""
+        """Return a step of which only the last ``num_kept`` periods stay gathered; None where it cannot be extended."""
         for times in _FEW_KEPT:
             ahead, behind = times, times
             if num_kept < behind or self.num_periods - num_kept < ahead:
@@ -204,7 +205,7 @@ class Planner:
         return None
 
     def keeping(self, num_kept: int | None, root: Keeps) -> Keeps:
-        """What ``root`` says of parameters outside of the layers that repeat; of these the last periods, or all."""
+        """Return what to keep: ``root``'s choice outside the repeating layers, and of these the last periods or all."""
 
         def keeps(joint: fx.Graph, times: int) -> Collection[str]:
             run = None if self.run is None else dataclasses.replace(self.run, times=times)
@@ -221,7 +222,7 @@ class Planner:
         return self._may_stay[times]
 
     def forecast(self, whole: Whole, num_kept: int, num_traced: int) -> Forecast:
-        """The figures of a step."""
+        """Return the figures of a step."""
         states, passes = OPTIMIZERS[self.hardware.optimizer]
         trainable = int(self._of_all(_trainable_bytes, num_traced))
         profile = self.hardware.profile
@@ -239,7 +240,7 @@ class Planner:
         )
 
     def _of_all(self, figure: Callable[[fx.Graph], float], num_traced: int) -> float:
-        """What grows by as much with each period."""
+        """Extend a figure to all periods; it grows by the same amount with each."""
         longer = figure(self.joint(num_traced))
         if num_traced == self.num_periods:
             return longer
@@ -255,14 +256,14 @@ def nothing(joint: fx.Graph, times: int) -> Collection[str]:
 
 
 def whole_of(joint: fx.Graph, kept: Collection[str], profile: HardwareProfile, again: Collection[str] = ()) -> Whole:
-    """The step of a joint graph with these parameters kept, and the products of others computed again."""
+    """Return the step of a joint graph, with some parameters ``kept`` and the products of others computed ``again``."""
     trial = trial_of(joint, kept, profile, recompute=again)
     forward, backward = trial.forward.graph, trial.backward.graph
     weight = weigh(forward, backward, saved_by(forward, backward))
     first = half_of(forward, profile)
     then = half_of(backward, profile, weight.given_up, kinds_by_name(forward))
     returned = tuple(weight.returned_bytes if kind == "activations" else 0 for kind in KINDS)
-    # What backward has of its caller, forward had as well.
+    # What the caller holds in backward, it held in forward as well.
     return Whole(first, dataclasses.replace(then, held=first.held), returned)
 
 
@@ -296,7 +297,7 @@ def _flops(joint: fx.Graph) -> float:
 
 
 def _trainable_bytes(joint: fx.Graph) -> float:
-    """Of this rank's shards that get gradients."""
+    """Return the bytes of this rank's shards that get gradients."""
     total = 0
     for one in find_reduces(joint):
         numel = 1

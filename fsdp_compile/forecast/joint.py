@@ -1,4 +1,4 @@
-"""The joint graph of a step on ranks that are not there: sharded from meta, traced, and left before it is cut."""
+"""Trace the joint graph of a step on ranks that are not there: shard a meta model, trace it, stop before the cut."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..passes.provenance import settle_names
 from .layers import Run
 from .mistake import Mistake
 
-# What parameters are stored in (None: as the model has them), computed with, and what gradients travel in.
+# The dtypes in which parameters are stored (None: as the model has them) and computed with, and gradients are reduced.
 PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]] = {
     "bf16": (None, torch.bfloat16, torch.float32),
     "bf16-only": (torch.bfloat16, None, None),
@@ -38,7 +38,7 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm
 
 @dataclass(frozen=True)
 class Call:
-    """How a model is called: its step's batch."""
+    """The arguments with which a model is called: the batch of a step."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -47,7 +47,7 @@ class Call:
 def joint_graph(
     model: nn.Module, call: Call, mesh: DeviceMesh, precision: str, checkpointing: str, run: Run | None
 ) -> fx.Graph:
-    """Of this model, which is sharded and checkpointed here; it has gone through all passes but ``keep``."""
+    """Shard and checkpoint this model, and return its joint graph after all passes but ``keep``."""
     found: list[GraphRecord] = []
     stored, computed, reduced = PRECISIONS[precision]
     if stored is not None:
@@ -56,7 +56,7 @@ def joint_graph(
     _checkpoint(model, checkpointing, run)
     if not units_in(model):
         _shard(model, mesh, MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced), run)
-    model.to_empty(device="cpu")  # memory that nobody writes to is not taken
+    model.to_empty(device="cpu")  # memory that is never written to costs nothing
     manager.observers.append(found.append)
     try:
         trace_joint_graph(model, call.args, call.kwargs)
@@ -81,12 +81,12 @@ def joint_graph(
 
 
 def device_mesh(mesh: tuple[int, ...]) -> DeviceMesh:
-    """One for all graphs of a plan: each call makes process groups, of other names."""
+    """Make the one mesh of all graphs of a plan: each call makes process groups, and they have other names."""
     return init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard")[-len(mesh) :])
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy, run: Run | None) -> None:
-    """One unit a layer: what the model says of itself, or else what repeats."""
+    """Make each layer a unit: the classes in the model's ``_no_split_modules``, or else the layers that repeat."""
     policy: Any = None
     said = any(getattr(one, "_no_split_modules", None) for one in model.modules())
     if run is not None and not said:
@@ -119,8 +119,8 @@ def _checkpoint(model: nn.Module, how: str, run: Run | None) -> None:
 
 
 def _saving_every_second_product() -> tuple[Any, Any]:
-    """Of one region, attention is saved, and of the other products every second; the rest is computed again."""
-    seen = {False: 0, True: 0}  # the forward and when it is computed again, each in the same order
+    """Return contexts for a region that save attention and every second other product, and recompute the rest."""
+    seen = {False: 0, True: 0}  # counts in the forward and in its recomputation, which has the same order
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in _PRODUCTS:
@@ -135,7 +135,7 @@ def _saving_every_second_product() -> tuple[Any, Any]:
 
 
 def _why(error: BaseException) -> str:
-    """What Dynamo says, without the stack: what broke, its explanation, the first hint, and the last place."""
+    """Return Dynamo's message without the stack: what broke, its explanation, the first hint, and the last place."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     said = lines[:1]
     for begin in ("Explanation:", "Developer debug context:", "Hint:", "Caused by:"):

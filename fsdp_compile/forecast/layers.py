@@ -1,10 +1,9 @@
-"""Which layers of a model repeat, and the model with fewer of them.
+"""Find the layers of a model that repeat, and make the model with fewer of them.
 
     embed | dense | moe moe moe moe moe moe | head       run: 6 layers of period 1, in "layers" from 1 on
     embed | s s f s s f s s f s s f         | head       run: 4 times s s f
 
-Layers are equal that have the same classes, the same parameters and buffers, and whose settings are equal, but for
-those that count the layers.
+Two layers are equal if their classes, parameters, buffers and settings are, except for settings that count the layers.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class Run:
-    """Layers that stand one behind the other and repeat with a period."""
+    """Consecutive layers that repeat with a period."""
 
     path: str  # of the list that they are in
     first: int  # place of the first of them in that list
     period: int
-    times: int  # how often the period stands there
+    times: int  # how many periods there are
 
     def layers(self, turn: int) -> range:
-        """The places of one period's layers."""
+        """Return the places of one period's layers."""
         begin = self.first + turn * self.period
         return range(begin, begin + self.period)
 
     def turn_of(self, fqn: str) -> int | None:
-        """Which period a parameter is in; None outside of the run."""
+        """Return the number of the period that a parameter is in; None outside of the run."""
         if not fqn.startswith(f"{self.path}."):
             return None
         place = fqn[len(self.path) + 1 :].partition(".")[0]
@@ -44,7 +43,7 @@ class Run:
 
 
 def find_run(model: nn.Module) -> Run | None:
-    """The run with most parameters; None where nothing repeats."""
+    """Return the run with most parameters; None where nothing repeats."""
     best, most = None, 0
     for path, module in model.named_modules():
         children = list(module.children())
@@ -60,7 +59,7 @@ def find_run(model: nn.Module) -> Run | None:
 
 
 def with_fewer(model: nn.Module, run: Run, times: int) -> nn.Module:
-    """A copy whose run is so many periods long: what is left out stands in its middle."""
+    """Return a copy of the model whose run has ``times`` periods; periods in the middle are left out."""
     holder = model.get_submodule(run.path)
     children = dict(holder.named_children())
     begin = run.first + ((times + 1) // 2) * run.period
@@ -109,7 +108,7 @@ def _tensors(layer: nn.Module) -> list[Any]:
 
 
 def _longest(path: str, signatures: list[Any]) -> Run | None:
-    """The longest run with a period that stands there at least twice; of those as long, that of the shortest period."""
+    """Return the longest run of at least two periods; of runs of that length, the one with the shortest period."""
     best = None
     for period in range(1, min(_LONGEST_PERIOD, len(signatures) // 2) + 1):
         first = 0

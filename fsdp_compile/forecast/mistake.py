@@ -1,7 +1,7 @@
-"""What a user has to change before there is a plan."""
+"""The error that tells a user what to change before there can be a plan."""
 
 from __future__ import annotations
 
 
 class Mistake(ValueError):
-    """One sentence that says what to change; what others said of it may stand in lines below."""
+    """An error of one sentence that says what to change; messages of other software may follow on further lines."""

@@ -1,4 +1,4 @@
-"""What the command is asked for, read and refused."""
+"""Define the arguments of the command, read them, and refuse those that are wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .target import Made
 from .weights import Weights
 
 _BATCH = (1, 4096)
-_FEWEST_BYTES = 1 << 20  # a bare number below it was meant to be of GiB
+_FEWEST_BYTES = 1 << 20  # a number below it that has no unit was meant in GiB
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def read_hardware(arguments: argparse.Namespace) -> Hardware:
 def read_configuration(
     arguments: argparse.Namespace, made: Made, hardware: Hardware, weights: Weights
 ) -> Configuration:
-    """Of a model that has these parameters."""
+    """Read the configuration for a model that has these parameters."""
     if arguments.batch is not None and made.has_own_batch:
         raise Mistake(
             f"{arguments.target} returns a batch of its own, so --batch {arguments.batch} changes nothing: leave it "
@@ -106,7 +106,7 @@ def _mesh(arguments: argparse.Namespace) -> tuple[int, ...]:
 
 
 def read_batch(said: str | None) -> tuple[int, int]:
-    """Sequences and their length."""
+    """Return the number of sequences, and their length."""
     if said is None:
         return _BATCH
     sizes = said.split("x")

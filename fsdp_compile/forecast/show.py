@@ -1,4 +1,4 @@
-"""Forecasts as tables, as data, and what to change where one does not fit."""
+"""Show forecasts as tables or data, and say what to change where one does not fit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .sweep import TooLarge
 from .tables import Column, print_columns, print_whole
 from .weights import Weights
 
-_WIDEST = len("1,234,567,890")  # figure of a single plan, or word about one
+_WIDEST = len("1,234,567,890")  # the widest cell in the tables of a single plan
 
 
 def show_one(one: Forecast, title: str, console: Console) -> None:
@@ -99,7 +99,7 @@ def _peak(one: Forecast, unit: str) -> str:
 
 
 def why_none(found: Sequence[Forecast | TooLarge], budget: int | None, weights: Weights) -> str:
-    """Of plans none of which is to be taken: what they lack, and what to change."""
+    """Say why none of these plans fits or meets its budget, and what to change."""
     fitting = [one for one in found if isinstance(one, Forecast) and one.fits]
     if fitting and budget is not None:
         least = min(fitting, key=lambda one: one.held_bytes)
@@ -120,7 +120,7 @@ def _advice_on_budget(one: Forecast, budget: int) -> str:
 
 
 def advice(one: Forecast | TooLarge, weights: Weights) -> str:
-    """What to change so that it fits."""
+    """Say what to change so that a plan fits."""
     if isinstance(one, TooLarge):
         return (
             f"shards, their gradients and the optimizer's states alone are {size(one.num_bytes)} on each rank of "

@@ -1,11 +1,11 @@
-"""What a lowered graph does, one after the other: seconds, and bytes by kind that come and go.
+"""The steps of a lowered graph, in order: their seconds, and the bytes of each kind that they add and drop.
 
     all_gather_into_tensor(x)     launch, its seconds and group; its buffer comes
     wait_tensor                   wait for the last launch but one
     mm                            compute; its result comes, what it read last goes
     view                          nothing: left out
 
-A wait says how many launches ago its own one was, so equal layers have equal steps, whatever is computed in between.
+A wait says how many launches ago its own launch was. So equal layers have equal steps, whatever is computed in between.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..passes.memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, SHARD, kinds
 from ..passes.profiles import HardwareProfile
 from ..passes.replay import Compute, Event, Launch, Timeline, Wait, simulate
 
-# The kinds of bytes that a forecast tells apart, and their places in what a step adds.
+# The kinds of bytes that a forecast tells apart, and their places in ``Bytes``.
 KINDS = ("shards", "gathered weights", "gradients", "activations", "buffers", "other")
 _PLACES = {SHARD: 0, GATHERED: 1, GRADIENT: 2, ACTIVATION: 3, BUFFER: 4}
 Bytes = tuple[int, ...]  # by kind
@@ -46,8 +46,8 @@ class Step:
 class Half:
     """A forward or a backward."""
 
-    held: Bytes  # the caller's, from begin to end
-    given: Bytes  # inputs that go with their last readers
+    held: Bytes  # inputs that the caller holds from begin to end
+    given: Bytes  # inputs that are freed after their last readers
     steps: tuple[Step, ...]
 
 
@@ -61,7 +61,7 @@ def half_of(
     given_up: Sequence[str] = (),
     kinds_given: Mapping[str, str] | None = None,
 ) -> Half:
-    """Of a lowered graph; ``kinds_given`` says what its inputs hold, where another graph knows better."""
+    """Return the half of a lowered graph; ``kinds_given`` are kinds of its inputs that another graph knows better."""
     kind_of = _kinds(graph, kinds_given or {})
     given = storages_given(graph, given_up)
     nodes = list(graph.nodes)
@@ -90,7 +90,7 @@ def half_of(
 
 
 def replay(half: Half) -> Timeline:
-    """How long it takes, and what of that is waiting."""
+    """Replay a half: how long it takes, and how much of that is waiting."""
     events: list[Event] = []
     launched: list[str] = []
     for place, step in enumerate(half.steps):
@@ -105,7 +105,7 @@ def replay(half: Half) -> Timeline:
 
 
 def peak(half: Half, beside: Bytes = NO_BYTES) -> Bytes:
-    """Bytes by kind when most are alive, with what stands ``beside`` all the time."""
+    """Return the bytes by kind when most are alive; those of ``beside`` are alive all the time."""
     alive = plus(plus(half.held, half.given), beside)
     most, highest = sum(alive), alive
     for step in half.steps:
@@ -117,7 +117,7 @@ def peak(half: Half, beside: Bytes = NO_BYTES) -> Bytes:
 
 
 def kinds_by_name(graph: fx.Graph) -> dict[str, str]:
-    """What the storage behind each node holds."""
+    """Return the kind of each node's storage, by the node's name."""
     kinds, storages = kinds_of(graph), storages_of(graph)
     return {node.name: kinds[these[0]] for node, these in storages.items() if these}
 
@@ -148,7 +148,7 @@ def _kinds(graph: fx.Graph, given: Mapping[str, str]) -> Callable[[Storage], int
         is_input = storage.node.op != "call_function"
         kind = given.get(storage.node.name, kinds[storage]) if is_input else kinds[storage]
         if kind == GRADIENT and not (storage.node in of_parameters or ROLE in storage.node.meta):
-            kind = ACTIVATION  # on its way back to an earlier layer
+            kind = ACTIVATION  # the gradient of an activation, on its way to an earlier layer
         return _PLACES.get(kind, len(KINDS) - 1)
 
     return kind_of

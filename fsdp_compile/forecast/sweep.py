@@ -1,4 +1,4 @@
-"""Many configurations of one model on the same ranks, and the best of them."""
+"""Plan many configurations of one model on the same ranks, and find the best of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MESHES = 4
 
 @dataclass(frozen=True)
 class TooLarge:
-    """A configuration that was not planned: what stands between steps is more than there is."""
+    """A configuration that was not planned: shards, gradients and optimizer states alone exceed the memory."""
 
     configuration: Configuration
     num_bytes: int
@@ -37,7 +37,7 @@ class Sweep:
         self._planners: dict[Configuration, Planner] = {}
 
     def plan(self, one: Configuration) -> Forecast:
-        """One configuration."""
+        """Plan one configuration."""
         traced = dataclasses.replace(one, budget=None)
         if traced not in self._planners:
             made = self.target.make(one.batch, one.sequence)
@@ -47,12 +47,12 @@ class Sweep:
         return forecast_of(planner)
 
     def sweep(self, given: Configuration) -> list[Forecast | TooLarge]:
-        """What is around the given one, and of the fastest that fits the same within a budget."""
+        """Plan the configurations around the given one, and then the fastest that fits once more, within a budget."""
         found: list[Forecast | TooLarge] = []
         for one in around(given, self.hardware, self.target.make(given.batch, given.sequence)):
             least = self.weights.standing_bytes(one.mesh, self.hardware)
             found.append(TooLarge(one, least) if least > self.hardware.memory_bytes else self.plan(one))
-        # A budget that was given and that the fastest cannot meet, one may that is within it as it is.
+        # If the fastest cannot meet a given budget, the best of those that are within it as they are can.
         first, other = _fastest(found), best_of(found, given.budget)
         for fastest in (first,) if other is first else (first, other):
             if fastest is None:
@@ -61,7 +61,7 @@ class Sweep:
             rest = self.weights.rest_bytes(said.mesh, self.hardware)
             within = self.plan(dataclasses.replace(said, budget=given.budget or rest))
             if within.is_met and _are_equal(within, fastest):
-                break  # it was within the budget before: a second row would say the same
+                break  # it was within the budget anyway: a second row would say the same
             found.append(within)
             if within.is_met:
                 break
@@ -69,7 +69,7 @@ class Sweep:
 
 
 def around(given: Configuration, hardware: Hardware, made: Made) -> list[Configuration]:
-    """What a sweep tries: meshes of these ranks, batches around the one given, with checkpointing and without."""
+    """Return what a sweep tries: meshes of these ranks, batches around the given one, kinds of checkpointing."""
     batches = [given.batch] if made.has_own_batch else sorted({max(given.batch // 2, 1), given.batch, 2 * given.batch})
     repeats = find_run(made.model) is not None  # else there are no layers to checkpoint
     ways = dict.fromkeys((NONE, given.checkpointing, FULL) if repeats else (given.checkpointing,))
@@ -80,7 +80,7 @@ def around(given: Configuration, hardware: Hardware, made: Made) -> list[Configu
 
 
 def best_of(found: Iterable[Forecast | TooLarge], budget: int | None = None) -> Forecast | None:
-    """The most tokens a second of those that fit, and that are within a budget that was given."""
+    """Return the forecast with most tokens a second of those that fit, and are within the budget if there is one."""
     return _fastest(one for one in found if isinstance(one, Forecast) and (budget is None or one.held_bytes <= budget))
 
 
@@ -90,13 +90,13 @@ def _fastest(found: Iterable[Forecast | TooLarge]) -> Forecast | None:
 
 
 def _are_equal(one: Forecast, other: Forecast) -> bool:
-    """Whether two plans of one configuration, with a budget and without, do the same."""
+    """Whether two plans of one configuration, with a budget and without, have the same memory and times."""
     figures = (one.forward_s, one.backward_s), (other.forward_s, other.backward_s)
     return one.peak == other.peak and all(map(math.isclose, *figures))
 
 
 def _meshes(given: Configuration, hardware: Hardware) -> list[tuple[int, ...]]:
-    """The given one, all ranks in one group, and groups of whole nodes, large ones first."""
+    """Return meshes: the given one, all ranks in one group, and groups of whole nodes, large groups first."""
     num_ranks, node = hardware.num_ranks, hardware.profile.ranks_per_node
     sizes = [size for size in range(node, num_ranks, node) if num_ranks % size == 0]
     replicated = [(num_ranks // size, size) for size in reversed(sizes)]

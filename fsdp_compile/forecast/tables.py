@@ -1,4 +1,4 @@
-"""Tables that no window is too narrow for: columns are pressed, then left out, and digits never are."""
+"""Tables for windows of any width: columns get narrower, then some are left out; digits are never cut."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..tools.tables import ANY_WIDTH
 
 @dataclass(frozen=True)
 class Column:
-    """One column: what stands above it, in a wide window and in a narrow one, and its cells."""
+    """One column: its heading in a wide window and in a narrow one, and its cells."""
 
     heading: str
     narrow: str  # may have several lines
@@ -26,7 +26,7 @@ class Column:
 def print_columns(
     columns: Sequence[Column], styles: Sequence[str | None], left_out_first: Sequence[str], console: Console
 ) -> None:
-    """A table; where it is too wide, without more and more of the columns that are to be left out first."""
+    """Print a table; where it is too wide, leave out columns of ``left_out_first``, one by one, until it fits."""
     left_out: list[str] = []
     table = _table(columns, styles, is_narrow=False)
     if _least_width(table) > console.width:
@@ -42,7 +42,7 @@ def print_columns(
 
 
 def print_whole(table: Table, console: Console) -> None:
-    """With all that may not be broken: wider than the window if it must be, which leaves nothing out of a line."""
+    """Print a table with unbroken cells, if need be wider than the window, so that nothing is left out of a line."""
     window = console.width
     console.width = max(window, _least_width(table))
     console.print(table)

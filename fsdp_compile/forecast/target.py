@@ -1,4 +1,4 @@
-"""What is to be planned: a function that makes a model, or a Hugging Face config, on the meta device."""
+"""Make the model to plan, from a function or a Hugging Face config, on the meta device."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _LONGEST_MESSAGE = 300
 
 @dataclass(frozen=True)
 class Made:
-    """A model on meta and its batch."""
+    """A model on the meta device, and its batch."""
 
     model: nn.Module
     call: Call
-    size: tuple[int, int]  # of one rank's batch: sequences and their length; samples, where they are none, and 1
-    has_own_batch: bool = False  # whatever size was asked for
+    size: tuple[int, int]  # of one rank's batch: sequences and their length, or samples and 1
+    has_own_batch: bool = False  # its size is fixed, whatever size was asked for
 
     @property
     def num_tokens(self) -> int:
@@ -41,14 +41,14 @@ class Made:
 
 @dataclass(frozen=True)
 class Target:
-    """What makes the model of a plan, by batch size and sequence length."""
+    """A function that makes the model of a plan, by batch size and sequence length, and the user's words for it."""
 
     said: str
     make: Callable[[int, int], Made]
 
 
 def find_target(said: str) -> Target:
-    """Of ``module:function`` or the path of a config."""
+    """Return the target for ``module:function`` or for the path of a config."""
     path = Path(said)
     if path.is_dir():
         path = path / "config.json"
@@ -102,7 +102,7 @@ def _model_of(config: dict[str, Any], path: Path, sequence: int) -> nn.Module:
     settings = {key: value for key, value in config.items() if key not in ("model_type", "transformers_version")}
     try:
         read = transformers.AutoConfig.for_model(config["model_type"], **settings)
-    except Exception as error:  # of whatever a config may say
+    except Exception as error:  # a config may say anything
         raise _no_model(path, error) from error
     longest = getattr(read, "max_position_embeddings", None)
     if isinstance(longest, int) and longest < sequence:
@@ -129,20 +129,20 @@ _MAKERS = {
 
 
 def _without_a_mask() -> str:
-    """An implementation of attention for transformers: sdpa, told that it is causal.
+    """Register an attention for transformers that has no mask (sdpa, told that it is causal), and return its name.
 
-    Traced, theirs makes a mask of all pairs of tokens, which flash attention has not.
+    When traced, theirs makes a mask of all pairs of tokens, which flash attention does without.
     """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    name = "fsdp_compile_plan"  # masks are made for the names that transformers knows
+    name = "fsdp_compile_plan"  # transformers makes masks only for names that it knows
     AttentionInterface.register(name, sdpa_attention_forward)
     return name
 
 
 def _unknown_type(said: str, transformers: Any) -> ValueError:
-    """Theirs names hundreds of types."""
+    """Return an error that names a few similar types; that of transformers names hundreds."""
     known = [*transformers.CONFIG_MAPPING]
     near = difflib.get_close_matches(said, known, n=_MOST_NAMES, cutoff=0.5)
     return ValueError(
@@ -224,7 +224,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _size(call: Call) -> tuple[int, int]:
-    """Of the first tensor: whole numbers in two dimensions are tokens."""
+    """Return the size by the first tensor: whole numbers in two dimensions are tokens."""
     tensors = [one for one in (*call.args, *call.kwargs.values()) if isinstance(one, torch.Tensor) and one.dim()]
     if not tensors:
         return 1, 1

@@ -1,4 +1,4 @@
-"""FSDP1's script on this package's core: change the import, and compile it.
+"""FSDP1's API on this package's core: a script changes its imports, and compiles the model.
 
     from fsdp_compile.fsdp1 import FullyShardedDataParallel as FSDP, MixedPrecision, ShardingStrategy
     from fsdp_compile.fsdp1.wrap import ModuleWrapPolicy
@@ -6,7 +6,7 @@
     model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
     model = torch.compile(model)            # one forward graph, one backward graph
 
-What FSDP1 shares with the rest of torch (enums, configurations, policies) is torch's own.
+Enums, configurations and policies are torch's own.
 """
 
 from torch.distributed.fsdp import BackwardPrefetch as BackwardPrefetch

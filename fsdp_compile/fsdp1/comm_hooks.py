@@ -1,13 +1,13 @@
-"""Communication hooks: a function of the user's in the place of the reduction.
+"""Communication hooks: a function of the user that reduces gradients in the place of the built-in reduction.
 
     hook                                       becomes
-    torch's default ones                       what happens anyway
+    torch's default hooks                      nothing: they do what is done anyway
     torch's fp16_compress, bf16_compress       reduce_dtype: in graphs as well
-    any other                                  a reduction of one's own; the unit then runs eagerly
+    any other                                  a custom reduction; the unit then runs eagerly
 
-A sharded unit calls ``hook(state, gradients, shards)``: flat gradients of all ranks' shards, end to end, and a tensor
-to fill with the mean of this rank's part. One with NO_SHARD calls ``hook(state, gradients)``, and takes what is left
-there.
+A sharded unit calls ``hook(state, gradients, shards)``. ``gradients`` are the flat gradients of all ranks' shards, end
+to end, and the hook fills ``shards`` with the mean of this rank's part. A unit with NO_SHARD calls
+``hook(state, gradients)``, and the hook leaves the mean in ``gradients``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..core.unit import Unit
 
 
 class HookedReduction:
-    """FSDP2's protocol for a reduction of one's own, for a hook that knows FSDP1's."""
+    """A custom reduction by FSDP2's protocol that calls a hook of FSDP1's."""
 
     def __init__(self, state: Any, hook: Callable[..., Any]) -> None:
         self.state = state
@@ -39,14 +39,14 @@ class HookedReduction:
         self.hook(self.state, input, output)
 
     def reduce_all(self, grads: Tensor) -> Tensor:
-        """The mean over ranks that all hold all gradients."""
-        reduced = grads.clone()  # autograd may know the bucket by another name
+        """Return the mean of gradients over ranks that hold all of them."""
+        reduced = grads.clone()  # the bucket may be an alias of a tensor that autograd holds
         self.hook(self.state, reduced)
         return reduced
 
 
 def hook_reductions(unit: Unit, group: dist.ProcessGroup, state: Any, hook: Callable[..., Any]) -> None:
-    """Have ``hook`` reduce the gradients of ``unit``, whose ranks are those of ``group``."""
+    """Let ``hook`` reduce the gradients of ``unit`` over ``group``."""
     its_group = getattr(state, "process_group", None)
     is_ours = its_group is not None and dist.get_process_group_ranks(its_group) == dist.get_process_group_ranks(group)
     dtype = fsdp1.dtype_of_hook(hook) if is_ours else None

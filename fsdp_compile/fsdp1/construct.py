@@ -1,9 +1,9 @@
-"""A wrapper as its constructor's arguments make it: what becomes of each, and how the wrapped module is called.
+"""The wrapper's constructor and forward. The constructor's arguments are handled in these files:
 
-    module, ignored_*                 ignored.py    what stays as it is
+    module, ignored_*                 ignored.py    what is not sharded
     device_id, process_group,
       device_mesh, sharding_strategy  ranks.py      the mesh
-    auto_wrap_policy                  policies.py   wrappers of its own for what is below
+    auto_wrap_policy                  policies.py   wrappers around modules below
     param_init_fn, sync_module_states,
       mixed_precision's dtypes        prepare.py    values and dtypes before sharding
     the rest                          fully_shard, or replicate
@@ -58,14 +58,14 @@ from .region import WRAPPED, Wrapper, wrappers_in
 from .settings import default_settings
 from .state_dicts import has_clean_state_dicts
 
-# A policy's wrappers are made inside of the constructor of the one that it was given to, which looks for optimizers.
+# True while a constructor makes the wrappers of its policy: only that constructor then looks for optimizers.
 _IS_WRAPPING: ContextVar[bool] = ContextVar("wraps what a policy chose", default=False)
 
 
 class Constructed(Wrapper):
-    """A module around the user's that casts inputs and passes the rest on."""
+    """A module around the user's module: it casts the inputs, then calls that module."""
 
-    _is_root: bool  # no other one is around it
+    _is_root: bool  # no other wrapper is around this one
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Constructed(Wrapper):
         self._shard(module, reduce_dtype)
         self._fsdp_wrapped_module = module
         self._gives_inputs_dtype: bool = False
-        # As FSDP1, it is read here. Then evaluation computes in the parameters' own dtype.
+        # As in FSDP1, the variable is read here; if it is 1, evaluation computes in the parameters' own dtype.
         self._full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
         self._is_in_full_precision: bool = False
         self._has_full_params: bool = False  # inside summon_full_params
@@ -153,11 +153,11 @@ class Constructed(Wrapper):
             hand_over(before)
 
     def _new(self, module: nn.Module, **kwargs: Any) -> Constructed:
-        """A wrapper for a module below."""
+        """Make a wrapper for a module below this one."""
         raise NotImplementedError
 
     def _say_what_plans(self) -> None:
-        """Arguments that ask for an order of collectives: what decides on it here."""
+        """Warn of arguments that ask for an order of collectives, and say what decides on that order."""
         if self.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
             warnings.warn(
                 f"backward_prefetch={self.backward_prefetch} has no effect: compiled, the plan says what backward "
@@ -196,11 +196,11 @@ class Constructed(Wrapper):
         def wrap(child: nn.Module, its: dict[str, Any]) -> Constructed:
             its = dict(its)
             if its["process_group"] is not None and its["device_mesh"] is self._device_mesh:
-                its["device_mesh"] = None  # the policy gave this one a group of its own
+                its["device_mesh"] = None  # the policy gave this child its own group
             said = {name: its.pop(name) for name in ("backward_prefetch", "limit_all_gathers")}
             with warnings.catch_warnings():
                 if its["sharding_strategy"] is kwargs["sharding_strategy"]:
-                    warnings.filterwarnings("ignore", message=".*`NO_SHARD`")  # said of the root
+                    warnings.filterwarnings("ignore", message=".*`NO_SHARD`")  # the root has warned already
                 wrapper = self._new(child, **its)
             wrapper.backward_prefetch, wrapper.limit_all_gathers = said["backward_prefetch"], said["limit_all_gathers"]
             wrapper._gives_inputs_dtype = child in exact
@@ -213,7 +213,7 @@ class Constructed(Wrapper):
             _IS_WRAPPING.reset(token)
 
     def _shard(self, module: nn.Module, reduce_dtype: torch.dtype | None) -> None:
-        """Have the core shard, or replicate, what the module's region has."""
+        """Shard or replicate the parameters of the module's region."""
         given: Any = module
         if is_container(module):
             warnings.warn(
@@ -231,21 +231,21 @@ class Constructed(Wrapper):
         offload = CPUOffloadPolicy() if self.cpu_offload.offload_params else OffloadPolicy()
         ignored = set(self._ignored.params)
         is_replicated, mesh = self.sharding_strategy is ShardingStrategy.NO_SHARD, self._device_mesh
-        # FSDP1 takes a mesh of two dimensions without names.
+        # FSDP1 accepts a mesh of two dimensions without names.
         target = (replicate_mesh if is_replicated else hybrid_mesh if mesh.ndim == 2 else shard_mesh)(mesh)
         known, asked = unit_of(module), (target, policy, self.cpu_offload.offload_params)
         if known is not None and (known.mesh, known.mp_policy, known.offload) == asked:
-            return  # one more wrapper around a module that has its unit
+            return  # one more wrapper around a module that is a unit already
         if is_replicated:
             replicate(given, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=ignored)
             return
-        # None: what FSDP1 does as well, the root alone stays gathered.
+        # None: the root alone stays gathered, as in FSDP1.
         reshard_after_forward = False if self.sharding_strategy in KEEPS_GATHERED else None
         given = modules_in(given, "fully_shard")
         make_unit(given, target, reshard_after_forward, None, policy, offload, ignored)
 
     def _settle_casts(self) -> None:
-        """What inputs are cast to, now that it is known whether this is the outermost wrapper."""
+        """Set the dtype that inputs are cast to, now that it is known whether this is the outermost wrapper."""
         precision = self.mixed_precision
         casts = precision.cast_forward_inputs or (self._is_root and precision.cast_root_forward_inputs)
         self._inputs_dtype = precision.param_dtype if casts and not self._is_in_full_precision else None
@@ -256,7 +256,7 @@ class Constructed(Wrapper):
         return self
 
     def _settle_precision(self) -> None:
-        """Compute in full precision in evaluation, where that was asked for, and in the mixed one in training."""
+        """Compute in full precision in evaluation, if that was asked for, and in mixed precision in training."""
         is_full, unit = self._full_precision_in_eval and not self._fsdp_wrapped_module.training, self._unit
         if is_full == self._is_in_full_precision:
             return
@@ -274,7 +274,7 @@ class Constructed(Wrapper):
             cast_buffers(self._fsdp_wrapped_module, self._ignored, self.mixed_precision.buffer_dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module, with inputs in the dtype that it computes in."""
+        """Call the wrapped module with its inputs cast to the dtype that it computes in."""
         if self._inputs_dtype is not None:
             args, kwargs = cast_floating(args, self._inputs_dtype), cast_floating(kwargs, self._inputs_dtype)
         if not self._gives_inputs_dtype:
@@ -286,11 +286,11 @@ class Constructed(Wrapper):
 
     @property
     def module(self) -> Any:
-        """The wrapped module; where activation checkpointing stands around it, what is inside that."""
+        """The wrapped module, without the wrapper of activation checkpointing that may be around it."""
         return fsdp1.behind_checkpointing(self._fsdp_wrapped_module)
 
     def __getattr__(self, name: str) -> Any:
-        """What the wrapper has not, the wrapped module may have."""
+        """Get an attribute that the wrapper lacks from the wrapped module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -299,17 +299,17 @@ class Constructed(Wrapper):
             return getattr(self._fsdp_wrapped_module, name)
 
     def __getitem__(self, key: Any) -> Any:
-        """Of a wrapped ``nn.Sequential``, its members."""
+        """Return a member of a wrapped ``nn.Sequential``."""
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The wrapper's own parameters, those of inner wrappers left out: DTensors, where FSDP1 has flat parameters."""
+        """The wrapper's own parameters, without those of inner wrappers: DTensors, where FSDP1 has flat parameters."""
         return [] if self._unit is None else [param.param for param in self._unit.params]
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks that share a parameter out, or, with NO_SHARD, all hold it."""
+        """The group of ranks over which parameters are sharded or, with NO_SHARD, replicated."""
         return self._device_mesh.get_group(self._device_mesh.ndim - 1)
 
     @property
@@ -319,14 +319,14 @@ class Constructed(Wrapper):
 
     @property
     def world_size(self) -> int:
-        """How many ranks share a parameter out."""
+        """The number of ranks in the process group."""
         return self.process_group.size()
 
     @property
     def _unit(self) -> Unit | None:
-        """What the core made of the wrapped module; None around a list of nothing but wrappers.
+        """The unit of the wrapped module; None around a container that holds nothing but wrappers.
 
-        Checkpointing and torch.compile may have come around that module before this wrapper or after it.
+        Checkpointing and torch.compile may have wrapped that module before this wrapper was made, or after.
         """
         wrapped = self._fsdp_wrapped_module
         while (unit := unit_of(wrapped)) is None:
@@ -339,7 +339,7 @@ class Constructed(Wrapper):
 
     @property
     def _has_params(self) -> bool:
-        """accelerate asks, and casts the flat parameter of those that have one to fp32; none has here."""
+        """Return False: accelerate casts the flat parameter of a wrapper that has one to fp32, and ours have none."""
         unit = self._unit
         low = {param.param.dtype for param in unit.params if param.param.requires_grad} if unit is not None else set()
         if low - {torch.float32, torch.float64}:
@@ -356,17 +356,17 @@ class Constructed(Wrapper):
 
 
 def constructed_in(module: nn.Module) -> list[Constructed]:
-    """The wrappers from ``module`` on, outermost first."""
+    """Return the wrappers at and below ``module``, outermost first."""
     return [one for one in wrappers_in(module) if isinstance(one, Constructed)]
 
 
 def is_container(module: nn.Module) -> bool:
-    """Whether it has members, and no forward that calls them."""
+    """Whether the module is a list or a dict of modules, without a forward that calls them."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
 
 
 def _require_kinds(module: Any, strategy: Any, cpu_offload: Any, mixed_precision: Any, mesh: Any) -> None:
-    """Raise for an argument that is no such thing."""
+    """Raise for an argument of the wrong type."""
     for name, given, kind in (
         ("module", module, nn.Module),
         ("sharding_strategy", strategy, ShardingStrategy),

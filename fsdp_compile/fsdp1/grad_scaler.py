@@ -1,7 +1,8 @@
 """ShardedGradScaler: torch's scaler, for gradients of which a rank has a part.
 
-torch's own asks DTensors, one mesh at a time. Here every rank looks at its local parts, whatever they are parts of, and
-all are told whether any found an infinity: so sharded, replicated and ignored parameters may be in one optimizer.
+torch's own scaler works on DTensors, one mesh at a time. Here every rank checks its local part of each gradient, and an
+all-reduce tells all ranks whether any found an infinity. So sharded, replicated and ignored parameters may be in one
+optimizer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .._torch_compat import amp, dtensors
 
 
 class ShardedGradScaler(GradScaler):
-    """``torch.amp.GradScaler`` whose ranks skip a step together; they are those of ``process_group``, or all."""
+    """A ``torch.amp.GradScaler`` with which the ranks of ``process_group``, by default all, skip a step together."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class ShardedGradScaler(GradScaler):
         self.process_group = process_group
 
     def scale(self, outputs: Any) -> Any:
-        """The outputs times the scale, each in its own dtype."""
+        """Return the outputs times the scale, each in its own dtype."""
         if isinstance(outputs, Tensor):
             scaled: Tensor = super().scale(outputs)
             return scaled.to(outputs.dtype)
@@ -59,14 +60,17 @@ class ShardedGradScaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Divide gradients in place; by device, whether some are infinite. ``unscale_`` calls it (2.11 to 2.15)."""
+        """Divide gradients by the scale in place; return, by device, whether any is infinite.
+
+        ``unscale_`` calls it (2.11 to 2.15).
+        """
         by_kind: dict[Any, list[Tensor]] = defaultdict(list)
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if param.grad is None:
                     continue
                 if param.grad.is_sparse:
-                    param.grad = param.grad.coalesce()  # entries of one place may add up to an infinity
+                    param.grad = param.grad.coalesce()  # entries of one place may sum to an infinity
                     grad = param.grad.values()
                 else:
                     grad = dtensors.local_tensor(param.grad) if isinstance(param.grad, DTensor) else param.grad

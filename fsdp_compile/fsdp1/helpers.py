@@ -1,7 +1,7 @@
-"""Our wrappers for ``torch.distributed.checkpoint.state_dict``, which asks FSDP1's class about a model by one name.
+"""Make ``torch.distributed.checkpoint.state_dict``, which asks the class that it has as ``FSDP``, know our wrappers.
 
     get_state_dict(model, optim)
-      FSDP.fsdp_modules(model)           in the place of FSDP, from the first wrapper of ours on:
+      FSDP.fsdp_modules(model)           Either replaces FSDP when the first wrapper of ours is made:
       FSDP.state_dict_type(model, ...)     Either ---> ours, where the model has wrappers of ours
       isinstance(module, FSDP)                    ---> else torch's, as before
 """
@@ -21,7 +21,7 @@ class _IsEither(type):
         return isinstance(one, (Wrapper, fsdp1.TORCH_FSDP))
 
     def __getattr__(cls, name: str) -> Any:
-        """A static method of FSDP1's class: the model that it is about comes first, or is called so."""
+        """Return a function that calls this static method of the class that its model (an argument) is wrapped in."""
 
         def ask(*args: Any, **kwargs: Any) -> Any:
             model = args[0] if args else kwargs["module" if "module" in kwargs else "model"]
@@ -31,7 +31,7 @@ class _IsEither(type):
 
 
 class Either(metaclass=_IsEither):
-    """FSDP1's class, torch's or ours: the one that has wrapped something in the model that is asked about."""
+    """FSDP1's class: ours for a model that has wrappers of ours, torch's for any other."""
 
 
 def _class_in(model: nn.Module) -> Any:
@@ -40,10 +40,10 @@ def _class_in(model: nn.Module) -> Any:
 
 
 def state_of_wrapper(module: nn.Module) -> Any:
-    """What the helpers take for the state of a wrapped module: of ours, the wrapper itself, as FSDP1's is."""
+    """Return what the helpers use as a wrapped module's state: for ours, the wrapper itself, as in FSDP1."""
     return module if isinstance(module, Wrapper) else fsdp1.TORCH_STATE_OF_WRAPPER(module)
 
 
 def known_to_helpers() -> None:
-    """Have the helpers know our wrappers beside torch's; where ``adopt()`` holds, they do."""
+    """Make the helpers know our wrappers beside torch's; within ``adopt()`` they do already."""
     fsdp1.tell_checkpoint_helpers(Either, state_of_wrapper)

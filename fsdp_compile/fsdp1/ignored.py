@@ -1,4 +1,4 @@
-"""What stays as it is: modules with all that is in them, or parameters one by one."""
+"""What a wrapper does not shard: modules with all that is in them, or single parameters."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .region import Wrapper, wrappers_in
 
 @dataclass(frozen=True)
 class Ignored:
-    """What one wrapper leaves alone, and what those inside it do."""
+    """The modules and parameters that a wrapper, or a wrapper inside it, does not shard."""
 
     modules: frozenset[nn.Module]
     params: frozenset[nn.Parameter]
 
 
 def ignored_in(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> Ignored:
-    """What the two arguments name, and what the wrappers in ``module`` were told to ignore."""
+    """Return what the two arguments name, with what the wrappers in ``module`` ignore."""
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
             "Cannot pass both ignored_modules and ignored_states at the same time. Pass ignored_states, which takes "

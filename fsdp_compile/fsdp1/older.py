@@ -2,9 +2,10 @@
 
     full_optim_state_dict, sharded_optim_state_dict                              optim_state_dict, of one type
     shard_full_..., scatter_full_..., flatten_sharded_optim_state_dict           optim_state_dict_to_load, of one type
-    rekey_optim_state_dict                                                       names for numbers, and back
+    rekey_optim_state_dict                                                       numbers to names, and back
 
-They take ``optim``, or, older still, what the optimizer was made from: ``optim_input``, or else ``model.parameters()``.
+They accept ``optim`` or, older still, ``optim_input``: the parameters that the optimizer was made from, by default
+``model.parameters()``.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from .settings import settings_of
 
 
 class OlderOptimState:
-    """These functions, as FullyShardedDataParallel has them."""
+    """These functions, as static methods of FullyShardedDataParallel."""
 
     @staticmethod
     def full_optim_state_dict(
         model: nn.Module, optim: Any, optim_input: Any = None, rank0_only: bool = True, group: Any = None
     ) -> OptimState:
-        """The optimizer's state by names, in whole tensors on the CPU; on rank 0 alone, unless told otherwise."""
+        """Return the optimizer's state by names, in whole tensors on the CPU; by default on rank 0 alone."""
         _warn("full_optim_state_dict", "optim_state_dict")
         _warn_of_input(optim_input)
         return optim_state(model, optim, None, _full(rank0_only), group)
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Any, group: Any = None) -> OptimState:
-        """The optimizer's state by names, in DTensors."""
+        """Return the optimizer's state by names, in DTensors."""
         _warn("sharded_optim_state_dict", "optim_state_dict")
         return optim_state(model, optim, None, settings_of(StateDictType.SHARDED_STATE_DICT), group)
 
@@ -43,7 +44,7 @@ class OlderOptimState:
     def shard_full_optim_state_dict(
         full_optim_state_dict: OptimState, model: nn.Module, optim_input: Any = None, optim: Any = None
     ) -> OptimState:
-        """What ``optim.load_state_dict`` takes, of whole tensors that every rank has."""
+        """Convert a state of whole tensors that every rank has for ``optim.load_state_dict``."""
         _warn("shard_full_optim_state_dict", "optim_state_dict_to_load")
         optim = _optimizer(model, optim, optim_input)
         return optim_state_to_load(model, optim, full_optim_state_dict, _full(False), False, None)
@@ -56,7 +57,7 @@ class OlderOptimState:
         optim: Any = None,
         group: Any = None,
     ) -> OptimState:
-        """What ``optim.load_state_dict`` takes, of whole tensors that rank 0 has."""
+        """Convert a state of whole tensors that rank 0 has for ``optim.load_state_dict``."""
         _warn("scatter_full_optim_state_dict", "optim_state_dict_to_load")
         optim = _optimizer(model, optim, optim_input)
         return optim_state_to_load(model, optim, full_optim_state_dict or {}, _full(True), False, group)
@@ -65,7 +66,7 @@ class OlderOptimState:
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: OptimState, model: nn.Module, optim: Any
     ) -> OptimState:
-        """What ``optim.load_state_dict`` takes, of DTensors."""
+        """Convert a state of DTensors for ``optim.load_state_dict``."""
         _warn("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
         settings = settings_of(StateDictType.SHARDED_STATE_DICT)
         return optim_state_to_load(model, optim, sharded_optim_state_dict, settings, False, None)
@@ -78,7 +79,7 @@ class OlderOptimState:
         optim_input: Any = None,
         optim: Any = None,
     ) -> OptimState:
-        """The same state with names for numbers (PARAM_NAME), or numbers for names (PARAM_ID)."""
+        """Return the same state with names for keys (PARAM_NAME), or with numbers for keys (PARAM_ID)."""
         if optim_state_key_type not in tuple(OptimStateKeyType):
             raise AssertionError(
                 f"Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, got {optim_state_key_type!r}. Pass "
@@ -110,7 +111,7 @@ def _full(rank0_only: bool) -> StateDictSettings:
 
 
 def _optimizer(model: nn.Module, optim: Any, optim_input: Any) -> Any:
-    """The optimizer, or something that has its groups of parameters."""
+    """Return the optimizer, or a stand-in that has only its parameter groups."""
     if optim is not None and optim_input is not None:
         raise ValueError("Both optim and optim_input were given. Pass optim.")
     if optim is not None:
@@ -122,7 +123,7 @@ def _optimizer(model: nn.Module, optim: Any, optim_input: Any) -> Any:
 
 
 def _listed(optim_input: Any) -> list[Any]:
-    """What an optimizer was made from: parameters, or groups of them."""
+    """Return ``optim_input`` as a list of parameters, or of parameter groups."""
     given = list(optim_input) if isinstance(optim_input, Iterable) else []
     if not isinstance(optim_input, Iterable) or not (_all_are(Tensor, given) or _all_are(dict, given)):
         kinds = ", ".join(sorted({type(one).__name__ for one in given})) or type(optim_input).__name__

@@ -1,12 +1,12 @@
-"""The optimizer's state by parameters' names, and back.
+"""Convert an optimizer's state to one by parameters' names, and back.
 
     optim.state_dict()                                    optim_state(...)
       state         0: {exp_avg: DTensor, step}   -->       state         "layers.0.up.weight": {exp_avg: whole, step}
       param_groups  [{lr, params: [0, 1]}]        <--       param_groups  [{lr, params: ["layers.0.up.weight", ...]}]
 
-What is shaped like its parameter travels as parameters do (state_dicts.py); the rest, as ``step``, stays as it is.
-An optimizer may have an order of its own, and numbers or names for keys. So parameters are looked up by the model's
-names, ranks compare which states they have, and all of them gather in the order of the names.
+Values shaped like their parameter are converted as parameters are (state_dicts.py); others, as ``step``, stay the same.
+An optimizer may have its own order of parameters, and numbers or names for keys. So parameters are looked up by the
+model's names, ranks compare which states they have, and all of them gather in the order of the names.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def optim_state(
     settings: StateDictSettings,
     group: dist.ProcessGroup | None = None,
 ) -> OptimState:
-    """The state of ``optim``, or the ``given`` one in its place, by names; empty where ``rank0_only`` says so.
+    """Return the state of ``optim``, or of ``given`` in its place, by names; with ``rank0_only``, empty on other ranks.
 
-    What an optimizer keeps for itself, not for a parameter, stays under its key. All ranks of ``group`` call this.
+    A state that belongs to no parameter keeps its key. All ranks of ``group`` call this.
     """
     given = optim.state_dict() if given is None else given
     config: Any = settings.optim_state_dict_config
@@ -53,7 +53,7 @@ def optim_state(
     _require_alike(names, states, group)
     gets_it = not rank0_only(config) or dist.get_rank(group) == 0
 
-    def keep(value: Any) -> Any:  # on other ranks nothing of what was gathered is kept
+    def keep(value: Any) -> Any:  # with rank0_only, other ranks keep nothing of what was gathered
         if not gets_it:
             return None
         return value.cpu() if config.offload_to_cpu and isinstance(value, Tensor) else value
@@ -65,7 +65,7 @@ def optim_state(
         for key, value in state.items():
             if param is not None and _is_like(param, value):
                 sharded.append((name, key, param))
-            else:  # which the optimizer goes on writing to
+            else:  # a clone, for the optimizer goes on writing to it
                 state[key] = keep(value.detach().clone() if isinstance(value, Tensor) else value)
     values = saved_as(settings.state_dict_type, [(param, saved[name][key]) for name, key, param in sharded], keep)
     for (name, key, _), value in zip(sharded, values, strict=True):
@@ -87,9 +87,9 @@ def optim_state_to_load(
     by_name: bool,
     group: dist.ProcessGroup | None,
 ) -> OptimState:
-    """What ``optim.load_state_dict`` takes, of a state by names; where rank 0 alone has it, it sends it to others.
+    """Convert a state by names for ``optim.load_state_dict``; with ``rank0_only``, rank 0 sends it to the others.
 
-    ``by_name``: the optimizer knows its parameters by the names that ``model.named_parameters()`` has.
+    ``by_name``: the optimizer's keys are the names that ``model.named_parameters()`` has.
     """
     if rank0_only(settings.optim_state_dict_config):
         given = _from_first(given, group)
@@ -111,16 +111,16 @@ def optim_state_to_load(
 
 
 def numbers_of(model: nn.Module, optim: Any) -> dict[str, int]:
-    """The optimizer's parameters: their numbers in its state dict, by their names in the model."""
+    """Return the numbers of the optimizer's parameters in its state dict, by their names in the model."""
     names = _Names(model, optim)
     _require_own(names.foreign)
     return names.numbers
 
 
 class _Names:
-    """The model's parameters by name, and what an optimizer calls them.
+    """The model's parameters by name, and an optimizer's keys for them.
 
-    A name is what a plain model's parameter is called. One that is tied has the first of its names.
+    Names are those of the plain model, without wrappers. A tied parameter has the first of its names.
     """
 
     def __init__(self, model: nn.Module, optim: Any) -> None:
@@ -129,7 +129,7 @@ class _Names:
         for name, param in named:
             current.setdefault(param, name)
         self.of_param = {param: _name(name) for param, name in current.items()}
-        self.current = {_name(name): name for name in current.values()}  # with the wrappers that are there
+        self.current = {_name(name): name for name in current.values()}  # the names with wrappers
         self._by_any_name = {_uncompiled(_name(name)): self.of_param[param] for name, param in named}
         sharded = {one.param: one for unit in units_in(model) for one in unit.params}
         self.sharded = {name: sharded[param] for param, name in self.of_param.items() if param in sharded}
@@ -139,11 +139,11 @@ class _Names:
         self.foreign = [tuple(param.shape) for param in ours if param not in self.of_param]
 
     def of(self, key: Any) -> Any:
-        """The name of what an optimizer has under a key: a number or a name; the key, if that is no parameter."""
+        """Return the parameter's name for an optimizer's key, a number or a name; the key, if it is no parameter's."""
         return self._by_number.get(key, key) if isinstance(key, int) else self.of_name(key)
 
     def of_name(self, key: Any) -> Any:
-        """The name of a parameter by one that may have wrappers in it; the key, if that is no parameter."""
+        """Return the parameter's name for a name that may have wrappers in it; the key, if it is no parameter's."""
         return self._by_any_name.get(_uncompiled(_name(key)), key) if isinstance(key, str) else key
 
 
@@ -156,7 +156,7 @@ def _require_own(foreign: list[tuple[int, ...]]) -> None:
 
 
 def _require_alike(names: _Names, states: OptimState, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank where the ranks that hold a parameter do not have the same states of it.
+    """Raise on every rank where ranks that hold the same parameter have different states for it.
 
     They compare digests first: the names of 2,000 parameters from 1,000 ranks are 100 MB.
     """
@@ -205,15 +205,15 @@ def _is_like(param: ShardedParam | None, value: Any) -> bool:
 
 
 def _loaded(param: ShardedParam | None, value: Any) -> Any:
-    """In the dtype in which it was saved: optimizers may keep more bits than parameters have, or fewer."""
+    """Return a value as a shard in its saved dtype: optimizers may keep more bits than parameters have, or fewer."""
     return value if param is None or not isinstance(value, Tensor) else loaded_as(param, value, value.dtype)
 
 
 def _groups_to_load(names: _Names, optim: Any, given: list[Any], keys: dict[str, Any]) -> list[Any]:
-    """The given groups' settings, in the order in which the optimizer has groups and parameters.
+    """Return the given groups' settings, in the order in which the optimizer has groups and parameters.
 
-    A parameter that is not sharded, and that no given group has, is left out, as under FSDP1: code that manages it
-    otherwise (expert parallelism) adds its entry.
+    A parameter that is not sharded and is in no given group is left out, as under FSDP1: code that manages it by other
+    means (expert parallelism) adds its entry.
     """
     group_of = {names.of_name(key): group for group in given for key in group["params"]}
     groups = []
@@ -226,31 +226,31 @@ def _groups_to_load(names: _Names, optim: Any, given: list[Any], keys: dict[str,
                 "over the parameters that it was saved with."
             )
         ours = [name for name in ours if name in group_of]
-        theirs = group_of[ours[0]] if ours else group  # an empty one keeps its settings
+        theirs = group_of[ours[0]] if ours else group  # an empty group keeps its settings
         apart = [name for name in ours if group_of[name] is not theirs]
         if apart:
             raise RuntimeError(
                 f"The optimizer state to load has {ours[0]} and {apart[0]} in different parameter groups, but the "
                 "optimizer has them in one, with one learning rate. Build it with the groups that it was saved with."
             )
-        # Those saved may be in another order. Where there are none, torch.optim keeps its own (2.11 to 2.15).
+        # Saved names may be in another order. Without any, torch.optim keeps the optimizer's own (2.11 to 2.15).
         kept = {key: value for key, value in theirs.items() if key != "param_names"}
         groups.append({**kept, "params": [keys[name] for name in ours]})
     return groups
 
 
 def _name(name: str) -> str:
-    """Without any wrappers, as a plain model's parameter is called."""
+    """Return the name of a parameter in the plain model, without wrappers."""
     return fsdp1.without_checkpointing(clean(name))
 
 
 def _uncompiled(name: str) -> str:
-    """Without torch.compile's wrappers, which torch's helpers put into some names and not into others."""
+    """Return a name without torch.compile's wrappers, which torch's helpers put into some names and not into others."""
     return name.replace("_orig_mod.", "")
 
 
 def _from_first(given: OptimState, group: dist.ProcessGroup | None) -> OptimState:
-    """Rank 0's, on every rank: its plan as an object, tensors one after another."""
+    """Return rank 0's state on every rank. It is broadcast as one object without tensors, then tensor by tensor."""
     first = dist.get_rank(group) == 0
     source = dist.get_global_rank(group, 0) if group is not None else 0
     plan: list[Any] = [None]
@@ -274,7 +274,7 @@ def _from_first(given: OptimState, group: dist.ProcessGroup | None) -> OptimStat
 
 
 class _Described:
-    """A tensor that is on its way."""
+    """The shape and dtype of a tensor that is broadcast later."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype

@@ -1,11 +1,11 @@
-"""Optimizers that were built before their model was wrapped train what it has now.
+"""Put the shards into optimizers that were built before their model was wrapped.
 
     optimizer = AdamW(model.parameters())       has the parameters
     model = FSDP(model, use_orig_params=True)   has shards in their places: so has the optimizer
     optimizer.step()
 
-FSDP1 leaves ``use_orig_params=True``'s parameters the objects that they were, and accelerate's
-``prepare(model, optimizer)`` counts on it. A shard is a DTensor, and no other object can become one.
+With ``use_orig_params=True``, FSDP1's parameters stay the same objects, and accelerate's ``prepare(model, optimizer)``
+counts on it. Here a shard is a DTensor, and no other object can become one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ..core.param import STAMP, ShardedParam
 
 
 def hand_over(before: Iterable[weakref.ref[nn.Parameter]]) -> None:
-    """Put shards where optimizers have what was sharded; warn of one that has taken steps with it.
+    """Replace parameters that were sharded by their shards in every optimizer; warn where it has stepped with one.
 
-    ``before``: the parameters as they were. What is gone by now, no optimizer has: most calls look no further.
+    ``before``: the parameters before wrapping. No optimizer has a parameter that is gone by now: most calls end early.
     """
     left: dict[int, ShardedParam] = {}
     for full in (one() for one in before):
@@ -32,7 +32,7 @@ def hand_over(before: Iterable[weakref.ref[nn.Parameter]]) -> None:
             left[id(full)] = getattr(full, STAMP)
     if not left:
         return
-    # By its type: what says of itself that it is of another class (a proxy) need not be asked.
+    # By type(): isinstance would also ask an object for the class that it claims to have, as a proxy does.
     for optimizer in [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]:
         for group in optimizer.param_groups:
             for place, param in enumerate(group["params"]):

@@ -1,6 +1,6 @@
-"""Which modules below a root are wrapped, and with what: a policy's choice, and what mixed precision adds to it.
+"""Which modules below a root are wrapped, and with which arguments: a policy's choice, and mixed precision's additions.
 
-    policy                                    asked
+    policy                                    when it is asked
     ModuleWrapPolicy, CustomPolicy, ...       once, for the whole tree
     a function (module, recurse,              from the root down: recurse=True, whether to look inside;
       nonwrapped_numel) -> bool               on the way up: recurse=False, whether to wrap
@@ -22,7 +22,7 @@ from .region import Wrapper
 
 
 def choose(root: nn.Module, policy: Any, ignored: Ignored, kwargs: dict[str, Any]) -> tuple[Chosen, set[nn.Module]]:
-    """The modules to wrap, by arguments, and those among them that compute in their own dtype."""
+    """Return the modules to wrap with their arguments, and those among them that compute in their own dtype."""
     for path, module in root.named_modules():
         if isinstance(module, Wrapper) or unit_of(module) is not None:
             raise ValueError(
@@ -36,7 +36,7 @@ def choose(root: nn.Module, policy: Any, ignored: Ignored, kwargs: dict[str, Any
         ask_from_root_down(root, policy, ignored.params, ignored.modules, kwargs, chosen)
     else:
         raise TypeError(f"auto_wrap_policy is a {type(policy).__name__}. Pass a function, or a ModuleWrapPolicy.")
-    chosen.pop(root, None)  # whose wrapper is the one being made
+    chosen.pop(root, None)  # the root's wrapper is the one being made
     classes = fsdp1.classes_in_full_precision(kwargs["mixed_precision"])
     exact = {
         module
@@ -57,7 +57,7 @@ def choose(root: nn.Module, policy: Any, ignored: Ignored, kwargs: dict[str, Any
 
 
 def wrap_children(root: nn.Module, chosen: Chosen, wrap: Callable[[nn.Module, dict[str, Any]], nn.Module]) -> None:
-    """Put a wrapper around each chosen module, in every place that it has; inner ones first."""
+    """Put a wrapper around each chosen module, inner modules first, in every place where the module is registered."""
     wrappers: dict[nn.Module, nn.Module] = {}
     seen: set[nn.Module] = set()
 

@@ -1,4 +1,4 @@
-"""What happens to a region before it is sharded: made of meta tensors, sent from rank 0, cast."""
+"""Prepare a region before it is sharded: materialize meta tensors, send values from rank 0, cast buffers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .region import region_of, tensors_of
 
 
 def unsharded_params(module: nn.Module, ignored: Ignored) -> Iterator[tuple[str, nn.Module, str, Any]]:
-    """The parameters of a region that are neither ignored nor sharded: (path, module, name, parameter)."""
+    """Yield the parameters of a region that are neither ignored nor sharded: (path, module, name, parameter)."""
     for path, one, name, param in tensors_of(module, ignored.modules, buffers=False):
         if param not in ignored.params and name not in one.__dict__.get(READS, {}):
             yield path, one, name, param
 
 
 def materialize(module: nn.Module, ignored: Ignored, device: torch.device, init_fn: Any) -> None:
-    """Give what is on the meta device memory and values: by ``init_fn``, or by each module's ``reset_parameters``."""
+    """Give meta tensors memory and values, by ``init_fn`` or by each module's ``reset_parameters``."""
     on_meta = [tensor for _, _, _, tensor in unsharded_params(module, ignored) if tensor.is_meta]
     on_meta += [one for _, _, _, one in tensors_of(module, ignored.modules, params=False) if one.is_meta]
     if not on_meta:
@@ -39,13 +39,13 @@ def materialize(module: nn.Module, ignored: Ignored, device: torch.device, init_
         places.setdefault(param, []).append((one, name))
     for one, path in {one: path for path, one in region_of(module, ignored.modules)}.items():
         _materialize_one(one, path, device, init_fn)
-    for (first, name), *others in places.values():  # to_empty knows nothing of weights that are tied
+    for (first, name), *others in places.values():  # to_empty separates tied weights
         for one, other in others:
             one._parameters[other] = first._parameters[name]
 
 
 def require_ties_inside(root: nn.Module, chosen: Collection[nn.Module]) -> None:
-    """Raise where a parameter on the meta device is in the regions of several wrappers: each would make its own."""
+    """Raise where a meta parameter is in the regions of several wrappers: each would materialize one of its own."""
     places: dict[Tensor, dict[nn.Module, str]] = {}
 
     def visit(module: nn.Module, path: str, region: nn.Module) -> None:
@@ -86,21 +86,21 @@ def _materialize_one(
 
 
 def send_from_first(module: nn.Module, ignored: Ignored, mesh: DeviceMesh, device: torch.device) -> None:
-    """Have the parameters and buffers of rank 0 on all ranks of the mesh, in place."""
+    """Broadcast the parameters and buffers of rank 0 to all ranks of the mesh, in place."""
     tensors = [param for _, _, _, param in unsharded_params(module, ignored)]
     tensors += [buffer for _, _, _, buffer in tensors_of(module, ignored.modules, params=False)]
     for tensor in dict.fromkeys(tensors):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         with torch.no_grad():
             sent = local.detach().to(device).contiguous()
-            for dim in range(mesh.ndim):  # replicas first, so that the first of each row has it
+            for dim in range(mesh.ndim):  # over replicas first, so that the first rank of each row has it
                 group = mesh.get_group(dim)
                 dist.broadcast(sent, src=dist.get_global_rank(group, 0), group=group)
             local.copy_(sent)
 
 
 def cast_buffers(module: nn.Module, ignored: Ignored, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Cast the region's floating-point buffers; by name, the dtypes that they had, in which they are saved."""
+    """Cast the region's floating-point buffers; return their former dtypes by path, in which they are saved."""
     had = {}
     for path, one, name, buffer in list(tensors_of(module, ignored.modules, params=False)):
         if buffer.is_floating_point() and buffer.dtype != dtype:
@@ -110,13 +110,13 @@ def cast_buffers(module: nn.Module, ignored: Ignored, dtype: torch.dtype) -> dic
 
 
 def restore_buffers(module: nn.Module, ignored: Ignored, dtypes: dict[str, torch.dtype]) -> None:
-    """Give the region's buffers the dtypes that they had, by path."""
+    """Cast the region's buffers back to the dtypes that they had, given by path."""
     for path, one, name, buffer in list(tensors_of(module, ignored.modules, params=False)):
         one._buffers[name] = buffer.to(dtypes.get(path, buffer.dtype))
 
 
 def ask_for_gradients_in(module: nn.Module, ignored: Ignored, dtype: torch.dtype) -> None:
-    """Have the region's parameters ask for gradients of ``dtype``, and their shards after them."""
+    """Make ``dtype`` the ``grad_dtype`` of the region's parameters, and so of the shards made from them."""
     for _, _, _, param in unsharded_params(module, ignored):
         if param.is_floating_point():
             autograd.restore_grad_dtype(param, dtype)

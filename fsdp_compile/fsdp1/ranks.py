@@ -1,4 +1,4 @@
-"""Which ranks, on which device: a process group, a pair of them or a mesh, read as the mesh that fully_shard takes.
+"""Choose the device, and the mesh for ``fully_shard``: from a process group, a pair of groups, or a mesh.
 
     sharding_strategy       groups given                 mesh                            made by
     FULL_SHARD              none | one | 1-D mesh        1-D                             fully_shard
@@ -25,7 +25,7 @@ KEEPS_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, HYBRID_SHARD_ZERO2)
 
 
 def device_for(device_id: Any, devices: set[torch.device], mesh: DeviceMesh | None) -> torch.device:
-    """Where to compute: as ``device_id`` says, or the mesh, or where parameters are, or this machine's accelerator."""
+    """Return the device to compute on: by ``device_id``, the mesh, the parameters, or this machine's accelerator."""
     if len({one for one in devices if one.type != "cpu"}) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise RuntimeError(
@@ -83,7 +83,7 @@ def mesh_for(
     device: torch.device,
     wraps_by_hand: bool,
 ) -> DeviceMesh:
-    """The mesh to shard over, or to replicate over."""
+    """Return the mesh to shard over, or to replicate over."""
     if process_group is not None and mesh is not None:
         raise ValueError("Cannot pass both process_group and device_mesh at the same time. Pass one.")
     if not dist.is_initialized():
@@ -140,7 +140,10 @@ def _mesh_of_two(
 
 
 def _mesh_of_nodes(device_type: str) -> DeviceMesh:
-    """Sharded inside a node, replicated over nodes: torchrun says how many ranks a node has, or its devices do."""
+    """Return a mesh that shards inside a node and replicates over nodes.
+
+    torchrun says how many ranks a node has. Without it, that is one for each accelerator, and all ranks on the CPU.
+    """
     world = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     if not per_node:

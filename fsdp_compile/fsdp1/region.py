@@ -1,4 +1,4 @@
-"""A wrapper's region: the modules below it that no inner wrapper has, and the names under which users know them.
+"""A wrapper's region: the modules below it that are in no inner wrapper, and the names by which users know them.
 
     FSDP                                   root's region: Model, Linear "head"
       _fsdp_wrapped_module: Model
@@ -6,7 +6,7 @@
           _fsdp_wrapped_module: Block
         head: Linear
 
-Names leave out ``_fsdp_wrapped_module``: what the model was called before it was wrapped, its state dict is called.
+Names leave out ``_fsdp_wrapped_module``: a state dict has the names that the model had before it was wrapped.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ PREFIX = f"{WRAPPED}."
 
 
 class Wrapper(nn.Module):
-    """What stands around a wrapped module in the tree."""
+    """The module that has a wrapped module's place in the tree."""
 
     _fsdp_wrapped_module: nn.Module
     _ignored: Any  # ignored.Ignored
 
 
 def clean(name: str) -> str:
-    """The name without the wrappers in it."""
+    """Return the name without the wrappers in it."""
     return name.replace(PREFIX, "").removesuffix(f".{WRAPPED}").removesuffix(WRAPPED)
 
 
 def region_of(module: nn.Module, left_out: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """``module`` and what is below it, by path, in every place; neither inner wrappers nor what is left out."""
+    """Yield ``module`` and the modules below it with each of their paths, without inner wrappers and ``left_out``."""
     pending = [("", module)] if module not in left_out else []
     while pending:
         path, one = pending.pop()
@@ -48,14 +48,14 @@ def region_of(module: nn.Module, left_out: Collection[nn.Module] = ()) -> Iterat
 
 
 def wrappers_in(module: nn.Module) -> list[Wrapper]:
-    """Every wrapper from ``module`` on, outermost first."""
+    """Return every wrapper at and below ``module``, outermost first."""
     return [one for one in module.modules() if isinstance(one, Wrapper)]
 
 
 def tensors_of(
     module: nn.Module, left_out: Collection[nn.Module], params: bool = True, buffers: bool = True
 ) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """The parameters and buffers of a region: (path in it, module, name, tensor)."""
+    """Yield the parameters and buffers of a region: (path in it, module, name, tensor)."""
     for path, one in region_of(module, left_out):
         held: list[dict[str, Any]] = [one._parameters] * params + [one._buffers] * buffers
         for name, tensor in ((name, tensor) for some in held for name, tensor in some.items()):

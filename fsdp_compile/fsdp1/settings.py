@@ -1,4 +1,4 @@
-"""Which kind of state dict a wrapper gives: set for a whole tree, and the same in all of it.
+"""The type of the wrappers' state dicts: it is set for a whole tree of wrappers, and is the same in all of them.
 
     state_dict_type        a parameter, and its optimizer's state         configurations
     FULL_STATE_DICT        whole tensors; the default                     offload_to_cpu, rank0_only
@@ -30,7 +30,7 @@ _CONFIGS: dict[StateDictType, tuple[type, type]] = {
 
 
 def settings_of(kind: Any, config: Any = None, optim_config: Any = None) -> StateDictSettings:
-    """The type with its configurations, the defaults where there are none; raises where they are another type's."""
+    """Return a type with its configurations, by default its own; raise where they belong to another type."""
     if kind not in _CONFIGS:
         raise TypeError(f"state_dict_type is {kind!r}. Pass a StateDictType.")
     given: list[Any] = []
@@ -45,12 +45,12 @@ def settings_of(kind: Any, config: Any = None, optim_config: Any = None) -> Stat
 
 
 def default_settings() -> StateDictSettings:
-    """Whole tensors, where parameters are, on all ranks."""
+    """Return the default: whole tensors, on the parameters' device, on all ranks."""
     return settings_of(StateDictType.FULL_STATE_DICT)
 
 
 def common(settings: Sequence[StateDictSettings]) -> StateDictSettings | None:
-    """The settings of all; raises where they are not one."""
+    """Return the settings that all have in common; raise where they differ."""
     for one in settings[1:]:
         if one != settings[0]:
             raise AssertionError(
@@ -61,7 +61,7 @@ def common(settings: Sequence[StateDictSettings]) -> StateDictSettings | None:
 
 
 def first_of_one_type(settings: Sequence[StateDictSettings]) -> StateDictSettings | None:
-    """The settings of the outermost; raises where inner ones are of another type."""
+    """Return the settings of the outermost wrapper; raise where an inner wrapper has another type."""
     for one in settings[1:]:
         if one.state_dict_type is not settings[0].state_dict_type:
             raise AssertionError(
@@ -72,5 +72,5 @@ def first_of_one_type(settings: Sequence[StateDictSettings]) -> StateDictSetting
 
 
 def rank0_only(config: Any) -> bool:
-    """Whether other ranks get nothing."""
+    """Whether ranks other than rank 0 get an empty state dict."""
     return bool(getattr(config, "rank0_only", False))

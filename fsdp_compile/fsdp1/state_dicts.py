@@ -1,10 +1,10 @@
-"""State dicts of wrapped modules: names without wrappers, and values of the kind that was asked for.
+"""State dicts of wrapped modules: names without wrappers, and values of the type that was set.
 
     state_dict()            the module's own, with wrappers' names and DTensor shards
       hook of a wrapper  -> clean names; in its region FULL: whole tensors, SHARDED and LOCAL: DTensors
     load_state_dict(given)
       hook of a wrapper  -> wrappers' names; whole tensors become shards
-      hook at the end    -> clean names in what is said to be missing or unexpected
+      hook at the end    -> clean names in the lists of missing and unexpected keys
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .settings import rank0_only
 
 
 def has_clean_state_dicts(wrapper: Any) -> None:
-    """Have the state dicts that ``wrapper`` gives and takes leave itself out of names, and be of the kind asked for."""
+    """Register the hooks with which ``wrapper`` saves and loads clean names, and values of the type that was set."""
     wrapper.register_state_dict_post_hook(_save)
     wrapper.register_load_state_dict_pre_hook(_load)
     wrapper.register_load_state_dict_post_hook(_report)
@@ -36,9 +36,9 @@ def has_clean_state_dicts(wrapper: Any) -> None:
 def saved_as(
     kind: StateDictType, values: Sequence[tuple[ShardedParam, Any]], keep: Callable[[Tensor], Any] = lambda value: value
 ) -> list[Any]:
-    """What ``keep`` makes of DTensors shaped like parameters' shards, as a state dict of this kind has them."""
+    """Convert DTensors shaped like parameters' shards to a type of state dict; return what ``keep`` makes of each."""
     if kind is not StateDictType.FULL_STATE_DICT:
-        return [keep(value.detach().clone()) for _, value in values]  # what is trained on after it was saved
+        return [keep(value.detach().clone()) for _, value in values]  # clones, for training goes on
 
     def keep_whole(param: ShardedParam, full: Tensor) -> Any:
         return keep(full if param.dtensor is None else param.as_read(full).full_tensor())
@@ -47,9 +47,9 @@ def saved_as(
 
 
 def loaded_as(param: ShardedParam, value: Any, dtype: torch.dtype | None = None) -> Any:
-    """What a state dict has of a parameter, as a DTensor like its shard; or as it is, if it does not fit.
+    """Convert a parameter's value in a state dict to a DTensor like its shard; return it as it is if it does not fit.
 
-    In the shard's dtype, unless another is given.
+    The result has the shard's dtype, unless another is given. DTensors are returned as they are.
     """
     if not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
@@ -61,7 +61,7 @@ def loaded_as(param: ShardedParam, value: Any, dtype: torch.dtype | None = None)
 
 
 def _params_in(wrapper: Any, prefix: str) -> Iterator[tuple[str, ShardedParam]]:
-    """The sharded parameters of a wrapper's region, by key: wrappers for checkpointing have left themselves out."""
+    """Yield a wrapper's own sharded parameters by key; wrappers for checkpointing have left themselves out of keys."""
     for path, module in region_of(wrapper._fsdp_wrapped_module):
         for name, (param, _, _) in module.__dict__.get(READS, {}).items():
             yield prefix + fsdp1.without_checkpointing(f"{path}.{name}" if path else name), param
@@ -69,12 +69,12 @@ def _params_in(wrapper: Any, prefix: str) -> Iterator[tuple[str, ShardedParam]]:
 
 def _save(wrapper: Any, state_dict: Any, prefix: str, local_metadata: Any) -> None:
     del local_metadata
-    for key in _last_below(state_dict, prefix):  # all of them, so that their order stays
+    for key in _last_below(state_dict, prefix):  # all keys, so that they keep their order
         value = state_dict.pop(key)
         state_dict[prefix + clean(key[len(prefix) :])] = value
     versions = getattr(state_dict, "_metadata", {})
     for path in _last_below(versions, prefix):
-        versions[clean(path)] = versions[path]  # a wrapped model looks for its own names before any hook
+        versions[clean(path)] = versions[path]  # beside the wrapped name, which a model looks for before any hook
 
     settings: StateDictSettings = wrapper._state_dict_settings
     kind = settings.state_dict_type
@@ -92,7 +92,7 @@ def _save(wrapper: Any, state_dict: Any, prefix: str, local_metadata: Any) -> No
 
 
 def _last_below(saved: dict[str, Any], prefix: str) -> list[str]:
-    """The keys that a module and those in it have just put there."""
+    """Return the keys that a module and the modules in it have just added, which are the last."""
     return list(itertools.takewhile(lambda key: f"{key}.".startswith(prefix), reversed(saved)))[::-1]
 
 

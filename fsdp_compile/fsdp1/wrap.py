@@ -1,6 +1,6 @@
-"""Which modules are wrapped: torch's policies by the names that ``torch.distributed.fsdp.wrap`` has for them.
+"""The policies that choose which modules are wrapped: torch's own, with their names in ``torch.distributed.fsdp.wrap``.
 
-They ask nothing of the class that wraps: ``enable_wrap(wrapper_cls=FullyShardedDataParallel)`` takes ours.
+They work with any class of wrappers: ``enable_wrap(wrapper_cls=FullyShardedDataParallel)`` accepts ours.
 """
 
 from torch.distributed.fsdp.wrap import CustomPolicy as CustomPolicy

@@ -10,8 +10,8 @@
                                         _fsdp_wrapped_module: Block       a unit
                                       head
 
-The wrapper casts inputs and knows names; what gathers, computes and reduces is the unit inside it, eagerly or compiled,
-as if ``fully_shard`` had been called.
+The wrapper casts inputs and translates names. The unit inside it gathers, computes and reduces, eagerly or compiled, as
+if ``fully_shard`` had been called.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from .settings import common, default_settings, first_of_one_type, settings_of
 
 
 class FullyShardedDataParallel(Constructed, OlderOptimState):
-    """Shard the parameters of ``module`` that no inner wrapper has; FSDP1's class by name, arguments and meaning.
+    """Shard the parameters of ``module`` that no inner wrapper has, with FSDP1's arguments and their meaning.
 
-    Parameters keep their names and shapes (``use_orig_params=True``), whatever ``use_orig_params`` says: they are
-    DTensors. Gathers are launched ahead as the plan says, or eagerly in last forward's order, so ``forward_prefetch``
-    asks for what happens anyway.
+    Parameters are DTensors and keep their names and shapes, as with ``use_orig_params=True``, whatever that argument
+    says. Compiled code prefetches as the plan says, eager code in the order of the last forward, so
+    ``forward_prefetch`` asks for what happens anyway.
     """
 
     def _new(self, module: nn.Module, **kwargs: Any) -> FullyShardedDataParallel:
@@ -55,18 +55,18 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The wrappers from ``module`` on; ``root_only``: those that are in no other of them."""
+        """Return the wrappers at and below ``module``; with ``root_only``, those that are in no other wrapper."""
         found = [one for one in wrappers_in(module) if isinstance(one, FullyShardedDataParallel)]
         inner = {one for outer in found for one in wrappers_in(outer._fsdp_wrapped_module)}
         return [one for one in found if not root_only or one not in inner]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters by the names that they had before wrapping."""
+        """Yield the parameters with the names that they had before wrapping."""
         for name, param in super().named_parameters(*args, **kwargs):
             yield clean(name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The buffers by the names that they had before wrapping."""
+        """Yield the buffers with the names that they had before wrapping."""
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield clean(name), buffer
 
@@ -76,10 +76,10 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
         return super()._apply(fn, recurse)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Call ``fn`` with every module from inside out while full parameters are in it, and keep what it writes."""
+        """Call ``fn`` on every module, inner ones first, with full parameters in it, and keep what ``fn`` writes."""
         self._require_idle("apply a function")
         with self._summoned([self], writeback=True):
-            super().apply(fn)  # inner wrappers do as this one
+            super().apply(fn)  # which calls this method of inner wrappers
         return self
 
     @staticmethod
@@ -92,10 +92,10 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Have full parameters in the place of shards; what is written to them stays, if ``writeback``.
+        """Put full parameters in the place of shards for a block; ``writeback`` keeps what is written to them.
 
         ``recurse``: also in inner wrappers; ``rank0_only``: other ranks keep their shards; ``with_grads``: ``.grad`` is
-        full, too. Every rank enters and leaves it.
+        full, too. Every rank must enter and leave the block.
         """
         wrappers = FullyShardedDataParallel.fsdp_modules(module)
         if not recurse:
@@ -156,7 +156,7 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings | None:
-        """Say which kind of state dict all wrappers from ``module`` on give and take; what was said before."""
+        """Set the type of state dict of all wrappers at and below ``module``; return the former settings."""
         settings = settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
         wrappers = FullyShardedDataParallel.fsdp_modules(module)
         before = first_of_one_type([one._state_dict_settings for one in wrappers])
@@ -166,7 +166,7 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-        """Which kind of state dict all wrappers from ``module`` on give and take; None without any."""
+        """Return the settings of state dicts that all wrappers at and below ``module`` share; None without wrappers."""
         return common([one._state_dict_settings for one in FullyShardedDataParallel.fsdp_modules(module)])
 
     @staticmethod
@@ -177,7 +177,7 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """``set_state_dict_type`` for a block."""
+        """Call ``set_state_dict_type`` for a block, then restore the former settings."""
         cls = FullyShardedDataParallel
         before = cls.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
         try:
@@ -190,10 +190,10 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
     def optim_state_dict(
         model: nn.Module, optim: Any, optim_state_dict: OptimState | None = None, group: Any = None
     ) -> OptimState:
-        """The optimizer's state by parameters' names, of the kind that ``set_state_dict_type`` said.
+        """Return the optimizer's state by parameters' names, of the type that ``set_state_dict_type`` set.
 
-        ``optim_state_dict``: to take in the place of ``optim.state_dict()``; its keys are numbers or names. All ranks
-        of ``group`` call this together, with the same states: its rank 0 gets what ``rank0_only`` keeps from others.
+        ``optim_state_dict`` is used in the place of ``optim.state_dict()``; its keys are numbers or names. All ranks of
+        ``group`` call this together, with the same states; with ``rank0_only``, only its rank 0 gets the result.
         """
         return optim_state(model, optim, optim_state_dict, FullyShardedDataParallel._settings_in(model), group)
 
@@ -206,10 +206,10 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
         load_directly: bool = False,
         group: Any = None,
     ) -> OptimState:
-        """What ``optim.load_state_dict`` takes, of a state that ``optim_state_dict`` gave, on these ranks or others.
+        """Convert a state that ``optim_state_dict`` returned, on these ranks or others, for ``optim.load_state_dict``.
 
-        ``is_named_optimizer``: it has the names of ``model.named_parameters()`` for keys, not numbers. With
-        ``rank0_only`` configured, the state of rank 0 of ``group`` counts.
+        ``is_named_optimizer``: the optimizer's keys are the names of ``model.named_parameters()``, not numbers. With
+        ``rank0_only`` configured, all ranks load the state of rank 0 of ``group``.
         """
         settings = FullyShardedDataParallel._settings_in(model)
         loadable = optim_state_to_load(model, optim, optim_state_dict, settings, is_named_optimizer, group)
@@ -226,22 +226,23 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in this context add full gradients up and send nothing; the first one after it reduces the sum."""
+        """Accumulate full gradients without communication; the first backward after the block reduces the sum."""
         self._require_root("no_sync")
         self._require_idle("stop synchronizing")
         with no_sync(self):
             yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm, as one vector, is at most ``max_norm``; the norm, on every rank."""
+        """Scale all gradients so that their norm, as one vector, is at most ``max_norm``; return the norm before."""
         self._require_root("clip_grad_norm_")
         self._require_idle("clip gradients")
         return clip_grad_norm(self.parameters(), max_norm, norm_type, self.compute_device)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Have ``hook`` reduce gradients: ``(state, gradients, shards)``, or ``(state, gradients)`` with NO_SHARD.
+        """Call ``hook(state, gradients, shards)`` to reduce gradients; ``hook(state, gradients)`` with NO_SHARD.
 
-        torch's hooks that compress to fp16 and bf16 become the dtype of the reduction; any other runs eagerly.
+        torch's hooks that compress to fp16 and bf16 become the dtype of the reduction; a unit with any hook that is not
+        torch's runs eagerly.
         """
         if not callable(hook):
             raise ValueError(f"The communication hook must be callable but got {hook!r}. Pass a function.")
@@ -271,7 +272,7 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
             )
 
     def _require_idle(self, doing: str) -> None:
-        expected = "FSDP was expected to be in states [IDLE] but current state is"  # as FSDP1 says it
+        expected = "FSDP was expected to be in states [IDLE] but current state is"  # FSDP1's words
         if self._has_full_params:
             raise ValueError(f"Cannot {doing}: {expected} SUMMON_FULL_PARAMS. Leave summon_full_params first.")
         try:

@@ -25,7 +25,7 @@ from ..passes import markers
 
 @shared
 def extended_gather(spec: ReadSpec) -> Callable[..., Any]:
-    """``unshard`` for a parameter that says itself what travels; Dynamo leaves it to AOTAutograd to look inside."""
+    """Return the ``unshard`` of a parameter with an extension; Dynamo leaves it to AOTAutograd to trace inside."""
 
     def gather(shard: Any, leaf: Tensor | None, ticket: Tensor | None, then: str) -> Any:
         names, tensors = (shard[0], shard[1:]) if isinstance(shard, tuple) else (None, (shard,))
@@ -35,7 +35,7 @@ def extended_gather(spec: ReadSpec) -> Callable[..., Any]:
 
 
 class _Gather(torch.autograd.Function):
-    """A shard to the full parameter that its subclass makes; backward as that of the ``unshard`` marker."""
+    """Make the full parameter of a shard by its subclass; backward is that of the ``unshard`` marker."""
 
     @staticmethod
     def forward(
@@ -65,4 +65,4 @@ class _Gather(torch.autograd.Function):
             return tuple(nothing)
         ticket = ctx.saved_tensors[0] if ctx.saved_tensors else None
         for_shard, for_leaf = markers.gradients(grad, ctx.spec.kwargs(), ctx.then, ctx.has_leaf, ticket)
-        return for_leaf, *nothing[2:], for_shard  # where the shard is in pieces, there is a leaf, or it is frozen
+        return for_leaf, *nothing[2:], for_shard  # a shard in several pieces has a leaf, or is frozen

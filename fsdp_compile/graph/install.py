@@ -1,4 +1,4 @@
-"""How the passes get into the compiler."""
+"""Put the passes into the compiler's settings."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class ComposedPass(inductor.InferenceAwareGraphPass):  # type: ignore[misc]
         self.ours(graph)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ComposedPass:
-        return self  # as the manager: Inductor copies the defaults of its settings
+        return self  # like the manager: Inductor copies the defaults of its settings
 
     def uuid(self) -> Any:
-        """None, "do not cache", as soon as one of the user's passes has no uuid."""
+        """Return None, which means "do not cache", if one of the user's passes has no uuid."""
         uuids = [one_pass.uuid() if isinstance(one_pass, CustomGraphPass) else None for one_pass in self.theirs]
         return None if None in uuids else (*uuids, self.ours.uuid())
 

@@ -1,4 +1,4 @@
-"""What a traced read of a parameter does, and the property that reads it."""
+"""The property that reads a parameter, and what a traced read does."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .watch import Watch
 
 
 def traced_read(param: Any, sink: Sink, watch: Watch, fqn: str, mesh: DeviceMesh | None, traced: bool) -> Any:
-    """The parameter as a value: an unshard marker on the local shard, or what its all-gather extension computes.
+    """Return the parameter as a value: an unshard marker on the local shard, or what its all-gather extension computes.
 
-    ``param`` is the shard, or, where that is the one that the unit watches: what the graph takes, its local tensor, and
-    its edge. ``mesh`` is that of the DTensor to make of what is gathered.
+    ``param`` is the registered DTensor; or, if that is the shard that the unit watches, what the graph takes of it, its
+    local tensor, and its edge. ``mesh`` is the mesh of the DTensor to make of what is gathered.
     """
     given = _shard_and_backward(param, sink, watch.mode(fqn))
     in_front = traced and watch.begin_in_front()
@@ -36,16 +36,17 @@ def traced_read(param: Any, sink: Sink, watch: Watch, fqn: str, mesh: DeviceMesh
 
 
 def as_computed_with(param: Any, sink: Sink, watch: Watch, fqn: str) -> Any:
-    """What stands in the shard's place, and is no shard: None, or a full tensor.
+    """Return what is registered in the shard's place and is no shard: None, or a full tensor.
 
-    The user or ``torch.func.functional_call`` put one there, or ``full_params``, whose is computed with as inputs are.
+    The user or ``torch.func.functional_call`` put it there, or ``full_params``, whose tensor is cast to the dtype that
+    the unit computes in.
     """
     is_ours = isinstance(param, torch.Tensor) and sink.param.is_full and watch.gather(fqn) is None
     return param.to(watch.spec(fqn)["dtype"]) if is_ours else param
 
 
 def _shard_and_backward(param: Any, sink: Sink, mode: Mode) -> tuple[Any, Any, Any, str]:
-    """A marker's first arguments."""
+    """Return a marker's first arguments."""
     if isinstance(param, tuple):
         takes, shard, edge = param
     else:
@@ -65,17 +66,17 @@ def _shard_and_backward(param: Any, sink: Sink, mode: Mode) -> tuple[Any, Any, A
         return shard, sink.leaf, ticket, "reduce"
     if edge is not None:
         return (edge, None, ticket, "reduce") if takes == "edge" else (shard, edge, ticket, "reduce")
-    # One in its place, as torch.func.functional_call has it, or without an edge: AOTAutograd handles the DTensor.
+    # Another DTensor in the shard's place, by torch.func.functional_call, or no edge: AOTAutograd handles the DTensor.
     registered: Any = sink.param.shard if isinstance(param, tuple) else param
     return registered.to_local(), None, ticket, "reduce"
 
 
 def taken_apart(inside: dict[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:
-    """What a graph takes of a shard with an extension: the names of the tensors inside it, and these."""
+    """Return what a graph takes of a shard with an extension: the names of the tensors inside it, and these."""
     return (names, *[inside[name] for name in names])
 
 
-# ``eager_read`` is the eager path's: (module, name, what is registered) -> what a read gives, or BY_MARKER. So is
+# The eager path has ``eager_read``: (module, name, what is registered) -> what a read gives, or BY_MARKER; and
 # ``eager_write``: (module, name, value) -> whether it took the value.
 GETTER = """
 def make(eager_read):
@@ -120,13 +121,13 @@ MISSING = Mark()  # no such parameter: it was deleted after sharding
 
 
 def getter(name: str, eager_read: Callable[..., Any], eager_write: Callable[..., bool]) -> property:
-    """A property that reads parameter ``name``, of whichever module; what differs between two of them the watch says.
+    """Return a property that reads parameter ``name`` of any module; the watch knows what differs between modules.
 
-    It is generated, for names in its code are constants, and constants need no guards.
+    Its code is generated, so that names in it are constants, which need no guards.
     """
 
     def write(self: Any, value: Any) -> None:
-        # nn.Module registers parameters by itself: only something else comes here, in place of one that was deleted.
+        # nn.Module registers parameters by itself: only other values come here, in place of a deleted parameter.
         if eager_write(self, name, value):
             return
         raise RuntimeError(

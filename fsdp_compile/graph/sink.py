@@ -1,22 +1,23 @@
-"""Where compiled code sends a parameter's gradient: what stands beside the shard in its marker, or in its place.
+"""Where compiled code sends a parameter's gradient: tensors that a marker takes beside the shard, or in its place.
 
-    mode                 beside the shard, or, of an edge, in its place
+    mode                 the marker takes beside the shard (an edge: in its place)
     reduce               its edge, which gives the shard its gradient
     hold                 a leaf of the full size: it gets the full gradient, which waits in ``held.pending``
-    resume               its edge, and a ticket: when backward runs, it adds what is pending
-    resume_over_shards   a ticket, and a leaf of the shard's size: what it gets waits in ``held.partials``
+    resume               its edge, and a ticket: when backward runs, the ticket's holder adds what is pending
+    resume_over_shards   a ticket, and a leaf of the shard's size: the gradient that it gets waits in ``held.partials``
 
     forward      shards --_Edges--> edges, made once      graph(edges) -> output
     backward     output -> graph -> plain gradients of the edges -> _Edges' backward -> the shards'
 
 AOTAutograd would take DTensors apart and put them together again on every step, in Python, for 14 microseconds a
-parameter. An edge is the shard's local tensor, with a path of autograd's to the shard: hooks, ``autograd.grad``,
-``backward(inputs=...)`` and freezing are autograd's business, as in eager code. Where gradients do not look like the
-local tensor, graphs take that as well, and the edge is a leaf, which is one zero seen everywhere and costs no memory.
-Under compiled autograd, which cannot make DTensors of gradients, that leaf takes the edge's place.
+parameter. An edge is the shard's local tensor with an autograd node that leads to the shard: hooks, ``autograd.grad``,
+``backward(inputs=...)`` and freezing work through autograd, as in eager code. If gradients do not look like the local
+tensor (another dtype, say), graphs take that as well, and the edge is made of a leaf: one zero, expanded to the
+gradient's shape, without memory for it. Under compiled autograd, which cannot make DTensors of gradients, that leaf
+takes the edge's place.
 
-The edges of a unit have one node, for a node costs 4 microseconds. Autograd runs the hooks of all shards that a node
-leads to, gradient or not: where none came, ours keeps them from it.
+The edges of a unit have one node, since a node costs 4 microseconds. Autograd runs the hooks of all shards that a node
+leads to, also of those that got no gradient. Our node keeps autograd from running these (core/hooks.py).
 """
 
 from __future__ import annotations
@@ -47,26 +48,26 @@ _numbers = itertools.count()
 
 
 class Sink:
-    """One parameter's."""
+    """Where the gradient of one parameter goes."""
 
     def __init__(self, unit: Unit, param: ShardedParam) -> None:
         self.param = param
         self.watch = unit.watch
-        self.arrives_as: Look | None = None  # the local gradient
-        # In an edge's place under compiled autograd, and what an edge looks like where it is not the local tensor.
+        self.arrives_as: Look | None = None  # size, dtype and device of the local gradient
+        # Takes an edge's place under compiled autograd; and an edge that is not the local tensor is made of it.
         self.leaf: Tensor | None = None
         self.full: Tensor | None = None  # gets gradients that wait to be reduced
-        self.partial: Tensor | None = None  # those that wait to be summed over replicas
+        self.partial: Tensor | None = None  # gets gradients that wait to be summed over replicas
         self.ticket: Tensor | None = None
         self.edge: Tensor | None = None
-        self.edge_of: int | None = None  # which of the shards that the parameter has had
+        self.edge_of: int | None = None  # the ``version`` of the parameter that the edge was made for
         self.takes: Literal["edge", "both"] = "both"  # what a graph takes of the parameter while it trains
-        self.spec: Any = None  # what the markers say
-        self._key: Any = None  # with which they say so
+        self.spec: Any = None  # the arguments of the markers
+        self._key: Any = None  # the ``spec_key`` of ``spec``
         self._ready: set[Mode] = set()
 
     def prepare(self, unit: Unit) -> None:
-        """Have what a marker in the unit's mode needs; the same as before where it still looks so."""
+        """Make what a marker in the unit's mode needs; what is there already and still fits is kept."""
         mode, device = unit.mode_of(self.param), unit.mesh.device  # gradients that wait stay on the device
         key = spec_key(unit, self.param)
         if key != self._key:
@@ -89,18 +90,18 @@ class Sink:
 
     @property
     def can_train(self) -> bool:
-        """Whether autograd knows gradients of such a dtype."""
+        """Whether autograd supports gradients of the dtype."""
         return self.arrives_as is not None and _has_gradients(self.arrives_as[1])
 
     def have_leaf(self) -> Tensor | None:
-        """The leaf. It is made here, since few graphs ask for one."""
+        """Return the leaf. It is made here, since few graphs ask for one."""
         assert self.arrives_as is not None
         if self.leaf is None:
             self.leaf = _leaf(None, *self.arrives_as, lambda: _giver(self.param))
         return self.leaf
 
     def have_edge(self, edge: Tensor | None) -> None:
-        """Have an edge where compiled reads take it from."""
+        """Put an edge where compiled reads take it from."""
         self.edge, self.edge_of = edge, None if edge is None else self.param.version
         self.param.put_beside("edge", edge)
 
@@ -117,12 +118,12 @@ class Sink:
 
     @property
     def is_current(self) -> bool:
-        """Whether the edge is one of what the parameter has now."""
+        """Whether the edge was made for the shard that the parameter has now."""
         return self.edge is not None and self.edge_of == self.param.version
 
 
 def follow_mode(unit: Unit, only: Sequence[ShardedParam] | None = None) -> None:
-    """Have in the unit's sinks, or in those of ``only`` these, what its mode asks for: compiled code takes it next."""
+    """Prepare the unit's sinks, or those of ``only`` these parameters, for its mode: compiled code takes them next."""
     for param in unit.params if only is None else only:
         if param.sink is None:
             param.sink = Sink(unit, param)
@@ -173,7 +174,7 @@ def arrange_edges(unit: Unit, only: Sequence[ShardedParam] | None = None) -> Non
 
 
 def _have_node(unit: Unit, sinks: Sequence[Sink], is_part: bool = False) -> None:
-    """Have edges that lead from one node to the shards of these, and to no others."""
+    """Give these sinks edges that lead from one node to their shards, and to no others."""
     if not sinks:
         return
     nodes = {sink.node if sink.is_current else None for sink in sinks}
@@ -190,12 +191,12 @@ def _make_edges(unit: Unit, sinks: Sequence[Sink], is_part: bool = False) -> Non
 
     ``is_part`` says that the unit has other nodes, and that the end of the next backward joins them.
 
-    It keeps the shards' ``AccumulateGrad`` alive, so ``swap_tensors`` refuses the shards as long as an edge lives.
+    The node keeps the shards' ``AccumulateGrad`` alive, so ``swap_tensors`` refuses the shards while an edge lives.
     """
     shards: Any = [sink.param.shard for sink in sinks]
     frozen = [shard for shard in shards if not shard.requires_grad]
     try:
-        for shard in frozen:  # which may be thawed, and its AccumulateGrad goes by what it is then
+        for shard in frozen:  # a user may unfreeze it later: AccumulateGrad looks when it runs
             shard.requires_grad_(True)
         with torch.enable_grad(), torch.inference_mode(False):
             edges = _Edges.apply([(sink.param.fqn, _look_of(sink)) for sink in sinks], *shards)
@@ -205,14 +206,14 @@ def _make_edges(unit: Unit, sinks: Sequence[Sink], is_part: bool = False) -> Non
     node = edges[0].grad_fn
     node.unit = weakref.ref(unit)
     node.leaves = [leaf for leaf, _ in node.next_functions]
-    node.leaf_of = dict(zip(map(id, shards), node.leaves))  # it holds the shards
+    node.leaf_of = dict(zip(map(id, shards), node.leaves))  # the node holds the shards, so ids are theirs
     node.is_part = is_part
     for sink, edge in zip(sinks, edges, strict=True):
         sink.have_edge(edge)
 
 
 def _look_of(sink: Sink) -> Tensor:
-    """What an edge is to look like: the local tensor, where gradients look like it."""
+    """Return what an edge is made of: the local tensor if gradients look like it, else the leaf."""
     local, arrives_as = sink.param.local, sink.arrives_as
     assert local is not None and arrives_as is not None
     is_like = type(local) is Tensor and local.dtype == arrives_as[1] and not local.is_inference()
@@ -223,7 +224,7 @@ def _look_of(sink: Sink) -> Tensor:
 
 
 class _Edges(torch.autograd.Function):
-    """Sharded parameters to their edges; backward makes plain gradients the shards'.
+    """Make the edges of sharded parameters; backward gives the edges' plain gradients to the shards.
 
     It saves no tensors, so backward may run any number of times.
     """
@@ -237,7 +238,7 @@ class _Edges(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *local_grads: Tensor | None) -> tuple[DTensor | None, ...]:
-        through_autograd: list[DTensor | None] = [None]  # that of the looks
+        through_autograd: list[DTensor | None] = [None]  # for the argument ``looks``
         late, in_one_graph = LateHooks(), autograd.in_compiled_autograd()
         unit = ctx.unit()
         if ctx.is_part and unit is not None and not in_one_graph:
@@ -289,7 +290,7 @@ def _join_at_end(unit: Unit) -> None:
 def _leaf(
     known: Tensor | None, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, hook: Callable[[], Hook]
 ) -> Tensor | None:
-    """A tensor of zeros without memory of its own that hands its gradient to a hook; None where none can come."""
+    """Return a leaf, one expanded zero, that gives its gradient to a hook; None for a dtype without gradients."""
     if known is not None and (tuple(known.shape), known.dtype, known.device) == (size, dtype, device):
         return known
     if not _has_gradients(dtype):
@@ -380,7 +381,7 @@ def _ticket(unit: Unit, param: ShardedParam) -> Tensor:
 
 
 def _is_asked_for(param: ShardedParam | None) -> bool:
-    """Whether ``autograd.grad`` takes the gradient: the caller gets that of this backward alone."""
+    """Whether ``autograd.grad`` returns the gradient, so that its caller gets that of this backward alone."""
     node = None if param is None or param.sink is None else param.sink.node
     if param is None or node is None or not autograd.backward_has_an_end():  # in a graph autograd runs no node
         return False
@@ -390,7 +391,7 @@ def _is_asked_for(param: ShardedParam | None) -> bool:
 
 
 def _held_back(unit: Unit, fqn: str) -> Tensor | None:
-    """What joins a gradient that is about to be reduced."""
+    """Return the gradient that waits, to be added to one that is about to be reduced; None without one."""
     accumulation = unit.accumulation
     if accumulation.sync:
         unit.ends.note_reduction(unit)
@@ -399,14 +400,14 @@ def _held_back(unit: Unit, fqn: str) -> Tensor | None:
 
 
 def _note_reduced(unit: Unit | None) -> None:
-    """A graph reduced gradients of the unit: follow what changed since its forward."""
+    """Note that a graph reduced gradients of the unit, and follow settings that changed since its forward."""
     if unit is None or not autograd.backward_has_an_end():
         return
     accumulation = unit.accumulation
     if accumulation.has_left_over:  # held back since, by the backward of an earlier forward
         unit.ends.at_end(unit)
     elif not accumulation.sync and not accumulation.decides_in_backward:
-        # The forward took this backward for one that synchronizes. It does, which is right and costs a reduction; but
-        # who changes their mind in between does so again.
+        # Forward expected this backward to synchronize. It did, which is right and costs a reduction; but a user who
+        # turns sync off between forward and backward will do so again.
         accumulation.decides_in_backward = True
         autograd.at_end_of_backward(functools.partial(follow_mode, unit))

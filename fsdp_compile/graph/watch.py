@@ -1,12 +1,12 @@
-"""One guard for all parameters of a unit: whether what a graph took for granted of them still holds.
+"""One guard for all parameters of a unit: whether what a graph assumed about them still holds.
 
     traced read      unit's Watch --takes(fqn)--> what the graph takes of a parameter
                                   --spec(fqn)---> what its marker says: a constant of the graph, which needs no guard
                                   --mode(fqn)---> what becomes of its gradient
     each call        Watch.seen() == what it was when the graph was traced, else Dynamo looks for another graph
 
-A DTensor that Dynamo sees costs 5 microseconds a call in guards, most of it its spec compared in Python. Behind a watch
-it sees none, and the graph takes the shard's edge from beside it, which is its local tensor as autograd sees it.
+A DTensor that Dynamo sees costs 5 microseconds a call in guards, most of it for comparing its spec in Python. With a
+watch Dynamo sees none: the graph takes the shard's edge, its local tensor as autograd sees it, from beside the shard.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from ..core.unit import Unit
 from .extension import extended_gather
 from .sink import follow_mode
 
-# What a graph takes of a parameter: the full one, where the eager path stands around the graph and gives it; the local
-# tensor of a frozen one; its edge, which is the local tensor; both of these; or the shard, a DTensor, where the graph
-# has written to it. AOTAutograd would not know that the local tensor is another by then.
+# What a graph takes of a parameter: the full one, if the eager path runs around the graph and gives it; the local
+# tensor of a frozen one; its edge, which is the local tensor; both of these; or the shard, a DTensor, if the graph has
+# written to it: AOTAutograd would not know that its local tensor is another one by then.
 Taken = Literal["full", "local", "edge", "both", "registered"] | None  # None: what is there is not our shard
 
 
 @shared
 class Specs:
-    """How the reads of a unit go: one object for equal units, which guards compare at each call."""
+    """The specs of a unit's parameters: one object for equal units, which guards compare at each call."""
 
     def __init__(self, *specs: ReadSpec) -> None:
         self.specs = specs
@@ -48,17 +48,17 @@ class Specs:
 
 
 class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
-    """What a unit's compiled reads ask before they take anything of a shard; Dynamo asks it again at each call."""
+    """What a unit's compiled reads ask before they take anything of a shard; a guard compares ``seen`` at each call."""
 
     def __init__(self, unit: Unit) -> None:
-        self._unit = weakref.ref(unit)  # Dynamo keeps watches
+        self._unit = weakref.ref(unit)  # weak, since Dynamo keeps watches
         self._was_asked = False
         self.joins_in: int | None = None  # the last backward that came through a part of the unit's edges
-        self._said: set[str] = set()  # in the model of which this unit is the root
-        self.specs: Any = None  # made when a guard asks, after each change of them
+        self._said: set[str] = set()  # warnings that were given in the model of which this unit is the root
+        self.specs: Any = None  # made again when a guard asks after a change
 
     def seen(self) -> list[Any]:
-        """All that the answers below depend on. It changes nothing: guards run whenever Dynamo likes."""
+        """Return all that the answers below depend on. It changes nothing, since guards may run at any time."""
         unit = self._unit()
         if unit is None:
             return []
@@ -68,13 +68,13 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
             seen: list[Any] = [_taken(unit, param, slot) for param in unit.params for slot in param.slots]
             seen.append(self.specs)
             if unit.given is not None:
-                return seen  # gradients are the eager path's
+                return seen  # the eager path reduces gradients
             seen += [param.apart.names for param in unit.params if param.apart is not None]
         replicated = {param.mesh.num_replicas > 1 for param in unit.params}
         return [*seen, *(unit.accumulation.mode_of(one) for one in sorted(replicated))]
 
     def takes(self, fqn: str) -> Taken:
-        """What graphs take of a parameter; None where the user put something else in its place, or into it."""
+        """Return what graphs take of a parameter; None if the user put something else in its place, or into it."""
         dynamo.hide_looks_at_grad()
         unit, param = self._of(fqn)
         refuse_traced(fqn, unit.mode_of(param))
@@ -84,7 +84,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         if unit.given is None:
             say_compiling(unit)
         around: Unit | None = unit
-        while around is not None and around.given is None:  # which may have no parameters of its own
+        while around is not None and around.given is None:  # the unit with ``given`` may have no parameters
             around.watch._was_asked = True
             around.watch.say_unheeded()
             around = around.outer
@@ -107,34 +107,34 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         return taken[0]
 
     def replaced(self) -> tuple[int, ...]:
-        """Indices in ``unit.params`` of the parameters that traced code registered something else for."""
+        """Indices in ``unit.params`` of the parameters in whose places traced code registered something else."""
         unit = self._unit()
         assert unit is not None
         return tuple(place for place, param in enumerate(unit.params) if _was_replaced(param))
 
     def mode(self, fqn: str) -> Mode:
-        """What becomes of a parameter's gradient."""
+        """Return what backward does with a parameter's gradient."""
         unit, param = self._of(fqn)
         return unit.mode_of(param)
 
     def names(self, fqn: str) -> tuple[str, ...] | None:
-        """What is inside a shard that graphs take apart; None for one that they take as it is."""
+        """Return the names of the tensors inside a shard that graphs take apart; None for one that they take whole."""
         _, param = self._of(fqn)
         return None if param.apart is None else param.apart.names
 
     def spec(self, fqn: str) -> dict[str, Any]:
-        """The marker's arguments: constants of the graph, for a guard on each of each parameter would take long."""
+        """Return the marker's arguments. They are constants of the graph: a guard on each of them would take long."""
         _, param = self._of(fqn)
         return param.sink.spec.kwargs()  # type: ignore[no-any-return]
 
     def gather(self, fqn: str) -> Callable[..., Any] | None:
-        """The function that a read calls in place of the marker, where the parameter has an all-gather extension."""
+        """Return the function that a read calls in place of the marker if the parameter has an all-gather extension."""
         _, param = self._of(fqn)
         spec: ReadSpec = param.sink.spec
         return None if spec.extension is None else extended_gather(spec)
 
     def wrap(self, fqn: str) -> Callable[..., DTensor] | None:
-        """What makes a DTensor of what is gathered, where the parameter was one before fully_shard."""
+        """Return the function that makes a DTensor of what is gathered, if the parameter was one before fully_shard."""
         _, param = self._of(fqn)
         return None if param.dtensor is None else wrapper(param.dtensor)
 
@@ -144,49 +144,49 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         return dtensors.MESH_IS_GRAPH_INPUT and param.dtensor is not None
 
     def carries(self, fqn: str) -> tuple[str, ...]:
-        """Attributes of the parameter that what is read has as well."""
+        """Return the names of the attributes that a read copies from the parameter."""
         _, param = self._of(fqn)
         return tuple(param.carried)
 
     def records(self) -> bool:
-        """Whether a read under ``no_grad`` gets a gradient: a training forward may use the tensor outside as well."""
+        """Whether a read under ``no_grad`` is recorded: a training forward may use the tensor outside of it as well."""
         unit = self._unit()
-        calls = [] if unit is None or unit.running is None else unit.running.calls  # where a graph breaks inside
+        calls = [] if unit is None or unit.running is None else unit.running.calls  # some, if a graph broke
         return bool(calls[-1].records) if calls else dynamo.traces_with_grad()
 
     def keep(self, fqn: str, local: str) -> None:
-        """Have what a read gave be an ``nn.Parameter``, and what later reads in the same graph give."""
+        """Make what a read gave an ``nn.Parameter``, and have later reads in the same graph give it again."""
         traced_frames.keep(self._read(fqn), local)
 
     def gives_again(self, fqn: str, local: str) -> bool:
-        """Whether the graph has read the parameter before; ``local`` is then what it was given."""
+        """Whether the graph has read the parameter before; if so, set the variable ``local`` to what it was given."""
         return traced_frames.give_again(self._read(fqn), local)
 
     def gave(self, fqn: str, local: str) -> bool:
-        """Whether ``local`` is what the graph was given of the parameter."""
+        """Whether the variable ``local`` is what a read of the parameter gave the graph."""
         return traced_frames.was_kept(self._read(fqn), local)
 
     def _read(self, fqn: str) -> Any:
-        """What two reads must have in common to give one tensor: of what, in which mode, after how many writes."""
+        """Return what two reads have in common if they give one tensor: parameter, modes, number of writes before."""
         _, param = self._of(fqn)
-        registered = traced_frames.node_of("param")  # of a read that is not by what ``takes`` says
+        registered = traced_frames.node_of("param")  # of a read for which ``takes`` returned None
         has_grad = torch.is_grad_enabled() or self.records()
         return param, registered, has_grad, traced_frames.in_inference_mode(), dynamo.num_writes_traced(param.shard)
 
     def follow_mode(self) -> None:
-        """The eager path changed what becomes of gradients: have what graphs need for that."""
+        """Make what graphs need after the eager path changed what backward does with gradients."""
         unit = self._unit()
         if unit is not None:
             follow_mode(unit)
 
     def note_data(self) -> None:
-        """A shard has other memory: have the eager path gather anew, into other storages."""
+        """Have the eager path gather anew, into other storages, since a shard has other memory."""
         unit = self._unit()
         if unit is not None:
             unit.version += 1
 
     def say_unheeded(self) -> None:
-        """Warn of settings that only the eager path goes by, once each in a model, where graphs read parameters."""
+        """Warn of settings that only the eager path uses, once each in a model, if graphs have read parameters."""
         unit = self._unit()
         if unit is None or not self._was_asked:
             return
@@ -202,7 +202,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
             )
 
     def say_no_plan(self, why: str) -> None:
-        """The same of what only a graph that gathers and reduces goes by, which this unit's module is not part of."""
+        """Warn, once in a model, that a plan or budget has no effect: no graph gathers and reduces for this unit."""
         unit = self._unit()
         said: set[str] = set() if unit is None else unit.root.watch._said
         if unit is not None and unit.settings.plan and "plan" not in said:
@@ -214,7 +214,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
             )
 
     def say_no_plan_eagerly(self) -> None:
-        """That of a whole model, of which this unit is the root, after a step that no graph had a part in."""
+        """Warn of that in the model of which this unit is the root, unless a graph has read one of its parameters."""
         unit = self._unit()
         if unit is not None and not self._was_asked:
             for inner in unit.inside():
@@ -226,9 +226,9 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         return unit, unit.by_fqn[fqn]
 
     def begin_in_front(self) -> bool:
-        """Gather in front of a branch or a loop, as the eager path does; whether the read stands inside one.
+        """Gather in front of a branch or a loop, as the eager path does; return whether the read is inside one.
 
-        A rank that does not take the branch would not gather, and the ranks that do would wait for it.
+        Otherwise a rank that does not take the branch would not gather, and the ranks that do would wait for it.
         """
         return dynamo.begin_in_front()
 
@@ -256,5 +256,5 @@ def _taken(unit: Unit, param: ShardedParam, slot: Slot) -> Taken:
 _ASKED = ("takes", "replaced", "mode", "names", "spec", "gather", "wrap", "takes_mesh", "carries")
 # A frame of the user's that Dynamo gave up on may call these in Python.
 dynamo.leave_all_to_python(Watch.keep, Watch.gives_again, Watch.gave)
-_WHERE = ("records", "keep", "gives_again", "begin_in_front", "end_in_front")  # these go by where the read stands
+_WHERE = ("records", "keep", "gives_again", "begin_in_front", "end_in_front")  # these depend on where the read is
 dynamo.register_opaque(Watch, guard=Watch.seen, constant_methods=_ASKED + _WHERE)

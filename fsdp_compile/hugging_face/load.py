@@ -1,9 +1,9 @@
-"""load_pretrained: a folder of safetensors, read straight into the shards.
+"""load_pretrained: read a folder of safetensors straight into the shards.
 
     file --mapped--> a view of the whole tensor --this rank's rows--> the shard
 
-A rank reads the pages of its own rows; what is mapped is the kernel's to keep or to drop. No whole tensor is made but
-where transformers makes one of several entries.
+A rank reads the pages of its own rows; the kernel keeps or drops mapped pages as it likes. A whole tensor is made only
+where transformers merges several entries into one.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 def load_pretrained(
     model: ModelT, folder: str | os.PathLike[str], *, strict: bool = True, device: torch.device | str | None = None
 ) -> ModelT:
-    """Read the weights in a Hugging Face folder into ``model``, whose shards take their own rows of each; return it.
+    """Read the weights in a Hugging Face folder into the shards of ``model``, each its own rows, and return the model.
 
-    Names and shapes are those that the model has, as ``from_pretrained`` finds them: with or without the base model's
+    Shapes must be the model's. Names are matched as ``from_pretrained`` does it: with or without the base model's
     prefix, tied weights once, experts one by one. Values are cast to the parameters' dtype.
 
-    How it generates (``generation_config.json``) is read with the weights, where the model has a ``generation_config``.
+    ``generation_config.json`` is read with the weights, where the model has a ``generation_config``.
 
-    What is on the meta device gets memory on **device** (by default that of the mesh); of that, what the folder does
-    not have is initialized as the model does it: buffers that are not saved, adapters.
+    Tensors on the meta device get memory on **device** (by default the mesh's). Those that the folder lacks (buffers
+    that are not saved, adapters) are initialized as the model does it.
 
     **strict** raises where the model has parameters that the folder lacks, or the folder tensors that the model lacks.
-    Call it on every rank, which all see the folder; no weights are sent. What one rank raises, all raise.
+    Every rank must call this and see the folder; no weights are sent. If one rank raises, all ranks raise.
     """
     inner = as_built(plain_model(model))
     with raised_on_all("load_pretrained"):
@@ -82,12 +82,12 @@ def load_pretrained(
 
 @dataclass(frozen=True)
 class _Found:
-    """What of a folder goes where."""
+    """The entries of a folder, and the tensors of the model that they become."""
 
     entries: Mapping[str, File]
     sources: list[Source]
-    shapes: Mapping[str, torch.Size]  # of what is made, by names in the model that nothing wraps
-    plain: Mapping[str, list[str]]  # these names, to those that the model has
+    shapes: Mapping[str, torch.Size]  # of the tensors that the sources make, by names in the plain model
+    plain: Mapping[str, list[str]]  # names in the plain model, to the model's own names
 
     def tensor(self, entry: str) -> Tensor:
         return self.entries[entry].tensor(entry)
@@ -109,20 +109,20 @@ def _find(model: nn.Module, folder: Path) -> _Found:
 
 
 def _generation_config(model: nn.Module, folder: Path) -> Any:
-    """How the folder's model generates: its config.json, of which the model was made, does not say."""
+    """Return the folder's generation config, if it has one: config.json, of which the model was made, lacks it."""
     made: Any = getattr(model, "generation_config", None)
     there = (folder / "generation_config.json").is_file()
     return made.from_pretrained(folder) if there and hasattr(made, "from_pretrained") else None
 
 
 def _adapters_on_meta(model: nn.Module) -> list[nn.Module]:
-    """Layers of PEFT whose own parameters have no values yet."""
+    """Return the layers of PEFT whose own parameters have no values yet."""
     layers = [one for one in model.modules() if hasattr(one, "reset_lora_parameters")]
     return [one for one in layers if any(param.is_meta for name, param in one.named_parameters() if "lora_" in name)]
 
 
 def _reset(model: nn.Module, adapters: list[nn.Module]) -> None:
-    """Have these initialize themselves, some from the base's weights, with full parameters of one unit at a time."""
+    """Let adapters initialize themselves, some from base weights, with full parameters of one layer at a time."""
     owner = {slot.module: unit for unit in units_in(model) for param in unit.params for slot in param.slots}
     configs = adapters_of(model)
     device = next((unit.mesh.device for unit in units_in(model)), next(model.parameters()).device)
@@ -135,7 +135,7 @@ def _reset(model: nn.Module, adapters: list[nn.Module]) -> None:
 
 
 def _write(tensor: Tensor, param: ShardedParam | None, value: Tensor) -> None:
-    """Copy this rank's part of a value, which is a view of it, however many ways it is cut."""
+    """Copy this rank's part of a value, a view of it, into a tensor that is sharded over any number of dimensions."""
     if param is not None:
         if param.dtensor is not None:
             value = _part_of(value, param.dtensor.mesh, param.dtensor.placements)
@@ -159,7 +159,7 @@ def _part_of(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -
 
 
 def _check(folder: Path, model: nn.Module, found: _Found, strict: bool) -> None:
-    """Raise for shapes that differ; if ``strict``, also for names of either that the other has not."""
+    """Raise for shapes that differ; if ``strict``, also for names that the model or the folder lacks."""
     tensors = saved_tensors(model)
     for short, shape in found.shapes.items():
         for name in found.plain.get(short, ()):
@@ -170,7 +170,7 @@ def _check(folder: Path, model: nn.Module, found: _Found, strict: bool) -> None:
                 )
     there = {id(tensors[name]) for short in found.shapes for name in found.plain.get(short, ())}  # by any name
     wanted = {name: tensors[name] for names in found.plain.values() for name in names}
-    # A buffer may be one that older folders lack.
+    # Older folders may lack buffers that the model has now.
     missing = [name for name, one in wanted.items() if isinstance(one, nn.Parameter) and id(one) not in there]
     ignored = may_be_more(plain_model(model))
     unexpected = [short for short in found.shapes if short not in found.plain and not ignored(short)]

@@ -1,13 +1,13 @@
-"""What a folder calls a tensor, and what the model does.
+"""Map the names of a folder's tensors to the names of the model's.
 
     folder                                             model
     model.layers.0.mlp.up_proj.weight                  the same; or without "model.", or with it, for a base model
-    ...experts.0.w1.weight, ...experts.1.w1.weight     ...experts.gate_up_proj: transformers makes one of many
+    ...experts.0.w1.weight, ...experts.1.w1.weight     ...experts.gate_up_proj: transformers merges them
     lm_head.weight is not there                        it is embed_tokens.weight, tied
     model.layers.0.self_attn.q_proj.weight             base_model.model.model....q_proj.base_layer.weight, under PEFT
-    model.layers.0.mlp.up_proj.weight                  model.layers.0._orig_mod.mlp...: what wraps modules has no name
+    model.layers.0.mlp.up_proj.weight                  model.layers.0._orig_mod.mlp...: wrappers are left out
 
-transformers knows its models' mappings; they are asked for by their names in 5.x.
+transformers knows its models' mappings; we ask for them by their names in transformers 5.x.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from ..api.full_params import require_idle
 from ..core.param import ShardedParam
 from ..core.unit import WRAPPED, original_class, units_in
 
-# What PEFT puts between a module and the weight that a folder has of it; of what it trains, a second copy.
+# The parts that PEFT puts into the names of a module's weights; modules_to_save is the copy that it trains.
 _BETWEEN = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
 
 @dataclass
 class Source:
-    """Entries of a folder that become one tensor of the model, or, by a conversion of transformers', several."""
+    """Entries of a folder that become one tensor of the model or, by a conversion of transformers, several."""
 
-    target: str  # of a conversion, the first one
-    entries: list[tuple[str, str | None]] = field(default_factory=list)  # each with the pattern that it was found by
+    target: str  # with a conversion, the first of its tensors
+    entries: list[tuple[str, str | None]] = field(default_factory=list)  # each with the conversion's pattern for it
     converter: Any = None
 
     def make(self, read: Callable[[str], Tensor], model: nn.Module) -> dict[str, Tensor]:
-        """The tensors by their names in the model, of what ``read`` gives for the entries."""
+        """Make the tensors, by their names in the model, from what ``read`` returns for the entries."""
         if self.converter is None:
             [(name, _)] = self.entries
             return {self.target: read(name)}
@@ -52,7 +52,7 @@ class Source:
 
 
 def plain_model(model: nn.Module) -> nn.Module:
-    """The model of Hugging Face in what torch.compile, checkpointing, FSDP1's class and PEFT made of it."""
+    """Return the Hugging Face model inside the wrappers of torch.compile, checkpointing, FSDP1's class and PEFT."""
     while True:
         inner = fsdp1.behind_checkpointing(dynamo.behind_compile(model))
         inner = inner._modules.get(WRAPPED) or inner
@@ -64,7 +64,7 @@ def plain_model(model: nn.Module) -> nn.Module:
 
 
 def as_built(model: nn.Module) -> nn.Module:
-    """The model for transformers to ask for its mappings, which it has by the names of classes.
+    """Return the model without wrappers and with its original classes: transformers finds mappings by class names.
 
     FSDPGPTNeoXForCausalLM(WRAPPED: FSDPGPTNeoXModel)     GPTNeoXForCausalLM(GPTNeoXModel), with the same parameters
     """
@@ -87,13 +87,13 @@ def _as_built(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
 
 
 def adapters_of(model: nn.Module) -> dict[str, Any]:
-    """PEFT's configurations of the adapters that the model has, by name."""
+    """Return PEFT's configurations of the model's adapters, by name."""
     found: dict[str, Any] = getattr(dynamo.behind_compile(model), "peft_config", None) or {}
     return found
 
 
 def plain_names(model: nn.Module, names: Collection[str]) -> dict[str, list[str]]:
-    """Names of the model's tensors as its base model has them, to those that it has; adapters' are left out."""
+    """Map the base model's names of tensors to the model's own names; tensors of adapters are left out."""
     inner = plain_model(model)
     path = next(_clean(path) for path, one in model.named_modules() if one is inner)
     prefix = f"{path}." if path else ""
@@ -109,9 +109,9 @@ def plain_names(model: nn.Module, names: Collection[str]) -> dict[str, list[str]
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and the buffers that are saved, by all their names without those of wrappers.
+    """Return the parameters, and the buffers that are saved, by all their names, which leave out wrappers.
 
-    As they are registered: what FSDP1's class gives as a state dict is no more than a copy.
+    They are the registered tensors; a state dict of FSDP1's class has only copies.
     """
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -127,7 +127,7 @@ def _clean(name: str) -> str:
 
 
 def sharded_params(model: nn.Module) -> dict[int, ShardedParam]:
-    """The sharded parameters, by the ids of what is registered."""
+    """Return the sharded parameters, by the ids of the registered tensors."""
     return {id(param.param): param for unit in units_in(model) for param in unit.params}
 
 
@@ -149,10 +149,10 @@ def require_shards(model: nn.Module, doing: str) -> None:
 
 
 def sources(model: nn.Module, expected: Collection[str], entries: Collection[str]) -> list[Source]:
-    """What of the folder becomes which tensors of the model."""
+    """Return which entries of the folder become which tensors of the model."""
     rename, converters = _mapping(model, expected)
     found: dict[str, Source] = {}
-    for name in sorted(entries, key=_natural):  # experts are put together as they come
+    for name in sorted(entries, key=_natural):  # experts are merged in this order
         target, pattern = rename(name)
         if pattern is None:
             found[name] = Source(target, [(name, None)])
@@ -163,14 +163,14 @@ def sources(model: nn.Module, expected: Collection[str], entries: Collection[str
 
 
 def _natural(name: str) -> list[Any]:
-    """By numbers where there are some: a file has experts.10 before experts.2."""
+    """Return a key that sorts numbers in names by value: a file has experts.10 before experts.2."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def _mapping(
     model: nn.Module, expected: Collection[str]
 ) -> tuple[Callable[[str], tuple[str, str | None]], dict[str, Any]]:
-    """A function from an entry's name to the model's, with the pattern of its conversion, if there is one; those."""
+    """Return a function from an entry's name to the model's and its converter's pattern, if any, and the converters."""
     prefix = getattr(model, "base_model_prefix", "") or ""
 
     def by_prefix(name: str) -> tuple[str, str | None]:
@@ -197,21 +197,21 @@ def _mapping(
 
     def by_transformers(name: str) -> tuple[str, str | None]:
         target, pattern = rename_source_key(name, renamings, converters, prefix, known)
-        # Converted under its own name: experts that a folder has transposed, or not.
+        # The model's own names stay. A converter may keep a name: experts that a folder has transposed, or not.
         return (name, None) if name in known and name != target else (target, pattern)
 
     return (by_transformers if mapping else by_prefix), patterns
 
 
 def may_be_more(model: nn.Module) -> Callable[[str], bool]:
-    """Whether the folder of such a model may have a tensor that it has not: older ones hold what is computed today."""
+    """Return whether a folder may have a tensor that the model lacks: older folders hold what is computed today."""
     said = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     patterns = [r"rotary_emb\.inv_freq$", *([said] if isinstance(said, str) else said)]
     return lambda name: any(re.search(pattern, name) for pattern in patterns)
 
 
 def as_saved(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of the model as folders have them: by the same names or others, in several pieces, or put together."""
+    """Convert tensors of the model to a folder's: by the same names or others, in several pieces, or merged."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
@@ -222,7 +222,7 @@ def as_saved(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def groups_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
-    """Which tensors of the model make the same entries of a folder, in their order: nearly all are by themselves."""
+    """Group the tensors of the model that make the same entries of a folder, in order; nearly all groups have one."""
     group_of: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
         members = [name]

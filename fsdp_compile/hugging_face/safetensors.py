@@ -1,11 +1,11 @@
-"""The safetensors format, read by mapping files into memory and written tensor by tensor.
+"""The safetensors format: files are read by mapping them into memory, and written tensor by tensor.
 
     8 bytes     length of the header, little-endian
     header      JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
     the rest    the tensors' bytes, one behind the other
 
-Nothing in it can run, and nothing is trusted: a header that does not describe its file is refused. The package of that
-name copies what it reads; a mapped file gives views, of which only what is looked at is ever loaded.
+The format holds no code, and headers are not trusted: one that does not describe its file is refused. The package
+safetensors copies what it reads. A mapped file gives views, and only the pages that are read are ever loaded.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MOST_BYTES = 100 << 20  # of a header
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor stands in a file."""
+    """The place of a tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -64,20 +64,20 @@ class File:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             self.entries = _entries(path, file.read(8), size, file.read)
-            # A private copy, of which pages are made only where somebody writes: torch asks for memory it may write to.
+            # torch asks for memory that it may write to, so this is copy-on-write: only pages written to are copied.
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def like(self, name: str) -> Tensor:
-        """A tensor of its dtype and shape, without values."""
+        """Return a tensor of the entry's dtype and shape on the meta device."""
         entry = self.entries[name]
         return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
 
     def tensor(self, name: str) -> Tensor:
-        """A view of the file; do not write to it."""
+        """Return a view of the file; do not write to it."""
         entry = self.entries[name]
         if entry.begin == entry.end:
             return torch.empty(entry.shape, dtype=entry.dtype)
-        if entry.begin % entry.dtype.itemsize:  # a writer that does not align: then it is copied
+        if entry.begin % entry.dtype.itemsize:  # the writer did not align it, so it is copied
             piece = bytearray(self._bytes[entry.begin : entry.end])
             return torch.frombuffer(piece, dtype=entry.dtype).view(entry.shape)
         count = math.prod(entry.shape)
@@ -85,7 +85,7 @@ class File:
 
 
 def _entries(path: Path, length: bytes, size: int, read: Any) -> dict[str, Entry]:
-    """What a header says, checked against the size of its file."""
+    """Parse a header, and check it against the size of its file."""
     num_bytes = int.from_bytes(length, "little")
     if len(length) < 8 or num_bytes > min(_MOST_BYTES, size - 8):
         raise ValueError(f"{path} is no safetensors file: its header would be longer than it.")
@@ -118,7 +118,7 @@ def _entries(path: Path, length: bytes, size: int, read: Any) -> dict[str, Entry
 
 
 class Writer:
-    """Writes a file whose tensors come one after the other, in the order that is announced."""
+    """Writes a file tensor by tensor, in the order in which they were announced."""
 
     def __init__(self, path: Path, announced: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -134,7 +134,7 @@ class Writer:
     def write(self, tensor: Tensor) -> None:
         flat = tensor.detach().to("cpu").contiguous().view(-1)
         if flat.numel():
-            self._file.write(flat.view(torch.uint8).numpy().data)  # as it lies there, without a copy
+            self._file.write(flat.view(torch.uint8).numpy().data)  # without a copy
 
     def close(self) -> None:
         self._file.flush()
@@ -143,14 +143,14 @@ class Writer:
 
 
 def name_of(dtype: torch.dtype, fqn: str) -> str:
-    """What the format calls a dtype."""
+    """Return the format's name for a dtype."""
     if dtype not in _NAMES:
         raise TypeError(f"{fqn} is {dtype}, which safetensors has no name for. Cast it before.")
     return _NAMES[dtype]
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The files of a folder's weights: those that its index names, or the one that there is."""
+    """Return the files with a folder's weights: those that its index names, or the single one."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
         try:
@@ -179,7 +179,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:
-    """Names for a message, the first of them."""
+    """Join names for a message; of many, only the first."""
     names = list(names)
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -1,10 +1,10 @@
-"""save_pretrained: shards, written as the folder of a model that was never sharded.
+"""save_pretrained: write shards as the folder of a model that was never sharded.
 
     parameters, in order     a  b  c  d  e
     files, by size           [a  b  c]  [d  e]        00001-of-00002 is rank 0's to write, 00002-of-00002 is rank 1's
     each parameter           gathered on all ranks, written by one, freed
 
-One whole parameter is in a rank's memory at a time, or those few that transformers makes one entry of.
+A rank has one whole parameter in memory at a time, or the few that transformers merges into one entry.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from .together import raised_on_all, told
 
 Sizes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-# What this, or transformers, wrote into the folder before.
+# The names of files that we, or transformers, wrote into the folder before.
 _WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?(\.partial)?")
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Tensors of the model that make entries of a folder: one and one, but for what transformers puts together."""
+    """Tensors of the model and the entries that they make: one makes one, unless transformers converts them."""
 
     members: tuple[str, ...]
     entries: Sizes
@@ -68,12 +68,12 @@ def save_pretrained(
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the weights of ``model``, and its configuration, to a folder that ``from_pretrained`` and ours read.
+    """Write the weights and the configuration of ``model`` to a folder for ``from_pretrained`` or ``load_pretrained``.
 
     Names are those of the model that was never sharded, compiled or not; tied weights are written once.
-    **max_shard_size** is that of a file, **dtype** another one than the parameters'. Ranks share the files out among
-    them, so all of them call it and see the folder. What it held before loads until all is written; then that is put
-    in its place, and whoever looks in between finds nothing that loads.
+    **max_shard_size** limits the size of a file, **dtype** casts the weights. Each rank writes some of the files, so
+    every rank must call this and see the folder. Its former content loads until all files are written. Then the files
+    replace it, and a reader in between finds nothing that loads.
     """
     path, inner = Path(folder), as_built(plain_model(model))
     with raised_on_all("save_pretrained"):
@@ -121,7 +121,7 @@ def _write(
     sharded: Mapping[int, ShardedParam],
     dtype: torch.dtype | None,
 ) -> None:
-    """Have every tensor gathered, and written by the rank that its file is of; errors wait until the last gather."""
+    """Gather every tensor on all ranks; the rank that its file belongs to writes it. Raise after the last gather."""
     failed: Exception | None = None
     for number, groups in enumerate(files):
         writer: Writer | None = None
@@ -157,7 +157,7 @@ def _write_group(
 
 
 def _put_in_place(path: Path, model: nn.Module, names: Sequence[str], files: Sequence[Sequence[_Group]]) -> None:
-    """Give the files their names; the index, or the only file, last."""
+    """Rename the files to their final names; the index, or the only file, comes last."""
     for before in (_INDEX, *([_SINGLE] if len(names) > 1 else [])):
         (path / before).unlink(missing_ok=True)
     _write_configuration(model, path, files)
@@ -185,12 +185,12 @@ def _write_configuration(model: nn.Module, path: Path, files: Sequence[Sequence[
             if name == "config":
                 config.architectures = [original_class(model).__name__]
                 if saved_as is not None and hasattr(config, "dtype"):
-                    config.dtype = str(saved_as).removeprefix("torch.")  # in which from_pretrained loads it
+                    config.dtype = str(saved_as).removeprefix("torch.")  # from_pretrained loads in this dtype
             config.save_pretrained(path)
 
 
 def _to_save(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters once, by the first of their names, and the buffers that are saved."""
+    """Return each parameter once, by the first of its names, and the buffers that are saved."""
     first = {id(param) for param in model.parameters()}
     found = {}
     for name, tensor in saved_tensors(model).items():
@@ -201,7 +201,7 @@ def _to_save(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _whole(tensor: Tensor, param: ShardedParam | None) -> Tensor:
-    """All of a tensor, which every rank asks for at once."""
+    """Return the whole of a tensor; every rank must call this for it."""
     if param is not None and param.dtensor is None:
         return gathered(param, dtensors.local_tensor(tensor))  # type: ignore[arg-type]
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -212,7 +212,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _groups(model: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[_Group]:
-    """What is written, with the names, dtypes and shapes that it has in the folder."""
+    """Return the groups to write, with the names, dtypes and shapes of their entries in the folder."""
     like = {name: torch.empty(one.shape, dtype=_cast(one, dtype), device="meta") for name, one in tensors.items()}
     groups = []
     for members in groups_of(model, like):
@@ -224,7 +224,7 @@ def _groups(model: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype 
 
 
 def _split(groups: Sequence[_Group], most: int) -> list[list[_Group]]:
-    """Groups in files of at most so many bytes, in their order; a larger one has a file of its own."""
+    """Split groups, in order, into files of at most ``most`` bytes; a larger group has a file of its own."""
     files: list[list[_Group]] = [[]]
     filled = 0
     for group in groups:

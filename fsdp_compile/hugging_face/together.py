@@ -1,4 +1,4 @@
-"""What one rank raises is raised on all of them: the others would wait for it."""
+"""Raise an error of one rank on all ranks, because the others would wait for that rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 @contextmanager
 def raised_on_all(function: str) -> Iterator[None]:
-    """At its end ranks tell one another whether the block raised: its own error there, a RuntimeError elsewhere."""
+    """At the end of the block, raise on every rank if one raised: there its own error, elsewhere a RuntimeError."""
     error: Exception | None = None
     try:
         yield
@@ -26,7 +26,7 @@ def raised_on_all(function: str) -> Iterator[None]:
 
 
 def told(mine: Any) -> list[Any]:
-    """What each rank says, by rank."""
+    """Return the ``mine`` of every rank, by rank."""
     if not (dist.is_available() and dist.is_initialized()):
         return [mine]
     said: list[Any] = [None] * dist.get_world_size()

@@ -1,10 +1,10 @@
-"""The sequence of collectives in one process group, as numbers that ranks can compare at any place of it.
+"""The sequence of collectives in one process group, as hashes that ranks can compare at any place of it.
 
     collectives    0   1   2   3   4   ...
     hash           h0  h1  h2  h3  h4  h5       h(n+1) = h(n) * B + collective n,  modulo a prime
 
 A graph with thirty collectives is one step: its own polynomial is computed once. Two hashes run side by side: ``wire``,
-of what the backend sees, where any difference is fatal; and ``named``, of which parameters travel.
+of what the backend sees, where any difference is fatal; and ``named``, of the parameters that are sent.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 
 _PRIME = (1 << 61) - 1
 _BASE = 1_000_003
-_KEPT = 1 << 14  # steps that can be looked back
+_KEPT = 1 << 14  # at least so many of the last steps are kept
 
 
 @dataclass(frozen=True)
 class Link:
-    """One collective: what the backend sees of it, and whose parameters it carries."""
+    """One collective: what the backend sees of it, and which parameters it carries."""
 
     wire: str
     names: tuple[str, ...]
-    sure: bool = True  # or the names are those of the graph that was compiled first of all that look alike
+    sure: bool = True  # else the names are those of the first graph that was compiled of all that look alike
     # The places of the parameters in the model, where they are known. Ranks that ignore different modules have other
     # names for the same parameters, and the same places.
     places: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Hash:
-    """Of the first so many collectives of a group."""
+    """The hashes of the first ``count`` collectives of a group."""
 
     count: int = 0
     wire: int = 0
@@ -46,7 +46,7 @@ class Hash:
 
 @dataclass(frozen=True)
 class Piece:
-    """Collectives that are issued together, one after the other, by whom."""
+    """Collectives that one source, such as a graph, issues one after the other."""
 
     links: tuple[Link, ...]
     source: str
@@ -65,11 +65,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Step:
-    """A piece where it was issued."""
+    """A piece, and where in the chain it was issued."""
 
     before: Hash
     piece: Piece
-    sequence: int | None  # collectives that the group had been given before, by whomever; None where all are issued
+    sequence: int | None  # collectives that the group had been given before, by anyone; None if all are issued
 
 
 class Chain:
@@ -93,7 +93,7 @@ class Chain:
             self._pieces = {step.piece: step.piece for step in self.steps}
 
     def at(self, count: int) -> Hash | None:
-        """The hash of the first ``count`` collectives; None where that is too long ago, or still to come."""
+        """Return the hash of the first ``count`` collectives; None if that is too long ago, or still to come."""
         if count == self.now.count:
             return self.now
         if count > self.now.count or not self.steps or count < self.steps[0].before.count:
@@ -105,7 +105,7 @@ class Chain:
         return found
 
     def since(self, count: int, at_most: int) -> tuple[int, list[tuple[Link, str]]]:
-        """The collectives from number ``count`` on, each with its source, and the number of the first one kept."""
+        """Return the collectives from number ``count`` on, each with its source, and the number of the first kept."""
         first = max(count, self.steps[0].before.count if self.steps else self.now.count, self.now.count - at_most)
         found = []
         for step in self.steps:
@@ -114,7 +114,7 @@ class Chain:
         return first, found
 
     def issued(self, sequence: int | None) -> int:
-        """How many of ``now.count`` were handed to the group, which was given ``sequence`` collectives by now."""
+        """Return how many of ``now.count`` the group was handed, which was given ``sequence`` collectives by now."""
         if not self.steps:
             return self.now.count
         last = self.steps[-1]
@@ -136,5 +136,5 @@ def _number(text: str) -> int:
 
 
 def agree(one: Link, other: Link) -> bool:
-    """Whether two ranks may have issued the same. What one of them is not sure to name rightly is no difference."""
+    """Whether two ranks may have issued the same collective: names count only if both ranks are sure of theirs."""
     return one.wire == other.wire and (one.whose == other.whose or not (one.sure and other.sure))

@@ -1,4 +1,4 @@
-"""What ranks say of themselves, and whether they have parted: data in, a text out.
+"""Decide from what ranks say of themselves whether they have parted: data in, a text out.
 
     answers of all ranks  ->  the first place in a group where two of them issue different collectives  ->  parted
                           ->  somebody waits for one that waits for somebody else, or has left          ->  parted
@@ -20,7 +20,7 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Group:
-    """A rank's way through one process group, the last part of it."""
+    """The last collectives that a rank issued in one process group."""
 
     ranks: tuple[int, ...]
     first: int  # number of the first collective in ``links``
@@ -38,7 +38,7 @@ class Answer:
     """What one rank says when it is asked."""
 
     doing: str  # "waits": for a collective of ours; "waits elsewhere"; "runs"; "has left"; "says nothing"
-    where: str = ""  # the innermost line of the user's, or ours
+    where: str = ""  # the innermost line that is neither torch's nor ours
     groups: Mapping[str, Group] = field(default_factory=dict)
 
 
@@ -48,11 +48,11 @@ class Verdict:
 
     text: str = ""
     nameless: tuple[str, ...] = ()
-    slow: str = ""  # who keeps somebody waiting, and is busy
+    slow: str = ""  # which ranks are busy and keep another one waiting
 
 
 def judge(answers: Mapping[int, Answer], waiting: int | None = None) -> Verdict:
-    """Of all ranks' answers; ``waiting`` is a rank that has waited for too long, where that is why they were asked."""
+    """Judge all ranks' answers; ``waiting`` is a rank that has waited for too long, if that is why they were asked."""
     nameless = []
     for group in sorted({group for answer in answers.values() for group in answer.groups}):
         members = {rank: answer.groups[group] for rank, answer in answers.items() if group in answer.groups}
@@ -70,7 +70,7 @@ def judge(answers: Mapping[int, Answer], waiting: int | None = None) -> Verdict:
         return Verdict(nameless=tuple(nameless), slow=_slow(answers, waiting, group, busy))
     for group in sorted(answers[waiting].groups):
         members = {rank: answer.groups[group] for rank, answer in answers.items() if group in answer.groups}
-        # Of those alone that are waited for: another one may have gone on since this one said that it waits.
+        # Only of the ranks that are waited for: another rank may have gone on since ``waiting`` said that it waits.
         issued = {one.issued for rank, one in members.items() if rank in involved}
         if len(issued) > 1:
             place = min(issued)
@@ -79,7 +79,7 @@ def judge(answers: Mapping[int, Answer], waiting: int | None = None) -> Verdict:
 
 
 def _first_difference(members: Mapping[int, Group]) -> tuple[int | None, bool]:
-    """Number of the first collective that two ranks do not agree about; whether they name any differently."""
+    """Return the number of the first collective in which two ranks differ; whether any before it differ in names."""
     first, end = max(one.first for one in members.values()), max(one.count for one in members.values())
     differ_in_form = False
     for place in range(first, end):
@@ -93,7 +93,7 @@ def _first_difference(members: Mapping[int, Group]) -> tuple[int | None, bool]:
 
 
 def _awaited_by(waiting: int, answers: Mapping[int, Answer]) -> set[int]:
-    """Ranks without which the one that waits does not go on, directly or not."""
+    """Return the rank that waits, and the ranks that it waits for, directly or through others."""
     involved, work = {waiting}, [waiting]
     while work:
         rank = work.pop()

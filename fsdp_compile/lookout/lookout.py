@@ -1,10 +1,10 @@
-"""Sees to it that ranks which part are told so: every rank raises, and says what each of them does.
+"""The lookout: if ranks issue different collectives, every rank raises an error that says what each of them does.
 
     training            appends to the ledger (passes/ledger.py)
     a thread beside it  every half a second:
-                        drains the ledger into a chain a group, publishes where it is, reads where its neighbours are
+                        drains the ledger into one chain a group, publishes its hashes, reads those of its neighbours
                         a hash differs, or it waits for too long  ->  asks all ranks  ->  judge.py  ->  verdict
-    every rank          raises RanksParted where it launches next, or in the wait that it is in
+    every rank          raises RanksParted at its next launch, or in the wait that it is in
 
 The thread starts with the first collective, in worlds of more than one rank, and ends with the process group.
 """
@@ -37,10 +37,10 @@ log = logging.getLogger("fsdp_compile")
 ENVIRONMENT = "FSDP_COMPILE_WATCH_S"
 DEFAULT_S = 60.0
 _PAUSE_S = 0.5
-_ANSWERS_S = 4.0  # until who has not answered is taken to say nothing
-_HEARD_S = 2.0  # until waits are ended, for others to read the verdict first
-_LAST = 64  # collectives of a group that an answer has where nothing else is asked for
-_SHOWN = 20_000  # collectives of a group that an answer has at most
+_ANSWERS_S = 4.0  # how long to wait for answers; a rank without one says nothing
+_HEARD_S = 2.0  # how long others have to read the verdict before this rank's waits are ended
+_LAST = 64  # collectives of a group that an answer lists if nothing else is asked for
+_SHOWN = 20_000  # collectives of a group that an answer lists at most
 
 
 class RanksParted(RuntimeError):
@@ -48,26 +48,26 @@ class RanksParted(RuntimeError):
 
 
 class Lookout:
-    """The one of this process."""
+    """The lookout of this process."""
 
     def __init__(self) -> None:
         self.timeout_s = float(os.environ.get(ENVIRONMENT, DEFAULT_S))
         self._namer = Namer()
         self._num_worlds = 0
         self._watch: _Watch | None = None
-        self.failure: Exception | None = None  # that ended the comparing early
+        self.failure: Exception | None = None  # the error that ended the comparing early
 
     def know(self, unit: Unit) -> None:
-        """Of a unit that was made; the first collective that anyone issues starts the thread.
+        """Take note of a unit that was made, and have the next collective start the thread.
 
-        Once a world: one that ended early on this rank would compare what other ranks have long left behind.
+        It starts once a world: after an early end on this rank it would compare what other ranks have long left behind.
         """
         self._namer.know(unit)
         if self._watch is None or not self._watch.is_in_this_world():
             ledger.alarm = self._start
 
     def namer(self) -> Namer:
-        """Knows the names of what this process issues, for another thread than the one that compares."""
+        """Return what names the collectives of this process, for another thread than the one that compares."""
         return self._namer.another()
 
     def _start(self) -> None:
@@ -86,14 +86,14 @@ class Lookout:
         threading.Thread(target=watch.run, name="fsdp_compile lookout", daemon=True).start()
 
     def forget(self) -> None:
-        """The world is gone, or its store. Whoever sets up another one shards anew, and so begins again."""
+        """Stop: the world or its store is gone. A program that sets up another one shards anew, and calls ``know``."""
         ledger.forget()
         ledger.explain = None
-        if ledger.alarm != self._start:  # of that other world, if it is there already
+        if ledger.alarm != self._start:  # which belongs to that other world, if it is there already
             ledger.alarm = None
 
     def is_current(self, watch: _Watch) -> bool:
-        """Whether no world has begun since that of this watch: what is issued is of it."""
+        """Whether no world has begun since that of this watch, so that what is issued belongs to it."""
         return self._watch is watch
 
 
@@ -103,12 +103,12 @@ class _Watch:
     def __init__(self, lookout: Lookout, namer: Namer, post: Post) -> None:
         self._lookout, self._namer, self._post = lookout, namer, post
         self._process = os.getpid()
-        self._world: Any = weakref.ref(passes_compat.default_store())  # which is to end when it is destroyed
+        self._world: Any = weakref.ref(passes_compat.default_store())  # weak: it is to end when it is destroyed
         self._rank, self._ranks = dist.get_rank(), range(dist.get_world_size())
         self._chains: dict[str, Chain] = {}
         self._members: dict[str, tuple[int, ...]] = {}
         self._counters: dict[str, Any] = {}
-        self._agreed: dict[tuple[int, str], int] = {}  # with whom, in which group: about how many
+        self._agreed: dict[tuple[int, str], int] = {}  # by (rank, group): about how many collectives
         self._nameless: set[str] = set()  # groups whose ranks call the same parameters differently
         self._waiting = Waiting()
         self._question = 0
@@ -136,7 +136,7 @@ class _Watch:
                 self._lookout.forget()
 
     def stop(self) -> None:
-        """At the end of the process, before Python takes down what the thread stands on; a fork of it has no thread."""
+        """End the thread at the end of the process, before Python tears down what it uses; a fork has no thread."""
         self._stop.set()
         if os.getpid() == self._process:
             self._done.wait(2 * _ANSWERS_S)
@@ -145,7 +145,7 @@ class _Watch:
         return passes_compat.default_store() is self._world() is not None
 
     def explain(self, error: RuntimeError) -> None:
-        """Raise what the ranks find out about a wait that failed, if they do; on the thread that waited."""
+        """Raise RanksParted, on the thread whose wait failed, if the ranks find out that they have parted."""
         deadline = time.monotonic() + _ANSWERS_S
         while time.monotonic() < deadline and not self._done.is_set():
             if self._parted is not None:
@@ -198,7 +198,7 @@ class _Watch:
         return tuple(chain.issued(self._counters[group]()) for group, chain in self._chains.items())
 
     def _doubt(self) -> Question | None:
-        """What this rank would ask all: a neighbour differs, or has left it behind, or it has waited for long."""
+        """Return a question to all ranks if a neighbour differs or has left, or if this rank has waited for long."""
         if self._lookout.timeout_s <= 0:
             return None  # switched off since
         doing, _, seconds = self._waiting.look(self._progress())
@@ -210,7 +210,7 @@ class _Watch:
                 theirs = read[other].hashes.get(group, Hash())
                 ours = chain.at(theirs.count)
                 if ours is None:
-                    continue  # they are ahead, and compare
+                    continue  # the neighbour is ahead, and compares
                 if ours.wire != theirs.wire or (ours.named != theirs.named and group not in self._nameless):
                     return Question(self._rank, {group: self._agreed.get((other, group), 0)})
                 self._agreed[other, group] = theirs.count
@@ -233,10 +233,10 @@ class _Watch:
         return Answer("has left" if left else doing, "" if left else where(thread), groups)
 
     def _leave(self) -> None:
-        """Say so, and where a neighbour waits for what this rank will not issue, stay until all have heard of it.
+        """Publish that this rank leaves; if a neighbour waits for what it will not issue, stay until all know of it.
 
-        Ranks that end together end at once, and one that ends alone after its neighbours' next word. What they then
-        need may end with this process: the store, the connections whose end would be all that they hear.
+        Ranks that end together end at once; a rank that ends alone waits for its neighbours' next message. What they
+        then need may end with this process: the store, and connections, whose end would be all that they hear.
         """
         self._drain()
         self._post.write_at(self._at(left=True))
@@ -278,7 +278,7 @@ class _Watch:
         self._believe(verdict or Verdict())
 
     def _decide(self, question: Question) -> None:
-        """Hear everybody, and judge."""
+        """Collect the answers of all ranks, judge them, and publish the verdict."""
         answers = {self._rank: self._answer(question)}
         deadline = time.monotonic() + _ANSWERS_S
         while len(answers) < len(self._ranks) and time.monotonic() < deadline and not self._stop.wait(0.05):
@@ -302,7 +302,7 @@ class _Watch:
             self._part(number, verdict.text)
 
     def _part(self, number: int, text: str) -> None:
-        """From here on whatever this rank issues raises, and what it waits for ends."""
+        """Have every later launch on this rank raise, and end its waits."""
 
         def init(error: RanksParted) -> None:
             RuntimeError.__init__(error, text)
@@ -322,7 +322,7 @@ class _Watch:
                 interrupting.end_waits()
 
     def _wait_until_heard(self, number: int) -> None:
-        """Until all ranks that are there have read the verdict: what this one does next ends their waits as well."""
+        """Wait, but not for long, until all ranks have read the verdict: what this one does next ends their waits."""
         heard = self._post.heard(number, 1)
         deadline = time.monotonic() + _HEARD_S
         while heard < len(self._ranks) and time.monotonic() < deadline:

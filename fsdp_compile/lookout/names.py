@@ -1,4 +1,4 @@
-"""Entries of the ledger, which are quick to write, as links of chains, which every rank calls alike.
+"""Turn entries of the ledger, which are quick to write, into links of chains, with the same names on every rank.
 
     eager        unit, "0.weight"                              ->  layers.3.0.weight      where the root finds it
     graph        "up.weight", first of all the shard at 7f..   ->  layers.3.up.weight     by the shard's address
@@ -20,7 +20,7 @@ from ..passes.spec import ParamSpec, with_part
 from .chain import Link, Piece
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_modules|_fsdp_wrapped_module)\.")
-_COPY = re.compile(r"@\d+$")  # the same parameter once more in one graph
+_COPY = re.compile(r"@\d+$")  # the suffix of a parameter's name when a graph has it once more
 _MOST = 4096  # pieces that are remembered; each belongs to a bucket, or to a graph
 
 
@@ -33,19 +33,19 @@ class Namer:
         self._places: weakref.WeakKeyDictionary[Unit, tuple[int, dict[str, str]]] = weakref.WeakKeyDictionary()
         self._names: weakref.WeakKeyDictionary[Unit, tuple[int, dict[str, str]]] = weakref.WeakKeyDictionary()
         self._pieces: dict[tuple[Any, ...], tuple[Any, Piece]] = {}
-        self._placed: dict[tuple[Any, ...], tuple[Any, Piece]] = {}  # those that an address says the names of
+        self._placed: dict[tuple[Any, ...], tuple[Any, Piece]] = {}  # those whose names were found by an address
 
     def know(self, unit: Unit) -> None:
         self._units.add(unit)
 
     def another(self) -> Namer:
-        """One that knows the same units, for another thread."""
+        """Return a namer that knows the same units, for another thread."""
         made = Namer()
         made._units.update(self._units)
         return made
 
     def of_launch(self, issued: Issued) -> Piece:
-        """What was issued eagerly, as a piece of one link."""
+        """Return what was issued eagerly, as a piece of one link."""
         address = issued.address
         units = [unit() for unit in issued.units]
         key = (issued.kind, address, *map(id, units), *map(id, issued.specs))
@@ -64,7 +64,7 @@ class Namer:
         return known[1]
 
     def of_call(self, called: Called) -> dict[str, Piece]:
-        """What a graph issues, a piece a group."""
+        """Return what a graph issues, one piece a group."""
         text, addresses = called.text, called.addresses
         pieces = self._placed if addresses else self._pieces
         found: dict[str, Piece] = {}
@@ -89,21 +89,21 @@ class Namer:
         return found
 
     def root_at(self, address: int) -> Unit | None:
-        """The outermost unit around the parameter whose shard lies there now."""
+        """Return the outermost unit around the parameter whose shard is at ``address`` now."""
         if not address:
             return None
         found = (unit for unit in list(self._units) if any(param.address == address for param in unit.params))
         return next((unit.root for unit in found), None)
 
     def forget_addresses(self) -> None:
-        """Between two looks shards may have moved, and others be where they were."""
+        """Forget what was found by address: shards may move between two looks, and others take their places."""
         self._by_address.clear()
         self._placed.clear()
 
     def _eager_names(
         self, units: Sequence[Any], specs: Sequence[ParamSpec], address: int
     ) -> tuple[tuple[str, ...], bool, Unit | None]:
-        """What the parameters are called, whether that is certain, and the outermost unit around them."""
+        """Return the parameters' names, whether these are certain, and the outermost unit around the parameters."""
         if None in units or not units:
             shown, root = self._at(address) if len(specs) == 1 else (None, None)
             return tuple(with_part(shown or spec.fqn, spec.part) for spec in specs), shown is not None, root
@@ -112,7 +112,7 @@ class Namer:
         return names, True, units[0].root
 
     def _places_of(self, names: tuple[str, ...], root: Unit | None) -> tuple[str, ...]:
-        """The parameters of these names by their number in the model; nothing where the model is not known."""
+        """Return the places in the model of the parameters with these names; empty if the model is not known."""
         if root is None:
             return ()
         known = self._places.get(root)
@@ -141,7 +141,7 @@ class Namer:
             self._names[one] = version, names
 
     def _at(self, address: int) -> tuple[str, Unit] | tuple[None, None]:
-        """The parameter whose shard lies there now, and the outermost unit around it."""
+        """Return the name of the parameter whose shard is at ``address`` now, and the outermost unit around it."""
         if not address:
             return None, None
         if address not in self._by_address:
@@ -171,7 +171,7 @@ def _wire(kind: str, dtype: str, num_bytes: int, num_params: int) -> str:
 
 
 def _names_of(launch: Launch, first: str, shown: str | None) -> tuple[str, ...]:
-    """What a graph launches for, given what a parameter of its unit is called there and, if known, in the model."""
+    """Return a launch's names, given the name of a parameter of its unit in the graph and, if known, in the model."""
     names = tuple(_COPY.sub("", name) for name in launch.names)
     if shown is None:
         return names
@@ -179,7 +179,7 @@ def _names_of(launch: Launch, first: str, shown: str | None) -> tuple[str, ...]:
 
 
 def _moved(name: str, first: str, shown: str) -> str:
-    """A name in a graph's frame as one in the model, given what another parameter of the unit is called in each."""
+    """Turn a name in a graph into one in the model, given the two names of another parameter of the unit."""
     same = 0
     while same < min(len(first), len(shown)) and first[-1 - same] == shown[-1 - same]:
         same += 1

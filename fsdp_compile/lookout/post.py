@@ -34,9 +34,9 @@ class At:
 class Question:
     """What one rank asks all."""
 
-    asks: int  # its rank
+    asks: int  # the rank that asks
     since: Mapping[str, int] = field(default_factory=dict)  # by group: from which collective on to answer
-    # How long one must have been at the same place to be waiting, and not about to go on.
+    # A rank that has been at the same place for less than this does not wait: it may be about to go on.
     waited_s: float = 0.0
 
 
@@ -64,12 +64,12 @@ class Post:
         return self._store.add(f"{self._prefix}gone", 0)
 
     def ask(self, number: int, question: Question) -> bool:
-        """Whether this rank was the first to ask."""
+        """Ask, and return whether this rank was the first to do so."""
         mine = json.dumps(dataclasses.asdict(question))
         return self._store.compare_set(f"{self._prefix}ask/{number}", "", mine).decode() == mine
 
     def asked(self, number: int) -> Question | None:
-        """What some rank wants to know of all; None where nobody asked."""
+        """Return what some rank wants to know of all; None if nobody asked."""
         found = self._get(f"ask/{number}")
         return None if found is None else Question(**found)
 
@@ -77,7 +77,7 @@ class Post:
         self._set(f"answer/{number}/{self._rank}", _packed(answer))
 
     def read_answer(self, number: int, rank: int) -> Answer | None:
-        """What a rank answered, or said when it left."""
+        """Return what a rank answered, or said when it left."""
         found = self._get(f"answer/{number}/{rank}") or self._get(f"left/{rank}")
         return None if found is None else _unpacked(found)
 
@@ -89,7 +89,7 @@ class Post:
         return None if found is None else Verdict(found["text"], tuple(found["nameless"]), found["slow"])
 
     def heard(self, number: int, more: int = 0) -> int:
-        """How many ranks have read the verdict, ``more`` of them now."""
+        """Add ``more`` to the number of ranks that have read the verdict, and return it."""
         return self._store.add(f"{self._prefix}heard/{number}", more)
 
     def _set(self, key: str, what: Any) -> None:
@@ -101,7 +101,7 @@ class Post:
 
 
 def _packed(answer: Answer) -> dict[str, Any]:
-    """As JSON, each distinct collective once: of a second's thousands, few are distinct."""
+    """Return data for JSON that has each distinct collective once: of the thousands in a second, few are distinct."""
     groups = {}
     for name, group in answer.groups.items():
         table: dict[tuple[Link, str], int] = {}

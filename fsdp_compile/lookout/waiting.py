@@ -1,11 +1,11 @@
-"""What this process is at, seen from a thread of its own: training costs nothing for being watched.
+"""What this process is doing, as seen from a thread of its own: to be watched costs training nothing.
 
     a thread is in the ledger's ``wait``                      waits: eagerly, for a collective of ours
     a thread is at a wait in code that Inductor generated     waits
     the main thread is in torch.distributed                   waits elsewhere
     anything else                                             runs
 
-On a GPU waiting takes no time of the CPU: there a rank runs until its own thread waits for the device.
+On a GPU a wait does not block the CPU: there a rank "runs" until its own thread waits for the device.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _WAIT = Ledger.wait.__code__
 
 
 class Waiting:
-    """What the process is at, and since when."""
+    """What the process is doing, and since when."""
 
     def __init__(self) -> None:
         self._seen: Hashable = None
         self._since = time.monotonic()
 
     def look(self, progress: Hashable) -> tuple[str, int, float]:
-        """What it is doing, on which thread, and if it waits, for how long with the same ``progress``, in seconds.
+        """Return what it is doing, on which thread, and for how many seconds with the same ``progress``, if it waits.
 
-        Only of a thread that waits the whole stack is walked: Dynamo's frames are not to be touched while it compiles.
+        The whole stack is walked only for a thread that waits: Dynamo's frames must not be touched while it compiles.
         """
         doing, thread = _doing()
         stack = [] if doing == "runs" else interrupting.stack_of(thread)
@@ -44,10 +44,10 @@ class Waiting:
 
 
 def interrupt(error: type[BaseException], done: dict[int, FrameType | None]) -> bool:
-    """Have the threads that wait, or are between two waits of generated code, raise; whether any is left to wait.
+    """Have the threads that wait, or are between two waits of generated code, raise; return whether there are any.
 
-    Each once, and again while it has not left the frame that it was in: Python drops what is raised where a weak
-    reference calls back, or in ``__del__``.
+    Each raises once, and again while it has not left the frame that it was in: Python drops what is raised in the
+    callback of a weak reference, or in ``__del__``.
     """
     found = dict(_interruptible())
     for thread, frame in found.items():
@@ -62,7 +62,7 @@ def interrupt(error: type[BaseException], done: dict[int, FrameType | None]) -> 
 def _doing() -> tuple[str, int]:
     main = threading.main_thread().ident or 0
     for thread in _others():
-        stack = interrupting.stack_of(thread, 2)  # the second, while it asks why the wait failed
+        stack = interrupting.stack_of(thread, 2)  # two: ``wait`` is the second while it explains a failure
         at_wait = any(frame.f_code is _WAIT for frame in stack)
         if at_wait or (stack and interrupting.waits_in_generated_code(stack[0])):
             return "waits", thread
@@ -73,7 +73,7 @@ def _doing() -> tuple[str, int]:
 
 
 def _interruptible() -> Iterator[tuple[int, FrameType]]:
-    """Threads, each with the outermost frame that an error of ours is to leave."""
+    """Yield the threads to interrupt, each with the outermost frame that an error of ours is to leave."""
     main = threading.main_thread().ident
     for thread in _others():
         stack = interrupting.stack_of(thread)
@@ -90,7 +90,7 @@ def _others() -> list[int]:
 
 
 def where(thread: int) -> str:
-    """The innermost line of a thread that is neither torch's nor ours, nor generated."""
+    """Return the innermost line of a thread's stack that is neither torch's nor ours, nor generated."""
     for frame in interrupting.stack_of(thread):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         path = frame.f_code.co_filename

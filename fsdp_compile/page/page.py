@@ -1,4 +1,4 @@
-"""One file with everything in it: template, style, script and data.
+"""Make the page: one file that contains template, style, script and data.
 
     page.html   {title} {policy} {style} {data} {script}
     script      elements.js, timeline.js, tables.js and page.js, as one function
@@ -25,7 +25,7 @@ _SPELLED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028",
 
 
 def page_of(picture: Picture) -> str:
-    """The file's text."""
+    """Return the text of the file."""
     style, script = _read("page.css"), "(() => {\n\"use strict\";\n" + "\n".join(map(_read, _SCRIPTS)) + "})();"
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:"
     parts = {
@@ -40,7 +40,7 @@ def page_of(picture: Picture) -> str:
 
 
 def embedded(value: object) -> str:
-    """JSON that ends no element, and is no comment, wherever it stands in HTML."""
+    """Return JSON that ends no element, and begins no comment, wherever it stands in HTML."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return "".join(_SPELLED.get(letter, letter) for letter in text)
 

@@ -1,4 +1,4 @@
-"""What a page and a trace show of a step, as plain data: seconds from the begin of the step, bytes of one rank."""
+"""The plain data of a step that a page and a trace show: seconds from the begin of the step, bytes of one rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Compute:
 
     name: str
     operator: str
-    module: str  # whose code it is of; may be empty
+    module: str  # the module whose code it is; may be empty
     start_s: float
     end_s: float
     lane: str  # "compute", "copy" for packing and unpacking, or a process group
@@ -21,7 +21,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Collective:
-    """One launch of ours."""
+    """One collective of ours."""
 
     kind: str
     unit: str
@@ -39,7 +39,7 @@ class Collective:
     exposed_s: float
     cause: str
     verdict: str
-    places: tuple[str, str, str, str]  # launched behind, and before; waited for behind, and before
+    places: tuple[str, str, str, str]  # the nodes behind and before its launch, and behind and before its wait
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes alive at each event, by kind, and who owns the highest."""
+    """The bytes alive at each event, by kind, and the storages that make the peak."""
 
     at: tuple[float, ...]
     of_kind: Mapping[str, tuple[int, ...]]
@@ -80,7 +80,7 @@ class PicturedGraph:
 
 @dataclass(frozen=True)
 class Difference:
-    """What one pass made of one graph."""
+    """The changes that one pass made to one graph."""
 
     stage: str
     name: str
@@ -92,7 +92,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class PicturedStep:
-    """One step, or one forward without gradients; without graphs where it was not lowered."""
+    """One step, or one forward without gradients; a step that was not lowered has no graphs."""
 
     name: str
     profile: str = ""
@@ -101,8 +101,8 @@ class PicturedStep:
     peak_bytes: int = 0
     held_bytes: int = 0
     graphs: tuple[PicturedGraph, ...] = ()
-    params: tuple[tuple[str, str, str], ...] = ()  # name, what becomes of it behind forward, why
-    choice: str = ""  # of a budget
+    params: tuple[tuple[str, str, str], ...] = ()  # name, what becomes of it after forward, why
+    choice: str = ""  # what a budget chose
     plan: Mapping[str, Any] = field(default_factory=dict)
     plan_id: str = ""
     differences: tuple[Difference, ...] = ()
@@ -110,7 +110,7 @@ class PicturedStep:
 
 @dataclass(frozen=True)
 class Picture:
-    """All of a report."""
+    """All the data of a report."""
 
     model: str
     torch: str  # version

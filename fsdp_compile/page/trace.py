@@ -13,12 +13,12 @@ from typing import Any
 
 from .picture import Collective, Picture, PicturedGraph, PicturedStep
 
-_EIGHTHS = 8e6  # of a microsecond, in a second
+_EIGHTHS = 8e6  # eighths of a microsecond in a second
 _GRAPHS, _COMPUTE, _FIRST_GROUP = 1, 2, 10  # threads, in the order in which they are shown
 
 
 def trace_events(picture: Picture) -> dict[str, Any]:
-    """The file as an object for ``json.dump``."""
+    """Return the file as an object for ``json.dump``."""
     events: list[dict[str, Any]] = []
     for process, step in enumerate(picture.steps, 1):
         events += _step(step, process, f"{picture.model}, {step.name}, planned")
@@ -69,7 +69,7 @@ def _collective(one: Collective, process: int, lane: int, flow: int) -> Iterator
 
 
 def _memory(graph: PicturedGraph, process: int) -> Iterator[dict[str, Any]]:
-    """What is alive as one counter of several parts, where any of them changes."""
+    """Yield the bytes alive as one counter with a part for each kind, where any part changes."""
     last: tuple[int, ...] = ()
     kinds = list(graph.memory.of_kind)
     for at_s, *levels in zip(graph.memory.at, *graph.memory.of_kind.values()):
@@ -87,10 +87,10 @@ def _span(
 
 
 def _us(seconds: float) -> float:
-    """Microseconds, as the format counts, in eighths: whole nanoseconds without a rest, and exact in binary.
+    """Convert to microseconds, the format's unit, in eighths: each is a whole number of nanoseconds, exact in binary.
 
-    Perfetto counts whole nanoseconds. Where one operator ends as the next begins, a rest would have them overlap by
-    one, and of two that overlap it drops the second.
+    Perfetto counts whole nanoseconds. Where one operator ends as the next begins, a fraction would make them overlap by
+    one nanosecond, and Perfetto drops the second of two that overlap.
     """
     return round(seconds * _EIGHTHS) / 8
 

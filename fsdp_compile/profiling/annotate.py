@@ -1,13 +1,13 @@
-"""A record with our ranges in it: what each collective carried, what it took and was planned to take.
+"""Add our ranges to the profiler's record: what each collective carried, how long it took, and how long was planned.
 
     before    gloo's threads      gloo:all_gather |------|
     after     gloo's threads      gloo:all_gather |------|
               collectives         FSDP::gather layers.0.up.weight +3 |------|     args: bytes, ranks, exposed, planned
-              who waits           FSDP::wait for gather layers.0.up.weight +3 |==|
-              whose graph it is   FSDP::forward graph |-----------------------------|
+              thread that waits   FSDP::wait for gather layers.0.up.weight +3 |==|
+              the graph's thread  FSDP::forward graph |-----------------------------|
 
-The ranges are events of the trace, so every viewer shows them, and what is summed up and fitted later is read from
-them. Facts that belong to no event stand beside the events, under "fsdp_compile".
+The ranges are events of the trace, so every viewer shows them, and summaries and refined profiles are computed from
+them. Facts that belong to no event are stored beside the events, under "fsdp_compile".
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .summary import EAGER
 KEY = "fsdp_compile"
 COLLECTIVE, WAIT, GRAPH = "collective", "wait", "graph"
 _VERSION = 1
-_FIRST_LANE = 1 << 22  # above numbers of threads
-# Operators as torch-tb-profiler knows them: by other names they would be no communication to it.
+_FIRST_LANE = 1 << 22  # above all numbers of threads
+# Names that torch-tb-profiler knows. It does not count operators of other names as communication.
 _PLUGIN_NAMES = {
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
@@ -39,20 +39,20 @@ _PLUGIN_NAMES = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What a record does not say of itself."""
+    """Facts that the profiler's record does not hold."""
 
     rank: int
     world_size: int
     num_steps: int  # recorded to their ends
     device: str  # "cpu" or "cuda"
-    hardware: HardwareProfile  # that was planned by
+    hardware: HardwareProfile  # by which the run was planned
     allows_tf32: bool
     heard: Sequence[Heard]
     ranks: dict[str, tuple[int, ...]]  # of each process group
 
 
 def annotate(trace: dict[str, Any], facts: Facts) -> dict[str, Any]:
-    """The record with the ranges and the facts; events in it that get another name are changed where they are."""
+    """Return the record with the ranges and the facts added. Events that are renamed are changed in place."""
     events = events_of(trace)
     flights = flights_of(events, facts.heard, facts.ranks)
     steps = [event for event in events if event.is_step][: facts.num_steps]
@@ -84,7 +84,7 @@ def annotate(trace: dict[str, Any], facts: Facts) -> dict[str, Any]:
 
 
 def called(expected: Expected | None, kind: str, num_bytes: int, says_model: bool = False) -> str:
-    """A collective in few words; whose it is, where several models call their parameters alike."""
+    """Return a short name for a collective; with ``says_model``, the name says which model the parameters belong to."""
     if expected is None:
         return f"{kind} of {num_bytes} bytes, not ours"
     first, *others = expected.parameters
@@ -94,7 +94,7 @@ def called(expected: Expected | None, kind: str, num_bytes: int, says_model: boo
 
 
 def _number_of(step: Event) -> int:
-    """As torch and TensorBoard count it: with the steps that were not recorded."""
+    """Return the number of a step as torch and TensorBoard count: steps that were not recorded count too."""
     return int(step.name.partition("#")[2])
 
 
@@ -133,7 +133,7 @@ def _args(flight: Flight, step: int | None, facts: Facts) -> dict[str, Any]:
 
 
 def _planned(flight: Flight, facts: Facts) -> tuple[float | None, float | None]:
-    """By the plan's graph; of one that was not seen when it was compiled, what such a collective takes."""
+    """Return what was predicted for the graph; without a prediction, only the seconds that such a collective takes."""
     expected = flight.expected
     if expected is None:
         return None, None
@@ -147,7 +147,7 @@ def _planned(flight: Flight, facts: Facts) -> tuple[float | None, float | None]:
 
 
 def _rename(flight: Flight, events: Sequence[Event]) -> None:
-    """Let torch-tb-profiler's distributed view count it: it knows few names, and kernels by their operator's number."""
+    """Let torch-tb-profiler's distributed view count a run: it knows few names, and kernels by operator number."""
     run = flight.run
     if run is None or flight.expected is None:
         return
@@ -169,7 +169,7 @@ def _call_it(event: Event, kind: str) -> None:
 
 
 def _graphs(events: Sequence[Event], heard: Sequence[Heard]) -> Iterator[dict[str, Any]]:
-    """A range around each call of a graph: what holds its mark, and is called after the graph's code."""
+    """Yield a range for each call of a graph. The call is the event around the graph's mark, named "## Call ..."."""
     calls: dict[object, list[Event]] = {}
     for event in events:
         number = number_of_mark(event.name)
@@ -186,7 +186,7 @@ def _graphs(events: Sequence[Event], heard: Sequence[Heard]) -> Iterator[dict[st
 
 
 class _Lanes:
-    """Rows of the picture; collectives that are on the wire at once are in different ones."""
+    """Rows of the viewer. Collectives that are on the wire at the same time are in different rows."""
 
     def __init__(self, pid: Any) -> None:
         self._pid = pid

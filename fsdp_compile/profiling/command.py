@@ -4,7 +4,7 @@
     torchrun ... -m fsdp_compile.cli profile -- train.py                      one of the processes that torchrun starts
     fsdp-compile refine traces -o profile.json
 
-The script needs no line of ours: a step ends where the optimizer that steps first ends its step.
+The script needs no change: a step ends where the optimizer that steps first ends its step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .summarize import summarize
 from .summary import Summary
 from .traces import SUFFIXES
 
-# Set for processes that --ranks starts: the one that starts them prints.
+# Set for processes that --ranks starts, because their parent prints for them.
 _OF_PARENT = "FSDP_COMPILE_PROFILE_PARENT"
 _PATIENCE_S = 20.0  # for the traces of the other ranks, once this one's is written
 _LEAVES_S = 45.0  # for processes that are told to end: torchrun kills its own after 30
@@ -84,7 +84,7 @@ def is_a_rank(arguments: argparse.Namespace) -> bool:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    if arguments.script == "-m" and arguments.args:  # behind "--" it is an argument like others
+    if arguments.script == "-m" and arguments.args:  # after "--", argparse takes -m for the script
         arguments.module, arguments.script, arguments.args = True, arguments.args[0], arguments.args[1:]
     problem = _problem_of(arguments)
     if problem is not None:
@@ -105,7 +105,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     except _RaisedError:
         return 1
     except NothingRecordedError as error:
-        # Other ranks, and the process that started this one, would only say it again.
+        # Other ranks, and the process that started this one, would only repeat it.
         if _is_first():
             print(error, file=sys.stderr)
         return code if code or not _is_first() or _OF_PARENT in os.environ else 2
@@ -119,7 +119,7 @@ class _RaisedError(Exception):
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """The script, to its end; the code that it ends with."""
+    """Run the script to its end, and return its exit code."""
     if arguments.module and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -131,13 +131,13 @@ def _run(arguments: argparse.Namespace) -> int:
         return ended.code or 0
     except Exception as error:
         error = error.with_traceback(_in_script(error.__traceback__))
-        sys.excepthook(type(error), error, error.__traceback__)  # torch's, which names the rank, or the script's own
+        sys.excepthook(type(error), error, error.__traceback__)  # torch's hook names the rank; or the script's own
         raise _RaisedError from error
     return 0
 
 
 def _in_script(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback as it is without us: from the script's own first line on."""
+    """Return the traceback without our frames: it begins with the script's own first line."""
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, script.__file__):
         trace = trace.tb_next
     return trace
@@ -173,8 +173,8 @@ def _start_ranks(arguments: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
     command += ["-m", "fsdp_compile.cli", "profile", *options, "--", *theirs]
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = {"OMP_NUM_THREADS": str(max(1, num_cpus // arguments.ranks))}  # or torchrun takes one, and says so
-    # In a session of its own: a torchrun that is told twice to end, by the terminal and by us, leaves its ranks behind.
+    threads = {"OMP_NUM_THREADS": str(max(1, num_cpus // arguments.ranks))}  # else torchrun sets 1, and warns of that
+    # torchrun gets its own session: told to end twice, by the terminal and by us, it would leave its ranks behind.
     started = subprocess.Popen(command, env={**threads, **os.environ, _OF_PARENT: "1"}, start_new_session=True)
     try:
         return started.wait()
@@ -188,7 +188,7 @@ def _start_ranks(arguments: argparse.Namespace) -> int:
 
 
 class _OfScript(Profile):
-    """A profile in the words of the command line."""
+    """A profile whose messages name the options of the command line."""
 
     def _nothing(self) -> str:
         if not self._num_steps:
@@ -210,7 +210,7 @@ class _OfScript(Profile):
 
 @contextlib.contextmanager
 def _stepped_by_optimizer(arguments: argparse.Namespace) -> Iterator[Profile]:
-    """A profile whose steps are those of the first optimizer that takes one."""
+    """Record a profile whose steps end with those of one optimizer, the first that takes a step."""
     first: list[weakref.ref[Any]] = []
 
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -234,7 +234,7 @@ def _stepped_by_optimizer(arguments: argparse.Namespace) -> Iterator[Profile]:
 
 
 def _print_summary(folder: Path, arguments: argparse.Namespace, num_ranks: int) -> int:
-    """Of the ranks that have written after some patience: others may be slow, or write elsewhere."""
+    """Print a summary of the ranks that wrote within _PATIENCE_S: others may be slow, or write elsewhere."""
     until = time.monotonic() + _PATIENCE_S
     while _num_written(folder) < num_ranks and time.monotonic() < until:
         time.sleep(0.2)

@@ -1,10 +1,10 @@
-"""What this rank issues while a step is recorded: marks in the profiler's record, and beside it what they stand for.
+"""Mark what this rank issues in the profiler's record, and keep beside the record what each mark stands for.
 
     ledger    forward of 7 launches        profiler    range "FSDP::forward #0", in front of the graph's launches
               all_gather of layers.1                   range "FSDP::all_gather #1", in front of that one, eagerly
 
-The record says when operators ran, and on what sizes, but not whose parameters they carried: that stands here, by the
-number of the mark. Of graphs that compile meanwhile, what they were predicted to take stands here as well.
+The record says when operators ran, and on what sizes, but not which parameters they carried. The listener keeps these
+by the number of the mark. It also keeps the predictions for graphs that compile meanwhile.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Expected:
     parameters: tuple[str, ...]
     planned_s: float | None = None  # with nothing else on the links, where its graph was predicted
     planned_exposed_s: float | None = None
-    model: str = ""  # of the outermost sharded module, its class; with a number, for the second of that class
+    model: str = ""  # class of the outermost sharded module; with a number from the second of that class on
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class Heard:
 
 
 def number_of_mark(name: str) -> int | None:
-    """Which of those heard a range in the record marks."""
+    """Return the number of the mark, which is a place in ``heard()``; None if the name is not that of a mark."""
     found = _MARK.fullmatch(name)
     return int(found[1]) if found else None
 
 
 class Listener:
-    """Hears the ledger, and the passes, between ``start`` and ``stop``."""
+    """Listens to the ledger and to the passes between ``start`` and ``stop``."""
 
     def __init__(self, hardware: HardwareProfile | None) -> None:
         self._hardware = hardware
@@ -76,7 +76,7 @@ class Listener:
         self._records: list[GraphRecord] = []
         self._ranks: dict[str, tuple[int, ...]] = {}
         self._device = torch.device("cpu")
-        self._namer: Namer | None = None  # made when all is sharded
+        self._namer: Namer | None = None  # made at the first launch, when all modules are sharded
 
     def start(self) -> None:
         if ledger.hear is not None:
@@ -85,29 +85,29 @@ class Listener:
         manager.observers.append(self._records.append)
 
     def stop(self) -> None:
-        """Also where it never started."""
+        """Stop listening; it does nothing where the listener never started."""
         if ledger.hear == self._hear:
             ledger.hear = None
             manager.observers.remove(self._records.append)
 
     @property
     def device(self) -> torch.device:
-        """Where the shards are that were issued."""
+        """The device of the shards that were issued."""
         return self._device
 
     @property
     def ranks(self) -> dict[str, tuple[int, ...]]:
-        """Of each process group that was heard of, as it was then: a script may end its groups before the profile."""
+        """The ranks of each process group, noted at its first use: a script may end its groups before the profile."""
         return self._ranks
 
     @property
     def hardware(self) -> HardwareProfile:
-        """What is planned by: as was said, or as the budget was, or the device's built-in profile."""
+        """The profile for predictions: the one that was given, else the budget's, else the device's built-in one."""
         planned_by = next((one.profile for one in self._records if one.profile is not None), None)
         return self._hardware or planned_by or default_profile(self._device)
 
     def heard(self) -> list[Heard]:
-        """By the numbers of the marks."""
+        """Return what the marks stand for, in the order of their numbers."""
         predicted = self._predicted()
         return [
             one
@@ -165,12 +165,12 @@ class Listener:
                 self._ranks[group] = group_ranks(group)
 
     def _predicted(self) -> dict[GraphText, PredictedGraph]:
-        """By what a graph says of itself; without those that are not predicted, because of operators of others."""
+        """Return predictions by the texts of graphs, without graphs whose custom operators cannot be predicted."""
         found = {}
         for step in steps_of(self._records):
             try:
                 graphs = step.predicted(self.hardware).graphs
-            except Exception:  # operators of others may be anything: the measured part is there all the same
+            except Exception:  # custom operators may raise anything; the measured part is there all the same
                 continue
             for record, graph in zip([one for one in step.graphs if one.graph is not None], graphs):
                 assert record.graph is not None
@@ -180,7 +180,7 @@ class Listener:
 
 
 class _Models:
-    """Calls models by their classes, and the second of a class that is heard of "Net 2": ranks hear in one order."""
+    """Names models by class, and the second of a class "Net 2". Ranks issue in one order, so their names agree."""
 
     def __init__(self) -> None:
         self._names: weakref.WeakKeyDictionary[Unit, str] = weakref.WeakKeyDictionary()
@@ -195,7 +195,7 @@ class _Models:
         return self._names[root]
 
     def of_call(self, called: Called, namer: Namer) -> list[str]:
-        """Of each launch; a unit that the graph only reduces shows no shard, and is taken to be of the only model."""
+        """Return the model of each launch. A unit that is only reduced has no shard, so it gets the only model."""
         units = [one.unit for _, one in called.text.firsts]
         known = {unit: self.at(address, namer) for unit, address in zip(units, called.addresses)}
         models = set(known.values())
@@ -203,7 +203,7 @@ class _Models:
         return [known.get(one.members[0].unit, only) for one in called.text.launches]
 
     def at(self, address: int, namer: Namer) -> str:
-        """Of the parameter whose shard lies there; nothing where nobody knows."""
+        """Return the model of the parameter whose shard is at ``address``; empty where it is not known."""
         if address not in self._at:
             root = namer.root_at(address)
             self._at[address] = "" if root is None else self.of(root)

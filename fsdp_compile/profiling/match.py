@@ -1,13 +1,13 @@
-"""Which collective of the plan each launch in a record was, when the backend ran it, and who waited for it.
+"""Match each launch in a record with a collective of the plan, with the backend's run of it, and with its wait.
 
     thread that computes   mark #0  launch   launch        mm mm   wait=====    mm
     backend's              .        |--> all_gather----------------------|
                            .                 |--> queued                 |all_gather------|
     mark #0 says           all_gather of layers.0.w, all_gather of layers.1.w, ...
 
-A graph launches what its mark says, in that order; a launch that is of another kind or size is somebody else's. Gloo's
+A graph launches what its mark says, in that order; a launch that is of another kind or size is not ours. Gloo's
 threads take collectives in the order of their launches, and NCCL's kernels carry the number of the call that launched
-them. Waits carry sizes alone: of equal ones, those that were launched first are waited for first.
+them. Waits carry only sizes: of collectives of equal size, the one that was launched first is waited for first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _KINDS = {
     "all_reduce": "all_reduce",
 }
 _WAIT = "_c10d_functional::wait_tensor"
-# What gloo's threads call each kind; its reduce-scatter is an all-reduce.
+# The names that gloo's threads record for each kind; gloo's reduce-scatter is an all-reduce.
 _GLOO = {
     "all_gather": {"gloo:all_gather"},
     "reduce_scatter": {"gloo:reduce_scatter", "gloo:all_reduce"},
@@ -49,29 +49,29 @@ class Flight:
 
     kind: str
     launch: Event
-    expected: Expected | None  # None: nobody of ours launched it
+    expected: Expected | None  # None where it is not ours
     stage: str
-    num_ranks: int  # 0 where nobody says
+    num_ranks: int  # 0 where it is not known
     run: Event | None = None  # the backend's record of it
     wait: Event | None = None
     waited: tuple[Interval, ...] = ()  # when computation stood still for it
 
     @property
     def interval(self) -> Interval:
-        """On the wire; where the backend recorded nothing, from its launch until it was waited for."""
+        """The time on the wire; where the backend recorded nothing, the time from the launch to the end of the wait."""
         if self.run is not None:
             return self.run.start, self.run.end
         return self.launch.start, self.launch.end if self.wait is None else self.wait.end
 
     @property
     def num_bytes(self) -> int:
-        """What a gather returns, and what the others take."""
+        """Bytes of the output of a gather, and of the input of other kinds."""
         given = self.launch.size()[2]
         return given * (self.num_ranks or 1) if self.kind == "all_gather" else given
 
 
 def flights_of(events: Sequence[Event], heard: Sequence[Heard], ranks: dict[str, tuple[int, ...]]) -> list[Flight]:
-    """All collectives of a record, in the order of their launches."""
+    """Return all collectives of a record, in the order of their launches."""
     flights = _launched(events, heard, ranks)
     if any(event.category == "kernel" for event in events):
         _find_kernels(flights, events)
@@ -84,9 +84,9 @@ def flights_of(events: Sequence[Event], heard: Sequence[Heard], ranks: dict[str,
 
 def _launched(events: Sequence[Event], heard: Sequence[Heard], ranks: dict[str, tuple[int, ...]]) -> list[Flight]:
     flights: list[Flight] = []
-    inside: dict[object, float] = defaultdict(float)  # of each thread, when its last launch returned
-    left: dict[object, tuple[str, list[Expected]]] = {}  # of each thread, what its graph is still to launch
-    next_up: dict[object, Expected] = {}  # of each thread, what it said it launches now
+    inside: dict[object, float] = defaultdict(float)  # by thread: when its last launch returned
+    left: dict[object, tuple[str, list[Expected]]] = {}  # by thread: what its graph has still to launch
+    next_up: dict[object, Expected] = {}  # by thread: the eager launch that its mark announced
     for event in events:
         number = number_of_mark(event.name)
         if number is not None and number < len(heard):
@@ -121,7 +121,7 @@ def _first_like(queue: list[Expected], kind: str, launch: Event, ranks: dict[str
 
 
 def _said(kind: str, launch: Event) -> int:
-    """How many take part, where the launch's arguments say it."""
+    """Return how many ranks take part, from the launch's arguments; 0 where these do not say it."""
     place = {"all_gather": 1, "reduce_scatter": 2}.get(kind)
     given = launch.args.get("Concrete Inputs") or []
     if place is None or place >= len(given) or not str(given[place]).isdecimal():
@@ -174,7 +174,7 @@ def _find_waits(flights: Sequence[Flight], events: Sequence[Event]) -> None:
 
 
 def _result(flight: Flight) -> tuple[int, str]:
-    """Elements and dtype of what a launch returns."""
+    """Return the elements and dtype of a launch's result."""
     num_elements, dtype, _ = flight.launch.size()
     if flight.kind == "all_gather":
         num_elements *= flight.num_ranks or 1
@@ -184,7 +184,7 @@ def _result(flight: Flight) -> tuple[int, str]:
 
 
 def _find_exposed(flights: Sequence[Flight], events: Sequence[Event]) -> None:
-    """On a GPU, where kernels are, its collectives run alone; on the CPU, where a thread waits for one in flight."""
+    """Find when computation waits: on a GPU, no other kernel runs beside the collective; on the CPU, a thread waits."""
     computing = union((one.start, one.end) for one in events if one.category == "kernel" and not _is_of_nccl(one))
     for flight in flights:
         if flight.run is not None and flight.run.category == "kernel":

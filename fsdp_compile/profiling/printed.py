@@ -1,10 +1,10 @@
-"""Tables that lose nothing: where the terminal is too narrow for the columns, each row is said in lines instead.
+"""Print tables without loss: where the terminal is too narrow for the columns, each row is printed as lines instead.
 
     collective        took   exposed            gather emb.weight +1
     ────────────────────────────────    or        took 2.02
     gather emb.w...   2.02     17.28              exposed 17.28
 
-Rich shortens cells to what fits, numbers and names alike, until a column is gone.
+Rich by itself shortens cells to what fits, numbers and names alike, until a column is gone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # and in functions, for most programs never print one
+if TYPE_CHECKING:  # else it is imported in functions, because most programs never print a table
     from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
     from rich.table import Table
 
@@ -23,7 +23,7 @@ _BETWEEN = 3  # letters between two columns
 
 @dataclass(frozen=True)
 class Column:
-    """One column, whose head says what a cell is: under it, or in front of it."""
+    """One column. Its head stands above its cells in a table, or in front of each cell in lines."""
 
     head: str
     is_number: bool = True
@@ -31,7 +31,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Rows:
-    """What ``table`` says, as a table where there is room; the first cell of a row is its name."""
+    """Rows that print as a table where there is room, else as lines; the first cell of a row is its name."""
 
     title: str
     columns: Sequence[Column]
@@ -40,7 +40,7 @@ class Rows:
 
     @property
     def least_width(self) -> int:
-        """With which all columns are whole, but for names that go on in the next line."""
+        """The smallest width at which all columns are whole, except that names may continue on the next line."""
         from rich.cells import cell_len
 
         widths = [

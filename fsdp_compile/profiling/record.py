@@ -1,4 +1,4 @@
-"""The profiler's record of one rank, as it is exported (Kineto's JSON): operators by name, time, thread and sizes.
+"""Read the profiler's record of one rank, as exported (Kineto's JSON): operators by name, time, thread and sizes.
 
     {"ph": "X", "cat": "cpu_op", "name": "fsdpc::all_gather_into_tensor", "ts": us, "dur": us, "tid": thread,
      "args": {"Input Dims": [[512, 256], [], []], "Input type": ["float", "Scalar", ""], "Concrete Inputs": ["", "2"]}}
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# As Kineto writes dtypes: how they are called in torch, and an element's bytes.
+# Kineto's names of dtypes, each with torch's name and the bytes of an element.
 DTYPES = {
     "float": ("float32", 4), "double": ("float64", 8), "c10::BFloat16": ("bfloat16", 2), "c10::Half": ("float16", 2),
     "unsigned char": ("uint8", 1), "signed char": ("int8", 1), "int": ("int32", 4), "long int": ("int64", 8),
@@ -25,7 +25,7 @@ DTYPES = {
 
 @dataclass(frozen=True, eq=False)
 class Event:
-    """Something that took a while."""
+    """An event with a duration."""
 
     name: str
     category: str
@@ -37,11 +37,11 @@ class Event:
 
     @property
     def is_step(self) -> bool:
-        """Whether it is a step of the profiler's, as the CPU had it: of a GPU's streams each has one of its own."""
+        """Whether it is a step of the profiler on the CPU. Each stream of a GPU has a range of its own for the step."""
         return self.category == "user_annotation" and self.name.startswith("ProfilerStep#")
 
     def size(self, place: int = 0) -> tuple[int, str, int]:
-        """Elements, dtype and bytes of an argument; of a list, those of its first tensor."""
+        """Return elements, dtype and bytes of an argument; for a list, those of its first tensor."""
         dims, types = self.args.get("Input Dims") or [], self.args.get("Input type") or []
         if place >= len(dims) or place >= len(types):
             return 0, "", 0
@@ -58,7 +58,7 @@ class Event:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A trace, packed by gzip or not; ValueError for anything else."""
+    """Load a trace, compressed by gzip or not; ValueError for anything else."""
     opened = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rt", encoding="utf-8") as file:
@@ -71,7 +71,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def events_of(trace: dict[str, Any]) -> list[Event]:
-    """All that took a while, by their begins; what holds others stands before them."""
+    """Return all events with a duration, sorted by start; an event that contains others stands before them."""
     found = [
         Event(
             str(one["name"]), str(one.get("cat", "")), float(one["ts"]), float(one["ts"]) + float(one.get("dur", 0)),
@@ -88,7 +88,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time, in intervals that neither touch nor overlap."""
+    """Merge intervals into sorted ones that neither touch nor overlap."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -99,7 +99,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def without(interval: Interval, taken: Iterable[Interval]) -> list[Interval]:
-    """What is left of an interval; ``taken`` is a union."""
+    """Return the parts of an interval that are not in ``taken``, a union."""
     left, at = [], interval[0]
     for start, end in taken:
         if end <= at or start >= interval[1]:
@@ -113,7 +113,7 @@ def without(interval: Interval, taken: Iterable[Interval]) -> list[Interval]:
 
 
 def common(these: Iterable[Interval], those: Iterable[Interval]) -> list[Interval]:
-    """The time that is in both of two unions."""
+    """Return the intervals that are in both of two unions."""
     found, left, right = [], list(these), list(those)
     while left and right:
         start, end = max(left[0][0], right[0][0]), min(left[0][1], right[0][1])

@@ -1,12 +1,12 @@
-"""A hardware profile from a measured run: what its collectives and its products reached, in the place of estimates.
+"""Make a hardware profile from a measured run: its collectives and matrix products replace the estimates.
 
     traces        collectives of each process group, by kind and size; products of matrices, by dtype
     fit           seconds = latency + bytes on the wire / bandwidth, least squares, as `fsdp-compile calibrate` does
-    profile       what the run was planned by, with the figures that were measured
+    profile       the profile that the run was planned by, with the figures that were measured
 
-A collective takes what it takes on the rank that came last; of those of one size the median counts, and of these only
-those that had the wires to themselves, where there are any. Products likewise: the best are those that no collective
-slows down, and how much slower the others are is what collectives cost them.
+The time of a collective is that of the rank that came last. The median of all runs of one size counts, or of only those
+that had the wires to themselves, where there are any. Matrix products likewise: only those beside no collective count,
+where there are any, and collectives cost the time by which the other products are slower than these.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .record import Interval, common, union
 from .summarize import together
 from .traces import Trace, read_folder
 
-_LATENCY_SHARE = 0.5  # of a collective's latency, what is there once; steps from rank to rank take the rest
-_LEAST_SHARE = 0.02  # of the time in products: smaller ones say little of what large ones reach
+_LATENCY_SHARE = 0.5  # of a collective's latency, what it takes once; steps from rank to rank take the rest
+_LEAST_SHARE = 0.02  # of the time in products; sizes that take less say little of what large products reach
 _MOST_SLOWED = 0.95
-_DOUBTFUL = 1.0  # of a size's time, what a fit may be off
+_DOUBTFUL = 1.0  # how far a fit may be off, as a share of a size's time
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """The process groups of one dimension of a mesh, which are of one size and lie alike."""
+    """The process groups of one dimension of a mesh, which have one size and one number of ranks on each node."""
 
     num_ranks: int
     ranks_per_node: int
@@ -45,7 +45,7 @@ class Dimension:
         return self.ranks_per_node < self.num_ranks
 
     def sent(self, kind: str, num_bytes: int, backend: str) -> float:
-        """Bytes on the wire: those that leave a rank, or between nodes those that leave its adapter."""
+        """Return the bytes on the wire: those that leave a rank, or between nodes those that leave its adapter."""
         if self.spans_nodes and kind == "all_to_all":
             return num_bytes * (self.num_ranks - self.ranks_per_node) / self.num_ranks
         sent = wire_bytes(kind, num_bytes, self.num_ranks, backend)
@@ -66,7 +66,7 @@ class Fitted:
 
     @property
     def error(self) -> float:
-        """How far the fit is off at worst, of a size's time."""
+        """The largest error of the fit, as a share of a size's time."""
         return max(abs((self.fit.latency_s + sent / self.fit.bytes_per_s) / took - 1) for sent, took in self.points)
 
 
@@ -81,7 +81,7 @@ class Refined:
 
 
 def refine(folder: str | Path, name: str | None = None) -> Refined:
-    """Of the traces in a folder; ValueError where they say nothing of links and products."""
+    """Refine a profile with the traces in a folder; ValueError where these have no collective and no product."""
     traces = read_folder(folder)
     base, backend = traces[0].hardware, traces[0].backend
     if len({trace.hardware for trace in traces}) > 1:
@@ -107,7 +107,7 @@ def refine(folder: str | Path, name: str | None = None) -> Refined:
 
 
 def _ranks_per_node(traces: Sequence[Trace]) -> int:
-    """As seen; where some ranks left no trace, or one node is all there is, as it was planned, if that may be so."""
+    """Return the ranks of a node as seen; with traces missing, or one node only, as planned if the traces fit that."""
     seen = Counter(trace.host for trace in traces)
     most, planned = max(seen.values()), traces[0].hardware.ranks_per_node
     if len(seen) > 1 and len(traces) == traces[0].world_size:
@@ -118,9 +118,9 @@ def _ranks_per_node(traces: Sequence[Trace]) -> int:
 
 
 def _fits(traces: Sequence[Trace], backend: str) -> Iterable[Fitted]:
-    """In the order of dimensions and kinds."""
+    """Yield the fits in the order of dimensions and kinds."""
     per_node = _ranks_per_node(traces)
-    # A rank without a trace is where others of its place are: nodes are filled one after the other.
+    # A rank without a trace is on the node of the ranks next to it: nodes are filled one after the other.
     node_of = {trace.rank // per_node: trace.host for trace in traces}
     hosts = {trace.rank: trace.host for trace in traces}
     busy = {trace.rank: [(one.start_s, one.end_s) for one in trace.collectives] for trace in traces}
@@ -148,17 +148,17 @@ def _fits(traces: Sequence[Trace], backend: str) -> Iterable[Fitted]:
 
 
 def _fit(points: Sequence[tuple[float, float]], known_s: float) -> Fit:
-    """A line through what one kind of collective took; ``known_s`` is the latency that was planned by."""
+    """Fit a line to what one kind of collective took; ``known_s`` is the latency that the run was planned by."""
     smallest_s = min(points)[1]
-    if len(points) == 1:  # tells no latency from bandwidth: as it was, if that leaves time for the bytes
+    if len(points) == 1:  # cannot tell latency from bandwidth: latency stays, if it leaves time for the bytes
         return fit_line(points, min(known_s, smallest_s / 2))
     fit = fit_line(points)
-    # A line that begins below nothing was bent by the largest: then the smallest size says what there is at least.
+    # A latency of 0 means that the largest sizes bent the line: then latency is at least the smallest size's time.
     return fit if fit.latency_s else fit_line(points, smallest_s)
 
 
 def _link(base: Link, fitted: Sequence[Fitted], slowed: float | None) -> Link:
-    """What was measured on the largest groups; the rest as it was."""
+    """Return the link with what was measured on the largest groups; the rest stays as it was."""
     if not fitted:
         return base
     largest = max((one.dimension for one in fitted), key=lambda one: (one.num_ranks, one.ranks_per_node))
@@ -177,7 +177,7 @@ def _link(base: Link, fitted: Sequence[Fitted], slowed: float | None) -> Link:
 
 
 def _products(traces: Sequence[Trace]) -> tuple[dict[str, float], float | None]:
-    """FLOP/s by dtype, of the slowest rank; and the share of it that collectives cost, where both are there."""
+    """Return FLOP/s by dtype of the slowest rank, and the share that collectives cost; None where that is not known."""
     rates: dict[str, list[float]] = defaultdict(list)
     slowed: list[tuple[float, float]] = []  # seconds beside collectives, and what these products take alone
     for trace in traces:
@@ -213,7 +213,7 @@ def _near(busy: Sequence[Interval], interval: Interval) -> list[Interval]:
 
 
 def doubts_of(refined: Refined) -> list[str]:
-    """Of each fit that says little of what was measured, and what to do."""
+    """Return a warning for each fit that is far off, with what to do."""
     return [
         f"{one.kind} of {one.dimension}: the fit is off by {one.error:.0%} of what one size took, so what is "
         "planned by it will be off as well. Profile again on a machine that does nothing else, with more steps "
@@ -224,7 +224,7 @@ def doubts_of(refined: Refined) -> list[str]:
 
 
 def table_of(refined: Refined) -> Rows:
-    """What was fitted, and how far off it is."""
+    """Return a table of the fits and how far off they are."""
     rows = [
         [
             one.kind,

@@ -1,4 +1,4 @@
-"""Record some steps of a training, one trace a rank, for TensorBoard and for a summary.
+"""Record some steps of a training, one trace for each rank, for TensorBoard and for a summary.
 
     with fsdp_compile.profile(model, "traces") as profiled:
         for batch in batches:
@@ -6,7 +6,7 @@
             profiled.step()             # compile, warm up, record three, and train on as if nothing were here
     print(profiled.summary)             # of the ranks that have written by now
 
-A step that is not recorded runs as without a profile: the ledger tells nobody what is issued.
+A step that is not recorded runs as without a profile: the listener ignores what the ledger tells it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .summary import Summary
 from .traces import SUFFIXES
 
 _OF_RANK = re.compile(r".*_(\d+)\.\d+\.pt\.trace\.json")
-_SETTLES_S = 0.05  # gloo's threads record for a moment after who waits for them goes on
+_SETTLES_S = 0.05  # gloo's threads record for a moment after the thread that waits for them goes on
 _WARMUP = 1  # of the profiler: the first step that it sees takes longer
 
 
@@ -46,7 +46,7 @@ class NothingRecordedError(RuntimeError):
 
 
 class Profile:
-    """What ``profile`` makes: call ``step()`` behind each step; ``path`` is this rank's trace once it is written."""
+    """The result of ``profile``: call ``step()`` after each step; ``path`` is this rank's trace once it is written."""
 
     def __init__(self, folder: str | Path, wait: int, active: int, hardware: HardwareProfile | None) -> None:
         self.folder = Path(folder)
@@ -54,7 +54,7 @@ class Profile:
         self._wait, self._active = wait, active
         self._num_steps = 0
         self._failed = False
-        self._place: tuple[int, int] | None = None  # the rank, and how many there are
+        self._place: tuple[int, int] | None = None  # rank and world size
         self._listener = Listener(hardware)
         self._schedule = torch.profiler.schedule(wait=wait, warmup=_WARMUP, active=active, repeat=1)
         activities = [ProfilerActivity.CPU]
@@ -79,9 +79,9 @@ class Profile:
         return self
 
     def step(self) -> None:
-        """One step of the training has ended."""
+        """Note that one step of the training has ended."""
         self._num_steps += 1
-        if dist.is_initialized():  # it may be over when the trace is written
+        if dist.is_initialized():  # its process group may be gone when the trace is written
             self._place = _rank(), _world_size()
         self._profiler.step()
 
@@ -114,18 +114,18 @@ class Profile:
         warnings.warn(
             f"fsdp_compile.profile recorded {self._num_recorded} of {self._active} steps: the block ended early. Train "
             "longer in it, or give a smaller wait or active.",
-            stacklevel=3,  # whose block it is
+            stacklevel=3,  # the code that has the block
         )
 
     def _action(self, step: int) -> torch.profiler.ProfilerAction:
-        """What torch asks between two steps: what to do in the next one."""
+        """Return what the profiler does in the next step; torch asks between two steps."""
         if step == self._before + self._active:
-            time.sleep(_SETTLES_S)  # the last recorded step has ended, and its range with it
+            time.sleep(_SETTLES_S)  # gloo's threads still record; the last step's range has ended
         return self._schedule(step)
 
     @property
     def summary(self) -> Summary:
-        """Of all ranks whose traces are in the folder by now; it prints as tables."""
+        """The summary of all ranks whose traces are in the folder by now; it prints as tables."""
         if self.path is None:
             raise RuntimeError(
                 f"nothing is recorded yet: {self._num_steps} steps ended, and the last that is recorded is step "
@@ -179,11 +179,11 @@ def profile(
     active: int = 3,
     hardware: str | Path | HardwareProfile | None = None,
 ) -> Profile:
-    """A block in which ``active`` steps are recorded, behind ``wait`` steps and one to warm up.
+    """Return a context manager that records ``active`` steps, after ``wait`` steps and one to warm up.
 
-    Call ``step()`` of what the block gives behind each step. Every rank writes a trace into ``folder``, for TensorBoard
-    with torch-tb-profiler and any viewer of Chrome traces: with a range for each gather and reduction that names its
-    parameters, and what it was planned to take on ``hardware``, a profile's name or file; by default that of a memory
+    Call ``step()`` of the profile after each step. Every rank writes a trace into ``folder``, for TensorBoard with
+    torch-tb-profiler and any viewer of Chrome traces. The trace has a range for each gather and reduction, with its
+    parameters and the time planned on ``hardware``, which is a profile's name or file; by default that of a memory
     budget, or the device's built-in one. ``summary`` says what was exposed.
     """
     if not isinstance(model, nn.Module):
@@ -204,7 +204,7 @@ def recording(
     hardware: str | Path | HardwareProfile | None = None,
     kind: type[Profile] = Profile,
 ) -> Profile:
-    """The same of whatever is trained in this process; ``kind`` says in its own words what goes wrong."""
+    """Return a profile of whatever is trained in this process; ``kind`` has the messages for what goes wrong."""
     for name, value, least in (("wait", wait, 0), ("active", active, 1)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} is {value!r}. Give a number of steps, at least {least}.")
@@ -215,7 +215,10 @@ def recording(
 
 
 def refuse_old_traces(folder: Path) -> None:
-    """TensorBoard takes all that lies in a folder for one run. Those that other ranks write now are none of ours."""
+    """Raise if the folder has a trace of another run, which TensorBoard would show as this one's.
+
+    A trace of another rank is not refused here, because that rank may have written it just now.
+    """
     rank, world_size = _rank(), _world_size()
     for path in folder.iterdir() if folder.is_dir() else ():
         found = _OF_RANK.match(path.name)
@@ -235,5 +238,5 @@ def _world_size() -> int:
 
 
 def _worker(rank: int) -> str:
-    """As torch-tb-profiler reads it: a machine, and its process, here by its rank."""
+    """Return a name as torch-tb-profiler reads it: the machine, and the process, for which the rank stands."""
     return f"{re.sub(r'[^A-Za-z0-9-]', '-', socket.gethostname()) or 'node'}_{rank}"

@@ -1,11 +1,11 @@
-"""What recorded steps took, in numbers: exposed communication, overlap, and each collective beside its plan.
+"""Sum up recorded steps in numbers: exposed communication, overlap, and each collective beside its plan.
 
     communication   a link is busy      |--------|   |-----|
     waiting         nothing computes           |=|   |==|
-    exposed         of waiting, all     overlap: of communication, the share during which nothing waits
+    exposed         all of the waiting  overlap: the share of communication during which nothing waits
 
-Seconds are those of one step, the mean of those that were recorded. A collective that a rank began early also waits for
-the others: it took what it took on the rank that came last, and is exposed as on the rank that waited longest.
+Seconds are those of one step, the mean of the recorded ones. A collective that a rank began early also waits for the
+other ranks. So its time is that of the rank that came last, and its exposed time that of the rank that waited longest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .traces import Ran, Trace, read_folder
 
 
 def summarize(folder: str | Path) -> Summary:
-    """The summary of all ranks whose traces are in a folder; ValueError where there are none."""
+    """Return the summary of all ranks whose traces are in a folder; ValueError where there are none."""
     return summary_of(read_folder(folder), Path(folder))
 
 
@@ -76,7 +76,7 @@ def _collectives(traces: Sequence[Trace]) -> Iterable[OfCollective]:
 
 
 def together(traces: Sequence[Trace]) -> list[list[list[tuple[int, Ran]]]]:
-    """Of each collective its runs, of each run what the ranks of its group recorded, each with its number.
+    """Return for each collective its runs, and for each run what the ranks of its group recorded, as (rank, record).
 
     Ranks of a group launch the same collectives in the same order: the n-th of a name in a step is the n-th on all.
     """
@@ -86,14 +86,14 @@ def together(traces: Sequence[Trace]) -> list[list[list[tuple[int, Ran]]]]:
         seen: dict[tuple[object, ...], int] = defaultdict(int)
         for one in trace.collectives:
             turn = one.step, one.identity
-            # Ranks of other groups run another one of the same name.
+            # Ranks of other groups run a different collective of the same name.
             found[one.identity][one.step, one.ranks, seen[turn]].append((trace.rank, one))
             seen[turn] += 1
     return [list(runs.values()) for runs in found.values()]
 
 
 def _waits(traces: Sequence[Trace]) -> Total | None:
-    """Of one step, for what was planned: those of the rank that waits longest."""
+    """Return the planned waits of one step, and their measured times, on the rank that waits longest."""
     totals = []
     for trace in traces:
         num_steps = max(len(trace.steps), 1)
@@ -105,7 +105,7 @@ def _waits(traces: Sequence[Trace]) -> Total | None:
 
 
 def _graphs(traces: Sequence[Trace]) -> Total | None:
-    """Of one step, all that were planned: the slowest rank's."""
+    """Return the time of one step's graphs on the slowest rank, among ranks on which all graphs were planned."""
     totals = []
     for trace in traces:
         calls = [(call.seconds, call.planned_s) for call in trace.calls if call.planned_s is not None]

@@ -1,4 +1,4 @@
-"""What recorded steps took, as data, and as tables for the terminal."""
+"""The summary of recorded steps, as data and as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from ..tools.tables import format_bytes, on_one_line, plural
 from .printed import Column, Rows
 
-if TYPE_CHECKING:  # and in functions, for most programs never print one
+if TYPE_CHECKING:  # else it is imported in functions, because most programs never print a table
     from rich.console import RenderableType
 
 _WORST = 5
 _WIDTH = 110
 _OF_RANKS = ("rank", "step", "communication", "exposed", "of the step", "overlap")
-EAGER = "eager"  # in the place of a graph's stage
+EAGER = "eager"  # takes the place of a graph's stage
 _NOT_SEEN = (
     "the graphs had been compiled before the profile began, or came from a cache; run it anew with "
     "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1, which reads none"
@@ -29,14 +29,14 @@ class OfRank:
 
     rank: int
     step_s: float
-    communication_s: float  # at least one collective was on the wire
-    exposed_s: float  # computation waited for one
+    communication_s: float  # while at least one collective was on the wire
+    exposed_s: float  # while computation waited for one
     overlap: float  # share of communication during which nothing waited; 1 where there was none to hide
 
 
 @dataclass(frozen=True)
 class OfCollective:
-    """The same collective of all ranks and steps."""
+    """One collective, over all ranks and steps."""
 
     name: str
     kind: str
@@ -45,15 +45,15 @@ class OfCollective:
     num_bytes: int
     num_ranks: int
     count: float  # in a step
-    seconds: float  # of one
-    exposed_s: float  # of one
+    seconds: float  # of one run
+    exposed_s: float  # of one run
     planned_s: float | None
     planned_exposed_s: float | None
 
 
 @dataclass(frozen=True)
 class Total:
-    """Measured beside planned, of what was planned."""
+    """Measured and planned seconds of everything that was planned."""
 
     measured_s: float
     planned_s: float
@@ -61,43 +61,43 @@ class Total:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of a run, from the traces of its ranks."""
+    """The summary of a run, from the traces of its ranks."""
 
     folder: Path
     num_steps: int
     world_size: int
-    hardware: str  # the profile that was planned by
+    hardware: str  # the profile that the run was planned by
     ranks: tuple[OfRank, ...]
     collectives: tuple[OfCollective, ...]  # in the order of launch
 
-    # Of all collectives in a step, of waiting for them, and of the graphs that they are in; None without a plan.
+    # Totals of a step's collectives, of the waits for them, and of the graphs that they are in; None without a plan.
     takes: Total | None
     waits: Total | None
     graphs: Total | None
 
     @property
     def step_s(self) -> float:
-        """Of the slowest rank."""
+        """The seconds of a step on the slowest rank."""
         return max(one.step_s for one in self.ranks)
 
     @property
     def exposed_s(self) -> float:
-        """Of the rank that waits longest."""
+        """The exposed seconds of the rank that waits longest."""
         return max(one.exposed_s for one in self.ranks)
 
     @property
     def overlap(self) -> float:
-        """Of the rank that hides least."""
+        """The overlap of the rank that hides least."""
         return min(one.overlap for one in self.ranks)
 
     @property
     def worst(self) -> tuple[OfCollective, ...]:
-        """At most five: those that are waited for longest in a step."""
+        """The collectives that are waited for longest in a step, at most five."""
         waited_for = [one for one in self.collectives if one.exposed_s > 0]
         return tuple(sorted(waited_for, key=lambda one: -one.exposed_s * one.count)[:_WORST])
 
     def all_collectives(self) -> Rows:
-        """Every collective, in the order of launch."""
+        """Return a table of every collective, in the order of launch."""
         return _table("Collectives in the order of launch; of one, in ms", self.collectives)
 
     def __rich__(self) -> RenderableType:

@@ -1,7 +1,7 @@
-"""The annotated traces of a run, read again: steps, collectives, waits and products of each rank.
+"""Read the annotated traces of a run: steps, collectives, waits and products of each rank.
 
     folder/
-        node0_0.1795435328466417008.pt.trace.json      a rank each, as torch-tb-profiler wants them
+        node0_0.1795435328466417008.pt.trace.json      one for each rank, as torch-tb-profiler wants them
         node0_1.1795435328466434338.pt.trace.json
 """
 
@@ -39,7 +39,7 @@ class Ran:
     start_s: float
     end_s: float
     waited: tuple[Interval, ...]
-    is_recorded: bool  # by the backend; else it is known by its launch and its wait alone
+    is_recorded: bool  # by the backend; else only its launch and its wait are known
     planned_s: float | None
     planned_exposed_s: float | None
 
@@ -53,7 +53,7 @@ class Ran:
 
     @property
     def identity(self) -> tuple[str, str, str, tuple[str, ...]]:
-        """Equal for what is the same collective, on another rank or in another step."""
+        """A key that is equal for the same collective on another rank or in another step."""
         return self.stage, self.kind, self.name, self.parameters
 
 
@@ -95,7 +95,7 @@ class Trace:
 
 
 def paths_in(folder: Path) -> list[Path]:
-    """Of the traces; ValueError where there are none."""
+    """Return the paths of the traces; ValueError where there are none."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder. Give the one that `fsdp-compile profile --out` wrote traces into.")
     found = sorted(path for path in folder.iterdir() if path.name.endswith(SUFFIXES))
@@ -105,7 +105,7 @@ def paths_in(folder: Path) -> list[Path]:
 
 
 def read_folder(folder: str | Path) -> list[Trace]:
-    """The traces of all ranks that are there, by rank; ValueError where they are not those of one run of ours."""
+    """Read the traces of all ranks that are there, sorted by rank; ValueError unless they are of one run of ours."""
     traces = sorted([read(path) for path in paths_in(Path(folder))], key=lambda one: one.rank)
     for one, other in pairwise(traces):
         if one.rank == other.rank:
@@ -117,7 +117,7 @@ def read_folder(folder: str | Path) -> list[Trace]:
 
 
 def read(path: Path) -> Trace:
-    """One trace; ValueError where it has none of our ranges."""
+    """Read one trace; ValueError where it has none of our ranges."""
     trace = load(path)
     facts = trace.get(KEY)
     if not isinstance(facts, dict):
@@ -182,7 +182,7 @@ def _s(us: float | None) -> float | None:
 
 
 def _products(events: Sequence[Event]) -> Iterable[Product]:
-    """Of matrices; where kernels are recorded, with the time of those that the operator launched."""
+    """Yield matrix products. Where kernels are recorded, the time is that of the kernels that the operator launched."""
     kernels: dict[Any, list[Event]] = defaultdict(list)
     for event in events:
         if event.category == "kernel":
@@ -200,7 +200,7 @@ def _products(events: Sequence[Event]) -> Iterable[Product]:
 
 
 def _flops(event: Event) -> tuple[float, int]:
-    """Multiplications and additions, and which argument is the left one."""
+    """Return the number of multiplications and additions, and which argument is the left one."""
     operator = event.name.removeprefix("aten::")
     left = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}.get(operator)
     if left is None or not event.name.startswith("aten::"):

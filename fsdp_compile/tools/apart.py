@@ -1,4 +1,4 @@
-"""Why two buckets of a graph are two, from what their parameters' specs say (passes/buckets.py)."""
+"""Explain why two buckets of a graph were not merged, from the specs of their parameters (passes/buckets.py)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CALLED = {
 
 
 def why_apart(kind: str, buckets: Sequence[Bucket], place: int, specs: Mapping[str, ParamSpec]) -> str:
-    """Why a bucket does not travel with the one behind it in the order of launch; empty for the last one.
+    """Return why the bucket at ``place`` is not merged with the next one to be launched; empty for the last one.
 
     ``kind`` is "gather" or "reduce".
     """
@@ -48,7 +48,7 @@ def why_apart(kind: str, buckets: Sequence[Bucket], place: int, specs: Mapping[s
         values = (getattr(a, name), getattr(b, name))
         said = [format_dtype(value) if "dtype" in name else repr(value) for value in values]
         return f"the next has another {_CALLED.get(name, name)}: {said[1]}, not {said[0]}"
-    if one.num_ranks != other.num_ranks:  # one of them is gathered from slices, of which specs say nothing
+    if one.num_ranks != other.num_ranks:  # one of them is gathered from slices, and specs do not describe those
         return f"the next has another process group: {other.num_ranks} ranks, not {one.num_ranks}"
     if a.bucketing == "none":
         return "bucketing='none': each parameter has a collective of its own"
@@ -67,20 +67,20 @@ def _travels_alone(bucket: Bucket, limits: BucketLimits) -> bool:
 def _could_be_neighbours(
     kind: str, buckets: Sequence[Bucket], place: int, specs: Mapping[str, ParamSpec]
 ) -> bool:
-    """Whether the pass would have a bucket and the one behind it, of another unit, travel together, if asked to."""
+    """Whether bucketing='neighbours' would merge the bucket at ``place`` with the next one, which another unit has."""
     if not all(fqn in specs for bucket in buckets for fqn in bucket.fqns):
         return False
     one, other = buckets[place : place + 2]
     key = gather_key if kind == "gather" else reduce_key
     first = specs[one.fqns[0]]
     if one.num_ranks != other.num_ranks or key(first) != key(specs[other.fqns[0]]):
-        return False  # nor would they in one unit
+        return False  # they would not be merged within one unit either
     if any(_travels_alone(bucket, bucket_limits(first.backend)) for bucket in (one, other)):
         return False
     units: dict[str, list[ParamSpec]] = {}
     for bucket in buckets:
         if bucket.phase == one.phase:
-            # A reduction waits for the last gradient of its unit, so the last bucket says when that one's turn is.
+            # A reduction waits for the last gradient of its unit, so the unit's last bucket tells its place.
             members = units.pop(bucket.unit, []) if kind == "reduce" else units.get(bucket.unit, [])
             units[bucket.unit] = [*members, *(specs[fqn] for fqn in bucket.fqns)]
     if any(spec.bucketing != "size" for spec in (*units[one.unit], *units[other.unit])):

@@ -1,4 +1,4 @@
-"""The collectives around the graphs of units that are compiled by themselves, or in parts: they are in no graph."""
+"""The eager path's collectives around units that are compiled by themselves or in parts. No graph has them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .tables import format_bytes, format_unit, table
 
 @dataclass(frozen=True)
 class Around:
-    """The collectives of one forward and one backward of a unit that trains, if its gradients are reduced."""
+    """The collectives of one forward and one backward of a unit, if it trains and its gradients are reduced."""
 
     unit: str  # "layers.0 (Block)"
     num_params: int
     num_gathers: int  # in forward
     gathered_bytes: int  # one rank's part
-    gathers_again: bool  # the same in backward
+    gathers_again: bool  # whether backward gathers the same again
     num_reductions: int
     reduced_bytes: int
 
 
 def around(unit: Unit) -> Around:
-    """What the eager path sends around the unit's graphs."""
+    """Count the collectives that the eager path launches around the unit's graphs."""
     gathered = running(unit).current()
     specs = gathered.specs
     train = [spec for spec, shard in zip(specs, gathered.shards) if shard.requires_grad]
@@ -43,12 +43,12 @@ def around(unit: Unit) -> Around:
 
 
 def _labelled(unit: Unit) -> str:
-    """As plans name units: class and path."""
+    """Return the unit's name as plans write it: class and path."""
     return f"{unit.label}:{unit.path_of(unit.modules[0])}"
 
 
 def table_of(units: Iterable[Around]) -> str:
-    """One line for all that differ in nothing but their names."""
+    """Return a table with one line for all units that differ only in their names."""
     alike: dict[tuple[int, int, int, bool, int, int], list[str]] = {}
     for one in units:
         sent = (one.num_gathers, one.gathered_bytes, one.gathers_again, one.num_reductions, one.reduced_bytes)

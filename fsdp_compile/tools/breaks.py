@@ -1,4 +1,4 @@
-"""Why a model is not one graph: which module broke it, where, why, and what is read outside of any graph.
+"""Explain why a model is not one graph: which module broke it, where and why, and what is read outside of graphs.
 
     report = fsdp_compile.explain_breaks(model, batch)
     print(report)                          # 2 graphs, 1 break, 1 module that reads parameters eagerly
@@ -24,7 +24,7 @@ from ..eager import forward as eager
 class GraphBreak:
     """One place where Dynamo gave up on a frame."""
 
-    modules: tuple[str, ...]  # "layers.0 (Block)": those whose code stands there; empty for other code
+    modules: tuple[str, ...]  # such as "layers.0 (Block)": modules whose code has the break; empty for other code
     where: str  # file:line in function
     reason: str
     hint: str
@@ -32,7 +32,7 @@ class GraphBreak:
 
 @dataclass
 class BreakReport:
-    """What ``explain_breaks`` found."""
+    """The result of ``explain_breaks``."""
 
     breaks: list[GraphBreak] = field(default_factory=list)
     eager_reads: dict[str, list[str]] = field(default_factory=dict)  # parameters by the module that reads them
@@ -60,8 +60,8 @@ class BreakReport:
 def explain_breaks(model: nn.Module, *args: Any, **kwargs: Any) -> BreakReport:
     """Run one forward of ``model(*args, **kwargs)`` under Dynamo, and say what kept it from being one graph.
 
-    Every rank calls it, since the forward communicates; like any forward, it moves running statistics. What was
-    compiled of the model before is forgotten, and compiles again when it next runs.
+    Every rank must call it, because the forward communicates. Like any forward, it updates running statistics. The
+    model's compiled code is dropped, and compiles again when the model next runs.
     """
     model = dynamo.behind_compile(model)
     if not isinstance(model, nn.Module):
@@ -82,7 +82,7 @@ def explain_breaks(model: nn.Module, *args: Any, **kwargs: Any) -> BreakReport:
 
 @contextmanager
 def watching(model: nn.Module, report: BreakReport) -> Iterator[None]:
-    """Fill in the breaks and the eager reads of what compiles and runs inside the block."""
+    """Add to ``report`` the graph breaks and the eager reads that happen inside the block."""
     names = {module: _name(path, module) for path, module in model.named_modules()}
 
     def on_break(stack: Any, reason: str) -> None:
@@ -118,7 +118,7 @@ def _name(path: str, module: nn.Module) -> str:
 
 
 def _modules_at(names: dict[nn.Module, str], filename: str, line: int) -> tuple[str, ...]:
-    """The modules that have a method around this line."""
+    """Return the names of the modules that have a method around this line."""
     classes = {original_class(module) for module in names}
     at = {cls for cls in classes if any(_spans(function, filename, line) for function in _functions(cls))}
     return tuple(name for module, name in names.items() if original_class(module) in at)
@@ -142,7 +142,7 @@ def _spans(function: Any, filename: str, line: int) -> bool:
 
 
 def _reason_and_hint(text: str) -> tuple[str, str]:
-    """The first lines of Dynamo's message, and its first hint."""
+    """Return the first line of Dynamo's message with its explanation, and its first hint."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     reason = next(iter(lines), "unknown")
     explanation = next((line for line in lines if line.startswith("Explanation:")), "")

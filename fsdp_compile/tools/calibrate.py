@@ -2,7 +2,7 @@
 
     workers (measure.py)   seconds of matmuls, copies, collectives of several sizes
     fit                    seconds = latency + bytes on the wire / bandwidth, least squares
-    profile                what the passes' cost model takes (passes/profiles.py), as JSON
+    profile                the input of the passes' cost model (passes/profiles.py), as JSON
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _LATENCY_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line says."""
+    """The arguments of the command line."""
 
     ranks: int = 2
     name: str = "this machine"
     out: str = "profile.json"
-    link: str | None = None  # a rate: two network namespaces joined at it
-    sizes: tuple[int, ...] = ()  # of collectives; empty for those of the device
+    link: str | None = None  # a rate; the ranks then run in two network namespaces that are joined at it
+    sizes: tuple[int, ...] = ()  # bytes of the collectives; empty for the device's defaults
 
 
 def run_calibrate(settings: Settings, console: Console) -> HardwareProfile:
@@ -55,7 +55,7 @@ def run_calibrate(settings: Settings, console: Console) -> HardwareProfile:
 
 
 def measured(settings: Settings, console: Console) -> list[dict[str, Any]]:
-    """What each rank found, by rank."""
+    """Run the workers, and return what each rank measured, by rank."""
     device = measure.device_of(settings.ranks, 0, has_link=settings.link is not None)
     sizes = settings.sizes or (measure.GPU_SIZES if device.type == "cuda" else measure.CPU_SIZES)
     results: list[dict[str, Any]] = [{}] * settings.ranks
@@ -64,7 +64,7 @@ def measured(settings: Settings, console: Console) -> list[dict[str, Any]]:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdp-compile-calibrate-"))
         wire = stack.enter_context(link.Link(settings.link)) if settings.link else None
         if wire is None and sys.platform == "linux":
-            # All ranks are here: no need to find out under which address others would see this machine.
+            # All ranks run on this machine, so gloo need not find out under which address others would see it.
             env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         job = measure.Job(
             settings.ranks, f"file://{scratch}/rendezvous", sizes, interfaces=wire.interfaces if wire else ()
@@ -89,7 +89,7 @@ def measured(settings: Settings, console: Console) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _progress(console: Console, total: int) -> Iterator[Any]:
-    """A bar of all steps; ``advance(step)`` says which one begins."""
+    """Show a bar of all steps, and yield ``advance(step)``, which is called when a step begins."""
     columns = (TextColumn("{task.description:<28}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
     bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
     with bar:
@@ -105,10 +105,10 @@ def _progress(console: Console, total: int) -> Iterator[Any]:
 
 
 def fit_line(points: Sequence[tuple[float, float]], latency_s: float = 0.0) -> Fit:
-    """Latency, at least ``latency_s``, and bandwidth of (bytes on the wire, seconds), by weighted least squares.
+    """Fit latency (at least ``latency_s``) and bandwidth to (bytes on the wire, seconds), by weighted least squares.
 
-    Weights are 1 / seconds: without any, the largest size would decide alone, and with the square of that, by relative
-    errors, the smallest ones, which a link may let pass faster than it ever is for long.
+    Weights are 1 / seconds. Without weights, the largest size would decide alone. With 1 / seconds ** 2, which fits
+    relative errors, the smallest sizes would, and a link may pass these faster than it can for long.
     """
     if not points or any(num_bytes <= 0 or seconds <= 0 for num_bytes, seconds in points):
         raise ValueError(f"Cannot fit {list(points)}: give at least one pair of bytes and seconds, all above 0.")
@@ -130,18 +130,18 @@ def fit_line(points: Sequence[tuple[float, float]], latency_s: float = 0.0) -> F
 
 
 def profile_of(samples: Sequence[dict[str, Any]], settings: Settings) -> HardwareProfile:
-    """What all ranks reached: of each figure, that of the slowest."""
+    """Return the profile in which each figure is that of the slowest rank."""
     first, ranks = samples[0], settings.ranks
     backend = first["backend"]
     fits = {}
     for kind in KINDS:
         points = [(wire_bytes(kind, size, ranks, backend), seconds) for size, seconds in slowest(samples, kind)]
-        fits[kind] = fit_line(points, latency_s=min(points)[1])  # the smallest is hardly anything else
-    # One number of ranks does not tell what is there once from what each step adds: half each.
+        fits[kind] = fit_line(points, latency_s=min(points)[1])  # the smallest size is almost only latency
+    # One number of ranks cannot tell the fixed latency from what each step adds, so each gets half.
     latency_s = min(fit.latency_s for fit in fits.values())
     here = Link(
         latency_s=_LATENCY_SHARE * latency_s,
-        step_s=(1 - _LATENCY_SHARE) * latency_s / (ranks - 1),  # of a ring
+        step_s=(1 - _LATENCY_SHARE) * latency_s / (ranks - 1),  # a ring has ranks - 1 steps
         bytes_per_s=fits["all_gather"].bytes_per_s,
         efficiency=1.0,
         slows_compute=max(sample["slows_compute"] for sample in samples),
@@ -161,13 +161,13 @@ def profile_of(samples: Sequence[dict[str, Any]], settings: Settings) -> Hardwar
         kernel_s=max(sample["kernel_s"] for sample in samples),
         ranks_per_node=min(sample["ranks_per_node"] for sample in samples),
         inside=here,
-        between=load_profile("h100" if backend == "nccl" else "cpu").between,  # nothing here says
+        between=load_profile("h100" if backend == "nccl" else "cpu").between,  # this machine has none to measure
         attention_efficiency=min(1.0, *(sample["attention_efficiency"] for sample in samples)),
     )
 
 
 def slowest(samples: Sequence[dict[str, Any]], kind: str) -> list[tuple[int, float]]:
-    """Sizes and seconds of one kind of collective, each of the rank that took longest."""
+    """Return the sizes of one kind of collective, each with the seconds of the rank that took longest."""
     by_rank = [sample["collectives"][kind] for sample in samples]
     return [(points[0][0], max(seconds for _, seconds in points)) for points in zip(*by_rank)]
 
@@ -190,7 +190,7 @@ def compute_table(samples: Sequence[dict[str, Any]], profile: HardwareProfile) -
 
 
 def collectives_table(samples: Sequence[dict[str, Any]], profile: HardwareProfile, ranks: int) -> Table:
-    """Of each kind the line, its largest distance from what was measured, and the largest size as measured."""
+    """Return a table of each kind's fitted line, its largest error, and the measured time of its largest size."""
     table = Table(
         title=f"Collectives of {ranks} ranks over {profile.backend}",
         caption="seconds = latency + bytes each rank sends / bandwidth; error: the line's largest, of a size's time",

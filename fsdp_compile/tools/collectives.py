@@ -38,13 +38,13 @@ class Collective:
     fqns: tuple[str, ...]
     dtype: str
     num_bytes: int  # one rank's part
-    bucket_bytes: int  # all ranks' parts, padding included; of an all_reduce over replicas, one of the equal parts
-    host_bytes: int = 0  # of offloaded shards: copied from the CPU for a gather, or to it after the last reduction
-    copied_bytes: int = 0  # written once more on this rank to pack, pad and cut; none of a parameter sent as it lies
+    bucket_bytes: int  # all ranks' parts, padding included; for an all_reduce over replicas, one replica's part
+    host_bytes: int = 0  # offloaded shards: copied from the CPU for a gather, or to it after the last reduction
+    copied_bytes: int = 0  # written by this rank to pack, pad and cut; 0 for a parameter that is sent from its shard
 
 
 def collectives_of(graph: fx.Graph, plan: Plan) -> list[Collective]:
-    """Our collectives in the order of launch."""
+    """Return our collectives, not the model's own, in the order of launch."""
     to_or_from_host: Counter[tuple[str, int]] = Counter()
     copied: Counter[tuple[str, int]] = Counter()
     for node in graph.nodes:
@@ -80,7 +80,7 @@ def collectives_of(graph: fx.Graph, plan: Plan) -> list[Collective]:
 
 
 def _only_moves(node: fx.Node) -> bool:
-    """Whether all that a node does is to write down elsewhere what it reads."""
+    """Whether a node only copies what it reads to other memory."""
     if node.target is aten.reshape.default:
         source: torch.Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
         return node.meta["val"].untyped_storage() is not source.untyped_storage()

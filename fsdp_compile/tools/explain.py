@@ -1,4 +1,4 @@
-"""Why a step takes what it is planned to take, for each parameter and each collective.
+"""Explain the planned time and memory of a step, for each parameter and each collective.
 
     print(fsdp_compile.explain(model, batch))      #3 0.412 ms, because of the order: launched earlier (...) ... less
 """
@@ -38,13 +38,13 @@ def explain(
     loss: Callable[[Any], Tensor] | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """Run ``model(*args, **kwargs)`` and its backward once, compiled, and say why the step takes what it takes.
+    """Run ``model(*args, **kwargs)`` and its backward once, compiled, and explain the predicted time and memory.
 
-    Every rank calls it. Backward begins at ``loss(output)``, or at the sum of all that the output has of floats; under
-    ``no_grad`` there is none. Gradients, and what micro-batches have held back, are put back as they were, and no hook
-    behind a gradient's arrival runs; running statistics move, as in any forward. What was compiled before is compiled
-    afresh, and a model of which nothing was compiled runs under ``torch.compile``. ``profile`` names other hardware
-    than the plan's.
+    Every rank must call it. Backward begins at ``loss(output)``, or without ``loss`` at the sum of all output tensors
+    that require gradients; under ``no_grad`` there is no backward. Gradients, and those that earlier micro-batches held
+    back, are afterwards as before, and no post-accumulate-grad hook runs. Running statistics are updated, as in any
+    forward. Code that was compiled before is compiled afresh, and a model without compiled code runs under
+    ``torch.compile``. ``profile`` names hardware other than the plan's.
     """
     whole = dynamo.behind_compile(model)
     if not isinstance(whole, nn.Module):
@@ -64,7 +64,7 @@ def explain(
 
 @contextmanager
 def _leaving_gradients(model: nn.Module) -> Iterator[None]:
-    """A block whose backward gives its gradients to nobody: neither to the user's, nor to what stands behind them."""
+    """Run backward in this block without effect: gradients stay as they were, no post-accumulate-grad hook runs."""
     params = list(model.parameters())
     grads = [param.grad for param in params]
     units = units_in(model)
@@ -78,7 +78,7 @@ def _leaving_gradients(model: nn.Module) -> Iterator[None]:
             yield
     except BaseException:
         for root in dict.fromkeys(unit.root for unit in units):
-            recover(root)  # here and not at the next step, which would not know what these steps held back
+            recover(root)  # here, since the next step would not know what the steps of this block held back
         raise
     finally:
         for unit, its in zip(units, held, strict=True):
@@ -88,7 +88,7 @@ def _leaving_gradients(model: nn.Module) -> Iterator[None]:
 
 
 def _called(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The model's output; a batch by names that was not taken apart is pointed out where the call fails."""
+    """Call the model. Where that raises TypeError for a lone dict, add a note that its items may be keywords."""
     try:
         return run(*args, **kwargs)
     except TypeError as error:
@@ -131,10 +131,10 @@ def _explained(step: Step, profile: HardwareProfile | str | Path | None) -> Expl
 
 
 def _markers(step: Step) -> dict[str, Marker]:
-    """Each parameter's first, by its name in the plan."""
+    """Return an unshard marker of each parameter, from the earliest graph that has one, by its name in the plan."""
     graphs = [step.joint.snapshots[-1]] if step.joint is not None else [one.snapshots[0] for one in step.graphs]
     found = [marker for graph in reversed(graphs) for marker in find_unshards(graph)]
-    return {marker.fqn: marker for marker in found if whole_of(marker.node) is None}  # else they are its slices
+    return {marker.fqn: marker for marker in found if whole_of(marker.node) is None}  # else it gathers slices
 
 
 def _buckets(step: Step, predicted: Prediction, stage: str, markers: dict[str, Marker]) -> list[ExplainedBucket]:
@@ -154,7 +154,7 @@ def _buckets(step: Step, predicted: Prediction, stage: str, markers: dict[str, M
 
 
 def _eagerly(report: Report, breaks: BreakReport) -> list[str]:
-    """What is in no graph, and why."""
+    """Return what ran outside of graphs, and why, as lines."""
     said = []
     for one in breaks.breaks:
         modules = ", ".join(one.modules) or "code of no module"

@@ -1,4 +1,4 @@
-"""What ``explain`` found, as data and as text."""
+"""The result of ``explain``, as data and as text."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class ExplainedParameter:
 
     fqn: str
     unit: str  # "layers.0 (Block)"
-    dtype: str  # gathered in
+    dtype: str  # in which it is gathered
     num_bytes: int  # of one rank's part of the gather
-    reduce_dtype: str  # its gradient travels in
-    becomes: str  # behind forward: kept, gathered again, not needed; empty where there is no backward
+    reduce_dtype: str  # in which its gradient is reduced
+    becomes: str  # after forward: kept, gathered again or not needed; empty where there is no backward
     why: str
     buckets: tuple[ExplainedBucket, ...]
 
     @property
     def hidden_share(self) -> float:
-        """Of the seconds of its collectives, those that computation does not wait for."""
+        """The share of its collectives' seconds that computation does not wait for."""
         total = sum(one.launch.seconds for one in self.buckets)
         exposed = sum(min(one.launch.exposed_s, one.launch.seconds) for one in self.buckets)
         return 1 - exposed / total if total else 1.0
@@ -66,12 +66,12 @@ class ExplainedStep:
     buckets: tuple[ExplainedBucket, ...]
     parameters: tuple[ExplainedParameter, ...]
     memory: tuple[ExplainedMemory, ...]
-    computed_again: tuple[str, ...] = ()  # parameters whose products backward makes again, by the plan
+    computed_again: tuple[str, ...] = ()  # parameters whose activations backward recomputes, by the plan
 
 
 @dataclass
 class Explanation:
-    """What ``explain`` found; ``print`` it, or read ``steps`` and ``eagerly``."""
+    """The result of ``explain``: ``print`` it, or read ``steps`` and ``eagerly``."""
 
     model: str
     steps: tuple[ExplainedStep, ...]
@@ -135,7 +135,7 @@ _BECAUSE = {"compute": "compute", "memory": "memory", "dependency": "a dependenc
 
 
 def _wrapped(text: str, width: int | None, indent: str = "  ") -> list[str]:
-    """Text whose words, names among them, stay whole."""
+    """Wrap text between words. Names stay whole, however long they are."""
     return textwrap.wrap(
         text, min(width or _WIDTH, _WIDTH), initial_indent=indent, subsequent_indent=f"{indent}  ",
         break_long_words=False, break_on_hyphens=False,
@@ -174,7 +174,7 @@ def _memory(step: ExplainedStep, width: int | None) -> Iterator[str]:
 
 
 def _curve(one: ExplainedMemory, seconds: float, top: int) -> str:
-    """A column for each part of the graph's time, with the most that is alive in it."""
+    """Draw memory over the graph's time: each column shows the most bytes that are alive in its part of the time."""
     columns = [0] * _CURVE
     ends = [*one.at_s[1:], seconds]
     for begin_s, end_s, count in zip(one.at_s, ends, one.owners.alive):

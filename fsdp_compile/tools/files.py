@@ -1,4 +1,4 @@
-"""Files that a command is going to write: what can be refused is refused before the work."""
+"""Check that a command can write its output before it begins its work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def may_write(path: Path) -> bool:
-    """Whether a file or folder can be written, or made with the folders around it."""
+    """Whether a file or folder can be written, or created together with its missing parent folders."""
     path = path.resolve()
     while not path.exists():
         path = path.parent

@@ -1,7 +1,7 @@
 """One recorded graph as a Python file that runs by itself: ``python file.py``.
 
-header         how to run it, and in which pretended process groups
-forward        the graph, a line a node, each with what it holds, as in
+header         how to run it, and in which fake process groups
+forward        the graph, a line for each node, with a comment on its value, as in
                    launch = ...all_gather_into_tensor.default(cat, 2, '0')  # all_gather up.weight bf16 32.0 KiB
 make_inputs    random tensors with the recorded shapes, strides, dtypes and devices
 """
@@ -25,7 +25,7 @@ from ..passes.spec import NAMESPACE
 from .collectives import collectives_of, num_bytes_of
 from .tables import format_bytes, format_dtype, format_unit, on_one_line
 
-_BODY = "body_"  # what functions for graphs inside of the graph are called before their names
+_BODY = "body_"  # prefix of the names of functions for nested graphs
 
 HEADER = '''\
 """{title}
@@ -75,7 +75,7 @@ if __name__ == "__main__":
 
 
 def runnable_code(record: GraphRecord, step: int) -> str:
-    """Source of the graph before the first pass (``step`` 0) or after the ``step``-th."""
+    """Return the source of the graph before the first pass (``step`` 0) or after the ``step``-th."""
     graph = record.snapshots[step]
     comments = _comments(record, step)
     when = "as it reached the passes" if step == 0 else f"after the pass {record.passes[step - 1].name!r}"
@@ -112,7 +112,7 @@ def runnable_code(record: GraphRecord, step: int) -> str:
 
 
 def node_lines(record: GraphRecord, step: int) -> list[str]:
-    """The same graph to be read, a line a node: ``mm = mm(x, t)  # [4, 8] fp32 128 B``."""
+    """Return the graph for reading, a line for each node: ``mm = mm(x, t)  # [4, 8] fp32 128 B``."""
     graph = record.snapshots[step]
     comments = _comments(record, step)
     return [f"{_as_call(node)}{comments[node.name]}" for node in graph.nodes]
@@ -122,7 +122,7 @@ def _as_call(node: fx.Node) -> str:
     if node.op in ("placeholder", "get_attr"):
         return f"{node.name} = {'input' if node.op == 'placeholder' else 'constant'}"
     given = [*map(_as_argument, node.args)]
-    if getattr(node.target, "namespace", None) != NAMESPACE:  # a marker's say at length what the comment says
+    if getattr(node.target, "namespace", None) != NAMESPACE:  # a marker's keywords repeat what its comment says
         given += [f"{name}={_as_argument(value)}" for name, value in node.kwargs.items()]
     if node.op == "output":
         return f"return {', '.join(given)}"
@@ -138,13 +138,13 @@ def _as_argument(value: Any) -> str:
 
 
 def _commented(line: str, comments: dict[str, str]) -> str:
-    # "name = op(...);  other = None": the dropped references are kept, they say where a value dies.
+    # "name = op(...);  other = None": the assignments of None stay, they show where a value dies.
     found = re.match(r"    (\w+)( : [^=]+)? = ", line)
     return line + comments.get(found[1], "") if found else line
 
 
 def _comments(record: GraphRecord, step: int) -> dict[str, str]:
-    """What to say of each node, by its name."""
+    """Return the comment for each node, by the node's name."""
     graph = record.snapshots[step]
     said: dict[str, list[str]] = {}
     for marker in (*find_unshards(graph), *find_reduces(graph)):
@@ -171,7 +171,7 @@ def _comments(record: GraphRecord, step: int) -> dict[str, str]:
 
 
 def _input_behind(node: fx.Node) -> fx.Node:
-    """The graph input that ``node`` is a view or a cast of."""
+    """Return the graph input that ``node`` is a view or a cast of."""
     while node.op != "placeholder" and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
@@ -193,7 +193,7 @@ def _describe(value: Any) -> Iterator[str]:
 
 
 def _namespaces(graph: fx.Graph) -> dict[str, str]:
-    """Where the graph's operators are registered, each with the name of one of them."""
+    """Return the namespaces of the graph's operators, each with the name of one operator in it."""
     operators = [node.target for node in graph.nodes if isinstance(node.target, OpOverload)]
     return {operator.namespace: operator.name() for operator in operators}
 
@@ -202,7 +202,7 @@ _ALWAYS_THERE = {"aten", "prims", "_c10d_functional", "inductor", "higher_order"
 
 
 def _imports(names: dict[str, Any], namespaces: dict[str, str], body: str) -> Iterator[str]:
-    """Import statements for what the code names, and for what registers its operators."""
+    """Yield import statements for the names in the code and for the modules that register its operators."""
     for name, value in names.items():
         if name == "torch" or not re.search(rf"\b{name}\b", body):
             continue
@@ -223,9 +223,9 @@ def _imports(names: dict[str, Any], namespaces: dict[str, str], body: str) -> It
 
 
 def _groups(captured: fx.Graph, *graphs: fx.Graph) -> dict[str, int]:
-    """Name and size of every process group that a marker or a collective names.
+    """Return the name and size of every process group that a marker or a collective names.
 
-    An all-reduce does not say how many ranks it is for; the marker that it comes from, in the captured graph, does.
+    An all-reduce has no group size among its arguments; the marker in the captured graph that it comes from has one.
     """
     groups: dict[str, int] = {}
     for node in (node for graph in (captured, *graphs) for node in graph.nodes):
@@ -243,7 +243,7 @@ def _groups(captured: fx.Graph, *graphs: fx.Graph) -> dict[str, int]:
 
 
 def _constants(graph: fx.Graph, body: str) -> Iterator[str]:
-    """Values of symbolic sizes that the code spells out, and of tensors that the graph owns."""
+    """Yield assignments for the symbolic sizes that the code names and for the constants that the graph owns."""
     symbols: dict[str, int] = {}
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
@@ -257,7 +257,7 @@ def _constants(graph: fx.Graph, body: str) -> Iterator[str]:
 
 
 def _namespace_of(graph: fx.Graph, prefix: str) -> str:
-    """An expression for what the graph owns, by name; empty where that is nothing."""
+    """Return an expression for the constants and nested graphs that the graph owns; empty where there are none."""
     owned = {str(node.target): node for node in graph.nodes if node.op == "get_attr"}
     fields = ", ".join(f"{name}={_owned(graph, node, prefix)}" for name, node in owned.items())
     return f"__import__('types').SimpleNamespace({fields})" if owned else ""
@@ -265,7 +265,7 @@ def _namespace_of(graph: fx.Graph, prefix: str) -> str:
 
 @dataclass(frozen=True)
 class _Body:
-    """A graph inside of the graph, such as a branch of ``torch.cond``: a function of its own in the file."""
+    """A nested graph, such as a branch of ``torch.cond``, for which the file has a function."""
 
     graph: fx.Graph
     source: str
@@ -273,7 +273,7 @@ class _Body:
 
 
 def _bodies(graph: fx.Graph, prefix: str = _BODY) -> Iterator[_Body]:
-    """Those that others call first."""
+    """Yield the nested graphs, each before the graph that calls it."""
     for name in dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr"):
         inner = getattr(graph.owning_module, name, None)
         if not isinstance(inner, fx.GraphModule):
@@ -297,7 +297,7 @@ def _owned(graph: fx.Graph, node: fx.Node, prefix: str) -> str:
 
 
 def _input(value: Any) -> str:
-    """An expression for a value like the recorded one."""
+    """Return an expression for a value like the recorded one."""
     if isinstance(value, torch.Tensor):
         size, stride = [[inductor.size_hint(n) for n in numbers] for numbers in (value.shape, value.stride())]
         return f"tensor({size}, {stride}, {value.dtype}, {str(value.device)!r})"

@@ -1,11 +1,11 @@
-"""Look at what the passes make of a model: every graph before and after every pass, every collective, every plan.
+"""Record what the passes do to a model: every graph before and after every pass, every collective, every plan.
 
     with fsdp_compile.inspect(model) as report:
         model(x).sum().backward()          # compiles, also if it was compiled before
-    print(report)                          # a table a graph
+    print(report)                          # a table for each graph
     report.save("inspected")               # the graphs as files that run, the plans as JSON
 
-Any rank may do it alone: compiling issues no collective. Outside the block nothing is recorded and nothing runs slower.
+One rank may use it alone: compiling issues no collective. Outside the block nothing is recorded or slowed down.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ def inspect(model: nn.Module) -> Iterator[Report]:
 
 
 class Report:
-    """What ``inspect`` recorded."""
+    """The graphs, plans and collectives that ``inspect`` recorded."""
 
     def __init__(self, model: str, num_sharded_classes: int = 0) -> None:
         self.model = model
         self.records: list[GraphRecord] = []
         self.num_forgotten = 0  # frames that had been compiled before the block
         self.num_dynamo_graphs = 0  # captured in the block, also those without sharded parameters
-        # Units that are compiled by themselves, or in parts, and what is sent around their graphs.
+        # Units that are compiled by themselves or in parts, and the collectives around their graphs.
         self.around: dict[Unit, Around] = {}
         self._num_sharded_classes = num_sharded_classes
 
     def stood_around(self, unit: Unit) -> None:
-        """Note what the eager path does around the graph of a unit that it stands around."""
+        """Note the collectives that the eager path launches around the unit's graph."""
         if unit not in self.around:
             self.around[unit] = around(unit)
 
@@ -88,7 +88,7 @@ class Report:
 
     @property
     def joint(self) -> GraphReport:
-        """The joint graph, markers whole, where there is exactly one."""
+        """The joint graph, which still has its markers; LookupError unless there is exactly one."""
         return self._only("joint")
 
     @property
@@ -118,7 +118,7 @@ class Report:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader must know to believe the tables: how the graphs came about, and what is missing."""
+        """Sentences that explain the tables: how the graphs came about, and what is missing."""
         notes = []
         if self.num_forgotten:
             notes.append(
@@ -191,7 +191,7 @@ class Report:
     def html(self, path: str | Path) -> Path:
         """Write one page that shows every step: time line, memory, collectives, what each pass changed, the plan.
 
-        It opens offline, in any browser; whoever gets the file needs nothing else.
+        The page opens offline in any browser, and needs no other file.
         """
         return _written(path, page_of(self.picture()))
 
@@ -200,7 +200,7 @@ class Report:
         return _written(path, json.dumps(trace_events(self.picture())))
 
     def picture(self) -> Picture:
-        """What the page and the trace show, as data."""
+        """Return the data that the page and the trace show."""
         return pictured(self.model, steps_of(self.records), self.notes)
 
     def save(self, folder: str | Path) -> list[Path]:
@@ -210,7 +210,7 @@ class Report:
             01_forward/plan.json
             01_forward/0_captured.py  1_insert.py  2_overlap.py  ...
 
-        Ranks have files of the same names: give each its own folder.
+        All ranks write files of the same names: give each rank its own folder.
         """
         folder = Path(folder)
         files = {folder / "report.txt": f"{self}\n"}

@@ -4,7 +4,7 @@
     rank 0 -- fclink0 10.99.0.1  == tbf rate ==  10.99.0.2 fclink1 -- rank 1
 
 Over loopback, communication is copying and competes with compute for the core, so overlap cannot show. Here a
-collective waits on the wire, and compute can run beside it. For the benchmarks, and for ``fsdp-compile calibrate``.
+collective waits on the wire, and compute can run beside it. The benchmarks and ``fsdp-compile calibrate`` use it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from types import TracebackType
 
 _PREFIX = "fsdp-compile-bench-"
 _INTERFACES = ("fclink0", "fclink1")
-_ADDRESSES = ("10.99.0.1", "10.99.0.2")  # inside fresh namespaces: cannot meet an address of the host
+_ADDRESSES = ("10.99.0.1", "10.99.0.2")  # in fresh namespaces, where no address of the host can clash
 
 
 class LinkError(Exception):
-    """Why there is no such link, and what to do."""
+    """The link cannot be made; the message says why, and what to do."""
 
 
 class Link:
@@ -37,7 +37,7 @@ class Link:
 
     @property
     def prefixes(self) -> tuple[tuple[str, ...], ...]:
-        """What goes before the command of each rank."""
+        """The words to put before each rank's command, so that it runs in its namespace."""
         return tuple(("ip", "netns", "exec", namespace) for namespace in self._namespaces)
 
     def __enter__(self) -> Link:
@@ -73,19 +73,19 @@ class Link:
             )
 
     def _remove(self) -> None:
-        # A second Ctrl-C, or a terminal that is closed meanwhile, must not leave half of it.
+        # A second Ctrl-C, or a terminal that is closed meanwhile, must not interrupt the removal.
         ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         previous = {number: signal.signal(number, signal.SIG_IGN) for number in ending}
         try:
             for namespace in self._namespaces:
-                _delete(namespace)  # takes its end of the veth pair along, and that takes the other end
+                _delete(namespace)  # deletes its end of the veth pair, and with that the other end
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
 
 def bytes_per_s(rate: str) -> float:
-    """Of a rate as `tc` writes it: 1gbit, 500mbit."""
+    """Convert a rate as `tc` writes it (1gbit, 500mbit)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)bit", rate)
     if match is None:
         raise LinkError(f"--link takes a rate such as 1gbit or 500mbit, not {rate!r}.")
@@ -104,7 +104,7 @@ def check_possible() -> None:
 
 
 def _remove_stale() -> None:
-    """Namespaces of a benchmark that was killed with SIGKILL, known by the process id in their name."""
+    """Remove namespaces of benchmarks that were killed with SIGKILL; the process id is in a namespace's name."""
     listing = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     for name, pid in re.findall(rf"^({re.escape(_PREFIX)}(\d+)-\d)", listing, flags=re.MULTILINE):
         if not Path(f"/proc/{pid}").exists():

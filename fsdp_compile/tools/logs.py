@@ -1,14 +1,14 @@
-"""What compiling says of itself, graph by graph, to Python's logging and to torch's trace.
+"""Log each graph that compiles to Python's logging and to torch's trace.
 
-    logging at INFO, "fsdp_compile"          one line a graph
-    FSDP_COMPILE_LOGS=plan,passes,graph      the same on stderr, and what is named here below it
+    logging at INFO, "fsdp_compile"          one line for each graph
+    FSDP_COMPILE_LOGS=plan,passes,graph      the same on stderr, followed by the parts that are named here
         plan      its table, as `inspect` prints it
         passes    what each pass did, and how long it took
-        graph     its code behind the last pass
-    TORCH_TRACE=folder                       plan, table and the code before and behind each pass, as artifacts of the
+        graph     its code after the last pass
+    TORCH_TRACE=folder                       plan, table and the code before and after each pass, as artifacts of the
                                              frame that compiles: tlparse shows them
 
-A graph that comes from a compile cache passes no pass, and says nothing.
+No pass runs on a graph that comes from a compile cache, so such a graph is not logged.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ logger = logging.getLogger("fsdp_compile")
 
 
 class Log:
-    """Tells of each graph that the passes see."""
+    """Logs each graph that the passes see."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names
         self._num_graphs = 0
 
     def wants_graphs(self) -> bool:
-        """Whether what is to be told takes copies of the graphs."""
+        """Whether the log needs copies of the graphs."""
         return not self.names.isdisjoint(("plan", "graph")) or dynamo.is_tracing_to_a_file()
 
     def tell(self, record: GraphRecord) -> None:
@@ -67,7 +67,7 @@ class Log:
 
 
 def start_logging(said: str) -> Log:
-    """Tell of all graphs from now on; ``said`` is what FSDP_COMPILE_LOGS holds."""
+    """Log all graphs from now on; ``said`` is the value of FSDP_COMPILE_LOGS."""
     names = {name.strip() for name in said.split(",")} - {""}
     unknown = names.difference(NAMES)
     if unknown:

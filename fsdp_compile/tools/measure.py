@@ -1,7 +1,7 @@
-"""What the workers of ``fsdp-compile calibrate`` do: time matmuls, copies and collectives on this machine.
+"""The workers of ``fsdp-compile calibrate``, which time matmuls, copies and collectives on this machine.
 
-All ranks measure at once, as they would train: they share memory, caches and the link. Each sends what it found, and
-the slowest counts, which the parent sees to (``calibrate``).
+All ranks measure at the same time, because they share memory, caches and the link, as in training. Each rank sends its
+figures to the parent (``calibrate``), which takes those of the slowest.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ..passes.collectives import all_gather_of, c10d
 from ..passes.profiles import KINDS
 from ..workers import Send
 
-# Whole sizes: what a gather returns, what the others take. From where latency is all to where bandwidth is.
+# Bytes of the output of a gather, and of the input of other kinds. They range from all latency to all bandwidth.
 CPU_SIZES = (4 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 GPU_SIZES = (4 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
 _SMALL_BYTES, _SMALL_REPEATS, _REPEATS = 1 << 20, 31, 9
 _WARMUP = 2
-_MATMUL_S = 0.08  # about what one matmul may take; the largest of these widths is chosen that does
+_MATMUL_S = 0.08  # widths are tried in turn until one matmul would take longer than this
 _WIDTHS = (256, 512, 1024, 2048, 4096, 8192)
 _CPU_COPY_BYTES, _GPU_COPY_BYTES = 64 << 20, 512 << 20
 _CPU_ATTENTION, _GPU_ATTENTION = (4, 8, 256, 64), (4, 16, 2048, 128)  # batch, heads, length, width
@@ -37,34 +37,34 @@ _TINY_CALLS = 2000
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is told."""
+    """The settings of a worker."""
 
     ranks: int
     rendezvous: str
     sizes: tuple[int, ...]
-    interfaces: tuple[str, ...] = ()  # one a rank
+    interfaces: tuple[str, ...] = ()  # one for each rank
 
 
 def dtypes_of(device: torch.device) -> tuple[str, ...]:
-    """Of matmuls to be timed."""
+    """Return the dtypes in which matmuls are timed."""
     if device.type == "cuda":
         return ("float32", "tf32", "bfloat16", "float16")
     return ("float32", "float64", "bfloat16")
 
 
 def stages(job: Job, device: torch.device) -> int:
-    """How many steps there are to follow."""
+    """Return how many steps the first rank will report."""
     return len(dtypes_of(device)) + 4 + len(KINDS) * len(job.sizes) + 1
 
 
 def device_of(ranks: int, rank: int, has_link: bool = False) -> torch.device:
-    """A GPU a rank where there are enough of them, else the CPU, and there where a link is asked for: NCCL has none."""
+    """Return the rank's own GPU where there are enough of them, else the CPU; with a link the CPU: NCCL has no link."""
     has_gpus = not has_link and torch.cuda.is_available() and torch.cuda.device_count() >= ranks
     return torch.device("cuda", rank) if has_gpus else torch.device("cpu")
 
 
 def work(settings: dict[str, Any], rank: int, send: Send) -> None:
-    """One rank: measure, say which step begins, and send all samples at the end."""
+    """Measure on one rank: report each step as it begins, and send all samples at the end."""
     job = Job(**settings)
     device = device_of(job.ranks, rank, has_link=bool(job.interfaces))
     _join(job, rank, device)
@@ -120,18 +120,18 @@ def _join(job: Job, rank: int, device: torch.device) -> None:
 
 
 def _num_cpus() -> int:
-    """How many this process may use; only Linux says that, elsewhere all."""
+    """Return how many CPUs this process may use. Only Linux knows that; elsewhere count all."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Meter:
-    """Times what runs on one device."""
+    """Times calls on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def seconds(self, call: Callable[[], object], repeats: int = _REPEATS, together: bool = False) -> float:
-        """Median of one call's; ``together``: all ranks begin each one at the same time."""
+        """Return the median seconds of ``call``. With ``together``, all ranks begin each call at the same time."""
         times = []
         for turn in range(_WARMUP + repeats):
             if together:
@@ -159,11 +159,11 @@ class _Meter:
 
     @property
     def attention_dtype(self) -> str:
-        """In which kernels of attention are at their best."""
+        """The dtype in which attention kernels are fastest."""
         return "bfloat16" if self._device.type == "cuda" else "float32"
 
     def attention_flops_per_s(self) -> float:
-        """Of a causal one: its products are small, and stand between exponentials."""
+        """Time causal attention, whose products are small and alternate with exponentials."""
         batch, heads, length, width = _GPU_ATTENTION if self._device.type == "cuda" else _CPU_ATTENTION
         dtype = getattr(torch, self.attention_dtype)
         query = torch.rand(batch, heads, length, width, device=self._device).to(dtype)
@@ -173,7 +173,7 @@ class _Meter:
         )
 
     def copy_bytes_per_s(self, dtype: str) -> float:
-        """Read plus written."""
+        """Return the rate of a copy, counting bytes read and bytes written."""
         num_bytes = _GPU_COPY_BYTES if self._device.type == "cuda" else _CPU_COPY_BYTES
         source = self._buffer(num_bytes, getattr(torch, dtype))
         target = torch.empty_like(source)
@@ -205,13 +205,13 @@ class _Meter:
         return self.seconds(lambda: c10d.wait_tensor(launch()), repeats, together=True)
 
     def slowed_by_collective(self, num_bytes: int, ranks: int) -> float:
-        """What an all-gather takes from the computation beside it, as a share of the time that it takes alone."""
+        """Return the seconds that compute loses beside an all-gather, as a share of the all-gather's time alone."""
         launch = self._collective("all_gather", num_bytes, ranks)
         if self._device.type == "cuda":
             alone_s = self.seconds(lambda: c10d.wait_tensor(launch()), together=True)
             return _share(self._lost_beside(launch, alone_s) / alone_s)
-        # What gloo's threads compute, the others cannot. Seconds of the processor, for they hardly depend on what else
-        # this machine does: a difference of two times was now nothing and now more than the collective itself.
+        # Compute loses the processor time that gloo's threads take. Processor seconds hardly depend on what else this
+        # machine does; a difference of two wall times was now 0 and now more than the collective itself.
         wall_s = cpu_s = 0.0
         for turn in range(_WARMUP + _REPEATS):
             dist.barrier()
@@ -223,12 +223,12 @@ class _Meter:
         return _share(cpu_s / (wall_s * torch.get_num_threads()))
 
     def _lost_beside(self, launch: Callable[[], Tensor], alone_s: float) -> float:
-        """Seconds by which matmuls take longer while the collective of ``launch`` is in flight."""
+        """Return by how many seconds matmuls take longer while the collective of ``launch`` is in flight."""
         width = 2048
         a, b = (self._random(width, width, torch.float32) for _ in range(2))
         out = torch.empty_like(a)
         one_s = self.seconds(lambda: torch.mm(a, b, out=out), _SMALL_REPEATS)
-        # Long enough for the collective to end meanwhile, though it too is slowed down: all that it costs is seen.
+        # The matmuls outlast the collective, though that is slowed down too, so its whole cost is measured.
         num_calls = max(1, int(3 * alone_s / one_s))
 
         def compute(beside: bool) -> float:
@@ -248,7 +248,7 @@ class _Meter:
         return min(beside for _, beside in turns) - min(quiet for quiet, _ in turns)
 
     def _collective(self, kind: str, num_bytes: int, ranks: int) -> Callable[[], Tensor]:
-        """Launches what a lowered graph launches."""
+        """Return a function that launches the collective as a lowered graph does."""
         group = dist.group.WORLD
         assert group is not None
         name, rows = group.group_name, num_bytes // 4 // ranks
@@ -284,11 +284,11 @@ def _float32_precision(precision: str) -> Iterator[None]:
 
 
 def _ranks_per_node(ranks: int, device: torch.device) -> int:
-    """How many ranks like these this machine has room for, whoever is here now."""
+    """Return how many ranks like these fit on this machine, however many run now."""
     room = torch.cuda.device_count() if device.type == "cuda" else (os.cpu_count() or 1) // torch.get_num_threads()
     return max(ranks, room)
 
 
 def _share(value: float) -> float:
-    """Less than all, which a profile does not take."""
+    """Keep a share between 0 and 0.95, because a profile does not accept 1."""
     return min(max(value, 0.0), 0.95)

@@ -1,4 +1,4 @@
-"""How far memory rises above where it stands, during one call."""
+"""Measure by how many bytes memory rises during one call."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _THRESHOLD_BYTES = 64 << 10
 
 
 class PeakMeter:
-    """On a GPU: the allocator's own peak. On the CPU: the kernel's, of this process's resident memory (Linux, glibc).
+    """Reads the allocator's peak on a GPU, and the kernel's peak of resident memory on the CPU (Linux, glibc).
 
-    The kernel's peak (``VmHWM``) can be reset, and what malloc has freed must not stand in for what is needed. So from
-    the first meter on, this process gives blocks of 64 KiB and more back to the kernel as soon as they are freed, which
-    slows it down: time first, then weigh.
+    The kernel's peak (``VmHWM``) can be reset, but memory that malloc keeps after a free would hide a rise. So from the
+    first meter on, this process gives blocks of 64 KiB and more back to the kernel as soon as they are freed. That
+    slows it down: measure times first, then memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,7 +32,7 @@ class PeakMeter:
                 self._libc = libc
 
     def peak_above(self, call: Callable[[], object]) -> int | None:
-        """Bytes by which ``call`` raised memory above what stood before it; None where that cannot be measured."""
+        """Return by how many bytes ``call`` raised memory above its level before; None where that is not measurable."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)

@@ -1,4 +1,4 @@
-"""One step both ways: do the eager path and the compiled graph train this model alike?"""
+"""Run one step eagerly and one compiled, and compare the loss and the gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..eager.running import Iteration, running
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one gradient, or of the loss, on this rank."""
+    """How one gradient, or the loss, differs between the two paths on this rank."""
 
     name: str  # FQN of the parameter, or "loss"
     largest: float  # absolute; inf where one side has no gradient
@@ -39,7 +39,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Parity:
-    """What ``check_parity`` saw on this rank: true when gradients were compared and nothing differs."""
+    """The result of ``check_parity`` on this rank: true when gradients were compared and nothing differs."""
 
     backend: str
     num_params: int  # whose gradients were compared
@@ -81,15 +81,15 @@ def check_parity(
     """Run one forward and backward eagerly and one compiled, on every rank, and compare the loss and each gradient.
 
     The model is called with ``inputs`` and ``named``. A batch may be given whole: a single dict is the keyword
-    arguments, a single tuple the positional ones. That is also how a model gets a keyword argument with a name of
+    arguments, a single tuple the positional ones. That way the model can also get a keyword argument with a name of
     check_parity's own, ``check_parity(model, {"loss": x})``, or a dict itself, ``check_parity(model, (batch,))``.
-    ``loss`` makes a scalar of the output; left out, the output is the loss or has it as ``.loss``. The default backend
-    generates no code, so the numbers are equal bit by bit; give tolerances for ``backend="inductor"``.
+    ``loss`` computes a scalar from the output; without it, the output is the loss or has it as ``.loss``. The default
+    backend generates no code, so the numbers are equal bit by bit; give tolerances for ``backend="inductor"``.
 
-    Call it between steps, or between two backwards of an accumulation: gradients, what was held back, buffers,
-    attributes of modules, settings and generators of random numbers are as before afterwards. The model gets copies of
-    the tensors, hooks behind a gradient's arrival (an optimizer in backward) do not run, and gradients are compared
-    reduced, with synchronization off too. Hooks of forwards, and tensor hooks, run as in any step.
+    Call it between steps, or between two backwards of an accumulation. Gradients, gradients that were held back,
+    buffers, attributes of modules, settings and random number generators are afterwards as before. The model gets
+    copies of the input tensors. Post-accumulate-grad hooks (an optimizer in backward) do not run. Gradients are reduced
+    before they are compared, even with synchronization off. Forward hooks and tensor hooks run as in any step.
     """
     model = dynamo.behind_compile(model)
     if not isinstance(model, nn.Module):
@@ -135,7 +135,7 @@ def _require_between_steps(model: nn.Module) -> None:
 
 @contextmanager
 def _trial(model: nn.Module) -> Iterator[None]:
-    """A block in which the model may train one step that never was: its gradients are reduced, and nothing is kept."""
+    """Undo the step that runs in this block: its gradients are reduced, and afterwards all state is as before."""
     units = units_in(model)
     roots = list(dict.fromkeys(unit.root for unit in units))
     params = list(model.parameters())
@@ -176,7 +176,7 @@ def _trial(model: nn.Module) -> Iterator[None]:
 
 
 def _remember_generators() -> Callable[[], None]:
-    """A function that puts the random numbers of torch, Python and NumPy back to where they are now."""
+    """Return a function that restores the current random states of torch, Python and NumPy."""
     python, cpu = random.getstate(), torch.random.get_rng_state()
     numpy: Any = sys.modules.get("numpy")
     of_numpy = None if numpy is None else numpy.random.get_state()
@@ -198,7 +198,7 @@ def _remember_generators() -> Callable[[], None]:
 def _step(
     model: nn.Module, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[[Any], Tensor] | None
 ) -> dict[str, Tensor | None]:
-    """The loss and the local gradients of one forward and backward."""
+    """Run one forward and backward, and return the loss and the local gradients by name."""
     copies: dict[int, Tensor] = {}
 
     def copied(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A report as the data that a page and a trace are made of: plain lists, numbers and names (page/picture.py)."""
+"""Turn a report into the data that a page and a trace are made of: plain lists, numbers and names (page/picture.py)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .predicted import Step
 from .tables import format_dtype, format_unit
 
 _CONTEXT = 3  # lines around what a pass changed
-_MOST_LINES = 4000  # of one difference: a page of 100 blocks is to open at once
+_MOST_LINES = 4000  # of one difference, so that a page of 100 blocks opens at once
 
 
 def pictured(model: str, steps: Sequence[Step], notes: Sequence[str]) -> Picture:
-    """All steps of a report."""
+    """Return the picture of all steps of a report."""
     found = [one for number, step in enumerate(steps) if (one := _step(step, number)) is not None]
     return Picture(model, torch.__version__.partition("+")[0], tuple(notes), tuple(found))
 
@@ -57,7 +57,7 @@ def _step(step: Step, number: int) -> PicturedStep | None:
 
 
 def step_owners(step: Step, predicted: Prediction) -> list[Owners]:
-    """Who holds memory in each predicted graph; what forward's callers hold is there in backward as well."""
+    """Return who holds memory in each predicted graph. What forward's callers hold is alive in backward as well."""
     records = [next(one for one in step.graphs if one.stage == graph.stage) for graph in predicted.graphs]
     graphs: list[tuple[Any, Plan]] = [(one.graph, one.plan) for one in records]
     if len(graphs) < 2:
@@ -100,12 +100,12 @@ def _graph(predicted: PredictedGraph, record: GraphRecord, owners: Owners, start
 
 
 def _bucket_bytes(one: PredictedCollective) -> int:
-    """All ranks' parts; what replicas sum is a part by itself."""
+    """Return the bytes of all ranks' parts; an all_reduce over replicas sends one part."""
     return one.num_bytes if one.kind == "all_reduce" else one.num_bytes * one.num_ranks
 
 
 def _others(predicted: PredictedGraph, start_s: float) -> tuple[Compute, ...]:
-    """A user's own collectives."""
+    """Return the model's own collectives."""
     ours = {one.launch for one in predicted.collectives}
     spans = [(group, span) for group, spans in predicted.timeline.groups.items() for span in spans]
     return tuple(
@@ -139,6 +139,6 @@ def _differences(step: Step) -> Iterator[Difference]:
 
 
 def _changed(before: Sequence[str], after: Sequence[str]) -> list[str]:
-    """Lines that begin with "-", "+", " ", or "@" where some are left out."""
+    """Return lines of a diff: they begin with "-", "+", " ", or "@" where some are left out."""
     lines = difflib.unified_diff(before, after, n=_CONTEXT, lineterm="")
     return [line for line in lines if not line.startswith(("---", "+++"))]

@@ -1,6 +1,6 @@
-"""The plan that a running model follows, also where its graphs came from a compile cache and no pass ran.
+"""Find the plan that a running model follows, also where its graphs came from a compile cache and no pass ran.
 
-    text of a graph          "forward ... all_gather w0 ... | the plan of the step, packed"     stands in its code
+    text of a graph          "forward ... all_gather w0 ... | the plan of the step, packed"     is in its code
     ledger                   that text, and the shards that the graph was given, when it ran
     plan_of(model)           the plan in the last text that came with shards of this model
 """
@@ -15,12 +15,12 @@ from ..passes.ledger import ledger
 
 
 def plan_of(model: nn.Module, training: bool = True) -> Plan:
-    """The plan of the compiled step of ``model`` that ran last: what ``report.joint.plan`` of an inspection is.
+    """Return the plan of the compiled step of ``model`` that ran last: ``report.joint.plan`` of an inspection.
 
-    Nothing is compiled for it, and it is there in a process that was served all graphs from a compile cache.
-    With ``training=False``, that of the forward without gradients. A model that breaks into several graphs has a plan
-    a graph; LookupError where no compiled graph with its collectives ran, and of a replicated model: its graphs gather
-    nothing, and so do not say whose they are.
+    It compiles nothing, and works in a process that loaded all graphs from a compile cache. ``training=False`` returns
+    the plan of the forward without gradients. A model that breaks into several graphs has a plan for each of them.
+    ``plan_of`` raises LookupError where no compiled graph with the model's collectives ran, and for a replicated model:
+    its graphs gather nothing, so nothing tells which model they belong to.
     """
     units = units_in(model)
     if units and all(unit.mesh.num_shards == 1 for unit in units):

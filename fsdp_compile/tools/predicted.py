@@ -1,4 +1,4 @@
-"""What inspected steps are predicted to take: which graphs make one step, and the table of its collectives."""
+"""Predict inspected steps: find which graphs make one step, and print the table of its collectives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..passes.provenance import find_unshards, reduce_nodes, unshard_nodes
 from ..passes.reasons import Residency, residency_of, residency_of_whole
 from .tables import table
 
-_WHYS = 3  # of what is exposed, the longest
+_WHYS = 3  # so many exposed collectives are explained, the longest ones
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Step:
         return [*([self.joint] if self.joint else []), *self.graphs]
 
     def predicted(self, profile: HardwareProfile | str | Path | None = None) -> Prediction:
-        """On this hardware; by default on what the budget was planned for, or else on the device's built-in profile."""
+        """Predict the step on ``profile``; by default on the budget's profile, else on the device's built-in one."""
         if profile is None:
             return self._by_default
         if not self.graphs:
@@ -62,7 +62,7 @@ class Step:
 
     @functools.cached_property
     def residency(self) -> dict[str, Residency]:
-        """What becomes of each parameter, where the joint graph is known."""
+        """What becomes of each parameter after forward; empty where the joint graph is not known."""
         if self.joint is None:
             return {}
         if self.joint.plan.stage == "whole":
@@ -80,9 +80,9 @@ def _device_of(records: Sequence[GraphRecord]) -> torch.device:
 
 
 def steps_of(records: Sequence[GraphRecord]) -> list[Step]:
-    """The steps that these graphs make, in the order of their compilation.
+    """Group graphs into steps, in the order of their compilation.
 
-    Graphs know the plan of their step. Of several steps with one plan, for batches of other sizes, the first forward
+    Graphs know the plan of their step. Where several steps have one plan, for batches of other sizes, the first forward
     and the first backward belong to the first joint graph.
     """
     steps: list[Step] = []
@@ -104,7 +104,7 @@ def steps_of(records: Sequence[GraphRecord]) -> list[Step]:
 
 
 def collectives_table(graph: PredictedGraph) -> list[str]:
-    """Where each launch and each wait stands, and what is waited for."""
+    """Return a table of where each launch and each wait stands, then why the most exposed ones are exposed."""
     rows = [
         [
             str(place),

@@ -15,7 +15,7 @@ from .tables import format_bytes, format_dtype, format_unit, plural, shorten, ta
 
 
 class GraphReport:
-    """What was recorded of one graph."""
+    """The record of one graph: collectives, passes, code and prediction."""
 
     def __init__(self, record: GraphRecord, number: int, step: Step | None = None) -> None:
         self.record = record
@@ -36,11 +36,11 @@ class GraphReport:
 
     @property
     def predicted(self) -> Prediction:
-        """What the step that this graph is a part of takes: seconds, bytes, what is waited for, and why."""
+        """The prediction for the step of this graph: seconds, bytes, which collectives are exposed, and why."""
         return self.predict()
 
     def predict(self, profile: HardwareProfile | str | Path | None = None) -> Prediction:
-        """The same on other hardware: a profile's name or file. Without one, the budget's, or the device's built-in."""
+        """Predict the step on other hardware: a profile's name or file; by default the budget's or the built-in one."""
         return self._step.predicted(profile)
 
     @property
@@ -75,7 +75,7 @@ class GraphReport:
         return runnable_code(self.record, range(len(self.record.snapshots))[step])
 
     def steps(self) -> list[str]:
-        """What ``code`` can be asked for, by name."""
+        """Return the names of the steps that ``code`` takes by number."""
         return ["captured", *[one.name for one in self.record.passes]]
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ class GraphReport:
         return "\n".join(lines)
 
     def _said(self, lines: Callable[[], list[str]]) -> list[str]:
-        """A report prints, whatever a prediction makes of operators that others wrote."""
+        """Return the lines, or the error as a line: a report prints even if custom operators cannot be predicted."""
         try:
             return lines()
         except Exception as error:
@@ -142,7 +142,7 @@ class GraphReport:
         units: dict[tuple[str, str], list[Marker]] = {}
         for marker in find_unshards(graph):
             if is_backward(phase_of(marker.node)):
-                continue  # of a whole step, what its row says already
+                continue  # in a whole step, where the parameter's forward marker has the row
             units.setdefault((marker.unit, residency[marker.fqn].becomes), []).append(marker)
         rows = []
         for (unit, policy), markers in units.items():

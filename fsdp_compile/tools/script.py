@@ -11,7 +11,7 @@ from typing import Any
 
 
 def run_script(name: str, args: list[str], is_module: bool = False) -> None:
-    """A file by its path, or a module by its name; it takes this process's ``__main__`` for good."""
+    """Run a file by its path, or a module by its name; it replaces this process's ``__main__`` for good."""
     if is_module:
         _run_module(name, args)
     else:
@@ -24,7 +24,7 @@ def _run_file(path: str, args: list[str]) -> None:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     loader = SourceFileLoader("__main__", path)
     with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)  # of this file's __future__
+        code = compile(file.read(), path, "exec", dont_inherit=True)  # without this file's __future__
     _execute(code, {"__file__": path, "__loader__": loader, "__package__": None, "__spec__": None})
 
 
@@ -50,7 +50,7 @@ def _names_of(spec: ModuleSpec) -> dict[str, Any]:
 
 
 def _execute(code: Any, names: dict[str, Any]) -> None:
-    """Run ``code`` as ``__main__``, a new module in this one's place, which stays there for what the code leaves."""
+    """Run ``code`` in a new module ``__main__``, which stays there for functions that the code leaves behind."""
     module = types.ModuleType("__main__")
     vars(module).update(names)
     sys.modules["__main__"] = module

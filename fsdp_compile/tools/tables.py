@@ -1,4 +1,4 @@
-"""Tables in plain text, and how names, dtypes and bytes are written in them."""
+"""Format tables in plain text, and the names, dtypes and bytes in them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:  # and in functions, for most programs never print one
+if TYPE_CHECKING:  # else it is imported in functions, because most programs never print a table
     from rich.console import Console
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
@@ -22,12 +22,12 @@ ANY_WIDTH = 10_000  # columns
 def table(
     rows: Sequence[Sequence[str]], right: tuple[int, ...] = (), width: int | None = None, wraps: tuple[int, ...] = ()
 ) -> list[str]:
-    """Lines with aligned columns, those in ``right`` to the right.
+    """Return lines with aligned columns, those in ``right`` to the right.
 
-    Where they are wider than ``width``, cells of columns in ``wraps`` go on in the line below, between words and behind
-    dots: nothing is cut.
+    Where lines are wider than ``width``, cells of the columns in ``wraps`` break between words and after dots, and
+    continue on the next line. Nothing is cut.
     """
-    from rich.console import Console  # here, for most programs never print one
+    from rich.console import Console  # imported here, because most programs never print a table
     from rich.table import Table
     from rich.text import Text
 
@@ -43,7 +43,7 @@ def table(
 
 
 def _wrapped(rows: list[list[str]], width: int | None, wraps: tuple[int, ...]) -> list[list[str]]:
-    """Rows of which each takes as many lines as its highest cell."""
+    """Split each row into as many lines as its tallest cell takes."""
     from rich.cells import cell_len
 
     widths = [max(map(cell_len, column)) for column in zip(*rows)]
@@ -72,23 +72,23 @@ def _lines(cell: str, width: int) -> list[str]:
 
 
 def _words(cell: str) -> list[str]:
-    """What stays on one line: words, and the steps of a path."""
+    """Return the pieces that do not break: words, and the steps of a path."""
     return re.findall(r"[^ .]*[ .]|[^ .]+", cell)
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal that is printed to, or what COLUMNS says; None where there is neither."""
+    """Return the value of COLUMNS, else the width of the terminal that is printed to, else None."""
     said = os.environ.get("COLUMNS", "")
     if said.isdecimal() and int(said):
         return int(said)
     try:
         return (os.get_terminal_size(sys.stdout.fileno()).columns or None) if sys.stdout.isatty() else None
-    except (AttributeError, OSError, ValueError):  # what stands in for stdout may have no file, or a closed one
+    except (AttributeError, OSError, ValueError):  # a replacement for stdout may have no file, or a closed one
         return None
 
 
 def console_for_output() -> Console:
-    """For the standard output; in a pipe or a file, where nobody looks, as wide as it takes."""
+    """Return a console for the standard output. In a pipe or a file its lines may be of any width."""
     from rich.console import Console
 
     console = Console()
@@ -96,23 +96,23 @@ def console_for_output() -> Console:
 
 
 def on_one_line(text: str) -> str:
-    """What names may hold that would end a line, or a file, is spelled out."""
+    """Escape characters in a name that would end a line or a file."""
     return text if text.isprintable() else repr(text)[1:-1]
 
 
 def shorten(fqns: Sequence[str], unit: str) -> str:
-    """As many names as fit, without the unit's own path."""
+    """Return as many names as fit, without the unit's own path."""
     prefix = unit.rpartition(" (")[0] + "."
     return _first_of([fqn.removeprefix(prefix) for fqn in fqns], _NAMES_WIDTH)
 
 
 def named(fqns: Sequence[str]) -> str:
-    """The first, and how many there are besides."""
+    """Return the first name, and how many others there are."""
     return fqns[0] + (f" +{len(fqns) - 1}" if len(fqns) > 1 else "")
 
 
 def located(fqns: Sequence[str], unit: str) -> str:
-    """As many names as fit with the unit's path in front, for tables in which nothing else tells layers apart."""
+    """Return as many names as fit behind the unit's path, for tables in which nothing else tells layers apart."""
     path = unit.rpartition(" (")[0]
     if not path or not all(fqn.startswith(f"{path}.") for fqn in fqns):
         return _first_of(fqns, _NAMES_WIDTH)
@@ -120,7 +120,7 @@ def located(fqns: Sequence[str], unit: str) -> str:
 
 
 def _first_of(names: Sequence[str], width: int) -> str:
-    """As many as fit, but one at least, and how many there are besides."""
+    """Return as many names as fit, but at least one, and how many others there are."""
     shown = list(names[:1])
     for name in names[1:]:
         if len(" ".join([*shown, name])) > width - len(" +999"):
@@ -131,7 +131,7 @@ def _first_of(names: Sequence[str], width: int) -> str:
 
 
 def format_unit(unit: str) -> str:
-    """ "Block:layers.0" of a plan as "layers.0 (Block)"; the root, which has no path, as "(Model)"."""
+    """Rewrite "Block:layers.0" of a plan to "layers.0 (Block)", and the root, which has no path, to "(Model)"."""
     name, _, path = unit.partition(":")
     return f"{path} ({name})" if path else f"({name})"
 
