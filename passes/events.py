@@ -67,7 +67,7 @@ def events_of(
 def _buffers(
     graph: fx.Graph, given_up: Collection[str]
 ) -> tuple[dict[fx.Node, list[tuple[str, int]]], dict[fx.Node, list[str]]]:
-    """Return what each call allocates, and what it frees."""
+    """Return two tables by node: the buffers that each call allocates, with their bytes, and those that it frees."""
     given = storages_given(graph, given_up)
     nodes = list(graph.nodes)
     first_call = next((node for node in nodes if node.op == "call_function"), None)

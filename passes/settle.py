@@ -54,7 +54,7 @@ class Decision:
 
 
 class Settled:
-    """The decisions that this rank has made or adopted so far, by the parameters that a graph reads."""
+    """Holds the decisions of memory budgets that this rank has made or adopted, keyed by the parameters of a graph."""
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.timeout_s = timeout_s

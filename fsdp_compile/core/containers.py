@@ -29,10 +29,10 @@ def move(value: Any, device: torch.device) -> Any:
 def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return ``value`` with ``fn`` of every tensor in its place; containers keep their types.
 
-    No ``__init__`` or ``__post_init__`` of a container runs again. A container in which ``fn`` replaces no tensor is
-    returned as it is, since a module may write to it for its caller. Mappings that cannot be written to stay as they
-    are. torch's pytrees know neither dataclasses nor UserDict nor subclasses of tuples. Dynamo traces this, so it uses
-    plain type tests.
+    A container in which ``fn`` replaces no tensor is returned as it is, since a module may write to it for its caller.
+    A dataclass is copied field by field, and its ``__init__`` and ``__post_init__`` do not run again, unless it is a
+    dict as well. Mappings that cannot be written to stay as they are. torch's pytrees know neither dataclasses nor
+    UserDict nor subclasses of tuples. Dynamo traces this function, so it uses plain type tests.
     """
     return _mapped(value, fn)[0]
 

@@ -95,7 +95,7 @@ class LateHooks:
         return bool(self._waiting)
 
     def release(self) -> None:
-        """Let the hooks run again: the backward is over."""
+        """Let the hooks that were held back run again, once the backward is over."""
         for hook in self._waiting:
             hook.release()
         self._waiting.clear()

@@ -105,7 +105,7 @@ def _are_on_one_route(one: Gathered, other: Gathered) -> bool:
 
 
 def leave_backward(call: Call) -> None:
-    """Free when backward is through with a forward call, unless backward of another call of the unit runs."""
+    """Free a unit's parameters when backward has finished one of its calls, unless backward of another call runs."""
     run = call.run
     if call.task is not None and call.task != autograd.backward_task():
         return  # this backward runs inside another one (reentrant checkpointing), which goes on reading

@@ -177,7 +177,7 @@ class FullyShardedDataParallel(Constructed, OlderOptimState):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """Call ``set_state_dict_type`` for a block, then restore the former settings."""
+        """Set the type and configuration of state dicts inside a ``with`` block, and restore them after it."""
         cls = FullyShardedDataParallel
         before = cls.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
         try:

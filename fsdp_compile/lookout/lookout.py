@@ -48,7 +48,7 @@ class RanksParted(RuntimeError):
 
 
 class Lookout:
-    """The lookout of this process."""
+    """Compares what this rank issued with what other ranks issued, in a thread beside training."""
 
     def __init__(self) -> None:
         self.timeout_s = float(os.environ.get(ENVIRONMENT, DEFAULT_S))

@@ -186,7 +186,7 @@ def _graphs(events: Sequence[Event], heard: Sequence[Heard]) -> Iterator[dict[st
 
 
 class _Lanes:
-    """Rows of the viewer. Collectives that are on the wire at the same time are in different rows."""
+    """The rows of a trace viewer: collectives that are in flight at the same time get different rows."""
 
     def __init__(self, pid: Any) -> None:
         self._pid = pid
