@@ -34,7 +34,7 @@ _INLINED = {
     *CASTS, aten.constant_pad_nd.default, aten.full.default, aten.full_like.default, aten.zeros.default,
     aten.ones.default, aten.arange.start_step, aten.scalar_tensor.default, torch.ops.prims.iota.default,
     aten.gather.default, aten.index.Tensor, aten.index_select.default, aten.embedding.default,
-    aten.lift_fresh_copy.default,
+    aten.lift_fresh_copy.default, aten.slice_scatter.default, aten.select_scatter.default,
 }  # fmt: skip
 
 

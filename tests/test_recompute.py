@@ -212,7 +212,7 @@ def _trained_within(shares: tuple[float, ...]) -> list[tuple[int, int, int, tupl
     torch.stack([unsharded(batch_of(SIZES, rank)) for rank in range(2)]).mean().backward()
     model = shard_with_ours(build_model(SIZES), init_device_mesh("cpu", (2,)))
     configure(model, memory_budget=1)
-    choice = _planned(model, batch).choice
+    choice = _planned(model, batch, "inductor").choice
     assert choice is not None
     peaks = {one.name: one.peak_bytes for one in (choice.chosen, *choice.lost)}
     found = []
@@ -246,7 +246,7 @@ def test_steps_within_small_budgets_take_what_was_predicted_and_train_the_same(t
     assert len(here[0][3]) > len(here[1][3]) > len(here[2][3]) == 0
     for budget, predicted, measured, _ in (*here, *there):
         assert predicted <= budget
-        assert measured <= 1.1 * budget  # 5 % off where this was written, half of that gloo's copy of a bucket
+        assert measured <= 1.2 * budget  # 15 % off at the least, where a kernel holds what it concatenates, 11 % at 0.4
     assert here[0][2] < 0.6 * here[2][2]
 
 
