@@ -31,10 +31,15 @@ def _tiny(kind: str) -> Any:
     if kind == "gemma3":
         sizes = {"num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
         return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**TINY, **sizes))
+    if kind == "mixtral":
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**TINY, num_key_value_heads=2, num_local_experts=4))
+    if kind == "qwen2_moe":
+        sizes = {"num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+        return transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**TINY, **sizes))
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
 
 
-def _one_graph(folder: str, kind: str, sizes: dict[str, int]) -> None:
+def _trained_by_its_fsdp2(folder: str, kind: str, sizes: dict[str, int], how: str = "whole") -> None:
     from transformers.distributed import DistributedConfig
 
     unsharded = _tiny(kind)
@@ -44,26 +49,40 @@ def _one_graph(folder: str, kind: str, sizes: dict[str, int]) -> None:
     with fsdp_compile.adopt():
         model = type(unsharded).from_pretrained(folder, distributed_config=DistributedConfig(**sizes))
     assert isinstance(model, fsdp_compile.FSDPModule) and model._is_fsdp_managed_module is True
-    run = torch.compile(model.train(), backend="aot_eager", fullgraph=True)
-    tokens = torch.randint(0, 38, (2, 8), generator=torch.Generator().manual_seed(1))
+    model.train()
+    run = model if how == "eager" else torch.compile(model, backend="aot_eager", fullgraph=how == "whole")
+    tokens = torch.randint(0, 38, (dist.get_world_size() // sizes.get("tp_size", 1), 8), generator=torch.Generator().manual_seed(1))
     mine = tokens[dist.get_rank() // sizes.get("tp_size", 1)][None]
     run(input_ids=mine, labels=mine, use_cache=False).loss.backward()
     unsharded.train()(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     for (fqn, param), expected in zip(model.named_parameters(), unsharded.parameters(), strict=True):
         torch.testing.assert_close(full(param.grad), expected.grad, atol=1e-6, rtol=1e-4, msg=fqn)
-    assert num_graphs() == 1
+    assert how != "whole" or num_graphs() == 1
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp_size": 2}, {"dp_replicate_size": 2, "fsdp_size": 1}])
-def test_transformers_own_fsdp2_compiles_to_one_graph(two_ranks: Ranks, tmp_path: Path, sizes: dict[str, int]) -> None:
-    two_ranks.run(_one_graph, str(tmp_path), "llama", sizes)
+def test_transformers_own_fsdp2_compiles_to_trained_by_its_fsdp2(two_ranks: Ranks, tmp_path: Path, sizes: dict[str, int]) -> None:
+    two_ranks.run(_trained_by_its_fsdp2, str(tmp_path), "llama", sizes)
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
-def test_its_tensor_parallel_layers_compile_to_one_graph(four_ranks: Ranks, tmp_path: Path, kind: str) -> None:
+def test_its_tensor_parallel_layers_compile_to_trained_by_its_fsdp2(four_ranks: Ranks, tmp_path: Path, kind: str) -> None:
     """Qwen3's and Gemma 3's norms in attention register post-accumulate hooks in forward: each rank has its own heads."""
-    four_ranks.run(_one_graph, str(tmp_path), kind, {"fsdp_size": 2, "tp_size": 2})
+    four_ranks.run(_trained_by_its_fsdp2, str(tmp_path), kind, {"fsdp_size": 2, "tp_size": 2})
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("sizes, how", [({}, "whole"), ({"ep_size": 2}, "eager"), ({"ep_size": 2}, "in parts")])
+def test_its_mixtures_of_experts(two_ranks: Ranks, tmp_path: Path, kind: str, sizes: dict[str, int], how: str) -> None:
+    """Its exchange of tokens between ranks has sizes that depend on the data, where no graph goes on."""
+    two_ranks.run(_trained_by_its_fsdp2, str(tmp_path), kind, {"fsdp_size": 2, **sizes}, how)
+
+
+@pytest.mark.more
+def test_its_experts_on_some_ranks_are_sharded_over_the_others(four_ranks: Ranks, tmp_path: Path) -> None:
+    four_ranks.run(_trained_by_its_fsdp2, str(tmp_path), "mixtral", {"fsdp_size": 4, "ep_size": 2}, "in parts")
 
 
 @contextmanager
