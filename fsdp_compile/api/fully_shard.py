@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -101,15 +101,17 @@ def make_unit(
         if inner_size is not None:
             _validate_slicing(fqn, cuts[fqn], target, inner_size)
         overrides.update(_dtype_override(fqn, slots[0].param, mp_policy))
+    label = "+".join(original_class(one).__name__ for one in modules)
+    labels = _labels_of_parts(label, modules, unclaimed)
     unit = Unit(
         modules=modules,
-        label="+".join(original_class(one).__name__ for one in modules),
+        label=label,
         mesh=target,
         mp_policy=mp_policy,
         mixin=FSDPModule,
         ends=ENDS,
         params=[
-            shard_param(fqn, order, slots, cuts[fqn], target.device, offload_policy)
+            shard_param(fqn, labels[fqn], order, slots, cuts[fqn], target.device, offload_policy)
             for order, (fqn, slots) in enumerate(unclaimed.items())
         ],
         overrides=overrides,
@@ -317,6 +319,28 @@ def _parameter_slots(
     for param, (fqn, slots) in by_param.items():
         (claimed if hasattr(param, STAMP) else unclaimed)[fqn] = slots
     return claimed, unclaimed
+
+
+def _labels_of_parts(label: str, modules: Sequence[nn.Module], slots: Mapping[str, list[Slot]]) -> dict[str, str]:
+    """Return the label of the part of the unit that each parameter is in: parts stand between inner units.
+
+        embed | layers, each a unit | norm, head        two parts, if norm and head are a quarter of the unit or more
+
+    What is used behind the inner units need not be there while they run, and in backward its gradients need not wait
+    for those of what is used before them. Small parts would cost a collective each, so they are in the first one.
+    """
+    number, numbers = 0, {}
+    for module in dict.fromkeys(one for top in modules for one in top.modules()):
+        inner = unit_of(module)
+        number += inner is not None and bool(inner.params)
+        numbers[module] = number
+    part_of = {fqn: numbers[places[0].module] for fqn, places in slots.items()}
+    sizes: dict[int, int] = {}
+    for fqn, part in part_of.items():
+        sizes[part] = sizes.get(part, 0) + slots[fqn][0].param.numel()
+    apart = [part for part, size in list(sizes.items())[1:] if 4 * size >= sum(sizes.values())]
+    names = {part: f"{label} part {place}" for place, part in enumerate(apart, 2)}
+    return {fqn: names.get(part, label) for fqn, part in part_of.items()}
 
 
 def _validate_param(fqn: str, param: nn.Parameter, target: ShardMesh) -> None:

@@ -74,8 +74,16 @@ class Routed(Gathered):
     def launch(self) -> None:
         self.route.reach(self, must=False)
 
+    def begin(self) -> None:
+        """Wait for what the graph gathers next of the unit. Another part of it comes where it is read."""
+        if not (self._here or self._awaited):
+            self.route.reach(self, must=True)
+        self._land_awaited()
+        self.is_full = True
+
     def wait(self) -> list[Tensor]:
-        self.route.reach(self, must=True)
+        for label in dict.fromkeys(param.label for param in self.params):
+            self.route.reach(self, must=True, label=label)
         self._land_awaited()
         if self.stage == "backward" and self.fulls is not None:
             # A unit that was called twice is freed between the two; the compiled step gathers it once for both.
@@ -86,7 +94,9 @@ class Routed(Gathered):
         return self.fulls or []
 
     def full(self, index: int) -> Tensor:
-        self.wait()
+        if index not in self._here:
+            self.route.reach(self, must=True, label=self.params[index].label)
+            self._land_awaited()
         if index not in self._here:
             self._gather_alone(index)
         assert self.fulls is not None
