@@ -1,8 +1,8 @@
 """The eager path's backward: gather again, prefetch, reduce, free, and clean up at the end.
 
-    enter_backward     backward reached the outputs of a call: gather, launch the gather of the unit that comes next,
-                       and reduce the gradients that the units around it have by now
-    arrive             a gradient of a call is there; the last one completes the call
+    enter_backward     backward reached the outputs of a call: gather, launch the gather of the unit that comes next
+    arrive             a gradient of a call is there; the last one of a part has the part reduced, and the last of all
+                       completes the call
     complete           no more gradients come: free, and launch their reduction, or hold them back
     leave_backward     backward of the call reads no parameters any more: free
     end_backward       reduce the gradients that are left, free, and wait for the reductions in flight
@@ -11,9 +11,8 @@
 from __future__ import annotations
 
 import functools
-import math
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -59,35 +58,6 @@ def enter_backward(call: Call) -> None:
                 if earlier.unit.settings.unshard_in_backward:
                     earlier.gathered.launch()
                 break
-    _reduce_around(call)
-
-
-def _reduce_around(call: Call) -> None:
-    """Reduce the gradients that the units around this one have by now: those of a model's head, while layers compute.
-
-    They are final, since backward is through with what those units computed after this one. They wait where held-back
-    gradients are to join them, and on a route, since compiled ranks do not reduce around a graph.
-    """
-    if isinstance(call.gathered, Routed):
-        return
-    around, iteration = call.unit.around(), call.run.iteration
-    for recording, since in list(iteration.incomplete.items()):
-        unit, gathered = recording.call.unit, recording.call.gathered
-        if since != call.task or not recording.grads or unit not in around or isinstance(gathered, Routed):
-            continue
-        joined = not unit.accumulation.sync or not unit.accumulation.all_reduce or unit.accumulation.has_left_over
-        if joined or not _are_worth_a_reduction(recording.grads, gathered):
-            continue
-        grads, recording.grads = recording.grads, {}
-        gathered.unalias(grads)
-        recording.delivered.update(grads)
-        iteration.traffic.reduce(gathered, grads, iteration.max_reductions)
-
-
-def _are_worth_a_reduction(grads: Mapping[int, Tensor], gathered: Gathered) -> bool:
-    """Whether they are a quarter of the unit, so that it has few reductions: even a small one takes a while."""
-    sizes = [math.prod(spec.size) for spec in gathered.specs]
-    return 4 * sum(sizes[index] for index in grads) >= sum(sizes) > 0
 
 
 def _go_back(route: Route, iteration: Iteration) -> None:
@@ -150,7 +120,27 @@ def arrive(recording: Recording, index: int, grad: Tensor | None, leaf: Any) -> 
     if recording.arrived >= recording.read:
         with span("post_backward", call.unit):
             complete(recording)
+    else:
+        _reduce_part(recording, index)
     return result
+
+
+def _reduce_part(recording: Recording, index: int) -> None:
+    """Reduce the gradients of a part of a unit once they are all there: those of a model's head, while layers compute.
+
+    They wait where held-back gradients are to join them, and on a route, which says itself when they travel.
+    """
+    gathered, accumulation = recording.call.gathered, recording.call.unit.accumulation
+    part = {one for one in recording.read if gathered.specs[one].unit == gathered.specs[index].unit}
+    joined = not accumulation.sync or not accumulation.all_reduce or accumulation.has_left_over
+    if joined or isinstance(gathered, Routed) or not part <= recording.arrived:
+        return
+    grads = {one: recording.grads.pop(one) for one in part & recording.grads.keys()}
+    if grads:
+        gathered.unalias(grads)
+        recording.delivered.update(grads)
+        iteration = recording.call.run.iteration
+        iteration.traffic.reduce(gathered, grads, iteration.max_reductions)
 
 
 def complete(recording: Recording) -> None:

@@ -49,9 +49,9 @@ class Stop:
     from_slices: bool = False  # it gathers slices that forward kept
 
     def parts_of(self, routed: Routed) -> set[str]:
-        """Return the labels of the parts of a unit that it gathers something of."""
+        """Return the parts of a unit that it gathers something of."""
         members = self.members if self.kind == "all_gather" else ()
-        return {routed.params[index].label for unit, index in members if unit is routed.unit}
+        return {routed.specs[index].unit for unit, index in members if unit is routed.unit}
 
 
 @dataclass

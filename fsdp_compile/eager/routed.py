@@ -82,7 +82,7 @@ class Routed(Gathered):
         self.is_full = True
 
     def wait(self) -> list[Tensor]:
-        for label in dict.fromkeys(param.label for param in self.params):
+        for label in dict.fromkeys(spec.unit for spec in self.specs):
             self.route.reach(self, must=True, label=label)
         self._land_awaited()
         if self.stage == "backward" and self.fulls is not None:
@@ -95,7 +95,7 @@ class Routed(Gathered):
 
     def full(self, index: int) -> Tensor:
         if index not in self._here:
-            self.route.reach(self, must=True, label=self.params[index].label)
+            self.route.reach(self, must=True, label=self.specs[index].unit)
             self._land_awaited()
         if index not in self._here:
             self._gather_alone(index)
