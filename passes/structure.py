@@ -9,11 +9,11 @@
     gx = mm(gy, t(v))
 
 Ranks have batches of different sizes, so neither what a graph reads nor what the partitioner saves may decide on
-collectives. What decides is which operations bring a weight together with something that takes a gradient: the rows
-that an embedding looks up are none, nor is what a first layer multiplies. Such weights are gathered again, whether or
-not a formula reads them, where backward arrives at the last of these operations: autograd numbers operations as forward
-runs them, and goes through them from the highest number to the lowest. The vectors of a unit are gathered where its
-first weight is. What another unit's backward would compute of them before that is saved.
+collectives. A unit is gathered again as a whole, whether or not a formula reads each weight, where backward arrives at
+it: at the last operation with one of its weights that a gradient comes to. Autograd numbers operations as forward runs
+them, and goes through them from the highest number to the lowest. Not gathered again is a unit that is only looked up,
+as an embedding, or that no gradient comes to, as frozen layers before the first one that trains. What another unit's
+backward would compute of a weight before that is saved.
 """
 
 from __future__ import annotations
@@ -38,20 +38,19 @@ RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
 _OURS = (markers.unshard, markers.reduce_grad, markers.beside, markers.resume, keep_slice)
 _NOTHING = -1  # no operation's number
 
+# Their formulas read the rows' numbers, and not the table.
+_LOOKUPS = (
+    aten.embedding.default,
+    aten._embedding_bag.default,
+    aten._embedding_bag_forward_only.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+)
 # What a gradient does not flow through.
 _CUTS = (aten.detach.default, aten.alias.default)
-# They read no element of what they are given.
-_FILLED_LIKE = (
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_full.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-)
 
 Weights = frozenset[fx.Node]  # gathers
-# The place of the first node of backward that may need a weight, and what tells weights of one place apart.
+# The place of the first node of backward that may need a unit, and what tells units of one place apart.
 Turn = tuple[int, int]
 _NONE: Weights = frozenset()
 
@@ -87,7 +86,8 @@ def structure_of(graph: fx.Graph) -> Structure:
     unshards, reduces = find_unshards(graph), find_reduces(graph)
     flowing = _flowing(graph, unshards, reduces, backward)
     wanted = _wanted_for(graph, of_weights, flowing, backward)
-    turns, since = _turns(place, [one for one in unshards if one.node in wanted], reduces, wanted, backward)
+    whole = [one for one in unshards if one.node in gathers and not _is_sliced(one.node)]
+    turns, since = _turns(place, whole, reduces, wanted, backward)
     saved = _saved(graph, of_weights, forward - backward, turns)
     saved, needed = _read_ahead(graph, place, of_weights, backward, forward - backward, saved, since)
     again = {
@@ -163,10 +163,12 @@ def _turns(
     wanted: Mapping[fx.Node, int],
     backward: Collection[fx.Node],
 ) -> tuple[dict[fx.Node, Turn], dict[fx.Node, int]]:
-    """Where backward arrives at what reads each of these weights, and the last turn of another unit before that."""
+    """Where backward arrives at the unit of each of these weights, and the last turn of another unit before that."""
     of_unit: dict[str, int] = {}
     for one in gathers:
-        of_unit[one.unit] = max(wanted[one.node], of_unit.get(one.unit, _NOTHING))
+        if one.node in wanted:
+            of_unit[one.unit] = max(wanted[one.node], of_unit.get(one.unit, _NOTHING))
+    gathers = [one for one in gathers if one.unit in of_unit]
     reached: list[tuple[int, int]] = []  # ever lower numbers, negated, and the places where backward comes to them
     for node, at in place.items():
         number = node.meta.get("seq_nr")
@@ -174,11 +176,9 @@ def _turns(
             reached.append((-number, at))
     turns = {}
     for one in gathers:
-        is_vector = not is_matrix(one.node)
-        number = of_unit[one.unit] if is_vector else wanted[one.node]
+        number = of_unit[one.unit]
         first = bisect_left(reached, (-number, 0))
-        at = reached[first][1] if first < len(reached) else len(place) - 1
-        turns[one.node] = (at, -2 * number - is_vector)  # a unit's vectors before its matrices
+        turns[one.node] = (reached[first][1] if first < len(reached) else len(place) - 1, -number)
     events = [(turns[one.node][0], one.unit) for one in gathers]
     of_others = _last_of_others([*events, *((place[one.node], one.unit) for one in reduces)])
     return turns, {one.node: of_others[one.unit] for one in gathers}
@@ -199,36 +199,34 @@ def _last_of_others(events: list[tuple[int, str]]) -> dict[str, int]:
 def _wanted_for(
     graph: fx.Graph,
     of_weights: Mapping[fx.Node, Weights],
-    flowing: Collection[fx.Node],
+    flowing: set[fx.Node],
     backward: Collection[fx.Node],
 ) -> dict[fx.Node, int]:
     """The number of the last operation for which backward may want a weight, or what checkpointing computes again.
 
-    That is an operation that brings it together with what takes a gradient, or one behind that in a checkpointed
-    region, which runs once more first. What backward wants for none is left out.
+    That is an operation with it that a gradient comes to, but for lookups, or one behind that in a checkpointed region,
+    which runs once more first. What backward wants for none is left out.
     """
     numbers: dict[fx.Node, int] = {}
     number = 0
     for node in graph.nodes:
         if node not in backward:
             number = max(number, node.meta.get("seq_nr", number))
-            meets = any(one in flowing and one not in of_weights for one in node.all_input_nodes)
-            numbers[node] = number if meets else _NOTHING
+            looks_up = node.target in _LOOKUPS and node.args[0] in of_weights
+            numbers[node] = _NOTHING if looks_up or flowing.isdisjoint(node.all_input_nodes) else number
     wanted: dict[fx.Node, int] = {}
     for node in reversed(graph.nodes):
-        if node in of_weights or _is_recomputed(node):
-            own = _NOTHING if node in of_weights else numbers.get(node, _NOTHING)
-            wanted[node] = max([own, *(wanted.get(user, numbers[user]) for user in node.users if user in numbers)])
+        if node in of_weights:
+            wanted[node] = max((wanted.get(user, numbers.get(user, _NOTHING)) for user in node.users), default=_NOTHING)
+        elif _is_recomputed(node):
+            wanted[node] = max([numbers.get(node, _NOTHING), *(wanted.get(user, _NOTHING) for user in node.users)])
     return {node: number for node, number in wanted.items() if number > _NOTHING}
 
 
 def _flowing(
     graph: fx.Graph, unshards: Sequence[Marker], reduces: Sequence[Marker], backward: Collection[fx.Node]
 ) -> set[fx.Node]:
-    """What forward computes of inputs and weights that take a gradient, and of what the graph fills with numbers.
-
-    With that a recurrence begins, whose state takes one from its second step on; and a batch may have one step.
-    """
+    """What forward computes of inputs and weights that take a gradient."""
     reduced = {marker.fqn for marker in reduces}
     names = {marker.node: marker.fqn for marker in unshards}
     flowing = compat.inputs_with_gradients(graph) | {
@@ -238,20 +236,13 @@ def _flowing(
     }
     for node in graph.nodes:
         value = node.meta.get("val")
-        if node.op not in ("call_function", "get_attr") or node in backward or node.target in _CUTS or _is_size(node):
+        if node.op != "call_function" or node in backward or node.target in _CUTS or _is_size(node):
             continue
         if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
             continue
-        if not flowing.isdisjoint(node.all_input_nodes) or (_is_filled(node) and not is_random(node)):
+        if not flowing.isdisjoint(node.all_input_nodes):
             flowing.add(node)
     return flowing
-
-
-def _is_filled(node: fx.Node) -> bool:
-    """Whether a graph fills a tensor with numbers of its own: one number is none."""
-    value = node.meta.get("val")
-    reads = [one for one in node.all_input_nodes if not _is_size(one)]
-    return isinstance(value, Tensor) and value.dim() > 0 and (not reads or node.target in _FILLED_LIKE)
 
 
 def _saved(
@@ -306,6 +297,11 @@ def _read_ahead(
         if any(first <= since.get(one, -1) for one in weights) and not _is_recomputed(node):
             saved.add(node)
     return saved, needed
+
+
+def _is_sliced(gather: fx.Node) -> bool:
+    """Whether forward keeps a slice of what is gathered, and backward gathers from the slices."""
+    return any(user.target is keep_slice for user in gather.users)
 
 
 def _is_kept(node: fx.Node, forward: set[fx.Node]) -> bool:

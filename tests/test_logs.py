@@ -57,7 +57,7 @@ def test_a_line_a_graph_at_info(start: object, caplog: pytest.LogCaptureFixture)
     # Four ranks, one row of eight and its bias padded: 2 x (64 + 8) / 4 elements of 4 bytes a rank in forward.
     assert "[rank 0] fsdp_compile" in said["forward"] and "2 gathers of 144 B" in said["forward"]
     assert "0 gathers of 0 B" not in said["backward"] and "2 reductions of 144 B a rank" in said["backward"]
-    assert "2 parameters gathered again in backward, 0 kept" in said["joint"]
+    assert "4 parameters gathered again in backward, 0 kept" in said["joint"]
     assert all("\n" not in line for line in lines)
 
 
@@ -65,7 +65,7 @@ def test_what_is_named_stands_below_the_line(start: object, capfd: pytest.Captur
     start("plan, passes,graph")  # type: ignore[operator]
     step()
     printed = capfd.readouterr().err
-    assert "in backward" in printed and "its input has no gradient" in printed  # the joint graph's table
+    assert "in backward" in printed and "its unit is gathered again" in printed  # the joint graph's table
     assert "longer than the compute beside it" in printed  # the forward graph's
     assert "pass      did" in printed and "overlap" in printed
     assert "torch.ops._c10d_functional.all_gather_into_tensor" in printed  # code

@@ -427,14 +427,14 @@ def joint_graph() -> Builder:
     return build
 
 
-def test_backward_gathers_what_its_formulas_read_and_what_met_something_with_a_gradient() -> None:
+def test_backward_gathers_all_of_a_unit_that_a_gradient_comes_to() -> None:
     graph = joint_graph().graph
     plan = plan_joint(graph)
     assert plan.regather == ("up.w", "up.bias", "up.table")
-    assert plan.again == ("up.w", "up.table")
+    assert plan.again == ("up.w", "up.bias", "up.table")
     assert plan.forward and plan.forward.order == (("gather", 0),)
     assert plan.backward and plan.backward.order == (("gather", 0), ("reduce", 0))
-    assert [bucket.fqns for bucket in plan.backward.gathers] == [("up.w", "up.table")]
+    assert [bucket.fqns for bucket in plan.backward.gathers] == [("up.w", "up.bias", "up.table")]
     keep(graph, plan)
     policies = {node.name: node.meta["recompute"].name for node in graph.nodes if "recompute" in node.meta}
     assert policies == {
@@ -443,15 +443,17 @@ def test_backward_gathers_what_its_formulas_read_and_what_met_something_with_a_g
         "unshard_default_2": "MUST_RECOMPUTE",
         "mul_tensor": "MUST_RECOMPUTE",  # a mask over a weight
         "t_default": "MUST_RECOMPUTE",
-        "mm_default": "MUST_SAVE",  # what reads weights and more
-        "add_tensor": "MUST_SAVE",
+        "mm_default": "MUST_SAVE",  # what reads a weight and more; a bias may be added once more
         "add_tensor_1": "MUST_SAVE",
     }
 
 
 def test_a_backward_that_gathers_more_than_planned_is_refused() -> None:
     graph = joint_graph().graph
-    keep(graph, plan_joint(graph))
+    plan = plan_joint(graph)
+    assert plan.backward
+    without = tuple(dataclasses.replace(bucket, fqns=("up.w", "up.table")) for bucket in plan.backward.gathers)
+    keep(graph, dataclasses.replace(plan, backward=dataclasses.replace(plan.backward, gathers=without)))
     with pytest.raises(RuntimeError, match=r"up\.bias, .*set_reshard_after_forward\(False\)"):
         plan_graph(graph, "backward")
 

@@ -268,7 +268,7 @@ class Net(nn.Module):
 
 
 NORM = {"norm.weight", "norm.bias"}
-# With what backward gathers of each: all that meets what takes a gradient, whatever the formulas read of it.
+# With what backward gathers of each: the whole unit, whatever the formulas read of it.
 LAYERS: dict[type[Layer], set[str]] = {
     Layer: {*NORM, "w", "b"},
     Projections: {*NORM, "q", "k", "v", "b"},
@@ -280,10 +280,10 @@ LAYERS: dict[type[Layer], set[str]] = {
     Recomputed: {"positions"},
     ProductsSaved: {*NORM, "q", "k", "v", "b"},
     Positioned: {*NORM, "table"},
-    LooksUp: {*NORM},
+    LooksUp: {*NORM, "table"},
     Queries: {"query", "w"},
     ByHand: {"w"},
-    Noisy: set(),
+    Noisy: {"w"},
     FrozenBehind: {"b", "inner.weight", "inner.bias"},
     Attends: {*NORM, "w", "b"},
     Pools: {"w", "b"},

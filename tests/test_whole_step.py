@@ -41,7 +41,9 @@ from tests.test_structure import (
     FrozenBehind,
     Fused,
     Layer,
+    LooksUp,
     Net,
+    Noisy,
     Pools,
     Positioned,
     Positions,
@@ -314,7 +316,9 @@ def test_the_same_matrices_are_gathered_again_as_where_backward_is_a_graph(
         _compiled_step(model, backend, torch.sum)(x)
     # A loss that computes its gradients in forward needs its weight in forward alone.
     # And what a region computes that no gradient flows through is saved.
-    otherwise: dict[type[Layer], set[str]] = {Fused: set(), FrozenBehind: {"b"}, Positions: set(), Positioned: {*NORM}}
+    otherwise: dict[type[Layer], set[str]] = {
+        Fused: set(), FrozenBehind: {"b"}, Positions: set(), Positioned: {*NORM}, LooksUp: {*NORM}, Noisy: set()
+    }  # fmt: skip
     names = [otherwise.get(layer, LAYERS[layer]) for layer in LAYERS if layer not in without]
     expected = {f"layers.{index}.{name}" for index, of_layer in enumerate(names) for name in of_layer}
     expected.add("head.weight")

@@ -28,6 +28,7 @@ from ..graph.install import install_passes
 from ..graph.watch import Watch
 from ..lookout.lookout import lookout
 from ..passes import _torch_compat as passes_compat
+from ..passes.layout import bucket_limits
 from ..passes.worlds import world_of
 from .arguments import ignored_in, require_kinds
 from .classes import parts_of, refresh
@@ -102,7 +103,7 @@ def make_unit(
             _validate_slicing(fqn, cuts[fqn], target, inner_size)
         overrides.update(_dtype_override(fqn, slots[0].param, mp_policy))
     label = "+".join(original_class(one).__name__ for one in modules)
-    labels = _labels_of_parts(label, modules, unclaimed)
+    labels = _labels_of_parts(label, modules, unclaimed, cuts)
     unit = Unit(
         modules=modules,
         label=label,
@@ -321,13 +322,15 @@ def _parameter_slots(
     return claimed, unclaimed
 
 
-def _labels_of_parts(label: str, modules: Sequence[nn.Module], slots: Mapping[str, list[Slot]]) -> dict[str, str]:
+def _labels_of_parts(
+    label: str, modules: Sequence[nn.Module], slots: Mapping[str, list[Slot]], cuts: Mapping[str, Cut]
+) -> dict[str, str]:
     """Return the label of the part of the unit that each parameter is in: parts stand between inner units.
 
-        embed | layers, each a unit | norm, head        two parts, if norm and head are a quarter of the unit or more
+        embed | layers, each a unit | norm, head        two parts, if the head is so large that it travels alone
 
     What is used behind the inner units need not be there while they run, and in backward its gradients need not wait
-    for those of what is used before them. Small parts would cost a collective each, so they are in the first one.
+    for those of what is used before them. Small parameters would cost a collective more: they stay in the first part.
     """
     number, numbers = 0, {}
     for module in dict.fromkeys(one for top in modules for one in top.modules()):
@@ -335,12 +338,14 @@ def _labels_of_parts(label: str, modules: Sequence[nn.Module], slots: Mapping[st
         number += inner is not None and bool(inner.params)
         numbers[module] = number
     part_of = {fqn: numbers[places[0].module] for fqn, places in slots.items()}
-    sizes: dict[int, int] = {}
-    for fqn, part in part_of.items():
-        sizes[part] = sizes.get(part, 0) + slots[fqn][0].param.numel()
-    apart = [part for part, size in list(sizes.items())[1:] if 4 * size >= sum(sizes.values())]
+    large = {part_of[fqn] for fqn, cut in cuts.items() if _travels_alone(slots[fqn][0].param, cut)}
+    apart = [part for part in list(dict.fromkeys(part_of.values()))[1:] if part in large]
     names = {part: f"{label} part {place}" for place, part in enumerate(apart, 2)}
     return {fqn: names.get(part, label) for fqn, part in part_of.items()}
+
+
+def _travels_alone(param: nn.Parameter, cut: Cut) -> bool:
+    return cut.layout.padded_numel * param.dtype.itemsize > bucket_limits(cut.mesh.backend).small_bytes
 
 
 def _validate_param(fqn: str, param: nn.Parameter, target: ShardMesh) -> None:
