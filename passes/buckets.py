@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .layout import NEIGHBOURS, bucket_limits, split_into_buckets
+from .layout import bucket_limits, split_into_buckets
 from .spec import ParamSpec
 
 
@@ -44,9 +44,7 @@ def _split(
     by_key: dict[tuple[object, ...], list[int]] = {}
     # Sorted by place in the group and not by use, so that forward, backward and the eager path pack the same bytes.
     for index in sorted(range(len(specs)), key=lambda index: specs[index].order):
-        spec = specs[index]
-        part = "" if spec.bucketing == NEIGHBOURS else spec.unit  # neighbours may be of other classes
-        by_key.setdefault((part, *key(spec)), []).append(index)
+        by_key.setdefault(key(specs[index]), []).append(index)
     buckets = []
     for indices in by_key.values():
         first = specs[indices[0]]

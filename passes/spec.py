@@ -30,7 +30,7 @@ class ParamSpec:
     """
 
     fqn: str  # relative to the module that fully_shard was given
-    unit: str  # class of that module, and part of the unit: what may travel together has it in common
+    unit: str  # class of that module: markers of one unit have it in common
     order: int  # place among the parameters of the group: the order in a bucket
     size: tuple[int, ...]
     dim: int

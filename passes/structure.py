@@ -5,15 +5,15 @@
     y = add(mm(x, v), b)             reads a matrix     the product is saved or not needed, never computed again
     z = mul(xhat, g)                 reads a vector     saved or computed again, as the partitioner likes
     --- backward ---
-    gz = ...                         backward arrives at the unit of w, b and g: from here on they may be needed
+    gz = ...                         backward arrives at the bucket of w, b and g: from here on it may be needed
     gx = mm(gy, t(v))
 
 Ranks have batches of different sizes, so neither what a graph reads nor what the partitioner saves may decide on
-collectives. A unit is gathered again as a whole, whether or not a formula reads each weight, where backward arrives at
-it: at the last operation with one of its weights that a gradient comes to. Autograd numbers operations as forward runs
-them, and goes through them from the highest number to the lowest. Not gathered again is a unit that is only looked up,
-as an embedding, or that no gradient comes to, as frozen layers before the first one that trains. What another unit's
-backward would compute of a weight before that is saved.
+collectives. A bucket is gathered again as a whole, whether or not a formula reads each weight, where backward arrives
+at it: at the last operation with one of its weights that a gradient comes to. Autograd numbers operations as forward
+runs them, and goes through them from the highest number to the lowest. Two kinds of buckets are not gathered again: what
+is only looked up, as an embedding, and what no gradient comes to, as frozen layers before the first one that trains.
+What another unit's backward would compute of a weight before that is saved.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from . import _torch_compat as compat
 from . import markers
+from .buckets import gather_buckets
 from .provenance import Marker, find_reduces, find_unshards, unshard_nodes
 from .slices import keep_slice, whole_of
 from .tags import AC_GRAPH_ID
@@ -50,7 +51,7 @@ _LOOKUPS = (
 _CUTS = (aten.detach.default, aten.alias.default)
 
 Weights = frozenset[fx.Node]  # gathers
-# The place of the first node of backward that may need a unit, and what tells units of one place apart.
+# The place of the first node of backward that may need a bucket, and what tells buckets of one place apart.
 Turn = tuple[int, int]
 _NONE: Weights = frozenset()
 
@@ -163,25 +164,27 @@ def _turns(
     wanted: Mapping[fx.Node, int],
     backward: Collection[fx.Node],
 ) -> tuple[dict[fx.Node, Turn], dict[fx.Node, int]]:
-    """Where backward arrives at the unit of each of these weights, and the last turn of another unit before that."""
-    of_unit: dict[str, int] = {}
+    """Where backward arrives at the bucket of each of these weights, and the last turn of a unit before their own."""
+    units: dict[str, list[Marker]] = {}
     for one in gathers:
-        if one.node in wanted:
-            of_unit[one.unit] = max(wanted[one.node], of_unit.get(one.unit, _NOTHING))
-    gathers = [one for one in gathers if one.unit in of_unit]
+        units.setdefault(one.unit, []).append(one)
+    numbers: dict[fx.Node, int] = {}
+    for members in units.values():
+        for bucket in gather_buckets([one.spec for one in members]):
+            last = max(wanted.get(members[index].node, _NOTHING) for index in bucket)
+            numbers.update((members[index].node, last) for index in bucket if last > _NOTHING)
     reached: list[tuple[int, int]] = []  # ever lower numbers, negated, and the places where backward comes to them
     for node, at in place.items():
         number = node.meta.get("seq_nr")
         if number is not None and node in backward and (not reached or -number > reached[-1][0]):
             reached.append((-number, at))
     turns = {}
-    for one in gathers:
-        number = of_unit[one.unit]
-        first = bisect_left(reached, (-number, 0))
-        turns[one.node] = (reached[first][1] if first < len(reached) else len(place) - 1, -number)
-    events = [(turns[one.node][0], one.unit) for one in gathers]
+    for node, last in numbers.items():
+        first = bisect_left(reached, (-last, 0))
+        turns[node] = (reached[first][1] if first < len(reached) else len(place) - 1, -last)
+    events = [(turns[one.node][0], one.unit) for one in gathers if one.node in turns]
     of_others = _last_of_others([*events, *((place[one.node], one.unit) for one in reduces)])
-    return turns, {one.node: of_others[one.unit] for one in gathers}
+    return turns, {one.node: of_others[one.unit] for one in gathers if one.node in turns}
 
 
 def _last_of_others(events: list[tuple[int, str]]) -> dict[str, int]:

@@ -62,8 +62,8 @@ class Events(list[str]):
             enter(call)
             self.note("backward", call.unit)
 
-        def on_reduce(one: Any, gathered: Any, *args: Any) -> None:
-            reduce(one, gathered, *args)
+        def on_reduce(one: Any, gathered: Any, *args: Any, **kwargs: Any) -> None:
+            reduce(one, gathered, *args, **kwargs)
             self.note("reduce", gathered.unit)
 
         def on_complete(one: Any) -> None:
@@ -82,7 +82,7 @@ class Events(list[str]):
 
 
 def _order() -> tuple[str, str]:
-    model = compile_blocks(pair(make=functools.partial(Stack, 3))[1])
+    model = compile_blocks(pair(make=functools.partial(Stack, 3, vocab=1 << 14))[1])
     loss_of(model(mine())).backward()
     events = Events(model)
     with events.noted():
@@ -94,15 +94,15 @@ def _order() -> tuple[str, str]:
 
 
 def test_gathers_run_one_block_ahead_and_reductions_one_behind(two_ranks: Ranks) -> None:
-    """Gathers run one block ahead, reductions one behind; of the root, what is behind the blocks is reduced before them."""
+    """Gathers run one block ahead, reductions one behind; of the root, the head is reduced before them."""
     for in_forward, in_backward in two_ranks.run(_order):
         assert in_forward == (
             "gather root, have root, gather 0, have 0, gather 1, compute 0, have 1, gather 2, compute 1, "
             "have 2, compute 2"
         )
         assert in_backward == (
-            "gather 2, backward root, "
-            "have 2, gather 1, reduce root, backward 2, wait for root, reduce 2, "
+            "gather 2, backward root, reduce root, "
+            "have 2, gather 1, backward 2, wait for root, reduce 2, "
             "have 1, gather 0, backward 1, wait for 2, reduce 1, "
             "have 0, backward 0, wait for 1, reduce 0, "
             "wait for 0, reduce root, wait for root"

@@ -109,8 +109,7 @@ def _ranks_that_a_plan_asks_for(plan: Plan, model: nn.Module, units: Sequence[Un
     for bucket in () if plan.backward is None else plan.backward.gathers:
         owners = [named[plain] for fqn in sliced & {*bucket.fqns} if (plain := _plain(fqn)) in named]
         if not owners and sliced & {*bucket.fqns}:  # the plan names it by a reader elsewhere, which is no path here
-            label = bucket.unit.partition(":")[0]
-            owners = [unit for unit in units if any(label == param.label for param in unit.params)] or [*units]
+            owners = [unit for unit in units if unit.label == bucket.unit.partition(":")[0]] or [*units]
         for unit in owners:
             # Only buckets over a part of a mesh ask for groups. A name that was put into `slices` by hand is in a
             # bucket over the whole mesh: the groups that are there will do.

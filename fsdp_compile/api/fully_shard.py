@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +28,6 @@ from ..graph.install import install_passes
 from ..graph.watch import Watch
 from ..lookout.lookout import lookout
 from ..passes import _torch_compat as passes_compat
-from ..passes.layout import bucket_limits
 from ..passes.worlds import world_of
 from .arguments import ignored_in, require_kinds
 from .classes import parts_of, refresh
@@ -102,17 +101,15 @@ def make_unit(
         if inner_size is not None:
             _validate_slicing(fqn, cuts[fqn], target, inner_size)
         overrides.update(_dtype_override(fqn, slots[0].param, mp_policy))
-    label = "+".join(original_class(one).__name__ for one in modules)
-    labels = _labels_of_parts(label, modules, unclaimed, cuts)
     unit = Unit(
         modules=modules,
-        label=label,
+        label="+".join(original_class(one).__name__ for one in modules),
         mesh=target,
         mp_policy=mp_policy,
         mixin=FSDPModule,
         ends=ENDS,
         params=[
-            shard_param(fqn, labels[fqn], order, slots, cuts[fqn], target.device, offload_policy)
+            shard_param(fqn, order, slots, cuts[fqn], target.device, offload_policy)
             for order, (fqn, slots) in enumerate(unclaimed.items())
         ],
         overrides=overrides,
@@ -320,32 +317,6 @@ def _parameter_slots(
     for param, (fqn, slots) in by_param.items():
         (claimed if hasattr(param, STAMP) else unclaimed)[fqn] = slots
     return claimed, unclaimed
-
-
-def _labels_of_parts(
-    label: str, modules: Sequence[nn.Module], slots: Mapping[str, list[Slot]], cuts: Mapping[str, Cut]
-) -> dict[str, str]:
-    """Return the label of the part of the unit that each parameter is in: parts stand between inner units.
-
-        embed | layers, each a unit | norm, head        two parts, if the head is so large that it travels alone
-
-    What is used behind the inner units need not be there while they run, and in backward its gradients need not wait
-    for those of what is used before them. Small parameters would cost a collective more: they stay in the first part.
-    """
-    number, numbers = 0, {}
-    for module in dict.fromkeys(one for top in modules for one in top.modules()):
-        inner = unit_of(module)
-        number += inner is not None and bool(inner.params)
-        numbers[module] = number
-    part_of = {fqn: numbers[places[0].module] for fqn, places in slots.items()}
-    large = {part_of[fqn] for fqn, cut in cuts.items() if _travels_alone(slots[fqn][0].param, cut)}
-    apart = [part for part in list(dict.fromkeys(part_of.values()))[1:] if part in large]
-    names = {part: f"{label} part {place}" for place, part in enumerate(apart, 2)}
-    return {fqn: names.get(part, label) for fqn, part in part_of.items()}
-
-
-def _travels_alone(param: nn.Parameter, cut: Cut) -> bool:
-    return cut.layout.padded_numel * param.dtype.itemsize > bucket_limits(cut.mesh.backend).small_bytes
 
 
 def _validate_param(fqn: str, param: nn.Parameter, target: ShardMesh) -> None:

@@ -100,7 +100,6 @@ class ShardedParam:
     """A parameter, where it is registered, and how it is cut."""
 
     fqn: str  # relative to the module given to fully_shard
-    label: str  # of its unit, and of the part of the unit that it is in: parts travel by themselves
     order: int  # place in its unit
     slots: list[Slot]
     layout: ShardLayout
@@ -296,7 +295,7 @@ def _part_of(whole: Tensor, layout: ShardLayout, start: int, stop: int) -> Tenso
 
 
 def shard_param(
-    fqn: str, label: str, order: int, slots: list[Slot], cut: Cut, device: torch.device, offload_policy: OffloadPolicy
+    fqn: str, order: int, slots: list[Slot], cut: Cut, device: torch.device, offload_policy: OffloadPolicy
 ) -> ShardedParam:
     """Cut this rank's shard, on ``device``, of the full parameter in the slots; ``install`` registers it there."""
     full = slots[0].param
@@ -313,9 +312,7 @@ def shard_param(
     shard = nn.Parameter(dtensor, requires_grad=full.requires_grad)
     asked = autograd.get_grad_dtype(full)
     grad_dtype: torch.dtype | Literal["own"] | None = "own" if asked == full.dtype else asked
-    sharded = ShardedParam(
-        fqn, label, order, slots, layout, cut.mesh, shard, grad_dtype, cut.read_as, _carried_by(full)
-    )
+    sharded = ShardedParam(fqn, order, slots, layout, cut.mesh, shard, grad_dtype, cut.read_as, _carried_by(full))
     sharded.keep_grad_dtype()
     return sharded
 

@@ -35,7 +35,7 @@ def spec_of(unit: Unit, param: ShardedParam) -> ReadSpec:
     )
     return ReadSpec(
         fqn=param.fqn,
-        unit=unit.label if unit.regather or settings.bucketing in ("neighbours", "group") else param.label,
+        unit=unit.label,
         order=param.order,
         size=param.layout.size,
         dim=param.layout.dim,

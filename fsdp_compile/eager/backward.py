@@ -1,9 +1,8 @@
 """The eager path's backward: gather again, prefetch, reduce, free, and clean up at the end.
 
     enter_backward     backward reached the outputs of a call: gather, launch the gather of the unit that comes next
-    arrive             a gradient of a call is there; the last one of a part has the part reduced, and the last of all
-                       completes the call
-    complete           no more gradients come: free, and launch their reduction, or hold them back
+    arrive             a gradient of a call is there: launch the reduction of its bucket, if it is the last one of that
+    complete           no more gradients of a call come: free, and reduce what is left, or hold it back
     leave_backward     backward of the call reads no parameters any more: free
     end_backward       reduce the gradients that are left, free, and wait for the reductions in flight
 """
@@ -120,27 +119,26 @@ def arrive(recording: Recording, index: int, grad: Tensor | None, leaf: Any) -> 
     if recording.arrived >= recording.read:
         with span("post_backward", call.unit):
             complete(recording)
-    else:
-        _reduce_part(recording, index)
+    elif grad is not None:
+        _reduce_bucket(recording, index)
     return result
 
 
-def _reduce_part(recording: Recording, index: int) -> None:
-    """Reduce the gradients of a part of a unit once they are all there: those of a model's head, while layers compute.
+def _reduce_bucket(recording: Recording, index: int) -> None:
+    """Reduce a bucket once its gradients are all there: that of a model's head, while the layers compute theirs.
 
     They wait where held-back gradients are to join them, and on a route, which says itself when they travel.
     """
-    gathered, accumulation = recording.call.gathered, recording.call.unit.accumulation
-    part = {one for one in recording.read if gathered.specs[one].unit == gathered.specs[index].unit}
+    call, gathered = recording.call, recording.call.gathered
+    accumulation = call.unit.accumulation
     joined = not accumulation.sync or not accumulation.all_reduce or accumulation.has_left_over
-    if joined or isinstance(gathered, Routed) or not part <= recording.arrived:
+    if joined or isinstance(gathered, Routed) or not recording.bucket(index) <= recording.arrived:
         return
-    grads = {one: recording.grads.pop(one) for one in part & recording.grads.keys()}
-    if grads:
-        gathered.unalias(grads)
-        recording.delivered.update(grads)
-        iteration = recording.call.run.iteration
-        iteration.traffic.reduce(gathered, grads, iteration.max_reductions)
+    grads = {one: recording.grads.pop(one) for one in recording.bucket(index) & recording.grads.keys()}
+    gathered.unalias(grads)
+    recording.delivered.update(grads)
+    iteration = call.run.iteration
+    iteration.traffic.reduce(gathered, grads, iteration.max_reductions, recording)
 
 
 def complete(recording: Recording) -> None:
@@ -155,10 +153,17 @@ def complete(recording: Recording) -> None:
     call.gathered.unalias(grads)
     if not (call.ends_at_inputs or call.read_frozen):
         leave_backward(call)
-    _reduce(run, call.gathered, grads, delivered)
+    _reduce(run, call.gathered, grads, delivered, recording)
+    run.iteration.traffic.close(recording)
 
 
-def _reduce(run: Running, gathered: Gathered, grads: dict[int, Tensor], delivered: Collection[int] = ()) -> None:
+def _reduce(
+    run: Running,
+    gathered: Gathered,
+    grads: dict[int, Tensor],
+    delivered: Collection[int] = (),
+    recording: Recording | None = None,
+) -> None:
     """Reduce gradients, or hold them back; gradients of ``delivered`` parameters have been reduced already."""
     unit, accumulation = run.unit, run.unit.accumulation
     if not accumulation.sync:
@@ -177,7 +182,7 @@ def _reduce(run: Running, gathered: Gathered, grads: dict[int, Tensor], delivere
                 grads[index] = torch.zeros(spec.size, dtype=spec.reduce_dtype, device=unit.mesh.device)
     run.reduced_in = autograd.backward_task()
     if grads or (accumulation.held.partials and accumulation.all_reduce):
-        run.iteration.traffic.reduce(gathered, grads, run.iteration.max_reductions)
+        run.iteration.traffic.reduce(gathered, grads, run.iteration.max_reductions, recording)
 
 
 def _reduce_asked_for(run: Running, gathered: Gathered, index: int, grad: Tensor) -> DTensor | None:

@@ -82,7 +82,7 @@ def _gather_ahead(run: Running, call: Call) -> None:
     """Gather the unit, and prefetch the units that come next."""
     route_of = call.gathered.route.top if isinstance(call.gathered, Routed) else None
     following = run.iteration.begin_unit(run, route_of)
-    call.gathered.begin()
+    call.gathered.wait()
     asked_for = [running(unit) for unit in run.unit.settings.forward_prefetch]
     for target in asked_for or ([] if following is None else [following]):
         ahead = run_ahead(call.gathered, target) if target is not run and target.unit.params else None

@@ -153,10 +153,6 @@ class Gathered:
         assert self.fulls is not None
         return self.fulls
 
-    def begin(self) -> None:
-        """Have the parameters that a forward of the unit reads first."""
-        self.wait()
-
     def full(self, index: int) -> Tensor:
         """Return one full parameter, gathered if need be."""
         return self.wait()[index]

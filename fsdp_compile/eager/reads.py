@@ -29,7 +29,7 @@ from .running import Call, Recording
 def read(call: Call, fqn: str) -> Any:
     """Return the gathered parameter; None if the user put something else in its place."""
     call.was_read = True
-    call.gathered.begin()
+    call.gathered.wait()
     index = call.gathered.index.get(fqn)
     if index is None:
         return None

@@ -66,15 +66,24 @@ class Reduction:
     """A reduction of a unit's gradients; unless it is ``alone``, all sums that wait for the replicas join it."""
 
     def __init__(
-        self, gathered: Gathered, grads: Mapping[int, Tensor], alone: bool = False, joins_partials: bool = True
+        self,
+        gathered: Gathered,
+        grads: Mapping[int, Tensor],
+        alone: bool = False,
+        joins_partials: bool = True,
+        recording: object | None = None,
     ) -> None:
-        self.gathered = gathered
+        self.gathered, self.recording = gathered, recording
         self._fqns = {gathered.params[index].fqn for index in grads} if alone else None
         self._in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] = []
         self._advanced = False
         accumulation = gathered.unit.accumulation
         self._replicated_later = joins_partials and (bool(accumulation.held.partials) or not accumulation.all_reduce)
-        indices = sorted(grads)
+        self.add(grads)
+
+    def add(self, grads: Mapping[int, Tensor]) -> None:
+        """Launch the collectives of more gradients."""
+        gathered, indices = self.gathered, sorted(grads)
         with torch.no_grad():
             each = {index: self._spec(gathered.spec_for(index, grads[index])) for index in indices}
             for bucket in reduce_buckets([each[index] for index in indices]):
@@ -200,9 +209,14 @@ class Traffic:
         self._over_replicas: Reduction | None = None  # its sum over shards is done, that over replicas is in flight
         self._offloads = False  # gradients are being copied to the CPU, or will be
 
-    def reduce(self, gathered: Gathered, grads: Mapping[int, Tensor], cap: int) -> None:
-        """Start a reduction, once fewer than ``cap`` are in flight."""
+    def reduce(
+        self, gathered: Gathered, grads: Mapping[int, Tensor], cap: int, recording: object | None = None
+    ) -> None:
+        """Start a reduction, once fewer than ``cap`` are in flight, or add to the last one, if that is of one call."""
         self._offloads |= gathered.unit.offload
+        if recording is not None and self._reductions and self._reductions[-1].recording is recording:
+            self._reductions[-1].add(grads)
+            return
         while len(self._reductions) >= cap:
             oldest = self._reductions.popleft()
             oldest.advance()
@@ -211,7 +225,12 @@ class Traffic:
                 self._over_replicas = oldest
             else:
                 oldest.complete()
-        self._reductions.append(Reduction(gathered, grads))
+        self._reductions.append(Reduction(gathered, grads, recording=recording))
+
+    def close(self, recording: object) -> None:
+        """Note that a call has given all its gradients: another backward through it has a reduction of its own."""
+        if self._reductions and self._reductions[-1].recording is recording:
+            self._reductions[-1].recording = None
 
     def _complete_over_replicas(self) -> None:
         if self._over_replicas is not None:

@@ -48,10 +48,8 @@ class Stop:
     members: tuple[tuple[Unit, int], ...]  # each a unit, and an index among its gathered parameters
     from_slices: bool = False  # it gathers slices that forward kept
 
-    def parts_of(self, routed: Routed) -> set[str]:
-        """Return the parts of a unit that it gathers something of."""
-        members = self.members if self.kind == "all_gather" else ()
-        return {routed.specs[index].unit for unit, index in members if unit is routed.unit}
+    def gathers(self, unit: Unit) -> bool:
+        return self.kind == "all_gather" and any(one is unit for one, _ in self.members)
 
 
 @dataclass
@@ -209,16 +207,15 @@ class Route:
             routed.free()
         self._let_go()
 
-    def reach(self, routed: Routed, must: bool, label: str | None = None) -> None:
-        """Launch everything up to the last gather of a part of a unit: of the part with this label, else of the next.
+    def reach(self, routed: Routed, must: bool) -> None:
+        """Launch everything up to the last gather with parameters of a unit.
 
-        A reduction that lacks gradients holds up what comes after it. If the part ``must`` be gathered, the gathers
+        A reduction that lacks gradients holds up what comes after it. If the unit ``must`` be gathered, the gathers
         overtake the reduction: other eager ranks do so as well, and compiled ranks are told that ranks diverged.
         """
-        gathers = [(place, of) for place, stop in enumerate(self._left, 1) for of in sorted(stop.parts_of(routed))]
-        wanted = [place for place, of in gathers if of == (label or gathers[0][1])]
+        gathers = [place for place, stop in enumerate(self._left, 1) if stop.gathers(routed.unit)]
         passed: list[Stop] = []
-        for _ in range(max(wanted, default=0)):
+        for _ in range(gathers[-1] if gathers else 0):
             stop = self._left.popleft()
             if self._has_gradients(stop) and not (passed and stop.kind != "all_gather"):
                 self._issue(stop)

@@ -74,16 +74,8 @@ class Routed(Gathered):
     def launch(self) -> None:
         self.route.reach(self, must=False)
 
-    def begin(self) -> None:
-        """Wait for what the graph gathers next of the unit. Another part of it comes where it is read."""
-        if not (self._here or self._awaited):
-            self.route.reach(self, must=True)
-        self._land_awaited()
-        self.is_full = True
-
     def wait(self) -> list[Tensor]:
-        for label in dict.fromkeys(spec.unit for spec in self.specs):
-            self.route.reach(self, must=True, label=label)
+        self.route.reach(self, must=True)
         self._land_awaited()
         if self.stage == "backward" and self.fulls is not None:
             # A unit that was called twice is freed between the two; the compiled step gathers it once for both.
@@ -94,9 +86,7 @@ class Routed(Gathered):
         return self.fulls or []
 
     def full(self, index: int) -> Tensor:
-        if index not in self._here:
-            self.route.reach(self, must=True, label=self.specs[index].unit)
-            self._land_awaited()
+        self.wait()
         if index not in self._here:
             self._gather_alone(index)
         assert self.fulls is not None

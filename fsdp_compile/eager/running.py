@@ -20,6 +20,7 @@ from torch.utils.weak import TensorWeakRef
 from .._torch_compat import autograd
 from ..core.hooks import LateHooks
 from ..core.unit import Unit
+from ..passes.buckets import reduce_buckets
 from .gathered import Gathered
 from .reduction import Traffic
 
@@ -136,6 +137,16 @@ class Recording:
         self.arrived: set[int] = set()
         self.grads: dict[int, Tensor] = {}
         self.delivered: set[int] = set()  # reduced already, or returned to autograd
+        self._buckets: dict[int, frozenset[int]] = {}
+
+    def bucket(self, index: int) -> frozenset[int]:
+        """Return the parameters that were read and whose gradients travel together with that of one of them."""
+        if index not in self._buckets:
+            read = sorted(self.read)
+            for places in reduce_buckets([self.call.gathered.specs[one] for one in read]):
+                members = frozenset(read[place] for place in places)
+                self._buckets.update(dict.fromkeys(members, members))
+        return self._buckets[index]
 
     def forget(self) -> None:
         """Reset to the state before a backward."""

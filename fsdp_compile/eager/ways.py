@@ -158,8 +158,8 @@ def _dumped(text: GraphText, addresses: tuple[int, ...], root: Unit) -> str | No
     found = _units_of(text, addresses, _by_address(units))
     if not found or then is None or text.stage == "whole":
         return None
-    if len({(unit, name.partition(":")[0]) for name, unit in found.items()}) < len(found):
-        return None  # the graph reads two models, which have the same shards
+    if len({*found.values()}) < len(found):  # the graph reads two models, which have the same shards
+        return None
     members = {one.unit for launch in (*text.launches, *then) for one in launch.members}
     if not members <= found.keys():
         return None
