@@ -11,9 +11,9 @@
 Ranks have batches of different sizes, so neither what a graph reads nor what the partitioner saves may decide on
 collectives. A bucket is gathered again as a whole, whether or not a formula reads each weight, where backward arrives
 at it: at the last operation with one of its weights that a gradient comes to. Autograd numbers operations as forward
-runs them, and goes through them from the highest number to the lowest. Two kinds of buckets are not gathered again: what
-is only looked up, as an embedding, and what no gradient comes to, as frozen layers before the first one that trains.
-What another unit's backward would compute of a weight before that is saved.
+runs them, and goes through them from the highest number to the lowest. Two kinds of buckets are not gathered again:
+what is only looked up, as an embedding, and what no gradient comes to, as frozen layers before the first one that
+trains. What another unit's backward would compute of a weight before that is saved.
 """
 
 from __future__ import annotations
