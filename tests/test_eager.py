@@ -31,10 +31,10 @@ from tests.comparing import (
     reference_backward,
     train_and_compare,
 )
-from tests.compiling import compile_blocks
+from tests.compiling import compile_blocks, compiled
 from tests.models import Block, Stack, mesh_of, pair, shard
 from tests.ranks import Ranks
-from tests.recording import GATHER, REDUCE, Collectives, let_threads_rest
+from tests.recording import GATHER, REDUCE, Collectives, Wire, let_threads_rest
 
 
 def assert_same_accumulated(model: nn.Module, unsharded: nn.Module, steps: range) -> None:
@@ -283,6 +283,29 @@ def test_the_next_units_gather_is_launched_before_this_unit_computes(two_ranks: 
 
 
 # --- gradients
+
+
+def _reductions(backend: str | None) -> list[Any]:
+    """What backward launches, of a model whose head is so large that it travels alone."""
+    unsharded, model = pair(make=lambda: Stack(2, vocab=1 << 14))
+    run: Any = model if backend is None else compiled(model, backend)
+    launches: list[Any] = []
+    for step in range(3):  # a later one: the first steps of a graph send what the ranks compare
+        model.zero_grad()
+        loss = loss_of(run(mine(step)))
+        with Wire() as wire:
+            loss.backward()
+        launches = wire.launches
+    assert_same_accumulated(model, unsharded, range(2, 3))
+    return launches
+
+
+@pytest.mark.parametrize("backend", ["passes", pytest.param("inductor", marks=pytest.mark.more)])
+def test_a_bucket_is_reduced_when_its_gradients_are_there_as_in_a_graph(two_ranks: Ranks, backend: str) -> None:
+    for eagerly, in_graph in zip(two_ranks.run(_reductions, None), two_ranks.run(_reductions, backend), strict=True):
+        assert eagerly == in_graph
+        sizes = [sizes for name, sizes in eagerly if "all_to_all" in name]
+        assert sizes[0] == sizes[4] and sizes[2] == sizes[3] and len(sizes) == 5  # head, norm, two layers, embedding
 
 
 def _no_sync(reshard: bool) -> None:
