@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from torch import Tensor, fx
 
-from .collectives import KINDS, is_launch
+from .collectives import KIND_OF, is_launch
 from .emit import emit
 from .insert import ROLE, Role
 from .keep import STEP
@@ -52,7 +52,7 @@ def announce(graph: fx.Graph, plan: Plan) -> int:
 def _as_text(launch: fx.Node, plan: Plan) -> Launch:
     role: Role = launch.meta[ROLE]
     bucket = (plan.gathers if role.kind == "gather" else plan.reduces)[role.bucket]
-    kind, group = KINDS[launch.target], str(launch.args[-1])
+    kind, group = KIND_OF[launch.target], str(launch.args[-1])
     return Launch(kind, group, bucket.dtype, bucket.num_bytes, bucket.fqns, role.members)
 
 

@@ -27,14 +27,13 @@ library.define("all_gather_into_tensor(Tensor input, int group_size, str group_n
 gloo_all_gather = torch.ops.fsdpc.all_gather_into_tensor.default
 
 # The name of each launch; two ops with one name look the same to other ranks.
-KINDS: dict[Any, str] = {
+KIND_OF: dict[Any, str] = {
     gloo_all_gather: "all_gather",
     c10d.all_gather_into_tensor.default: "all_gather",
     c10d.reduce_scatter_tensor.default: "reduce_scatter",
     c10d.all_to_all_single.default: "all_to_all",
     c10d.all_reduce.default: "all_reduce",
 }
-LAUNCHES = tuple(KINDS)
 
 
 def all_gather_of(backend: str) -> compat.OpOverload:
@@ -43,7 +42,7 @@ def all_gather_of(backend: str) -> compat.OpOverload:
 
 
 def is_launch(node: fx.Node) -> bool:
-    return node.target in LAUNCHES
+    return node.target in KIND_OF
 
 
 def let_inductor_see_collectives() -> None:

@@ -25,21 +25,12 @@ from torch import fx
 
 from . import _torch_compat as compat
 from .aliases import base_of, elements, hint, inputs_of, is_free, tensor_bytes, tensors_of
-from .collectives import LAUNCHES, c10d, gloo_all_gather, is_launch
+from .collectives import KIND_OF, is_launch
 from .copies import to_device, to_host
 from .fusion import kernels_of
 from .profiles import KINDS, HardwareProfile, Link
 
 aten = torch.ops.aten
-
-_KIND_OF = {
-    gloo_all_gather: "all_gather",
-    c10d.all_gather_into_tensor.default: "all_gather",
-    c10d.reduce_scatter_tensor.default: "reduce_scatter",
-    c10d.all_to_all_single.default: "all_to_all",
-    c10d.all_reduce.default: "all_reduce",
-}
-assert set(_KIND_OF) == set(LAUNCHES)
 
 # These ops read only as many elements of their first argument as they return.
 _PICKS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
@@ -84,7 +75,7 @@ class Sent:
 
 def sent_by(node: fx.Node) -> Sent:
     """Return what a launch sends."""
-    kind, arguments = _KIND_OF[node.target], compat.arguments_of(node)  # type: ignore[index]
+    kind, arguments = KIND_OF[node.target], compat.arguments_of(node)
     whole = node if kind == "all_gather" else arguments["input"]
     return Sent(kind, sum(map(tensor_bytes, tensors_of(whole))), str(arguments["group_name"]))
 

@@ -19,7 +19,7 @@ from torch import fx
 
 from .aliases import base_of, is_free, tensors_of
 from .choice import as_size
-from .collectives import KINDS, c10d, is_launch
+from .collectives import KIND_OF, c10d, is_launch
 from .cost import Groups
 from .events import events_of
 from .insert import GRADIENT_OF, PARAMETER, ROLE, Role
@@ -185,7 +185,7 @@ def _predicted(
         span = spans[launch.name]
         found.append(
             PredictedCollective(
-                KINDS[launch.target], bucket.unit, bucket.fqns, *launched, *waited, seconds, beside_s, exposed_s, why,
+                KIND_OF[launch.target], bucket.unit, bucket.fqns, *launched, *waited, seconds, beside_s, exposed_s, why,
                 cause, verdict, launch.name, lane_of[launch.name], bucket.dtype, bucket.num_bytes, bucket.num_ranks,
                 started[launch.name], span.start_s, span.end_s, waiting[launch.name],
             )
@@ -220,7 +220,7 @@ def _bucket(launch: fx.Node, plan: Plan) -> Bucket:
 
 def _called(launch: fx.Node, plan: Plan) -> str:
     first, *others = _bucket(launch, plan).fqns
-    return f"{KINDS[launch.target]} of {first}" + (f" +{len(others)}" if others else "")
+    return f"{KIND_OF[launch.target]} of {first}" + (f" +{len(others)}" if others else "")
 
 
 class _Clock:

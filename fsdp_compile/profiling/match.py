@@ -18,20 +18,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..passes.collectives import KIND_OF
 from .listen import Expected, Heard, number_of_mark
 from .record import Event, Interval, union, without
 from .summary import EAGER
 
-_LAUNCH = re.compile(
-    r"(?:fsdpc|_c10d_functional)::"
-    r"(all_gather_into_tensor|reduce_scatter_tensor|all_to_all_single|all_reduce)(?:_out|_)?"
-)
-_KINDS = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-    "all_reduce": "all_reduce",
-}
+_KINDS = {op.name().partition("::")[2]: kind for op, kind in KIND_OF.items()}
+_LAUNCH = re.compile(rf"(?:fsdpc|_c10d_functional)::({'|'.join(_KINDS)})(?:_out|_)?")
 _WAIT = "_c10d_functional::wait_tensor"
 # The names that gloo's threads record for each kind; gloo's reduce-scatter is an all-reduce.
 _GLOO = {

@@ -12,7 +12,7 @@ from torch import fx
 
 from .._torch_compat import inductor
 from ..passes import Plan
-from ..passes.collectives import is_launch
+from ..passes.collectives import KIND_OF, is_launch
 from ..passes.copies import to_device, to_host
 from ..passes.insert import ROLE
 from ..passes.packing import copied, pack
@@ -21,11 +21,6 @@ from .tables import format_unit
 aten = torch.ops.aten
 
 _MOVES = (pack, copied, aten.constant_pad_nd.default, aten.clone.default)
-_KINDS = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-}
 
 
 @dataclass(frozen=True)
@@ -60,13 +55,13 @@ def collectives_of(graph: fx.Graph, plan: Plan) -> list[Collective]:
             continue
         buckets = plan.gathers if role.kind == "gather" else plan.reduces
         bucket = buckets[role.bucket]
-        operator = str(node.target.__name__).partition(".")[0]
         whole = node if role.kind == "gather" else node.args[0]
-        is_last = role.kind == "gather" or bucket.num_replicas == 1 or operator == "all_reduce"
+        kind = KIND_OF[node.target]
+        is_last = role.kind == "gather" or bucket.num_replicas == 1 or kind == "all_reduce"
         found.append(
             Collective(
                 node=node,
-                kind=_KINDS.get(operator, operator),
+                kind=kind,
                 unit=format_unit(bucket.unit),
                 fqns=bucket.fqns,
                 dtype=bucket.dtype,
