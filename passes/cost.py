@@ -59,6 +59,13 @@ class Group:
         nodes = Counter(rank // profile.ranks_per_node for rank in ranks)
         return cls(nodes.total(), max(nodes.values()))
 
+    @property
+    def spans_nodes(self) -> bool:
+        return self.num_ranks > self.ranks_per_node
+
+    def __str__(self) -> str:
+        return f"{self.num_ranks} ranks {'between' if self.spans_nodes else 'inside'} nodes"
+
 
 # From the name of a process group to where its ranks are.
 Groups = Mapping[str, Group] | Callable[[str], Group]
@@ -91,13 +98,12 @@ def collective_seconds(kind: str, num_bytes: int, group: Group, profile: Hardwar
         return 0.0
     link = link_of(group, profile)
     steps_s = _steps_seconds(kind, group, profile)
-    inside_bytes, between_bytes = _wire_bytes(kind, num_bytes, group, profile.backend)
     if kind in link.measured:
         fit = link.measured[kind]
-        measured = Group(link.measured_ranks, link.measured_per_node if _spans_nodes(group) else link.measured_ranks)
+        measured = Group(link.measured_ranks, link.measured_per_node if group.spans_nodes else link.measured_ranks)
         latency_s = max(fit.latency_s + steps_s - _steps_seconds(kind, measured, profile), 0.0)
-        sent_bytes = between_bytes if _spans_nodes(group) else inside_bytes
-        return latency_s + sent_bytes / fit.bytes_per_s
+        return latency_s + bytes_on_link(kind, num_bytes, group, profile.backend) / fit.bytes_per_s
+    inside_bytes, between_bytes = _wire_bytes(kind, num_bytes, group, profile.backend)
     inside_s = inside_bytes / (profile.inside.bytes_per_s * profile.inside.efficiency)
     between_s = between_bytes / (profile.between.bytes_per_s * profile.between.efficiency)
     return link.latency_s + steps_s + max(inside_s, between_s)
@@ -108,6 +114,12 @@ def wire_bytes(kind: str, num_bytes: int, num_ranks: int, backend: str) -> float
     return num_bytes * (num_ranks - 1) / num_ranks * _rounds(kind, backend)
 
 
+def bytes_on_link(kind: str, num_bytes: int, group: Group, backend: str) -> float:
+    """Bytes that each rank sends on the slowest link of its group: those that leave its node, where there are some."""
+    inside_bytes, between_bytes = _wire_bytes(kind, num_bytes, group, backend)
+    return between_bytes if group.spans_nodes else inside_bytes
+
+
 def _wire_bytes(kind: str, num_bytes: int, group: Group, backend: str) -> tuple[float, float]:
     """Return the bytes that each rank sends on the links of its node, and through its own adapter to other nodes.
 
@@ -115,7 +127,7 @@ def _wire_bytes(kind: str, num_bytes: int, group: Group, backend: str) -> tuple[
     together. In an all_to_all each rank sends to each other rank directly.
     """
     total = wire_bytes(kind, num_bytes, group.num_ranks, backend)
-    if not _spans_nodes(group):
+    if not group.spans_nodes:
         return total, 0.0
     if kind == "all_to_all":
         away = num_bytes * (group.num_ranks - group.ranks_per_node) / group.num_ranks
@@ -159,19 +171,15 @@ def group_of(name: str, profile: HardwareProfile, groups: Groups | None = None) 
 
 def link_of(group: Group, profile: HardwareProfile) -> Link:
     """Return the slowest link that a group's collectives take."""
-    return profile.between if _spans_nodes(group) else profile.inside
+    return profile.between if group.spans_nodes else profile.inside
 
 
 def slowdown(group: Group, profile: HardwareProfile) -> float:
     """Return the share of its speed that compute loses beside a group's collectives, by the link that costs most."""
-    if not _spans_nodes(group):
+    if not group.spans_nodes:
         return profile.inside.slows_compute
     inside = profile.inside.slows_compute if group.ranks_per_node > 1 else 0.0
     return max(profile.between.slows_compute, inside)
-
-
-def _spans_nodes(group: Group) -> bool:
-    return group.num_ranks > group.ranks_per_node
 
 
 def node_seconds(node: fx.Node, profile: HardwareProfile) -> float:

@@ -19,47 +19,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..passes import HardwareProfile
-from ..passes.cost import wire_bytes
+from ..passes.cost import Group, bytes_on_link
 from ..passes.profiles import Fit, Link
-from ..tools.calibrate import fit_line
+from ..tools.calibrate import fit_line, measured_link
+from ..tools.measure import slowdown_share
 from .printed import Column, Rows
 from .record import Interval, common, union
 from .summarize import together
 from .traces import Trace, read_folder
 
-_LATENCY_SHARE = 0.5  # of a collective's latency, what it takes once; steps from rank to rank take the rest
 _LEAST_SHARE = 0.02  # of the time in products; sizes that take less say little of what large products reach
-_MOST_SLOWED = 0.95
 _DOUBTFUL = 1.0  # how far a fit may be off, as a share of a size's time
 
 
 @dataclass(frozen=True)
-class Dimension:
-    """The process groups of one dimension of a mesh, which have one size and one number of ranks on each node."""
-
-    num_ranks: int
-    ranks_per_node: int
-
-    @property
-    def spans_nodes(self) -> bool:
-        return self.ranks_per_node < self.num_ranks
-
-    def sent(self, kind: str, num_bytes: int, backend: str) -> float:
-        """Return the bytes on the wire: those that leave a rank, or between nodes those that leave its adapter."""
-        if self.spans_nodes and kind == "all_to_all":
-            return num_bytes * (self.num_ranks - self.ranks_per_node) / self.num_ranks
-        sent = wire_bytes(kind, num_bytes, self.num_ranks, backend)
-        return sent / self.ranks_per_node if self.spans_nodes else sent
-
-    def __str__(self) -> str:
-        return f"{self.num_ranks} ranks {'between' if self.spans_nodes else 'inside'} nodes"
-
-
-@dataclass(frozen=True)
 class Fitted:
-    """One kind of collective over one dimension."""
+    """One kind of collective over one dimension of a mesh, whose process groups are of one size and lie alike."""
 
-    dimension: Dimension
+    dimension: Group
     kind: str
     fit: Fit
     points: tuple[tuple[float, float], ...]  # bytes on the wire, seconds
@@ -124,7 +101,7 @@ def _fits(traces: Sequence[Trace], backend: str) -> Iterable[Fitted]:
     node_of = {trace.rank // per_node: trace.host for trace in traces}
     hosts = {trace.rank: trace.host for trace in traces}
     busy = {trace.rank: [(one.start_s, one.end_s) for one in trace.collectives] for trace in traces}
-    took: dict[tuple[Dimension, str, int], list[tuple[bool, float]]] = defaultdict(list)
+    took: dict[tuple[Group, str, int], list[tuple[bool, float]]] = defaultdict(list)
     for runs in together(traces):
         for run in runs:
             rank, one = min(run, key=lambda each: each[1].seconds)
@@ -133,14 +110,14 @@ def _fits(traces: Sequence[Trace], backend: str) -> Iterable[Fitted]:
             known = Counter(
                 hosts.get(member) or node_of.get(member // per_node, str(member // per_node)) for member in one.ranks
             )
-            dimension = Dimension(len(one.ranks), max(known.values()))
+            dimension = Group(len(one.ranks), max(known.values()))
             others = sum(start < one.end_s and end > one.start_s for start, end in busy[rank])
             took[dimension, one.kind, one.num_bytes].append((others == 1, one.seconds))
-    points: dict[tuple[Dimension, str], list[tuple[float, float]]] = defaultdict(list)
+    points: dict[tuple[Group, str], list[tuple[float, float]]] = defaultdict(list)
     for (dimension, kind, num_bytes), runs_of_size in took.items():
         alone = [seconds for is_alone, seconds in runs_of_size if is_alone]
         seconds = statistics.median(alone or [seconds for _, seconds in runs_of_size])
-        points[dimension, kind].append((dimension.sent(kind, num_bytes, backend), seconds))
+        points[dimension, kind].append((bytes_on_link(kind, num_bytes, dimension, backend), seconds))
     base = traces[0].hardware
     for (dimension, kind), found in sorted(points.items(), key=lambda one: (one[0][0].num_ranks, one[0][1])):
         known_s = (base.between if dimension.spans_nodes else base.inside).latency_s
@@ -163,16 +140,11 @@ def _link(base: Link, fitted: Sequence[Fitted], slowed: float | None) -> Link:
         return base
     largest = max((one.dimension for one in fitted), key=lambda one: (one.num_ranks, one.ranks_per_node))
     fits = {one.kind: one.fit for one in fitted if one.dimension == largest}
-    latency_s = min(fit.latency_s for fit in fits.values())
-    return Link(
-        latency_s=_LATENCY_SHARE * latency_s,
-        step_s=(1 - _LATENCY_SHARE) * latency_s / (largest.num_ranks - 1),
+    return measured_link(
+        fits,
+        largest,
         bytes_per_s=statistics.median(fit.bytes_per_s for fit in fits.values()),
-        efficiency=1.0,
         slows_compute=base.slows_compute if slowed is None else slowed,
-        measured=fits,
-        measured_ranks=largest.num_ranks,
-        measured_per_node=largest.ranks_per_node if largest.spans_nodes else 1,
     )
 
 
@@ -204,7 +176,7 @@ def _products(traces: Sequence[Trace]) -> tuple[dict[str, float], float | None]:
             rates[name].append(flops / seconds)
     beside_s = sum(seconds for seconds, _ in slowed)
     lost = 1 - sum(alone for _, alone in slowed) / beside_s if beside_s else None
-    share = None if lost is None else min(max(lost, 0.0), _MOST_SLOWED)
+    share = None if lost is None else slowdown_share(lost)
     return {name: min(found) for name, found in sorted(rates.items())}, share
 
 

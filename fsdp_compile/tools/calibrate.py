@@ -12,7 +12,7 @@ import dataclasses
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from . import link, measure
 
 WORK = "fsdp_compile.tools.measure:work"
 SILENCE_S = 120.0
-_LATENCY_SHARE = 0.5
+_LATENCY_SHARE = 0.5  # of a collective's latency, what is there once; steps from rank to rank take the rest
 
 
 @dataclass(frozen=True)
@@ -137,17 +137,8 @@ def profile_of(samples: Sequence[dict[str, Any]], settings: Settings) -> Hardwar
     for kind in KINDS:
         points = [(wire_bytes(kind, size, ranks, backend), seconds) for size, seconds in slowest(samples, kind)]
         fits[kind] = fit_line(points, latency_s=min(points)[1])  # the smallest size is almost only latency
-    # One number of ranks cannot tell the fixed latency from what each step adds, so each gets half.
-    latency_s = min(fit.latency_s for fit in fits.values())
-    here = Link(
-        latency_s=_LATENCY_SHARE * latency_s,
-        step_s=(1 - _LATENCY_SHARE) * latency_s / (ranks - 1),  # a ring has ranks - 1 steps
-        bytes_per_s=fits["all_gather"].bytes_per_s,
-        efficiency=1.0,
-        slows_compute=max(sample["slows_compute"] for sample in samples),
-        measured=fits,
-        measured_ranks=ranks,
-    )
+    slows_compute = max(sample["slows_compute"] for sample in samples)
+    here = measured_link(fits, Group(ranks, ranks), fits["all_gather"].bytes_per_s, slows_compute)
     memory = [min(sample["memory_bytes_per_s"].values()) for sample in samples]
     return HardwareProfile(
         name=settings.name,
@@ -163,6 +154,24 @@ def profile_of(samples: Sequence[dict[str, Any]], settings: Settings) -> Hardwar
         inside=here,
         between=load_profile("h100" if backend == "nccl" else "cpu").between,  # this machine has none to measure
         attention_efficiency=min(1.0, *(sample["attention_efficiency"] for sample in samples)),
+    )
+
+
+def measured_link(fits: Mapping[str, Fit], group: Group, bytes_per_s: float, slows_compute: float) -> Link:
+    """The link of a group whose collectives were fitted.
+
+    One number of ranks does not tell what is there once from what each step adds: half each.
+    """
+    latency_s = min(fit.latency_s for fit in fits.values())
+    return Link(
+        latency_s=_LATENCY_SHARE * latency_s,
+        step_s=(1 - _LATENCY_SHARE) * latency_s / (group.num_ranks - 1),  # of a ring
+        bytes_per_s=bytes_per_s,
+        efficiency=1.0,
+        slows_compute=slows_compute,
+        measured=fits,
+        measured_ranks=group.num_ranks,
+        measured_per_node=group.ranks_per_node if group.spans_nodes else 1,
     )
 
 

@@ -209,7 +209,7 @@ class _Meter:
         launch = self._collective("all_gather", num_bytes, ranks)
         if self._device.type == "cuda":
             alone_s = self.seconds(lambda: c10d.wait_tensor(launch()), together=True)
-            return _share(self._lost_beside(launch, alone_s) / alone_s)
+            return slowdown_share(self._lost_beside(launch, alone_s) / alone_s)
         # Compute loses the processor time that gloo's threads take. Processor seconds hardly depend on what else this
         # machine does; a difference of two wall times was now 0 and now more than the collective itself.
         wall_s = cpu_s = 0.0
@@ -220,7 +220,7 @@ class _Meter:
             if turn >= _WARMUP:
                 wall_s += time.perf_counter() - start
                 cpu_s += time.process_time() - cpu_start
-        return _share(cpu_s / (wall_s * torch.get_num_threads()))
+        return slowdown_share(cpu_s / (wall_s * torch.get_num_threads()))
 
     def _lost_beside(self, launch: Callable[[], Tensor], alone_s: float) -> float:
         """Return by how many seconds matmuls take longer while the collective of ``launch`` is in flight."""
@@ -289,6 +289,6 @@ def _ranks_per_node(ranks: int, device: torch.device) -> int:
     return max(ranks, room)
 
 
-def _share(value: float) -> float:
+def slowdown_share(value: float) -> float:
     """Keep a share between 0 and 0.95, because a profile does not accept 1."""
     return min(max(value, 0.0), 0.95)
