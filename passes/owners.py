@@ -45,7 +45,6 @@ class Owners:
     events: tuple[str, ...]  # the nodes at which memory was counted: all calls
     of_kind: Mapping[str, tuple[int, ...]]  # bytes of each kind at each event
     peak: tuple[Owned, ...]  # alive at the first peak, largest first
-    held: Mapping[str, int]  # bytes of each kind that are alive throughout
     callers: tuple[Owned, ...]  # what callers hold: inputs that are not given up
     peak_at: str = ""  # the node at the peak, and what it holds
 
@@ -108,7 +107,7 @@ def owners_of(
     own = [one for one in there if one not in of_callers]
     ordered = sorted((*callers, *own), key=lambda one: -one.num_bytes)
     events = tuple(nodes[place].name for place in calls)
-    return Owners(events, of_kind, tuple(ordered), stays, callers, named.at(nodes[peak]) if calls else "")
+    return Owners(events, of_kind, tuple(ordered), callers, named.at(nodes[peak]) if calls else "")
 
 
 def saved_kinds(forward: fx.Graph, plan: Plan, taken_as: Sequence[str], num_results: int) -> dict[str, str]:

@@ -12,8 +12,6 @@ from typing import Any
 
 from .choice import Choice
 
-STAGES = ("joint", "forward", "backward", "inference", "whole")
-
 
 @dataclass(frozen=True)
 class Bucket:

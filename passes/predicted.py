@@ -84,7 +84,6 @@ class PredictedGraph:
     exposed_s: float  # part of ``seconds``: waiting for collectives
     collectives: tuple[PredictedCollective, ...]  # in the order of launch
     timeline: Timeline = field(repr=False)
-    given_up: tuple[str, ...] = field(default=(), repr=False)  # inputs that their last readers free
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ def predict(
         room = None if budget_bytes is None else budget_bytes - callers_bytes
         given_back = _given_back(residency or {}) if plan.stage == "backward" else set()
         events = events_of(graph, profile, groups, taken)
-        predicted.append(_predicted(graph, plan, events, taken, room, given_back))
+        predicted.append(_predicted(graph, plan, events, room, given_back))
     return Prediction(profile.name, tuple(predicted), peak_bytes, held_bytes, residency or {})
 
 
@@ -152,7 +151,6 @@ def _predicted(
     graph: fx.Graph,
     plan: Plan,
     events: Sequence[Event],
-    given_up: tuple[str, ...],
     room_bytes: int | None,
     given_back: set[str],
 ) -> PredictedGraph:
@@ -190,7 +188,7 @@ def _predicted(
                 started[launch.name], span.start_s, span.end_s, waiting[launch.name],
             )
         )  # fmt: skip
-    return PredictedGraph(plan.stage, timeline.total_s, timeline.exposed_s, tuple(found), timeline, given_up)
+    return PredictedGraph(plan.stage, timeline.total_s, timeline.exposed_s, tuple(found), timeline)
 
 
 def _given_back(residency: Mapping[str, Residency]) -> set[str]:

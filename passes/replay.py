@@ -94,7 +94,6 @@ class Timeline:
 
     total_s: float
     compute_s: float  # with the slowdown by collectives, without waiting
-    copy_s: float  # part of ``compute_s``: packing and unpacking
     compute: tuple[Span, ...]
     groups: Mapping[str, tuple[Span, ...]]
     exposed: tuple[Exposed, ...]
@@ -140,7 +139,7 @@ class _Flight:
 def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
     """Replay the events, with ``held_bytes`` alive throughout; raise ValueError for an order that cannot be."""
     events = list(events)
-    now_s = compute_s = copy_s = 0.0
+    now_s = compute_s = 0.0
     compute: list[Span] = []
     lanes: dict[str, list[Span]] = {}
     flights: dict[str, _Flight] = {}
@@ -160,7 +159,6 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
             end_s = _advance(now_s, event.seconds, slowing)
             compute.append(Span(event.name, now_s, end_s))
             compute_s += end_s - now_s
-            copy_s += end_s - now_s if event.is_copy else 0.0
             now_s = end_s
             ran[event.name] = place
         elif isinstance(event, Launch):
@@ -190,7 +188,7 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
         if not flight.waited:
             raise ValueError(f"{name} is launched, and nothing waits for it. Add a wait for {name}.")
     return Timeline(
-        now_s, compute_s, copy_s, tuple(compute), {group: tuple(spans) for group, spans in lanes.items()},
+        now_s, compute_s, tuple(compute), {group: tuple(spans) for group, spans in lanes.items()},
         tuple(exposed), tuple(memory.points),
     )  # fmt: skip
 

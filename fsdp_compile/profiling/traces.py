@@ -31,9 +31,7 @@ class Ran:
     kind: str
     step: int
     stage: str
-    group: str
     ranks: tuple[int, ...]
-    dtype: str
     num_bytes: int
     parameters: tuple[str, ...]
     start_s: float
@@ -61,10 +59,8 @@ class Ran:
 class Call:
     """One call of a graph."""
 
-    stage: str
     seconds: float
     planned_s: float | None
-    planned_exposed_s: float | None
 
 
 @dataclass(frozen=True)
@@ -157,9 +153,7 @@ def _ran(event: Event) -> Ran:
         kind=args["kind"],
         step=args["step"],
         stage=args["stage"],
-        group=args["group"],
         ranks=tuple(args["ranks"]),
-        dtype=args["dtype"],
         num_bytes=args["bytes"],
         parameters=tuple(args["parameters"]),
         start_s=event.start / 1e6,
@@ -172,9 +166,7 @@ def _ran(event: Event) -> Ran:
 
 
 def _call(event: Event) -> Call:
-    args = event.args
-    took = (event.end - event.start) / 1e6
-    return Call(args["stage"], took, _s(args["planned_us"]), _s(args["planned_exposed_us"]))
+    return Call((event.end - event.start) / 1e6, _s(event.args["planned_us"]))
 
 
 def _s(us: float | None) -> float | None:

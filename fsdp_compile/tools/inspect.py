@@ -32,8 +32,6 @@ from .predicted import steps_of
 from .report import GraphReport
 from .tables import format_bytes, plural
 
-STAGES = ("joint", "forward", "backward", "inference")
-
 
 @contextlib.contextmanager
 def inspect(model: nn.Module) -> Iterator[Report]:
