@@ -20,7 +20,7 @@ from .collectives import is_launch
 from .insert import GRADIENT_OF, PARAMETER, ROLE, Role
 from .memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, OTHER, SHARD, kinds_of, lifetimes, storages_given
 from .module_paths import path_of
-from .plan import Plan
+from .plan import Plan, named
 from .weigh import results_of
 
 INPUT = "batch and buffers"
@@ -95,9 +95,9 @@ def owners_of(
     of_kind = {kind: tuple(levels[kind][place] + stays[kind] for place in calls) for kind in KINDS}
     totals = [sum(column) for column in zip(*of_kind.values())]
     peak = calls[totals.index(max(totals))] if totals else 0
-    named = _Names(graph, plan)
+    names = _Names(graph, plan)
     owned = {
-        life.storage: Owned(life.storage.node.name, named.of(life.storage), found[life.storage], life.storage.num_bytes)
+        life.storage: Owned(life.storage.node.name, names.of(life.storage), found[life.storage], life.storage.num_bytes)
         for life in alive
         if life.storage.num_bytes
     }
@@ -107,7 +107,7 @@ def owners_of(
     own = [one for one in there if one not in of_callers]
     ordered = sorted((*callers, *own), key=lambda one: -one.num_bytes)
     events = tuple(nodes[place].name for place in calls)
-    return Owners(events, of_kind, tuple(ordered), callers, named.at(nodes[peak]) if calls else "")
+    return Owners(events, of_kind, tuple(ordered), callers, names.at(nodes[peak]) if calls else "")
 
 
 def saved_kinds(forward: fx.Graph, plan: Plan, taken_as: Sequence[str], num_results: int) -> dict[str, str]:
@@ -140,8 +140,7 @@ class _Names:
             role = node.meta.get(ROLE)
             if isinstance(role, Role) and role.kind in ("gather", "reduce"):
                 buckets = plan.gathers if role.kind == "gather" else plan.reduces
-                first, *others = buckets[role.bucket].fqns
-                name = first + (f" +{len(others)}" if others else "")
+                name = named(buckets[role.bucket].fqns)
                 self._of_node[node] = _held(role.kind, is_launch(node), role in sent) + name
                 for storage in storages[node]:
                     if storage.node is node:  # else the node is a view of it

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,11 @@ class Bucket:
 def num_launches(bucket: Bucket) -> int:
     """Return how many collectives the bucket takes: one among the ranks that shard it, one among the replicas."""
     return (bucket.num_ranks > 1) + (bucket.num_replicas > 1)
+
+
+def named(fqns: Sequence[str]) -> str:
+    """The first, and how many there are besides."""
+    return fqns[0] + (f" +{len(fqns) - 1}" if len(fqns) > 1 else "")
 
 
 @dataclass(frozen=True)

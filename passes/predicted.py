@@ -24,10 +24,10 @@ from .cost import Groups
 from .events import events_of
 from .insert import GRADIENT_OF, PARAMETER, ROLE, Role
 from .memory import memory_curve
-from .plan import Bucket, Plan
+from .plan import Bucket, Plan, named
 from .profiles import HardwareProfile
 from .reasons import AGAIN, BUDGET, Residency
-from .replay import QUEUED, Compute, Event, Exposed, Timeline, Wait, simulate
+from .replay import QUEUED, Compute, Event, Exposed, Timeline, Wait, as_ms, simulate
 from .verdicts import COMPUTE, HIDDEN, MEMORY, Verdict, Verdicts
 from .weigh import saved_by, weigh
 
@@ -172,14 +172,14 @@ def _predicted(
         seconds = spans[launch.name].end_s - spans[launch.name].start_s
         beside_s = clock.compute_between(launch.name)
         its = exposed.get(launch.name)
-        why = f"{_ms(beside_s)} of compute stand beside it" if its is None else f"{its.reason}: {its.detail}"
+        why = f"{as_ms(beside_s)} of compute stand beside it" if its is None else f"{its.reason}: {its.detail}"
         why = re.sub(r"\w+", lambda word: called.get(word[0], word[0]), why)
         exposed_s = 0.0 if its is None else its.seconds
-        cause, verdict = HIDDEN, f"hidden behind {_ms(beside_s)} of compute"
+        cause, verdict = HIDDEN, f"hidden behind {as_ms(beside_s)} of compute"
         if its is not None:
             cause, verdict = _judged(its, verdicts, landmarks, bucket, given_back)
             if its.reason == QUEUED:
-                verdict += f"; queued {_ms(its.queued_s)} behind {called.get(its.behind, its.behind)}"
+                verdict += f"; queued {as_ms(its.queued_s)} behind {called.get(its.behind, its.behind)}"
         span = spans[launch.name]
         found.append(
             PredictedCollective(
@@ -217,8 +217,7 @@ def _bucket(launch: fx.Node, plan: Plan) -> Bucket:
 
 
 def _called(launch: fx.Node, plan: Plan) -> str:
-    first, *others = _bucket(launch, plan).fqns
-    return f"{KIND_OF[launch.target]} of {first}" + (f" +{len(others)}" if others else "")
+    return f"{KIND_OF[launch.target]} of {named(_bucket(launch, plan).fqns)}"
 
 
 class _Clock:
@@ -277,7 +276,3 @@ class _Landmarks:
                 elif user.op == "call_function" and ROLE not in user.meta:
                     readers.add(user)
         return min(readers, key=self._position.__getitem__, default=None)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"

@@ -115,10 +115,10 @@ class Timeline:
 
     def __str__(self) -> str:
         lines = [
-            f"{_ms(self.total_s)}: {_ms(self.compute_s)} computing, {_ms(self.exposed_s)} waiting; "
+            f"{as_ms(self.total_s)}: {as_ms(self.compute_s)} computing, {as_ms(self.exposed_s)} waiting; "
             f"peak {self.peak_bytes:,} bytes at {self.peak_at or 'no event'}"
         ]
-        lines += [f"    {_ms(one.seconds):>12} for {one.name}: {one.reason} ({one.detail})" for one in self.exposed]
+        lines += [f"    {as_ms(one.seconds):>12} for {one.name}: {one.reason} ({one.detail})" for one in self.exposed]
         return "\n".join(lines)
 
 
@@ -203,9 +203,9 @@ def _exposed(
 ) -> Exposed:
     """Return why computation waits that long for a collective."""
     launch, queued_s = flight.launch, flight.start_s - flight.launched_s
-    takes = f"it takes {_ms(launch.seconds)} and {_ms(compute_s - flight.compute_s)} of compute stand beside it"
+    takes = f"it takes {as_ms(launch.seconds)} and {as_ms(compute_s - flight.compute_s)} of compute stand beside it"
     if queued_s > 0 and queued_s >= seconds / 2:
-        reason, detail = QUEUED, f"{_ms(queued_s)} behind {flight.behind}; {takes}"
+        reason, detail = QUEUED, f"{as_ms(queued_s)} behind {flight.behind}; {takes}"
     else:
         last = max(launch.needs, key=ran.__getitem__, default="")
         between = range(ran[last] + 1, flight.place) if last else ()
@@ -282,5 +282,5 @@ class _Memory:
             self.num_bytes -= self.buffers.pop(name)
 
 
-def _ms(seconds: float) -> str:
+def as_ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"

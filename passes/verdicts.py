@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .choice import as_size
-from .replay import Compute, Event, Exposed, Launch, Timeline, Wait, simulate
+from .replay import Compute, Event, Exposed, Launch, Timeline, Wait, as_ms, simulate
 
 HIDDEN, COMPUTE, MEMORY, DEPENDENCY, ORDER = "hidden", "compute", "memory", "dependency", "order"
 
@@ -77,12 +77,12 @@ class Verdicts:
             return self._said(MEMORY, best, "launched earlier, the step would take", over)
         launched, waited = (self._computed_s[self._first[at[name]]] for at in (self._launched, self._waited))
         beside_s = waited - launched
-        beside = f"only {_ms(beside_s)} of compute stand beside it"
+        beside = f"only {as_ms(beside_s)} of compute stand beside it"
         if self._cannot_move(name, _WORTH * exposed.seconds):
             if self._needs[name]:
-                rest = "nothing is left to compute" if not beside_s else f"{_ms(beside_s)} are left to compute"
+                rest = "nothing is left to compute" if not beside_s else f"{as_ms(beside_s)} are left to compute"
                 return Verdict(DEPENDENCY, f"launched as soon as what it sends is there, and {rest} beside it")
-            where = f"launched behind {behind}, {_ms(launched)} of compute from" if behind else "launched when"
+            where = f"launched behind {behind}, {as_ms(launched)} of compute from" if behind else "launched when"
             begins = "the begin of the graph" if behind else "the graph begins"
             return Verdict(DEPENDENCY, f"{where} {begins}; {beside}")
         if not behind and not self._needs[name]:
@@ -103,7 +103,7 @@ class Verdicts:
 
     def _said(self, cause: str, found: _Tried, words: str, tail: str = "") -> Verdict:
         holds = f"{as_size(found.holds_bytes)} are alive then"
-        said = f"{words} {_ms(found.saves_s)} less, and {holds}{tail}"
+        said = f"{words} {as_ms(found.saves_s)} less, and {holds}{tail}"
         return Verdict(cause, said, self._short[found.place].name, found.saves_s, found.holds_bytes)
 
     def _earlier(self, name: str) -> list[int]:
@@ -176,7 +176,3 @@ def _shortened(events: Sequence[Event]) -> tuple[list[Event], list[int], Mapping
             short_of[event.name] = len(short) - 1
         ends = event.name in needed
     return short, first, short_of
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..passes import HardwareProfile
 from ..passes.cost import Group, collective_seconds
+from ..passes.plan import named
 from .listen import Expected, Heard, number_of_mark
 from .match import Flight, flights_of
 from .record import Event, events_of
@@ -87,10 +88,9 @@ def called(expected: Expected | None, kind: str, num_bytes: int, says_model: boo
     """Return a short name for a collective; with ``says_model``, the name says which model the parameters belong to."""
     if expected is None:
         return f"{kind} of {num_bytes} bytes, not ours"
-    first, *others = expected.parameters
     what = {"all_gather": "gather", "all_reduce": "reduce copies of"}.get(kind, "reduce")
     whose = f" of {expected.model}" if says_model and expected.model else ""
-    return f"{what} {first}" + (f" +{len(others)}" if others else "") + whose
+    return f"{what} {named(expected.parameters)}{whose}"
 
 
 def _number_of(step: Event) -> int:

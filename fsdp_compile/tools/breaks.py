@@ -18,6 +18,7 @@ from torch import nn
 from .._torch_compat import dynamo
 from ..core.unit import original_class, plain_path
 from ..eager import forward as eager
+from .tables import plural
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class BreakReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{_count(self.num_graphs, 'graph')}, {_count(len(self.breaks), 'break')}, "
-            f"{_count(len(self.eager_reads), 'module')} with parameters that are read outside of graphs"
+            f"{plural(self.num_graphs, 'graph')}, {plural(len(self.breaks), 'break')}, "
+            f"{plural(len(self.eager_reads), 'module')} with parameters that are read outside of graphs"
         ]
         for number, one in enumerate(self.breaks, 1):
             lines.append(f"{number}. {_some(one.modules) or 'code of no module'}, {one.where}")
@@ -153,7 +154,3 @@ def _reason_and_hint(text: str) -> tuple[str, str]:
 def _some(modules: tuple[str, ...]) -> str:
     shown = ", ".join(modules[:3])
     return shown if len(modules) <= 3 else f"{shown} and {len(modules) - 3} more"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from ..passes import Prediction
 from ..passes.owners import Owners
+from ..passes.plan import named
 from ..passes.predicted import PredictedCollective
 from .breaks import BreakReport
 from .inspect import Report
-from .tables import format_bytes, format_dtype, format_unit, located, named, plural, table, terminal_width
+from .tables import format_bytes, format_dtype, format_unit, located, plural, table, terminal_width
 
 _WIDTH = 110  # of text; tables are as wide as the terminal, or as they need to be
 _CURVE = 60  # columns of the memory curve

@@ -15,6 +15,7 @@ from ..passes.cost import Group
 from ..passes.predicted import PredictedGraph, predict
 from ..passes.provenance import find_unshards, reduce_nodes, unshard_nodes
 from ..passes.reasons import Residency, residency_of, residency_of_whole
+from ..passes.replay import as_ms
 from .tables import table
 
 _WHYS = 3  # so many exposed collectives are explained, the longest ones
@@ -110,9 +111,9 @@ def collectives_table(graph: PredictedGraph) -> list[str]:
             str(place),
             f"{one.launched_behind} ..",
             f".. {one.waited_before}",
-            _ms(one.seconds),
-            _ms(one.beside_s),
-            "hidden" if one.is_hidden else _ms(one.exposed_s),
+            as_ms(one.seconds),
+            as_ms(one.beside_s),
+            "hidden" if one.is_hidden else as_ms(one.exposed_s),
         ]
         for place, one in enumerate(graph.collectives)
     ]
@@ -121,7 +122,3 @@ def collectives_table(graph: PredictedGraph) -> list[str]:
     exposed = [(place, one) for place, one in enumerate(graph.collectives) if not one.is_hidden]
     exposed.sort(key=lambda found: -found[1].exposed_s)
     return [*lines, *(f"#{place}: {one.why}" for place, one in exposed[:_WHYS])]
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"

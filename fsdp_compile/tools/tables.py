@@ -106,11 +106,6 @@ def shorten(fqns: Sequence[str], unit: str) -> str:
     return _first_of([fqn.removeprefix(prefix) for fqn in fqns], _NAMES_WIDTH)
 
 
-def named(fqns: Sequence[str]) -> str:
-    """Return the first name, and how many others there are."""
-    return fqns[0] + (f" +{len(fqns) - 1}" if len(fqns) > 1 else "")
-
-
 def located(fqns: Sequence[str], unit: str) -> str:
     """Return as many names as fit behind the unit's path, for tables in which nothing else tells layers apart."""
     path = unit.rpartition(" (")[0]
