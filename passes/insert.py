@@ -217,16 +217,9 @@ def _aliases(result: fx.Node, source: fx.Node) -> bool:
 
 def _copy_before_outputs(graph: fx.Graph, marker: fx.Node, result: fx.Node) -> None:
     output = graph.output_node()
-    reached, work = set(), [marker]
-    while work:
-        node = work.pop()
-        for user in node.users:
-            if user is output:
-                reached.add(node)
-            elif compat.may_alias(user.target):
-                work.append(user)
+    views = closure([marker], lambda node: [user for user in node.users if compat.may_alias(user.target)])
     copies = {}
-    for node in reached:
+    for node in (view for view in views if output in view.users):
         source = result if node is marker else node
         with graph.inserting_before(output):
             copies[node] = graph.call_function(_COPY, (source,))

@@ -33,6 +33,7 @@ from .fusion import computes_inputs
 from .insert import ROLE, Role
 from .phases import phase_of
 from .plan import Plan
+from .structure import closure
 
 # In the meta of the node that computes a large gradient at the end.
 LARGE_END = "fsdp_large_end"
@@ -86,18 +87,8 @@ class Items:
 
     def _compute_sent(self, launch: fx.Node) -> list[fx.Node]:
         """Return the compute nodes whose results a launch sends."""
-        found: list[fx.Node] = []
-        work, seen = list(self.deps[launch]), set()
-        while work:
-            item = work.pop()
-            if item in seen:
-                continue
-            seen.add(item)
-            if self.role[item] is None:
-                found.append(item)
-            else:
-                work.extend(self.deps[item])
-        return found
+        reached = closure(self.deps[launch], lambda item: () if self.role[item] is None else self.deps[item])
+        return [item for item in reached if self.role[item] is None]
 
     def _find_large_end(self) -> fx.Node | None:
         """Return the node that computes the last gradient, if it is larger than all gradients of the unit before it.
