@@ -10,7 +10,6 @@ rank's batch, on one profile, and ranks need not agree about them.
 from __future__ import annotations
 
 import bisect
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from .memory import memory_curve
 from .plan import Bucket, Plan, named
 from .profiles import HardwareProfile
 from .reasons import AGAIN, BUDGET, Residency
-from .replay import QUEUED, Compute, Event, Exposed, Timeline, Wait, as_ms, simulate
+from .replay import QUEUED, Event, Exposed, Timeline, Wait, as_ms, computed_s, simulate
 from .verdicts import COMPUTE, HIDDEN, MEMORY, Verdict, Verdicts
 from .weigh import saved_by, weigh
 
@@ -224,10 +223,7 @@ class _Clock:
     """How much is computed up to each event, and so between a launch and its wait."""
 
     def __init__(self, events: Sequence[Event], timeline: Timeline) -> None:
-        spans = iter(timeline.compute)
-        computing = (next(spans) if isinstance(event, Compute) else None for event in events)
-        seconds = (0.0 if span is None else span.end_s - span.start_s for span in computing)
-        self._computed = [0.0, *itertools.accumulate(seconds)]
+        self._computed = computed_s(events, timeline)
         self._places: dict[str, list[int]] = {}
         for place, event in enumerate(events):
             self._places.setdefault(event.name, []).append(place)  # a wait's event has the name of its launch

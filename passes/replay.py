@@ -12,6 +12,7 @@ same events give the same times anywhere.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -120,6 +121,14 @@ class Timeline:
         ]
         lines += [f"    {as_ms(one.seconds):>12} for {one.name}: {one.reason} ({one.detail})" for one in self.exposed]
         return "\n".join(lines)
+
+
+def computed_s(events: Iterable[Event], timeline: Timeline) -> list[float]:
+    """Seconds computed before each event of a replay, and behind the last; with what collectives slow it down by."""
+    spans = iter(timeline.compute)
+    computing = (next(spans) if isinstance(event, Compute) else None for event in events)
+    seconds = (0.0 if span is None else span.end_s - span.start_s for span in computing)
+    return [0.0, *itertools.accumulate(seconds)]
 
 
 @dataclass

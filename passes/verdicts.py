@@ -11,12 +11,11 @@ A cause is what one would have to change. Events are data: no graph is changed.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .choice import as_size
-from .replay import Compute, Event, Exposed, Launch, Timeline, Wait, as_ms, simulate
+from .replay import Compute, Event, Exposed, Launch, Timeline, Wait, as_ms, computed_s, simulate
 
 HIDDEN, COMPUTE, MEMORY, DEPENDENCY, ORDER = "hidden", "compute", "memory", "dependency", "order"
 
@@ -54,11 +53,8 @@ class Verdicts:
         self._launched = {one.name: place for place, one in enumerate(self._short) if isinstance(one, Launch)}
         self._waited = {one.name: place for place, one in enumerate(self._short) if isinstance(one, Wait)}
         self._total_s = simulate(self._short).total_s
-        # Compute as the clock shows it, slowed down by collectives: this is how much of a collective it hides.
-        spans = iter(timeline.compute)
-        computing = (next(spans) if isinstance(event, Compute) else None for event in events)
-        seconds = (0.0 if span is None else span.end_s - span.start_s for span in computing)
-        self._computed_s = [0.0, *itertools.accumulate(seconds)]
+        # By the clock: what is beside a collective hides as much of it.
+        self._computed_s = computed_s(events, timeline)
 
     def of(self, exposed: Exposed, behind: str = "") -> Verdict:
         """Return why computation waits for it; ``behind`` names what is computed last before its launch, if any."""
