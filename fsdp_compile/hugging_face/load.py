@@ -25,6 +25,7 @@ from ..api.full_params import part_of, swapped_in
 from ..api.initialize import fill_in, random_numbers_of_first
 from ..core.param import ShardedParam
 from ..core.unit import original_class, units_in
+from ..passes.layout import ShardLayout
 from .names import (
     Source,
     adapters_of,
@@ -151,10 +152,9 @@ def _part_of(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -
         return dtensors.local_tensor(distribute_tensor(value, mesh, placements, src_data_rank=None))
     for dim, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            length = value.shape[placement.dim]
-            chunk = -(-length // mesh.size(dim))
-            start = min(mesh.get_local_rank(dim) * chunk, length)
-            value = value.narrow(placement.dim, start, min(chunk, length - start))
+            layout = ShardLayout(tuple(value.shape), placement.dim, mesh.size(dim))
+            start, end = layout.span(mesh.get_local_rank(dim))
+            value = value.narrow(placement.dim, start, end - start)
     return value
 
 
