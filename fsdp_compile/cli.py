@@ -71,11 +71,13 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
         "cores. "
         "Exit code 1 when the losses disagree, 2 when it cannot run or a worker fails."
     )
-    parser.add_argument("--ranks", type=_positive, default=default.ranks, help="processes (default %(default)s)")
-    parser.add_argument("--steps", type=_positive, default=default.steps, help="AdamW steps (default %(default)s)")
-    parser.add_argument("--layers", type=_positive, default=default.layers, help="blocks (default %(default)s)")
+    parser.add_argument("--ranks", type=profiling.count, default=default.ranks, help="processes (default %(default)s)")
     parser.add_argument(
-        "--dim", type=_positive, default=default.dim,
+        "--steps", type=profiling.count, default=default.steps, help="AdamW steps (default %(default)s)"
+    )
+    parser.add_argument("--layers", type=profiling.count, default=default.layers, help="blocks (default %(default)s)")
+    parser.add_argument(
+        "--dim", type=profiling.count, default=default.dim,
         help=f"width, a multiple of {default.head_dim} (default %(default)s)",
     )  # fmt: skip
     parser.add_argument(
@@ -127,7 +129,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
         "on the CPU over gloo, and write a hardware profile. Takes less than a minute on two cores. Exit code 2 when "
         "it cannot run or a worker fails."
     )
-    parser.add_argument("--ranks", type=_positive, default=default.ranks, help="processes (default %(default)s)")
+    parser.add_argument("--ranks", type=profiling.count, default=default.ranks, help="processes (default %(default)s)")
     parser.add_argument("--out", metavar="FILE", default=default.out, help="the profile (default %(default)s)")
     parser.add_argument("--name", default=default.name, help="what the profile says of itself (default %(default)r)")
     parser.add_argument(
@@ -162,12 +164,6 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     settings = calibrate.Settings(ranks=arguments.ranks, name=arguments.name, out=arguments.out, link=arguments.link)
     calibrate.run_calibrate(settings, Console())
     return 0
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
-    return int(text)
 
 
 if __name__ == "__main__":

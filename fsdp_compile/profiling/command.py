@@ -50,12 +50,12 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     )
     parser.usage = "fsdp-compile profile [--out DIR] [--ranks N] [--wait N] [--active N] -- [-m] script [arguments]"
     parser.add_argument("--out", metavar="DIR", default="traces", help="where traces go (default %(default)s)")
-    parser.add_argument("--ranks", type=_count, help="start so many processes here; without it, this one is the rank")
+    parser.add_argument("--ranks", type=count, help="start so many processes here; without it, this one is the rank")
     parser.add_argument(
         "--wait", type=_count_or_zero, default=2, metavar="N",
         help="steps before the one that warms up, in which graphs are compiled (default %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--active", type=_count, default=3, metavar="N", help="recorded steps (default %(default)s)")
+    parser.add_argument("--active", type=count, default=3, metavar="N", help="recorded steps (default %(default)s)")
     parser.add_argument(
         "--hardware", metavar="PROFILE",
         help="what is planned by: a built-in profile or a file of `fsdp-compile calibrate` or `refine`",
@@ -280,11 +280,11 @@ def _refine(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
     return int(text)
 
 
 def _count_or_zero(text: str) -> int:
-    return 0 if text == "0" else _count(text)
+    return 0 if text == "0" else count(text)
