@@ -22,10 +22,10 @@ def backward_task() -> int | None:
 
 def restore_grad_dtype(param: torch.Tensor, grad_dtype: torch.dtype | None) -> None:
     """Set ``grad_dtype`` again after ``param`` was replaced; None asks for gradients as autograd produces them."""
-    if getattr(param, "grad_dtype", grad_dtype) == grad_dtype:
+    if param.grad_dtype == grad_dtype:
         return
     grad, param.grad = param.grad, None  # module.to() has converted it, and torch refuses one of another dtype
-    param.grad_dtype = grad_dtype  # type: ignore[attr-defined]
+    param.grad_dtype = grad_dtype
     if grad is not None:
         param.grad = grad if grad_dtype is None else grad.to(grad_dtype)
 
@@ -71,27 +71,16 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view() and type(tensor.grad_fn).__name__ != "BackwardHookFunctionBackward"
 
 
-def accumulates(leaf: Any) -> bool:
+def accumulates(leaf: Any) -> bool | None:
     """Whether the backward that runs accumulates into the parameter whose ``AccumulateGrad`` node is ``leaf``.
 
-    It is False under ``autograd.grad`` as well: there the gradient goes to the caller, and torch raises when it is
-    asked about such a node. ``_will_engine_execute_node``: 2.11 to 2.15.
+    It is None under ``autograd.grad``, where the gradient goes to the caller, and where there is no such node: torch
+    raises when it is asked about either. ``_will_engine_execute_node``: 2.11 to 2.15.
     """
     try:
         return bool(torch._C._will_engine_execute_node(leaf))  # type: ignore[attr-defined]
     except RuntimeError:
-        return False
-
-
-def is_left_out(leaf: Any) -> bool:
-    """Whether the backward that runs neither accumulates into this parameter nor was asked for its gradient.
-
-    A node for several parameters runs if any of them is wanted. ``_will_engine_execute_node``: 2.11 to 2.15.
-    """
-    try:
-        return leaf is not None and not torch._C._will_engine_execute_node(leaf)  # type: ignore[attr-defined]
-    except RuntimeError:
-        return False
+        return None
 
 
 # Whether an autograd function can get gradients in the dtype that they were made in: ``set_output_grad_dtype``, 2.15.
@@ -125,17 +114,13 @@ def tensor_hooks(param: torch.Tensor) -> Any:
 
 def post_accumulate_grad_hooks(param: torch.Tensor) -> Any:
     """Return the post-accumulate hooks by key, or None (``_post_accumulate_grad_hooks``: 2.11 to 2.15)."""
-    return getattr(param, "_post_accumulate_grad_hooks", None)
-
-
-def has_post_accumulate_grad_hooks(param: torch.Tensor) -> bool:
-    return bool(post_accumulate_grad_hooks(param))
+    return param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def without_post_accumulate_grad_hooks(params: Sequence[torch.Tensor]) -> Iterator[None]:
     """A block in which post-accumulate hooks, an optimizer in one perhaps, do not run."""
-    hooks = [getattr(param, "_post_accumulate_grad_hooks", None) or {} for param in params]
+    hooks = [post_accumulate_grad_hooks(param) or {} for param in params]
     kept = [dict(one) for one in hooks]
     for one in hooks:
         one.clear()
@@ -144,12 +129,6 @@ def without_post_accumulate_grad_hooks(params: Sequence[torch.Tensor]) -> Iterat
     finally:
         for one, before in zip(hooks, kept, strict=True):
             one.update(before)
-
-
-def run_post_accumulate_grad_hooks(param: torch.Tensor) -> None:
-    """Run the hooks of ``register_post_accumulate_grad_hook`` (``_post_accumulate_grad_hooks``: 2.11 to 2.15)."""
-    for hook in list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
-        hook(param)
 
 
 @contextlib.contextmanager
@@ -183,8 +162,3 @@ def uses_compiled_autograd() -> bool:
     traced for compiled autograd trains without it as well.
     """
     return bool(torch._dynamo.config.compiled_autograd)
-
-
-def get_grad_dtype(param: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype that ``param`` asks of its gradients; None for any that comes (``Tensor.grad_dtype``)."""
-    return getattr(param, "grad_dtype", param.dtype)

@@ -64,10 +64,8 @@ def set_whole_pass(one_pass: Callable[[torch.fx.GraphModule], torch.fx.GraphModu
     ``_functorch._activation_checkpointing``, which is looked up at each call: 2.11 to 2.15. In 2.11 no node says that
     it belongs to a backward, so nothing happens there.
     """
-    try:
-        from torch._functorch._activation_checkpointing import remat_using_tags_for_fwd_loss_bwd_graph_pass as theirs
-    except ImportError:
-        return
+    from torch._functorch._activation_checkpointing import remat_using_tags_for_fwd_loss_bwd_graph_pass as theirs
+
     compute_again: Any = theirs.remat_using_tags_for_fwd_loss_bwd_graph
     if hasattr(compute_again, "fsdp_compile"):
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable  # 2.11 to 2.15
 
 
 def addresses_in(*tensors: torch.Tensor) -> set[int]:
@@ -31,7 +31,7 @@ def has_own_memory(tensor: torch.Tensor) -> bool:
 
 def _plain_tensors_in(tensor: torch.Tensor) -> list[torch.Tensor]:
     """A wrapper subclass has a storage whose ``data_ptr()`` raises, a sparse tensor has none (2.11 to 2.15)."""
-    if is_traceable_wrapper_subclass(tensor):
+    if is_traceable(tensor):
         names, _ = tensor.__tensor_flatten__()
         inner = [value for name in names if isinstance(value := getattr(tensor, name), torch.Tensor)]
     elif type(tensor) is torch.Tensor and tensor.layout is torch.sparse_coo:
@@ -50,14 +50,9 @@ def _plain_tensors_in(tensor: torch.Tensor) -> list[torch.Tensor]:
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-def is_traceable(tensor: torch.Tensor) -> bool:
-    """Whether a compiler sees through the subclass (``is_traceable_wrapper_subclass``: 2.11 to 2.15)."""
-    return is_traceable_wrapper_subclass(tensor)
-
-
 def map_inner(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     """Return ``fn`` of a tensor, or the same subclass around ``fn`` of each tensor inside it."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if not is_traceable(tensor):
         return fn(tensor)
     names, context = tensor.__tensor_flatten__()
     inner = {name: map_inner(fn, getattr(tensor, name)) for name in names}

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import autograd, dtensors
+from .._torch_compat import dtensors
 from ..core.captures import refuse_script
 from ..core.param import READS, ShardedParam, Slot, beside
 from ..core.shared import shared
@@ -128,7 +128,7 @@ def _changed(modules: Sequence[Any], fn: Any) -> Iterator[None]:
             refresh(owner, None if len(params) == len(owner.params) else params)
         for one, name, grad in aside:
             param = one._parameters[name]
-            dtype = autograd.get_grad_dtype(param)
+            dtype = param.grad_dtype
             with torch.no_grad():
                 param.grad = fn(grad) if dtype is None else fn(grad).to(dtype)
 

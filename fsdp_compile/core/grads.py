@@ -28,7 +28,7 @@ def is_asked_for(shard: DTensor, leaf: Any) -> bool:
 def give(shard: DTensor, local: Tensor) -> None:
     """Add a local gradient to the shard's, as autograd does for a leaf, and run the shard's post-accumulate hooks."""
     grad = shard.grad
-    has_hooks = autograd.has_post_accumulate_grad_hooks(shard)
+    has_hooks = bool(autograd.post_accumulate_grad_hooks(shard))
     # The most frequent case is the fastest: it does what AccumulateGrad does, without operations on DTensors.
     if grad is None and not has_hooks and shard.device == local.device:
         shard.grad = dtensors.dtensor_like(shard, local)
@@ -41,7 +41,8 @@ def give(shard: DTensor, local: Tensor) -> None:
             dtensors.local_tensor(grad).add_(local)
         else:
             shard.grad = grad + dtensors.dtensor_like(shard, local)
-    autograd.run_post_accumulate_grad_hooks(shard)
+    for hook in list((autograd.post_accumulate_grad_hooks(shard) or {}).values()):
+        hook(shard)
 
 
 def give_traced(shard: DTensor, local: Tensor) -> None:
@@ -94,6 +95,6 @@ def _through_hooks(fqn: str, shard: DTensor, local: Tensor) -> Tensor:
 def _fits(shard: DTensor, local: Tensor) -> bool:
     """Whether the shard's gradient keeps its dtype when ``local`` is added to it."""
     dtype = shard.grad.dtype  # type: ignore[union-attr]
-    if local.dtype == dtype or autograd.get_grad_dtype(shard) is not None:
+    if local.dtype == dtype or shard.grad_dtype is not None:
         return True
     return torch.promote_types(local.dtype, dtype) == dtype

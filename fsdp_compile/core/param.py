@@ -310,7 +310,7 @@ def shard_param(
         if isinstance(offload_policy, CPUOffloadPolicy):
             dtensor = dtensors.on_cpu(dtensor, offload_policy.pin_memory)
     shard = nn.Parameter(dtensor, requires_grad=full.requires_grad)
-    asked = autograd.get_grad_dtype(full)
+    asked = full.grad_dtype
     grad_dtype: torch.dtype | Literal["own"] | None = "own" if asked == full.dtype else asked
     sharded = ShardedParam(fqn, order, slots, layout, cut.mesh, shard, grad_dtype, cut.read_as, _carried_by(full))
     sharded.keep_grad_dtype()

@@ -20,7 +20,7 @@ def spec_of(unit: Unit, param: ShardedParam) -> ReadSpec:
     stored = param.shard.dtype
     floating = stored.is_floating_point
     dtype = _param_dtype(unit, param, stored) if floating else stored
-    grad_dtype = autograd.get_grad_dtype(param.shard) or dtype  # an explicit None means as autograd produces it
+    grad_dtype = param.shard.grad_dtype or dtype  # an explicit None: as autograd produces it
     reduce_dtype = (unit.mp_policy.reduce_dtype or grad_dtype) if floating else stored
     mesh, settings, inner = param.mesh, unit.settings, unit.post_forward or _may_slice(unit, param)
     reduction = mesh.default_reduction if settings.reduction == "auto" else settings.reduction
@@ -73,7 +73,7 @@ def spec_key(unit: Unit, param: ShardedParam) -> tuple[Any, ...]:
     if type(local) is not torch.Tensor:
         return unit.num_set_ups, param.version  # an extension may depend on anything in it
     pinned = unit.computes_elsewhere and dtensors.is_pinned(shard)
-    return unit.num_set_ups, shard.dtype, autograd.get_grad_dtype(shard), pinned
+    return unit.num_set_ups, shard.dtype, shard.grad_dtype, pinned
 
 
 def _may_slice(unit: Unit, param: ShardedParam) -> ShardMesh | None:

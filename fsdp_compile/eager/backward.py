@@ -99,7 +99,7 @@ def arrive(recording: Recording, index: int, grad: Tensor | None, leaf: Any) -> 
     recording.arrived.add(index)
     result = None
     shard = gathered.shards[index]
-    if shard.is_leaf and not autograd.in_compiled_autograd() and autograd.is_left_out(leaf):
+    if shard.is_leaf and not autograd.in_compiled_autograd() and autograd.accumulates(leaf) is False:
         pass  # this backward does not accumulate into the shard, so nothing is reduced
     elif is_asked_for(shard, leaf):
         recording.delivered.add(index)
@@ -201,7 +201,7 @@ def _reduce_asked_for(run: Running, gathered: Gathered, index: int, grad: Tensor
 
 def _require_reduce_dtype(unit: Unit, gathered: Gathered) -> None:
     for param, shard in zip(gathered.params, gathered.shards):
-        if autograd.get_grad_dtype(shard) is None and unit.mp_policy.reduce_dtype is None:
+        if shard.grad_dtype is None and unit.mp_policy.reduce_dtype is None:
             raise ValueError(
                 "Reducing unused parameters with grad_dtype=None requires an explicit "
                 f"MixedPrecisionPolicy.reduce_dtype, which zeros have where {param.fqn} is unused. Set it, or leave "

@@ -107,7 +107,7 @@ class Gathered:
         return dataclasses.replace(spec, reduce_dtype=travels, grad_dtype=grad.dtype)
 
     def asks_for_any_dtype(self, index: int) -> bool:
-        return autograd.get_grad_dtype(self.shards[index]) is None and self.specs[index].dtype.is_floating_point
+        return self.shards[index].grad_dtype is None and self.specs[index].dtype.is_floating_point
 
     def launch(self) -> None:
         """Start the all-gathers, unless they have been started or are done."""

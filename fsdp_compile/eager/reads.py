@@ -101,7 +101,7 @@ def _leaf(shard: DTensor) -> Tensor:
     For a shard with post-accumulate hooks it is another leaf. Autograd would run the hooks although it brings the shard
     no gradient; the reduction runs them when the gradient is there.
     """
-    return shard.detach().requires_grad_() if autograd.has_post_accumulate_grad_hooks(shard) else shard
+    return shard.detach().requires_grad_() if autograd.post_accumulate_grad_hooks(shard) else shard
 
 
 class _Read(torch.autograd.Function):

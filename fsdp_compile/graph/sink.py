@@ -315,7 +315,7 @@ def _giver(param: ShardedParam) -> Hook:
             return False
         # ``from_local`` would bring an offloaded gradient to the mesh's device.
         offloaded = param.shard.device.type != param.mesh.device.type
-        return offloaded or autograd.has_post_accumulate_grad_hooks(param.shard)
+        return offloaded or bool(autograd.post_accumulate_grad_hooks(param.shard))
 
     @torch.compiler.disable(reason=f"the hooks of {param.fqn} run when it has its gradient")
     def give(local: Tensor) -> None:
