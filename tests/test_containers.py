@@ -198,7 +198,7 @@ def test_packed_rows_keep_their_places() -> None:
     packed = pack_sequence([torch.ones(3, 2), torch.ones(5, 2)], enforce_sorted=False)
     cast: PackedSequence = cast_floating(packed, BF16)
     assert cast.data.dtype == BF16 and cast.sorted_indices is packed.sorted_indices
-    assert tensors_in(packed) == [packed.data]
+    assert [*map(id, tensors_in(packed))] == [*map(id, (packed.data, packed.sorted_indices, packed.unsorted_indices))]
     moved: PackedSequence = move(packed, torch.device("meta"))
     assert moved.data.is_meta and moved.sorted_indices.is_meta and moved.unsorted_indices.is_meta
     assert moved.batch_sizes is packed.batch_sizes, "which torch has on the CPU"

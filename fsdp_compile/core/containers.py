@@ -65,20 +65,15 @@ def _mapped(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return every tensor in ``value``, in order, through the same containers that ``map_tensors`` goes through."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, PackedSequence):
-        return [value.data]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        inner: list[Any] = list(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        inner = list(_fields_of(value).values())
-    elif isinstance(value, (dict, MutableMapping)):
-        inner = list(value.values())
-    else:
-        return []
-    return [tensor for item in inner for tensor in tensors_in(item)]
+    """Every tensor that ``map_tensors`` comes to, in order."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, note)
+    return found
 
 
 def _fields_of(value: Any) -> dict[str, Any]:
