@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dtensors, fsdp1
+from .together import told
 
 # Bit patterns that no initialization writes: as floats, they are NaNs that no computation produces.
 _MARKS = {2: (torch.int16, 0x7FDE), 4: (torch.int32, 0x7FDEADDE), 8: (torch.int64, 0x7FFDEADDEADDEADD)}
@@ -33,11 +34,7 @@ def loaded_from_first(model: nn.Module, state_dict: Any, everywhere: bool) -> di
     said: tuple[bool, str | None] = (state_dict is not None, None)
     if state_dict is not None and rank == 0:
         said = (True, _misfit(model, state_dict))
-    of_ranks = [said]
-    if everywhere:
-        of_ranks = [said] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, said)
-    (is_given, misfit), *others = of_ranks
+    (is_given, misfit), *others = told(said)
     if misfit is not None:
         raise ValueError(f"materialize: state_dict {misfit}")
     if not is_given:
@@ -102,8 +99,7 @@ def _listed(names: Sequence[str]) -> str:
 def require_alike(named: Sequence[tuple[str, Tensor]], src: int, group: Any) -> None:
     """Raise on every rank if one has other tensors than the rank that sends."""
     mine = [(name, tuple(one.shape), str(one.dtype)) for name, one in named]
-    of_ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, mine, group=group)
+    of_ranks = told(mine, group)
     expected = of_ranks[dist.get_group_rank(group, src)]
     for index, theirs in enumerate(of_ranks):
         for here, there in zip(expected, theirs):
@@ -143,18 +139,15 @@ def mark_unwritten(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def require_written(model: nn.Module, names: Sequence[str], everywhere: bool) -> None:
+def require_written(model: nn.Module, names: Sequence[str]) -> None:
     """Raise on every rank if one of the tensors of these names still has its mark on any rank."""
     now = dict([*model.named_parameters(), *model.named_buffers()])
-    left = []
+    mine = []
     for name in names:
         bits = _as_bits(now[name])
         if bits is not None and bits[0].numel() and bool((bits[0] == bits[1]).all()):
-            left.append(name)
-    if everywhere:
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, left)
-        left = list(dict.fromkeys(name for some in of_ranks for name in some))
+            mine.append(name)
+    left = list(dict.fromkeys(name for some in told(mine) for name in some))
     if left:
         raise ValueError(
             f"materialize: {_listed(left)} got no values: what initializes the modules did not write to them. Write "

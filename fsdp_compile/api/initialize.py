@@ -73,7 +73,6 @@ def fill_in(
     init_fn: Callable[[nn.Module], Any] | None = None,
 ) -> None:
     """Give meta tensors memory, and all but those that will be ``loaded`` (ids of tensors) their values."""
-    everywhere = dist.is_available() and dist.is_initialized()
     units = units_in(module)
     to = torch.device(device) if device is not None else _device_for(units)
     offloaded = {id(param.shard) for unit in units if unit.offload for param in unit.params}
@@ -94,7 +93,7 @@ def fill_in(
         else:
             steps = [(one, own_places(one)) for one in missing]
         initialize_all(units, steps, places, initialize)
-    require_written(module, unwritten, everywhere)
+    require_written(module, unwritten)
 
 
 def _on_meta(model: nn.Module, loaded: Collection[int], initialize: Any) -> Iterator[nn.Module]:

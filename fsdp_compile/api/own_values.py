@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import TorchFunctionMode
@@ -25,6 +24,7 @@ from ..core.unit import Unit, original_class
 from .auto_shard import inside_out
 from .fitting import mark_unwritten
 from .full_params import swapped_in
+from .together import told
 
 INITIALIZES = "_init_weights"  # a convention of models, Hugging Face's among them
 Place = tuple[nn.Module, str]  # of a parameter: the module that has it, and its name there
@@ -202,10 +202,7 @@ def _whole(places: Sequence[Place], done: set[Place]) -> Iterator[None]:
 
 def _raise_everywhere(failed: tuple[nn.Module, Exception] | None) -> None:
     said = None if failed is None else f"{original_class(failed[0]).__name__}: {type(failed[1]).__name__}: {failed[1]}"
-    of_ranks = [said]
-    if dist.is_available() and dist.is_initialized():
-        of_ranks = [said] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, said)
+    of_ranks = told(said)
     if failed is not None:
         raise failed[1]
     for rank, error in enumerate(of_ranks):

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import StateDictSettings
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import fsdp1
+from ..api.together import told
 from ..core.param import ShardedParam
 from ..core.unit import units_in
 from .region import clean
@@ -170,13 +171,13 @@ def _require_alike(names: _Names, states: OptimState, group: dist.ProcessGroup |
         has.setdefault(ranks_of[mesh], {})[name] = ", ".join(sorted(entries)) or "nothing"
     digests = {ranks: hashlib.sha256(repr(some).encode()).hexdigest()[:12] for ranks, some in has.items()}
     seen: dict[tuple[int, ...], set[str]] = {}
-    for theirs, foreign in _from_all((digests, names.foreign), group):
+    for theirs, foreign in told((digests, names.foreign), group):
         _require_own(foreign)
         for ranks, digest in theirs.items():
             seen.setdefault(ranks, set()).add(digest)
     if all(len(some) == 1 for some in seen.values()):
         return
-    of_ranks = _from_all((dist.get_rank(), has), group)
+    of_ranks = told((dist.get_rank(), has), group)
     differing = []
     for ranks in seen:
         on = {rank: theirs[ranks] for rank, theirs in of_ranks if ranks in theirs}
@@ -191,12 +192,6 @@ def _require_alike(names: _Names, states: OptimState, group: dist.ProcessGroup |
         f"ranks are missing some of those states. {'. '.join(differing[:3])}{', ...' if len(differing) > 3 else ''}. "
         "Build the optimizer over the same parameters on every rank, and step it on all of them."
     )
-
-
-def _from_all(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    of_ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, mine, group=group)
-    return of_ranks
 
 
 def _is_like(param: ShardedParam | None, value: Any) -> bool:

@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .._torch_compat import dtensors
 from ..api.full_params import part_of, swapped_in
 from ..api.initialize import fill_in, random_numbers_of_first
+from ..api.together import raised_on_all
 from ..core.param import ShardedParam
 from ..core.unit import original_class, units_in
 from ..passes.layout import ShardLayout
@@ -39,7 +40,6 @@ from .names import (
     sources,
 )
 from .safetensors import File, files_in, listed
-from .together import raised_on_all
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dtensors
 from ..api.full_params import gathered
+from ..api.together import raised_on_all, told
 from ..core.param import ShardedParam
 from ..core.unit import original_class
 from ..passes.budget import Budget
@@ -40,7 +41,6 @@ from .names import (
     sharded_params,
 )
 from .safetensors import Writer, name_of
-from .together import raised_on_all, told
 
 Sizes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"

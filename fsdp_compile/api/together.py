@@ -25,10 +25,10 @@ def raised_on_all(function: str) -> Iterator[None]:
             raise RuntimeError(f"{function}: rank {rank} raised {text}")
 
 
-def told(mine: Any) -> list[Any]:
-    """Return the ``mine`` of every rank, by rank."""
+def told(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank says, by rank; in a process without others, what it says itself."""
     if not (dist.is_available() and dist.is_initialized()):
         return [mine]
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, mine)
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, mine, group=group)
     return said
