@@ -35,6 +35,11 @@ def without_wrappers(path: list[str]) -> list[str]:
     return [step for step in path if step not in _WRAPPERS]
 
 
+def plain_name(name: str) -> str:
+    """The same of a path, or of a parameter's name, whose parts have dots between them."""
+    return ".".join(without_wrappers(name.split(".")))
+
+
 def _unquoted(step: str) -> str:
     """Return a module's name without quotes; Dynamo escapes its special characters as Python does."""
     quote = step[0] if step[:1] in ("'", '"') else '"'

@@ -16,7 +16,7 @@ from ..graph.install import manager
 from ..lookout.lookout import lookout
 from ..passes import Budget, HardwareProfile, Plan, load_profile
 from ..passes.budget import default_profile
-from ..passes.module_paths import without_wrappers
+from ..passes.module_paths import plain_name
 from .classes import refresh
 
 _AS_IT_IS: Any = object()  # the default where None means: no plan, no budget from now on
@@ -107,7 +107,7 @@ def _ranks_that_a_plan_asks_for(plan: Plan, model: nn.Module, units: Sequence[Un
     sliced = {*plan.slices}
     named = _owners(model, units)
     for bucket in () if plan.backward is None else plan.backward.gathers:
-        owners = [named[plain] for fqn in sliced & {*bucket.fqns} if (plain := _plain(fqn)) in named]
+        owners = [named[plain] for fqn in sliced & {*bucket.fqns} if (plain := plain_name(fqn)) in named]
         if not owners and sliced & {*bucket.fqns}:  # the plan names it by a reader elsewhere, which is no path here
             owners = [unit for unit in units if unit.label == bucket.unit.partition(":")[0]] or [*units]
         for unit in owners:
@@ -129,16 +129,12 @@ def _owners(model: nn.Module, units: Sequence[Unit]) -> dict[str, Unit]:
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
     return {
-        _plain(f"{path}.{slot.name}" if path else slot.name): unit
+        plain_name(f"{path}.{slot.name}" if path else slot.name): unit
         for unit in units
         for param in unit.params
         for slot in param.slots
         for path in paths.get(slot.module, ())
     }
-
-
-def _plain(fqn: str) -> str:
-    return ".".join(without_wrappers(fqn.split(".")))
 
 
 def _is_part(size: int, mesh: ShardMesh) -> bool:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import dtensors, fsdp1
+from .._torch_compat import dtensors
+from ..passes.module_paths import plain_name
 from .together import told
 
 # Bit patterns that no initialization writes: as floats, they are NaNs that no computation produces.
@@ -51,7 +52,7 @@ def loaded_from_first(model: nn.Module, state_dict: Any, everywhere: bool) -> di
 def _misfit(model: nn.Module, state_dict: Any) -> str | None:
     if not isinstance(state_dict, Mapping):
         return f"is a {type(state_dict).__name__}. Pass what model.state_dict() of the unsharded model returns."
-    expected = {_saved_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    expected = {plain_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     given = _with_tied(model, state_dict)
     missing = [name for name in expected if name not in given]
     if missing:
@@ -76,7 +77,7 @@ def _with_tied(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any
     """Return the state dict with all names of each tied weight in it: Hugging Face's files keep only one."""
     given = dict(state_dict)
     value_of: dict[int, Any] = {}
-    named = [(_saved_name(name), one) for name, one in model.state_dict(keep_vars=True).items()]
+    named = [(plain_name(name), one) for name, one in model.state_dict(keep_vars=True).items()]
     for name, tensor in named:
         if name in given:
             value_of.setdefault(id(tensor), given[name])
@@ -84,11 +85,6 @@ def _with_tied(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any
         if id(tensor) in value_of:
             given.setdefault(name, value_of[id(tensor)])
     return given
-
-
-def _saved_name(name: str) -> str:
-    """Return the name that the helpers of torch.distributed.checkpoint use."""
-    return fsdp1.without_checkpointing(name).replace("_orig_mod.", "")
 
 
 def _listed(names: Sequence[str]) -> str:

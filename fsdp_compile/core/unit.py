@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ..passes.module_paths import plain_name
 from .accumulation import Accumulation, Mode
 from .mesh import ShardMesh
 from .param import ShardedParam
@@ -24,7 +24,6 @@ from .settings import Settings
 
 # What FSDP1's wrappers add to paths (fsdp1/region.py). Names that users see leave it out.
 WRAPPED = "_fsdp_wrapped_module"
-_WRAPPED = re.compile(rf"\.?\b{WRAPPED}\b")
 
 STATE = "_fsdp_compile_state"  # the attribute of a module that holds its unit
 INSIDE = "_fsdp_compile_inside"  # a method of generated classes: the forward inside a graph that the eager path feeds
@@ -176,7 +175,7 @@ def _module_at(top: nn.Module, path: str | None) -> nn.Module | None:
 
 def plain_path(path: str) -> str:
     """A module's path as a user knows it, for messages."""
-    return _WRAPPED.sub("", path).lstrip(".") or "(root)"
+    return plain_name(path) or "(root)"
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

@@ -26,6 +26,7 @@ from .._torch_compat import dynamo, fsdp1, modules
 from ..api.full_params import require_idle
 from ..core.param import ShardedParam
 from ..core.unit import WRAPPED, original_class, units_in
+from ..passes.module_paths import plain_name
 
 # The parts that PEFT puts into the names of a module's weights; modules_to_save is the copy that it trains.
 _BETWEEN = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
@@ -95,7 +96,7 @@ def adapters_of(model: nn.Module) -> dict[str, Any]:
 def plain_names(model: nn.Module, names: Collection[str]) -> dict[str, list[str]]:
     """Map the base model's names of tensors to the model's own names; tensors of adapters are left out."""
     inner = plain_model(model)
-    path = next(_clean(path) for path, one in model.named_modules() if one is inner)
+    path = next(plain_name(path) for path, one in model.named_modules() if one is inner)
     prefix = f"{path}." if path else ""
     found: dict[str, list[str]] = {}
     for name in names:
@@ -117,13 +118,8 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     for path, module in model.named_modules(remove_duplicate=False):
         for name, tensor in (*module._parameters.items(), *modules.saved_buffers(module).items()):
             if tensor is not None:
-                found[_clean(f"{path}.{name}" if path else name)] = tensor
+                found[plain_name(f"{path}.{name}" if path else name)] = tensor
     return found
-
-
-def _clean(name: str) -> str:
-    parts = fsdp1.without_checkpointing(f"{name}.").split(".")[:-1]
-    return ".".join(part for part in parts if part not in ("_orig_mod", WRAPPED))
 
 
 def sharded_params(model: nn.Module) -> dict[int, ShardedParam]:

@@ -16,10 +16,10 @@ from typing import Any
 from ..core.param import ShardedParam
 from ..core.unit import Unit, paths_in, unit_of
 from ..passes.ledger import Called, Issued, Launch
+from ..passes.module_paths import plain_name
 from ..passes.spec import ParamSpec, with_part
 from .chain import Link, Piece
 
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_modules|_fsdp_wrapped_module)\.")
 _COPY = re.compile(r"@\d+$")  # the suffix of a parameter's name when a graph has it once more
 _MOST = 4096  # pieces that are remembered; each belongs to a bucket, or to a graph
 
@@ -137,7 +137,7 @@ class Namer:
             for param in one.params:
                 slot = next((slot for slot in param.slots if slot.module in paths), None)
                 if slot is not None:
-                    names[param.fqn] = _WRAPPERS.sub("", f"{paths[slot.module]}.{slot.name}").lstrip(".")
+                    names[param.fqn] = plain_name(f"{paths[slot.module]}.{slot.name}").lstrip(".")
             self._names[one] = version, names
 
     def _at(self, address: int) -> tuple[str, Unit] | tuple[None, None]:
