@@ -234,29 +234,22 @@ def leave_to_python(function: Any) -> None:
     torch._dynamo.eval_frame.skip_code(function.__code__)
 
 
-def reads_are_compiled(module: nn.Module) -> bool:
-    """Whether compiled code will, for all that is known, do the reads of ``module``'s forward.
-
-    It is True if Dynamo is at work around an eager frame (it compiles the frames inside), and if the user compiled the
-    forward itself. ``get_eval_frame_callback``, ``_torchdynamo_orig_callable``: 2.11 to 2.15.
-    """
-    return is_at_work() or forward_is_compiled(module)
-
-
 def is_at_work() -> bool:
     """Whether Dynamo compiles frames that begin now (``get_eval_frame_callback``: 2.11 to 2.15)."""
     return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 
 def forward_is_compiled(module: nn.Module) -> bool:
-    """Whether the user compiled the module's ``forward``: ``module.forward = torch.compile(module.forward)``."""
+    """Whether the user compiled the module's ``forward``: ``module.forward = torch.compile(module.forward)``.
+
+    ``_torchdynamo_orig_callable``: 2.11 to 2.15.
+    """
     return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable") and not hasattr(
         module.__dict__["forward"], "_torchdynamo_disable"
     )
 
 
 leave_to_python(is_at_work)
-leave_to_python(reads_are_compiled)
 leave_to_python(forward_is_compiled)
 
 

@@ -75,7 +75,8 @@ class ShardedModule:
         if assigns:
             _require_shards(self, state, prefix)
         if assigns or torch.__future__.get_swap_module_params_on_conversion():
-            let_go(self)
+            for owner, params in _read_by(self).items():  # nothing of ours is to hold them
+                forget_edges(owner, params)
         self._fsdp_compile_original._load_from_state_dict(self, *args)  # type: ignore[attr-defined]
         take_back(self)
 
@@ -220,12 +221,6 @@ def _set_class(module: nn.Module) -> None:
         module.__class__ = sharded_class(original_class(module), None, None, reads, absent)
     else:
         module.__class__ = sharded_class(original_class(module), unit.mixin, unit.eager_only, reads, absent)
-
-
-def let_go(module: Any) -> None:
-    """Drop our references to the parameters that ``module`` reads, so that they can be replaced."""
-    for owner, params in _read_by(module).items():
-        forget_edges(owner, params)
 
 
 def _require_shards(module: Any, state: Mapping[str, Any], prefix: str) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 
 from .._torch_compat import dynamo
 from ..core.unit import INSIDE, STATE, Unit, unit_of
-from ..eager.around import forward_around_graph, stands_around
+from ..eager.around import can_give, forward_around_graph
 
 _COMPILED = "_fsdp_compile_compiled"  # the attribute in which a module has its ``Compiled``
 
@@ -44,7 +44,7 @@ class Compiled:
         """Call the module, with the eager path around its graph or without."""
         self._follow(module)
         unit: Unit = module.__dict__[STATE]
-        if stands_around(unit):
+        if unit.outer is not None and can_give(unit):  # the outermost one's graph has it all, and passes do better
             return forward_around_graph(unit, module, self._inside, args, kwargs)
         return self._whole(*args, **kwargs)
 

@@ -89,7 +89,8 @@ def begin_unit(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[C
     args, kwargs = as_taken(unit, args, kwargs)
     if torch.compiler.is_dynamo_compiling():
         return None, args, kwargs
-    call, args, kwargs = begin(unit, module, args, kwargs, dynamo.reads_are_compiled(module))
+    reads_are_compiled = dynamo.is_at_work() or dynamo.forward_is_compiled(module)
+    call, args, kwargs = begin(unit, module, args, kwargs, reads_are_compiled)
     call.ends_with_errors = False
     return call, args, kwargs
 

@@ -21,7 +21,6 @@ from torch.distributed.tensor import Shard
 
 from .._torch_compat import dtensors, fsdp2, process_groups
 from ..passes import HardwareProfile
-from ..passes.layout import reduction_of
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,6 @@ class ShardMesh:
         if self.mesh.mesh_dim_names is None:
             return DeviceMesh.from_group(self.mesh.get_group(1), self.mesh.device_type)
         return self.mesh[self.mesh.mesh_dim_names[1]]  # the first one replicates
-
-    @property
-    def default_reduction(self) -> str:
-        return reduction_of(self.backend)
 
 
 @dataclass(frozen=True)

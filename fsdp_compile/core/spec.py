@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .._torch_compat import autograd, dtensors
+from ..passes.layout import reduction_of
 from .extension import ALL_ARGUMENTS, Protocol, arity_of, halves_of, why_not_traced
 from .mesh import ShardMesh
 from .param import ReadSpec, ShardedParam
@@ -23,7 +24,7 @@ def spec_of(unit: Unit, param: ShardedParam) -> ReadSpec:
     grad_dtype = param.shard.grad_dtype or dtype  # an explicit None: as autograd produces it
     reduce_dtype = (unit.mp_policy.reduce_dtype or grad_dtype) if floating else stored
     mesh, settings, inner = param.mesh, unit.settings, unit.post_forward or _may_slice(unit, param)
-    reduction = mesh.default_reduction if settings.reduction == "auto" else settings.reduction
+    reduction = reduction_of(mesh.backend) if settings.reduction == "auto" else settings.reduction
     if settings.comms.reduce_scatter is not None or settings.comms.all_reduce_hook is not None:
         reduction = "reduce_scatter"  # the user's code replaces it, or takes its result
     reduce_op, predivide, postdivide = division(

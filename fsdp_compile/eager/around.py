@@ -80,14 +80,6 @@ dynamo.leave_to_python(eager_forward)
 dynamo.leave_to_python(forward_around_graph)
 
 
-def stands_around(unit: Unit) -> bool:
-    """Whether the eager path gathers and reduces around a forward of the unit that is compiled by itself.
-
-    It does not for the outermost unit: there one graph has all collectives, and the passes place them better.
-    """
-    return unit.outer is not None and can_give(unit)
-
-
 def can_give(unit: Unit) -> bool:
     """Whether graphs inside a forward of the unit can take the parameters that the eager path gathers around them.
 

@@ -30,7 +30,7 @@ class Extension:
     """
 
     def __init__(self, unit: Unit, param: ShardedParam, shard: DTensor, spec: ParamSpec) -> None:
-        self._unit, self._param, self._shard, self._spec, self._device = unit, param, shard, spec, unit.mesh.device
+        self._unit, self._shard, self._spec, self._device = unit, shard, spec, unit.mesh.device
         self._protocol = protocol_of(param, shard, unit.mp_policy)
         self._releases = releases_what_arrived(shard)
         self._sent: list[tuple[Tensor, ParamSpec]] = []
