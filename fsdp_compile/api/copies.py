@@ -147,10 +147,7 @@ class _Copies:
             said = original.settings
             unit.settings.forward_prefetch = [self.units[one] for one in said.forward_prefetch if one in self.units]
             unit.settings.backward_prefetch = [self.units[one] for one in said.backward_prefetch if one in self.units]
-            around = original.outer
-            while around is not None and around not in self.units:
-                around = around.outer
-            outer = None if around is None else self.units[around]
+            outer = next((self.units[one] for one in original.around() if one in self.units), None)
             if outer is not unit.outer:
                 unit.outer = outer
                 changed.append(unit)

@@ -58,12 +58,7 @@ class Running:
     @property
     def runs_forward(self) -> bool:
         """Whether a forward of this unit, or of one around it, is running."""
-        unit: Unit | None = self.unit
-        while unit is not None:
-            if running(unit).calls:
-                return True
-            unit = unit.outer
-        return False
+        return bool(self.calls) or any(running(unit).calls for unit in self.unit.around())
 
     def current(self) -> Gathered:
         """Return the unit's full parameters: a new object if its parameters or their settings changed."""

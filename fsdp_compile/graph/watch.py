@@ -83,16 +83,15 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
             param.sink.have_leaf()
         if unit.given is None:
             say_compiling(unit)
-        around: Unit | None = unit
-        while around is not None and around.given is None:  # the unit with ``given`` may have no parameters
+        for around in (unit, *unit.around()):
+            if around.given is not None:  # which may have no parameters of its own
+                around.watch.say_no_plan(
+                    "is compiled by itself, or in parts: the eager path gathers and reduces around its graphs, as "
+                    "reshard_after_forward and the prefetch settings say"
+                )
+                break
             around.watch._was_asked = True
             around.watch.say_unheeded()
-            around = around.outer
-        if around is not None:
-            around.watch.say_no_plan(
-                "is compiled by itself, or in parts: the eager path gathers and reduces around its graphs, as "
-                "reshard_after_forward and the prefetch settings say"
-            )
         if dynamo.traces_backward():
             return None  # gradients must reach leaves of the graph: the DTensor itself, and not its edge
         if _was_replaced(param):
