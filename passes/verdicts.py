@@ -53,7 +53,7 @@ class Verdicts:
         self._launched = {one.name: place for place, one in enumerate(self._short) if isinstance(one, Launch)}
         self._waited = {one.name: place for place, one in enumerate(self._short) if isinstance(one, Wait)}
         self._total_s = simulate(self._short).total_s
-        # By the clock: what is beside a collective hides as much of it.
+        # In seconds of the replay, since compute that runs beside a collective hides as many seconds of it.
         self._computed_s = computed_s(events, timeline)
 
     def of(self, exposed: Exposed, behind: str = "") -> Verdict:

@@ -26,7 +26,7 @@ def raised_on_all(function: str) -> Iterator[None]:
 
 
 def told(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank says, by rank; in a process without others, what it says itself."""
+    """Return what each rank of a group has, by rank; in a process without a group, only what this one has."""
     if not (dist.is_available() and dist.is_initialized()):
         return [mine]
     said: list[Any] = [None] * dist.get_world_size(group)
