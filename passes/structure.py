@@ -40,13 +40,7 @@ _OURS = (markers.unshard, markers.reduce_grad, markers.beside, markers.resume, k
 _NOTHING = -1  # no operation's number
 
 # Their formulas read the rows' numbers, and not the table.
-_LOOKUPS = (
-    aten.embedding.default,
-    aten._embedding_bag.default,
-    aten._embedding_bag_forward_only.default,
-    aten.index.Tensor,
-    aten.index_select.default,
-)
+_LOOKUPS = (aten.embedding.default, *compat.EMBEDDING_BAGS, aten.index.Tensor, aten.index_select.default)
 # What a gradient does not flow through.
 _CUTS = (aten.detach.default, aten.alias.default)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,17 +33,14 @@ from tests.ranks import Ranks
 def _reductions() -> Iterator[list[list[str]]]:
     """FQNs of what each eager reduction carries, in the order of their launch."""
     launched: list[list[str]] = []
-    begin = reduction.Reduction.__init__
+    add = reduction.Reduction.add
 
-    def watch(self: Any, gathered: Any, grads: Any, alone: bool = False) -> None:
-        launched.append([gathered.params[index].fqn for index in sorted(grads)])
-        begin(self, gathered, grads, alone)
+    def watch(self: Any, grads: Any) -> None:
+        launched.append([self.gathered.params[index].fqn for index in sorted(grads)])
+        add(self, grads)
 
-    reduction.Reduction.__init__ = watch  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(reduction.Reduction, "add", watch):
         yield launched
-    finally:
-        reduction.Reduction.__init__ = begin  # type: ignore[method-assign]
 
 
 def _a_hook_on_one_rank(path: str | None) -> list[Any]:
