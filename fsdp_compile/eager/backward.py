@@ -131,10 +131,11 @@ def _reduce_bucket(recording: Recording, index: int) -> None:
     """
     call, gathered = recording.call, recording.call.gathered
     accumulation = call.unit.accumulation
+    bucket = recording.bucket(index)
     joined = not accumulation.sync or not accumulation.all_reduce or accumulation.has_left_over
-    if joined or isinstance(gathered, Routed) or not recording.bucket(index) <= recording.arrived:
+    if joined or isinstance(gathered, Routed) or not bucket or not bucket <= recording.arrived:
         return
-    grads = {one: recording.grads.pop(one) for one in recording.bucket(index) & recording.grads.keys()}
+    grads = {one: recording.grads.pop(one) for one in bucket & recording.grads.keys()}
     gathered.unalias(grads)
     recording.delivered.update(grads)
     iteration = call.run.iteration

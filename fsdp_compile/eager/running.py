@@ -135,13 +135,13 @@ class Recording:
         self._buckets: dict[int, frozenset[int]] = {}
 
     def bucket(self, index: int) -> frozenset[int]:
-        """Return the parameters that were read and whose gradients travel together with that of one of them."""
+        """Return the parameters whose gradients travel together with that of this one; none if it is not to come."""
         if index not in self._buckets:
             read = sorted(self.read)
             for places in reduce_buckets([self.call.gathered.specs[one] for one in read]):
                 members = frozenset(read[place] for place in places)
                 self._buckets.update(dict.fromkeys(members, members))
-        return self._buckets[index]
+        return self._buckets.get(index, frozenset())
 
     def forget(self) -> None:
         """Reset to the state before a backward."""
