@@ -36,7 +36,7 @@ def without_wrappers(path: list[str]) -> list[str]:
 
 
 def plain_name(name: str) -> str:
-    """The same of a path, or of a parameter's name, whose parts have dots between them."""
+    """Return a dotted path, or a parameter's name, without such wrappers."""
     return ".".join(without_wrappers(name.split(".")))
 
 
