@@ -61,6 +61,7 @@ class Group:
 
     @property
     def spans_nodes(self) -> bool:
+        """Whether the ranks are on more than one node."""
         return self.num_ranks > self.ranks_per_node
 
     def __str__(self) -> str:
@@ -115,7 +116,7 @@ def wire_bytes(kind: str, num_bytes: int, num_ranks: int, backend: str) -> float
 
 
 def bytes_on_link(kind: str, num_bytes: int, group: Group, backend: str) -> float:
-    """Bytes that each rank sends on the slowest link of its group: those that leave its node, where there are some."""
+    """Return the bytes that each rank sends on the slowest link of its group: that between nodes, if it spans nodes."""
     inside_bytes, between_bytes = _wire_bytes(kind, num_bytes, group, backend)
     return between_bytes if group.spans_nodes else inside_bytes
 

@@ -33,7 +33,7 @@ def num_launches(bucket: Bucket) -> int:
 
 
 def named(fqns: Sequence[str]) -> str:
-    """The first, and how many there are besides."""
+    """Return the first name, and how many others there are."""
     return fqns[0] + (f" +{len(fqns) - 1}" if len(fqns) > 1 else "")
 
 
@@ -45,7 +45,7 @@ class Plan:
     of a whole step, which is not cut, has the launches of all its phases, one after another.
     """
 
-    stage: str
+    stage: str  # "joint", "forward", "backward", "inference" or "whole"
     regather: tuple[str, ...] = ()  # joint, whole: parameters that are not kept after forward
     again: tuple[str, ...] = ()  # joint, whole: those that backward gathers; joint: w@2 is gathered from slices of w
     keep: tuple[str, ...] = ()  # joint, whole: parameters that are gathered once, and saved for backward

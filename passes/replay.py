@@ -95,6 +95,7 @@ class Timeline:
 
     total_s: float
     compute_s: float  # with the slowdown by collectives, without waiting
+    copy_s: float  # part of ``compute_s``: packing and unpacking
     compute: tuple[Span, ...]
     groups: Mapping[str, tuple[Span, ...]]
     exposed: tuple[Exposed, ...]
@@ -124,7 +125,10 @@ class Timeline:
 
 
 def computed_s(events: Iterable[Event], timeline: Timeline) -> list[float]:
-    """Seconds computed before each event of a replay, and behind the last; with what collectives slow it down by."""
+    """Return the seconds of compute before each event of a replay, and after the last event.
+
+    The seconds include the slowdown by collectives, but no waiting.
+    """
     spans = iter(timeline.compute)
     computing = (next(spans) if isinstance(event, Compute) else None for event in events)
     seconds = (0.0 if span is None else span.end_s - span.start_s for span in computing)
@@ -148,7 +152,7 @@ class _Flight:
 def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
     """Replay the events, with ``held_bytes`` alive throughout; raise ValueError for an order that cannot be."""
     events = list(events)
-    now_s = compute_s = 0.0
+    now_s = compute_s = copy_s = 0.0
     compute: list[Span] = []
     lanes: dict[str, list[Span]] = {}
     flights: dict[str, _Flight] = {}
@@ -168,6 +172,7 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
             end_s = _advance(now_s, event.seconds, slowing)
             compute.append(Span(event.name, now_s, end_s))
             compute_s += end_s - now_s
+            copy_s += end_s - now_s if event.is_copy else 0.0
             now_s = end_s
             ran[event.name] = place
         elif isinstance(event, Launch):
@@ -197,7 +202,7 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
         if not flight.waited:
             raise ValueError(f"{name} is launched, and nothing waits for it. Add a wait for {name}.")
     return Timeline(
-        now_s, compute_s, tuple(compute), {group: tuple(spans) for group, spans in lanes.items()},
+        now_s, compute_s, copy_s, tuple(compute), {group: tuple(spans) for group, spans in lanes.items()},
         tuple(exposed), tuple(memory.points),
     )  # fmt: skip
 

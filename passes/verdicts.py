@@ -53,7 +53,7 @@ class Verdicts:
         self._launched = {one.name: place for place, one in enumerate(self._short) if isinstance(one, Launch)}
         self._waited = {one.name: place for place, one in enumerate(self._short) if isinstance(one, Wait)}
         self._total_s = simulate(self._short).total_s
-        # In seconds of the replay, since compute that runs beside a collective hides as many seconds of it.
+        # Compute as the clock shows it, slowed down by collectives: this is how much of a collective it hides.
         self._computed_s = computed_s(events, timeline)
 
     def of(self, exposed: Exposed, behind: str = "") -> Verdict:

@@ -34,7 +34,10 @@ _DOUBTFUL = 1.0  # how far a fit may be off, as a share of a size's time
 
 @dataclass(frozen=True)
 class Fitted:
-    """One kind of collective over one dimension of a mesh, whose process groups are of one size and lie alike."""
+    """One kind of collective over one dimension of a mesh.
+
+    The process groups of a dimension have one size and one number of ranks on each node, so one Group stands for all.
+    """
 
     dimension: Group
     kind: str

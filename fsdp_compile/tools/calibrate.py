@@ -28,7 +28,7 @@ from . import link, measure
 
 WORK = "fsdp_compile.tools.measure:work"
 SILENCE_S = 120.0
-_LATENCY_SHARE = 0.5  # of a collective's latency, what is there once; steps from rank to rank take the rest
+_LATENCY_SHARE = 0.5  # of a collective's latency, what it takes once; steps from rank to rank take the rest
 
 
 @dataclass(frozen=True)
@@ -158,14 +158,14 @@ def profile_of(samples: Sequence[dict[str, Any]], settings: Settings) -> Hardwar
 
 
 def measured_link(fits: Mapping[str, Fit], group: Group, bytes_per_s: float, slows_compute: float) -> Link:
-    """The link of a group whose collectives were fitted.
+    """Return the link of a group whose collectives were fitted.
 
-    One number of ranks does not tell what is there once from what each step adds: half each.
+    One number of ranks cannot tell the fixed latency from what each step adds, so each gets half.
     """
     latency_s = min(fit.latency_s for fit in fits.values())
     return Link(
         latency_s=_LATENCY_SHARE * latency_s,
-        step_s=(1 - _LATENCY_SHARE) * latency_s / (group.num_ranks - 1),  # of a ring
+        step_s=(1 - _LATENCY_SHARE) * latency_s / (group.num_ranks - 1),  # a ring has num_ranks - 1 steps
         bytes_per_s=bytes_per_s,
         efficiency=1.0,
         slows_compute=slows_compute,
