@@ -36,7 +36,7 @@ def without_wrappers(path: list[str]) -> list[str]:
 
 
 def plain_name(name: str) -> str:
-    """Return a dotted path, or a parameter's name, without such wrappers."""
+    """Return a dotted path, or a parameter's dotted name, without the wrappers that compile or checkpoint a module."""
     return ".".join(without_wrappers(name.split(".")))
 
 

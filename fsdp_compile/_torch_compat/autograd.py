@@ -74,8 +74,8 @@ def is_view(tensor: torch.Tensor) -> bool:
 def accumulates(leaf: Any) -> bool | None:
     """Whether the backward that runs accumulates into the parameter whose ``AccumulateGrad`` node is ``leaf``.
 
-    It is None under ``autograd.grad``, where the gradient goes to the caller, and where there is no such node: torch
-    raises when it is asked about either. ``_will_engine_execute_node``: 2.11 to 2.15.
+    It is None under ``autograd.grad`` for a gradient that was asked for, which goes to the caller, and if there is no
+    such node: torch raises when it is asked about these. ``_will_engine_execute_node``: 2.11 to 2.15.
     """
     try:
         return bool(torch._C._will_engine_execute_node(leaf))  # type: ignore[attr-defined]

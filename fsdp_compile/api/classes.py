@@ -75,7 +75,7 @@ class ShardedModule:
         if assigns:
             _require_shards(self, state, prefix)
         if assigns or torch.__future__.get_swap_module_params_on_conversion():
-            for owner, params in _read_by(self).items():  # nothing of ours is to hold them
+            for owner, params in _read_by(self).items():  # drop our references, so that they can be replaced
                 forget_edges(owner, params)
         self._fsdp_compile_original._load_from_state_dict(self, *args)  # type: ignore[attr-defined]
         take_back(self)
@@ -264,7 +264,7 @@ def _take_or_refuse(param: ShardedParam, owner: Unit, reader: Unit, slot: Slot) 
 
 
 def take_back(module: Any) -> None:
-    """Make edges again after ``let_go``, for the new parameters if they were replaced, perhaps in other dtypes."""
+    """Make edges again after ``forget_edges``, for new parameters if they were replaced, perhaps in other dtypes."""
     for owner, params in _read_by(module).items():
         if any(param.has_other_data or any(slot.param is not param.shard for slot in param.slots) for param in params):
             refresh(owner, params)

@@ -44,7 +44,8 @@ class Compiled:
         """Call the module, with the eager path around its graph or without."""
         self._follow(module)
         unit: Unit = module.__dict__[STATE]
-        if unit.outer is not None and can_give(unit):  # the outermost one's graph has it all, and passes do better
+        # The outermost unit's graph has all collectives, and the passes place them better than the eager path would.
+        if unit.outer is not None and can_give(unit):
             return forward_around_graph(unit, module, self._inside, args, kwargs)
         return self._whole(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Raise an error of one rank on all ranks, because the others would wait for that rank."""
+"""Tell all ranks what each has, and raise an error of one rank on all, because the others would wait for that rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def raised_on_all(function: str) -> Iterator[None]:
 
 
 def told(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return what each rank of a group has, by rank; in a process without a group, only what this one has."""
+    """Return the ``mine`` of every rank, by rank; in a process without others, only its own."""
     if not (dist.is_available() and dist.is_initialized()):
         return [mine]
     said: list[Any] = [None] * dist.get_world_size(group)

@@ -65,7 +65,7 @@ def _mapped(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return every tensor that ``map_tensors`` would map, in order."""
+    """Return every tensor in ``value`` that ``map_tensors`` maps, in order."""
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ def spec_of(unit: Unit, param: ShardedParam) -> ReadSpec:
     stored = param.shard.dtype
     floating = stored.is_floating_point
     dtype = _param_dtype(unit, param, stored) if floating else stored
-    grad_dtype = param.shard.grad_dtype or dtype  # an explicit None: as autograd produces it
+    grad_dtype = param.shard.grad_dtype or dtype  # an explicit None means as autograd produces it
     reduce_dtype = (unit.mp_policy.reduce_dtype or grad_dtype) if floating else stored
     mesh, settings, inner = param.mesh, unit.settings, unit.post_forward or _may_slice(unit, param)
     reduction = reduction_of(mesh.backend) if settings.reduction == "auto" else settings.reduction

@@ -84,7 +84,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         if unit.given is None:
             say_compiling(unit)
         for around in (unit, *unit.around()):
-            if around.given is not None:  # which may have no parameters of its own
+            if around.given is not None:  # the unit with ``given`` may have no parameters
                 around.watch.say_no_plan(
                     "is compiled by itself, or in parts: the eager path gathers and reduces around its graphs, as "
                     "reshard_after_forward and the prefetch settings say"
