@@ -314,7 +314,7 @@ def test_a_budget_that_is_taken_back_leaves_no_slices(fake_group_of_four: None) 
 
 
 def _trained(backend: str) -> tuple[Plan, list[int]]:
-    unsharded, model = pair(make=lambda: Stack(6), reshard_after_forward=True)
+    unsharded, model = pair(make=lambda: Stack(8), reshard_after_forward=True)
     # So much that slices do better than activations that are computed again.
     configure(model, memory_budget=budget_of(model, batches(0)[dist.get_rank()]) * 96 // 100, profile=NODES)
     with inspect(model) as report:

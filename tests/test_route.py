@@ -19,7 +19,7 @@ from fsdp_compile import configure, fully_shard
 from fsdp_compile.core.param import READS
 from fsdp_compile.eager import forward
 from fsdp_compile.passes import Plan
-from tests.comparing import assert_same_grads
+from tests.comparing import assert_same_grads, batches, loss_of, reference_backward
 from tests.compiling import compiled
 from tests.models import Block, Checkpointed, PartlyUsedBlock, Stack, shard, twins
 from tests.ranks import Ranks
@@ -189,6 +189,25 @@ def test_a_rank_that_falls_back_trains_on(two_ranks: Ranks, how: str, backend: s
     around = 1 if blocks else 0  # the root, which is not compiled then
     assert stays == [around] * NUM_STEPS
     assert falls_back == [around, around, 3, 3, around if how == "stance" else 3]
+
+
+def _compiled_later(backend: str) -> None:
+    unsharded, model = twins(lambda: Stack(3))
+    shard(model)
+    for step in range(4):
+        model.zero_grad()
+        unsharded.zero_grad()
+        compiles = step > 0 and dist.get_rank() == 0
+        run = compiled(model, backend) if compiles else model
+        loss_of(run(batches(step)[dist.get_rank()])).backward()
+        reference_backward(unsharded, batches(step))
+        assert_same_grads(model, unsharded)
+
+
+@pytest.mark.parametrize("backend", ["passes", pytest.param("inductor", marks=pytest.mark.more)])
+def test_a_rank_may_compile_after_all_ran_eagerly(two_ranks: Ranks, backend: str) -> None:
+    """Nobody follows anybody: the eager path launches, bucket by bucket, what the graph of such a model does."""
+    two_ranks.run(_compiled_later, backend)
 
 
 class Again(Stack):
