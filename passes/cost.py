@@ -29,11 +29,9 @@ from .collectives import KIND_OF, is_launch
 from .copies import to_device, to_host
 from .fusion import kernels_of
 from .profiles import KINDS, HardwareProfile, Link
+from .views import LOOKUPS
 
 aten = torch.ops.aten
-
-# These ops read only as many elements of their first argument as they return.
-_PICKS = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
 
 
 _GROUPED = ("_grouped_mm", "_scaled_grouped_mm")
@@ -307,7 +305,7 @@ def _peak(node: fx.Node, profile: HardwareProfile) -> float:
 
 def _read(node: fx.Node, source: fx.Node) -> int:
     """Return the bytes that a node reads of one of its inputs."""
-    if node.target in _PICKS and source is node.args[0]:
+    if node.target in LOOKUPS and source is node.args[0]:
         picked = tensors_of(node)[0]
         return elements(picked) * picked.dtype.itemsize
     if node.target is aten.copy_.default and source is node.args[0]:

@@ -17,7 +17,7 @@ from torch import fx
 from . import _torch_compat as compat
 from .aliases import base_of, inputs_of, is_free, tensors_of
 from .collectives import is_launch
-from .views import CASTS
+from .views import CASTS, LOOKUPS
 
 aten = torch.ops.aten
 
@@ -33,8 +33,7 @@ _HEAVY = {
 _INLINED = {
     *CASTS, aten.constant_pad_nd.default, aten.full.default, aten.full_like.default, aten.zeros.default,
     aten.ones.default, aten.arange.start_step, aten.scalar_tensor.default, torch.ops.prims.iota.default,
-    aten.gather.default, aten.index.Tensor, aten.index_select.default, aten.embedding.default,
-    aten.lift_fresh_copy.default, aten.slice_scatter.default, aten.select_scatter.default,
+    *LOOKUPS, aten.lift_fresh_copy.default, aten.slice_scatter.default, aten.select_scatter.default,
 }  # fmt: skip
 
 

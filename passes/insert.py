@@ -219,7 +219,7 @@ def _copy_before_outputs(graph: fx.Graph, marker: fx.Node, result: fx.Node) -> N
     output = graph.output_node()
     views = closure([marker], lambda node: [user for user in node.users if compat.may_alias(user.target)])
     copies = {}
-    for node in (view for view in views if output in view.users):
+    for node in (one for one in output.all_input_nodes if one in views):
         source = result if node is marker else node
         with graph.inserting_before(output):
             copies[node] = graph.call_function(_COPY, (source,))

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from .layout import NEIGHBOURS, bucket_limits
-from .provenance import Marker
+from .provenance import Marker, by_unit
 from .spec import ParamSpec
 
 _SHARE_OF_ENDS = 8  # the group at the end that nothing hides may have an eighth of the limit
@@ -30,9 +30,7 @@ def with_neighbours(
     is read. It is -1 if the last group is, as for reductions, which wait for a unit's last gradient: a root has its
     first one (of the head) when backward begins, and its last one (of the embedding) at the end.
     """
-    units: dict[str, list[Marker]] = {}
-    for one in found:
-        units.setdefault(one.unit, []).append(one)
+    units = by_unit(found)
     if not any(one.spec.bucketing == NEIGHBOURS for one in found):
         return list(found)
     launched = max if small_end else min

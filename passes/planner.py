@@ -35,7 +35,7 @@ from .keep import STEP
 from .neighbours import with_neighbours
 from .phases import is_backward, phase_of
 from .plan import Bucket, Plan
-from .provenance import Marker, find_reduces, find_unshards, reduce_nodes, unshard_nodes
+from .provenance import Marker, by_unit, find_reduces, find_unshards, reduce_nodes, unshard_nodes
 from .slices import keep_slice, slice_these, whole_of
 from .spec import ParamSpec
 from .structure import Structure, Turn, structure_of
@@ -316,11 +316,8 @@ def _placed_buckets(
     bucket_of: Callable[[str, Sequence[Marker]], Bucket],
     placed_at: Callable[[Iterable[Marker]], Place],
 ) -> list[tuple[Place, Bucket]]:
-    units: dict[str, list[Marker]] = {}
-    for marker in found:
-        units.setdefault(marker.unit, []).append(marker)
     buckets: list[tuple[Place, Bucket]] = []
-    for unit, members in units.items():
+    for unit, members in by_unit(found).items():
         for indices in split([marker.spec for marker in members]):
             chosen = [members[index] for index in indices]
             buckets.append((placed_at(chosen), bucket_of(unit, chosen)))

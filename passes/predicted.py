@@ -240,18 +240,18 @@ class _Landmarks:
         self._position = {node: place for place, node in enumerate(graph.nodes)}
         self._by_name = {node.name: node for node in graph.nodes}
         self.gradients: dict[str, str] = {}  # by the names of their nodes
-        named: dict[int, str] = {}
+        names: dict[int, str] = {}
         for node in graph.nodes:
             if GRADIENT_OF in node.meta:
                 made = base_of(node)
                 self.gradients[made.name] = f"grad {node.meta[GRADIENT_OF]}"
-                named.setdefault(self._position[made], self.gradients[made.name])
+                names.setdefault(self._position[made], self.gradients[made.name])
             if PARAMETER in node.meta:
                 reader = self._first_reader(node)
                 if reader is not None:
-                    named.setdefault(self._position[reader], node.meta[PARAMETER])
-        self._places = sorted(named)
-        self._names = [named[place] for place in self._places]
+                    names.setdefault(self._position[reader], node.meta[PARAMETER])
+        self._places = sorted(names)
+        self._names = [names[place] for place in self._places]
 
     def around_name(self, name: str) -> tuple[str, str]:
         """Return the landmarks around the node with this name; a wait's event has the name of its launch."""

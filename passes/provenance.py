@@ -78,6 +78,14 @@ def find_reduces(graph: fx.Graph) -> list[Marker]:
     return _named(reduce_nodes(graph))
 
 
+def by_unit(found: Iterable[Marker]) -> dict[str, list[Marker]]:
+    """Return the markers of each unit, in their order."""
+    units: dict[str, list[Marker]] = {}
+    for one in found:
+        units.setdefault(one.unit, []).append(one)
+    return units
+
+
 def num_units_of(gathers: Iterable[Marker]) -> int:
     """Return the least number of units of these gathers: units with one name have different shards of equal FQNs."""
     shards: dict[str, dict[tuple[object, ...], set[fx.Node]]] = {}

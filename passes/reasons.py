@@ -17,7 +17,7 @@ from torch import fx
 from .emit import copied
 from .plan import Plan
 from .provenance import unshard_nodes
-from .slices import keep_slice, whole_of
+from .slices import is_sliced, whole_of
 from .structure import RECOMPUTED, Structure, structure_of
 from .views import passes_on
 
@@ -84,7 +84,7 @@ def _why_needed(gather: fx.Node, structure: Structure, made: set[fx.Node]) -> st
 
 
 def _why_not(gather: fx.Node) -> str:
-    if any(user.target is keep_slice for user in gather.users):
+    if is_sliced(gather):
         return "a slice of it is kept"
     return "no gradient comes to its bucket"
 

@@ -78,6 +78,11 @@ def offers_slice(gather: fx.Node) -> bool:
     return spec.inner_shards != 1 and spec.inner_offered
 
 
+def is_sliced(gather: fx.Node) -> bool:
+    """Whether forward keeps a slice of what is gathered, from which backward gathers."""
+    return any(user.target is keep_slice for user in gather.users)
+
+
 def _read_from_slices(graph: fx.Graph, gather: fx.Node) -> None:
     readers = list(gather.users)
     again = gather_from_slice(graph, gather, gather.next)

@@ -30,17 +30,17 @@ from torch.utils.checkpoint import CheckpointPolicy
 from . import _torch_compat as compat
 from . import markers
 from .buckets import gather_buckets
-from .provenance import Marker, find_reduces, find_unshards, unshard_nodes
-from .slices import keep_slice, whole_of
+from .provenance import Marker, by_unit, find_reduces, find_unshards, unshard_nodes
+from .slices import is_sliced, keep_slice, whole_of
 from .tags import AC_GRAPH_ID
-from .views import CASTS, aten, passes_on
+from .views import CASTS, LOOKUPS, aten, passes_on
 
 RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 _OURS = (markers.unshard, markers.reduce_grad, markers.beside, markers.resume, keep_slice)
 _NOTHING = -1  # no operation's number
 
-# Their formulas read the rows' numbers, and not the table.
-_LOOKUPS = (aten.embedding.default, *compat.EMBEDDING_BAGS, aten.index.Tensor, aten.index_select.default)
+# The gradient of what they look up needs the rows' numbers, and not the table.
+_LOOKUPS = (*LOOKUPS, *compat.EMBEDDING_BAGS)
 # What a gradient does not flow through.
 _CUTS = (aten.detach.default, aten.alias.default)
 
@@ -52,7 +52,7 @@ _NONE: Weights = frozenset()
 
 @dataclass(frozen=True)
 class Structure:
-    """Of a joint graph whose gathers are merged."""
+    """What backward needs of the weights of a joint graph whose gathers are merged."""
 
     of_weights: dict[fx.Node, Weights]  # gathers, and what is made of them and of what stays; with those behind it
     beside: set[fx.Node]  # what else goes into that
@@ -66,7 +66,7 @@ class Structure:
 
 
 def structure_of(graph: fx.Graph) -> Structure:
-    """Which gathers a backward cannot do without: a function of the graph's edges, and of no activation's size."""
+    """Find out which weights backward gathers again: a function of the graph's edges, and of no activation's size."""
     place = {node: index for index, node in enumerate(graph.nodes)}
     tangents = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
     fed = closure(tangents, lambda node: node.users)
@@ -81,7 +81,7 @@ def structure_of(graph: fx.Graph) -> Structure:
     unshards, reduces = find_unshards(graph), find_reduces(graph)
     flowing = _flowing(graph, unshards, reduces, backward)
     wanted = _wanted_for(graph, of_weights, flowing, backward)
-    whole = [one for one in unshards if one.node in gathers and not _is_sliced(one.node)]
+    whole = [one for one in unshards if one.node in gathers and not is_sliced(one.node)]
     turns, since = _turns(place, whole, reduces, wanted, backward)
     saved = _saved(graph, of_weights, forward - backward, turns)
     saved, needed = _read_ahead(graph, place, of_weights, backward, forward - backward, saved, since)
@@ -105,7 +105,7 @@ def structure_of(graph: fx.Graph) -> Structure:
 
 
 def _results_of_forward(graph: fx.Graph, backward: set[fx.Node]) -> list[fx.Node]:
-    """What a joint graph returns of its forward, and what forward writes in place."""
+    """Return the results of a joint graph that are forward's, and the operations by which forward writes in place."""
     written = [node for node in graph.nodes if node.op == "call_function" and node.is_impure()]
     return [node for node in (*graph.output_node().all_input_nodes, *written) if node not in backward]
 
@@ -113,7 +113,7 @@ def _results_of_forward(graph: fx.Graph, backward: set[fx.Node]) -> list[fx.Node
 def made_of_weights(
     graph: fx.Graph, gathers: set[fx.Node], backward: set[fx.Node]
 ) -> tuple[dict[fx.Node, Weights], set[fx.Node]]:
-    """The gathers and what is made of them alone; and what constants were made for that.
+    """Return the gathers, with what is computed of them alone, and the constants that are computed for that.
 
     Other inputs, and random numbers, may join element by element, as masks and scales do: whether such an input is a
     buffer or a batch, the graph does not tell. What is made with them goes on element by element.
@@ -158,12 +158,12 @@ def _turns(
     wanted: Mapping[fx.Node, int],
     backward: Collection[fx.Node],
 ) -> tuple[dict[fx.Node, Turn], dict[fx.Node, int]]:
-    """Where backward arrives at the bucket of each of these weights, and the last turn of a unit before their own."""
-    units: dict[str, list[Marker]] = {}
-    for one in gathers:
-        units.setdefault(one.unit, []).append(one)
+    """Return the turn of each weight that backward gathers again, and the last turn of another unit before its unit's.
+
+    The turn is where backward arrives at the weight's bucket.
+    """
     numbers: dict[fx.Node, int] = {}
-    for members in units.values():
+    for members in by_unit(gathers).values():
         for bucket in gather_buckets([one.spec for one in members]):
             last = max(wanted.get(members[index].node, _NOTHING) for index in bucket)
             numbers.update((members[index].node, last) for index in bucket if last > _NOTHING)
@@ -182,9 +182,12 @@ def _turns(
 
 
 def _last_of_others(events: list[tuple[int, str]]) -> dict[str, int]:
-    """Given places and the units that have them: before the first place of each unit, the last one of any other."""
+    """Return for each unit the last place that another unit has before the first place of this one; -1 without one.
+
+    Each event is a place and the unit that has it.
+    """
     found: dict[str, int] = {}
-    last, before = (-1, ""), -1  # the last one, and the last one of another unit than that has
+    last, before = (-1, ""), -1  # the last event, and the last place of another unit than the event's
     for at, unit in sorted(events):
         if unit != last[1]:
             before = last[0]
@@ -199,10 +202,11 @@ def _wanted_for(
     flowing: set[fx.Node],
     backward: Collection[fx.Node],
 ) -> dict[fx.Node, int]:
-    """The number of the last operation for which backward may want a weight, or what checkpointing computes again.
+    """Return for each weight, and each node that checkpointing computes again, the last operation that may need it.
 
-    That is an operation with it that a gradient comes to, but for lookups, or one behind that in a checkpointed region,
-    which runs once more first. What backward wants for none is left out.
+    Autograd's number stands for the operation. Backward may need a weight for an operation that reads it, if a gradient
+    comes to that and it is no lookup. In a checkpointed region, backward first runs the region once more, and so may
+    need the weight for the region's later operations. Weights that no operation needs are left out.
     """
     numbers: dict[fx.Node, int] = {}
     number = 0
@@ -223,7 +227,7 @@ def _wanted_for(
 def _flowing(
     graph: fx.Graph, unshards: Sequence[Marker], reduces: Sequence[Marker], backward: Collection[fx.Node]
 ) -> set[fx.Node]:
-    """What forward computes of inputs and weights that take a gradient."""
+    """Return the nodes of forward that a gradient flows through: from inputs and weights that take one."""
     reduced = {marker.fqn for marker in reduces}
     names = {marker.node: marker.fqn for marker in unshards}
     flowing = compat.inputs_with_gradients(graph) | {
@@ -248,9 +252,10 @@ def _saved(
     forward: set[fx.Node],
     again: Collection[fx.Node],
 ) -> set[fx.Node]:
-    """Forward's products with matrices, and whatever else reads a weight that backward does not gather.
+    """Return what forward saves: products with matrices, and other readers of weights that backward does not gather.
 
-    And what checkpointed regions hand on: else what follows one would have backward run the region in its own turn.
+    Forward also saves what a checkpointed region hands on. Otherwise backward would run the region in the turn of the
+    operation that follows it.
     """
     saved: set[fx.Node] = set()
     for node in graph.nodes:
@@ -275,10 +280,11 @@ def _read_ahead(
     saved: Collection[fx.Node],
     since: Mapping[fx.Node, int],
 ) -> tuple[set[fx.Node], dict[fx.Node, int]]:
-    """What is saved, with what backward would compute of a weight in the turn of another unit; and the first reads.
+    """Add to what is saved; return that, and for each node the first place of backward that may need it.
 
-    A norm behind a residual sum: to compute its result again for any later block takes its scale. The first place of
-    backward that may need a node is the one that reads it, or what is computed of it again.
+    Backward needs a node where it reads the node, or where it reads something that it computes again from the node. If
+    it would so read a weight in the turn of another unit, the result is saved. An example is a norm behind a residual
+    sum: every later block would take the norm's scale to compute the norm's result again.
     """
     saved = set(saved)
     needed: dict[fx.Node, int] = {}
@@ -294,11 +300,6 @@ def _read_ahead(
         if any(first <= since.get(one, -1) for one in weights) and not _is_recomputed(node):
             saved.add(node)
     return saved, needed
-
-
-def _is_sliced(gather: fx.Node) -> bool:
-    """Whether forward keeps a slice of what is gathered, and backward gathers from the slices."""
-    return any(user.target is keep_slice for user in gather.users)
 
 
 def _is_kept(node: fx.Node, forward: set[fx.Node]) -> bool:
@@ -325,14 +326,14 @@ def _is_recomputed(node: fx.Node) -> bool:
 
 
 def _is_handed_on(node: fx.Node, forward: set[fx.Node]) -> bool:
-    """Whether a checkpointed region computes this for what follows it in forward."""
+    """Whether a node is computed in a checkpointed region, and read behind the region in forward."""
     if not _is_recomputed(node) or not 0 < node.meta.get("ac_graph_id", 0) < AC_GRAPH_ID:
         return False
     return any(user in forward and "recompute" not in user.meta for user in node.users)
 
 
 def _whose_view(node: fx.Node) -> fx.Node:
-    """Of a view of what checkpointing computes again, that; of one of several results, itself."""
+    """Return the node in the same checkpointed region that ``node`` is a view of; ``node`` itself if it is none."""
     while compat.may_alias(node.target):
         source = node.all_input_nodes[0]
         is_result = node.target is operator.getitem and not compat.may_alias(source.target)

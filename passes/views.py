@@ -1,4 +1,4 @@
-"""Ops that pass a tensor on as it is, or in another dtype."""
+"""Ops that pass a tensor on as it is, in another dtype, or in part."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ VIEWS = (
     aten.alias.default,
     aten.detach.default,
 )
+# They read only as many elements of their first argument as they return.
+LOOKUPS = (aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default)
 
 
 def passes_on(node: fx.Node) -> bool:

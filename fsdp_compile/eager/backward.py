@@ -131,31 +131,31 @@ def _reduce_bucket(recording: Recording, index: int) -> None:
     """
     call, gathered = recording.call, recording.call.gathered
     accumulation = call.unit.accumulation
-    bucket = recording.bucket(index)
     joined = not accumulation.sync or not accumulation.all_reduce or accumulation.has_left_over
-    if joined or isinstance(gathered, Routed) or not bucket or not bucket <= recording.arrived:
+    if joined or isinstance(gathered, Routed):
+        return
+    bucket = recording.bucket(index)
+    if not bucket or not bucket <= recording.arrived:
         return
     grads = {one: recording.grads.pop(one) for one in bucket & recording.grads.keys()}
     gathered.unalias(grads)
     recording.delivered.update(grads)
-    iteration = call.run.iteration
-    iteration.traffic.reduce(gathered, grads, iteration.max_reductions, recording)
+    iteration, begun = call.run.iteration, recording.reduction
+    recording.reduction = iteration.traffic.reduce(gathered, grads, iteration.max_reductions, begun)
 
 
 def complete(recording: Recording) -> None:
     """Free the parameters and reduce the gradients of a call, when no more of them will come."""
     call, run = recording.call, recording.call.run
-    grads, recording.grads = recording.grads, {}
-    delivered, recording.delivered = recording.delivered, set()
-    recording.arrived.clear()
+    grads, delivered, begun = recording.grads, recording.delivered, recording.reduction
+    recording.forget()
     run.iteration.incomplete.pop(recording, None)
     # Free before the reduction allocates memory. But the rest of this unit's backward may still read a frozen
     # parameter, until it reaches the unit's inputs, or until backward ends where no input requires a gradient.
     call.gathered.unalias(grads)
     if not (call.ends_at_inputs or call.read_frozen):
         leave_backward(call)
-    _reduce(run, call.gathered, grads, delivered, recording)
-    run.iteration.traffic.close(recording)
+    _reduce(run, call.gathered, grads, delivered, begun)
 
 
 def _reduce(
@@ -163,9 +163,13 @@ def _reduce(
     gathered: Gathered,
     grads: dict[int, Tensor],
     delivered: Collection[int] = (),
-    recording: Recording | None = None,
+    begun: Reduction | None = None,
 ) -> None:
-    """Reduce gradients, or hold them back; gradients of ``delivered`` parameters have been reduced already."""
+    """Reduce gradients, or hold them back.
+
+    Gradients of ``delivered`` parameters need no reduction any more. If some of the call's buckets were launched
+    already, ``begun`` is their reduction.
+    """
     unit, accumulation = run.unit, run.unit.accumulation
     if not accumulation.sync:
         hold_back(gathered, grads)
@@ -183,7 +187,7 @@ def _reduce(
                 grads[index] = torch.zeros(spec.size, dtype=spec.reduce_dtype, device=unit.mesh.device)
     run.reduced_in = autograd.backward_task()
     if grads or (accumulation.held.partials and accumulation.all_reduce):
-        run.iteration.traffic.reduce(gathered, grads, run.iteration.max_reductions, recording)
+        run.iteration.traffic.reduce(gathered, grads, run.iteration.max_reductions, begun)
 
 
 def _reduce_asked_for(run: Running, gathered: Gathered, index: int, grad: Tensor) -> DTensor | None:

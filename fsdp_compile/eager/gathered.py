@@ -26,7 +26,7 @@ from ..core.param import ShardedParam, Slot
 from ..core.spec import spec_of
 from ..core.unit import Unit
 from ..passes import ParamSpec, lower
-from ..passes.buckets import gather_buckets
+from ..passes.buckets import gather_buckets, reduce_buckets
 from ..passes.markers import require_data, require_on_cpu
 from ..passes.slices import inner_spec
 from .collectives import Caller
@@ -69,6 +69,8 @@ class Gathered:
         self._memory: dict[int, Memory] = {}  # by index; a parameter with an extension has its own
         self._in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] | None = None
         self._versions: list[int] = []
+        # The parameters that a call read, and the buckets of their gradients.
+        self._together: tuple[frozenset[int], Mapping[int, frozenset[int]]] = (frozenset(), {})
         # Addresses, when gathered, of shards that one rank holds whole: the full parameter may be the shard itself.
         self._shard_at: dict[int, set[int]] = {}
         # After a forward with reshard_after_forward=n: this rank's one of n slices of each full parameter.
@@ -108,6 +110,16 @@ class Gathered:
 
     def asks_for_any_dtype(self, index: int) -> bool:
         return self.shards[index].grad_dtype is None and self.specs[index].dtype.is_floating_point
+
+    def reduced_together(self, read: Collection[int]) -> Mapping[int, frozenset[int]]:
+        """Return, for each of these parameters, those among them that are in one bucket of a reduction with it."""
+        asked = frozenset(read)
+        if asked != self._together[0]:  # mostly, each step reads the same
+            indices = sorted(asked)
+            buckets = reduce_buckets([self.specs[index] for index in indices])
+            members = [frozenset(indices[place] for place in bucket) for bucket in buckets]
+            self._together = asked, {index: bucket for bucket in members for index in bucket}
+        return self._together[1]
 
     def launch(self) -> None:
         """Start the all-gathers, unless they have been started or are done."""

@@ -66,14 +66,9 @@ class Reduction:
     """A reduction of a unit's gradients; unless it is ``alone``, all sums that wait for the replicas join it."""
 
     def __init__(
-        self,
-        gathered: Gathered,
-        grads: Mapping[int, Tensor],
-        alone: bool = False,
-        joins_partials: bool = True,
-        recording: object | None = None,
+        self, gathered: Gathered, grads: Mapping[int, Tensor], alone: bool = False, joins_partials: bool = True
     ) -> None:
-        self.gathered, self.recording = gathered, recording
+        self.gathered = gathered
         self._fqns = {gathered.params[index].fqn for index in grads} if alone else None
         self._in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] = []
         self._advanced = False
@@ -210,13 +205,16 @@ class Traffic:
         self._offloads = False  # gradients are being copied to the CPU, or will be
 
     def reduce(
-        self, gathered: Gathered, grads: Mapping[int, Tensor], cap: int, recording: object | None = None
-    ) -> None:
-        """Start a reduction, once fewer than ``cap`` are in flight, or add to the last one, if that is of one call."""
+        self, gathered: Gathered, grads: Mapping[int, Tensor], cap: int, begun: Reduction | None = None
+    ) -> Reduction:
+        """Add to the reduction that was ``begun``, if none came after it; else start one, once ``cap`` allows it.
+
+        Fewer than ``cap`` reductions are in flight when another one starts. Return the one that has the gradients.
+        """
         self._offloads |= gathered.unit.offload
-        if recording is not None and self._reductions and self._reductions[-1].recording is recording:
-            self._reductions[-1].add(grads)
-            return
+        if begun is not None and self._reductions and self._reductions[-1] is begun:
+            begun.add(grads)
+            return begun
         while len(self._reductions) >= cap:
             oldest = self._reductions.popleft()
             oldest.advance()
@@ -225,12 +223,8 @@ class Traffic:
                 self._over_replicas = oldest
             else:
                 oldest.complete()
-        self._reductions.append(Reduction(gathered, grads, recording=recording))
-
-    def close(self, recording: object) -> None:
-        """Note that a call has given all its gradients: another backward through it has a reduction of its own."""
-        if self._reductions and self._reductions[-1].recording is recording:
-            self._reductions[-1].recording = None
+        self._reductions.append(Reduction(gathered, grads))
+        return self._reductions[-1]
 
     def _complete_over_replicas(self) -> None:
         if self._over_replicas is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,8 @@ from torch.utils.weak import TensorWeakRef
 from .._torch_compat import autograd
 from ..core.hooks import LateHooks
 from ..core.unit import Unit
-from ..passes.buckets import reduce_buckets
 from .gathered import Gathered
-from .reduction import Traffic
+from .reduction import Reduction, Traffic
 
 
 @dataclass(eq=False)
@@ -132,22 +131,19 @@ class Recording:
         self.arrived: set[int] = set()
         self.grads: dict[int, Tensor] = {}
         self.delivered: set[int] = set()  # reduced already, or returned to autograd
-        self._buckets: dict[int, frozenset[int]] = {}
+        self.reduction: Reduction | None = None  # of its buckets that are complete, until all of them are
+        self._buckets: Mapping[int, frozenset[int]] = {}
 
     def bucket(self, index: int) -> frozenset[int]:
         """Return the parameters whose gradients travel together with that of this one; none if it is not to come."""
-        if index not in self._buckets:
-            read = sorted(self.read)
-            for places in reduce_buckets([self.call.gathered.specs[one] for one in read]):
-                members = frozenset(read[place] for place in places)
-                self._buckets.update(dict.fromkeys(members, members))
+        if not self._buckets:
+            self._buckets = self.call.gathered.reduced_together(self.read)
         return self._buckets.get(index, frozenset())
 
     def forget(self) -> None:
         """Reset to the state before a backward."""
-        self.arrived.clear()
-        self.grads.clear()
-        self.delivered.clear()
+        self.arrived, self.grads, self.delivered = set(), {}, set()
+        self.reduction, self._buckets = None, {}
 
 
 class Iteration:
