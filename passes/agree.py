@@ -10,7 +10,9 @@ alone may be recompiling, and a collective here would hang it.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
 import torch
 
@@ -26,14 +28,22 @@ class Agreement:
     The same parameters may be planned again, for another model or with other options: the k-th distinct plan of this
     rank is compared with the k-th of the others. A plan that equals an earlier one, as after a recompilation, does not
     count. A rank that got a graph from a compile cache ran a graph that it did not plan, so it has lost count of plans,
-    but not of graphs. A rank that followed another rank's graph has lost count of both, and compares nothing any more.
+    but not of graphs. A rank that ran a model eagerly has lost count of both, and compares no plan of its parameters.
     """
 
-    lost_count_in: World | None = None  # the world in which this rank followed another rank's graph
+    # The parameters of each model that this rank ran eagerly, with the world in which it did.
+    _ran_eagerly: ClassVar[set[tuple[World, frozenset[str]]]] = set()
 
     def __init__(self) -> None:
         self._planned: dict[str, list[str]] = {}
         self._world: World | None = None
+
+    @classmethod
+    def note_eager(cls, names: frozenset[str]) -> None:
+        """Note that this rank runs a model with these parameters eagerly, while others may compile it."""
+        store = compat.default_store()
+        if store is not None:
+            cls._ran_eagerly.add((world_of(store), names))
 
     def check(self, plan: Plan, groups: Iterable[str]) -> None:
         """Publish the plan, or raise when another rank of its process groups published a different one in its place.
@@ -49,14 +59,18 @@ class Agreement:
 
     def _check(self, plan: Plan, groups: Iterable[str]) -> None:
         store = compat.default_store()
-        if store is None or (world := world_of(store)) == Agreement.lost_count_in:
+        if store is None:
             return
+        world = world_of(store)
         if world != self._world:
             self._world, self._planned = world, {}
         # The key has the parameters that a step reads, and not which of them backward gathers again or from slices:
         # plans that differ only in that must have one key, so that they are compared.
         read = (*plan.regather, *plan.keep)
         fqns = sorted(read or (fqn for bucket in _buckets(plan) for fqn in bucket.fqns))
+        plain = {re.split("[:@]", fqn)[0] for fqn in fqns}
+        if any(of == world and names >= plain for of, names in self._ran_eagerly):
+            return
         for ranks in sorted({compat.group_ranks(group) for group in groups}):
             if len(ranks) > 1:
                 self._check_within(store, plan, fqns, ranks)

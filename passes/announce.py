@@ -6,8 +6,6 @@
 With the text, ranks can be compared (ledger.py). It also contains the plan of the step, which is otherwise unknown in a
 process where no pass ran because the graph came from a cache. The call takes microseconds. Its other arguments are
 inputs of the graph, so that it can stand first: one shard of each unit, which tells at run time whose units these are.
-A forward's text also lists what its backward will launch, by the plan of the step: a rank that follows the graph from
-the first step on cannot know that yet.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from .insert import ROLE, Role
 from .keep import STEP
 from .ledger import GraphText, Launch, Member, begin
 from .packing import pack
-from .plan import Bucket, Plan
+from .plan import Plan
 
 
 def announce(graph: fx.Graph, plan: Plan) -> int:
@@ -42,7 +40,6 @@ def announce(graph: fx.Graph, plan: Plan) -> int:
         tuple((name, member) for _, name, member in shards.values()),
         tuple(_as_text(launch, plan) for launch in launches),
         launches[0].meta.get(STEP, plan).packed(),
-        _launches_of_backward(graph, plan) if plan.stage == "forward" else None,
     )
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
         emit(graph, begin, [shard for shard, *_ in shards.values()] or inputs[:1], text.dumps())
@@ -54,35 +51,6 @@ def _as_text(launch: fx.Node, plan: Plan) -> Launch:
     bucket = (plan.gathers if role.kind == "gather" else plan.reduces)[role.bucket]
     kind, group = KIND_OF[launch.target], str(launch.args[-1])
     return Launch(kind, group, bucket.dtype, bucket.num_bytes, bucket.fqns, role.members)
-
-
-def _launches_of_backward(graph: fx.Graph, plan: Plan) -> tuple[Launch, ...] | None:
-    """Return what the backward of a forward graph will launch; None if the plan of the step does not tell it all."""
-    members: dict[str, Member] = {}
-    step: Plan | None = None
-    for node in graph.nodes:
-        role: Role | None = node.meta.get(ROLE)
-        if role is not None and role.kind == "gather":
-            members.update(zip(plan.gathers[role.bucket].fqns, role.members))
-            step = node.meta.get(STEP)
-    backward = None if step is None else step.backward
-    if backward is None:
-        return None
-    launches = []
-    for kind, index in backward.order:
-        bucket = (backward.gathers if kind == "gather" else backward.reduces)[index]
-        # With replicas, the place of the second launch (the sum over the replicas) is decided later.
-        if not members.keys() >= {*bucket.fqns} or bucket.num_replicas > 1:
-            return None
-        if bucket.num_ranks > 1:
-            launches.append(_planned(kind, bucket, tuple(members[fqn] for fqn in bucket.fqns)))
-    return tuple(launches)
-
-
-def _planned(kind: str, bucket: Bucket, members: tuple[Member, ...]) -> Launch:
-    """Describe a launch of a later graph; its group and the kind of its reduction are left to that graph's specs."""
-    planned = "all_gather" if kind == "gather" else "reduce"
-    return Launch(planned, "", bucket.dtype, bucket.num_bytes, bucket.fqns, members)
 
 
 def _input_behind(launch: fx.Node, place: int) -> fx.Node | None:

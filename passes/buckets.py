@@ -1,8 +1,14 @@
 """Choose which parameters of a unit travel together: a function of their specs, for graphs and the eager path.
 
-    weight   1.0 MiB        one all-gather of its own
-    bias     2.0 KiB   \\
-    scale    2.0 KiB   /    one all-gather of both
+    scale    2.0 KiB   \\
+    bias     2.0 KiB   /    first: one all-gather of both
+    up       1.0 MiB        then large parameters, each alone, as they were registered
+    down     1.0 MiB
+
+A unit's buckets stand in one order. Forward gathers them from the first to the last, backward gathers them again and
+reduces their gradients from the last to the first. So each path knows the order of a unit's collectives without knowing
+what the unit computes: small parameters are norms and biases, of which a block's forward needs one at once, and of
+which its backward has the last gradient at the end.
 """
 
 from __future__ import annotations
@@ -14,12 +20,12 @@ from .spec import ParamSpec
 
 
 def gather_buckets(specs: Sequence[ParamSpec]) -> list[list[int]]:
-    """Return which parameters of one unit share an all-gather: indices into ``specs``, in packing order."""
+    """Return the buckets of one unit's all-gathers in their order: indices into ``specs``, in packing order."""
     return _split(specs, gather_key, lambda spec: spec.gather_bytes)
 
 
 def reduce_buckets(specs: Sequence[ParamSpec]) -> list[list[int]]:
-    """Return which gradients of one unit share a reduction: indices into ``specs``, in packing order."""
+    """Return the buckets of one unit's reductions in the order of forward: indices into ``specs``, in packing order."""
     return _split(specs, reduce_key, lambda spec: spec.reduce_bytes)
 
 
@@ -45,10 +51,12 @@ def _split(
     # Sorted by place in the group and not by use, so that forward, backward and the eager path pack the same bytes.
     for index in sorted(range(len(specs)), key=lambda index: specs[index].order):
         by_key.setdefault(key(specs[index]), []).append(index)
-    buckets = []
+    small: list[list[int]] = []
+    large: list[list[int]] = []
     for indices in by_key.values():
         first = specs[indices[0]]
-        sizes = [num_bytes(specs[index]) for index in indices]
-        for chosen in split_into_buckets(sizes, first.bucketing, bucket_limits(first.backend)):
-            buckets.append([indices[place] for place in chosen])
-    return buckets
+        sizes, limits = [num_bytes(specs[index]) for index in indices], bucket_limits(first.backend)
+        for chosen in split_into_buckets(sizes, first.bucketing, limits):
+            is_large = len(chosen) == 1 and sizes[chosen[0]] > limits.small_bytes
+            (large if is_large else small).append([indices[place] for place in chosen])
+    return small + sorted(large, key=lambda bucket: specs[bucket[0]].order)

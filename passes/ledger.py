@@ -38,7 +38,7 @@ class Issued(NamedTuple):
     group: str
     address: int  # of the shard of the first parameter, which tells whose it is; 0 if unknown
     memory: object  # the storage there, held until the entry is drained, so that nothing else gets the address
-    units: tuple[Callable[[], Any], ...]  # weak references to the parameters' units, if known: one for all, or one each
+    unit: Callable[[], Any]  # a weak reference to the parameters' unit, if it is known
 
 
 class Called(NamedTuple):
@@ -81,23 +81,21 @@ class GraphText:
     firsts: tuple[tuple[str, Member], ...]
     launches: tuple[Launch, ...]
     plan: str = ""  # the packed plan of the step, or of a graph that was planned for itself
-    then: tuple[Launch, ...] | None = None  # in a forward: what its backward will launch, if that is known
 
     @property
     def groups(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(launch.group for launch in self.launches))
 
     def dumps(self) -> str:
-        then = None if self.then is None else _rows(self.then)
-        rows = [self.stage, self.step, self.firsts, _rows(self.launches), self.plan, then]
+        rows = [self.stage, self.step, self.firsts, _rows(self.launches), self.plan]
         said = json.dumps(rows, separators=(",", ":"))
         return hashlib.sha256(said.encode()).hexdigest()[:_DIGEST] + said
 
     @classmethod
     def loads(cls, text: str) -> GraphText:
-        stage, step, firsts, rows, plan, then = json.loads(text[_DIGEST:])
+        stage, step, firsts, rows, plan = json.loads(text[_DIGEST:])
         named = tuple((name, Member(*one)) for name, one in firsts)
-        return cls(stage, step, named, _launches(rows), plan, None if then is None else _launches(then))
+        return cls(stage, step, named, _launches(rows), plan)
 
 
 def _rows(launches: Iterable[Launch]) -> list[Any]:
@@ -134,14 +132,9 @@ class Ledger:
         self.alarm: Callable[[], None] | None = None
         self.explain: Callable[[RuntimeError], None] | None = None  # raises if somebody knows why a wait failed
         self.on_text: Callable[[GraphText], None] | None = None  # called with each text when it is new; may raise
-        # The first is called for each graph that runs for the first time since a unit was made, the second for each
-        # parameter that is gathered outside of graphs and units.
-        self.on_graph: Callable[[GraphText, tuple[int, ...]], None] | None = None
-        self.on_parameter: Callable[[int], None] | None = None
         # Called with each entry as it is issued, while a step is profiled.
         self.hear: Callable[[Issued | Called], None] | None = None
         self.num_begun = 0  # calls of graphs
-        self.made_at = 0  # num_begun when the last unit was made, which may take over the shards of an earlier one
         self._texts: dict[str, _Text] = {}  # by their digests
         # Graphs that ran, the last one last, with the addresses of the shards that they were given; num_begun then.
         self._ran: dict[tuple[_Text, tuple[int, ...]], int] = {}
@@ -162,18 +155,14 @@ class Ledger:
         self._texts.clear()
         self._ran.clear()
 
-    def note(
-        self, kind: str, specs: Sequence[ParamSpec], group: str, shard: Any = None, units: Sequence[Any] = ()
-    ) -> None:
-        """Record that a collective is launched now. This does not keep the ``units`` alive."""
+    def note(self, kind: str, specs: Sequence[ParamSpec], group: str, shard: Any = None, unit: Any = None) -> None:
+        """Record that a collective is launched now. This does not keep the ``unit`` alive."""
         if self.alarm is not None:
             self.alarm()
-        if not units and shard is not None and self.on_parameter is not None:
-            self.on_parameter(_address(shard))
         if self.is_kept or self.hear is not None:
             address = 0 if shard is None else _address(shard)
             memory = shard.untyped_storage() if address else None
-            self._write(Issued(kind, specs, group, address, memory, tuple(map(weakref.ref, units))))
+            self._write(Issued(kind, specs, group, address, memory, _nobody if unit is None else weakref.ref(unit)))
 
     def begin(self, shards: Sequence[Tensor], text: str) -> None:
         """Record that a graph is about to launch its first collective."""
@@ -190,12 +179,10 @@ class Ledger:
             shards = ()
         ran = known, tuple([_address(shard) for shard in shards])
         self.num_begun += 1
-        is_new = self._ran.pop(ran, 0) <= self.made_at
+        self._ran.pop(ran, None)  # the last one to run comes last
         if len(self._ran) >= _MOST:
             self._ran.clear()
         self._ran[ran] = self.num_begun
-        if is_new and self.on_graph is not None:
-            self.on_graph(known.read, ran[1])
         if self.is_kept or self.hear is not None:
             memory = [shard.untyped_storage() for shard, address in zip(shards, ran[1]) if address]
             self._write(Called(known.read, ran[1], memory, known.sequence() if self.is_kept else ()))
@@ -206,11 +193,6 @@ class Ledger:
         if self.is_kept:
             self.entries.append(entry)
 
-    @property
-    def has_run(self) -> bool:
-        """Whether any compiled graph of ours ran."""
-        return bool(self._ran)
-
     def ran(self, since: int = 0) -> Iterator[tuple[GraphText, tuple[int, ...]]]:
         """Yield the graphs that ran, the last one first, with the addresses of the first shards of their units.
 
@@ -220,6 +202,10 @@ class Ledger:
         for (known, addresses), number in reversed(list(self._ran.items())):  # backward may run on another thread
             if number > since:
                 yield known.read, addresses
+
+
+def _nobody() -> None:
+    """Stand for a reference to a unit that is not known."""
 
 
 def _address(shard: Tensor) -> int:

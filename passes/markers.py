@@ -32,7 +32,8 @@ _SPEC = (
     "str fqn, str unit, int order, int[] size, int dim, int num_shards, int local_length, str group, str backend, "
     "ScalarType dtype, ScalarType reduce_dtype, ScalarType grad_dtype, bool regather, str reduce_op, float predivide, "
     "float postdivide, str reduction, str bucketing, str replicate_group, int num_replicas, int inner_shards, "
-    "str inner_group, int inner_rank, bool inner_offered, int part, str device, bool pinned, str step"
+    "str inner_group, int inner_rank, bool inner_offered, int part, str device, bool pinned, "
+    "bool is_table, str step"
 )
 
 _BACKWARD = 'Tensor? leaf=None, Tensor? ticket=None, str then="reduce"'

@@ -7,11 +7,12 @@
 
 A unit's gathers are launched when the unit before it begins to compute, not earlier: a gather that is early holds
 memory. Compute that needs no launch comes first, beside the first unit's gathers. A reduction is launched as soon as
-its gradients are there, and waited for when the next unit has launched its own; if that wait starts the all-reduce over
-replicas, the all-reduce is waited for one unit later still. If the last gradient is a large one, such as an
-embedding's, all reductions are waited for before it is computed: the gradients of the whole model are alive beside it.
-Everything else keeps its order. In a graph with several phases (a whole step), each phase is ordered like a graph of
-its own: the first unit of backward is launched when backward begins, and not while forward still holds it.
+its gradients are there, and waited for when the next unit has launched its own. With replicas, it is waited for before
+that, since the wait starts the all-reduce over the replicas, which is waited for one unit later. If the last gradient
+is a large one, such as an embedding's, all reductions are waited for before it is computed: the gradients of the whole
+model are alive beside it. Everything else keeps its order. In a graph with several phases (a whole step), each phase is
+ordered like a graph of its own: the first unit of backward is launched when backward begins, and not while forward
+still holds it.
 
 Launches are in the plan's order, gathers and reductions alike, wherever compute went: two ranks that launch in
 different orders hang. So what a launch sends may be computed earlier because a later launch is due, and a reduction
@@ -22,6 +23,7 @@ order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 
 from torch import fx
 
@@ -91,18 +93,19 @@ class Items:
         return [item for item in reached if self.role[item] is None]
 
     def _find_large_end(self) -> fx.Node | None:
-        """Return the node that computes the last gradient, if it is larger than all gradients of the unit before it.
+        """Return the node of the last unit's largest gradient, if that is larger than all gradients of the unit before.
 
         If it is smaller, the peak of memory is not there, and reductions may stay in flight: compute hides them.
         """
         first = [item for item in self.reductions if item not in self.seconds]
-        if len(first) < 2:
+        launches = sorted(first, key=lambda item: self.reductions[item].turn, reverse=True)
+        units = [(unit, [*its]) for unit, its in groupby(launches, key=lambda item: self.reductions[item].unit)]
+        if len(units) < 2:
             return None
-        launches = sorted(first, key=lambda item: self.reductions[item].turn)
-        *others, last = map(self.reductions.__getitem__, launches)
-        if last.num_bytes <= sum(role.num_bytes for role in others if role.unit == others[-1].unit):
+        largest = max(units[0][1], key=lambda item: self.reductions[item].num_bytes)
+        if self.reductions[largest].num_bytes <= sum(self.reductions[item].num_bytes for item in units[1][1]):
             return None
-        return max(self.sends[launches[-1]], key=self.position.__getitem__, default=None)
+        return max(self.sends[largest], key=self.position.__getitem__, default=None)
 
     def _last_launch_needed(self) -> dict[fx.Node, int]:
         """Return for each item the last turn among the launches that it depends on; -1 if it needs none."""
@@ -302,7 +305,8 @@ class _Schedule:
         """Launch the reductions that have their turn and their gradients; wait for those of the unit before."""
         while self._waiting and self._waiting[0] in self.items.reductions and self._ready(self._waiting[0]):
             self._launch(self._waiting.pop(0))
-        self._settle()
+        if self._launched:
+            self._settle(self.items.reductions[self._launched[-1]].unit)
 
     def drain(self) -> None:
         """Launch the reductions that have their turn and their gradients; wait for all that are in flight."""
@@ -340,20 +344,19 @@ class _Schedule:
                 self.done.append(top)
 
     def _launch(self, launch: fx.Node) -> None:
+        unit = self.items.reductions[launch].unit if launch in self.items.reductions else ""
+        if unit and self.items.second_of:
+            self._settle(unit)  # a unit's sums over the replicas are launched before the next unit's reductions
         self.emit(launch)
-        if launch in self.items.reductions:
+        if unit:
             self._launched.append(launch)
-            if self.items.second_of:
-                self._settle()  # second launches follow: they are placed by this one, whatever is ready
 
-    def _settle(self) -> None:
-        """Wait for the reductions that were launched while an earlier unit was reduced."""
-        for launch in self._launched:
-            unit = self.items.reductions[launch].unit
-            while self._in_flight and self._in_flight[0][1] != unit:
-                self._complete(self._in_flight.pop(0)[0], unit)
-            self._in_flight.append((launch, unit))
+    def _settle(self, unit: str) -> None:
+        """Wait for the reductions that are in flight since an earlier unit than this one was reduced."""
+        self._in_flight += [(launch, self.items.reductions[launch].unit) for launch in self._launched]
         self._launched.clear()
+        while self._in_flight and self._in_flight[0][1] != unit:
+            self._complete(self._in_flight.pop(0)[0], unit)
 
     def _complete(self, launch: fx.Node, unit: str) -> None:
         """Wait for a reduction; if its bucket has a second one, launch that, which is in flight from here on."""

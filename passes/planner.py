@@ -21,7 +21,8 @@ graph as if it had been cut between its phases.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import itemgetter
 
 import torch
 from torch import fx
@@ -38,11 +39,11 @@ from .plan import Bucket, Plan
 from .provenance import Marker, by_unit, find_reduces, find_unshards, reduce_nodes, unshard_nodes
 from .slices import keep_slice, slice_these, whole_of
 from .spec import ParamSpec
-from .structure import Structure, Turn, structure_of
+from .structure import Structure, encloses, structure_of
 from .views import passes_on
 
 # Where a bucket is to be launched: a place in a graph, and what tells two of one place apart.
-Place = tuple[int, int, int, str]
+Place = tuple[int | str, ...]
 
 
 def plan_joint(graph: fx.Graph, lookahead: int = 1) -> Plan:
@@ -69,7 +70,7 @@ def plan_joint(graph: fx.Graph, lookahead: int = 1) -> Plan:
             "forward",
             [one for one in unshards if one.node in structure.in_forward],
             [],
-            lambda one: (_first_read(one.node, place), 0),
+            lambda one: (_first_read(one.node, place),),
             lambda one: 0,
             lookahead=lookahead,
         ),
@@ -141,7 +142,7 @@ def plan_whole(graph: fx.Graph) -> Plan:
         gathers = [one for one in unshards if phase_of(one.node) == phase]
         reductions = [one for one in reduces if phase_of(one.node) == phase]
         one_phase = _plan(
-            "whole", gathers, reductions, lambda one: (needed[one.node], 0), lambda one: place[one.node], phase
+            "whole", gathers, reductions, lambda one: (needed[one.node],), lambda one: place[one.node], phase
         )
         offsets = {"gather": len(plan.gathers), "reduce": len(plan.reduces)}
         plan = dataclasses.replace(
@@ -171,7 +172,7 @@ def plan_graph(graph: fx.Graph, stage: str) -> Plan:
         return _present(planned, unshards, reduces)
     place = {node: index for index, node in enumerate(graph.nodes)}
     return _plan(
-        stage, unshards, reduces, lambda one: (_first_read(one.node, place), 0), lambda one: _computed(one.shard, place)
+        stage, unshards, reduces, lambda one: (_first_read(one.node, place),), lambda one: _computed(one.shard, place)
     )
 
 
@@ -227,26 +228,16 @@ def _plan(
     stage: str,
     unshards: Sequence[Marker],
     reduces: Sequence[Marker],
-    read_at: Callable[[Marker], Turn],
+    read_at: Callable[[Marker], tuple[int, ...]],
     computed_at: Callable[[Marker], int],
     phase: int = 0,
     kept: Mapping[str, int] | None = None,
     lookahead: int = 1,
 ) -> Plan:
     """``kept`` says where the graph has the first gradient of each unit that it finds gathered."""
-    # A gather is launched for its first member, a reduction once its last member's gradient is there.
-    gathers = _placed_buckets(
-        with_neighbours(unshards, lambda one: (*read_at(one), *_tie(one)), small_end=0),
-        gather_buckets,
-        gather_bucket,
-        lambda members: min((*read_at(one), *_tie(one)) for one in members),
-    )
-    reductions = _placed_buckets(
-        with_neighbours(reduces, lambda one: (computed_at(one), 0, *_tie(one)), small_end=-1),
-        reduce_buckets,
-        reduce_bucket,
-        lambda members: max((computed_at(one), 0, *_tie(one)) for one in members),
-    )
+    backwards = stage == "backward" or is_backward(phase)
+    gathers = _placed_gathers(unshards, lambda one: (*read_at(one), *_tie(one)), backwards)
+    reductions = _placed_reductions(reduces, lambda one: (computed_at(one), *_tie(one)))
     plan = Plan(
         stage=stage,
         gathers=tuple(dataclasses.replace(bucket, phase=phase) for _, bucket in gathers),
@@ -255,12 +246,12 @@ def _plan(
     )
     gathered = {one.unit for one in unshards}
     found = [place for unit, place in (kept or {}).items() if unit not in gathered]
-    order = _order(gathers, [place[0] for place, _ in reductions], sorted(found), plan.lookahead)
+    order = _order(gathers, [place for place, _ in reductions], sorted(found), plan.lookahead)
     return dataclasses.replace(plan, order=order)
 
 
 def _order(
-    gathers: Sequence[tuple[Place, Bucket]], computed: Sequence[int], found: Sequence[int], lookahead: int
+    gathers: Sequence[tuple[int, Bucket]], computed: Sequence[int], found: Sequence[int], lookahead: int
 ) -> tuple[tuple[str, int], ...]:
     """Every launch in one order: a unit's gathers where the unit before it begins, reductions where they are ready.
 
@@ -268,7 +259,7 @@ def _order(
     """
     begins: list[int] = []  # of each unit in turn: where it is first read
     turns: list[int] = []  # of each gather
-    for index, ((place, *_), bucket) in enumerate(gathers):
+    for index, (place, bucket) in enumerate(gathers):
         if index == 0 or bucket.unit != gathers[index - 1][1].unit:
             begins.append(place)
         turns.append(len(begins) - 1)
@@ -310,18 +301,47 @@ def _bucket(
     )
 
 
-def _placed_buckets(
-    found: Sequence[Marker],
-    split: Callable[[Sequence[ParamSpec]], list[list[int]]],
-    bucket_of: Callable[[str, Sequence[Marker]], Bucket],
-    placed_at: Callable[[Iterable[Marker]], Place],
-) -> list[tuple[Place, Bucket]]:
-    buckets: list[tuple[Place, Bucket]] = []
-    for unit, members in by_unit(found).items():
-        for indices in split([marker.spec for marker in members]):
+def _placed_gathers(
+    found: Sequence[Marker], read_at: Callable[[Marker], Place], backwards: bool
+) -> list[tuple[int, Bucket]]:
+    """Return the gathers in the order of launch, each with the place in the graph that it is for.
+
+    A unit is gathered as a whole where it, or a unit inside it, is first read, as on the eager path, where that is the
+    begin of its forward. But a model's root comes in parts in forward, each where it is read.
+    """
+    units = by_unit(with_neighbours(found, read_at, small_end=0))
+    first = {unit: min(map(read_at, members)) for unit, members in units.items()}
+    read: list[tuple[Place, int, int, Bucket]] = []
+    for unit, members in units.items():
+        inner = [first[other] for other in units if encloses(unit, other)]
+        in_parts = not backwards and bool(inner) and not any(encloses(outer, unit) for outer in units)
+        depth = sum(encloses(outer, unit) for outer in units)
+        for number, indices in enumerate(gather_buckets([one.spec for one in members])):
             chosen = [members[index] for index in indices]
-            buckets.append((placed_at(chosen), bucket_of(unit, chosen)))
-    return sorted(buckets, key=lambda placed: placed[0])
+            place = min(map(read_at, chosen)) if in_parts else min([first[unit], *inner])
+            read.append((place, depth, -number if backwards else number, gather_bucket(unit, chosen)))
+    placed: list[tuple[int, Bucket]] = []
+    for place, _, _, bucket in sorted(read, key=lambda one: one[:3]):
+        assert isinstance(place[0], int)
+        placed.append((place[0], bucket))
+    return placed
+
+
+def _placed_reductions(
+    found: Sequence[Marker], computed_at: Callable[[Marker], Place]
+) -> list[tuple[int, Bucket]]:
+    """Return the reductions in the order of launch, each with the place in the graph where its gradients are there.
+
+    A unit's buckets have their own order, so a reduction waits for those before it.
+    """
+    placed: list[tuple[Place, Bucket]] = []
+    for unit, members in by_unit(with_neighbours(found, computed_at, small_end=-1)).items():
+        ready: Place = ()
+        for indices in reversed(reduce_buckets([one.spec for one in members])):
+            chosen = [members[index] for index in indices]
+            ready = max(ready, *map(computed_at, chosen))
+            placed.append((ready, reduce_bucket(unit, chosen)))
+    return [(place, bucket) for (place, *_), bucket in sorted(placed, key=itemgetter(0))]  # type: ignore[misc]
 
 
 def _first_read(gathered: fx.Node, place: Mapping[fx.Node, int]) -> int:

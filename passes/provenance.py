@@ -218,7 +218,7 @@ def _write_names(parameters: list[list[fx.Node]]) -> None:
     """Write the names of each parameter and its unit on all of its markers, if a reader tells them."""
     members: dict[str, dict[str, list[str]]] = {}  # in a unit of several modules: paths of each member, as they come
     named = []
-    found = [(readers, best) for readers in parameters if (best := _best_prefix(readers)) is not None]
+    found = _prefixes(parameters)
     one_model = len({model for _, (model, _) in found if model}) <= 1
     for readers, (model, path) in found:
         prefix = path if one_model else ".".join(filter(None, (model, path)))
@@ -236,8 +236,31 @@ def _write_names(parameters: list[list[fx.Node]]) -> None:
             node.meta[_UNIT] = ", ".join(paths[place] for _, paths in siblings if place < len(paths))
 
 
-def _best_prefix(readers: list[fx.Node]) -> tuple[str, str] | None:
-    """Return the model and the unit's path in it, by the reader that agrees best with the FQN; None without a path."""
+def _prefixes(parameters: list[list[fx.Node]]) -> list[tuple[list[fx.Node], tuple[str, str]]]:
+    """Return the readers of each parameter with its model and its unit's path there, of those that have a path.
+
+    A tied weight may have no reader under the name that it has in its unit, as T5's ``shared``. Its unit is then the
+    innermost of its class around the reader.
+    """
+    best = [(readers, one) for readers in parameters if (one := _best_prefix(readers)) is not None]
+    known: dict[str, set[tuple[str, str]]] = {}
+    for readers, (is_sure, *place) in best:
+        if is_sure:
+            known.setdefault(str(readers[0].kwargs["unit"]), set()).add((place[0], place[1]))
+    found = []
+    for readers, (is_sure, model, path) in best:
+        around = known.get(str(readers[0].kwargs["unit"]), ()) if not is_sure else ()
+        paths = [one for of, one in around if of == model and (not one or f"{path}.".startswith(f"{one}."))]
+        found.append((readers, (model, max(paths, key=len, default=path))))
+    return found
+
+
+def _best_prefix(readers: list[fx.Node]) -> tuple[bool, str, str] | None:
+    """Return the model and the unit's path in it, by the reader that agrees best with the FQN; None without a path.
+
+    The first value says whether a reader agrees at all.
+    """
+    owner: list[str] = []
     best: tuple[int, str, str] | None = None
     for node in readers:
         found = _reader_path(node)
@@ -248,14 +271,15 @@ def _best_prefix(readers: list[fx.Node]) -> tuple[str, str] | None:
         agreement, prefix = _strip(path, without_wrappers(owner))
         if best is None or agreement > best[0]:
             best = (agreement, model, prefix)
-    return None if best is None else best[1:]
+    return None if best is None else (best[0] > 0 or not owner, *best[1:])
 
 
 def _strip(path: list[str], owner: list[str]) -> tuple[int, str]:
-    """Take the longest head of ``owner`` off the tail of ``path``; return (components taken, what is left)."""
+    """Find the longest head of ``owner`` in ``path``; return (components found, what stands before them)."""
     for length in range(min(len(owner), len(path)), 0, -1):
-        if path[len(path) - length :] == owner[:length]:
-            return length, ".".join(path[: len(path) - length])
+        for start in range(len(path) - length, -1, -1):
+            if path[start : start + length] == owner[:length]:
+                return length, ".".join(path[:start])
     return 0, ".".join(path)
 
 

@@ -1,7 +1,7 @@
 """Why a parameter is kept from forward to backward, gathered again, or not needed there.
 
-    y  = addmm(b0, x, t(w0))      w0, b0   not needed   frozen, and x takes no gradient: none comes to their bucket
-    z  = addmm(b1, y, t(w1))      b1       again        its bucket is gathered again
+    y  = addmm(b0, x, t(w0))      w0, b0   not needed   frozen, and x takes no gradient: none comes to their unit
+    z  = addmm(b1, y, t(w1))      b1       again        its unit is gathered again
     gy = mm(gz, w1)               w1       again        a gradient reads it
 
 The decision is the plan's (plan.py); this says what it followed from.
@@ -80,13 +80,13 @@ def _why_needed(gather: fx.Node, structure: Structure, made: set[fx.Node]) -> st
     if _reached(gather, lambda user: user.meta.get("recompute") in RECOMPUTED):
         return "a checkpointed region reads it"
     reads = _reached(gather, lambda user: user in structure.fed)
-    return "a gradient reads it" if reads else "its bucket is gathered again"
+    return "a gradient reads it" if reads else "its unit is gathered again"
 
 
 def _why_not(gather: fx.Node) -> str:
     if is_sliced(gather):
         return "a slice of it is kept"
-    return "no gradient comes to its bucket"
+    return "its rows are looked up" if gather.kwargs["is_table"] else "no gradient comes to its unit"
 
 
 def _reached(gather: fx.Node, wanted: Callable[[fx.Node], bool]) -> bool:

@@ -61,6 +61,8 @@ class ParamSpec:
     # and computed on, empty for other shards; and whether the gradient is to be in pinned memory.
     device: str = ""
     pinned: bool = False
+    # Whether its modules only look rows of it up: backward needs their numbers, and gathers no table again.
+    is_table: bool = False
     # Id of the plan of the step, given or written by a pass: caches tell graphs of two plans apart by it.
     step: str = ""
 

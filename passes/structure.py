@@ -5,15 +5,16 @@
     y = add(mm(x, v), b)             reads a matrix     the product is saved or not needed, never computed again
     z = mul(xhat, g)                 reads a vector     saved or computed again, as the partitioner likes
     --- backward ---
-    gz = ...                         backward arrives at the bucket of w, b and g: from here on it may be needed
+    gz = ...                         backward arrives at the unit of w, b and g: from here on it may need them
     gx = mm(gy, t(v))
 
 Ranks have batches of different sizes, so neither what a graph reads nor what the partitioner saves may decide on
-collectives. A bucket is gathered again as a whole, whether or not a formula reads each weight, where backward arrives
-at it: at the last operation with one of its weights that a gradient comes to. Autograd numbers operations as forward
-runs them, and goes through them from the highest number to the lowest. Two kinds of buckets are not gathered again:
-what is only looked up, as an embedding, and what no gradient comes to, as frozen layers before the first one that
-trains. What another unit's backward would compute of a weight before that is saved.
+collectives. A unit is gathered again as a whole, whether or not a formula reads each weight, where backward arrives at
+it: at the last operation with one of its weights, or with one of a unit inside it, that a gradient comes to. Autograd
+numbers operations as forward runs them, and goes through them from the highest number to the lowest. Units that no
+gradient comes to, as frozen layers before the first one that trains, are not gathered again, nor are the tables of
+embeddings. What another unit's backward would compute of a weight before its unit's turn is saved. The eager path
+gathers the same where backward arrives at a unit's outputs.
 """
 
 from __future__ import annotations
@@ -29,24 +30,21 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from . import _torch_compat as compat
 from . import markers
-from .buckets import gather_buckets
 from .provenance import Marker, by_unit, find_reduces, find_unshards, unshard_nodes
 from .slices import is_sliced, keep_slice, whole_of
 from .tags import AC_GRAPH_ID
-from .views import CASTS, LOOKUPS, aten, passes_on
+from .views import CASTS, aten, passes_on
 
 RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 _OURS = (markers.unshard, markers.reduce_grad, markers.beside, markers.resume, keep_slice)
 _NOTHING = -1  # no operation's number
 
-# The gradient of what they look up needs the rows' numbers, and not the table.
-_LOOKUPS = (*LOOKUPS, *compat.EMBEDDING_BAGS)
 # What a gradient does not flow through.
 _CUTS = (aten.detach.default, aten.alias.default)
 
 Weights = frozenset[fx.Node]  # gathers
-# The place of the first node of backward that may need a bucket, and what tells buckets of one place apart.
-Turn = tuple[int, int]
+# The place of the first node of backward that may need a unit, and what tells units of one place apart.
+Turn = tuple[int, int, int]
 _NONE: Weights = frozenset()
 
 
@@ -86,7 +84,7 @@ def structure_of(graph: fx.Graph) -> Structure:
     saved = _saved(graph, of_weights, forward - backward, turns)
     saved, needed = _read_ahead(graph, place, of_weights, backward, forward - backward, saved, since)
     again = {
-        node: min(turns.get(node, (len(place), 0)), (needed[node], 0))
+        node: min(turns.get(node, (len(place), 0, 0)), (needed[node], 0, 0))
         for node in graph.nodes
         if node in gathers and (node in turns or needed[node] < len(place))
     }
@@ -160,25 +158,34 @@ def _turns(
 ) -> tuple[dict[fx.Node, Turn], dict[fx.Node, int]]:
     """Return the turn of each weight that backward gathers again, and the last turn of another unit before its unit's.
 
-    The turn is where backward arrives at the weight's bucket.
+    The turn is where backward arrives at the weight's unit.
     """
-    numbers: dict[fx.Node, int] = {}
-    for members in by_unit(gathers).values():
-        for bucket in gather_buckets([one.spec for one in members]):
-            last = max(wanted.get(members[index].node, _NOTHING) for index in bucket)
-            numbers.update((members[index].node, last) for index in bucket if last > _NOTHING)
+    # But a checkpointed region looks rows up once more.
+    tables = {one.node for one in gathers if one.spec.is_table and not any(map(_is_recomputed, one.node.users))}
+    units = by_unit(one for one in gathers if one.node not in tables)
+    own = {unit: max(wanted.get(one.node, _NOTHING) for one in members) for unit, members in units.items()}
     reached: list[tuple[int, int]] = []  # ever lower numbers, negated, and the places where backward comes to them
     for node, at in place.items():
         number = node.meta.get("seq_nr")
         if number is not None and node in backward and (not reached or -number > reached[-1][0]):
             reached.append((-number, at))
-    turns = {}
-    for node, last in numbers.items():
-        first = bisect_left(reached, (-last, 0))
-        turns[node] = (reached[first][1] if first < len(reached) else len(place) - 1, -last)
+    turns: dict[fx.Node, Turn] = {}
+    for unit, members in units.items():
+        last = max(number for inner, number in own.items() if inner == unit or encloses(unit, inner))
+        if last > _NOTHING:
+            first = bisect_left(reached, (-last, 0))
+            at = reached[first][1] if first < len(reached) else len(place) - 1
+            turn = at, -last, sum(encloses(outer, unit) for outer in units)
+            turns.update((one.node, turn) for one in members)
     events = [(turns[one.node][0], one.unit) for one in gathers if one.node in turns]
     of_others = _last_of_others([*events, *((place[one.node], one.unit) for one in reduces)])
     return turns, {one.node: of_others[one.unit] for one in gathers if one.node in turns}
+
+
+def encloses(outer: str, inner: str) -> bool:
+    """Whether one unit is inside another one, by their paths in the model."""
+    paths, path = outer.partition(":")[2].split(", "), inner.partition(":")[2]
+    return any(path.startswith(f"{one}.") if one else path != "" for one in paths)
 
 
 def _last_of_others(events: list[tuple[int, str]]) -> dict[str, int]:
@@ -205,16 +212,15 @@ def _wanted_for(
     """Return for each weight, and each node that checkpointing computes again, the last operation that may need it.
 
     Autograd's number stands for the operation. Backward may need a weight for an operation that reads it, if a gradient
-    comes to that and it is no lookup. In a checkpointed region, backward first runs the region once more, and so may
-    need the weight for the region's later operations. Weights that no operation needs are left out.
+    comes to that. In a checkpointed region, backward first runs the region once more, and so may need the weight for
+    the region's later operations. Weights that no operation needs are left out.
     """
     numbers: dict[fx.Node, int] = {}
     number = 0
     for node in graph.nodes:
         if node not in backward:
             number = max(number, node.meta.get("seq_nr", number))
-            looks_up = node.target in _LOOKUPS and node.args[0] in of_weights
-            numbers[node] = _NOTHING if looks_up or flowing.isdisjoint(node.all_input_nodes) else number
+            numbers[node] = _NOTHING if flowing.isdisjoint(node.all_input_nodes) else number
     wanted: dict[fx.Node, int] = {}
     for node in reversed(graph.nodes):
         if node in of_weights:

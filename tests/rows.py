@@ -718,8 +718,8 @@ ROWS = (
         "HSDP",
         (
             "test_meshes.py::test_replicas_of_shards_train_like_the_unsharded_model",
-            "test_meshes.py::test_a_bucket_is_all_reduced_after_the_next_one_was_reduced",
-            "test_passes.py::test_replicas_reduce_one_unit_later_and_are_waited_for_another_one_later",
+            "test_meshes.py::test_a_bucket_is_all_reduced_before_the_next_unit_is_reduced",
+            "test_passes.py::test_sums_over_replicas_are_launched_before_the_next_reduction_and_waited_for_one_later",
         ),
         "Streams: gpu.",
     ),

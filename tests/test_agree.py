@@ -47,4 +47,4 @@ def test_a_graph_is_compared_before_its_first_launch() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="in another order"):
             of_ranks[1].begin([], _text("f", "e").dumps())
-    assert not of_ranks[1].has_run
+    assert not [*of_ranks[1].ran()]

@@ -98,7 +98,7 @@ def test_gathers_run_one_block_ahead_and_reductions_one_behind(two_ranks: Ranks)
     for in_forward, in_backward in two_ranks.run(_order):
         assert in_forward == (
             "gather root, have root, gather 0, have 0, gather 1, compute 0, have 1, gather 2, compute 1, "
-            "have 2, compute 2"
+            "have 2, gather root, gather root, compute 2, have root, have root"
         )
         assert in_backward == (
             "gather 2, backward root, reduce root, "

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -28,10 +27,8 @@ from fsdp_compile.passes.trial import Trial, trial_of
 from tests.comparing import batches, train_and_compare
 from tests.models import Stack, pair, shard
 from tests.ranks import Ranks
-from tests.recording import recorded
 from tests.test_cost import TOY
 from tests.test_passes import Builder, spec
-from tests.test_route import NUM_STEPS, Case, train
 
 aten = torch.ops.aten
 KIB = 1 << 10
@@ -331,72 +328,3 @@ def test_slices_train_like_the_unsharded_model(four_ranks: Ranks, backend: str) 
     found = four_ranks.run(_trained, backend)
     assert all(plan.slices == found[0][0].slices and plan.slices for plan, _ in found)
     assert {*found[0][1]} >= {2}
-
-
-def _all_sliced(make: Callable[[], Any], how: str = "stance", backend: str = "passes", **options: Any) -> list[int]:
-    """Train by a plan whose backward gathers every parameter from slices, whatever its unit was told."""
-    plan, _ = planned(shard(make(), reshard_after_forward=True))
-    backward = plan.backward
-    assert backward is not None and "norm.weight" in {*plan.regather}  # of the root
-    few = tuple(dataclasses.replace(bucket, num_ranks=2) for bucket in backward.gathers)
-    fqns = tuple(fqn for bucket in few for fqn in bucket.fqns)
-    followed = dataclasses.replace(plan, slices=fqns, backward=dataclasses.replace(backward, gathers=few))
-    with recorded() as seen:
-        counts = train(Case(make, how=how, backend=backend, plan=followed, options=options))
-    plans = [one.plan for one in seen if one.stage == "joint"]
-    assert all(plan.slices for plan in plans)
-    assert plans or dist.get_rank()  # rank 1 may compile nothing
-    return counts
-
-
-@pytest.mark.parametrize(
-    ("how", "backend"),
-    [
-        pytest.param("stance", "passes", marks=pytest.mark.more),
-        pytest.param("never", "passes", marks=pytest.mark.slow),
-        pytest.param("limit", "inductor", marks=pytest.mark.slow),
-    ],
-)
-def test_a_rank_that_runs_eagerly_keeps_and_gathers_slices_too(four_ranks: Ranks, how: str, backend: str) -> None:
-    counts = four_ranks.run(_all_sliced, partial(Stack, 4), how, backend)
-    assert max(counts[1]) > max(counts[0]) and len(counts[0]) == NUM_STEPS
-
-
-@pytest.mark.slow
-def test_it_does_where_embeddings_are_tied(four_ranks: Ranks) -> None:
-    counts = four_ranks.run(_all_sliced, partial(Stack, 4, tied=True))
-    assert max(counts[1]) > max(counts[0])
-
-
-@pytest.mark.more
-def test_it_does_of_a_unit_that_is_not_resharded_behind_forward(four_ranks: Ranks) -> None:
-    stays, falls_back, *_ = four_ranks.run(_all_sliced, partial(Stack, 2))  # the root, if nobody says so
-    assert max(falls_back) > max(stays)
-
-
-class Lent(nn.Module):
-    """Gives its weight away, for whoever calls it to compute with."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(dim, dim) / 4)
-
-    def forward(self) -> Tensor:
-        return self.weight
-
-
-class Borrowing(Stack):
-    """Its layers have nothing but weights."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = torch.tanh(F.linear(x, layer()))
-        return self.head(self.norm(x))
-
-
-@pytest.mark.slow
-def test_it_does_of_a_weight_that_a_unit_returns(four_ranks: Ranks) -> None:
-    run = partial(_all_sliced, reshard_after_forward=True)
-    stays, falls_back, *_ = four_ranks.run(run, partial(Borrowing, 2, block=Lent))
-    assert max(falls_back) > max(stays)

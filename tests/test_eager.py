@@ -32,7 +32,7 @@ from tests.comparing import (
     train_and_compare,
 )
 from tests.compiling import compile_blocks, compiled
-from tests.models import Block, Stack, mesh_of, pair, shard
+from tests.models import Block, Stack, mesh_of, pair, shard, twins
 from tests.ranks import Ranks
 from tests.recording import GATHER, REDUCE, Collectives, Wire, let_threads_rest
 
@@ -156,7 +156,7 @@ def _storages(model: nn.Module) -> dict[str, int]:
     held = {}
     for run in map(running, units_in(model)):
         fulls = [] if run.gathered is None or run.gathered.fulls is None else run.gathered.fulls
-        held[run.unit.name] = sum(tensor.untyped_storage().nbytes() for tensor in fulls)
+        held[run.unit.name] = sum(tensor.untyped_storage().nbytes() for tensor in fulls if tensor is not None)
     return held
 
 
@@ -305,7 +305,7 @@ def test_a_bucket_is_reduced_when_its_gradients_are_there_as_in_a_graph(two_rank
     for eagerly, in_graph in zip(two_ranks.run(_reductions, None), two_ranks.run(_reductions, backend), strict=True):
         assert eagerly == in_graph
         sizes = [sizes for name, sizes in eagerly if "all_to_all" in name]
-        assert sizes[0] == sizes[4] and sizes[2] == sizes[3] and len(sizes) == 5  # head, norm, two layers, embedding
+        assert sizes[0] == sizes[3] and sizes[1] == sizes[2] and len(sizes) == 5  # head, two layers, embedding, norm
 
 
 def _no_sync(reshard: bool) -> None:
@@ -951,6 +951,114 @@ class Recorder(nn.Module):
     def forward(self, inputs: list[Any]) -> Any:
         out = inputs[0] * self.scale
         return [out, inputs] if len(inputs) > 1 else out
+
+
+class PartlyFrozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: Any) -> Tensor:
+        return x[0] * self.scale + self.shift
+
+
+def _circle_into_a_partly_frozen_unit() -> None:
+    model = fully_shard(PartlyFrozen())
+    circle: list[Any] = [torch.ones(4)]
+    circle.append(circle)
+    with pytest.raises(RuntimeError, match="circular"):
+        model(circle)
+    assert isinstance(model.scale, DTensor)
+    assert not running(unit_of(model)).calls and not running(unit_of(model)).iteration.depth
+
+
+def test_a_forward_that_is_refused_has_not_begun(two_ranks: Ranks) -> None:
+    two_ranks.run(_circle_into_a_partly_frozen_unit)
+
+
+def _reads_after_a_free() -> None:
+    unsharded, model = pair()
+    layer, embed = model.layers[0], fully_shard(nn.Embedding(6, 4))
+    expected = unsharded.layers[0].up.weight.norm()
+    loss = local_loss(model, 0)
+    layer.unshard()
+    torch.testing.assert_close(layer.up.weight.norm(), expected)
+    loss.backward()  # frees
+    torch.testing.assert_close(layer.up.weight.norm(), expected)
+    layer.reshard()
+
+    embed.unshard()
+    before = embed.weight.sum().item()
+    with torch.no_grad():
+        for param in embed.parameters():
+            param.add_(1)
+    embed.unshard()
+    assert abs(embed.weight.sum().item() - before - 24) < 1e-3
+
+
+def test_a_read_gives_what_is_gathered_now(two_ranks: Ranks) -> None:
+    two_ranks.run(_reads_after_a_free)
+
+
+class Written(nn.Module):
+    """A root that writes a tensor under a parameter's name, and reads on behind the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 2.0))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale
+        self._parameters["scale"] = scale * 3  # type: ignore[assignment]
+        for layer in self.layers:
+            x = layer(x * self.scale)
+        return self.head(x) * scale
+
+
+def _written_under_a_name() -> None:
+    unsharded, model = twins(Written)
+    shard(model)
+    first, second = unsharded.layers
+    for step in range(3):
+        batch = torch.randn(2, 4, generator=torch.Generator().manual_seed(step))
+        times = 3 * unsharded.scale
+        expected = unsharded.head(second(first(batch * times) * times)) * unsharded.scale
+        torch.testing.assert_close(model(batch), expected)
+
+
+def test_a_root_may_write_under_the_name_of_what_it_reads_on(two_ranks: Ranks) -> None:
+    two_ranks.run(_written_under_a_name)
+
+
+class Gives(nn.Module):
+    """A root that reads another one of its weights each time, and may return it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(512, 512, bias=False)
+        self.a, self.b = (nn.Parameter(torch.randn(512, 512) / 20) for _ in range(2))
+
+    def forward(self, x: Tensor, gives: bool) -> Any:
+        x = self.inner(x)
+        return (x @ self.b, self.b) if gives else x @ self.a
+
+
+def _two_forwards_in_flight() -> None:
+    unsharded, model = twins(Gives)
+    fully_shard(model.inner)
+    fully_shard(model, reshard_after_forward=True)
+    batch = torch.randn(2, 512, generator=torch.Generator().manual_seed(0))
+    for one in (unsharded, model):
+        first = one(batch, False)
+        second, _ = one(batch, True)
+        (first.sum() + second.sum()).backward()
+    assert_same_grads(model, unsharded, atol=1e-3, rtol=1e-4)
+
+
+def test_a_weight_that_one_forward_returns_leaves_those_of_another(two_ranks: Ranks) -> None:
+    two_ranks.run(_two_forwards_in_flight)
 
 
 def _circles() -> None:

@@ -536,7 +536,7 @@ def places_of_params() -> tuple[tuple[str, ...], tuple[str, ...]]:
         model(torch.ones(1, 4)).sum().backward()
     unit = model._unit
     specs = [spec_of(unit, param) for param in unit.params]
-    issued = Issued("all_gather", specs, unit.mesh.group, 0, None, (weakref.ref(unit),))
+    issued = Issued("all_gather", specs, unit.mesh.group, 0, None, weakref.ref(unit))
     (link,) = Namer().of_launch(issued).links
     return link.names, link.whose
 

@@ -97,7 +97,7 @@ def test_with_resharding_no_full_weight_is_saved(
     out.float().sum().backward()
     if backend == "inductor":
         gathered = {fqn for bucket in records["backward"].plan.gathers for fqn in bucket.fqns}
-        assert gathered == {fqn for fqn, _ in model.named_parameters()}  # the small embedding with its bucket
+        assert gathered == {fqn for fqn, _ in model.named_parameters()} - {"embed.weight"}  # rows are looked up
 
 
 @pytest.mark.parametrize("frozen_in_bf16", [True, False])

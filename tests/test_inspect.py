@@ -106,8 +106,8 @@ Stack: 3 graphs, 8 collectives, 12.1 KiB a rank
 00_joint: 16 unshards and 16 reduce_grads -> 12 gathered again in backward, 4 kept
   unit              params  names                                       in backward     reduced  gathered  why
   (Stack)                4  embed.weight norm.weight norm.bias +1       kept                  4   2.0 KiB  reshard_after_forward=False
-  layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  gathered again        6   2.2 KiB  its bucket is gathered again, or a gradient reads it
-  layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  gathered again        6   2.2 KiB  its bucket is gathered again, or a gradient reads it
+  layers.0 (Block)       6  norm.weight norm.bias up.weight up.bias +2  gathered again        6   2.2 KiB  its unit is gathered again, or a gradient reads it
+  layers.1 (Block)       6  norm.weight norm.bias up.weight up.bias +2  gathered again        6   2.2 KiB  its unit is gathered again, or a gradient reads it
   predicted on 'cpu': forward - ms, backward - ms, - of them waiting; peak -
   passes: merge 0 (- ms), slices 0 (- ms), parts 0 (- ms), chosen_slices 0 (- ms), keep 16 (- ms)
 

@@ -65,7 +65,7 @@ def test_what_is_named_stands_below_the_line(start: object, capfd: pytest.Captur
     start("plan, passes,graph")  # type: ignore[operator]
     step()
     printed = capfd.readouterr().err
-    assert "in backward" in printed and "its bucket is gathered again" in printed  # the joint graph's table
+    assert "in backward" in printed and "its unit is gathered again" in printed  # the joint graph's table
     assert "longer than the compute beside it" in printed  # the forward graph's
     assert "pass      did" in printed and "overlap" in printed
     assert "torch.ops._c10d_functional.all_gather_into_tensor" in printed  # code

@@ -457,7 +457,7 @@ def collectives(graph: Any) -> str:
     return "\n".join(f"{one.kind} {' '.join(one.fqns)}" for one in graph.launches)
 
 
-def test_a_bucket_is_all_reduced_after_the_next_one_was_reduced(fake_group_of_four: None) -> None:
+def test_a_bucket_is_all_reduced_before_the_next_unit_is_reduced(fake_group_of_four: None) -> None:
     model = shard(Stack(1), mesh=mesh_of("replicate", "shard"), reshard_after_forward=False)
     fsdp_compile.configure(model, reduction="reduce_scatter", bucketing="group")
     root = "embed.weight norm.weight norm.bias head.weight"
@@ -465,7 +465,7 @@ def test_a_bucket_is_all_reduced_after_the_next_one_was_reduced(fake_group_of_fo
     report = inspected(model)
     assert collectives(report.forward) == f"all_gather {root}\nall_gather {block}"
     assert collectives(report.backward) == (
-        f"reduce_scatter {block}\nreduce_scatter {root}\nall_reduce {block}\nall_reduce {root}"
+        f"reduce_scatter {block}\nall_reduce {block}\nreduce_scatter {root}\nall_reduce {root}"
     )
     group, code = unit_of(model).mesh, report.backward.code()
     assert f"{group.group!r}: 2" in code and f"{group.replicate_group!r}: 2" in code

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,7 +16,6 @@ from tests.comparing import train_and_compare
 from tests.compiling import passes
 from tests.models import Stack, pair, shard
 from tests.ranks import Ranks
-from tests.test_route import NUM_STEPS, Case, train
 
 TOKENS = torch.arange(10).view(2, 5)
 # Of a layer of the model here 4.6 KiB are gathered, of its embedding 2 and of its head 2.1.
@@ -125,24 +123,6 @@ def test_they_train_like_the_unsharded_model(two_ranks: Ranks, backend: str, tie
     here, there = two_ranks.run(_trained, backend, tied)
     assert here == there
     assert here.backward is not None and 1 < len(here.backward.reduces) < 4
-
-
-def _eagerly(how: str, backend: str) -> list[int]:
-    with mock.patch.object(layout, "_LIMITS", together(24 * KIB)):
-        return train(Case(partial(Stack, 3), how=how, backend=backend, bucketing="neighbours"))
-
-
-@pytest.mark.parametrize(
-    ("how", "backend"),
-    [
-        pytest.param("stance", "passes", marks=pytest.mark.more),
-        pytest.param("never", "passes", marks=pytest.mark.slow),
-        pytest.param("limit", "inductor", marks=pytest.mark.slow),
-    ],
-)
-def test_a_rank_that_runs_eagerly_has_the_same_travel_together(two_ranks: Ranks, how: str, backend: str) -> None:
-    counts = two_ranks.run(_eagerly, how, backend)
-    assert max(counts[1]) > max(counts[0]) and len(counts[0]) == NUM_STEPS
 
 
 def _says_what_the_pass_does(limit: int) -> None:

@@ -135,10 +135,10 @@ def test_each_parameter_says_why_it_stays_or_comes_again() -> None:
     read = ("gathered again", "a gradient reads it")
     made = ("gathered again", "what is made of it is made again")
     region = ("gathered again", "a checkpointed region reads it")
-    unit = ("gathered again", "its bucket is gathered again")
+    unit = ("gathered again", "its unit is gathered again")
     assert becomes(inspected()) == {
-        "frozen.weight": ("not needed", "no gradient comes to its bucket"),
-        "frozen.bias": ("not needed", "no gradient comes to its bucket"),
+        "frozen.weight": ("not needed", "no gradient comes to its unit"),
+        "frozen.bias": ("not needed", "no gradient comes to its unit"),
         "first.weight": unit,
         "first.bias": unit,
         "layer.norm.weight": read,
@@ -171,7 +171,7 @@ def test_what_a_user_or_a_budget_decided_is_said() -> None:
     given = becomes(inspected(plan=edited))
     assert given["layer.up.weight"] == ("kept", "given plan")
     assert given["layer.w"] == ("gathered again", "given plan; what is made of it is made again")
-    assert given["frozen.weight"] == ("not needed", "no gradient comes to its bucket")
+    assert given["frozen.weight"] == ("not needed", "no gradient comes to its unit")
     budget = inspected(memory_budget="1GiB", profile=TOY)
     assert becomes(budget)["layer.up.weight"] == ("kept", "memory budget")
     predicted = budget.joint.predicted

@@ -58,6 +58,8 @@ class FaultAt:
                 self.inside, self.changing = not self.changing, True
         elif not frame.f_code.co_filename.startswith(PACKAGE) or frame.f_code.co_filename.endswith("/undo.py"):
             return None
+        elif frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return None  # Python resumes it once more to close it, and drops what is raised then
         if self.inside and (event in ("call", "return") or (event == "line" and self.lines)):
             self.left -= 1
             if self.left == 0:

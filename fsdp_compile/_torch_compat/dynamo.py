@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -257,22 +256,6 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether the user compiled the module, in any of three ways (``_compiled_call_impl``: 2.11 to 2.15)."""
     called = module.__dict__.get("_compiled_call_impl")
     return called is not None or isinstance(module, OptimizedModule) or forward_is_compiled(module)
-
-
-def is_called_through_compile() -> bool:
-    """Whether the code that runs was called through ``torch.compile``, even if Dynamo left it to Python.
-
-    Then a frame ``compile_wrapper`` of ``torch/_dynamo/eval_frame.py`` is on the stack: 2.11 to 2.15.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-leave_to_python(is_called_through_compile)
 
 
 def forget_compiled(classes: set[type]) -> int:

@@ -29,8 +29,8 @@ from ..core.unit import STATE, Unit, original_class, unit_of
 from ..eager.backward import end_backward
 from ..eager.reduction import Traffic
 from ..eager.running import running
-from ..eager.ways import know
 from ..graph.watch import Watch
+from ..passes.ledger import ledger
 from .compiled import stand_before_wrappers
 from .fsdp2_view import FSDP2View
 
@@ -153,6 +153,8 @@ class _Copies:
                 changed.append(unit)
             unit.is_root = outer is None or original.is_root
             unit.takes_inputs_to = _elsewhere(unit) if outer is None else None
+            for around in unit.around():
+                around.has_inner |= bool(unit.params)
         return changed
 
     def _unit_like(self, unit: Unit) -> Unit:
@@ -174,6 +176,7 @@ class _Copies:
             settings=settings,
             accumulation=accumulation,
             outer=None,
+            has_inner=False,
             is_root=True,
             given=None,
             paths={},
@@ -182,10 +185,9 @@ class _Copies:
             knows_wrappers=False,
             watch=None,
             running=None,
-            others=None,
+            made_after=ledger.num_begun,
         )
         copied.watch = Watch(copied)
-        know(copied)
         copied.takes_inputs_to = _elsewhere(copied)
         around, own = running(unit).iteration, running(copied).own_iteration
         own.is_last_backward = around.is_last_backward

@@ -23,7 +23,6 @@ from ..core.undo import AllOrNothing
 from ..core.unit import STATE, Ends, Unit, original_class, unit_of, units_in
 from ..eager.backward import clean_up_at_end, end_backward, note_reduction, reduce_now
 from ..eager.running import running
-from ..eager.ways import know
 from ..graph.install import install_passes
 from ..graph.watch import Watch
 from ..lookout.lookout import lookout
@@ -128,7 +127,6 @@ def make_unit(
     if (store := passes_compat.default_store()) is not None:
         world_of(store)  # counts the world here, as every rank that has a model does
     lookout.know(unit)
-    know(unit)
     if inner_size is not None:
         unit.post_forward = inner_mesh(target, inner_size)
 
@@ -177,6 +175,7 @@ def _demote_inner_roots(unit: Unit) -> None:
     for inner in unit.inside():
         if inner is unit:
             continue
+        unit.has_inner |= bool(inner.params)
         if inner.outer is None:
             inner.outer = unit
             inner.takes_inputs_to = None

@@ -16,8 +16,7 @@ class UnshardHandle(fsdp2.UNSHARD_HANDLE):  # type: ignore[misc, valid-type]  # 
 
     def wait(self) -> None:
         """Wait until the parameters are gathered; a forward does so by itself."""
-        if self._gathered.launched:
-            self._gathered.wait()
+        self._gathered.land()
 
 
 class GradientReductionHandle(fsdp2.GRADIENT_REDUCTION_HANDLE):  # type: ignore[misc, valid-type]

@@ -15,8 +15,7 @@ from ..core.accumulation import Held
 from ..core.unit import Unit, unit_of, units_in
 from ..eager.backward import end_backward, reduce_left_over
 from ..eager.reduction import Traffic
-from ..eager.running import Call, recover, running
-from ..eager.ways import is_here
+from ..eager.running import Call, is_here, recover, running
 from ..passes._torch_compat import group_ranks
 from .accumulate import set_all_reduce, set_sync
 from .classes import ShardedModule, refresh

@@ -127,6 +127,11 @@ class ShardedParam:
         self._look_at(self.shard)
         dtensors.heed_data_writes(_can_take, _note_data)
 
+    @property
+    def is_table(self) -> bool:
+        """Whether modules only look rows of it up, so that their backward needs the rows' numbers and not the table."""
+        return all(isinstance(slot.module, (nn.Embedding, nn.EmbeddingBag)) for slot in self.slots)
+
     def install(self) -> None:
         """Register the shard in the place of the full parameter, and stamp the full parameter as sharded."""
         setattr(self.param, STAMP, self)

@@ -64,6 +64,7 @@ def spec_of(unit: Unit, param: ShardedParam) -> ReadSpec:
         extension=_traced_protocol(unit, param),
         carries=tuple(param.carried),
         device=str(unit.mesh.device) if unit.computes_elsewhere else "",
+        is_table=param.is_table,
         pinned=unit.computes_elsewhere and dtensors.is_pinned(param.shard),
     )
 

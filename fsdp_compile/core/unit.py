@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ..passes.ledger import ledger
 from ..passes.module_paths import plain_name
 from .accumulation import Accumulation, Mode
 from .mesh import ShardMesh
@@ -59,8 +60,9 @@ class Unit:
     may_slice: ShardMesh | None = None
     settings: Settings = field(default_factory=Settings)
     accumulation: Accumulation = field(default_factory=Accumulation)
-    # The unit around this one.
+    # The unit around this one, and whether there are units with parameters inside it.
     outer: Unit | None = None
+    has_inner: bool = False
     is_root: bool = True
     takes_inputs_to: torch.device | None = None  # where inputs are moved: only for the outermost unit, on accelerators
     eager_only: str | None = None  # the name of a setting or an extension that a graph cannot honour
@@ -73,15 +75,14 @@ class Unit:
     # ``version`` counts changes of the specs or the shards, ``num_set_ups`` those of more than single shards.
     version: int = 0
     num_set_ups: int = 0
-    made_after: int = 0  # number of graph calls before it was made: those cannot have read its parameters
+    # Number of graph calls before it was made: those cannot have read its parameters.
+    made_after: int = field(default_factory=lambda: ledger.num_begun)
     warned_of_eager: bool = False
     # Whether wrappers by torch.compile of the units inside were looked for, after it was sharded.
     knows_wrappers: bool = False
     # The state that each path keeps of the unit: graph.watch.Watch, and eager.running.Running.
     watch: Any = field(default=None, repr=False)
     running: Any = field(default=None, repr=False)
-    # For the outermost unit: what is known of how other ranks run the model, a core.exchange.Others.
-    others: Any = field(default=None, repr=False)
 
     @property
     def name(self) -> str:
@@ -119,6 +120,15 @@ class Unit:
     def inside(self) -> list[Unit]:
         """This unit and those inside it, outermost first."""
         return list(dict.fromkeys(unit for module in self.modules for unit in units_in(module)))
+
+    @property
+    def comes_in_parts(self) -> bool:
+        """Whether forward gathers each bucket where it is read: a model's root has some before the units inside it.
+
+        Other units are gathered where their forward begins, with what is read behind units inside them. Units without
+        parameters do not count.
+        """
+        return self.has_inner and not any(unit.params for unit in self.around())
 
     @property
     def regather(self) -> bool:

@@ -13,11 +13,9 @@ from torch import nn
 from .._torch_compat import autograd, dynamo
 from ..core.captures import refuse_run
 from ..core.unit import Unit
-from .follow import replaces_graphs
 from .forward import abandon_forward, begin_forward, end_forward
 from .mistakes import read_around
 from .reads import read_all
-from .routed import Routed
 from .running import Call
 from .trace import span
 
@@ -35,8 +33,6 @@ def eager_forward(unit: Unit, module: nn.Module, forward: Callable[..., Any], ar
     parameters as inputs, like the graph of a forward that is compiled by itself.
     """
     is_broken = dynamo.is_at_work()
-    if is_broken and not dynamo.forward_is_compiled(module) and _replaces_graphs(unit, args, kwargs):
-        is_broken, forward = False, functools.partial(_in_python, forward)
     has_graphs = is_broken or dynamo.forward_is_compiled(module)
     if has_graphs and (is_broken or unit.outer is not None) and can_give(unit):
         return forward_around_graph(unit, module, forward, args, kwargs)
@@ -53,11 +49,8 @@ def forward_around_graph(unit: Unit, module: nn.Module, forward: Callable[..., A
     """Like ``eager_forward``, for a ``forward`` that is compiled by itself: its graph takes what is gathered here."""
     call, given = None, unit.given
     try:
-        call, args, kwargs = begin(unit, module, args, kwargs, are_compiled=False, around_graph=True)
-        if isinstance(call.gathered, Routed):  # it replaces part of a larger graph, which reads them one by one
-            forward = functools.partial(_in_python, forward)
-        else:
-            _give_all(call)
+        call, args, kwargs = begin(unit, module, args, kwargs, are_compiled=False)
+        _give_all(call)
         output = forward(module, *args, **kwargs)
         unit.give(given)
         return end(unit, module, call, output)
@@ -66,15 +59,6 @@ def forward_around_graph(unit: Unit, module: nn.Module, forward: Callable[..., A
         _fail(unit, call, error)
         raise
 
-
-@_not_traced
-def _in_python(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a forward without compiled code, even if the user compiled it."""
-    with torch.compiler.set_stance("force_eager"):
-        return forward(*args, **kwargs)
-
-
-_replaces_graphs = _not_traced(replaces_graphs)
 
 dynamo.leave_to_python(eager_forward)
 dynamo.leave_to_python(forward_around_graph)
@@ -103,13 +87,13 @@ def _give_all(call: Call) -> None:
 
 @_not_traced
 def begin(
-    unit: Unit, module: nn.Module, args: Any, kwargs: Any, are_compiled: bool, around_graph: bool = False
+    unit: Unit, module: nn.Module, args: Any, kwargs: Any, are_compiled: bool
 ) -> tuple[Call, Any, Any]:
     """Prepare a forward before the module is called; return the ``Call``, and the inputs to call the module with."""
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         refuse_run(unit.name)
     with span("pre_forward", unit), _naming_circles(unit, "inputs"):
-        return begin_forward(unit, module, args, kwargs, are_compiled, around_graph)
+        return begin_forward(unit, module, args, kwargs, are_compiled)
 
 
 @_not_traced

@@ -21,12 +21,9 @@ from torch.distributed.tensor import DTensor
 from .._torch_compat import autograd, dtensors, dynamo
 from ..core.grads import brought_to, is_asked_for, wait_for_offloaded
 from ..core.unit import Unit
-from .follow import run_ahead
 from .gathered import Gathered
 from .reduction import Reduction, hold_back, with_pending
-from .route import Route
-from .routed import Routed
-from .running import Call, Iteration, Recording, Running, recover, running
+from .running import Call, Recording, Running, recover, running
 from .trace import span
 
 
@@ -34,43 +31,31 @@ def enter_backward(call: Call) -> None:
     """Gather when backward reaches the outputs of a forward call, and launch the gather of the next unit."""
     run, settings, iteration = call.run, call.unit.settings, call.run.iteration
     task = autograd.backward_task()
+    if task is not None and call.left_in == task:
+        return  # an output that is an input passed on, as T5's position bias: its gradient comes later
     clean_up_at_end(call.unit)
     iteration.creates_graph |= torch.is_grad_enabled()
     run.backward_call, run.backward_task = call, task
+    is_first = call.task != task or task is None
     if call.task != task:
         call.task = task
         run.in_backward.add(call)
-    if isinstance(call.gathered, Routed):
-        _go_back(call.gathered.route, iteration)
     if not settings.unshard_in_backward:
         return
-    call.gathered.wait()
+    call.gathered.wait(call.gathered.gathered_again(call.reached))
+    if not is_first:
+        return  # another output: the units before this one may be done by now
     if settings.backward_prefetch:
         for target in map(running, settings.backward_prefetch):
-            ahead = run_ahead(call.gathered, target)
-            if ahead is not None:
-                iteration.touched.setdefault(target)
-                ahead.launch()
+            iteration.touched.setdefault(target)
+            ahead = target.current()
+            ahead.launch(ahead.gathered_again(range(len(ahead.shards))))
     else:
         for earlier in iteration.before(call):
-            if earlier.run is not run and _are_on_one_route(call.gathered, earlier.gathered):
+            if earlier.run is not run:
                 if earlier.unit.settings.unshard_in_backward:
-                    earlier.gathered.launch()
+                    earlier.gathered.launch(earlier.gathered.gathered_again(earlier.reached))
                 break
-
-
-def _go_back(route: Route, iteration: Iteration) -> None:
-    """Begin backward on a route, after launching what is left of the routes that it was on before."""
-    if route not in iteration.routes:
-        for one in iteration.routes:
-            one.flush()
-        iteration.routes[route] = None
-    route.begin_backward()
-
-
-def _are_on_one_route(one: Gathered, other: Gathered) -> bool:
-    routes = [gathered.route if isinstance(gathered, Routed) else None for gathered in (one, other)]
-    return routes[0] is routes[1]
 
 
 def leave_backward(call: Call) -> None:
@@ -78,6 +63,7 @@ def leave_backward(call: Call) -> None:
     run = call.run
     if call.task is not None and call.task != autograd.backward_task():
         return  # this backward runs inside another one (reentrant checkpointing), which goes on reading
+    call.left_in = autograd.backward_task()
     run.in_backward.discard(call)
     call.forget_reads()
     if not run.in_backward and call.unit.settings.reshard_after_backward and not run.iteration.creates_graph:
@@ -103,45 +89,38 @@ def arrive(recording: Recording, index: int, grad: Tensor | None, leaf: Any) -> 
         pass  # this backward does not accumulate into the shard, so nothing is reduced
     elif is_asked_for(shard, leaf):
         recording.delivered.add(index)
-        if isinstance(gathered, Routed):
-            _go_back(gathered.route, iteration)
-            gathered.route.give_up_reducing()
         if grad is not None:
             result = _reduce_asked_for(call.run, gathered, index, grad)
     else:
         if grad is not None:
             iteration.hooks.hold_back(gathered.shards[index])
-        if isinstance(gathered, Routed) and (gathered.unit, index) in gathered.route.reduced:
-            _go_back(gathered.route, iteration)
-            gathered.route.arrive(gathered, index, grad)
-        elif grad is not None:
             recording.grads[index] = grad
     if recording.arrived >= recording.read:
         with span("post_backward", call.unit):
             complete(recording)
     elif grad is not None:
-        _reduce_bucket(recording, index)
+        _reduce_buckets(recording)
     return result
 
 
-def _reduce_bucket(recording: Recording, index: int) -> None:
-    """Reduce a bucket once its gradients are all there: that of a model's head, while the layers compute theirs.
+def _reduce_buckets(recording: Recording) -> None:
+    """Reduce buckets once their gradients are all there: that of a model's head, while the layers compute theirs.
 
-    They wait where held-back gradients are to join them, and on a route, which says itself when they travel.
+    They wait where partial sums of earlier backwards are to join them, or zeros.
     """
     call, gathered = recording.call, recording.call.gathered
-    accumulation = call.unit.accumulation
-    joined = not accumulation.sync or not accumulation.all_reduce or accumulation.has_left_over
-    if joined or isinstance(gathered, Routed):
+    accumulation, iteration = call.unit.accumulation, call.run.iteration
+    joined = not accumulation.all_reduce or accumulation.held.partials or call.unit.settings.reduce_unused
+    if joined or not accumulation.sync:
         return
-    bucket = recording.bucket(index)
-    if not bucket or not bucket <= recording.arrived:
-        return
-    grads = {one: recording.grads.pop(one) for one in bucket & recording.grads.keys()}
-    gathered.unalias(grads)
-    recording.delivered.update(grads)
-    iteration, begun = call.run.iteration, recording.reduction
-    recording.reduction = iteration.traffic.reduce(gathered, grads, iteration.max_reductions, begun)
+    while (bucket := recording.take_next()) is not None:
+        grads = {index: recording.grads.pop(index) for index in bucket & recording.grads.keys()}
+        gathered.unalias(grads)
+        grads = with_pending(gathered, grads, only=bucket)
+        recording.delivered.update(grads)
+        if grads:
+            begun = recording.reduction
+            recording.reduction = iteration.traffic.reduce(gathered, grads, iteration.max_reductions, begun)
 
 
 def complete(recording: Recording) -> None:
@@ -174,11 +153,6 @@ def _reduce(
     if not accumulation.sync:
         hold_back(gathered, grads)
         return
-    if isinstance(gathered, Routed) and gathered.route.stage == "backward":
-        hold_back(gathered, grads)  # the graph's reductions were launched as gradients came; the end reduces the rest
-        if gathered.route.reduced:
-            run.reduced_in = autograd.backward_task()
-        return
     grads = with_pending(gathered, grads)
     if unit.settings.reduce_unused:
         _require_reduce_dtype(unit, gathered)
@@ -195,7 +169,7 @@ def _reduce_asked_for(run: Running, gathered: Gathered, index: int, grad: Tensor
     grads = {index: grad}
     joins = autograd.in_compiled_autograd() or not gathered.shards[index].is_leaf  # else the caller gets this one alone
     if joins:
-        grads = with_pending(gathered, grads, only=gathered.params[index].fqn)
+        grads = with_pending(gathered, grads, only=[index])
     run.reduced_in = autograd.backward_task()
     local = Reduction(gathered, grads, alone=True, joins_partials=joins).finish().get(index)
     if local is None:
@@ -245,11 +219,7 @@ def end_backward(root: Unit, task: int | None = None) -> None:
     if others:
         iteration.tasks.pop(task, None)
         return  # this backward ran inside another one, which goes on
-    if not iteration.routes:
-        root.watch.say_no_plan_eagerly()
-    for route in iteration.routes:
-        route.end_backward(keeps=iteration.creates_graph)
-    iteration.routes.clear()
+    root.watch.say_no_plan_eagerly()
     if not iteration.manual_finalization:
         reduce_left_over(root)
     for run in iteration.touched:

@@ -9,7 +9,7 @@ device=)``, and ``(output, input, group[, op], async_op)`` returning a work or N
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,14 +35,12 @@ class Caller:
         out: Tensor | None = None,
         num_waits_before_hook: int = 0,
         comms: Comms | None = None,
-        units: Sequence[Unit] = (),
     ) -> None:
         self._unit = unit
         self._comms = unit.settings.comms if comms is None else comms
         self._out = out
         self._work: Any = None
         self._num_waits_before_hook = num_waits_before_hook
-        self._units = units or (unit,)  # one for each member, where the bucket has several units
 
     def __call__(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if op in _GATHERS:
@@ -55,7 +53,7 @@ class Caller:
             return self._wait(args[0])
         if op is note:
             kind, specs, group = args[:3]
-            return note(kind, specs, group, units=self._units)
+            return note(kind, specs, group, unit=self._unit)
         return op(*args, **kwargs)
 
     def _gather(self, op: Callable[..., Any], packed: Tensor, num_ranks: int, group: str) -> Tensor:

@@ -1,6 +1,7 @@
 """The eager path: autograd reads the same parameters instead of a graph, for debugging and uncompiled code.
 
-    begin_forward     gather the unit, launch the gather of the unit that comes next; reads give gathered tensors
+    begin_forward     gather the unit, launch the gather of the unit that comes next; reads give gathered tensors.
+                      Of the outermost unit, each read gathers its bucket
     end_forward       free their storage (or keep it); hook the outputs
     backward reaches the outputs    gather again into the same storage, which the saved tensors alias; launch the next
     all gradients are there         launch their reduction, free; shards get them when the next reduction is launched
@@ -27,12 +28,12 @@ from .._torch_compat import autograd, dynamo
 from ..core.containers import tensors_in
 from ..core.param import BY_MARKER, READS, ShardedParam
 from ..core.spec import spec_of
-from ..core.unit import Unit
+from ..core.unit import Unit, paths_in
+from ..passes.agree import Agreement
 from ..passes.markers import require_data
+from ..passes.module_paths import plain_name
 from .backward import clean_up_at_end, enter_backward
-from .follow import abandon_route, end_route, enter_route, inputs_train, run_ahead
-from .reads import end_at_inputs, read
-from .routed import Routed
+from .reads import end_at_inputs, gather, prefetch, read
 from .running import Call, Running, recover, running
 from .trace import span
 
@@ -41,7 +42,7 @@ read_observers: list[Callable[[nn.Module, str], None]] = []
 
 
 def begin_forward(
-    unit: Unit, module: nn.Module, args: Any, kwargs: Any, reads_are_compiled: bool, around_graph: bool = False
+    unit: Unit, module: nn.Module, args: Any, kwargs: Any, reads_are_compiled: bool
 ) -> tuple[Call, Any, Any]:
     """Gather for an eager forward; return the call that its reads belong to, and the inputs for the module."""
     run = running(unit)
@@ -63,34 +64,32 @@ def begin_forward(
     if iteration.in_stale_backward():
         recover(unit.root)
     iteration.forward_number += unit.outer is None and iteration.depth == 0
-    if not reads_are_compiled:
-        enter_route(unit, around_graph, functools.partial(inputs_train, unit, args, kwargs))
     call = _call_of_pass(run)
+    iteration.depth += 1
+    run.calls.append(call)
     if not reads_are_compiled:
+        if unit.outer is None and not iteration.has_run:
+            iteration.has_run = True
+            Agreement.note_eager(_names_in(unit))
         try:
-            _gather_ahead(run, call)
+            if not call.unit.comes_in_parts and not call.reached:
+                gather(call, call.gathered.buckets, begins=True)
+            for target in map(running, unit.settings.forward_prefetch):
+                if target is not run:
+                    prefetch(target, target.current().buckets)
+            args, kwargs = end_at_inputs(call, args, kwargs)
         except BaseException:
             abandon_forward(unit, call)
             raise
-        args, kwargs = end_at_inputs(call, args, kwargs)
-    iteration.depth += 1
-    run.calls.append(call)
     return call, args, kwargs
 
 
-def _gather_ahead(run: Running, call: Call) -> None:
-    """Gather the unit, and prefetch the units that come next."""
-    route_of = call.gathered.route.top if isinstance(call.gathered, Routed) else None
-    following = run.iteration.begin_unit(run, route_of)
-    call.gathered.wait()
-    asked_for = [running(unit) for unit in run.unit.settings.forward_prefetch]
-    for target in asked_for or ([] if following is None else [following]):
-        ahead = run_ahead(call.gathered, target) if target is not run and target.unit.params else None
-        if ahead is not None:
-            run.iteration.touched.setdefault(target)  # the target may not run this time
-            if not target.calls:
-                ahead.free_if_stale()
-            ahead.launch()
+def _names_in(root: Unit) -> frozenset[str]:
+    """Return the names in the model of all parameters, as graphs have them."""
+    paths = paths_in(root.modules)
+    slots = [param.slots[0] for unit in root.inside() for param in unit.params]
+    names = (f"{paths[slot.module]}.{slot.name}" for slot in slots if slot.module in paths)
+    return frozenset(plain_name(name.lstrip(".")) for name in names)
 
 
 def _call_of_pass(run: Running) -> Call:
@@ -114,14 +113,13 @@ def abandon_forward(unit: Unit, call: Call) -> None:
     if autograd.backward_task() is None:
         call.forget_reads()
         run.pass_call = None
-        abandon_route(unit)
         if not run.calls:
             call.gathered.free()
         if iteration.depth == 0:
             iteration.abandon_forward()
             for one in iteration.touched:
                 if one.gathered is not None and one.held_call is None:
-                    one.gathered.give_up()
+                    one.gathered.free()
 
 
 def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
@@ -138,23 +136,21 @@ def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
         if call.is_in_backward and call.was_read:
             _hook_outputs(call, outputs)  # another call in that backward may free before this one's comes
         return output  # the end of backward frees
-    if call.gathered.is_full:
+    if call.gathered.is_here:
         iteration.touched.setdefault(run)
         call.gathered.give_away(tensors)
         _hook_outputs(call, outputs)
     run.not_run_yet.discard(module)
     if not run.not_run_yet:
         _end_pass(call, awaits_backward=bool(outputs))
-        end_route(unit)
     if iteration.depth == 0:
         for one in iteration.end_forward():
             if one.pass_call is not None:  # some modules of the unit did not run
                 _end_pass(one.pass_call, awaits_backward=bool(outputs))
-                end_route(one.unit)
         for one in iteration.touched:
-            # It was prefetched, but this forward did not run it.
-            if one.gathered is not None and one.gathered.launched and one.held_call is None:
-                one.gathered.free()
+            # It was prefetched, but this forward did not read it.
+            if one.gathered is not None and one.held_call is None:
+                one.gathered.drop()
     return output
 
 
@@ -164,7 +160,7 @@ def _end_pass(call: Call, awaits_backward: bool) -> None:
     call.forget_reads()
     if awaits_backward and call.was_read:
         run.iteration.awaits_backward(call)
-    if run.calls or not call.gathered.is_full or autograd.in_functorch():
+    if run.calls or not call.gathered.is_here or autograd.in_functorch():
         return  # a transform may run a backward that is not seen here: the next forward frees
     run.held_call = None
     if awaits_backward and unit.post_forward is not None:

@@ -1,19 +1,20 @@
 """A unit's full parameters on the eager path: gathered, freed, and gathered again into the same storages.
 
-    launch     pack the shards and start the all-gathers; compute may run beside them
+    launch     pack the shards of some buckets and start their all-gathers; compute may run beside them
     wait       the full parameters are there
     free       give the storages back to the allocator; tensors that autograd saved still alias them
     launch     ... and gather again, into the storages that those tensors alias
 
-One object serves every forward call of the unit (but see ``route``). ``reads`` has what the calls read, ``backward``
-what happens to gradients. The bytes on the wire are those of ``passes.lower``, as in a compiled graph.
+One object serves every forward call of the unit. ``reads`` has what the calls read, ``backward`` what happens to
+gradients. The buckets, their order and the bytes on the wire are those of a compiled graph (passes.buckets, lower).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,11 +34,25 @@ from .collectives import Caller
 from .extension import Extension
 from .memory import Memory
 
+Bucket = Sequence[int]  # parameters that travel together, by their indices in the unit
+
+
+@dataclass(eq=False)
+class Flight:
+    """One all-gather in flight."""
+
+    bucket: Bucket
+    specs: list[ParamSpec]
+    launched: Any
+    call: Caller
+
+    def land(self) -> list[Tensor]:
+        """Wait for it, and return the full parameters."""
+        return lower.finish_gather(self.call, self.launched, self.specs)
+
 
 class Gathered:
     """The full parameters of one unit: gathered, in flight or freed."""
-
-    route: Any = None  # the ``Route`` that gathers it, in the subclass ``Routed``
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -65,17 +80,24 @@ class Gathered:
                 f"reshard_after_forward is an int ({unit.post_forward.num_shards}). Use True or False for its module."
             )
         self.index = {param.fqn: index for index, param in enumerate(self.params)}
-        self.fulls: list[Any] | None = None  # None for a parameter that was never gathered
+        # All of the unit's buckets in the order of forward, and the one of each parameter.
+        self.buckets = self._split(range(len(self.params)))
+        self.bucket_of = {index: number for number, bucket in enumerate(self.buckets) for index in bucket}
+        # Backward does not gather these again: autograd saves the rows' numbers, or holds the table itself.
+        self.tables = {index for index, param in enumerate(self.params) if param.is_table}
+        self.fulls: list[Any] = [None] * len(self.shards)  # None for a parameter that was never gathered
+        self._here: set[int] = set()  # those that are gathered now
         self._memory: dict[int, Memory] = {}  # by index; a parameter with an extension has its own
-        self._in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] | None = None
+        self._in_flight: list[Flight] = []
         self._versions: list[int] = []
+        # The parameters that backward gathers again, of those that a forward gathered.
+        self._again: tuple[frozenset[int], list[Bucket]] = (frozenset(), [])
         # The parameters that a call read, and the buckets of their gradients.
-        self._together: tuple[frozenset[int], Mapping[int, frozenset[int]]] = (frozenset(), {})
+        self._together: tuple[frozenset[int], list[frozenset[int]]] = (frozenset(), [])
         # Addresses, when gathered, of shards that one rank holds whole: the full parameter may be the shard itself.
         self._shard_at: dict[int, set[int]] = {}
         # After a forward with reshard_after_forward=n: this rank's one of n slices of each full parameter.
-        self._slices: list[Tensor] | None = None
-        self.is_full = False
+        self._slices: dict[int, Tensor] = {}
 
     def serves(self, unit: Unit) -> bool:
         """Whether these are still the unit's parameters, set up as they were when this object was made."""
@@ -83,13 +105,17 @@ class Gathered:
         return self._version == unit.version and now == then
 
     @property
-    def launched(self) -> bool:
-        return self._in_flight is not None
+    def is_here(self) -> bool:
+        """Whether something is gathered."""
+        return bool(self._here)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._here) == len(self.shards)
 
     def free_if_stale(self) -> None:
         """Free when a shard was written to since it was gathered."""
-        has_some = self.is_full or self.launched or self._slices is not None
-        if has_some and self._versions != self._current_versions():
+        if (self._here or self._in_flight or self._slices) and self._versions != self._current_versions():
             self.free()
 
     def _current_versions(self) -> list[int]:
@@ -111,95 +137,107 @@ class Gathered:
     def asks_for_any_dtype(self, index: int) -> bool:
         return self.shards[index].grad_dtype is None and self.specs[index].dtype.is_floating_point
 
-    def reduced_together(self, read: Collection[int]) -> Mapping[int, frozenset[int]]:
-        """Return, for each of these parameters, those among them that are in one bucket of a reduction with it."""
+    def reduced_together(self, read: Collection[int]) -> list[frozenset[int]]:
+        """Return the buckets of the gradients of these parameters, in the order of backward."""
         asked = frozenset(read)
         if asked != self._together[0]:  # mostly, each step reads the same
             indices = sorted(asked)
             buckets = reduce_buckets([self.specs[index] for index in indices])
-            members = [frozenset(indices[place] for place in bucket) for bucket in buckets]
-            self._together = asked, {index: bucket for bucket in members for index in bucket}
+            self._together = asked, [frozenset(indices[place] for place in bucket) for bucket in reversed(buckets)]
         return self._together[1]
 
-    def launch(self) -> None:
-        """Start the all-gathers, unless they have been started or are done."""
-        if self.is_full or self.launched:
+    def gathered_again(self, reached: Collection[int]) -> list[Bucket]:
+        """Return the buckets that backward gathers, of the parameters that a forward gathered, in its order."""
+        asked = frozenset(reached)
+        if asked != self._again[0]:
+            self._again = asked, self._split(sorted(asked - self.tables))[::-1]
+        return self._again[1]
+
+    def _split(self, indices: Sequence[int]) -> list[Bucket]:
+        """Return the buckets of these parameters; those with an extension travel alone, behind the others."""
+        plain = [index for index in indices if index not in self._extensions]
+        buckets: list[Bucket] = [
+            [plain[place] for place in bucket] for bucket in gather_buckets([self.specs[index] for index in plain])
+        ]
+        return buckets + [[index] for index in indices if index in self._extensions]
+
+    def launch(self, buckets: Iterable[Bucket] | None = None) -> None:
+        """Start the all-gathers of these buckets, or of all, but for what is in flight or gathered."""
+        flying = {index for flight in self._in_flight for index in flight.bucket}
+        away = [one for one in (self.buckets if buckets is None else buckets) if not flying.union(self._here) >= {*one}]
+        if not away:
             return
-        in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] = []
-        self._in_flight = in_flight
+        if not self._here and not flying:
+            self._versions = self._current_versions()
         try:
-            self._launch(in_flight)
+            # Autograd may record a later read, and one may be outside of the torch.func transform that this one is in.
+            with without_autograd():
+                for (index,) in (bucket for bucket in away if bucket[0] in self._extensions):
+                    self._extensions[index].ask()  # first: if it raises on this rank alone, others wait for nothing
+                for bucket in away:
+                    self._launch(bucket)
         except BaseException:
-            self._drop()
+            self.drop()
+            self._give_back({index for bucket in away for index in bucket} - self._here)
             raise
-        self._versions = self._current_versions()
 
-    def _launch(self, in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]]) -> None:
-        # Autograd may record a later read, and one may be outside of the torch.func transform that this one is in.
-        with without_autograd():
-            for extension in self._extensions.values():
-                extension.ask()  # first: if it raises on this rank alone, nothing is launched that others do not join
-            sources, specs = self._sources()
-            plain = [index for index in range(len(specs)) if index not in self._extensions]
-            for places in gather_buckets([specs[index] for index in plain]):
-                bucket = [plain[place] for place in places]
-                members = [specs[index] for index in bucket]
-                call = self._caller(bucket, members)
-                launched = lower.launch_gather(call, [sources[index] for index in bucket], members)
-                in_flight.append((bucket, members, launched, call))
-            for extension in self._extensions.values():
-                extension.launch()
+    def _launch(self, bucket: Bucket) -> None:
+        if bucket[0] in self._extensions:
+            self._in_flight.append(Flight(bucket, [], None, Caller(self.unit)))
+            self._extensions[bucket[0]].launch()
+            return
+        is_cut = self._slices.keys() >= {*bucket}
+        sources = [self._slices[one] if is_cut else self._source(one) for one in bucket]
+        specs = [inner_spec(self.specs[one]) if is_cut else self.specs[one] for one in bucket]
+        call = self._caller(bucket, specs)
+        self._in_flight.append(Flight(bucket, specs, lower.launch_gather(call, sources, specs), call))
 
-    def wait(self) -> list[Tensor]:
-        """Wait for the all-gathers, launching them if need be, and return the full parameters."""
-        self.launch()
-        if self._in_flight is not None:
-            try:
-                with without_autograd():
-                    self._land(self._in_flight)
-            except BaseException:
-                self._drop()
-                raise
-            self._in_flight, self._slices = None, None
-            self.is_full = True
-        assert self.fulls is not None
+    def wait(self, buckets: Iterable[Bucket] | None = None) -> list[Any]:
+        """Wait for the all-gathers of these buckets, or of all, launching them if need be; return the parameters."""
+        self.launch(buckets)
+        if self._in_flight:
+            wanted = None if buckets is None else {index for bucket in buckets for index in bucket}
+            self._land([one for one in self._in_flight if wanted is None or not wanted.isdisjoint(one.bucket)])
         return self.fulls
 
-    def full(self, index: int) -> Tensor:
+    def land(self) -> None:
+        """Wait for what is in flight."""
+        self._land([*self._in_flight])
+
+    def full(self, index: int) -> Any:
         """Return one full parameter, gathered if need be."""
-        return self.wait()[index]
+        if index not in self._here:
+            self.wait([self.buckets[self.bucket_of[index]]])
+        return self.fulls[index]
 
     def free(self) -> None:
         """Free the storages, after waiting for a gather that is in flight."""
-        if self.launched:
-            self._drop()
-        self._slices = None
-        if self.is_full:
-            self.is_full = False
-            self._give_back()
+        self.drop()
+        self._slices = {}
+        self._give_back(self._here)
+        self._here = set()
 
-    def give_up(self) -> None:
-        """Free, because the step is given up."""
-        self.free()
-
-    def _drop(self) -> None:
+    def drop(self) -> None:
         """Wait for the gathers in flight and discard what they gathered, as if they had not been launched."""
-        in_flight, self._in_flight = self._in_flight or [], None
+        in_flight, self._in_flight = self._in_flight, []
         with without_autograd():
-            for _, specs, launched, call in in_flight:
-                lower.finish_gather(call, launched, specs)
-            for extension in self._extensions.values():
-                extension.drop()
-        self._give_back()
+            for flight in in_flight:
+                if flight.specs:
+                    flight.land()
+                else:
+                    self._extensions[flight.bucket[0]].drop()
+        self._give_back({index for flight in in_flight for index in flight.bucket} - self._here)
 
-    def _give_back(self, indices: Collection[int] | None = None) -> None:
-        if self.unit.settings.keep_storage:
-            return
-        for extension in self._extensions.values():
-            extension.free()
-        for index, memory in self._memory.items():
-            if indices is None or index in indices:
-                memory.give_back(but=self._shard_at.get(index, ()))
+    def _give_back(self, indices: Collection[int]) -> None:
+        for index in indices:
+            if self.unit.settings.keep_storage:
+                continue
+            if index in self.tables:  # who holds a table may still read it
+                self._forget(index)
+            elif index in self._extensions:
+                self._extensions[index].free()
+            elif index in self._memory:
+                self._memory[index].give_back(but=self._shard_at.get(index, ()))
 
     def unalias(self, grads: dict[int, Tensor]) -> None:
         """Copy those of ``grads`` that share memory with a parameter: a user's autograd function may return them."""
@@ -210,20 +248,25 @@ class Gathered:
 
     def free_but_a_slice(self) -> None:
         """Free all but this rank's slice for ``unit.post_forward``: backward then gathers over its few ranks."""
-        assert self.unit.post_forward is not None and self.fulls is not None
-        slices = [slice_of(full, spec) for full, spec in zip(self.fulls, self.specs)]
+        assert self.unit.post_forward is not None
+        slices = {index: slice_of(self.fulls[index], self.specs[index]) for index in self._here - self.tables}
         self.free()
         self._slices = slices
 
     def give_away(self, tensors: list[Tensor]) -> None:
         """Leave storages that ``tensors``, outputs of a module, share to the user; the next gather makes new ones."""
-        if self.fulls is None:
-            return
-        if subclasses.addresses_in(*tensors) & self._addresses():
+        if self._here and subclasses.addresses_in(*tensors) & self._addresses():
             # Tensors that autograd saved keep the storages that they alias; only our references go.
-            self.fulls, self.is_full, self._memory = None, False, {}
-            for extension in self._extensions.values():
-                extension.forget()
+            for index in self._here:
+                self._forget(index)
+            self._here = set()
+
+    def _forget(self, index: int) -> None:
+        """Leave the storage of a full parameter to whoever holds it; the next gather makes a new one."""
+        self.fulls[index] = None
+        self._memory.pop(index, None)
+        if index in self._extensions:
+            self._extensions[index].forget()
 
     def take_places_back(self) -> None:
         """Register the shards again where a module registered other tensors in its forward."""
@@ -233,47 +276,49 @@ class Gathered:
 
     def _addresses(self) -> set[int]:
         """Return the addresses of the full parameters' storages."""
-        fulls = [(index, full) for index, full in enumerate(self.fulls or ()) if full is not None]
+        fulls = [(index, full) for index, full in enumerate(self.fulls) if full is not None]
         plain = [full for index, full in fulls if index not in self._extensions]
         of_extensions = [extension.addresses() for extension in self._extensions.values()]
         return subclasses.addresses_in(*plain).union(*of_extensions)
 
-    def _sources(self) -> tuple[list[Tensor], list[ParamSpec]]:
-        """Return what this rank sends in the gather, with the specs."""
-        if self._slices is not None:
-            return self._slices, [inner_spec(spec) for spec in self.specs]
-        return [self.source(index) for index in range(len(self.shards))], self.specs
-
-    def source(self, index: int) -> Tensor:
+    def _source(self, index: int) -> Tensor:
         """Return this rank's shard of one parameter, on the device of the gather."""
         device, shard = self.unit.mesh.device, dtensors.local_tensor(self.shards[index]).detach()
         if self.specs[index].num_shards == 1:
             self._shard_at[index] = subclasses.addresses_in(shard)
         return shard if shard.device == device else shard.to(device, non_blocking=True)
 
-    def _caller(self, bucket: list[int], members: list[ParamSpec]) -> Caller:
+    def _caller(self, bucket: Bucket, members: list[ParamSpec]) -> Caller:
         """Return the ``Caller`` of one bucket; a parameter alone in it may be gathered right into its old storage."""
         out = None
         spec = members[0]
         lands_there = spec.dim == 0 and spec.layout.even and spec.num_shards > 1
-        full = self.fulls[bucket[0]] if self.fulls is not None and len(bucket) == 1 and lands_there else None
+        full = self.fulls[bucket[0]] if len(bucket) == 1 and lands_there else None
         if type(full) is Tensor:
             self._memory[bucket[0]].take()
             # ``.data`` makes no new version for autograd: the values are those that it saved.
             out = lower.as_sent(lower.run, full.data)
         return Caller(self.unit, out)
 
-    def _land(self, in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]]) -> None:
-        fulls: dict[int, Tensor] = {}
-        for bucket, specs, launched, call in in_flight:
-            fulls.update(zip(bucket, lower.finish_gather(call, launched, specs)))
-        fulls.update({index: extension.land() for index, extension in self._extensions.items()})
-        self._keep(fulls)
+    def _land(self, flights: Sequence[Flight]) -> None:
+        try:
+            with without_autograd():
+                for flight in flights:
+                    if flight.specs:
+                        self._keep(dict(zip(flight.bucket, flight.land())))
+                    else:
+                        (index,) = flight.bucket
+                        self._keep({index: self._extensions[index].land()})
+                    self._in_flight.remove(flight)
+                    self._here.update(flight.bucket)
+        except BaseException:
+            self.drop()
+            raise
+        for index in self._slices.keys() & self._here:
+            del self._slices[index]
 
     def _keep(self, arrived: Mapping[int, Tensor]) -> None:
         """Keep parameters that were gathered the first time, and copy those gathered again into their old storages."""
-        if self.fulls is None:
-            self.fulls, self._memory = [None] * len(self.shards), {}
         for index, again in arrived.items():
             full = self.fulls[index]
             if full is None:

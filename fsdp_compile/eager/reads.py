@@ -12,6 +12,7 @@ node of its own, as it would without FSDP: zero-bubble pipelines, which split a 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,22 +23,51 @@ from torch.utils.weak import TensorWeakRef
 from .._torch_compat import autograd, dynamo, subclasses
 from ..core.containers import map_tensors, tensors_in
 from . import backward
-from .routed import Routed
-from .running import Call, Recording
+from .gathered import Bucket, Gathered
+from .running import Call, Recording, Running, Turn
+
+
+def gather(call: Call, buckets: Sequence[Bucket], begins: bool = False) -> None:
+    """Gather buckets that a forward needs, and launch those that come next; ``begins`` as for ``come_to``."""
+    gathered, run = call.gathered, call.run
+    coming: list[Turn] = []
+    buckets = [bucket for bucket in buckets if not call.reached.issuperset(bucket)]
+    call.reached.update(index for bucket in buckets for index in bucket)
+    if buckets and call in run.calls and autograd.backward_task() is None:
+        coming = run.iteration.come_to(run, gathered, buckets, begins)
+    gathered.wait(buckets)
+    for turn in () if call.unit.settings.forward_prefetch else coming:
+        prefetch(turn.run, turn.buckets, turn.gathered())
+
+
+def prefetch(target: Running, buckets: Sequence[Bucket], only: Gathered | None = None) -> None:
+    """Launch gathers of a unit whose forward comes next; it may not run this time.
+
+    The buckets may be those of an earlier forward, and hold for ``only`` what was gathered then.
+    """
+    gathered = target.gathered if target.calls else target.current()  # a forward may have replaced some by others
+    if gathered is None or (only is not None and only is not gathered) or not buckets:
+        return
+    target.iteration.touched.setdefault(target)
+    if not target.calls:
+        gathered.free_if_stale()
+    gathered.launch(buckets)
 
 
 def read(call: Call, fqn: str) -> Any:
     """Return the gathered parameter; None if the user put something else in its place."""
     call.was_read = True
-    call.gathered.wait()
     index = call.gathered.index.get(fqn)
     if index is None:
         return None
+    if index not in call.reached:
+        some = [call.gathered.buckets[call.gathered.bucket_of[index]]]
+        gather(call, some if call.unit.comes_in_parts else call.gathered.buckets)
     shard = call.gathered.shards[index]
     recorded, has_grad = _is_recorded(call, shard), torch.is_grad_enabled()
     call.read_frozen |= call.records and not (recorded and has_grad)
-    if (index, recorded) not in call.tensors:
-        full = call.gathered.full(index)
+    full = call.gathered.full(index)
+    if not call.has_read(index, recorded, full):
         given = call.given[index]() if index in call.given else None
         if given is not None and recorded and subclasses.share_storage(given, full):
             full = given
@@ -56,10 +86,11 @@ def read_all(call: Call) -> list[Tensor]:
     So a parameter that the graph did not use takes part as well; else its unit would wait for it until backward ends.
     """
     call.was_read = True
+    gather(call, call.gathered.buckets)
     fulls, shards = call.gathered.wait(), call.gathered.shards
     recorded = [_is_recorded(call, shard) for shard in shards]
     call.read_frozen |= not all(recorded) and torch.is_grad_enabled()
-    new = [index for index in range(len(shards)) if recorded[index] and (index, True) not in call.tensors]
+    new = [index for index in range(len(shards)) if recorded[index] and not call.has_read(index, True, fulls[index])]
     if new:
         outputs = _ReadAll.apply(_recording(call), new, *[_leaf(shards[index]) for index in new])
         for index, full in zip(new, outputs):
@@ -68,8 +99,9 @@ def read_all(call: Call) -> list[Tensor]:
         call.tensors[index, True] if recorded[index] else param.as_read(fulls[index])
         for index, param in enumerate(call.gathered.params)
     ]
-    for full in given:
-        dynamo.mark_free_to_save(full)  # its storage is freed; that of a cast would not be
+    for index, full in enumerate(given):
+        if index not in call.gathered.tables:
+            dynamo.mark_free_to_save(full)  # its storage is freed; that of a cast would not be
     return given
 
 
@@ -112,10 +144,7 @@ class _Read(torch.autograd.Function):
         ctx.recording, ctx.index = recording, index
         ctx.set_materialize_grads(False)
         autograd.take_gradients_as_produced(ctx)
-        gathered = recording.call.gathered
-        if isinstance(gathered, Routed) and index not in recording.read:
-            gathered.route.expect(gathered, index)
-        return gathered.full(index).detach()
+        return recording.call.gathered.full(index).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -131,7 +160,7 @@ class _ReadAll(torch.autograd.Function):
         ctx.recording, ctx.indices = recording, indices
         ctx.set_materialize_grads(False)
         recording.read.update(indices)
-        fulls = recording.call.gathered.wait()
+        fulls = recording.call.gathered.fulls
         return tuple(fulls[index].detach() for index in indices)
 
     @staticmethod

@@ -41,14 +41,16 @@ def hold_back(gathered: Gathered, grads: Mapping[int, Tensor]) -> None:
                 pending[fqn] = grad.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def with_pending(gathered: Gathered, grads: Mapping[int, Tensor], only: str | None = None) -> dict[int, Tensor]:
-    """Return ``grads`` plus what earlier backwards held back, of all parameters or of ``only`` one."""
+def with_pending(
+    gathered: Gathered, grads: Mapping[int, Tensor], only: Collection[int] | None = None
+) -> dict[int, Tensor]:
+    """Return ``grads`` plus what earlier backwards held back, of all parameters or of ``only`` some."""
     held = gathered.unit.accumulation.held
     total = dict(grads)
     with torch.no_grad():
-        for fqn in [fqn for fqn in held.pending if only in (None, fqn)]:
+        for fqn in [*held.pending]:
             index = gathered.index.get(fqn)
-            if index is not None:
+            if index is not None and (only is None or index in only):
                 total[index] = held.take(fqn)
                 if index in grads:
                     total[index] = _sum(total[index], grads[index], gathered.asks_for_any_dtype(index))
@@ -81,7 +83,7 @@ class Reduction:
         gathered, indices = self.gathered, sorted(grads)
         with torch.no_grad():
             each = {index: self._spec(gathered.spec_for(index, grads[index])) for index in indices}
-            for bucket in reduce_buckets([each[index] for index in indices]):
+            for bucket in reversed(reduce_buckets([each[index] for index in indices])):
                 members = [indices[place] for place in bucket]
                 specs = [each[index] for index in members]
                 num_waits = specs[0].num_reductions

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils.weak import TensorWeakRef
 from .._torch_compat import autograd
 from ..core.hooks import LateHooks
 from ..core.unit import Unit
-from .gathered import Gathered
+from .gathered import Bucket, Gathered
 from .reduction import Reduction, Traffic
 
 
@@ -42,11 +42,6 @@ class Running:
     backward_task: int | None = None
     in_backward: set[Call] = field(default_factory=set)
     reduced_in: int | None = None
-    # The ``Route`` of the last forward that began with this unit; and whether the unit itself was on one.
-    route: Any = None
-    followed: bool = False
-    # The graphs' texts that ``ways.own_way`` found for such a ``Route``, with the key of its search.
-    own_texts: Any = None
     warned_of_view: bool = False
     own_iteration: Iteration = field(default_factory=lambda: Iteration())
 
@@ -74,8 +69,13 @@ class Running:
         self.in_backward.clear()
         self.not_run_yet.clear()
         if self.gathered is not None:
-            self.gathered.give_up()
-        self.route = None
+            self.gathered.free()
+
+
+def is_here(unit: Unit) -> bool:
+    """Whether a forward of the unit gathers nothing: it is gathered, or full parameters are in its shards' places."""
+    gathered = running(unit).gathered
+    return (gathered is not None and gathered.is_full) or all(one.param is not one.shard for one in unit.params)
 
 
 def running(unit: Unit) -> Running:
@@ -92,10 +92,11 @@ class Call:
     def __init__(self, run: Running, gathered: Gathered) -> None:
         self.run = run
         self.gathered = gathered
-        self.route = gathered.route  # only calls with a backward to come hold it
+        self.reached: set[int] = set()  # the parameters in the buckets that it gathered
         self.place = 0  # among the calls that await backward
         self.forward_number = run.iteration.forward_number
         self.task: int | None = None  # number of the backward that reached the outputs
+        self.left_in: int | None = None  # number of the backward that finished with it
         self.is_in_backward = False  # reentrant checkpointing made the call while a backward runs
         # False if code that is not ours calls the forward: we are not told when that forward raises.
         self.ends_with_errors = True
@@ -107,6 +108,7 @@ class Call:
         # What reads return, by index and whether autograd recorded them. Autograd's nodes refer to the call, so they
         # are kept only while a forward runs.
         self.tensors: dict[tuple[int, bool], Any] = {}
+        self._read_of: dict[int, Any] = {}  # the full parameters that these were made of, by index
         # The recorded ones, as long as somebody holds them: a forward that backward recomputes reads the same tensors.
         self.given: dict[int, TensorWeakRef] = {}
         # Weak: if garbage collection decided which calls await backward, ranks would differ.
@@ -116,9 +118,18 @@ class Call:
     def unit(self) -> Unit:
         return self.run.unit
 
+    def has_read(self, index: int, recorded: bool, full: Any) -> bool:
+        """Whether ``tensors`` has what a read of this full parameter gives; one of an earlier gather is dropped."""
+        if self._read_of.get(index) is not full:
+            self._read_of[index] = full
+            for one in (True, False):
+                self.tensors.pop((index, one), None)
+        return (index, recorded) in self.tensors
+
     def forget_reads(self) -> None:
         """Drop the tensors that reads returned; whoever needs one holds it."""
         self.tensors.clear()
+        self._read_of.clear()
         self.recording = None  # what is recomputed for backward may never get gradients
 
 
@@ -132,18 +143,29 @@ class Recording:
         self.grads: dict[int, Tensor] = {}
         self.delivered: set[int] = set()  # reduced already, or returned to autograd
         self.reduction: Reduction | None = None  # of its buckets that are complete, until all of them are
-        self._buckets: Mapping[int, frozenset[int]] = {}
+        self._num_reduced = 0  # how many of its buckets that is
 
-    def bucket(self, index: int) -> frozenset[int]:
-        """Return the parameters whose gradients travel together with that of this one; none if it is not to come."""
-        if not self._buckets:
-            self._buckets = self.call.gathered.reduced_together(self.read)
-        return self._buckets.get(index, frozenset())
+    def take_next(self) -> frozenset[int] | None:
+        """Return the next bucket to reduce, if its gradients are all there; each bucket once."""
+        buckets = self.call.gathered.reduced_together(self.read)
+        if self._num_reduced == len(buckets) or not buckets[self._num_reduced] <= self.arrived:
+            return None
+        self._num_reduced += 1
+        return buckets[self._num_reduced - 1]
 
     def forget(self) -> None:
         """Reset to the state before a backward."""
         self.arrived, self.grads, self.delivered = set(), {}, set()
-        self.reduction, self._buckets = None, {}
+        self.reduction, self._num_reduced = None, 0
+
+
+@dataclass(eq=False)
+class Turn:
+    """Buckets of one unit that a forward gathers one after another, without any of another unit's between them."""
+
+    run: Running
+    gathered: weakref.ref[Gathered]
+    buckets: list[Bucket]
 
 
 class Iteration:
@@ -153,12 +175,12 @@ class Iteration:
         self.traffic = Traffic()
         self.is_last_backward = True
         self.manual_finalization = False
-        # Forward: units in the order in which they began, in the last forward and in the running one. Units on a route
-        # have a list of their own, by its outermost unit: other ranks run them as a graph, and list only the rest.
-        self._last_forward: dict[Unit | None, list[Running]] = {}
-        self._this_forward: dict[Unit | None, list[Running]] = {}
+        # Forward: what the last one gathered, in its order, and what the running one has gathered.
+        self._last_forward: list[Turn] = []
+        self._this_forward: list[Turn] = []
         self.depth = 0  # unit forwards that run, outside of backward
         self.forward_number = 0  # counts forwards of the root
+        self.has_run = False  # the root's forward, eagerly
         # Backward: calls in the order in which their forwards ended.
         self._calls: list[weakref.ref[Call]] = []
         # Running backwards, a nested one after the one around it; each with autograd's callback for its end.
@@ -167,7 +189,6 @@ class Iteration:
         # The running backward will itself be differentiated: what it read will be read again.
         self.creates_graph = False
         self.touched: dict[Running, None] = {}
-        self.routes: dict[Any, None] = {}  # that the running backward is on
         # Reads that have some of their gradients, and the backward in which the first one came.
         self.incomplete: dict[Recording, int | None] = {}
         self.hooks = LateHooks()
@@ -180,25 +201,33 @@ class Iteration:
         self.manual_finalization |= inner.manual_finalization
         self.traffic = inner.traffic
 
-    def begin_unit(self, run: Running, route_of: Unit | None) -> Running | None:
-        """Note that a unit's forward begins, on a route or not; return the unit that came after it the last time."""
+    def come_to(
+        self, run: Running, gathered: Gathered, buckets: Sequence[Bucket], begins: bool
+    ) -> list[Turn]:
+        """Note that a forward needs these buckets now; return what comes with them and after them, as the last time.
+
+        ``begins`` says that the unit's turn begins; else it may go on, if its turn is the last one.
+        """
         self.touched.setdefault(run)
-        last, this = self._last_forward.get(route_of, []), self._this_forward.setdefault(route_of, [])
+        last, this = self._last_forward, self._this_forward
+        if not begins and this and this[-1].run is run:
+            this[-1].buckets += buckets
+            return []
         place = len(this)
-        this.append(run)
-        return last[place + 1] if last[place : place + 1] == [run] and place + 1 < len(last) else None
+        this.append(Turn(run, weakref.ref(gathered), [*buckets]))
+        return last[place : place + 2] if place < len(last) and last[place].run is run else []
 
     def end_forward(self) -> list[Running]:
         """End the outermost forward; return the units that took part."""
-        self._last_forward, self._this_forward = self._this_forward, {}
+        self._last_forward, self._this_forward = self._this_forward, []
         self._calls = [reference for reference in self._calls if reference() is not None]
         for place, reference in enumerate(self._calls):
             if (call := reference()) is not None:
                 call.place = place
-        return [run for runs in self._last_forward.values() for run in runs]
+        return [turn.run for turn in self._last_forward]
 
     def abandon_forward(self) -> None:
-        self._this_forward = {}
+        self._this_forward = []
 
     def awaits_backward(self, call: Call) -> None:
         call.place = len(self._calls)
@@ -247,9 +276,6 @@ def recover(root: Unit) -> None:
         grown += [(unit, fqn) for fqn in sorted(unit.accumulation.held.undo_backward())]
         running(unit).forget()
     iteration.touched.clear()
-    for route in iteration.routes:
-        route.leave()
-    iteration.routes.clear()
     iteration.hooks.release()
     _say_of_held([one for one in grown if one not in gone], "kept and have its part")
     _say_of_held([one for one in grown if one in gone], "lost")

@@ -22,13 +22,11 @@ from torch.distributed.tensor import DTensor
 from .._torch_compat import autograd, dtensors, dynamo, traced_frames
 from ..core.accumulation import Mode
 from ..core.captures import refuse_traced
-from ..core.exchange import say_compiling
 from ..core.param import ReadSpec, ShardedParam, Slot
 from ..core.shared import shared
 from ..core.stored import wrapper
 from ..core.unit import Unit
 from .extension import extended_gather
-from .sink import follow_mode
 
 # What a graph takes of a parameter: the full one, if the eager path runs around the graph and gives it; the local
 # tensor of a frozen one; its edge, which is the local tensor; both of these; or the shard, a DTensor, if the graph has
@@ -81,8 +79,6 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         param.require_shard()
         if autograd.uses_compiled_autograd():
             param.sink.have_leaf()
-        if unit.given is None:
-            say_compiling(unit)
         for around in (unit, *unit.around()):
             if around.given is not None:  # the unit with ``given`` may have no parameters
                 around.watch.say_no_plan(
@@ -171,12 +167,6 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         registered = traced_frames.node_of("param")  # of a read for which ``takes`` returned None
         has_grad = torch.is_grad_enabled() or self.records()
         return param, registered, has_grad, traced_frames.in_inference_mode(), dynamo.num_writes_traced(param.shard)
-
-    def follow_mode(self) -> None:
-        """Make what graphs need after the eager path changed what backward does with gradients."""
-        unit = self._unit()
-        if unit is not None:
-            follow_mode(unit)
 
     def note_data(self) -> None:
         """Have the eager path gather anew, into other storages, since a shard has other memory."""

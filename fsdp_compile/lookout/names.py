@@ -47,8 +47,8 @@ class Namer:
     def of_launch(self, issued: Issued) -> Piece:
         """Return what was issued eagerly, as a piece of one link."""
         address = issued.address
-        units = [unit() for unit in issued.units]
-        key = (issued.kind, address, *map(id, units), *map(id, issued.specs))
+        unit = issued.unit()
+        key = (issued.kind, address, id(unit), *map(id, issued.specs))
         pieces = self._placed if address else self._pieces
         known = pieces.get(key)
         if known is None:
@@ -56,7 +56,7 @@ class Namer:
             dtype = specs[0].reduce_dtype if reduces else specs[0].dtype
             num_bytes = sum(spec.reduce_bytes if reduces else spec.gather_bytes for spec in specs)
             wire = _wire(issued.kind, str(dtype).removeprefix("torch."), num_bytes, len(specs))
-            names, sure, root = self._eager_names(units, specs, address)
+            names, sure, root = self._eager_names(unit, specs, address)
             link = Link(wire, names, sure, self._places_of(names, root))
             # The specs stay alive with the piece, so that their ids stay theirs.
             known = issued.specs, Piece((link,), "eager")
@@ -101,15 +101,14 @@ class Namer:
         self._placed.clear()
 
     def _eager_names(
-        self, units: Sequence[Any], specs: Sequence[ParamSpec], address: int
+        self, unit: Unit | None, specs: Sequence[ParamSpec], address: int
     ) -> tuple[tuple[str, ...], bool, Unit | None]:
         """Return the parameters' names, whether these are certain, and the outermost unit around the parameters."""
-        if None in units or not units:
+        if unit is None:
             shown, root = self._at(address) if len(specs) == 1 else (None, None)
             return tuple(with_part(shown or spec.fqn, spec.part) for spec in specs), shown is not None, root
-        known = [self._names_in(unit) for unit in (units if len(units) == len(specs) else [units[0]] * len(specs))]
-        names = tuple(with_part(one.get(spec.fqn, spec.fqn), spec.part) for one, spec in zip(known, specs))
-        return names, True, units[0].root
+        known = self._names_in(unit)
+        return tuple(with_part(known.get(spec.fqn, spec.fqn), spec.part) for spec in specs), True, unit.root
 
     def _places_of(self, names: tuple[str, ...], root: Unit | None) -> tuple[str, ...]:
         """Return the places in the model of the parameters with these names; empty if the model is not known."""

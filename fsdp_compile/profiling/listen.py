@@ -135,7 +135,7 @@ class Listener:
         num_bytes = sum(spec.reduce_bytes if reduces else spec.gather_bytes for spec in entry.specs)
         self._meet(entry.group)
         [link] = namer.of_launch(entry).links
-        unit = next((unit for unit in (one() for one in entry.units) if unit is not None), None)
+        unit = entry.unit()
         model = self._models.of(unit.root) if unit is not None else self._models.at(entry.address, namer)
         expected = Expected(entry.kind, entry.group, dtype, num_bytes, link.names, model=model)
         self._heard.append(Heard(EAGER, (expected,)))

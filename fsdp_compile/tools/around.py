@@ -18,8 +18,8 @@ class Around:
     unit: str  # "layers.0 (Block)"
     num_params: int
     num_gathers: int  # in forward
+    num_again: int  # in backward
     gathered_bytes: int  # one rank's part
-    gathers_again: bool  # whether backward gathers the same again
     num_reductions: int
     reduced_bytes: int
 
@@ -35,8 +35,8 @@ def around(unit: Unit) -> Around:
         unit=format_unit(_labelled(unit)),
         num_params=len(specs),
         num_gathers=len(gather_buckets(sent)),
+        num_again=len(gather_buckets([spec for spec in sent if not spec.is_table])) if unit.regather else 0,
         gathered_bytes=sum(spec.gather_bytes for spec in sent),
-        gathers_again=unit.regather,
         num_reductions=len(reduce_buckets(reduced)),
         reduced_bytes=sum(spec.reduce_bytes for spec in reduced),
     )
@@ -49,9 +49,9 @@ def _labelled(unit: Unit) -> str:
 
 def table_of(units: Iterable[Around]) -> str:
     """Return a table with one line for all units that differ only in their names."""
-    alike: dict[tuple[int, int, int, bool, int, int], list[str]] = {}
+    alike: dict[tuple[int, int, int, int, int, int], list[str]] = {}
     for one in units:
-        sent = (one.num_gathers, one.gathered_bytes, one.gathers_again, one.num_reductions, one.reduced_bytes)
+        sent = (one.num_gathers, one.gathered_bytes, one.num_again, one.num_reductions, one.reduced_bytes)
         alike.setdefault((one.num_params, *sent), []).append(one.unit)
     rows = [["unit", "params", "gathers", "bytes/rank", "in backward", "reductions", "bytes/rank"]]
     for (params, gathers, gathered, again, reductions, reduced), names in alike.items():

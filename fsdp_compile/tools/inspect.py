@@ -179,7 +179,7 @@ class Report:
         if graphs:
             title += f", {plural(num_collectives, 'collective')}, {total} a rank"
         if self.around:
-            gathers = sum(one.num_gathers * (1 + one.gathers_again) for one in self.around.values())
+            gathers = sum(one.num_gathers + one.num_again for one in self.around.values())
             reductions = sum(one.num_reductions for one in self.around.values())
             title += f"; {plural(gathers, 'gather')} and {plural(reductions, 'reduction')} a step around "
             title += plural(len(self.around), "compiled unit")

@@ -163,7 +163,7 @@ def _trial(model: nn.Module) -> Iterator[None]:
             for unit in units:
                 gathered = running(unit).gathered
                 if gathered is not None:
-                    gathered.give_up()
+                    gathered.free()
         finally:
             before.put_back()
             put_generators_back()

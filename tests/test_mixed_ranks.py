@@ -1,7 +1,11 @@
-"""A rank that runs eagerly among ranks that run compiled launches what they launch, and trains on."""
+"""Ranks that run a model in different ways launch the same collectives, and train on.
+
+One falls back to Python after some steps, or never compiles, while the others run graphs.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compile import configure, fully_shard
+import fsdp_compile
+from fsdp_compile import fully_shard
 from fsdp_compile.core.param import READS
 from fsdp_compile.eager import forward
-from fsdp_compile.passes import Plan
 from tests.comparing import assert_same_grads, batches, loss_of, reference_backward
 from tests.compiling import compiled
 from tests.models import Block, Checkpointed, PartlyUsedBlock, Stack, shard, twins
@@ -55,9 +59,6 @@ class Case:
     decides_late: bool = False  # to synchronize: between forward and backward
     evaluates: bool = False  # before each step, without gradients
     twice: bool = False  # backward, through the same graph
-    budget: int | None = None  # bytes; with one that nothing fits into, all is gathered and computed again
-    plan: Plan | None = None  # to follow in place of one of ours
-    bucketing: str | None = None
     tolerance: float = 1e-5
     never: tuple[int, ...] = (1,)  # ranks that compile nothing, where ``how`` says so
 
@@ -77,11 +78,6 @@ def _with_an_error(model: nn.Module, run: Any) -> Any:
     return _within(lambda: torch._dynamo.config.patch(suppress_errors=True), torch.compile(model, backend=fails))
 
 
-def _with_a_break(model: nn.Module, run: Any) -> Any:
-    model.layers[1].register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break())
-    return run
-
-
 # Of a model and what torch.compile made of it: what a rank calls that has no graph.
 never_compiling: dict[str, Callable[[nn.Module, Any], Any]] = {
     "never": lambda model, run: _within(lambda: torch.compiler.set_stance("force_eager"), run),
@@ -90,7 +86,6 @@ never_compiling: dict[str, Callable[[nn.Module, Any], Any]] = {
     "switch": lambda model, run: torch.compile(model, disable=True),
     "limit of none": lambda model, run: _within(lambda: torch._dynamo.config.patch(recompile_limit=0), run),
     "error": _with_an_error,
-    "break": _with_a_break,
 }
 
 
@@ -107,12 +102,6 @@ def train(case: Case) -> list[int]:
     for layer in model.layers if case.nested else ():
         fully_shard(layer.mlp, **options)
     shard(model, **options)
-    if case.bucketing is not None:
-        configure(model, bucketing=case.bucketing)
-    if case.budget is not None:
-        configure(model, memory_budget=case.budget)
-    if case.plan is not None:
-        configure(model, plan=case.plan)
     if case.blocks or case.both:
         for layer in model.layers:
             layer.compile(backend=case.backend)
@@ -269,7 +258,6 @@ CASES = {
         options={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
         tolerance=3e-2,
     ),
-    "computing again": Case(budget=1),
     "frozen": Case(frozen=("layers.0.up.weight", "layers.1.down.bias", "embed.weight")),
     "accumulating": Case(holds_back=True),
     "synchronizing late": Case(decides_late=True),
@@ -277,32 +265,74 @@ CASES = {
     "backward twice": Case(twice=True),
     "blocks that accumulate": Case(blocks=True, holds_back=True, evaluates=True),
     "whole over blocks": Case(both=True),
-    "units in blocks": Case(partial(Stack, 3, block=Inner), blocks=True, nested=True, how="limit"),
-    "units in blocks of one model": Case(partial(Stack, 3, block=Inner), both=True, nested=True),
+    "units in blocks": Case(partial(Stack, 3, block=Inner), nested=True),
+    "whole over blocks with units": Case(partial(Stack, 3, block=Inner), both=True, nested=True),
     "many kinds of layers": Case(lambda: Net(without=(Noisy,)), _rows, {"reshard_after_forward": True}),
 }
 
 
-LONG = ("many kinds of layers", "units in blocks of one model", "backward twice")  # the first: test_never_compiled.py
+class Placed(Block):
+    """A block that looks rows of a table up, so that a checkpointed one does it twice."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.places = nn.Embedding(16, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.places(torch.arange(x.shape[1])))
 
 
-@pytest.mark.filterwarnings("ignore:memory_budget is 1 byte")
+LONG = ("many kinds of layers", "whole over blocks with units", "backward twice")
+
+
+@pytest.mark.parametrize("how", ["stance", "never"])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else pytest.mark.more) for name in CASES]
 )
-def test_it_does_in_every_mode(two_ranks: Ranks, name: str) -> None:
-    stays, falls_back = two_ranks.run(_by_name, name)
-    assert max(falls_back) > max(stays)
+def test_it_does_in_every_mode(two_ranks: Ranks, name: str, how: str) -> None:
+    stays, differs = two_ranks.run(_by_name, name, how)
+    assert max(differs) > max(stays)
 
 
-def _by_name(name: str) -> list[int]:
-    return train(CASES[name])
+def _placed(backend: str) -> None:
+    for make in (partial(Checkpointed, block=Placed), partial(Stack, block=Placed)):
+        unsharded, model = twins(make)
+        run = compiled(shard(model, reshard_after_forward=True), backend)
+        for step in range(2):
+            loss_of(run(batches(step)[dist.get_rank()])).backward()
+            reference_backward(unsharded, batches(step))
+        assert_same_grads(model, unsharded)
+
+
+@pytest.mark.parametrize("backend", ["passes", pytest.param("inductor", marks=pytest.mark.more)])
+def test_tables_are_gathered_again_where_a_checkpointed_region_reads_them(two_ranks: Ranks, backend: str) -> None:
+    two_ranks.run(_placed, backend)
+
+
+def _by_name(name: str, how: str) -> list[int]:
+    case = CASES[name]
+    return train(dataclasses.replace(case, how=how))
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=() if how == "never" else pytest.mark.more) for how in never_compiling]
+)
+def test_a_rank_that_never_compiles_trains_on(two_ranks: Ranks, how: str) -> None:
+    compiles, never = two_ranks.run(train, Case(how=how))
+    assert (compiles, never) == ([0] * NUM_STEPS, [3] * NUM_STEPS)
+
+
+@pytest.mark.parametrize("never", [pytest.param((0,), marks=pytest.mark.more), pytest.param((0, 1), marks=pytest.mark.slow)])
+def test_of_three_ranks(three_ranks: Ranks, never: tuple[int, ...]) -> None:
+    counts = three_ranks.run(train, Case(how="never", never=never))
+    assert [max(one) > 0 for one in counts] == [rank in never for rank in range(3)]
 
 
 @pytest.mark.more
-def test_on_replicated_meshes(four_ranks: Ranks) -> None:
-    _, falls_back, *_ = four_ranks.run(train, Case(replicated=True))
-    assert falls_back == [0, 0, 3, 3, 0]
+@pytest.mark.parametrize("how", ["stance", "never"])
+def test_on_replicated_meshes(four_ranks: Ranks, how: str) -> None:
+    _, differs, *_ = four_ranks.run(train, Case(replicated=True, how=how))
+    assert differs == ([0, 0, 3, 3, 0] if how == "stance" else [3] * NUM_STEPS)
 
 
 class Rows(nn.Module):
@@ -413,3 +443,64 @@ def _all_fall_back(what: str) -> None:
 )  # fmt: skip
 def test_where_all_ranks_fall_back_all_is_as_it_was(two_ranks: Ranks, what: str) -> None:
     two_ranks.run(_all_fall_back, what)
+
+
+def _compile_after_all() -> None:
+    """Rank 1 follows for a step; then all ranks compile another model whose parameters are called the same."""
+    for never, options in ((1, {}), (2, CASES["in bfloat16"].options)):
+        run: Any = compiled(shard(Stack(), **options), "passes")
+        with torch.compiler.set_stance("force_eager" if dist.get_rank() == never else "default"):
+            run(_tokens(0, 0)).float().pow(2).mean().backward()
+
+
+@pytest.mark.more
+def test_it_may_compile_after_all(two_ranks: Ranks) -> None:
+    """Ranks compare the plans that they make, and this one has made fewer."""
+    two_ranks.run(_compile_after_all)
+
+
+def _nothing_trains(backend: str, inputs_train: bool) -> None:
+    """Rank 1 runs eagerly: from the first step on, and then after it has compiled."""
+    for first in range(2):
+        unsharded, model = (nn.Sequential(*one.layers) for one in twins())
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model).requires_grad_(False)
+        run: Any = compiled(model, backend)
+        for step in range(3):
+            x = torch.randn(2, 16, requires_grad=inputs_train)
+            eagerly = dist.get_rank() == 1 and step >= first
+            with torch.compiler.set_stance("force_eager" if eagerly else "default"):
+                y = run(x)
+            expected = unsharded(x)
+            torch.testing.assert_close(y, expected)
+            if inputs_train:
+                (grad,), (its,) = torch.autograd.grad(y.sum(), [x]), torch.autograd.grad(expected.sum(), [x])
+                torch.testing.assert_close(grad, its)
+
+
+@pytest.mark.parametrize(
+    ("backend", "inputs_train"), [("passes", False), pytest.param("inductor", True, marks=pytest.mark.more)]
+)
+def test_it_runs_a_model_of_which_nothing_trains(two_ranks: Ranks, backend: str, inputs_train: bool) -> None:
+    """A teacher, whose graph has no backward although gradients are on, unless its inputs ask for them."""
+    two_ranks.run(_nothing_trains, backend, inputs_train)
+
+
+def _alone() -> None:
+    """One rank runs forwards in which nothing is gathered, while the others are elsewhere."""
+    model = shard(Stack())
+    inputs = torch.ones(2, 3, 16)
+    full, embedded = fsdp_compile.full_params(model), torch.zeros(2, 5, dtype=torch.long)
+    with full:
+        if dist.get_rank() == 0:
+            model(embedded)
+    model.layers[1].unshard()
+    if dist.get_rank() == 0:
+        model.layers[1](inputs)
+    dist.barrier()
+    model.layers[1].reshard()
+
+
+def test_a_rank_may_run_a_forward_that_gathers_nothing_alone(two_ranks: Ranks) -> None:
+    two_ranks.run(_alone)
