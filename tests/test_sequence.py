@@ -62,6 +62,7 @@ def _launches(entry: Entry, mode: str, step: int, **options: Any) -> list[tuple[
     return launched
 
 
+@pytest.mark.filterwarnings("ignore:.* returned a view tensor")  # T5's blocks do
 @pytest.mark.usefixtures("fake_group_of_four")
 @pytest.mark.parametrize(
     "options",
