@@ -12,9 +12,6 @@ from typing import Any
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass  # 2.11 to 2.15
 
-# ``_embedding_bag``, ``_embedding_bag_forward_only``: 2.11 to 2.15.
-EMBEDDING_BAGS = (torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default)
-
 
 def foreach_copy(into: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source into its place, cast to its dtype; one kernel on a GPU (``_foreach_copy_``: 2.11 to 2.15)."""

@@ -20,12 +20,12 @@ from .spec import ParamSpec
 
 
 def gather_buckets(specs: Sequence[ParamSpec]) -> list[list[int]]:
-    """Return the buckets of one unit's all-gathers in their order: indices into ``specs``, in packing order."""
+    """Return one unit's all-gathers in the order of forward: the places in ``specs`` of the members of each."""
     return _split(specs, gather_key, lambda spec: spec.gather_bytes)
 
 
 def reduce_buckets(specs: Sequence[ParamSpec]) -> list[list[int]]:
-    """Return the buckets of one unit's reductions in the order of forward: indices into ``specs``, in packing order."""
+    """Return one unit's reductions, also in the order of forward: the places in ``specs`` of the members of each."""
     return _split(specs, reduce_key, lambda spec: spec.reduce_bytes)
 
 

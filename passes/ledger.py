@@ -205,7 +205,7 @@ class Ledger:
 
 
 def _nobody() -> None:
-    """Stand for a reference to a unit that is not known."""
+    """Return None, as a weak reference to a unit that is gone would."""
 
 
 def _address(shard: Tensor) -> int:

@@ -93,7 +93,7 @@ class Items:
         return [item for item in reached if self.role[item] is None]
 
     def _find_large_end(self) -> fx.Node | None:
-        """Return the node of the last unit's largest gradient, if that is larger than all gradients of the unit before.
+        """Return the node of the last unit's largest gradient, if it is larger than all gradients of the unit before.
 
         If it is smaller, the peak of memory is not there, and reductions may stay in flight: compute hides them.
         """

@@ -36,14 +36,14 @@ from .keep import STEP
 from .neighbours import with_neighbours
 from .phases import is_backward, phase_of
 from .plan import Bucket, Plan
-from .provenance import Marker, by_unit, find_reduces, find_unshards, reduce_nodes, unshard_nodes
+from .provenance import Marker, by_unit, find_reduces, find_unshards, reduce_nodes, units_around, unshard_nodes
 from .slices import keep_slice, slice_these, whole_of
 from .spec import ParamSpec
-from .structure import Structure, encloses, structure_of
+from .structure import Structure, structure_of
 from .views import passes_on
 
 # Where a bucket is to be launched: a place in a graph, and what tells two of one place apart.
-Place = tuple[int | str, ...]
+Place = tuple[int, tuple[int | str, ...]]
 
 
 def plan_joint(graph: fx.Graph, lookahead: int = 1) -> Plan:
@@ -236,8 +236,8 @@ def _plan(
 ) -> Plan:
     """``kept`` says where the graph has the first gradient of each unit that it finds gathered."""
     backwards = stage == "backward" or is_backward(phase)
-    gathers = _placed_gathers(unshards, lambda one: (*read_at(one), *_tie(one)), backwards)
-    reductions = _placed_reductions(reduces, lambda one: (computed_at(one), *_tie(one)))
+    gathers = _placed_gathers(unshards, lambda one: (read_at(one)[0], (*read_at(one)[1:], *_tie(one))), backwards)
+    reductions = _placed_reductions(reduces, lambda one: (computed_at(one), _tie(one)))
     plan = Plan(
         stage=stage,
         gathers=tuple(dataclasses.replace(bucket, phase=phase) for _, bucket in gathers),
@@ -310,38 +310,35 @@ def _placed_gathers(
     begin of its forward. But a model's root comes in parts in forward, each where it is read.
     """
     units = by_unit(with_neighbours(found, read_at, small_end=0))
+    around = units_around(units)
     first = {unit: min(map(read_at, members)) for unit, members in units.items()}
-    read: list[tuple[Place, int, int, Bucket]] = []
+    begins = dict(first)  # of each unit, with the units inside it
+    for unit, outer in around.items():
+        begins.update((one, min(begins[one], first[unit])) for one in outer)
+    has_inner = {one for outer in around.values() for one in outer}
+    placed: list[tuple[Place, int, int, Bucket]] = []
     for unit, members in units.items():
-        inner = [first[other] for other in units if encloses(unit, other)]
-        in_parts = not backwards and bool(inner) and not any(encloses(outer, unit) for outer in units)
-        depth = sum(encloses(outer, unit) for outer in units)
+        in_parts = not backwards and unit in has_inner and not around[unit]
         for number, indices in enumerate(gather_buckets([one.spec for one in members])):
             chosen = [members[index] for index in indices]
-            place = min(map(read_at, chosen)) if in_parts else min([first[unit], *inner])
-            read.append((place, depth, -number if backwards else number, gather_bucket(unit, chosen)))
-    placed: list[tuple[int, Bucket]] = []
-    for place, _, _, bucket in sorted(read, key=lambda one: one[:3]):
-        assert isinstance(place[0], int)
-        placed.append((place[0], bucket))
-    return placed
+            place = min(map(read_at, chosen)) if in_parts else begins[unit]
+            placed.append((place, len(around[unit]), -number if backwards else number, gather_bucket(unit, chosen)))
+    return [(place, bucket) for (place, _), *_, bucket in sorted(placed, key=lambda one: one[:3])]
 
 
-def _placed_reductions(
-    found: Sequence[Marker], computed_at: Callable[[Marker], Place]
-) -> list[tuple[int, Bucket]]:
+def _placed_reductions(found: Sequence[Marker], computed_at: Callable[[Marker], Place]) -> list[tuple[int, Bucket]]:
     """Return the reductions in the order of launch, each with the place in the graph where its gradients are there.
 
     A unit's buckets have their own order, so a reduction waits for those before it.
     """
     placed: list[tuple[Place, Bucket]] = []
     for unit, members in by_unit(with_neighbours(found, computed_at, small_end=-1)).items():
-        ready: Place = ()
+        ready: Place = (0, ())
         for indices in reversed(reduce_buckets([one.spec for one in members])):
             chosen = [members[index] for index in indices]
             ready = max(ready, *map(computed_at, chosen))
             placed.append((ready, reduce_bucket(unit, chosen)))
-    return [(place, bucket) for (place, *_), bucket in sorted(placed, key=itemgetter(0))]  # type: ignore[misc]
+    return [(place, bucket) for (place, _), bucket in sorted(placed, key=itemgetter(0))]
 
 
 def _first_read(gathered: fx.Node, place: Mapping[fx.Node, int]) -> int:

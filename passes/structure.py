@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from . import _torch_compat as compat
 from . import markers
-from .provenance import Marker, by_unit, find_reduces, find_unshards, unshard_nodes
+from .provenance import Marker, by_unit, find_reduces, find_unshards, units_around, unshard_nodes
 from .slices import is_sliced, keep_slice, whole_of
 from .tags import AC_GRAPH_ID
 from .views import CASTS, aten, passes_on
@@ -163,7 +163,12 @@ def _turns(
     # But a checkpointed region looks rows up once more.
     tables = {one.node for one in gathers if one.spec.is_table and not any(map(_is_recomputed, one.node.users))}
     units = by_unit(one for one in gathers if one.node not in tables)
-    own = {unit: max(wanted.get(one.node, _NOTHING) for one in members) for unit, members in units.items()}
+    around = units_around(units)
+    last = dict.fromkeys(units, _NOTHING)
+    for unit, members in units.items():
+        own = max(wanted.get(one.node, _NOTHING) for one in members)
+        for one in (unit, *around[unit]):
+            last[one] = max(last[one], own)
     reached: list[tuple[int, int]] = []  # ever lower numbers, negated, and the places where backward comes to them
     for node, at in place.items():
         number = node.meta.get("seq_nr")
@@ -171,21 +176,13 @@ def _turns(
             reached.append((-number, at))
     turns: dict[fx.Node, Turn] = {}
     for unit, members in units.items():
-        last = max(number for inner, number in own.items() if inner == unit or encloses(unit, inner))
-        if last > _NOTHING:
-            first = bisect_left(reached, (-last, 0))
+        if last[unit] > _NOTHING:
+            first = bisect_left(reached, (-last[unit], 0))
             at = reached[first][1] if first < len(reached) else len(place) - 1
-            turn = at, -last, sum(encloses(outer, unit) for outer in units)
-            turns.update((one.node, turn) for one in members)
+            turns.update((one.node, (at, -last[unit], len(around[unit]))) for one in members)
     events = [(turns[one.node][0], one.unit) for one in gathers if one.node in turns]
     of_others = _last_of_others([*events, *((place[one.node], one.unit) for one in reduces)])
     return turns, {one.node: of_others[one.unit] for one in gathers if one.node in turns}
-
-
-def encloses(outer: str, inner: str) -> bool:
-    """Whether one unit is inside another one, by their paths in the model."""
-    paths, path = outer.partition(":")[2].split(", "), inner.partition(":")[2]
-    return any(path.startswith(f"{one}.") if one else path != "" for one in paths)
 
 
 def _last_of_others(events: list[tuple[int, str]]) -> dict[str, int]:

@@ -76,6 +76,16 @@ class Stack(nn.Module):
         return self.head(self.norm(x))
 
 
+class Again(Stack):
+    """Calls its first layer once more."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in [*self.layers, self.layers[0]]:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
 class Checkpointed(Stack):
     """Every block is recomputed in backward."""
 

@@ -20,6 +20,7 @@ from fsdp_compile import MixedPrecisionPolicy, fully_shard, replicate
 from tests.comparing import assert_same_grads, batches, loss_of, mine, reference_backward, train_and_compare
 from tests.compiling import compile_blocks, num_graphs
 from tests.models import (
+    Again,
     Block,
     BreakBlock,
     Checkpointed,
@@ -155,16 +156,6 @@ def _on_meshes() -> None:
 @pytest.mark.more
 def test_hybrid_meshes_slices_and_replicas(four_ranks: Ranks) -> None:
     four_ranks.run(_on_meshes)
-
-
-class Again(Stack):
-    """Calls its first layer once more."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in [*self.layers, self.layers[0]]:
-            x = layer(x)
-        return self.head(self.norm(x))
 
 
 def _evaluated_first() -> None:

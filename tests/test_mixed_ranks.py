@@ -23,9 +23,9 @@ import fsdp_compile
 from fsdp_compile import fully_shard
 from fsdp_compile.core.param import READS
 from fsdp_compile.eager import forward
-from tests.comparing import assert_same_grads, batches, loss_of, reference_backward
+from tests.comparing import assert_same_grads, batches, loss_of, reference_backward, train_and_compare
 from tests.compiling import compiled
-from tests.models import Block, Checkpointed, PartlyUsedBlock, Stack, shard, twins
+from tests.models import Again, Block, Checkpointed, PartlyUsedBlock, Stack, shard, twins
 from tests.ranks import Ranks
 from tests.recording import Wire
 from tests.test_structure import WIDTH, Net, Noisy
@@ -199,16 +199,6 @@ def test_a_rank_may_compile_after_all_ran_eagerly(two_ranks: Ranks, backend: str
     two_ranks.run(_compiled_later, backend)
 
 
-class Again(Stack):
-    """Calls its first layer once more."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in [*self.layers, self.layers[0]]:
-            x = layer(x)
-        return self.head(self.norm(x))
-
-
 BLOCKS = {
     "tied": Case(partial(Stack, tied=True), blocks=True, how="never"),
     "called twice": Case(partial(Again, 3), blocks=True, how="never"),
@@ -297,11 +287,7 @@ def test_it_does_in_every_mode(two_ranks: Ranks, name: str, how: str) -> None:
 def _placed(backend: str) -> None:
     for make in (partial(Checkpointed, block=Placed), partial(Stack, block=Placed)):
         unsharded, model = twins(make)
-        run = compiled(shard(model, reshard_after_forward=True), backend)
-        for step in range(2):
-            loss_of(run(batches(step)[dist.get_rank()])).backward()
-            reference_backward(unsharded, batches(step))
-        assert_same_grads(model, unsharded)
+        train_and_compare(compiled(shard(model, reshard_after_forward=True), backend), model, unsharded)
 
 
 @pytest.mark.parametrize("backend", ["passes", pytest.param("inductor", marks=pytest.mark.more)])
@@ -455,7 +441,7 @@ def _compile_after_all() -> None:
 
 @pytest.mark.more
 def test_it_may_compile_after_all(two_ranks: Ranks) -> None:
-    """Ranks compare the plans that they make, and this one has made fewer."""
+    """Ranks compare their plans, of which a rank that ran eagerly has made fewer."""
     two_ranks.run(_compile_after_all)
 
 

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,6 +174,16 @@ def paths_in(tops: Iterable[nn.Module]) -> dict[nn.Module, str]:
         for path, module in top.named_modules():
             paths.setdefault(module, path)
     return paths
+
+
+def names_in(unit: Unit, paths: Mapping[nn.Module, str]) -> dict[str, str]:
+    """Return the names in the model of a unit's parameters, by FQN, if ``paths`` has their modules."""
+    names = {}
+    for param in unit.params:
+        slot = next((slot for slot in param.slots if slot.module in paths), None)
+        if slot is not None:
+            names[param.fqn] = plain_name(f"{paths[slot.module]}.{slot.name}").lstrip(".")
+    return names
 
 
 def _module_at(top: nn.Module, path: str | None) -> nn.Module | None:

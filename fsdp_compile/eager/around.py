@@ -86,9 +86,7 @@ def _give_all(call: Call) -> None:
 
 
 @_not_traced
-def begin(
-    unit: Unit, module: nn.Module, args: Any, kwargs: Any, are_compiled: bool
-) -> tuple[Call, Any, Any]:
+def begin(unit: Unit, module: nn.Module, args: Any, kwargs: Any, are_compiled: bool) -> tuple[Call, Any, Any]:
     """Prepare a forward before the module is called; return the ``Call``, and the inputs to call the module with."""
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         refuse_run(unit.name)

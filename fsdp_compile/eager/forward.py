@@ -28,10 +28,9 @@ from .._torch_compat import autograd, dynamo
 from ..core.containers import tensors_in
 from ..core.param import BY_MARKER, READS, ShardedParam
 from ..core.spec import spec_of
-from ..core.unit import Unit, paths_in
+from ..core.unit import Unit, names_in, paths_in
 from ..passes.agree import Agreement
 from ..passes.markers import require_data
-from ..passes.module_paths import plain_name
 from .backward import clean_up_at_end, enter_backward
 from .reads import end_at_inputs, gather, prefetch, read
 from .running import Call, Running, recover, running
@@ -70,26 +69,19 @@ def begin_forward(
     if not reads_are_compiled:
         if unit.outer is None and not iteration.has_run:
             iteration.has_run = True
-            Agreement.note_eager(_names_in(unit))
+            paths = paths_in(unit.modules)
+            Agreement.note_eager(frozenset(name for one in unit.inside() for name in names_in(one, paths).values()))
         try:
-            if not call.unit.comes_in_parts and not call.reached:
-                gather(call, call.gathered.buckets, begins=True)
+            if not unit.comes_in_parts:
+                gather(call, call.gathered.buckets)
             for target in map(running, unit.settings.forward_prefetch):
                 if target is not run:
-                    prefetch(target, target.current().buckets)
+                    prefetch(target)
             args, kwargs = end_at_inputs(call, args, kwargs)
         except BaseException:
             abandon_forward(unit, call)
             raise
     return call, args, kwargs
-
-
-def _names_in(root: Unit) -> frozenset[str]:
-    """Return the names in the model of all parameters, as graphs have them."""
-    paths = paths_in(root.modules)
-    slots = [param.slots[0] for unit in root.inside() for param in unit.params]
-    names = (f"{paths[slot.module]}.{slot.name}" for slot in slots if slot.module in paths)
-    return frozenset(plain_name(name.lstrip(".")) for name in names)
 
 
 def _call_of_pass(run: Running) -> Call:

@@ -12,7 +12,8 @@ gradients. The buckets, their order and the bytes on the wire are those of a com
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,16 +40,11 @@ Bucket = Sequence[int]  # parameters that travel together, by their indices in t
 
 @dataclass(eq=False)
 class Flight:
-    """One all-gather in flight."""
+    """The all-gather of one bucket, in flight."""
 
     bucket: Bucket
-    specs: list[ParamSpec]
-    launched: Any
-    call: Caller
-
-    def land(self) -> list[Tensor]:
-        """Wait for it, and return the full parameters."""
-        return lower.finish_gather(self.call, self.launched, self.specs)
+    land: Callable[[], Sequence[Any]]  # wait for it, and return the full parameters
+    drop: Callable[[], object]  # wait for it alone
 
 
 class Gathered:
@@ -84,13 +80,13 @@ class Gathered:
         self.buckets = self._split(range(len(self.params)))
         self.bucket_of = {index: number for number, bucket in enumerate(self.buckets) for index in bucket}
         # Backward does not gather these again: autograd saves the rows' numbers, or holds the table itself.
-        self.tables = {index for index, param in enumerate(self.params) if param.is_table}
+        self.tables = {index for index, spec in enumerate(self.specs) if spec.is_table}
         self.fulls: list[Any] = [None] * len(self.shards)  # None for a parameter that was never gathered
         self._here: set[int] = set()  # those that are gathered now
         self._memory: dict[int, Memory] = {}  # by index; a parameter with an extension has its own
         self._in_flight: list[Flight] = []
         self._versions: list[int] = []
-        # The parameters that backward gathers again, of those that a forward gathered.
+        # The parameters that a call gathered, and the buckets in which its backward gathers them again.
         self._again: tuple[frozenset[int], list[Bucket]] = (frozenset(), [])
         # The parameters that a call read, and the buckets of their gradients.
         self._together: tuple[frozenset[int], list[frozenset[int]]] = (frozenset(), [])
@@ -182,15 +178,17 @@ class Gathered:
             raise
 
     def _launch(self, bucket: Bucket) -> None:
-        if bucket[0] in self._extensions:
-            self._in_flight.append(Flight(bucket, [], None, Caller(self.unit)))
-            self._extensions[bucket[0]].launch()
+        extension = self._extensions.get(bucket[0])
+        if extension is not None:
+            self._in_flight.append(Flight(bucket, lambda: [extension.land()], extension.drop))
+            extension.launch()
             return
         is_cut = self._slices.keys() >= {*bucket}
         sources = [self._slices[one] if is_cut else self._source(one) for one in bucket]
         specs = [inner_spec(self.specs[one]) if is_cut else self.specs[one] for one in bucket]
         call = self._caller(bucket, specs)
-        self._in_flight.append(Flight(bucket, specs, lower.launch_gather(call, sources, specs), call))
+        land = functools.partial(lower.finish_gather, call, lower.launch_gather(call, sources, specs), specs)
+        self._in_flight.append(Flight(bucket, land, land))
 
     def wait(self, buckets: Iterable[Bucket] | None = None) -> list[Any]:
         """Wait for the all-gathers of these buckets, or of all, launching them if need be; return the parameters."""
@@ -222,16 +220,13 @@ class Gathered:
         in_flight, self._in_flight = self._in_flight, []
         with without_autograd():
             for flight in in_flight:
-                if flight.specs:
-                    flight.land()
-                else:
-                    self._extensions[flight.bucket[0]].drop()
+                flight.drop()
         self._give_back({index for flight in in_flight for index in flight.bucket} - self._here)
 
     def _give_back(self, indices: Collection[int]) -> None:
+        if self.unit.settings.keep_storage:
+            return
         for index in indices:
-            if self.unit.settings.keep_storage:
-                continue
             if index in self.tables:  # who holds a table may still read it
                 self._forget(index)
             elif index in self._extensions:
@@ -262,7 +257,7 @@ class Gathered:
             self._here = set()
 
     def _forget(self, index: int) -> None:
-        """Leave the storage of a full parameter to whoever holds it; the next gather makes a new one."""
+        """Drop our reference to a full parameter. Whoever holds it keeps it, and the next gather makes another one."""
         self.fulls[index] = None
         self._memory.pop(index, None)
         if index in self._extensions:
@@ -304,11 +299,7 @@ class Gathered:
         try:
             with without_autograd():
                 for flight in flights:
-                    if flight.specs:
-                        self._keep(dict(zip(flight.bucket, flight.land())))
-                    else:
-                        (index,) = flight.bucket
-                        self._keep({index: self._extensions[index].land()})
+                    self._keep(dict(zip(flight.bucket, flight.land())))
                     self._in_flight.remove(flight)
                     self._here.update(flight.bucket)
         except BaseException:

@@ -23,35 +23,33 @@ from torch.utils.weak import TensorWeakRef
 from .._torch_compat import autograd, dynamo, subclasses
 from ..core.containers import map_tensors, tensors_in
 from . import backward
-from .gathered import Bucket, Gathered
+from .gathered import Bucket
 from .running import Call, Recording, Running, Turn
 
 
-def gather(call: Call, buckets: Sequence[Bucket], begins: bool = False) -> None:
-    """Gather buckets that a forward needs, and launch those that come next; ``begins`` as for ``come_to``."""
-    gathered, run = call.gathered, call.run
-    coming: list[Turn] = []
+def gather(call: Call, buckets: Sequence[Bucket]) -> None:
+    """Gather those of the buckets that a forward has not gathered yet, and launch the buckets that come next."""
     buckets = [bucket for bucket in buckets if not call.reached.issuperset(bucket)]
-    call.reached.update(index for bucket in buckets for index in bucket)
-    if buckets and call in run.calls and autograd.backward_task() is None:
-        coming = run.iteration.come_to(run, gathered, buckets, begins)
-    gathered.wait(buckets)
-    for turn in () if call.unit.settings.forward_prefetch else coming:
-        prefetch(turn.run, turn.buckets, turn.gathered())
-
-
-def prefetch(target: Running, buckets: Sequence[Bucket], only: Gathered | None = None) -> None:
-    """Launch gathers of a unit whose forward comes next; it may not run this time.
-
-    The buckets may be those of an earlier forward, and hold for ``only`` what was gathered then.
-    """
-    gathered = target.gathered if target.calls else target.current()  # a forward may have replaced some by others
-    if gathered is None or (only is not None and only is not gathered) or not buckets:
+    if not buckets:
         return
+    call.reached.update(index for bucket in buckets for index in bucket)
+    coming: list[Turn] = []
+    if call in call.run.calls and autograd.backward_task() is None:
+        coming = call.run.iteration.come_to(call, buckets)
+    call.gathered.wait(buckets)
+    for turn in () if call.unit.settings.forward_prefetch else coming:
+        prefetch(turn.run, turn)
+
+
+def prefetch(target: Running, turn: Turn | None = None) -> None:
+    """Launch the gathers of a unit whose forward comes next, or those of its turn; it may not run this time."""
+    gathered = target.gathered if target.calls else target.current()  # a forward may have replaced some by others
+    if gathered is None or (turn is not None and turn.gathered() is not gathered):
+        return  # the turn's buckets are those of parameters that the unit had then
     target.iteration.touched.setdefault(target)
     if not target.calls:
         gathered.free_if_stale()
-    gathered.launch(buckets)
+    gathered.launch(None if turn is None else turn.buckets)
 
 
 def read(call: Call, fqn: str) -> Any:

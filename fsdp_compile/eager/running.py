@@ -119,7 +119,10 @@ class Call:
         return self.run.unit
 
     def has_read(self, index: int, recorded: bool, full: Any) -> bool:
-        """Whether ``tensors`` has what a read of this full parameter gives; one of an earlier gather is dropped."""
+        """Return whether ``tensors`` has what a read of this full parameter gives.
+
+        If the parameter was gathered anew since it was read, what the reads gave is dropped.
+        """
         if self._read_of.get(index) is not full:
             self._read_of[index] = full
             for one in (True, False):
@@ -161,7 +164,7 @@ class Recording:
 
 @dataclass(eq=False)
 class Turn:
-    """Buckets of one unit that a forward gathers one after another, without any of another unit's between them."""
+    """Buckets of one unit that a forward gathers one after another, with no bucket of another unit between them."""
 
     run: Running
     gathered: weakref.ref[Gathered]
@@ -201,20 +204,15 @@ class Iteration:
         self.manual_finalization |= inner.manual_finalization
         self.traffic = inner.traffic
 
-    def come_to(
-        self, run: Running, gathered: Gathered, buckets: Sequence[Bucket], begins: bool
-    ) -> list[Turn]:
-        """Note that a forward needs these buckets now; return what comes with them and after them, as the last time.
-
-        ``begins`` says that the unit's turn begins; else it may go on, if its turn is the last one.
-        """
+    def come_to(self, call: Call, buckets: Sequence[Bucket]) -> list[Turn]:
+        """Note that a forward needs these buckets now; return what comes with them and after them, as the last time."""
+        run, last, this = call.run, self._last_forward, self._this_forward
         self.touched.setdefault(run)
-        last, this = self._last_forward, self._this_forward
-        if not begins and this and this[-1].run is run:
+        if call.unit.comes_in_parts and this and this[-1].run is run:
             this[-1].buckets += buckets
             return []
         place = len(this)
-        this.append(Turn(run, weakref.ref(gathered), [*buckets]))
+        this.append(Turn(run, weakref.ref(call.gathered), [*buckets]))
         return last[place : place + 2] if place < len(last) and last[place].run is run else []
 
     def end_forward(self) -> list[Running]:

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..core.param import ShardedParam
-from ..core.unit import Unit, paths_in, unit_of
+from ..core.unit import Unit, names_in, paths_in, unit_of
 from ..passes.ledger import Called, Issued, Launch
-from ..passes.module_paths import plain_name
 from ..passes.spec import ParamSpec, with_part
 from .chain import Link, Piece
 
@@ -132,12 +131,7 @@ class Namer:
         """Find the names of a unit's parameters, and, on the same walk, of all that are in the model with it."""
         paths = paths_in(unit.root.modules)
         for one in dict.fromkeys((unit, *(inner for module in paths if (inner := unit_of(module)) is not None))):
-            version, names = one.version, {}
-            for param in one.params:
-                slot = next((slot for slot in param.slots if slot.module in paths), None)
-                if slot is not None:
-                    names[param.fqn] = plain_name(f"{paths[slot.module]}.{slot.name}").lstrip(".")
-            self._names[one] = version, names
+            self._names[one] = one.version, names_in(one, paths)
 
     def _at(self, address: int) -> tuple[str, Unit] | tuple[None, None]:
         """Return the name of the parameter whose shard is at ``address`` now, and the outermost unit around it."""
