@@ -257,9 +257,3 @@ def backward_call_of(node: torch.fx.Node) -> str | None:
     """Return the name of the traced ``backward()`` that a node comes from, or None (``meta["from_node"]``: 2.15)."""
     origins = node.meta.get("from_node")
     return str(origins[0].name) if origins and is_of_traced_backward(node) else None
-
-
-def served_from_a_cache() -> bool:
-    """Whether this process got a graph from a compile cache (``_dynamo.utils.counters``: 2.11 to 2.15)."""
-    counters = torch._dynamo.utils.counters
-    return bool(counters["inductor"]["fxgraph_cache_hit"] or counters["aot_autograd"]["autograd_cache_hit"])

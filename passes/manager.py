@@ -103,7 +103,7 @@ class PassManager(CustomGraphPass):
         self._given: dict[str, Plan] = {}
         self._budgets: dict[str, tuple[str, Budget]] = {}  # by the id in markers: a name, equal on all ranks
         self.settled = Settled()
-        ledger.on_text = self._agreement.check_graph
+        ledger.on_text = self._agreement.check
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PassManager:
         return self  # Inductor copies its default settings, and observers of this manager must see all graphs
@@ -184,7 +184,6 @@ class PassManager(CustomGraphPass):
         else:
             given = self._given.get(asked)
             plan = plan_joint(graph) if given is None else fitted(given, graph)
-        self._agreement.check(plan, groups_of(graph))
         return plan
 
     def _plan_of_whole(self, graph: fx.Graph) -> Plan:
@@ -193,9 +192,7 @@ class PassManager(CustomGraphPass):
                 "a plan or a memory_budget was given for a model whose backward is traced into the graph of its "
                 "forward, which follows none. Set torch._dynamo.config.trace_autograd_ops to False, or give neither."
             )
-        plan = plan_whole(graph)
-        self._agreement.check(plan, groups_of(graph))
-        return plan
+        return plan_whole(graph)
 
     def _run(self, graph: fx.Graph, stage: str, plan: Plan | None, passes: tuple[Pass, ...]) -> None:
         watched = bool(self.observers) or any(one.wants_graphs() for one in self.listeners)

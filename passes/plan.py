@@ -66,11 +66,7 @@ class Plan:
     @property
     def id(self) -> str:
         """Equal for equal plans, on every rank and in every process."""
-        return hashlib.sha256(self.decisions().encode()).hexdigest()[:12]
-
-    def decisions(self) -> str:
-        """Return what ranks must agree on, as JSON: everything but the reasons."""
-        return dataclasses.replace(self, choice=None).to_json()
+        return hashlib.sha256(dataclasses.replace(self, choice=None).to_json().encode()).hexdigest()[:12]
 
     def to_json(self) -> str:
         return json.dumps(_without_empty_choices(dataclasses.asdict(self)), indent=1)
