@@ -50,25 +50,6 @@ aten = torch.ops.aten
 # Inductor removes a ``clone`` that has the original's strides, whatever is later written to either of the two.
 _COPY = aten.lift_fresh_copy.default
 
-ROLE = "fsdp_role"
-# Besides roles, the meta has parameters' names, for predictions: on the node that readers read, and on the gradient.
-PARAMETER, GRADIENT_OF = "fsdp_parameter", "fsdp_gradient_of"
-
-
-@dataclass(frozen=True)
-class Role:
-    """What a node does, and for which bucket; it is in the meta of every node that this pass adds."""
-
-    kind: str  # "gather" or "reduce"; "end" for the wait at the end of a graph
-    bucket: int
-    unit: str
-    turn: int  # place of its launch among all launches of the graph
-    members: tuple[Member, ...] = ()  # of the bucket
-    shown: tuple[int, ...] = ()  # for each unit in the bucket, its first member that has rows on every rank
-    step: str = ""  # id of the plan of the step
-    phase: int = 0
-    num_bytes: int = 0  # of the bucket
-
 
 def insert(graph: fx.Graph, plan: Plan) -> int:
     """Lower every marker of the graph into the plan's buckets; return how many collectives the graph has now."""

@@ -31,10 +31,6 @@ from .slices import keep_slice
 from .structure import Structure, closure, made_of_weights, structure_of
 from .tags import tag
 
-# In the meta of markers: the plan of the step, made where AOTAutograd had all of it in one graph.
-STEP = "fsdp_step"
-
-
 def keep(graph: fx.Graph, plan: Plan) -> int:
     """Tag every unshard marker, and what reads weights, as the plan says; return how many markers were tagged."""
     unshards = find_unshards(graph)

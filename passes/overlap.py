@@ -37,10 +37,6 @@ from .phases import phase_of
 from .plan import Plan
 from .structure import closure
 
-# In the meta of the node that computes a large gradient at the end.
-LARGE_END = "fsdp_large_end"
-
-
 def overlap(graph: fx.Graph, plan: Plan) -> int:
     """Put the FX graph in the planned order; return how many nodes changed their place."""
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]

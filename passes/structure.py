@@ -121,7 +121,7 @@ def made_of_weights(
     constant: set[fx.Node] = set()
     apart = set(graph.find_nodes(op="placeholder")) - compat.written_inputs(graph)
     for node in graph.nodes:
-        if node.op == "get_attr" or _is_size(node):
+        if node.op == "get_attr" or is_size(node):
             constant.add(node)
         if node.op != "call_function" or node in found or node in constant or node.target in _OURS or node in backward:
             continue
@@ -240,7 +240,7 @@ def _flowing(
     }
     for node in graph.nodes:
         value = node.meta.get("val")
-        if node.op != "call_function" or node in backward or node.target in _CUTS or _is_size(node):
+        if node.op != "call_function" or node in backward or node.target in _CUTS or is_size(node):
             continue
         if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
             continue
@@ -360,40 +360,3 @@ def follows_a_product(node: fx.Node) -> bool:
     """Views, casts, and what is left of a product where a batch of one made it a sum of products, times one."""
     times_a_number = node.target is torch.ops.aten.mul.Tensor and len(node.all_input_nodes) == 1
     return passes_on(node) or times_a_number or node.target is torch.ops.aten.sum.dim_IntList
-
-
-def _is_size(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
-def is_elementwise(node: fx.Node) -> bool:
-    """Whether an operation computes each element of its result from one of each argument, or is none at all."""
-    return compat.has_tag(node.target, torch.Tag.pointwise) or compat.may_alias(node.target) or node.target in CASTS
-
-
-def is_random(node: fx.Node) -> bool:
-    return compat.has_tag(node.target, torch.Tag.nondeterministic_seeded)
-
-
-def can_be_done_again(node: fx.Node) -> bool:
-    """Whether an operation gives the same once more, and nothing else happens."""
-    if node.target is operator.getitem:
-        return True
-    return (
-        isinstance(node.target, compat.OpOverload)
-        and not node.is_impure()
-        and not is_random(node)
-        and "unbacked_bindings" not in node.meta
-    )
-
-
-def closure(starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """What steps lead to from some nodes, these included, but for the graph's output."""
-    reached = set(starts)
-    work = list(reached)
-    while work:
-        for node in step(work.pop()):
-            if node not in reached and node.op != "output":
-                reached.add(node)
-                work.append(node)
-    return reached
