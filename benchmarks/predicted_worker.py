@@ -23,7 +23,7 @@ from benchmarks.settings import Job
 from benchmarks.worker import status_bytes
 from benchmarks.worker_process import Progress, finish, join_group, prime_compiler
 from benchmarks.workload import batch_of, blocks, build_model, loss_of, optimizer_for
-from fsdp_compile.passes.residency import KEPT
+from fsdp_compile.passes.budget.residency import KEPT
 from fsdp_compile.profiling.session import Profile
 from fsdp_compile.tools.memory import PeakMeter
 

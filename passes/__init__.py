@@ -16,47 +16,42 @@
                            order    Inductor keeps the order of launches, waits and products
     --- Inductor lowers, fuses, sorts ---
 
-The lists that run are in manager.py. These modules predict what a graph costs, without running it:
+The lists that run are in manager.py. A folder imports from those above it:
 
-    profiles   what hardware can do        cost    seconds of a node, of a collective      memory   bytes alive
-    events     of a lowered graph          replay  simulate: their time line, what is exposed and why
-    weigh      bytes of both halves        predicted  all of this, for the graphs that run     reasons  why kept or not
-    owners     what the memory holds       verdicts   what keeps a collective from being hidden
-
-With a memory budget, these modules choose what is kept from forward to backward:
-
-    budget     a budget, and its plan      residency  the candidates, and the best of them
-    trial      predicts one candidate      residents  what may stay, and the seconds that it saves
-    activations  what backward could recompute        settle     one rank decides, the others adopt
-                                           choice     the reasons, which the plan carries
+    wire       how a parameter lies in its shard and in a bucket; the programs of collectives; the record of launches
+    ir         the two marker ops, their names, the plan, questions about nodes
+    schedule   buckets, what backward gathers again, the plan of a joint graph          ranks   what ranks compare
+    cost       seconds and bytes of a graph, without running it: roofline, fusion, memory, replay, verdicts
+    apply      the passes above
+    budget     with a memory budget: the candidates, a trial of each, and the best of them
 """
 
-from .budget import Budget as Budget
-from .choice import Candidate as Candidate
-from .choice import Choice as Choice
-from .cost import Group as Group
-from .cost import collective_seconds as collective_seconds
-from .cost import graph_seconds as graph_seconds
-from .cost import node_seconds as node_seconds
-from .events import events_of as events_of
+from .budget.budget import Budget as Budget
+from .cost.events import events_of as events_of
+from .cost.memory import MemoryCurve as MemoryCurve
+from .cost.memory import memory_curve as memory_curve
+from .cost.memory import saved_inputs as saved_inputs
+from .cost.predicted import Prediction as Prediction
+from .cost.profiles import HardwareProfile as HardwareProfile
+from .cost.profiles import Link as Link
+from .cost.profiles import load_profile as load_profile
+from .cost.replay import Compute as Compute
+from .cost.replay import Launch as Launch
+from .cost.replay import Timeline as Timeline
+from .cost.replay import Wait as Wait
+from .cost.replay import simulate as simulate
+from .cost.roofline import Group as Group
+from .cost.roofline import collective_seconds as collective_seconds
+from .cost.roofline import graph_seconds as graph_seconds
+from .cost.roofline import node_seconds as node_seconds
+from .ir.choice import Candidate as Candidate
+from .ir.choice import Choice as Choice
+from .ir.plan import Bucket as Bucket
+from .ir.plan import Plan as Plan
 from .manager import JOINT_PASSES as JOINT_PASSES
 from .manager import POST_GRAD_PASSES as POST_GRAD_PASSES
 from .manager import GraphRecord as GraphRecord
 from .manager import PassManager as PassManager
 from .manager import PassRecord as PassRecord
-from .memory import MemoryCurve as MemoryCurve
-from .memory import memory_curve as memory_curve
-from .memory import saved_inputs as saved_inputs
-from .plan import Bucket as Bucket
-from .plan import Plan as Plan
-from .predicted import Prediction as Prediction
-from .profiles import HardwareProfile as HardwareProfile
-from .profiles import Link as Link
-from .profiles import load_profile as load_profile
-from .replay import Compute as Compute
-from .replay import Launch as Launch
-from .replay import Timeline as Timeline
-from .replay import Wait as Wait
-from .replay import simulate as simulate
 from .source import source_hash as source_hash
-from .spec import ParamSpec as ParamSpec
+from .wire.spec import ParamSpec as ParamSpec

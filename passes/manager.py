@@ -12,27 +12,23 @@ from torch import fx
 
 from . import _torch_compat as compat
 from ._torch_compat import CustomGraphPass
-from .agree import Agreement
-from .announce import announce
-from .budget import Budget, plan_within
-from .check import check
-from .collectives import is_launch, let_inductor_see_collectives
-from .cost import sent_by
-from .emit import copied
-from .given import fitted
-from .insert import insert
-from .keep import follow, keep, let_go
-from .ledger import ledger
-from .merge import merge
-from .order import hold_order
-from .overlap import overlap
-from .packing import let_inductor_call_copies
-from .parts import parts
-from .phases import has_phases, number_phases
-from .plan import Plan
-from .planner import plan_graph, plan_joint, plan_whole, step_of
-from .profiles import HardwareProfile
-from .provenance import (
+from .apply.announce import announce
+from .apply.check import check
+from .apply.insert import insert
+from .apply.keep import follow, keep, let_go
+from .apply.merge import merge
+from .apply.order import hold_order
+from .apply.overlap import overlap
+from .apply.parts import parts
+from .apply.regather import regather
+from .apply.write_out import write_out
+from .budget.budget import Budget, plan_within
+from .cost.profiles import HardwareProfile
+from .cost.roofline import sent_by
+from .ir.emit import copied
+from .ir.phases import has_phases, number_phases
+from .ir.plan import Plan
+from .ir.provenance import (
     annotate,
     groups_of,
     has_markers,
@@ -42,12 +38,16 @@ from .provenance import (
     settle_names_of_phases,
     unshard_nodes,
 )
-from .reasons import BUDGET, GIVEN, TOLD
-from .regather import regather
-from .settle import Settled
-from .slices import chosen_slices, slices, use_first_gather
+from .ranks.agree import Agreement
+from .ranks.settle import Settled
+from .schedule.given import fitted
+from .schedule.planner import plan_graph, plan_joint, plan_whole, step_of
+from .schedule.reasons import BUDGET, GIVEN, TOLD
+from .schedule.slices import chosen_slices, slices, use_first_gather
 from .source import source_hash
-from .write_out import write_out
+from .wire.collectives import is_launch, let_inductor_see_collectives
+from .wire.ledger import ledger
+from .wire.packing import let_inductor_call_copies
 
 Pass = Callable[[fx.Graph, Plan], int]
 

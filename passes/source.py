@@ -11,6 +11,6 @@ from pathlib import Path
 def source_hash() -> str:
     """Hash of the passes' source: a graph compiled by other passes is never served from a cache."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()

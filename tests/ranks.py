@@ -19,7 +19,7 @@ from _pytest.config import parse_warning_filter  # pytest 8 and 9
 
 from benchmarks.worker_process import take_gpu
 from fsdp_compile.lookout.lookout import lookout
-from fsdp_compile.passes import collectives
+from fsdp_compile.passes.wire import collectives
 from fsdp_compile.workers import Crew, Send
 from tests.building import build_graphs_at_once
 
@@ -78,7 +78,7 @@ def _call(filters: list[str], fn: Callable[..., Any], *args: Any) -> Any:
 def mend_gathers_on_gloo() -> torch.library.Library:
     """Have torch's functional all-gather, which ``DTensor.full_tensor`` calls, do what ours does.
 
-    On gloo it corrupts the heap now and then (see passes/collectives.py), and tests gather to compare all the time.
+    On gloo it corrupts the heap now and then (see passes/wire/collectives.py), and tests gather to compare all the time.
     """
     library = torch.library.Library("_c10d_functional", "IMPL")
     library.impl("all_gather_into_tensor", collectives._all_gather_kernel, "CPU")

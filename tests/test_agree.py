@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import _torch_compat as compat
-from fsdp_compile.passes.agree import Agreement
-from fsdp_compile.passes.ledger import GraphText, Launch, Ledger, ledger
+from fsdp_compile.passes.ranks.agree import Agreement
+from fsdp_compile.passes.wire.ledger import GraphText, Launch, Ledger, ledger
 
 
 def _text(*names: str) -> GraphText:

@@ -19,16 +19,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compile import configure, fully_shard, inspect
 from fsdp_compile.demo.training import Settings, batch_of, build_model, shard_with_ours
 from fsdp_compile.graph.install import manager
-from fsdp_compile.passes import Budget, GraphRecord, Group, Plan, agree
-from fsdp_compile.passes.agree import Agreement
-from fsdp_compile.passes.budget import default_profile
-from fsdp_compile.passes.choice import Candidate, Choice
-from fsdp_compile.passes.planner import plan_joint
-from fsdp_compile.passes.provenance import annotate, settle_names
-from fsdp_compile.passes.residency import AGAIN, KEPT, choose
-from fsdp_compile.passes.residents import peak_with, residents_of
-from fsdp_compile.passes.settle import Decision, Settled
-from fsdp_compile.passes.trial import trial_of
+from fsdp_compile.passes import Budget, GraphRecord, Group, Plan
+from fsdp_compile.passes.budget.budget import default_profile
+from fsdp_compile.passes.budget.residency import AGAIN, KEPT, choose
+from fsdp_compile.passes.budget.residents import peak_with, residents_of
+from fsdp_compile.passes.budget.trial import trial_of
+from fsdp_compile.passes.ir.choice import Candidate, Choice
+from fsdp_compile.passes.ir.provenance import annotate, settle_names
+from fsdp_compile.passes.ranks import agree
+from fsdp_compile.passes.ranks.agree import Agreement
+from fsdp_compile.passes.ranks.settle import Decision, Settled
+from fsdp_compile.passes.schedule.planner import plan_joint
 from tests.comparing import assert_same_grads
 from tests.compiling import passes
 from tests.models import Apart, Stack, pair, shard

@@ -23,8 +23,8 @@ from rich.console import Console
 
 from fsdp_compile import cli
 from fsdp_compile.passes import Group, collective_seconds, load_profile
-from fsdp_compile.passes.cost import wire_bytes
-from fsdp_compile.passes.profiles import KINDS
+from fsdp_compile.passes.cost.profiles import KINDS
+from fsdp_compile.passes.cost.roofline import wire_bytes
 from fsdp_compile.tools import calibrate, link, measure
 
 SIZES = (1 << 8, 1 << 20, 1 << 24)

@@ -16,14 +16,16 @@ from torch.nn import functional as F
 
 from fsdp_compile import configure, fully_shard, inspect
 from fsdp_compile.core.unit import units_in
-from fsdp_compile.passes import Bucket, Group, Plan, agree, residency
-from fsdp_compile.passes.agree import Agreement
-from fsdp_compile.passes.planner import plan_keeping
-from fsdp_compile.passes.provenance import annotate, find_unshards, reduce_nodes, settle_names, unshard_nodes
-from fsdp_compile.passes.residency import AGAIN, KEPT, SLICED, choose
-from fsdp_compile.passes.residents import PARAMETERS, SLICES, Resident, residents_of, slices_of
-from fsdp_compile.passes.slices import keep_slice
-from fsdp_compile.passes.trial import Trial, trial_of
+from fsdp_compile.passes import Bucket, Group, Plan
+from fsdp_compile.passes.budget import residency
+from fsdp_compile.passes.budget.residency import AGAIN, KEPT, SLICED, choose
+from fsdp_compile.passes.budget.residents import PARAMETERS, SLICES, Resident, residents_of, slices_of
+from fsdp_compile.passes.budget.trial import Trial, trial_of
+from fsdp_compile.passes.ir.provenance import annotate, find_unshards, reduce_nodes, settle_names, unshard_nodes
+from fsdp_compile.passes.ranks import agree
+from fsdp_compile.passes.ranks.agree import Agreement
+from fsdp_compile.passes.schedule.planner import plan_keeping
+from fsdp_compile.passes.schedule.slices import keep_slice
 from tests.comparing import batches, train_and_compare
 from tests.models import Stack, pair, shard
 from tests.ranks import Ranks

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_compile.passes.collectives import all_gather_of, c10d
+from fsdp_compile.passes.wire.collectives import all_gather_of, c10d
 from tests.ranks import Ranks
 
 IN_FLIGHT = 32

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from fsdp_compile.passes import GraphRecord, ParamSpec
-from fsdp_compile.passes.insert import insert
-from fsdp_compile.passes.planner import plan_graph
+from fsdp_compile.passes.apply.insert import insert
+from fsdp_compile.passes.schedule.planner import plan_graph
 from fsdp_compile.tools.report import GraphReport
 from tests.test_passes import Builder, spec
 

@@ -27,12 +27,12 @@ from fsdp_compile.passes import (
     load_profile,
     node_seconds,
 )
-from fsdp_compile.passes.aliases import DEFAULT_SIZE, base_of, is_free, storages_of
-from fsdp_compile.passes.cost import group_of, node_flops, sent_by, slowdown
-from fsdp_compile.passes.fusion import fused_away, kernels_of
-from fsdp_compile.passes.insert import insert
-from fsdp_compile.passes.planner import plan_graph
-from fsdp_compile.passes.profiles import KINDS, PROFILES, Fit
+from fsdp_compile.passes.apply.insert import insert
+from fsdp_compile.passes.cost.fusion import fused_away, kernels_of
+from fsdp_compile.passes.cost.profiles import KINDS, PROFILES, Fit
+from fsdp_compile.passes.cost.roofline import group_of, node_flops, sent_by, slowdown
+from fsdp_compile.passes.ir.aliases import DEFAULT_SIZE, base_of, is_free, storages_of
+from fsdp_compile.passes.schedule.planner import plan_graph
 from tests.test_passes import BF16, Builder, replicated, spec
 
 aten = torch.ops.aten

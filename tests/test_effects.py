@@ -13,11 +13,11 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compile import fully_shard
-from fsdp_compile.passes.activations import activations_of
-from fsdp_compile.passes.effects import held_behind
-from fsdp_compile.passes.insert import insert
-from fsdp_compile.passes.overlap import overlap
-from fsdp_compile.passes.planner import plan_graph
+from fsdp_compile.passes.apply.insert import insert
+from fsdp_compile.passes.apply.overlap import overlap
+from fsdp_compile.passes.ir.effects import held_behind
+from fsdp_compile.passes.schedule.activations import activations_of
+from fsdp_compile.passes.schedule.planner import plan_graph
 from tests.comparing import (
     assert_same_grads,
     assert_same_params,

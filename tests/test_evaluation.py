@@ -13,10 +13,10 @@ from torch import nn
 
 from fsdp_compile import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp_compile.passes import Plan
-from fsdp_compile.passes.check import check
-from fsdp_compile.passes.insert import insert
-from fsdp_compile.passes.overlap import overlap
-from fsdp_compile.passes.planner import plan_graph
+from fsdp_compile.passes.apply.check import check
+from fsdp_compile.passes.apply.insert import insert
+from fsdp_compile.passes.apply.overlap import overlap
+from fsdp_compile.passes.schedule.planner import plan_graph
 from tests.comparing import assert_same_grads, batches, loss_of, reference_backward
 from tests.models import Block, Stack, pair
 from tests.test_passes import Builder, aten, spec

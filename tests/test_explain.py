@@ -14,12 +14,13 @@ from torch import Tensor, nn
 import fsdp_compile
 from fsdp_compile import Explanation, MixedPrecisionPolicy, explain, fully_shard
 from fsdp_compile.core.unit import units_in
-from fsdp_compile.passes import Bucket, ParamSpec, layout
-from fsdp_compile.passes.aliases import storages_of
-from fsdp_compile.passes.insert import ROLE
-from fsdp_compile.passes.owners import _Names, owners_of
-from fsdp_compile.passes.replay import QUEUED, Compute, Event, Launch, Wait, simulate
-from fsdp_compile.passes.verdicts import COMPUTE, DEPENDENCY, HIDDEN, MEMORY, ORDER, Verdict, Verdicts
+from fsdp_compile.passes import Bucket, ParamSpec
+from fsdp_compile.passes.cost.owners import _Names, owners_of
+from fsdp_compile.passes.cost.replay import QUEUED, Compute, Event, Launch, Wait, simulate
+from fsdp_compile.passes.cost.verdicts import COMPUTE, DEPENDENCY, HIDDEN, MEMORY, ORDER, Verdict, Verdicts
+from fsdp_compile.passes.ir.aliases import storages_of
+from fsdp_compile.passes.ir.meta import ROLE
+from fsdp_compile.passes.wire import layout
 from fsdp_compile.tools.apart import why_apart
 from tests.compiling import passes
 from tests.models import Apart
@@ -245,8 +246,8 @@ def test_memory_adds_up_to_the_prediction() -> None:
 
 
 def test_owners_of_a_graph_are_those_of_its_curve() -> None:
-    from fsdp_compile.passes.memory import memory_curve
-    from fsdp_compile.passes.trial import trial_of
+    from fsdp_compile.passes.budget.trial import trial_of
+    from fsdp_compile.passes.cost.memory import memory_curve
     from tests.test_budget import GROUPS
 
     trial = trial_of(five_products(), (), TOY, GROUPS)

@@ -31,7 +31,7 @@ from fsdp_compile.core.spec import spec_of
 from fsdp_compile.fsdp1 import ShardedGradScaler
 from fsdp_compile.fsdp1.wrap import ModuleWrapPolicy
 from fsdp_compile.lookout.names import Namer
-from fsdp_compile.passes.ledger import Issued
+from fsdp_compile.passes.wire.ledger import Issued
 from tests.comparing import assert_same_grads, batches, full, loss_of, mine, reference_backward
 from tests.fsdp1_scripts import OURS, silenced, under_theirs
 from tests.models import Block, Stack

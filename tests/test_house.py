@@ -11,6 +11,14 @@ ROOT = Path(__file__).parent.parent
 # From the ground up. A room imports from floors below its own, and from itself; rooms of one floor know nothing of one
 # another.
 FLOORS = [
+    {"passes._torch_compat", "passes.source"},
+    {"passes.wire"},
+    {"passes.ir"},
+    {"passes.schedule", "passes.ranks"},
+    {"passes.cost"},
+    {"passes.apply"},
+    {"passes.budget"},
+    {"passes.manager"},
     {"passes", "page", "workers"},
     {"_torch_compat"},
     {"core"},
@@ -66,19 +74,25 @@ def arrows() -> Iterator[tuple[str, str]]:
                     yield name, target
 
 
+def room_of(name: str) -> str:
+    """The folder of a module; ``passes`` is a house of its own, and its name alone the module that gathers the others."""
+    parts = name.split(".")
+    return ".".join(parts[: 2 if parts[0] == "passes" else 1])
+
+
 def floor_of(name: str) -> int:
-    room = name.partition(".")[0]
+    room = room_of(name)
     return next((number for number, rooms in enumerate(FLOORS) if room in rooms), len(FLOORS))
 
 
 def test_every_module_has_a_room() -> None:
-    rooms = {name.partition(".")[0] for name in MODULES if name}
+    rooms = {room_of(name) for name in MODULES if name}
     assert rooms == set().union(*FLOORS)
 
 
 def test_arrows_run_down() -> None:
     def runs_down(name: str, target: str) -> bool:
-        if name.partition(".")[0] == target.partition(".")[0]:
+        if room_of(name) == room_of(target):
             return True
         # The command line says the version, which stands above.
         return floor_of(target) < floor_of(name) or (name, target) == ("cli", "")

@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp_compile
 from fsdp_compile.demo.training import Settings, batch_of, build_model, shard_with_ours
 from fsdp_compile.passes import Group, events_of, load_profile, memory_curve, saved_inputs
-from fsdp_compile.passes.collectives import gloo_all_gather
-from fsdp_compile.passes.insert import insert
-from fsdp_compile.passes.memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, SHARD, Owner, kinds_of, lifetimes
-from fsdp_compile.passes.overlap import overlap
-from fsdp_compile.passes.planner import plan_graph
+from fsdp_compile.passes.apply.insert import insert
+from fsdp_compile.passes.apply.overlap import overlap
+from fsdp_compile.passes.cost.memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, SHARD, Owner, kinds_of, lifetimes
+from fsdp_compile.passes.schedule.planner import plan_graph
+from fsdp_compile.passes.wire.collectives import gloo_all_gather
 from fsdp_compile.tools.memory import PeakMeter
 from tests.ranks import Ranks
 from tests.test_passes import Builder, spec

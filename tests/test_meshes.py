@@ -34,7 +34,7 @@ from fsdp_compile import (
 from fsdp_compile.core.mesh import inner_mesh, shard_mesh
 from fsdp_compile.core.spec import division
 from fsdp_compile.passes import Bucket, Plan
-from fsdp_compile.passes.agree import Agreement
+from fsdp_compile.passes.ranks.agree import Agreement
 from tests.comparing import assert_same_grads, batches, full, loss_of, reference_backward, train_and_compare
 from tests.compiling import compiled, num_graphs
 from tests.models import Block, Stack, mesh_of, pair, shard

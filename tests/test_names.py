@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fsdp_compile import explain, fully_shard, inspect
 from fsdp_compile.core.unit import unit_of
 from fsdp_compile.lookout.names import Namer
-from fsdp_compile.passes.module_paths import path_of
+from fsdp_compile.passes.ir.module_paths import path_of
 from fsdp_compile.tools.inspect import Report
 from tests.comparing import assert_same_grads
 from tests.compiling import passes

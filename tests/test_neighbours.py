@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compile import configure, explain, inspect
-from fsdp_compile.passes import Plan, layout
-from fsdp_compile.passes.layout import BucketLimits
+from fsdp_compile.passes import Plan
+from fsdp_compile.passes.wire import layout
+from fsdp_compile.passes.wire.layout import BucketLimits
 from tests.comparing import train_and_compare
 from tests.compiling import passes
 from tests.models import Stack, pair, shard

@@ -30,10 +30,11 @@ from fsdp_compile import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp_compile.api.classes import refresh
 from fsdp_compile.core.accumulation import Held
 from fsdp_compile.core.unit import Unit, units_in
-from fsdp_compile.passes import GraphRecord, markers
-from fsdp_compile.passes.insert import insert
-from fsdp_compile.passes.planner import plan_graph
-from fsdp_compile.passes.provenance import unshard_nodes
+from fsdp_compile.passes import GraphRecord
+from fsdp_compile.passes.apply.insert import insert
+from fsdp_compile.passes.ir import markers
+from fsdp_compile.passes.ir.provenance import unshard_nodes
+from fsdp_compile.passes.schedule.planner import plan_graph
 from fsdp_compile.tools.report import GraphReport
 from tests.comparing import (
     assert_same_grads,

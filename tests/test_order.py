@@ -14,9 +14,9 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 from fsdp_compile import fully_shard
-from fsdp_compile.passes.collectives import c10d, is_launch
-from fsdp_compile.passes.cost import is_product
-from fsdp_compile.passes.insert import ROLE
+from fsdp_compile.passes.cost.roofline import is_product
+from fsdp_compile.passes.ir.meta import ROLE
+from fsdp_compile.passes.wire.collectives import c10d, is_launch
 from tests.compiling import no_kernels_built
 from tests.models import Block, Checkpointed, ConvBlock, Stack, TwiceBlock, decoder_config, loop_of, mesh_of, shard
 from tests.recording import recorded

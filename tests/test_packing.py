@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
-from fsdp_compile.passes.packing import copied, pack
+from fsdp_compile.passes.wire.packing import copied, pack
 from tests.compiling import no_kernels_built
 from tests.models import Stack, shard
 

@@ -12,18 +12,21 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fsdp_compile.passes import Bucket, ParamSpec, Plan, markers, sums
-from fsdp_compile.passes.check import check
-from fsdp_compile.passes.copies import to_host
-from fsdp_compile.passes.insert import ROLE, insert
-from fsdp_compile.passes.keep import keep
-from fsdp_compile.passes.merge import merge
-from fsdp_compile.passes.overlap import overlap
-from fsdp_compile.passes.parts import parts
-from fsdp_compile.passes.planner import plan_graph, plan_joint
-from fsdp_compile.passes.provenance import annotate, find_unshards
-from fsdp_compile.passes.slices import keep_slice, slices, use_first_gather
-from fsdp_compile.passes.tags import AC_GRAPH_ID
+from fsdp_compile.passes import Bucket, ParamSpec, Plan
+from fsdp_compile.passes.apply.check import check
+from fsdp_compile.passes.apply.insert import insert
+from fsdp_compile.passes.apply.keep import keep
+from fsdp_compile.passes.apply.merge import merge
+from fsdp_compile.passes.apply.overlap import overlap
+from fsdp_compile.passes.apply.parts import parts
+from fsdp_compile.passes.ir import markers
+from fsdp_compile.passes.ir.meta import ROLE
+from fsdp_compile.passes.ir.provenance import annotate, find_unshards
+from fsdp_compile.passes.ir.tags import AC_GRAPH_ID
+from fsdp_compile.passes.schedule.planner import plan_graph, plan_joint
+from fsdp_compile.passes.schedule.slices import keep_slice, slices, use_first_gather
+from fsdp_compile.passes.wire import sums
+from fsdp_compile.passes.wire.copies import to_host
 
 BF16 = torch.bfloat16
 aten = torch.ops.aten

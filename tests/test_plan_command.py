@@ -36,9 +36,9 @@ from fsdp_compile.forecast.target import Target, find_target
 from fsdp_compile.forecast.weights import Weights, weights_of
 from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import GraphRecord, load_profile
-from fsdp_compile.passes.layout import reduction_of
-from fsdp_compile.passes.provenance import find_reduces
-from fsdp_compile.passes.residency import choose
+from fsdp_compile.passes.budget.residency import choose
+from fsdp_compile.passes.ir.provenance import find_reduces
+from fsdp_compile.passes.wire.layout import reduction_of
 from fsdp_compile.tools.tables import console_for_output
 from tests.compiling import decomposed
 

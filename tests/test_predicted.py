@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_compile
 from fsdp_compile import fully_shard, inspect
 from fsdp_compile._torch_compat import inductor
-from fsdp_compile.passes.predicted import Prediction, predict
-from fsdp_compile.passes.replay import LATE, LONG, QUEUED
-from fsdp_compile.passes.trial import trial_of
+from fsdp_compile.passes.budget.trial import trial_of
+from fsdp_compile.passes.cost.predicted import Prediction, predict
+from fsdp_compile.passes.cost.replay import LATE, LONG, QUEUED
 from fsdp_compile.tools.inspect import Report
 from tests.compiling import passes
 from tests.test_budget import GROUPS, KIB, PEAK, five_products

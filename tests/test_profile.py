@@ -21,8 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_compile
 from fsdp_compile import cli
-from fsdp_compile.passes.ledger import ledger
-from fsdp_compile.passes.profiles import PROFILES
+from fsdp_compile.passes.cost.profiles import PROFILES
+from fsdp_compile.passes.wire.ledger import ledger
 from fsdp_compile.profiling.annotate import Facts, annotate
 from fsdp_compile.profiling.listen import Expected, Heard
 from fsdp_compile.profiling.summarize import summarize

@@ -19,12 +19,12 @@ from fsdp_compile import configure, fully_shard, inspect
 from fsdp_compile.demo.training import Settings, batch_of, build_model, shard_with_ours
 from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import Plan
-from fsdp_compile.passes.activations import activations_of, compute_again
-from fsdp_compile.passes.planner import plan_joint
-from fsdp_compile.passes.provenance import annotate, settle_names
-from fsdp_compile.passes.residency import AGAIN, KEPT, LEAN, choose
-from fsdp_compile.passes.trial import Trial, trial_of
-from fsdp_compile.passes.weigh import results_of, saved_by
+from fsdp_compile.passes.budget.residency import AGAIN, KEPT, LEAN, choose
+from fsdp_compile.passes.budget.trial import Trial, trial_of
+from fsdp_compile.passes.cost.weigh import results_of, saved_by
+from fsdp_compile.passes.ir.provenance import annotate, settle_names
+from fsdp_compile.passes.schedule.activations import activations_of, compute_again
+from fsdp_compile.passes.schedule.planner import plan_joint
 from tests.comparing import assert_same_grads, train_and_compare
 from tests.compiling import passes
 from tests.models import HUGGING_FACE, ZOO, Stack, pair, shard, twins

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compile import fully_shard
-from fsdp_compile.passes.ledger import ledger
+from fsdp_compile.passes.wire.ledger import ledger
 from tests.processes import wait_until
 from tests.ranks import Ranks
 

@@ -13,8 +13,8 @@ import pytest
 
 from fsdp_compile import cli
 from fsdp_compile.passes import HardwareProfile, load_profile
-from fsdp_compile.passes.cost import Group, collective_seconds
-from fsdp_compile.passes.profiles import PROFILES
+from fsdp_compile.passes.cost.profiles import PROFILES
+from fsdp_compile.passes.cost.roofline import Group, collective_seconds
 from fsdp_compile.profiling.refine import refine
 
 SIZES = (1 << 14, 1 << 20, 1 << 23)

@@ -13,13 +13,14 @@ from torch import fx, nn
 
 from fsdp_compile import configure
 from fsdp_compile.graph.install import manager
-from fsdp_compile.passes import Budget, Plan, budget, remember
+from fsdp_compile.passes import Budget, Plan
 from fsdp_compile.passes import _torch_compat as compat
-from fsdp_compile.passes.choice import Candidate, Choice
-from fsdp_compile.passes.provenance import annotate, settle_names
-from fsdp_compile.passes.remember import remembered
-from fsdp_compile.passes.residency import choose
-from fsdp_compile.passes.settle import Decision, Settled
+from fsdp_compile.passes.budget import budget, remember
+from fsdp_compile.passes.budget.remember import remembered
+from fsdp_compile.passes.budget.residency import choose
+from fsdp_compile.passes.ir.choice import Candidate, Choice
+from fsdp_compile.passes.ir.provenance import annotate, settle_names
+from fsdp_compile.passes.ranks.settle import Decision, Settled
 from tests.models import Stack, shard
 from tests.test_passes import Builder, spec
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compile import fully_shard
-from fsdp_compile.passes import layout
-from fsdp_compile.passes.layout import BucketLimits
-from fsdp_compile.passes.ledger import Called, Issued, ledger
+from fsdp_compile.passes.wire import layout
+from fsdp_compile.passes.wire.layout import BucketLimits
+from fsdp_compile.passes.wire.ledger import Called, Issued, ledger
 from tests.models import HUGGING_FACE, PLAIN, Entry
 
 # What these launch is not the same: see docs/ranks-that-differ.md.

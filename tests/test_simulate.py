@@ -13,11 +13,11 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 from fsdp_compile.passes import Compute, Launch, Wait, events_of, load_profile, memory_curve, simulate
-from fsdp_compile.passes.cost import Group, collective_seconds, graph_seconds
-from fsdp_compile.passes.insert import insert
-from fsdp_compile.passes.overlap import overlap
-from fsdp_compile.passes.planner import plan_graph
-from fsdp_compile.passes.replay import LATE, LONG, QUEUED, Event, Span
+from fsdp_compile.passes.apply.insert import insert
+from fsdp_compile.passes.apply.overlap import overlap
+from fsdp_compile.passes.cost.replay import LATE, LONG, QUEUED, Event, Span
+from fsdp_compile.passes.cost.roofline import Group, collective_seconds, graph_seconds
+from fsdp_compile.passes.schedule.planner import plan_graph
 from tests.test_passes import Builder, spec
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from fsdp_compile import fully_shard, inspect
 from fsdp_compile.core.unit import unit_of
-from fsdp_compile.passes.provenance import find_unshards
+from fsdp_compile.passes.ir.provenance import find_unshards
 from fsdp_compile.tools.inspect import Report
 from fsdp_compile.tools.tables import format_unit
 from tests.models import Stack, shard

@@ -19,14 +19,16 @@ from torch.nn import functional as F
 
 from fsdp_compile import fully_shard
 from fsdp_compile.graph.install import manager
-from fsdp_compile.passes import Plan, lower
-from fsdp_compile.passes.insert import ROLE, insert
-from fsdp_compile.passes.memory import GATHERED, kinds_of, lifetimes
-from fsdp_compile.passes.merge import merge
-from fsdp_compile.passes.overlap import overlap
-from fsdp_compile.passes.phases import number_phases, phase_of
-from fsdp_compile.passes.planner import plan_graph
-from fsdp_compile.passes.regather import regather
+from fsdp_compile.passes import Plan
+from fsdp_compile.passes.apply.insert import insert
+from fsdp_compile.passes.apply.merge import merge
+from fsdp_compile.passes.apply.overlap import overlap
+from fsdp_compile.passes.apply.regather import regather
+from fsdp_compile.passes.cost.memory import GATHERED, kinds_of, lifetimes
+from fsdp_compile.passes.ir.meta import ROLE
+from fsdp_compile.passes.ir.phases import number_phases, phase_of
+from fsdp_compile.passes.schedule.planner import plan_graph
+from fsdp_compile.passes.wire import lower
 from tests.comparing import assert_same_grads, batches, loss_of, mean_over_ranks, reference_backward
 from tests.models import Checkpointed, Stack, pair, shard
 from tests.recording import Wire, recorded

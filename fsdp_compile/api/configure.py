@@ -15,8 +15,8 @@ from ..core.unit import Unit, units_in
 from ..graph.install import manager
 from ..lookout.lookout import lookout
 from ..passes import Budget, HardwareProfile, Plan, load_profile
-from ..passes.budget import default_profile
-from ..passes.module_paths import plain_name
+from ..passes.budget.budget import default_profile
+from ..passes.ir.module_paths import plain_name
 from .classes import refresh
 
 _AS_IT_IS: Any = object()  # the default where None means: no plan, no budget from now on

@@ -30,7 +30,7 @@ from ..eager.backward import end_backward
 from ..eager.reduction import Traffic
 from ..eager.running import running
 from ..graph.watch import Watch
-from ..passes.ledger import ledger
+from ..passes.wire.ledger import ledger
 from .compiled import stand_before_wrappers
 from .fsdp2_view import FSDP2View
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dtensors
-from ..passes.module_paths import plain_name
+from ..passes.ir.module_paths import plain_name
 from .together import told
 
 # Bit patterns that no initialization writes: as floats, they are NaNs that no computation produces.

@@ -22,8 +22,8 @@ from .._torch_compat import autograd, dtensors, process_groups
 from ..core.param import ShardedParam
 from ..core.unit import Unit, unit_of, units_in
 from ..eager.running import running
-from ..passes.collectives import all_gather_of, c10d
-from ..passes.layout import bucket_limits, split_into_buckets
+from ..passes.wire.collectives import all_gather_of, c10d
+from ..passes.wire.layout import bucket_limits, split_into_buckets
 from .fitting import mark_unwritten
 
 

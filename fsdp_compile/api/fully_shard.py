@@ -27,7 +27,7 @@ from ..graph.install import install_passes
 from ..graph.watch import Watch
 from ..lookout.lookout import lookout
 from ..passes import _torch_compat as passes_compat
-from ..passes.worlds import world_of
+from ..passes.ranks.worlds import world_of
 from .arguments import ignored_in, require_kinds
 from .classes import parts_of, refresh
 from .compiled import stand_before, stand_before_wrappers

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .._torch_compat import autograd, dtensors, subclasses
-from ..passes.layout import ShardLayout
-from ..passes.markers import ParamSpec
+from ..passes.ir.markers import ParamSpec
+from ..passes.wire.layout import ShardLayout
 from .extension import Protocol
 from .inner import Apart, taken_apart
 from .mesh import ShardMesh, placement_and_mesh

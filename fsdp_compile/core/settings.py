@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..passes.layout import BUCKETINGS
+from ..passes.wire.layout import BUCKETINGS
 
 REDUCTIONS = ("auto", "reduce_scatter", "all_to_all")
 

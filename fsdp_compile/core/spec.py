@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .._torch_compat import autograd, dtensors
-from ..passes.layout import reduction_of
+from ..passes.wire.layout import reduction_of
 from .extension import ALL_ARGUMENTS, Protocol, arity_of, halves_of, why_not_traced
 from .mesh import ShardMesh
 from .param import ReadSpec, ShardedParam

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..passes.ledger import ledger
-from ..passes.module_paths import plain_name
+from ..passes.ir.module_paths import plain_name
+from ..passes.wire.ledger import ledger
 from .accumulation import Accumulation, Mode
 from .mesh import ShardMesh
 from .param import ShardedParam

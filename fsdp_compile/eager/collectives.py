@@ -19,8 +19,8 @@ from torch import Tensor
 from .._torch_compat import process_groups
 from ..core.settings import Comms
 from ..core.unit import Unit
-from ..passes.collectives import c10d, gloo_all_gather
-from ..passes.ledger import ledger, note
+from ..passes.wire.collectives import c10d, gloo_all_gather
+from ..passes.wire.ledger import ledger, note
 
 _GATHERS = (gloo_all_gather, c10d.all_gather_into_tensor.default)
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}

@@ -14,7 +14,8 @@ from ..core.param import ShardedParam
 from ..core.settings import Comms
 from ..core.spec import protocol_of
 from ..core.unit import Unit
-from ..passes import ParamSpec, lower
+from ..passes import ParamSpec
+from ..passes.wire import lower
 from .collectives import Caller
 from .memory import Memory
 

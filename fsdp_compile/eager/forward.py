@@ -29,8 +29,8 @@ from ..core.containers import tensors_in
 from ..core.param import BY_MARKER, READS, ShardedParam
 from ..core.spec import spec_of
 from ..core.unit import Unit, names_in, paths_in
-from ..passes.agree import Agreement
-from ..passes.markers import require_data
+from ..passes.ir.markers import require_data
+from ..passes.ranks.agree import Agreement
 from .backward import clean_up_at_end, enter_backward
 from .reads import end_at_inputs, gather, prefetch, read
 from .running import Call, Running, recover, running

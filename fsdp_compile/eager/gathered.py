@@ -6,7 +6,8 @@
     launch     ... and gather again, into the storages that those tensors alias
 
 One object serves every forward call of the unit. ``reads`` has what the calls read, ``backward`` what happens to
-gradients. The buckets, their order and the bytes on the wire are those of a compiled graph (passes.buckets, lower).
+gradients. The buckets, their order and the bytes on the wire are those of a compiled graph
+(passes/schedule/buckets.py, passes/wire/lower.py).
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from ..core.extension import has_extension
 from ..core.param import ShardedParam, Slot
 from ..core.spec import spec_of
 from ..core.unit import Unit
-from ..passes import ParamSpec, lower
-from ..passes.buckets import gather_buckets, reduce_buckets
-from ..passes.markers import require_data, require_on_cpu
-from ..passes.slices import inner_spec
+from ..passes import ParamSpec
+from ..passes.ir.markers import require_data, require_on_cpu
+from ..passes.schedule.buckets import gather_buckets, reduce_buckets
+from ..passes.schedule.slices import inner_spec
+from ..passes.wire import lower
 from .collectives import Caller
 from .extension import Extension
 from .memory import Memory

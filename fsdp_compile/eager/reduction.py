@@ -18,10 +18,11 @@ from torch import Tensor
 from .._torch_compat import autograd
 from ..core.grads import give, give_through_hooks, wait_for_offloaded
 from ..core.unit import Unit
-from ..passes import ParamSpec, lower
-from ..passes.buckets import reduce_buckets
-from ..passes.collectives import c10d
-from ..passes.ledger import note
+from ..passes import ParamSpec
+from ..passes.schedule.buckets import reduce_buckets
+from ..passes.wire import lower
+from ..passes.wire.collectives import c10d
+from ..passes.wire.ledger import note
 from .collectives import Caller
 from .gathered import Gathered
 

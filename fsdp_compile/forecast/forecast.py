@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..passes.activations import activations_of
-from ..passes.cost import node_flops
-from ..passes.profiles import HardwareProfile
-from ..passes.provenance import find_reduces
-from ..passes.residency import keepable, told_to_keep
-from ..passes.trial import trial_of
-from ..passes.weigh import saved_by, weigh
+from ..passes.budget.residency import keepable, told_to_keep
+from ..passes.budget.trial import trial_of
+from ..passes.cost.profiles import HardwareProfile
+from ..passes.cost.roofline import node_flops
+from ..passes.cost.weigh import saved_by, weigh
+from ..passes.ir.provenance import find_reduces
+from ..passes.schedule.activations import activations_of
 from .extend import Added, added, extended
 from .joint import PRECISIONS, device_mesh, joint_graph
 from .layers import Run, find_run, with_fewer

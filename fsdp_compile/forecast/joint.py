@@ -18,7 +18,7 @@ from ..api.auto_shard import auto_shard
 from ..core.unit import original_class, units_in
 from ..graph.install import manager
 from ..passes import GraphRecord
-from ..passes.provenance import settle_names
+from ..passes.ir.provenance import settle_names
 from .layers import Run
 from .mistake import Mistake
 

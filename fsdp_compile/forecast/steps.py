@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..passes.aliases import Storage, base_of, storages_of
-from ..passes.events import events_of
-from ..passes.insert import GRADIENT_OF, ROLE
-from ..passes.memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, SHARD, kinds_of, lifetimes, storages_given
-from ..passes.profiles import HardwareProfile
-from ..passes.replay import Compute, Event, Launch, Timeline, Wait, simulate
+from ..passes.cost.events import events_of
+from ..passes.cost.memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, SHARD, kinds_of, lifetimes, storages_given
+from ..passes.cost.profiles import HardwareProfile
+from ..passes.cost.replay import Compute, Event, Launch, Timeline, Wait, simulate
+from ..passes.ir.aliases import Storage, base_of, storages_of
+from ..passes.ir.meta import GRADIENT_OF, ROLE
 
 # The kinds of bytes that a forecast tells apart, and their places in ``Bytes``.
 KINDS = ("shards", "gathered weights", "gradients", "activations", "buffers", "other")

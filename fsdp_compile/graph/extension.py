@@ -20,7 +20,7 @@ from .._torch_compat import subclasses
 from ..core.extension import without_padding
 from ..core.param import ReadSpec
 from ..core.shared import shared
-from ..passes import markers
+from ..passes.ir import markers
 
 
 @shared

@@ -9,7 +9,7 @@ import torch
 from .._torch_compat import dynamo, inductor
 from ..passes import PassManager
 from ..passes._torch_compat import CustomGraphPass
-from ..passes.keep import make_again
+from ..passes.apply.keep import make_again
 
 manager = PassManager()
 

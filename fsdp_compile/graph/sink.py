@@ -39,7 +39,7 @@ from ..core.hooks import LateHooks
 from ..core.param import ShardedParam
 from ..core.spec import spec_key, spec_of
 from ..core.unit import Unit
-from ..passes.markers import ticket_holders
+from ..passes.ir.markers import ticket_holders
 
 Hook = Callable[[Tensor], None]
 Look = tuple[tuple[int, ...], torch.dtype, torch.device]

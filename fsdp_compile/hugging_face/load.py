@@ -26,7 +26,7 @@ from ..api.initialize import fill_in, random_numbers_of_first
 from ..api.together import raised_on_all
 from ..core.param import ShardedParam
 from ..core.unit import original_class, units_in
-from ..passes.layout import ShardLayout
+from ..passes.wire.layout import ShardLayout
 from .names import (
     Source,
     adapters_of,

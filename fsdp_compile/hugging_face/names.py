@@ -26,7 +26,7 @@ from .._torch_compat import dynamo, fsdp1, modules
 from ..api.full_params import require_idle
 from ..core.param import ShardedParam
 from ..core.unit import WRAPPED, original_class, units_in
-from ..passes.module_paths import plain_name
+from ..passes.ir.module_paths import plain_name
 
 # The parts that PEFT puts into the names of a module's weights; modules_to_save is the copy that it trains.
 _BETWEEN = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")

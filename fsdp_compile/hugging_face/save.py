@@ -29,7 +29,7 @@ from ..api.full_params import gathered
 from ..api.together import raised_on_all, told
 from ..core.param import ShardedParam
 from ..core.unit import original_class
-from ..passes.budget import Budget
+from ..passes.budget.budget import Budget
 from .names import (
     adapters_of,
     as_built,

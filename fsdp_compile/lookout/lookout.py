@@ -1,6 +1,6 @@
 """The lookout: if ranks issue different collectives, every rank raises an error that says what each of them does.
 
-    training            appends to the ledger (passes/ledger.py)
+    training            appends to the ledger (passes/wire/ledger.py)
     a thread beside it  every half a second:
                         drains the ledger into one chain a group, publishes its hashes, reads those of its neighbours
                         a hash differs, or it waits for too long  ->  asks all ranks  ->  judge.py  ->  verdict
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from .._torch_compat import interrupting, process_groups
 from ..core.unit import Unit
 from ..passes import _torch_compat as passes_compat
-from ..passes.ledger import Called, Issued, ledger
+from ..passes.wire.ledger import Called, Issued, ledger
 from .chain import Chain, Hash
 from .judge import Answer, Group, Verdict, judge
 from .names import Namer

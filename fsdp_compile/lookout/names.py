@@ -15,8 +15,8 @@ from typing import Any
 
 from ..core.param import ShardedParam
 from ..core.unit import Unit, names_in, paths_in, unit_of
-from ..passes.ledger import Called, Issued, Launch
-from ..passes.spec import ParamSpec, with_part
+from ..passes.wire.ledger import Called, Issued, Launch
+from ..passes.wire.spec import ParamSpec, with_part
 from .chain import Link, Piece
 
 _COPY = re.compile(r"@\d+$")  # the suffix of a parameter's name when a graph has it once more

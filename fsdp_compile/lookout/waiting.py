@@ -18,7 +18,7 @@ from types import FrameType
 
 from .._torch_compat import interrupting
 from ..passes import _torch_compat as passes_compat
-from ..passes.ledger import Ledger
+from ..passes.wire.ledger import Ledger
 
 _WAIT = Ledger.wait.__code__
 

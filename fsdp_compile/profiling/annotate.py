@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..passes import HardwareProfile
-from ..passes.cost import Group, collective_seconds
-from ..passes.plan import named
+from ..passes.cost.roofline import Group, collective_seconds
+from ..passes.ir.plan import named
 from .listen import Expected, Heard, number_of_mark
 from .match import Flight, flights_of
 from .record import Event, events_of

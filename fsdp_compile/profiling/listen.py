@@ -24,9 +24,9 @@ from ..graph.install import manager
 from ..lookout.lookout import lookout
 from ..lookout.names import Namer
 from ..passes import GraphRecord, HardwareProfile
-from ..passes.budget import default_profile
-from ..passes.ledger import Called, GraphText, Issued, begin, ledger
-from ..passes.predicted import PredictedGraph
+from ..passes.budget.budget import default_profile
+from ..passes.cost.predicted import PredictedGraph
+from ..passes.wire.ledger import Called, GraphText, Issued, begin, ledger
 from ..tools.predicted import steps_of
 from .summary import EAGER
 

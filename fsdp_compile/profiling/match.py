@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..passes.collectives import KIND_OF
+from ..passes.wire.collectives import KIND_OF
 from .listen import Expected, Heard, number_of_mark
 from .record import Event, Interval, union, without
 from .summary import EAGER

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..passes import HardwareProfile
-from ..passes.cost import Group, bytes_on_link
-from ..passes.profiles import Fit, Link
+from ..passes.cost.profiles import Fit, Link
+from ..passes.cost.roofline import Group, bytes_on_link
 from ..tools.calibrate import fit_line, measured_link
 from ..tools.measure import slowdown_share
 from .printed import Column, Rows

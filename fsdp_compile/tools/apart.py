@@ -1,13 +1,13 @@
-"""Explain why two buckets of a graph were not merged, from the specs of their parameters (passes/buckets.py)."""
+"""Explain why two buckets of a graph were not merged, from the specs of their parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from ..passes import Bucket, ParamSpec
-from ..passes.buckets import gather_key, reduce_key
-from ..passes.layout import NEIGHBOURS, BucketLimits, bucket_limits
-from ..passes.neighbours import groups_of
+from ..passes.schedule.buckets import gather_key, reduce_key
+from ..passes.schedule.neighbours import groups_of
+from ..passes.wire.layout import NEIGHBOURS, BucketLimits, bucket_limits
 from .tables import format_bytes, format_dtype
 
 _TOGETHER = {

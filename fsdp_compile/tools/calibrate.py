@@ -2,7 +2,7 @@
 
     workers (measure.py)   seconds of matmuls, copies, collectives of several sizes
     fit                    seconds = latency + bytes on the wire / bandwidth, least squares
-    profile                the input of the passes' cost model (passes/profiles.py), as JSON
+    profile                the input of the passes' cost model (passes/cost/profiles.py), as JSON
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..passes.cost import Group, collective_seconds, wire_bytes
-from ..passes.profiles import KINDS, Fit, HardwareProfile, Link, load_profile
+from ..passes.cost.profiles import KINDS, Fit, HardwareProfile, Link, load_profile
+from ..passes.cost.roofline import Group, collective_seconds, wire_bytes
 from ..workers import Workers
 from . import link, measure
 

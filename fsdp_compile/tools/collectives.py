@@ -12,10 +12,10 @@ from torch import fx
 
 from .._torch_compat import inductor
 from ..passes import Plan
-from ..passes.collectives import KIND_OF, is_launch
-from ..passes.copies import to_device, to_host
-from ..passes.insert import ROLE
-from ..passes.packing import copied, pack
+from ..passes.ir.meta import ROLE
+from ..passes.wire.collectives import KIND_OF, is_launch
+from ..passes.wire.copies import to_device, to_host
+from ..passes.wire.packing import copied, pack
 from .tables import format_unit
 
 aten = torch.ops.aten

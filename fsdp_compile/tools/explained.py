@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..passes import Prediction
-from ..passes.owners import Owners
-from ..passes.plan import named
-from ..passes.predicted import PredictedCollective
+from ..passes.cost.owners import Owners
+from ..passes.cost.predicted import PredictedCollective
+from ..passes.ir.plan import named
 from .breaks import BreakReport
 from .inspect import Report
 from .tables import format_bytes, format_dtype, format_unit, located, plural, table, terminal_width

@@ -19,9 +19,9 @@ from torch import fx
 from .._torch_compat import inductor, process_groups
 from ..passes import GraphRecord
 from ..passes._torch_compat import OpOverload, arguments_of
-from ..passes.insert import ROLE
-from ..passes.provenance import find_reduces, find_unshards
-from ..passes.spec import NAMESPACE
+from ..passes.ir.meta import ROLE
+from ..passes.ir.provenance import find_reduces, find_unshards
+from ..passes.wire.spec import NAMESPACE
 from .collectives import collectives_of, num_bytes_of
 from .tables import format_bytes, format_dtype, format_unit, on_one_line
 

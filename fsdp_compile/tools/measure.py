@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..passes.collectives import all_gather_of, c10d
-from ..passes.profiles import KINDS
+from ..passes.cost.profiles import KINDS
+from ..passes.wire.collectives import all_gather_of, c10d
 from ..workers import Send
 
 # Bytes of the output of a gather, and of the input of other kinds. They range from all latency to all bandwidth.

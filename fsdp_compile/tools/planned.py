@@ -11,7 +11,7 @@ from torch import nn
 
 from ..core.unit import original_class, units_in
 from ..passes import Plan
-from ..passes.ledger import ledger
+from ..passes.wire.ledger import ledger
 
 
 def plan_of(model: nn.Module, training: bool = True) -> Plan:

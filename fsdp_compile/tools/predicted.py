@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from ..passes import GraphRecord, HardwareProfile, Prediction, load_profile
-from ..passes.budget import default_profile
-from ..passes.cost import Group
-from ..passes.predicted import PredictedGraph, predict
-from ..passes.provenance import find_unshards, reduce_nodes, unshard_nodes
-from ..passes.reasons import Residency, residency_of, residency_of_whole
-from ..passes.replay import as_ms
+from ..passes.budget.budget import default_profile
+from ..passes.cost.predicted import PredictedGraph, predict
+from ..passes.cost.replay import as_ms
+from ..passes.cost.roofline import Group
+from ..passes.ir.provenance import find_unshards, reduce_nodes, unshard_nodes
+from ..passes.schedule.reasons import Residency, residency_of, residency_of_whole
 from .tables import table
 
 _WHYS = 3  # so many exposed collectives are explained, the longest ones

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..passes import GraphRecord, HardwareProfile, Plan, Prediction
-from ..passes.phases import is_backward, phase_of
-from ..passes.provenance import Marker, find_reduces, find_unshards
+from ..passes.ir.phases import is_backward, phase_of
+from ..passes.ir.provenance import Marker, find_reduces, find_unshards
 from .collectives import Collective, collectives_of, num_bytes_of
 from .graph_code import runnable_code
 from .predicted import Step, collectives_table

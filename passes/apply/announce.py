@@ -1,0 +1,61 @@
+"""Have each graph begin with a call that lists the collectives which the graph is going to launch.
+
+    before    g0 = all_gather(s0)   ...   r1 = all_to_all(...)   ...
+    after     begin([s0, s1], "forward ... all_gather w0 ... all_to_all w1 ...")   g0 = all_gather(s0)   ...   r1 = ...
+
+With the text, ranks can be compared (ledger.py). It also contains the plan of the step, which is otherwise unknown in a
+process where no pass ran because the graph came from a cache. The call takes microseconds. Its other arguments are
+inputs of the graph, so that it can stand first: one shard of each unit, which tells at run time whose units these are.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, fx
+
+from ..ir.emit import emit
+from ..ir.meta import ROLE, STEP, Role
+from ..ir.plan import Plan
+from ..wire.collectives import KIND_OF, is_launch
+from ..wire.ledger import GraphText, Launch, Member, begin
+from ..wire.packing import pack
+
+
+def announce(graph: fx.Graph, plan: Plan) -> int:
+    """Put the call with the graph's text in front; return how many launches the text lists."""
+    launches = [node for node in graph.nodes if is_launch(node) and ROLE in node.meta]
+    inputs = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), Tensor)]
+    if not launches or not inputs:
+        return 0
+    shards: dict[str, tuple[fx.Node, str, Member]] = {}  # one of each unit, with its name
+    for launch in launches:
+        role: Role = launch.meta[ROLE]
+        for place in role.shown if role.kind == "gather" else ():
+            shard, shown = _input_behind(launch, place), role.members[place]
+            if shard is not None:
+                shards.setdefault(shown.unit, (shard, plan.gathers[role.bucket].fqns[place], shown))
+    text = GraphText(
+        plan.stage,
+        launches[0].meta[ROLE].step,
+        tuple((name, member) for _, name, member in shards.values()),
+        tuple(_as_text(launch, plan) for launch in launches),
+        launches[0].meta.get(STEP, plan).packed(),
+    )
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        emit(graph, begin, [shard for shard, *_ in shards.values()] or inputs[:1], text.dumps())
+    return len(launches)
+
+
+def _as_text(launch: fx.Node, plan: Plan) -> Launch:
+    role: Role = launch.meta[ROLE]
+    bucket = (plan.gathers if role.kind == "gather" else plan.reduces)[role.bucket]
+    kind, group = KIND_OF[launch.target], str(launch.args[-1])
+    return Launch(kind, group, bucket.dtype, bucket.num_bytes, bucket.fqns, role.members)
+
+
+def _input_behind(launch: fx.Node, place: int) -> fx.Node | None:
+    """Return the shard that a gather packs at this place, or None if the shard is not an input of the graph."""
+    node = launch
+    while node.op != "placeholder" and node.all_input_nodes:
+        packs = node.target is pack
+        node = node.args[0][place] if packs else node.all_input_nodes[0]  # type: ignore[index,assignment]
+    return node if node.op == "placeholder" else None

@@ -1,0 +1,38 @@
+"""Check that a lowered graph is legal: every collective is waited for once, directly, and no marker is left.
+
+    launch = all_gather_into_tensor(...)        a wait reads the collective's own output, views come after it:
+    wait   = wait_tensor(launch)                only then does Inductor keep the collective's input alive
+
+Buckets are launched in the plan's order, gathers and reductions alike. A bucket that is also reduced over replicas is
+launched a second time for that. Copies to the CPU are waited for, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import fx
+
+from ..ir.meta import ROLE
+from ..ir.plan import Plan, num_launches
+from ..ir.provenance import has_markers
+from ..wire.collectives import c10d, is_launch
+from ..wire.copies import to_host, wait_for_copies
+
+
+def check(graph: fx.Graph, plan: Plan) -> int:
+    """Verify the graph against the plan; return the number of our collectives."""
+    assert not has_markers(graph), "a marker was not lowered"
+    launches = [node for node in graph.nodes if is_launch(node) and ROLE in node.meta]
+    for launch in launches:
+        waits = [user for user in launch.users if user.target is c10d.wait_tensor.default]
+        assert len(waits) == len(launch.users) == 1, f"{launch} is read by {list(launch.users)}, not by one wait alone"
+    launched = Counter((launch.meta[ROLE].kind, launch.meta[ROLE].bucket) for launch in launches)
+    buckets = {"gather": plan.gathers, "reduce": plan.reduces}
+    planned = {one: num for one in plan.order if (num := num_launches(buckets[one[0]][one[1]]))}
+    assert dict(launched) == planned, f"{dict(launched)} are launched, not the plan's {planned}"
+    assert list(launched) == list(planned), f"launched in the order {list(launched)}, not the plan's {list(planned)}"
+    for copy in graph.find_nodes(op="call_function", target=to_host):
+        is_complete = copy.kwargs.get("wait", True) or any(user.target is wait_for_copies for user in copy.users)
+        assert is_complete, f"nothing waits for {copy}"
+    return len(launches)

@@ -1,0 +1,372 @@
+"""Order the FX graph so that launches are early enough, and waits late enough, for collectives to overlap with compute.
+
+    G gather, w wait, C compute that reads the gathered unit, R reduction; one unit of lookahead
+
+    before     G1 w1 C1    G2 w2 C2    G3 w3 C3  R3 w3' ...
+    after      G1 G2 w1 C1    G3 w2 C2    w3 C3  R3 ... R2 w3' ...
+
+A unit's gathers are launched when the unit before it begins to compute, not earlier: a gather that is early holds
+memory. Compute that needs no launch comes first, beside the first unit's gathers. A reduction is launched as soon as
+its gradients are there, and waited for when the next unit has launched its own. With replicas, it is waited for before
+that, since the wait starts the all-reduce over the replicas, which is waited for one unit later. If the last gradient
+is a large one, such as an embedding's, all reductions are waited for before it is computed: the gradients of the whole
+model are alive beside it. Everything else keeps its order. In a graph with several phases (a whole step), each phase is
+ordered like a graph of its own: the first unit of backward is launched when backward begins, and not while forward
+still holds it.
+
+Launches are in the plan's order, gathers and reductions alike, wherever compute went: two ranks that launch in
+different orders hang. So what a launch sends may be computed earlier because a later launch is due, and a reduction
+waits for a gather that has its turn before. Inductor fuses and sorts after the FX passes; order.py holds it to this
+order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+
+from torch import fx
+
+from .. import _torch_compat as compat
+from ..cost.fusion import computes_inputs
+from ..ir.aliases import is_free, tensors_of
+from ..ir.effects import held_behind
+from ..ir.meta import LARGE_END, ROLE, Role
+from ..ir.nodes import closure
+from ..ir.phases import phase_of
+from ..ir.plan import Plan
+from ..wire.collectives import is_launch
+
+
+def overlap(graph: fx.Graph, plan: Plan) -> int:
+    """Put the FX graph in the planned order; return how many nodes changed their place."""
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    items = Items(nodes, held_behind(nodes))
+    planned = _loops_together(planned_order(items, plan.lookahead), items)
+    assert_planned(planned, items)
+    cursor = next(reversed([node for node in graph.nodes if node.op == "placeholder"]), compat.root_of(graph))
+    for node in planned:
+        cursor.append(node)
+        cursor = node
+    return sum(before is not after for before, after in zip(nodes, planned))
+
+
+class Items:
+    """The nodes of a graph in their order, with their dependencies and roles.
+
+    ``behind`` has the nodes that each node must stay behind, although it reads nothing of theirs.
+    """
+
+    def __init__(self, order: Sequence[fx.Node], behind: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
+        self.order = order
+        self.position = {item: index for index, item in enumerate(order)}
+        known = self.position
+        self.deps = {
+            item: [dep for dep in (*item.all_input_nodes, *behind.get(item, ())) if dep in known] for item in order
+        }
+        self.role: dict[fx.Node, Role | None] = {item: item.meta.get(ROLE) for item in order}
+        self.launches = {item: its for item, its in self.role.items() if its is not None and is_launch(item)}
+        self.gathers = {item: its for item, its in self.launches.items() if its.kind == "gather"}
+        self.reductions = {item: its for item, its in self.launches.items() if its.kind != "gather"}
+        self.epilogues, self.second_of = self._follow_reductions()
+        self.seconds = set(self.second_of.values())
+        self.needs = self._last_launch_needed()
+        self.begins_phase = self._first_of_phases()
+        self.sends = {item: self._compute_sent(item) for item in self.reductions}
+        self.large_end = self._find_large_end()
+
+    def _first_of_phases(self) -> dict[fx.Node, int]:
+        """Return the first compute of each later phase that needs a launch: constants may stand anywhere."""
+        first: dict[fx.Node, int] = {}
+        last = 0
+        for item in self.order:
+            if self.role[item] is None and self.needs[item] >= 0 and phase_of(item) > last:
+                first[item] = last = phase_of(item)
+        return first
+
+    def _compute_sent(self, launch: fx.Node) -> list[fx.Node]:
+        """Return the compute nodes whose results a launch sends."""
+        reached = closure(self.deps[launch], lambda item: () if self.role[item] is None else self.deps[item])
+        return [item for item in reached if self.role[item] is None]
+
+    def _find_large_end(self) -> fx.Node | None:
+        """Return the node of the last unit's largest gradient, if it is larger than all gradients of the unit before.
+
+        If it is smaller, the peak of memory is not there, and reductions may stay in flight: compute hides them.
+        """
+        first = [item for item in self.reductions if item not in self.seconds]
+        launches = sorted(first, key=lambda item: self.reductions[item].turn, reverse=True)
+        units = [(unit, [*its]) for unit, its in groupby(launches, key=lambda item: self.reductions[item].unit)]
+        if len(units) < 2:
+            return None
+        largest = max(units[0][1], key=lambda item: self.reductions[item].num_bytes)
+        if self.reductions[largest].num_bytes <= sum(self.reductions[item].num_bytes for item in units[1][1]):
+            return None
+        return max(self.sends[largest], key=self.position.__getitem__, default=None)
+
+    def _last_launch_needed(self) -> dict[fx.Node, int]:
+        """Return for each item the last turn among the launches that it depends on; -1 if it needs none."""
+        needs: dict[fx.Node, int] = {}
+        for item in self.order:
+            own = self.launches[item].turn if item in self.launches and item not in self.seconds else -1
+            # A dependency besides data may still stand behind the item, and needs no launch.
+            needs[item] = max([own, *(needs.get(dep, -1) for dep in self.deps[item])])
+        return needs
+
+    def _follow_reductions(self) -> tuple[dict[fx.Node, list[fx.Node]], dict[fx.Node, fx.Node]]:
+        """Return what follows each reduction (wait, divisions, slices), and the second launch of a bucket with two."""
+        epilogues: dict[fx.Node, list[fx.Node]] = {launch: [] for launch in self.reductions}
+        seconds: dict[fx.Node, fx.Node] = {}
+        owner: dict[fx.Node, fx.Node] = {}
+        for item in self.order:
+            role = self.role[item]
+            if role is None or role.kind != "reduce":
+                continue
+            first = next((owner[dep] for dep in self.deps[item] if dep in owner), None)
+            if item in self.reductions:
+                owner[item] = item
+                # Only in the same bucket: one bucket's packing may be fused with the sums of the bucket before.
+                if first is not None and self.reductions[first].bucket == role.bucket:
+                    seconds[first] = item
+            elif first is not None:
+                owner[item] = first
+                epilogues[first].append(item)
+        return epilogues, seconds
+
+
+def planned_order(items: Items, lookahead: int) -> list[fx.Node]:
+    """Return all items in the planned order: compute keeps its order, communication is pulled in around it."""
+    schedule = _Schedule(items)
+    steps = _gather_steps(items)
+    begins = {first_reader: index for index, (first_reader, _) in enumerate(steps) if first_reader is not None}
+    if steps and schedule.is_next(steps[0][1]):
+        schedule.launch_until(steps[0][1])  # no unit comes before the first one: launched at the start of the graph
+        for item in _beside_the_first(items, steps):
+            schedule.compute(item)
+            schedule.reduce_what_is_ready()
+    phases = [items.gathers[launches[0]].phase for _, launches in steps]
+    for item in items.order:
+        if items.role[item] is not None:
+            continue  # communication is emitted when compute needs it
+        if item is items.large_end and item not in schedule.emitted:
+            schedule.drain_before(item)
+        if item in items.begins_phase:
+            schedule.drain()
+            if items.begins_phase[item] in phases:
+                schedule.launch_until(steps[phases.index(items.begins_phase[item])][1])
+        if item in begins:
+            ahead = min(begins[item] + lookahead, len(steps) - 1)
+            while phases[ahead] != phases[begins[item]]:
+                ahead -= 1
+            schedule.launch_until(steps[ahead][1])
+            schedule.reduce_what_is_ready()  # a reduction that has its turn after these may be ready
+        schedule.compute(item)
+        schedule.reduce_what_is_ready()
+        if steps and schedule.is_next(steps[0][1]):  # they come after reductions of units that were kept
+            schedule.launch_until(steps[0][1])
+    schedule.finish()
+    return schedule.done
+
+
+def _loops_together(planned: list[fx.Node], items: Items) -> list[fx.Node]:
+    """On the CPU, put launches, and what loops need, in front of the loops between two products.
+
+        planned     mm  add  launch  wait  norm  mm         two kernels
+        together    mm  launch  wait  add  norm  mm         one, as in the unsharded model: add is written once, and
+                                                            there is one kernel less to compile
+
+    A loop is a pointwise op or a reduction. For the CPU Inductor makes one kernel of all loops between two calls. What
+    loops do not need, such as the wait for the weight of the next product, stays behind them: they hide it.
+    """
+    together: list[fx.Node] = []
+    behind: list[fx.Node] = []  # the nodes since the last product, or since another kernel that is no loop
+    for node in planned:
+        behind.append(node)
+        if items.role[node] is None and not is_free(node) and not _is_loop_on_cpu(node):
+            together += [*_sorted_out(behind[:-1], items), node] if together else behind
+            behind.clear()
+    return together + behind
+
+
+def _sorted_out(between: Sequence[fx.Node], items: Items) -> list[fx.Node]:
+    """Sort into layers: what needs no loop, then all loops that need no more than that, then what needs these, ..."""
+    loops = {node for node in between if items.role[node] is None and not is_free(node)}
+    if not loops:
+        return list(between)
+    needed = loops.union(node for node in between if node in items.launches)
+    for node in reversed(between):
+        if node in needed:
+            needed.update(items.deps[node])
+    turn: dict[fx.Node, int] = {}  # the layer of each node; odd layers have loops
+    last_launch = 0
+    for node in between:
+        turn[node] = max((turn[dep] for dep in items.deps[node] if dep in turn), default=0)
+        if node in items.launches:  # launches keep their order
+            turn[node] = max(turn[node], last_launch)
+        if not is_free(node) and turn[node] % 2 != (node in loops):
+            turn[node] += 1
+        if node in items.launches:
+            last_launch = turn[node]
+    return sorted(between, key=lambda node: turn[node] if node in needed else len(between))
+
+
+def _is_loop_on_cpu(node: fx.Node) -> bool:
+    return computes_inputs(node) and all(one.device.type == "cpu" for one in tensors_of(node))
+
+
+def assert_planned(order: Iterable[fx.Node], items: Items) -> None:
+    """Raise for an order in which a launch has another one's turn."""
+    turns = [items.launches[item].turn for item in order if item in items.launches and item not in items.seconds]
+    if turns != sorted(turns):
+        raise RuntimeError(
+            f"the collectives of this graph would be launched in the order {turns} of the plan's turns: what one of "
+            "them sends is computed from what a later one brings. Another rank may launch them otherwise, and hang. "
+            "Take away passes that were set beside fsdp_compile's, or call module.set_reshard_after_forward(False) on "
+            "the units of the graph."
+        )
+
+
+def _gather_steps(items: Items) -> list[tuple[fx.Node | None, list[fx.Node]]]:
+    """Return gathers in the plan's order, in steps of one unit and phase, each step with its first reader."""
+    first_reader: dict[fx.Node, fx.Node] = {}
+    feeding: dict[fx.Node, set[fx.Node]] = {}  # communication item -> gathers whose data it passes on
+    for item in items.order:
+        carried: set[fx.Node] = set()
+        for dep in items.deps[item]:
+            carried |= feeding.get(dep, set())
+        role = items.role[item]
+        if role is None:
+            for launch in carried:
+                first_reader.setdefault(launch, item)
+        else:
+            if item in items.gathers:
+                carried = {item}
+            feeding[item] = carried
+    steps: list[tuple[fx.Node | None, list[fx.Node]]] = []
+    previous = None
+    for gather in sorted(items.gathers, key=lambda gather: items.gathers[gather].bucket):
+        unit = items.gathers[gather].phase, items.gathers[gather].unit
+        if unit != previous:
+            steps.append((None, []))
+            previous = unit
+        steps[-1][1].append(gather)
+    for index, (_, launches) in enumerate(steps):
+        readers = [first_reader[launch] for launch in launches if launch in first_reader]
+        steps[index] = min(readers, key=items.position.__getitem__, default=None), launches
+    return steps
+
+
+def _beside_the_first(items: Items, steps: Sequence[tuple[fx.Node | None, list[fx.Node]]]) -> list[fx.Node]:
+    """Return the compute of the first unit that needs no launch: nothing else can run beside its own gathers.
+
+    In a backward this is the gradient of the last product's weight.
+    """
+    first, second = (steps[place][0] if place < len(steps) else None for place in (0, 1))
+    if first is None:
+        return []
+    end = len(items.order) if second is None else items.position[second]
+    return [item for item in items.order[:end] if items.role[item] is None and items.needs[item] < 0]
+
+
+class _Schedule:
+    """Builds the order: emits each item after what it depends on, and launches in their turns."""
+
+    def __init__(self, items: Items) -> None:
+        self.items = items
+        self.done: list[fx.Node] = []
+        self.emitted: set[fx.Node] = set()
+        # Launches still to come; a bucket's second launch is part of what follows its first.
+        first = [launch for launch in items.launches if launch not in items.seconds]
+        self._waiting = sorted(first, key=lambda launch: items.launches[launch].turn)
+        # Reductions just launched; and those in flight, each with the unit that was being reduced at its launch.
+        self._launched: list[fx.Node] = []
+        self._in_flight: list[tuple[fx.Node, str]] = []
+
+    def compute(self, item: fx.Node) -> None:
+        """Emit an item, and before it whatever it needs, and all launches up to the last turn that it needs."""
+        while self._waiting and self._turn(self._waiting[0]) <= self.items.needs[item]:
+            self._launch(self._waiting.pop(0))
+        self.emit(item)
+
+    def launch_until(self, launches: Iterable[fx.Node]) -> None:
+        """Launch these, and all launches that have their turn before one of them."""
+        last = max(map(self._turn, launches))
+        while self._waiting and self._turn(self._waiting[0]) <= last:
+            self._launch(self._waiting.pop(0))
+
+    def is_next(self, launches: Sequence[fx.Node]) -> bool:
+        """Whether one of these launches has the next turn."""
+        return bool(self._waiting) and self._waiting[0] in launches
+
+    def reduce_what_is_ready(self) -> None:
+        """Launch the reductions that have their turn and their gradients; wait for those of the unit before."""
+        while self._waiting and self._waiting[0] in self.items.reductions and self._ready(self._waiting[0]):
+            self._launch(self._waiting.pop(0))
+        if self._launched:
+            self._settle(self.items.reductions[self._launched[-1]].unit)
+
+    def drain(self) -> None:
+        """Launch the reductions that have their turn and their gradients; wait for all that are in flight."""
+        self.reduce_what_is_ready()
+        while self._in_flight:
+            self._complete(*self._in_flight.pop(0))
+
+    def drain_before(self, item: fx.Node) -> None:
+        """Do the same, and mark this item, so that order.py has it computed after all these waits."""
+        self.drain()
+        item.meta[LARGE_END] = True
+
+    def finish(self) -> None:
+        """Emit what is left: the last launches, and whatever only outputs read."""
+        while self._waiting:
+            self._launch(self._waiting.pop(0))
+        self.drain()
+        for item in self.items.order:
+            self.emit(item)
+
+    def emit(self, item: fx.Node) -> None:
+        """Emit ``item``, and before it whatever it needs. The stack is explicit: graphs may be deeper than Python's."""
+        stack = [item]
+        while stack:
+            top = stack[-1]
+            missing = [dep for dep in self.items.deps[top] if dep not in self.emitted]
+            if top in self.emitted:
+                stack.pop()
+            elif missing:
+                missing.sort(key=self.items.position.__getitem__, reverse=True)
+                stack.extend(missing)
+            else:
+                stack.pop()
+                self.emitted.add(top)
+                self.done.append(top)
+
+    def _launch(self, launch: fx.Node) -> None:
+        unit = self.items.reductions[launch].unit if launch in self.items.reductions else ""
+        if unit and self.items.second_of:
+            self._settle(unit)  # a unit's sums over the replicas are launched before the next unit's reductions
+        self.emit(launch)
+        if unit:
+            self._launched.append(launch)
+
+    def _settle(self, unit: str) -> None:
+        """Wait for the reductions that are in flight since an earlier unit than this one was reduced."""
+        self._in_flight += [(launch, self.items.reductions[launch].unit) for launch in self._launched]
+        self._launched.clear()
+        while self._in_flight and self._in_flight[0][1] != unit:
+            self._complete(self._in_flight.pop(0)[0], unit)
+
+    def _complete(self, launch: fx.Node, unit: str) -> None:
+        """Wait for a reduction; if its bucket has a second one, launch that, which is in flight from here on."""
+        for item in self.items.epilogues[launch]:
+            self.emit(item)
+        if launch in self.items.second_of:
+            second = self.items.second_of[launch]
+            self.emit(second)
+            self._in_flight.append((second, unit))
+
+    def _turn(self, launch: fx.Node) -> int:
+        return self.items.launches[launch].turn
+
+    def _ready(self, launch: fx.Node) -> bool:
+        """Whether all compute that the reduction needs has been emitted (its packing may come now)."""
+        return all(item in self.emitted for item in self.items.sends[launch])

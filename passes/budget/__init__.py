@@ -1,0 +1,1 @@
+"""What is kept from forward to backward within a memory budget."""

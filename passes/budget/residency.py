@@ -1,0 +1,197 @@
+"""Choose what stays from forward to backward within a memory budget: parameters, and activations.
+
+    everything made again        G w2  G w1  u2 = mm(x2, w2) ...      smallest
+    as much kept as fits         w2 and u2 kept, w1 gathered again    fastest within the budget
+    w1 kept as a slice           G w2  g w1  ...                      g: gather among the ranks of a node
+    everything kept              -                                    largest
+
+A parameter is kept as a whole, or, if groups for that were made, as a slice, from which the ranks of a node gather. At
+first only parameters are chosen among: their gathers cost time, and saved activations cost none. If not all parameters
+fit, activations are recomputed as well in further candidates, and both compete for the bytes by the seconds that they
+save (residents.py).
+
+Lists of what to keep are filled by two orders: most seconds saved per byte and second held, and shortest life. A list
+is cut off where it proves not to fit, and filled up where it leaves room. A list by the first order is also filled to
+half of the room. All lists are tried (trial.py), and so are the plan as the units were told, everything gathered again
+and everything kept. For the best candidate, launching gathers two and three units ahead is tried, too. The fastest
+candidate within the budget wins, or the one with the lowest peak if none fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from ..cost.profiles import HardwareProfile
+from ..cost.roofline import Groups
+from ..ir.choice import Candidate
+from ..ir.plan import Plan
+from ..ir.provenance import find_unshards
+from ..schedule.activations import activations_of
+from ..schedule.slices import keeps_slice, offers_slice, whole_of
+from .residents import (
+    ACTIVATION,
+    PARAMETERS,
+    SLICES,
+    Resident,
+    activations_made_again,
+    by_life,
+    by_worth,
+    fill,
+    residents_of,
+    slices_of,
+)
+from .trial import Trial, trial_of
+
+AGAIN, AS_TOLD, KEPT = "everything gathered again", "as reshard_after_forward says", "everything kept"
+WORTH, SHORT = "kept by seconds saved a byte", "kept by the shortest life"
+SLICED = "slices kept of everything"
+LEAN = "everything gathered and computed again"
+LEAN_WORTH, LEAN_SHORT = "kept and saved by seconds saved a byte", "kept and saved by the shortest life"
+IN_HALF = ", in half of the room"
+# Trials of a list that was filled by estimate. The peak may be another one, since the partitioner saves other nodes and
+# launches change their places. If it is lower, the list is filled up; else a bisection finds how many of its first
+# entries fit.
+_TRIALS = 6
+_LOOKAHEADS = (2, 3)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate and its trial."""
+
+    name: str
+    trial: Trial
+
+    def as_candidate(self) -> Candidate:
+        trial = self.trial
+        return Candidate(
+            self.name,
+            len(trial.kept),
+            trial.peak_bytes,
+            trial.seconds,
+            trial.exposed_s,
+            num_recomputed=len(trial.recomputed),
+            num_sliced=len(trial.sliced),
+        )
+
+
+def choose(
+    joint: fx.Graph,
+    budget_bytes: Callable[[Trial], int],
+    profile: HardwareProfile,
+    groups: Groups | None = None,
+) -> tuple[Tried, list[Tried]]:
+    """Return the candidate to take, and those that lost, fastest first.
+
+    ``joint`` has gone through the passes before ``chosen_slices``, and is not changed. The budget may depend on the
+    bytes that are there before the step begins, which the first trial tells.
+    """
+    tried: dict[tuple[object, ...], Tried] = {}
+
+    def try_one(
+        name: str,
+        kept: Collection[str],
+        recompute: Collection[str] = (),
+        sliced: Collection[str] = (),
+        lookahead: int = 1,
+    ) -> Trial:
+        """Return the trial, which has its graphs only the first time."""
+        key = frozenset(kept), frozenset(recompute), frozenset(sliced), lookahead
+        if key in tried:
+            return tried[key].trial
+        trial = trial_of(joint, kept, profile, groups, recompute=recompute, sliced=sliced, lookahead=lookahead)
+        tried[key] = Tried(name, trial.without_graphs())
+        return trial
+
+    def try_listed(name: str, base: Trial, kept: Sequence[Resident]) -> Trial:
+        recompute = base.recomputed - _fqns(kept, ACTIVATION)  # what is still recomputed beside these
+        return try_one(name, _fqns(kept, PARAMETERS), recompute, _fqns(kept, SLICES))
+
+    def try_filled(
+        base: Trial, residents: Sequence[Resident], order: Sequence[Resident], room: int, name: str
+    ) -> None:
+        listed: list[Resident] = []
+        fits, over = 0, 0  # how many first entries of the list fit, and how many do not
+        for turn in range(_TRIALS):
+            first = (fits + over) // 2
+            if not over:  # all that was tried fits, and its peak shows how much room is left
+                more = fill(base, residents, order, room)
+                if more == listed:  # a shorter list may keep more: whole parameters in the place of slices
+                    break
+                fits = next((at for at, (had, one) in enumerate(zip(listed, more)) if had != one), len(listed))
+                listed, first = more, len(more)
+            called = name if turn == 0 else f"{name}, the first {first}"
+            peak_bytes = try_listed(called, base, listed[:first]).peak_bytes
+            if peak_bytes <= budget:
+                fits = first
+                room += budget - peak_bytes
+            else:
+                over = first
+            if over and over - fits <= 1:
+                break
+
+    def may_be_kept(base: Trial, residents: Sequence[Resident]) -> list[Resident]:
+        keeping = [one for one in residents if one.kind == ACTIVATION or {*one.fqns} <= may_stay]
+        return [*keeping, *slices_of(base, keeping, offers, profile, groups)]
+
+    again = try_one(AGAIN, ())
+    budget = budget_bytes(again)
+    may_stay = {*keepable(joint, again.plan)}
+    offers = {one.fqn: one.spec for one in find_unshards(joint) if one.fqn in may_stay and offers_slice(one.node)}
+    residents = residents_of(again)
+    keeping = may_be_kept(again, residents)
+    largest_bytes = try_one(KEPT, may_stay).peak_bytes
+    try_one(AS_TOLD, told_to_keep(joint))
+    try_filled(again, residents, by_worth(keeping), budget, WORTH)
+    try_filled(again, residents, by_life(keeping), budget, SHORT)
+    # In a plan that keeps a little less, collectives may queue less.
+    half = fill(again, residents, by_worth(keeping), (budget + again.peak_bytes) // 2)
+    try_listed(f"{WORTH}{IN_HALF}", again, half)
+    if offers:
+        try_one(SLICED, (), sliced=offers)
+    activations = {name: [node.name for node in nodes] for name, nodes in activations_of(joint).items()}
+    if largest_bytes > budget and activations:
+        base = try_one(LEAN, (), activations)
+        residents = [*residents_of(base), *activations_made_again(again, base, activations)]
+        keeping = may_be_kept(base, residents)
+        try_filled(base, residents, by_worth(keeping), budget, LEAN_WORTH)
+        try_filled(base, residents, by_life(keeping), budget, LEAN_SHORT)
+        half = fill(base, residents, by_worth(keeping), (budget + base.peak_bytes) // 2)
+        try_listed(f"{LEAN_WORTH}{IN_HALF}", base, half)
+
+    def rank(one: Tried) -> tuple[float, ...]:
+        seconds, peak_bytes = one.trial.seconds, one.trial.peak_bytes
+        return (0, seconds, peak_bytes) if peak_bytes <= budget else (1, peak_bytes, seconds)
+
+    best = min(tried.values(), key=rank)
+    its = best.trial
+    if its.exposed_s > 0 and its.peak_bytes <= budget:  # earlier gathers may be hidden, but are held for longer
+        for lookahead in _LOOKAHEADS:
+            name = f"{best.name}, gathered {lookahead} units ahead"
+            try_one(name, its.kept, its.recomputed, its.sliced, lookahead)
+        best = min(tried.values(), key=rank)
+    return best, sorted((one for one in tried.values() if one is not best), key=lambda one: one.trial.seconds)
+
+
+def _fqns(kept: Sequence[Resident], kind: str) -> set[str]:
+    return {fqn for one in kept if one.kind == kind for fqn in one.fqns}
+
+
+def told_to_keep(joint: fx.Graph) -> frozenset[str]:
+    """Return the parameters of units that were not told to reshard after forward."""
+    return frozenset(one.fqn for one in find_unshards(joint) if not one.spec.regather)
+
+
+def keepable(joint: fx.Graph, again: Plan) -> list[str]:
+    """Return the parameters that backward gathers again and that forward has whole, unless their units keep slices."""
+    assert again.forward is not None
+    read = {fqn for bucket in again.forward.gathers for fqn in bucket.fqns} & {*again.again}
+    return [
+        one.fqn
+        for one in find_unshards(joint)
+        if one.fqn in read and one.spec.num_shards > 1 and one.spec.part < 0
+        if not keeps_slice(one.node) and whole_of(one.node) is None
+    ]

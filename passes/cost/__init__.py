@@ -1,0 +1,1 @@
+"""What a graph costs, without running it: seconds, bytes, and why a collective is exposed."""

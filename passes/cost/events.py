@@ -1,0 +1,117 @@
+"""Make the events of a graph that the passes have lowered, for ``simulate``.
+
+    all_gather_into_tensor(x)      Launch("all_gather...", its seconds, its group)
+    wait_tensor(all_gather...)     Wait("all_gather...")
+    any other call                 Compute, which takes no time for a view
+
+A buffer is allocated by the event of the node that makes it, and freed by the event of its last reader. Time and memory
+are those of the code that Inductor generates: an op that is fused into its readers takes neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import fx
+
+from ..ir.aliases import base_of, inputs_of
+from ..ir.meta import ROLE
+from ..ir.provenance import has_markers
+from ..wire.collectives import c10d, is_launch
+from .memory import lifetimes, storages_given
+from .profiles import HardwareProfile
+from .replay import Compute, Event, Launch, Wait
+from .roofline import Groups, collective_seconds, graph_seconds, group_of, sent_by, slowdown
+
+
+def events_of(
+    graph: fx.Graph, profile: HardwareProfile, groups: Groups | None = None, given_up: Collection[str] = ()
+) -> list[Event]:
+    """Return a graph's events on this hardware, in its order; inputs in ``given_up`` are freed by their last readers.
+
+    ``groups`` tells where the ranks of a process group are, by its name; without it, c10d does. Other inputs are the
+    caller's, and not in the memory curve.
+    """
+    if has_markers(graph):
+        raise ValueError(
+            "This graph is not lowered: give a forward, backward or inference record's graph, from a model that "
+            "Inductor compiled."
+        )
+    seconds = graph_seconds(graph, profile)
+    allocs, frees = _buffers(graph, given_up)
+    events: list[Event] = []
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        held = tuple(allocs.get(node, ())), tuple(frees.get(node, ()))
+        source = node.args[0] if node.args else None
+        if is_launch(node):
+            sent = sent_by(node)
+            group = group_of(sent.group, profile, groups)
+            launch = Launch(
+                node.name,
+                collective_seconds(sent.kind, sent.num_bytes, group, profile),
+                sent.group,
+                *held,
+                needs=_needs(node),
+                slows_compute=slowdown(group, profile),
+            )
+            events.append(launch)
+        elif node.target is c10d.wait_tensor.default and isinstance(source, fx.Node) and is_launch(source):
+            events.append(Wait(source.name, *held))
+        else:
+            events.append(Compute(node.name, seconds.get(node, 0.0), *held, is_copy=ROLE in node.meta))
+    return events
+
+
+def _buffers(
+    graph: fx.Graph, given_up: Collection[str]
+) -> tuple[dict[fx.Node, list[tuple[str, int]]], dict[fx.Node, list[str]]]:
+    """Return two tables by node: the buffers that each call allocates, with their bytes, and those that it frees."""
+    given = storages_given(graph, given_up)
+    nodes = list(graph.nodes)
+    first_call = next((node for node in nodes if node.op == "call_function"), None)
+    last_until: list[fx.Node | None] = []  # at each position, the last node up to it that can free something
+    for node in nodes:
+        ends = node.op in ("call_function", "output")
+        last_until.append(node if ends else last_until[-1] if last_until else None)
+    allocs: dict[fx.Node, list[tuple[str, int]]] = {}
+    frees: dict[fx.Node, list[str]] = {}
+    taken: set[str] = set()
+    for life in lifetimes(graph, fused=True):
+        owner = life.storage.node
+        is_made_here = owner.op == "call_function"
+        if not life.storage.num_bytes or not (is_made_here or life.storage in given):
+            continue
+        begin = owner if is_made_here else first_call
+        # A buffer that its last reader writes over ends one position before that reader, where no call may stand.
+        last = last_until[life.last] if life.last >= 0 else None
+        if begin is None or last is None:
+            continue  # an input that nobody reads
+        name = owner.name
+        while name in taken:  # a node may allocate several
+            name += "'"
+        taken.add(name)
+        allocs.setdefault(begin, []).append((name, life.storage.num_bytes))
+        if last.op == "call_function":  # else it is returned
+            frees.setdefault(last, []).append(name)
+    return allocs, frees
+
+
+def _needs(launch: fx.Node) -> tuple[str, ...]:
+    """Return the computes and collectives that a launch has to follow, however early its packing is done."""
+    found: dict[str, None] = {}
+    seen: set[fx.Node] = set()
+    work = [base_of(source) for source in inputs_of(launch)]
+    while work:
+        node = work.pop()
+        if node in seen or node.op != "call_function":
+            continue
+        seen.add(node)
+        if is_launch(node):
+            found[node.name] = None
+        elif ROLE in node.meta:
+            work.extend(base_of(source) for source in inputs_of(node))
+        else:
+            found[node.name] = None
+    return tuple(found)

@@ -1,0 +1,257 @@
+"""Count the bytes alive at each position of a graph, and list what owns them at the peak.
+
+    position          0 x (input)   1 w = gather(s)   2 y = mm(x, w)   3 v = view(y)   4 z = relu(v)   5 output z
+    alive             -             w                 w y              y               y z             z
+
+A storage lives from the node that allocates it to the last one that reads it, or a view of it. A returned storage lives
+to the end, and the input of a collective lives until the wait. Inputs are the caller's and counted apart, except those
+that the caller gives up, as it gives up saved tensors in backward: they are freed by their last reader. If an
+accelerator computes, only its memory counts, so offloaded shards do not. Scratch memory of kernels does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from ..ir import markers
+from ..ir.aliases import Storage, storages_of
+from ..ir.meta import ROLE, Role
+from ..wire.collectives import c10d, is_launch
+from .fusion import fused_away, is_pointwise
+
+SHARD = "parameter shard"
+GATHERED = "gathered"
+GRADIENT = "gradient"
+ACTIVATION = "activation"
+BUFFER = "communication buffer"
+OTHER = "other"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One storage: the node that allocated it, or the input that it came with."""
+
+    name: str
+    num_bytes: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """A storage and the positions of the first and the last node that need it."""
+
+    storage: Storage
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """What is alive while each node of a graph runs."""
+
+    names: tuple[str, ...]  # of the nodes, in their order
+    live_bytes: tuple[int, ...]  # at each node, without inputs that stay the caller's
+    input_bytes: int  # bytes of these inputs
+    peak_owners: tuple[Owner, ...]  # at the first position of the peak, largest first
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.live_bytes, default=0)
+
+    @property
+    def peak_at(self) -> str:
+        """Name of the first node at the peak."""
+        return self.names[self.live_bytes.index(self.peak_bytes)]
+
+    def __str__(self) -> str:
+        lines = [f"peak {self.peak_bytes:,} bytes at {self.peak_at}, inputs {self.input_bytes:,} bytes"]
+        lines += [f"    {one.num_bytes:>15,}  {one.kind:<20}  {one.name}" for one in self.peak_owners]
+        return "\n".join(lines)
+
+
+def memory_curve(graph: fx.Graph, given_up: Collection[str] = (), fused: bool = False) -> MemoryCurve:
+    """Return the bytes alive at each node; ``given_up`` names the inputs that live no longer than their last reader.
+
+    With ``fused``, count them as Inductor compiles the graph, else as it runs node by node.
+    """
+    counted, live_bytes, callers = _counted(graph, given_up, fused)
+    peak = live_bytes.index(max(live_bytes)) if live_bytes else 0
+    kinds = kinds_of(graph)
+    owners = [
+        Owner(life.storage.node.name, life.storage.num_bytes, kinds[life.storage])
+        for life in counted
+        if life.first <= peak <= life.last and life.storage.num_bytes
+    ]
+    return MemoryCurve(
+        names=tuple(node.name for node in graph.nodes),
+        live_bytes=tuple(live_bytes),
+        input_bytes=callers,
+        peak_owners=tuple(sorted(owners, key=lambda one: -one.num_bytes)),
+    )
+
+
+def live_bytes(graph: fx.Graph, given_up: Collection[str] = (), fused: bool = False) -> tuple[tuple[int, ...], int]:
+    """Return the bytes of a memory curve and those of the callers' inputs, without looking for owners."""
+    _, alive, callers = _counted(graph, given_up, fused)
+    return tuple(alive), callers
+
+
+def _counted(graph: fx.Graph, given_up: Collection[str], fused: bool) -> tuple[list[Lifetime], list[int], int]:
+    given = storages_given(graph, given_up)
+    counted, callers = [], 0
+    for life in lifetimes(graph, fused):
+        if life.storage.node.op == "call_function" or life.storage in given:
+            counted.append(life)
+        else:
+            callers += life.storage.num_bytes
+    num_nodes = len(graph.nodes)
+    changes = [0] * (num_nodes + 1)
+    for life in counted:
+        changes[life.first] += life.storage.num_bytes
+        changes[life.last + 1] -= life.storage.num_bytes
+    alive, live_bytes = 0, []
+    for change in changes[:num_nodes]:
+        alive += change
+        live_bytes.append(alive)
+    return counted, live_bytes, callers
+
+
+def saved_inputs(graph: fx.Graph) -> list[str]:
+    """Return the inputs of a backward graph that its caller gives up: saved tensors and tangents, not forward's inputs.
+
+    AOTAutograd calls forward's inputs primals, in both graphs.
+    """
+    return [one.name for one in graph.find_nodes(op="placeholder") if not one.name.startswith("primals")]
+
+
+def storages_given(graph: fx.Graph, given_up: Collection[str]) -> set[Storage]:
+    """Return the storages of the inputs in ``given_up``, except those that the caller holds by another input as well.
+
+    Raise ValueError for a name that is none of the graph's inputs.
+    """
+    inputs = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    for name in given_up:
+        if name not in inputs:
+            known = ", ".join(inputs)
+            raise ValueError(f"given_up has {name!r}, which is no input of the graph. Give some of {known}.")
+    storages = storages_of(graph)
+    kept = {storage for name, node in inputs.items() if name not in given_up for storage in storages[node]}
+    return {storage for name in given_up for storage in storages[inputs[name]]} - kept
+
+
+def lifetimes(graph: fx.Graph, fused: bool = False) -> list[Lifetime]:
+    """Return the lifetime of every storage on the device that computes, in the order in which they are allocated.
+
+    Inputs live from the start of the graph. With ``fused``, the graph is as Inductor compiles it: a node that is
+    computed inside its readers has no memory, and they read what it reads; a pointwise result takes the place of an
+    input that it is the last to read.
+    """
+    storages = storages_of(graph)
+    away = fused_away(graph) if fused else set()
+    # These are dicts and not sets, whose order differs between processes.
+    read_for: dict[fx.Node, dict[Storage, None]] = {}  # what a fused node reads, when its readers run
+    first: dict[Storage, int] = {}
+    last: dict[Storage, int] = {}
+    reads: dict[fx.Node, dict[Storage, None]] = {}
+    for position, node in enumerate(graph.nodes):
+        needed: dict[Storage, None] = {}
+        for storage in _needed_by(node, storages):
+            needed |= read_for[storage.node] if storage.node in away else {storage: None}
+        if node in away:
+            read_for[node] = needed
+            continue
+        reads[node] = needed
+        for storage in storages[node]:
+            if storage.node not in away:
+                first.setdefault(storage, position if node.op == "call_function" else 0)
+                last[storage] = position
+        last.update(dict.fromkeys(needed, position))
+    if fused:
+        for position, node in enumerate(graph.nodes):
+            if node in reads and is_pointwise(node) and storages[node] and storages[node][0].node is node:
+                for storage in reads[node]:
+                    fits = storage.num_bytes == storages[node][0].num_bytes and last[storage] == position
+                    if fits and storage.node.op == "call_function" and not is_launch(storage.node):
+                        last[storage] = position - 1
+                        break
+    devices = {storage.device for storage in first}
+    computing = next((device for device in sorted(devices) if device != "cpu"), "cpu")
+    return [Lifetime(one, begin, last[one]) for one, begin in first.items() if one.device == computing]
+
+
+def _needed_by(node: fx.Node, storages: dict[fx.Node, tuple[Storage, ...]]) -> Iterable[Storage]:
+    yield from (storage for source in node.all_input_nodes for storage in storages[source])
+    if node.target is c10d.wait_tensor.default:
+        launch = node.args[0]
+        assert isinstance(launch, fx.Node)
+        if is_launch(launch):  # until the wait, the launch still reads its inputs
+            yield from (storage for source in launch.all_input_nodes for storage in storages[source])
+
+
+def kinds_of(graph: fx.Graph) -> dict[Storage, str]:
+    """Return what each storage of a graph holds, by the markers, or by the roles of the nodes that ``insert`` added.
+
+    A gradient depends on a tangent. What is computed from gathered parameters alone counts as a gathered parameter.
+    """
+    storages = storages_of(graph)
+    kinds: dict[Storage, str] = {}
+    of_tangents: set[fx.Node] = set()
+    for node in graph.nodes:
+        sources = node.all_input_nodes
+        if node.name.startswith("tangents") or any(source in of_tangents for source in sources):
+            of_tangents.add(node)
+        for storage in storages[node]:
+            if storage not in kinds:
+                read = {kinds[one] for source in sources for one in storages[source]}
+                kinds[storage] = _kind(node, read, node in of_tangents)
+    for node in graph.nodes:  # kinds that only the readers tell
+        if _is_reduction(node):
+            # What is packed for a reduction is a gradient; the packed copy stays a buffer.
+            for source in node.all_input_nodes:
+                if ROLE not in source.meta:
+                    kinds.update(dict.fromkeys(storages[source], GRADIENT))
+        elif ROLE not in node.meta:
+            for source in node.all_input_nodes:
+                for storage in storages[source]:
+                    if kinds[storage] == BUFFER and ROLE in storage.node.meta:
+                        kinds[storage] = GATHERED if _role(storage.node).kind == "gather" else GRADIENT
+    for storage in _shards(graph, storages):
+        kinds[storage] = SHARD
+    return kinds
+
+
+def _kind(node: fx.Node, read: set[str], is_gradient: bool) -> str:
+    if node.target is markers.unshard:
+        return GATHERED
+    if node.target is markers.reduce_grad:
+        return GRADIENT
+    if ROLE in node.meta:
+        return BUFFER  # unless a node without a role reads it
+    if is_gradient:
+        return GRADIENT
+    if node.op == "call_function" and read and read <= {GATHERED, BUFFER}:
+        return GATHERED
+    value = node.meta.get("val")
+    dtype = getattr(value[0] if isinstance(value, (tuple, list)) and value else value, "dtype", None)
+    return ACTIVATION if dtype is not None and (dtype.is_floating_point or dtype.is_complex) else OTHER
+
+
+def _shards(graph: fx.Graph, storages: dict[fx.Node, tuple[Storage, ...]]) -> Iterable[Storage]:
+    """Yield the storages of inputs that a gather reads, or its packing."""
+    for node in graph.nodes:
+        if node.target is markers.unshard or (ROLE in node.meta and _role(node).kind == "gather"):
+            for source in node.all_input_nodes:
+                yield from (storage for storage in storages[source] if storage.node.op == "placeholder")
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    return node.target is markers.reduce_grad or (ROLE in node.meta and _role(node).kind == "reduce")
+
+
+def _role(node: fx.Node) -> Role:
+    role = node.meta[ROLE]
+    assert isinstance(role, Role)
+    return role

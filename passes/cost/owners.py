@@ -1,0 +1,182 @@
+"""Tell what memory holds over a whole graph: bytes of each kind at each moment, and every storage alive at the peak.
+
+    shards     ________________________          the callers', from begin to end
+    gathered   __/~~\\__/~~~~\\___
+    saved      ____/~~~~~~~~~~~~~~~~~~~
+
+memory.py counts bytes. This module keeps the kinds apart, and tells which parameter or module a storage belongs to.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from ..ir.aliases import Storage, storages_of
+from ..ir.meta import GRADIENT_OF, PARAMETER, ROLE, Role
+from ..ir.module_paths import path_of
+from ..ir.plan import Plan, named
+from ..wire.collectives import is_launch
+from .memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, OTHER, SHARD, kinds_of, lifetimes, storages_given
+from .weigh import results_of
+
+INPUT = "batch and buffers"
+RETURNED = "returned by forward"
+KINDS = (SHARD, INPUT, RETURNED, GATHERED, BUFFER, ACTIVATION, GRADIENT, OTHER)  # in stacking order
+
+
+@dataclass(frozen=True)
+class Owned:
+    """One storage that is alive at the peak."""
+
+    name: str  # of the node that allocated it, or of the input
+    of: str  # the parameters or the module that it belongs to, if that is known
+    kind: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Owners:
+    """The memory of one graph, as Inductor compiles it, with what its callers hold."""
+
+    events: tuple[str, ...]  # the nodes at which memory was counted: all calls
+    of_kind: Mapping[str, tuple[int, ...]]  # bytes of each kind at each event
+    peak: tuple[Owned, ...]  # alive at the first peak, largest first
+    callers: tuple[Owned, ...]  # what callers hold: inputs that are not given up
+    peak_at: str = ""  # the node at the peak, and what it holds
+
+    @property
+    def alive(self) -> list[int]:
+        return [sum(column) for column in zip(*self.of_kind.values())]
+
+
+def owners_of(
+    graph: fx.Graph,
+    plan: Plan,
+    given_up: Collection[str] = (),
+    kinds: Mapping[str, str] | None = None,
+    held: Sequence[Owned] | None = None,
+) -> Owners:
+    """Return the memory of a graph by kinds and owners.
+
+    ``kinds`` tells what those inputs hold that another graph made; ``held`` is alive throughout. Without ``held``, what
+    the callers of this graph hold is alive throughout.
+    """
+    found = dict(kinds_of(graph))
+    given = storages_given(graph, given_up)
+    for storage in found:
+        role = storage.node.meta.get(ROLE)
+        if isinstance(role, Role) and role.kind == "gather" and is_launch(storage.node):
+            found[storage] = GATHERED  # also if it is unpacked before it is read
+        elif storage.node.op == "placeholder":
+            told = (kinds or {}).get(storage.node.name)
+            is_callers = found[storage] in (ACTIVATION, OTHER) and storage not in given
+            found[storage] = told or (INPUT if is_callers else found[storage])
+    nodes = list(graph.nodes)
+    rise: dict[str, list[int]] = {kind: [0] * (len(nodes) + 1) for kind in KINDS}
+    stays = dict.fromkeys(KINDS, 0)
+    alive = []
+    for life in lifetimes(graph, fused=True):
+        storage = life.storage
+        if storage.node.op == "call_function" or storage in given:
+            rise[found[storage]][life.first] += storage.num_bytes
+            rise[found[storage]][life.last + 1] -= storage.num_bytes
+            alive.append(life)
+        elif held is None:
+            stays[found[storage]] += storage.num_bytes
+            alive.append(life)
+    for one in held or ():
+        stays[one.kind] += one.num_bytes
+    calls = [place for place, node in enumerate(nodes) if node.op == "call_function"]
+    levels = {kind: list(itertools.accumulate(rise[kind])) for kind in KINDS}
+    of_kind = {kind: tuple(levels[kind][place] + stays[kind] for place in calls) for kind in KINDS}
+    totals = [sum(column) for column in zip(*of_kind.values())]
+    peak = calls[totals.index(max(totals))] if totals else 0
+    names = _Names(graph, plan)
+    owned = {
+        life.storage: Owned(life.storage.node.name, names.of(life.storage), found[life.storage], life.storage.num_bytes)
+        for life in alive
+        if life.storage.num_bytes
+    }
+    callers = tuple(owned[one] for one in owned if _stays(one, given)) if held is None else tuple(held)
+    there = [owned[life.storage] for life in alive if life.storage in owned and life.first <= peak <= life.last]
+    of_callers = set(callers)
+    own = [one for one in there if one not in of_callers]
+    ordered = sorted((*callers, *own), key=lambda one: -one.num_bytes)
+    events = tuple(nodes[place].name for place in calls)
+    return Owners(events, of_kind, tuple(ordered), callers, names.at(nodes[peak]) if calls else "")
+
+
+def saved_kinds(forward: fx.Graph, plan: Plan, taken_as: Sequence[str], num_results: int) -> dict[str, str]:
+    """Return what the tensors hold that forward saved for backward, by their names in backward."""
+    kinds, storages = kinds_of(forward), storages_of(forward)
+    kept = {fqn for bucket in plan.gathers for fqn in bucket.fqns}
+    said = {}
+    for name, node in zip(taken_as, results_of(forward)[num_results:]):
+        if not name or not isinstance(node, fx.Node) or not storages[node]:
+            continue
+        kind = kinds[storages[node][0]]
+        is_whole = node.meta.get(PARAMETER) in kept
+        said[name] = GATHERED if is_whole or kind in (GATHERED, BUFFER) else kind
+    return said
+
+
+def _stays(storage: Storage, given: Collection[Storage]) -> bool:
+    return storage.node.op != "call_function" and storage not in given
+
+
+class _Names:
+    """The parameters and modules that the storages of a graph belong to."""
+
+    def __init__(self, graph: fx.Graph, plan: Plan) -> None:
+        storages = storages_of(graph)
+        self._said: dict[Storage, str] = {}
+        self._of_node: dict[fx.Node, str] = {}
+        sent: set[Role] = set()  # roles whose launch stands in front
+        for node in graph.nodes:
+            role = node.meta.get(ROLE)
+            if isinstance(role, Role) and role.kind in ("gather", "reduce"):
+                buckets = plan.gathers if role.kind == "gather" else plan.reduces
+                name = named(buckets[role.bucket].fqns)
+                self._of_node[node] = _held(role.kind, is_launch(node), role in sent) + name
+                for storage in storages[node]:
+                    if storage.node is node:  # else the node is a view of it
+                        self._said.setdefault(storage, self._of_node[node])
+                reads = [one for source in node.all_input_nodes for one in storages[source] if role.kind == "gather"]
+                for storage in reads:
+                    self._said.setdefault(storage, name)
+                if is_launch(node):
+                    sent.add(role)
+            for key, prefix in ((PARAMETER, ""), (GRADIENT_OF, "grad ")):
+                if key in node.meta:
+                    for storage in storages[node]:
+                        self._said[storage] = prefix + node.meta[key]
+
+    def at(self, node: fx.Node) -> str:
+        """Describe a node as a place in the graph."""
+        said = self._of_node.get(node, "") or module_of(node)
+        return f"{node.name} ({said})" if said else node.name
+
+    def of(self, storage: Storage) -> str:
+        """Return a storage's parameters, or else the module whose code allocated it."""
+        return self._said.get(storage) or module_of(storage.node)
+
+
+def _held(kind: str, is_launch: bool, is_behind: bool) -> str:
+    """Say what a bucket's node holds of its parameters."""
+    if kind == "gather":
+        return "" if is_launch or is_behind else "packed shards of "
+    return "received gradients of " if is_launch else "reduced gradients of " if is_behind else "packed gradients of "
+
+
+def module_of(node: fx.Node) -> str:
+    """Return the path of the innermost module that a node's code belongs to; empty if it is not known."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    source = next(reversed(list(stack.values())), None)
+    if source is None:
+        return ""
+    model, path = path_of(str(source[0]))
+    return ".".join([*([model] if model not in ("", "self") else []), *path])

@@ -1,0 +1,182 @@
+"""The two marker ops: the contract between the runtime half, which emits them, and the passes, which lower them.
+
+    reading a parameter          w  = unshard(shard, **spec)              local shard -> full parameter
+    its autograd rule            gs = reduce_grad(gw, **spec)              full gradient -> gradient of the shard
+
+    with a leaf                  the leaf gets gs in the place of the shard
+    with then="hold"             the leaf gets gw: accumulation without communication
+    with a ticket                gw becomes resume(gw, ticket), which adds what accumulated when backward runs
+    with then="over_shards"      gs is summed over the shards alone, not over replicas
+    with a device                shard and gs are on the CPU, w and gw on the device
+
+A marker's arguments contain everything that a pass needs. The arguments are equal for equal blocks (the FQN is
+relative to the module given to ``fully_shard``), so blocks that look alike share one compiled graph. Where no pass
+lowers them (``aot_eager``, ``eager``, or our passes displaced) the ops run as they are: one collective each.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .. import _torch_compat as compat
+from ..wire import lower
+from ..wire.spec import NAMESPACE, ParamSpec, library
+
+_SPEC = (
+    "str fqn, str unit, int order, int[] size, int dim, int num_shards, int local_length, str group, str backend, "
+    "ScalarType dtype, ScalarType reduce_dtype, ScalarType grad_dtype, bool regather, str reduce_op, float predivide, "
+    "float postdivide, str reduction, str bucketing, str replicate_group, int num_replicas, int inner_shards, "
+    "str inner_group, int inner_rank, bool inner_offered, int part, str device, bool pinned, "
+    "bool is_table, str step"
+)
+
+_BACKWARD = 'Tensor? leaf=None, Tensor? ticket=None, str then="reduce"'
+library.define(f"unshard(Tensor shard, {_BACKWARD}, *, {_SPEC}) -> Tensor")
+# Between two passes, ``beside`` lists gathers that backward is to do although no gradient may read them.
+library.define(f"reduce_grad(Tensor grad, Tensor[]? beside=None, *, {_SPEC}) -> Tensor")
+# The same for any other gradient, in a graph without reductions.
+library.define("beside(Tensor grad, Tensor[] gathered) -> Tensor")
+# This wraps each tensor that an all-gather extension made of gathered parts; the pass ``parts`` takes it away.
+library.define("made_of_parts(Tensor full) -> Tensor")
+# This calls the ticket's holder when backward runs, which no graph contains: it adds what earlier backwards held back.
+library.define("resume(Tensor grad, Tensor ticket) -> Tensor")
+
+unshard = torch.ops.fsdpc.unshard.default
+reduce_grad = torch.ops.fsdpc.reduce_grad.default
+made_of_parts = torch.ops.fsdpc.made_of_parts.default
+beside = torch.ops.fsdpc.beside.default
+resume = torch.ops.fsdpc.resume.default
+fx.node.has_side_effect(resume)  # two calls may not become one: the first takes what is pending
+
+# By the number in a ticket. It is a number and no pointer, since saved tensors may be moved before backward.
+ticket_holders: dict[int, Callable[[Tensor], Tensor]] = {}
+
+
+@torch.library.register_fake(f"{NAMESPACE}::unshard")
+def _unshard_fake(shard: Tensor, *backward: Any, **kwargs: Any) -> Tensor:
+    require_data(kwargs["fqn"], shard)
+    if kwargs["device"]:
+        require_on_cpu(kwargs["fqn"], shard)
+    return shard.new_empty(kwargs["size"], dtype=kwargs["dtype"], device=kwargs["device"] or shard.device)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::reduce_grad")
+def _reduce_grad_fake(grad: Tensor, *beside: Any, **kwargs: Any) -> Tensor:
+    device = "cpu" if kwargs["device"] else grad.device
+    return grad.new_empty(ParamSpec.of(kwargs).local_size, dtype=kwargs["grad_dtype"], device=device)
+
+
+def _unshard_kernel(shard: Tensor, *backward: Any, **kwargs: Any) -> Tensor:
+    _warn_if_displaced("unshard", kwargs["fqn"])
+    spec = ParamSpec.of(kwargs)
+    (full,) = lower.finish_gather(lower.run, lower.launch_gather(lower.run, [shard], [spec]), [spec])
+    # A functional op may not return its input, and with one shard and no cast nothing was copied.
+    return full.clone() if full.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr() else full
+
+
+def _reduce_grad_kernel(grad: Tensor, *beside: Any, **kwargs: Any) -> Tensor:
+    _warn_if_displaced("reduce_grad", kwargs["fqn"])
+    spec = ParamSpec.of(kwargs)
+    pending = lower.launch_reduce(lower.run, [grad], [spec])
+    (reduced,) = lower.finish_reduce(lower.run, pending, [spec])
+    same = reduced.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr()
+    return reduced.clone() if same else reduced
+
+
+@torch.library.register_fake(f"{NAMESPACE}::made_of_parts")
+def _made_of_parts_fake(full: Tensor) -> Tensor:
+    return torch.empty_like(full)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::beside")
+def _beside_fake(grad: Tensor, gathered: list[Tensor]) -> Tensor:
+    return torch.empty_like(grad)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::resume")
+def _resume_fake(grad: Tensor, ticket: Tensor) -> Tensor:
+    return torch.empty_like(grad, memory_format=torch.contiguous_format)
+
+
+def _resume_kernel(grad: Tensor, ticket: Tensor) -> Tensor:
+    return ticket_holders[int(ticket)](grad)
+
+
+library.impl("unshard", _unshard_kernel, "CompositeExplicitAutograd")
+library.impl("reduce_grad", _reduce_grad_kernel, "CompositeExplicitAutograd")
+library.impl("resume", _resume_kernel, "CompositeExplicitAutograd")
+compat.leave_all_to_python(_unshard_kernel, _reduce_grad_kernel, _resume_kernel)
+library.impl("made_of_parts", torch.clone, "CompositeExplicitAutograd")  # a functional op may not return its input
+library.impl("beside", lambda grad, gathered: grad.clone(), "CompositeExplicitAutograd")
+
+
+def _save_spec(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
+    _, leaf, ticket, then = inputs
+    ctx.spec, ctx.then, ctx.has_leaf, ctx.has_ticket = keyword_only_inputs, then, leaf is not None, ticket is not None
+    if ticket is not None:
+        ctx.save_for_backward(ticket)
+
+
+def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    ticket = ctx.saved_tensors[0] if ctx.has_ticket else None
+    return (*gradients(grad, ctx.spec, ctx.then, ctx.has_leaf, ticket), None, None)
+
+
+torch.library.register_autograd(f"{NAMESPACE}::unshard", _unshard_backward, setup_context=_save_spec, lib=library)
+
+
+def gradients(
+    grad: Tensor, spec: dict[str, Any], then: str, has_leaf: bool, ticket: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of a marker's shard and of its leaf, given the gradient of the full parameter."""
+    if ticket is not None:
+        grad = torch.ops.fsdpc.resume(grad.to(spec["reduce_dtype"]), ticket)
+    if then == "hold":
+        return None, grad.to(spec["reduce_dtype"])
+    if then == "over_shards":
+        over_shards = {"num_replicas": 1, "replicate_group": "", "postdivide": 1.0, "grad_dtype": spec["reduce_dtype"]}
+        spec = spec | over_shards | {"device": "", "pinned": False}  # what follows is summed on the device
+    reduced = torch.ops.fsdpc.reduce_grad(grad, **spec)
+    return (None, reduced) if has_leaf else (reduced, None)
+
+
+def require_data(fqn: str, shard: Tensor) -> None:
+    """Raise for a shard that was never materialised; later errors would not name the parameter."""
+    if shard.device.type == "meta":
+        raise RuntimeError(
+            f"FSDP parameters should be materialized from meta device before training, and {fqn} is still there. Call "
+            "model.to_empty(device=...) and initialise the parameters, or load_state_dict(..., assign=True)."
+        )
+
+
+def require_on_cpu(fqn: str, shard: Tensor) -> None:
+    """Raise for an offloaded shard that somebody moved from the CPU."""
+    if shard.device.type != "cpu":
+        raise RuntimeError(
+            f"FSDP parameters should be materialized on CPU when enabling CPU offloading, but the shard of {fqn} is on "
+            f"{shard.device}. Move it back; a model built on meta gets its data with to_empty(device='cpu')."
+        )
+
+
+def _warn_if_displaced(op: str, fqn: str) -> None:
+    """Warn when Inductor's generated code runs a marker: then our passes did not see this graph."""
+    frame = sys._getframe(2)
+    for _ in range(12):
+        if frame is None:
+            return
+        if compat.is_generated_code(frame):
+            warnings.warn(
+                f"{op} of {fqn} runs unlowered inside a graph compiled by Inductor: a later setting of "
+                "torch._inductor.config.post_grad_custom_pre_pass (or torch.compile(options=...)) replaced "
+                "fsdp_compile's passes. The numbers are right; every parameter is gathered by itself, without "
+                "overlap. Set your own pass before fully_shard, or call fsdp_compile.install_passes() after it.",
+                stacklevel=2,
+            )
+            return
+        frame = frame.f_back  # type: ignore[assignment]

@@ -1,0 +1,31 @@
+"""What a pass leaves in the ``meta`` of nodes for those that come after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..wire.ledger import Member
+
+# Of markers: the plan of the step, made where AOTAutograd had all of it in one graph.
+STEP = "fsdp_step"
+# Of the node that computes a large gradient at the end.
+LARGE_END = "fsdp_large_end"
+# Of every node that ``insert`` adds: its ``Role``.
+ROLE = "fsdp_role"
+# Parameters' names, for predictions: on the node that readers read, and on the gradient.
+PARAMETER, GRADIENT_OF = "fsdp_parameter", "fsdp_gradient_of"
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a node does, and for which bucket; it is on every node that ``insert`` adds."""
+
+    kind: str  # "gather" or "reduce"; "end" for the wait at the end of a graph
+    bucket: int
+    unit: str
+    turn: int  # place of its launch among all launches of the graph
+    members: tuple[Member, ...] = ()  # of the bucket
+    shown: tuple[int, ...] = ()  # for each unit in the bucket, its first member that has rows on every rank
+    step: str = ""  # id of the plan of the step
+    phase: int = 0
+    num_bytes: int = 0  # of the bucket

@@ -1,0 +1,1 @@
+"""What ranks tell one another through the store before a graph runs."""

@@ -1,0 +1,88 @@
+"""Compare the launches of a graph with those on other ranks before it first runs, so that a difference raises.
+
+The first rank to get there publishes its launches in the store; the others compare theirs with them. No rank waits: one
+rank alone may be recompiling, and a collective here would hang it. A graph from a cache has its text as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import ClassVar
+
+from .. import _torch_compat as compat
+from ..wire.ledger import GraphText
+from .worlds import World, world_of
+
+
+class Agreement:
+    """The graphs of this rank so far, and the check that the other ranks launch the same.
+
+    The same parameters may be gathered in several graphs, of another model or with other options: the k-th distinct one
+    of this rank is compared with the k-th of the others. A graph that launches what an earlier one launches, as after a
+    recompilation, does not count. A rank that ran a model eagerly has lost count, and compares no graph of the model.
+    """
+
+    # The parameters of each model that this rank ran eagerly, with the world in which it did.
+    _ran_eagerly: ClassVar[set[tuple[World, frozenset[str]]]] = set()
+
+    def __init__(self) -> None:
+        self._known: dict[str, list[str]] = {}
+        self._world: World | None = None
+
+    @classmethod
+    def note_eager(cls, names: frozenset[str]) -> None:
+        """Note that this rank runs a model with these parameters eagerly, while others may compile it."""
+        store = compat.default_store()
+        if store is not None:
+            cls._ran_eagerly.add((world_of(store), names))
+
+    def check(self, text: GraphText) -> None:
+        """Publish a graph's launches, or raise when another rank of its groups published different ones in their place.
+
+        Each group compares for itself: with replicas no two ranks are in the same set of groups.
+        """
+        store = compat.default_store()
+        if store is None:
+            return
+        world = world_of(store)
+        if world != self._world:
+            self._world, self._known = world, {}
+        # Which rank launches what in parts, or in which bucket, is compared and so not in the key.
+        names = sorted({re.split("[:@]", name)[0] for launch in text.launches for name in launch.names})
+        if any(of == world and eager.issuperset(names) for of, eager in self._ran_eagerly):
+            return
+        for ranks in sorted({compat.group_ranks(group) for group in text.groups}):
+            if len(ranks) == 1:
+                continue
+            graph = hashlib.sha256(repr((text.stage, names, ranks)).encode()).hexdigest()[:16]
+            ours, known = _launched(text), self._known.setdefault(graph, [])
+            if ours in known:
+                continue
+            try:
+                key = f"fsdp_compile/graph/{world.number}/{graph}/{len(known) + 1}"
+                published = store.compare_set(key, "", ours).decode()
+            except (RuntimeError, NotImplementedError):
+                return  # a store that cannot compare and set (fake groups in tests)
+            if published and published != ours:
+                raise RuntimeError(_difference(text.stage, ours.splitlines(), published.splitlines()))
+            known.append(ours)
+
+
+def _launched(text: GraphText) -> str:
+    """Return what ranks must agree on, a line for each launch; names of groups differ between ranks."""
+    return "\n".join(
+        f"{one.kind} of {', '.join(one.names)}: {one.num_bytes} bytes of {one.dtype} a rank, "
+        f"{len(compat.group_ranks(one.group))} ranks"
+        for one in text.launches
+    )
+
+
+def _difference(stage: str, ours: list[str], theirs: list[str]) -> str:
+    here, there = sorted({*ours} - {*theirs}), sorted({*theirs} - {*ours})
+    apart = f"only here {here}, only there {there}" if here or there else "the same ones in another order"
+    return (
+        f"this rank launches other collectives than the rank that ran it first, in one {stage} graph: {apart}. Call "
+        "fully_shard and configure with the same arguments on every rank, and run the same versions of torch and "
+        "fsdp_compile."
+    )

@@ -1,0 +1,101 @@
+"""Why a parameter is kept from forward to backward, gathered again, or not needed there.
+
+    y  = addmm(b0, x, t(w0))      w0, b0   not needed   frozen, and x takes no gradient: none comes to their unit
+    z  = addmm(b1, y, t(w1))      b1       again        its unit is gathered again
+    gy = mm(gz, w1)               w1       again        a gradient reads it
+
+The decision is the plan's (plan.py); this says what it followed from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from ..ir.emit import copied
+from ..ir.plan import Plan
+from ..ir.provenance import unshard_nodes
+from ..ir.views import passes_on
+from .slices import is_sliced, whole_of
+from .structure import RECOMPUTED, Structure, structure_of
+
+KEPT, AGAIN, UNNEEDED = "kept", "gathered again", "not needed"
+
+FROM_SLICES = "from the slices that are kept"
+
+TOLD = "reshard_after_forward"  # what the unit was told, or the default
+BUDGET = "memory budget"
+GIVEN = "given plan"
+
+
+@dataclass(frozen=True)
+class Residency:
+    """What becomes of one parameter behind forward."""
+
+    becomes: str  # KEPT, AGAIN or UNNEEDED
+    why: str
+
+
+def residency_of(joint: fx.Graph, names: Sequence[str], plan: Plan, decided_by: str) -> dict[str, Residency]:
+    """Of each parameter of a joint graph, as it was before ``keep``, by its name in the plan.
+
+    ``names`` are those of the graph's gathers, in its order; ``decided_by`` is TOLD, BUDGET or GIVEN.
+    """
+    graph = copied(joint)
+    gathers = unshard_nodes(graph)
+    told = [bool(node.kwargs["regather"]) for node in gathers]
+    for node in gathers:
+        node.update_kwarg("regather", True)
+    structure = structure_of(graph)
+    made = {node for node in structure.of_weights if node not in set(gathers) and not passes_on(node)}
+    keep, again = {*plan.keep}, {*plan.again}
+    found = {}
+    for name, node, resharded in zip(names, gathers, told, strict=True):
+        if name in keep:
+            found[name] = Residency(KEPT, f"{TOLD}=False" if decided_by == TOLD else decided_by)
+        elif name in again:
+            by = "" if decided_by == TOLD else f"{decided_by}; "
+            if decided_by == TOLD and not resharded:
+                by = "forward does not read it; "
+            found[name] = Residency(AGAIN, by + _why_needed(node, structure, made))
+        else:
+            found[name] = Residency(UNNEEDED, _why_not(node))
+    return found
+
+
+def residency_of_whole(plan: Plan) -> dict[str, Residency]:
+    """Of a step that is one graph: there what was told is done, where backward reads it."""
+    found = {fqn: Residency(UNNEEDED, "backward does not read it") for fqn in plan.regather}
+    found |= {fqn: Residency(AGAIN, "backward reads it") for fqn in plan.again}
+    return found | {fqn: Residency(KEPT, f"{TOLD}=False") for fqn in plan.keep}
+
+
+def _why_needed(gather: fx.Node, structure: Structure, made: set[fx.Node]) -> str:
+    if whole_of(gather) is not None:
+        return FROM_SLICES
+    if _reached(gather, lambda user: user in made):
+        return "what is made of it is made again"
+    if _reached(gather, lambda user: user.meta.get("recompute") in RECOMPUTED):
+        return "a checkpointed region reads it"
+    reads = _reached(gather, lambda user: user in structure.fed)
+    return "a gradient reads it" if reads else "its unit is gathered again"
+
+
+def _why_not(gather: fx.Node) -> str:
+    if is_sliced(gather):
+        return "a slice of it is kept"
+    return "its rows are looked up" if gather.kwargs["is_table"] else "no gradient comes to its unit"
+
+
+def _reached(gather: fx.Node, wanted: Callable[[fx.Node], bool]) -> bool:
+    """Whether a reader, looking through views and casts, is of that kind."""
+    work = [gather]
+    while work:
+        for user in work.pop().users:
+            if passes_on(user):
+                work.append(user)
+            elif user.op == "call_function" and wanted(user):
+                return True
+    return False
