@@ -1,8 +1,7 @@
-"""Every path launches the same collectives in the same order, so ranks may run on any of them."""
+"""Every path launches what the schedule says, in its order, so ranks may run on any of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 from fsdp_compile import fully_shard
 from fsdp_compile.passes.wire import layout
 from fsdp_compile.passes.wire.layout import BucketLimits
-from fsdp_compile.passes.wire.ledger import Called, Issued, ledger
 from tests.models import HUGGING_FACE, PLAIN, Entry
+from tests.uses import launched, recorded, scheduled
 
 # What these launch is not the same: see docs/ranks-that-differ.md.
 PARTS = ("unused", "tied_across_groups")
@@ -27,39 +26,28 @@ def _limits_for_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(layout._LIMITS, backend, limits)
 
 
-def _sent(entry: Issued | Called) -> Iterator[tuple[str, ...]]:
-    """Yield each collective as its kind and the names of its parameters in the model."""
-    if isinstance(entry, Called):
-        yield from ((one.kind, *one.names) for one in entry.text.launches)
-        return
-    unit = entry.unit()
-    path = unit.path_of(unit.modules[0])
-    yield entry.kind, *(".".join(filter(None, (path, spec.fqn))) for spec in entry.specs)
-
-
-def _launches(entry: Entry, mode: str, step: int, **options: Any) -> list[tuple[str, ...]]:
-    """Return what the step with this number launches; forward and backward are set apart."""
-    torch._dynamo.reset()
+def _sharded(entry: Entry, **options: Any) -> tuple[nn.Module, list[nn.Module]]:
     torch.manual_seed(0)
     model: nn.Module = entry.build()
     blocks = entry.blocks(model)
     for block in blocks:
         fully_shard(block, reshard_after_forward=options["blocks"])
-    fully_shard(model, reshard_after_forward=options["root"])
+    return fully_shard(model, reshard_after_forward=options["root"]), blocks
+
+
+def _launches(entry: Entry, mode: str, step: int, **options: Any) -> list[tuple[str, ...]]:
+    """Return what the step with this number launches; forward and backward are set apart."""
+    torch._dynamo.reset()
+    model, blocks = _sharded(entry, **options)
     run: Any = torch.compile(model, backend="passes") if mode == "whole" else model
     for block in blocks if mode == "blocks" else ():
         block.compile(backend="passes")
-    launched: list[tuple[str, ...]] = []
     for number in range(step + 1):
-        launched.clear()
-        ledger.hear = lambda one: launched.extend(_sent(one))
-        try:
+        with recorded() as found:
             loss: Tensor = entry.loss(run, **entry.batch(200 * number))
-            launched.append(("backward",))
+            found.append(("backward",))
             loss.backward()
-        finally:
-            ledger.hear = None
-    return launched
+    return found
 
 
 @pytest.mark.filterwarnings("ignore:.* returned a view tensor")  # T5's blocks do
@@ -79,8 +67,9 @@ def _launches(entry: Entry, mode: str, step: int, **options: Any) -> list[tuple[
 )
 def test_each_path_launches_the_same(name: str, options: dict[str, Any]) -> None:
     entry = (PLAIN | HUGGING_FACE)[name]
-    eagerly = _launches(entry, "eager", 2, **options)
-    assert len(eagerly) > 3
-    assert _launches(entry, "eager", 0, **options) == eagerly  # the first step, which does not know what comes next
-    for mode in ("whole", "blocks"):
-        assert _launches(entry, mode, 2, **options) == eagerly, mode
+    model, _ = _sharded(entry, **options)
+    torch.manual_seed(0)
+    expected = launched(scheduled(model, entry.build(), lambda one: entry.loss(one, **entry.batch(0))))
+    assert len(expected) > 3
+    for mode, step in (("eager", 0), ("eager", 2), ("whole", 2), ("blocks", 2)):  # 0: it does not know what comes next
+        assert _launches(entry, mode, step, **options) == expected, (mode, step)

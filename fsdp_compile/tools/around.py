@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..core.unit import Unit
 from ..eager.running import running
-from ..passes.schedule.planner import gather_buckets, reduce_buckets
+from ..passes.schedule.buckets import gather_buckets, reduce_buckets
 from .tables import format_bytes, format_unit, table
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx
@@ -76,32 +76,6 @@ def find_unshards(graph: fx.Graph) -> list[Marker]:
 def find_reduces(graph: fx.Graph) -> list[Marker]:
     """Return the reductions of the graph, named, in graph order."""
     return _named(reduce_nodes(graph))
-
-
-def by_unit(found: Iterable[Marker]) -> dict[str, list[Marker]]:
-    """Return the markers of each unit, in their order."""
-    units: dict[str, list[Marker]] = {}
-    for one in found:
-        units.setdefault(one.unit, []).append(one)
-    return units
-
-
-def units_around(units: Collection[str]) -> dict[str, list[str]]:
-    """Return, for each unit, those of the others that it is inside of, by their paths in the model."""
-    at: dict[str, list[str]] = {}
-    for unit in units:
-        for path in _path_of(unit).split(", "):  # a unit of several modules has as many paths
-            at.setdefault(path, []).append(unit)
-    around = {}
-    for unit in units:
-        steps = _path_of(unit).split(", ")[0].split(".")
-        paths = [".".join(steps[:length]) for length in range(len(steps))] if steps != [""] else []
-        around[unit] = [*dict.fromkeys(outer for path in paths for outer in at.get(path, ()))]
-    return around
-
-
-def _path_of(unit: str) -> str:
-    return unit.partition(":")[2]
 
 
 def num_units_of(gathers: Iterable[Marker]) -> int:

@@ -19,7 +19,8 @@ from ..ir.plan import Bucket, Plan
 from ..ir.provenance import Marker, find_reduces, find_unshards
 from .activations import activations_of
 from .buckets import gather_key, reduce_key
-from .planner import as_the_whole, gather_bucket, only, plan_keeping, reduce_bucket
+from .planner import as_the_whole, only, plan_keeping
+from .schedule import gather_bucket, reduce_bucket
 from .slices import offers_slice, slice_these, whole_of
 
 

@@ -12,29 +12,27 @@ gathered parameters are alive for as long as any unit of the group needs them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from ..ir.provenance import Marker, by_unit
 from ..wire.layout import NEIGHBOURS, bucket_limits
 from ..wire.spec import ParamSpec
+from .uses import Use, by_unit
 
 _SHARE_OF_ENDS = 8  # the group at the end that nothing hides may have an eighth of the limit
 
 
-def with_neighbours(
-    found: Sequence[Marker], place: Callable[[Marker], tuple[object, ...]], small_end: int
-) -> list[Marker]:
-    """Return the markers in the order of their places, each with the name of the group that its unit travels in.
+def with_neighbours(uses: Sequence[Use], small_end: int) -> list[Use]:
+    """Return the uses in the order of their turns, each with the name of the group that its unit travels in.
 
     ``small_end`` is 0 if the first group is to be small, as for gathers: a unit has its turn when its first parameter
     is read. It is -1 if the last group is, as for reductions, which wait for a unit's last gradient: a root has its
     first one (of the head) when backward begins, and its last one (of the embedding) at the end.
     """
-    units = by_unit(found)
-    if not any(one.spec.bucketing == NEIGHBOURS for one in found):
-        return list(found)
+    if not any(one.spec.bucketing == NEIGHBOURS for one in uses):
+        return [*uses]
+    units = by_unit(uses)
     launched = max if small_end else min
-    in_order = sorted(units, key=lambda unit: launched(map(place, units[unit])))  # type: ignore[type-var]
+    in_order = sorted(units, key=lambda unit: launched(one.turn for one in units[unit]))
     groups = groups_of({unit: [one.spec for one in units[unit]] for unit in in_order}, small_end)
     return [
         dataclasses.replace(

@@ -22,9 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from operator import itemgetter
 
-import torch
 from torch import fx
 
 from .. import _torch_compat as compat
@@ -33,17 +31,14 @@ from ..ir.emit import copied
 from ..ir.meta import STEP
 from ..ir.phases import is_backward, phase_of
 from ..ir.plan import Bucket, Plan
-from ..ir.provenance import Marker, by_unit, find_reduces, find_unshards, reduce_nodes, units_around, unshard_nodes
+from ..ir.provenance import Marker, find_reduces, find_unshards, reduce_nodes, unshard_nodes
 from ..ir.views import passes_on
 from ..wire.spec import ParamSpec
 from .activations import compute_again
-from .buckets import gather_buckets, reduce_buckets
-from .neighbours import with_neighbours
+from .schedule import launches
 from .slices import keep_slice, slice_these, whole_of
 from .structure import Structure, structure_of
-
-# Where a bucket is to be launched: a place in a graph, and what tells two of one place apart.
-Place = tuple[int, tuple[int | str, ...]]
+from .uses import Use
 
 
 def plan_joint(graph: fx.Graph, lookahead: int = 1) -> Plan:
@@ -66,12 +61,10 @@ def plan_joint(graph: fx.Graph, lookahead: int = 1) -> Plan:
         return plan  # it may compute anything again: each graph is planned as it comes
     return dataclasses.replace(
         plan,
-        forward=_plan(
+        forward=launches(
             "forward",
-            [one for one in unshards if one.node in structure.in_forward],
+            _uses([one for one in unshards if one.node in structure.in_forward], lambda one: _first_read(one, place)),
             [],
-            lambda one: (_first_read(one.node, place),),
-            lambda one: 0,
             lookahead=lookahead,
         ),
         backward=_plan_backward(graph, structure, unshards, reduces, place, lookahead),
@@ -115,12 +108,11 @@ def _plan_backward(
     for one in reduces:
         if one.unit in found:  # its first gradient, as where it is first read may depend on a batch of none or one
             kept[one.unit] = min(place[one.node], kept.get(one.unit, place[one.node]))
-    return _plan(
+    return launches(
         "backward",
-        again,
-        reduces,
-        lambda one: structure.again[one.node],
-        lambda one: place[one.node],  # autograd's order; what stands before it may depend on a batch of one
+        [Use(one.unit, one.fqn, one.spec, structure.again[one.node]) for one in again],
+        _uses(reduces, place.__getitem__),  # autograd's order; what stands before it may depend on a batch of one
+        backwards=True,
         kept=kept,
         lookahead=lookahead,
     )
@@ -141,8 +133,12 @@ def plan_whole(graph: fx.Graph) -> Plan:
     for phase in sorted({phase_of(one.node) for one in (*unshards, *reduces)}):
         gathers = [one for one in unshards if phase_of(one.node) == phase]
         reductions = [one for one in reduces if phase_of(one.node) == phase]
-        one_phase = _plan(
-            "whole", gathers, reductions, lambda one: (needed[one.node],), lambda one: place[one.node], phase
+        one_phase = launches(
+            "whole",
+            _uses(gathers, needed.__getitem__),
+            _uses(reductions, place.__getitem__),
+            backwards=is_backward(phase),
+            phase=phase,
         )
         offsets = {"gather": len(plan.gathers), "reduce": len(plan.reduces)}
         plan = dataclasses.replace(
@@ -171,9 +167,16 @@ def plan_graph(graph: fx.Graph, stage: str) -> Plan:
     if planned is not None:
         return _present(planned, unshards, reduces)
     place = {node: index for index, node in enumerate(graph.nodes)}
-    return _plan(
-        stage, unshards, reduces, lambda one: (_first_read(one.node, place),), lambda one: _computed(one.shard, place)
+    return launches(
+        stage,
+        _uses(unshards, lambda one: _first_read(one, place)),
+        [Use(one.unit, one.fqn, one.spec, (_computed(one.shard, place),)) for one in reduces],
+        backwards=stage == "backward",
     )
+
+
+def _uses(found: Sequence[Marker], place_of: Callable[[fx.Node], int]) -> list[Use]:
+    return [Use(one.unit, one.fqn, one.spec, (place_of(one.node),)) for one in found]
 
 
 def step_of(graph: fx.Graph) -> Plan | None:
@@ -224,123 +227,6 @@ def _those_present(
     return tuple(left), place
 
 
-def _plan(
-    stage: str,
-    unshards: Sequence[Marker],
-    reduces: Sequence[Marker],
-    read_at: Callable[[Marker], tuple[int, ...]],
-    computed_at: Callable[[Marker], int],
-    phase: int = 0,
-    kept: Mapping[str, int] | None = None,
-    lookahead: int = 1,
-) -> Plan:
-    """``kept`` says where the graph has the first gradient of each unit that it finds gathered."""
-    backwards = stage == "backward" or is_backward(phase)
-    gathers = _placed_gathers(unshards, lambda one: (read_at(one)[0], (*read_at(one)[1:], *_tie(one))), backwards)
-    reductions = _placed_reductions(reduces, lambda one: (computed_at(one), _tie(one)))
-    plan = Plan(
-        stage=stage,
-        gathers=tuple(dataclasses.replace(bucket, phase=phase) for _, bucket in gathers),
-        reduces=tuple(dataclasses.replace(bucket, phase=phase) for _, bucket in reductions),
-        lookahead=lookahead,
-    )
-    gathered = {one.unit for one in unshards}
-    found = [place for unit, place in (kept or {}).items() if unit not in gathered]
-    order = _order(gathers, [place for place, _ in reductions], sorted(found), plan.lookahead)
-    return dataclasses.replace(plan, order=order)
-
-
-def _order(
-    gathers: Sequence[tuple[int, Bucket]], computed: Sequence[int], found: Sequence[int], lookahead: int
-) -> tuple[tuple[str, int], ...]:
-    """Every launch in one order: a unit's gathers where the unit before it begins, reductions where they are ready.
-
-    ``found`` says where units begin that are gathered already.
-    """
-    begins: list[int] = []  # of each unit in turn: where it is first read
-    turns: list[int] = []  # of each gather
-    for index, (place, bucket) in enumerate(gathers):
-        if index == 0 or bucket.unit != gathers[index - 1][1].unit:
-            begins.append(place)
-        turns.append(len(begins) - 1)
-
-    def launched_at(turn: int) -> int:
-        before = sorted([*begins[:turn], *(place for place in found[1:] if place < begins[turn])])
-        # With the graph begins what it reads first.
-        first = turn == 0 and len(before) < lookahead
-        return -1 if first else before[max(0, len(before) - lookahead)]
-
-    events = [(launched_at(turn), 0, "gather", index) for index, turn in enumerate(turns)]
-    events += [(place, 1, "reduce", index) for index, place in enumerate(computed)]
-    return tuple((kind, index) for _, _, kind, index in sorted(events))
-
-
-def gather_bucket(unit: str, members: Sequence[Marker]) -> Bucket:
-    """What travels in one all-gather."""
-    spec = members[0].spec
-    return _bucket(unit, members, spec.dtype, [one.spec.gather_bytes for one in members], num_replicas=1)
-
-
-def reduce_bucket(unit: str, members: Sequence[Marker]) -> Bucket:
-    """What travels in one reduction."""
-    spec = members[0].spec
-    sizes = [one.spec.reduce_bytes for one in members]
-    return _bucket(unit, members, spec.reduce_dtype, sizes, num_replicas=spec.num_replicas)
-
-
-def _bucket(
-    unit: str, members: Sequence[Marker], dtype: torch.dtype, sizes: Sequence[int], num_replicas: int
-) -> Bucket:
-    return Bucket(
-        unit=unit,
-        fqns=tuple(one.fqn for one in members),
-        dtype=str(dtype).removeprefix("torch."),
-        num_bytes=sum(sizes),
-        num_ranks=members[0].spec.num_shards,
-        num_replicas=num_replicas,
-    )
-
-
-def _placed_gathers(
-    found: Sequence[Marker], read_at: Callable[[Marker], Place], backwards: bool
-) -> list[tuple[int, Bucket]]:
-    """Return the gathers in the order of launch, each with the place in the graph that it is for.
-
-    A unit is gathered as a whole where it, or a unit inside it, is first read, as on the eager path, where that is the
-    begin of its forward. But a model's root comes in parts in forward, each where it is read.
-    """
-    units = by_unit(with_neighbours(found, read_at, small_end=0))
-    around = units_around(units)
-    first = {unit: min(map(read_at, members)) for unit, members in units.items()}
-    begins = dict(first)  # of each unit, with the units inside it
-    for unit, outer in around.items():
-        begins.update((one, min(begins[one], first[unit])) for one in outer)
-    has_inner = {one for outer in around.values() for one in outer}
-    placed: list[tuple[Place, int, int, Bucket]] = []
-    for unit, members in units.items():
-        in_parts = not backwards and unit in has_inner and not around[unit]
-        for number, indices in enumerate(gather_buckets([one.spec for one in members])):
-            chosen = [members[index] for index in indices]
-            place = min(map(read_at, chosen)) if in_parts else begins[unit]
-            placed.append((place, len(around[unit]), -number if backwards else number, gather_bucket(unit, chosen)))
-    return [(place, bucket) for (place, _), *_, bucket in sorted(placed, key=lambda one: one[:3])]
-
-
-def _placed_reductions(found: Sequence[Marker], computed_at: Callable[[Marker], Place]) -> list[tuple[int, Bucket]]:
-    """Return the reductions in the order of launch, each with the place in the graph where its gradients are there.
-
-    A unit's buckets have their own order, so a reduction waits for those before it.
-    """
-    placed: list[tuple[Place, Bucket]] = []
-    for unit, members in by_unit(with_neighbours(found, computed_at, small_end=-1)).items():
-        ready: Place = (0, ())
-        for indices in reversed(reduce_buckets([one.spec for one in members])):
-            chosen = [members[index] for index in indices]
-            ready = max(ready, *map(computed_at, chosen))
-            placed.append((ready, reduce_bucket(unit, chosen)))
-    return [(place, bucket) for (place, _), bucket in sorted(placed, key=itemgetter(0))]
-
-
 def _first_read(gathered: fx.Node, place: Mapping[fx.Node, int]) -> int:
     """Where a graph first computes with a parameter, looking through views and casts; its end when it never does."""
     first, work = len(place), [gathered]
@@ -358,8 +244,3 @@ def _computed(grad: fx.Node, place: Mapping[fx.Node, int]) -> int:
     while passes_on(grad) and isinstance(grad.args[0], fx.Node):
         grad = grad.args[0]
     return place[grad]
-
-
-def _tie(marker: Marker) -> tuple[int, str]:
-    """The order of what one node reads, or computes."""
-    return marker.spec.order, marker.fqn

@@ -31,10 +31,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .. import _torch_compat as compat
 from ..ir import markers
 from ..ir.nodes import can_be_done_again, closure, is_elementwise, is_random, is_size
-from ..ir.provenance import Marker, by_unit, find_reduces, find_unshards, units_around, unshard_nodes
+from ..ir.provenance import Marker, find_reduces, find_unshards, unshard_nodes
 from ..ir.tags import AC_GRAPH_ID
 from ..ir.views import aten, passes_on
 from .slices import is_sliced, keep_slice, whole_of
+from .uses import by_unit, units_around
 
 RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 _OURS = (markers.unshard, markers.reduce_grad, markers.beside, markers.resume, keep_slice)

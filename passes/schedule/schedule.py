@@ -1,0 +1,183 @@
+"""The collectives of a step and their order: a function of the parameters that it uses, one after another.
+
+    uses         w0 b0 | w1 b1 | w2 b2                   a unit each
+    forward      G0    | G1    | G2                      each launched when the unit before it begins
+    backward     G2 G1 | R2 G0 | R1 | R0                 gathered one unit ahead, reduced when the gradients are there
+
+A unit is gathered as a whole where it, or a unit inside it, is first used. But in forward the outermost unit comes in
+parts, each bucket where it is first used: the embedding at the begin, the head at the end. Backward gathers a unit as a
+whole where it comes to it, a unit before those inside it. Nothing here knows a graph, a batch or a tensor: the planner
+says which parameters a graph uses and where, ``schedule`` what a step launches that is known by its uses alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from operator import itemgetter
+from typing import Protocol
+
+import torch
+
+from ..ir.plan import Bucket, Plan
+from ..wire.spec import ParamSpec
+from .buckets import gather_buckets, reduce_buckets
+from .neighbours import with_neighbours
+from .uses import Turn, Use, by_unit, units_around
+
+
+class Member(Protocol):
+    """A parameter in a bucket."""
+
+    @property
+    def spec(self) -> ParamSpec: ...
+    @property
+    def fqn(self) -> str: ...
+
+
+def schedule(uses: Sequence[Use], trained: Collection[str], lookahead: int = 1) -> Plan:
+    """Return the plan of a step whose forward uses these parameters at these places; ``trained`` take a gradient.
+
+    Backward uses them in the reverse order. It comes to a unit where forward last used it, or a unit inside it, and to
+    none that forward only used before the first parameter that takes a gradient. It does not read tables.
+    """
+    around = units_around({one.unit for one in uses})
+    begins = min((one.place[0] for one in uses if one.fqn in trained), default=0)
+    end = max((one.place[0] for one in uses), default=0)
+    first: dict[str, Use] = {}
+    last: dict[str, int] = {}
+    for one in sorted(uses, key=lambda one: one.turn):
+        first.setdefault(one.fqn, one)
+        last.update(dict.fromkeys((one.unit, *around[one.unit]), one.place[0]))
+    again = [
+        dataclasses.replace(one, place=(2 * (end - last[one.unit]), len(around[one.unit])))
+        for one in first.values()
+        if one.spec.regather and not one.spec.is_table and last[one.unit] >= begins
+    ]
+    reduces = [
+        dataclasses.replace(one, place=(2 * (end - one.place[0]) + 1,)) for one in first.values() if one.fqn in trained
+    ]
+    kept: dict[str, int] = {}
+    for one in reduces:
+        if not one.spec.regather:
+            kept[one.unit] = min(one.place[0], kept.get(one.unit, one.place[0]))
+    return Plan(
+        stage="joint",
+        regather=tuple(one.fqn for one in first.values() if one.spec.regather),
+        again=tuple(one.fqn for one in again),
+        keep=tuple(one.fqn for one in first.values() if not one.spec.regather),
+        lookahead=lookahead,
+        forward=launches("forward", [*first.values()], [], lookahead=lookahead),
+        backward=launches("backward", again, reduces, backwards=True, kept=kept, lookahead=lookahead),
+    )
+
+
+def launches(
+    stage: str,
+    gathers: Sequence[Use],
+    reduces: Sequence[Use],
+    *,
+    backwards: bool = False,
+    phase: int = 0,
+    kept: Mapping[str, int] | None = None,
+    lookahead: int = 1,
+) -> Plan:
+    """Return the plan of a graph, or of a phase: what is launched for these uses, in one order.
+
+    ``kept`` says where backward has the first gradient of each unit that it finds gathered.
+    """
+    gathered, reduced = _placed_gathers(gathers, backwards), _placed_reductions(reduces)
+    away = {one.unit for one in gathers}
+    found = sorted(place for unit, place in (kept or {}).items() if unit not in away)
+    return Plan(
+        stage=stage,
+        gathers=tuple(dataclasses.replace(bucket, phase=phase) for _, bucket in gathered),
+        reduces=tuple(dataclasses.replace(bucket, phase=phase) for _, bucket in reduced),
+        order=_order(gathered, [place for place, _ in reduced], found, lookahead),
+        lookahead=lookahead,
+    )
+
+
+def _placed_gathers(uses: Sequence[Use], backwards: bool) -> list[tuple[int, Bucket]]:
+    """Return the gathers in the order of launch, each with the place that it is for."""
+    units = by_unit(with_neighbours(uses, small_end=0))
+    around = units_around(units)
+    first = {unit: min(one.turn for one in members) for unit, members in units.items()}
+    begins = dict(first)  # of each unit, with the units inside it
+    for unit, outer in around.items():
+        begins.update((one, min(begins[one], first[unit])) for one in outer)
+    has_inner = {one for outer in around.values() for one in outer}
+    placed = []
+    for unit, members in units.items():
+        in_parts = not backwards and unit in has_inner and not around[unit]
+        for number, indices in enumerate(gather_buckets([one.spec for one in members])):
+            chosen = [members[index] for index in indices]
+            turn = min(one.turn for one in chosen) if in_parts else begins[unit]
+            placed.append((turn, len(around[unit]), -number if backwards else number, gather_bucket(unit, chosen)))
+    return [(place, bucket) for (place, _), *_, bucket in sorted(placed, key=lambda one: one[:3])]
+
+
+def _placed_reductions(uses: Sequence[Use]) -> list[tuple[int, Bucket]]:
+    """Return the reductions in the order of launch, each with the place where its gradients are there.
+
+    A unit's buckets have their own order, so a reduction waits for those before it.
+    """
+    placed = []
+    for unit, members in by_unit(with_neighbours(uses, small_end=-1)).items():
+        ready: Turn = (0, ())
+        for indices in reversed(reduce_buckets([one.spec for one in members])):
+            chosen = [members[index] for index in indices]
+            ready = max(ready, *(one.turn for one in chosen))
+            placed.append((ready, reduce_bucket(unit, chosen)))
+    return [(place, bucket) for (place, _), bucket in sorted(placed, key=itemgetter(0))]
+
+
+def _order(
+    gathers: Sequence[tuple[int, Bucket]], computed: Sequence[int], found: Sequence[int], lookahead: int
+) -> tuple[tuple[str, int], ...]:
+    """Return every launch in one order: a unit's gathers where the unit before it begins, reductions when ready.
+
+    ``found`` says where units begin that are gathered already.
+    """
+    begins: list[int] = []  # of each unit in turn: where it is first read
+    turns: list[int] = []  # of each gather
+    for index, (place, bucket) in enumerate(gathers):
+        if index == 0 or bucket.unit != gathers[index - 1][1].unit:
+            begins.append(place)
+        turns.append(len(begins) - 1)
+
+    def launched_at(turn: int) -> int:
+        before = sorted([*begins[:turn], *(place for place in found[1:] if place < begins[turn])])
+        # With the graph begins what it reads first.
+        first = turn == 0 and len(before) < lookahead
+        return -1 if first else before[max(0, len(before) - lookahead)]
+
+    events = [(launched_at(turn), 0, "gather", index) for index, turn in enumerate(turns)]
+    events += [(place, 1, "reduce", index) for index, place in enumerate(computed)]
+    return tuple((kind, index) for _, _, kind, index in sorted(events))
+
+
+def gather_bucket(unit: str, members: Sequence[Member]) -> Bucket:
+    """Return what travels in one all-gather."""
+    spec = members[0].spec
+    return _bucket(unit, members, spec.dtype, [one.spec.gather_bytes for one in members], num_replicas=1)
+
+
+def reduce_bucket(unit: str, members: Sequence[Member]) -> Bucket:
+    """Return what travels in one reduction."""
+    spec = members[0].spec
+    sizes = [one.spec.reduce_bytes for one in members]
+    return _bucket(unit, members, spec.reduce_dtype, sizes, num_replicas=spec.num_replicas)
+
+
+def _bucket(
+    unit: str, members: Sequence[Member], dtype: torch.dtype, sizes: Sequence[int], num_replicas: int
+) -> Bucket:
+    return Bucket(
+        unit=unit,
+        fqns=tuple(one.fqn for one in members),
+        dtype=str(dtype).removeprefix("torch."),
+        num_bytes=sum(sizes),
+        num_ranks=members[0].spec.num_shards,
+        num_replicas=num_replicas,
+    )

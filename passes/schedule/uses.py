@@ -1,0 +1,61 @@
+"""The uses of parameters that a schedule is made of, by the units that these belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from ..wire.spec import ParamSpec
+
+# A place, and what tells apart those of one place.
+Turn = tuple[int, tuple[int | str, ...]]
+
+
+@dataclass(frozen=True)
+class Use:
+    """A parameter, and where a step uses it; of a reduction, where the gradient is there."""
+
+    unit: str
+    fqn: str  # in the model
+    spec: ParamSpec
+    place: tuple[int, ...]
+
+    @property
+    def turn(self) -> Turn:
+        """The place, and what tells those apart that one operation uses."""
+        return self.place[0], (*self.place[1:], self.spec.order, self.fqn)
+
+
+class _OfUnit(Protocol):
+    @property
+    def unit(self) -> str: ...
+
+
+T = TypeVar("T", bound=_OfUnit)
+
+
+def by_unit(found: Iterable[T]) -> dict[str, list[T]]:
+    """Return what belongs to each unit, in its order."""
+    units: dict[str, list[T]] = {}
+    for one in found:
+        units.setdefault(one.unit, []).append(one)
+    return units
+
+
+def units_around(units: Collection[str]) -> dict[str, list[str]]:
+    """Return, for each unit, those of the others that it is inside of, by their paths in the model."""
+    at: dict[str, list[str]] = {}
+    for unit in units:
+        for path in _path_of(unit).split(", "):  # a unit of several modules has as many paths
+            at.setdefault(path, []).append(unit)
+    around = {}
+    for unit in units:
+        steps = _path_of(unit).split(", ")[0].split(".")
+        paths = [".".join(steps[:length]) for length in range(len(steps))] if steps != [""] else []
+        around[unit] = [*dict.fromkeys(outer for path in paths for outer in at.get(path, ()))]
+    return around
+
+
+def _path_of(unit: str) -> str:
+    return unit.partition(":")[2]

@@ -1,0 +1,382 @@
+"""The schedule says what a step launches, from the order in which a model uses its parameters and from metadata alone.
+
+One line is one collective. ``test_sequence.py`` compares what eager and compiled steps launch with it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from fsdp_compile import MixedPrecisionPolicy, fully_shard
+from fsdp_compile.passes.wire import layout
+from fsdp_compile.passes.wire.layout import BucketLimits
+from tests.models import HUGGING_FACE, Again, Stack, shard
+from tests.uses import launched, recorded, scheduled, written
+
+pytestmark = pytest.mark.usefixtures("fake_group_of_four")
+
+TOKENS = torch.arange(6).view(2, 3)
+
+
+@pytest.fixture(autouse=True)
+def _limits_for_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let matrices of these models be large enough to travel alone, as those of real models are."""
+    for backend in ("gloo", "nccl"):
+        limits = BucketLimits(small_bytes=300, bucket_bytes=1200, neighbours_bytes=2400)
+        monkeypatch.setitem(layout._LIMITS, backend, limits)
+
+
+def _of(
+    model: nn.Module, shard: Callable[[Any], object], loss: Callable[[Any], Tensor], eager: bool = True
+) -> str:
+    """Return the schedule as text, if a compiled step launches it, and an eager one."""
+    plain = copy.deepcopy(model)
+    shard(model)
+    plan = scheduled(model, plain, loss)
+    for run in [torch.compile(model, backend="passes"), *([model] if eager else [])]:
+        with recorded() as found:
+            result = loss(run)
+            found.append(("backward",))
+            result.backward()
+        assert found == launched(plan)
+    return written(plan)
+
+
+def _of_tokens(model: nn.Module) -> Tensor:
+    return model(TOKENS).sum()  # type: ignore[no-any-return]
+
+
+class Skips(Stack):
+    """Leaves its second layer out."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in [self.layers[0], *self.layers[2:]]:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Adapted(nn.Module):
+    """A frozen layer and what trains beside it."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.base = nn.Linear(dim, dim).requires_grad_(False)
+        self.lora_a, self.lora_b = nn.Linear(dim, 2, bias=False), nn.Linear(2, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.lora_b(self.lora_a(x))
+
+
+class Experts(nn.Module):
+    """Four experts as one parameter each way."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, dim, dim)), nn.Parameter(torch.randn(4, dim, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(torch.einsum("bsd,edf,efg->bsg", x, self.up, self.down))
+
+
+class Mixture(nn.Module):
+    """A router, and experts behind it."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(dim, 4, bias=False), Experts(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.experts(x) * F.softmax(self.router(x), -1).sum(-1, keepdim=True)
+
+
+def test_the_root_comes_in_parts_and_blocks_as_wholes() -> None:
+    assert_expected_inline(
+        _of(Stack(), shard, _of_tokens),
+        """\
+forward
+  gather  embed.weight  (512 bytes of float32, 4 ranks)
+  gather  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (84 bytes of float32, 4 ranks)
+  gather  layers.0.up.weight  (576 bytes of float32, 4 ranks)
+  gather  layers.0.down.weight  (528 bytes of float32, 4 ranks)
+  gather  layers.1.norm.weight layers.1.norm.bias layers.1.up.bias layers.1.down.bias  (84 bytes of float32, 4 ranks)
+  gather  layers.1.up.weight  (576 bytes of float32, 4 ranks)
+  gather  layers.1.down.weight  (528 bytes of float32, 4 ranks)
+  gather  norm.weight norm.bias  (32 bytes of float32, 4 ranks)
+  gather  head.weight  (512 bytes of float32, 4 ranks)
+backward
+  gather  layers.1.down.weight  (528 bytes of float32, 4 ranks)
+  gather  layers.1.up.weight  (576 bytes of float32, 4 ranks)
+  gather  layers.1.norm.weight layers.1.norm.bias layers.1.up.bias layers.1.down.bias  (84 bytes of float32, 4 ranks)
+  reduce  head.weight  (512 bytes of float32, 4 ranks)
+  gather  layers.0.down.weight  (528 bytes of float32, 4 ranks)
+  gather  layers.0.up.weight  (576 bytes of float32, 4 ranks)
+  gather  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (84 bytes of float32, 4 ranks)
+  reduce  layers.1.down.weight  (528 bytes of float32, 4 ranks)
+  reduce  layers.1.up.weight  (576 bytes of float32, 4 ranks)
+  reduce  layers.1.norm.weight layers.1.norm.bias layers.1.up.bias layers.1.down.bias  (84 bytes of float32, 4 ranks)
+  reduce  layers.0.down.weight  (528 bytes of float32, 4 ranks)
+  reduce  layers.0.up.weight  (576 bytes of float32, 4 ranks)
+  reduce  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (84 bytes of float32, 4 ranks)
+  reduce  embed.weight  (512 bytes of float32, 4 ranks)
+  reduce  norm.weight norm.bias  (32 bytes of float32, 4 ranks)
+""",
+    )
+
+
+def test_a_tied_table_is_gathered_again_for_the_head() -> None:
+    assert_expected_inline(
+        _of(Stack(tied=True), lambda model: shard(model, reshard_after_forward=True), _of_tokens),
+        """\
+forward
+  gather  embed.weight  (512 bytes of float32, 4 ranks)
+  gather  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (84 bytes of float32, 4 ranks)
+  gather  layers.0.up.weight  (576 bytes of float32, 4 ranks)
+  gather  layers.0.down.weight  (528 bytes of float32, 4 ranks)
+  gather  layers.1.norm.weight layers.1.norm.bias layers.1.up.bias layers.1.down.bias  (84 bytes of float32, 4 ranks)
+  gather  layers.1.up.weight  (576 bytes of float32, 4 ranks)
+  gather  layers.1.down.weight  (528 bytes of float32, 4 ranks)
+  gather  norm.weight norm.bias  (32 bytes of float32, 4 ranks)
+backward
+  gather  embed.weight  (512 bytes of float32, 4 ranks)
+  gather  norm.weight norm.bias  (32 bytes of float32, 4 ranks)
+  gather  layers.1.down.weight  (528 bytes of float32, 4 ranks)
+  gather  layers.1.up.weight  (576 bytes of float32, 4 ranks)
+  gather  layers.1.norm.weight layers.1.norm.bias layers.1.up.bias layers.1.down.bias  (84 bytes of float32, 4 ranks)
+  gather  layers.0.down.weight  (528 bytes of float32, 4 ranks)
+  gather  layers.0.up.weight  (576 bytes of float32, 4 ranks)
+  gather  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (84 bytes of float32, 4 ranks)
+  reduce  layers.1.down.weight  (528 bytes of float32, 4 ranks)
+  reduce  layers.1.up.weight  (576 bytes of float32, 4 ranks)
+  reduce  layers.1.norm.weight layers.1.norm.bias layers.1.up.bias layers.1.down.bias  (84 bytes of float32, 4 ranks)
+  reduce  layers.0.down.weight  (528 bytes of float32, 4 ranks)
+  reduce  layers.0.up.weight  (576 bytes of float32, 4 ranks)
+  reduce  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (84 bytes of float32, 4 ranks)
+  reduce  embed.weight  (512 bytes of float32, 4 ranks)
+  reduce  norm.weight norm.bias  (32 bytes of float32, 4 ranks)
+""",
+    )
+
+
+def test_a_unit_that_is_called_again_is_gathered_once() -> None:
+    """But eagerly once a call: a forward does not know what comes next."""
+    assert_expected_inline(
+        _of(Again(), shard, _of_tokens, eager=False),
+        """\
+forward
+  gather  embed.weight  (512 bytes of float32, 4 ranks)
+  gather  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (84 bytes of float32, 4 ranks)
+  gather  layers.0.up.weight  (576 bytes of float32, 4 ranks)
+  gather  layers.0.down.weight  (528 bytes of float32, 4 ranks)
+  gather  layers.1.norm.weight layers.1.norm.bias layers.1.up.bias layers.1.down.bias  (84 bytes of float32, 4 ranks)
+  gather  layers.1.up.weight  (576 bytes of float32, 4 ranks)
+  gather  layers.1.down.weight  (528 bytes of float32, 4 ranks)
+  gather  norm.weight norm.bias  (32 bytes of float32, 4 ranks)
+  gather  head.weight  (512 bytes of float32, 4 ranks)
+backward
+  gather  layers.0.down.weight  (528 bytes of float32, 4 ranks)
+  gather  layers.0.up.weight  (576 bytes of float32, 4 ranks)
+  gather  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (84 bytes of float32, 4 ranks)
+  reduce  head.weight  (512 bytes of float32, 4 ranks)
+  gather  layers.1.down.weight  (528 bytes of float32, 4 ranks)
+  gather  layers.1.up.weight  (576 bytes of float32, 4 ranks)
+  gather  layers.1.norm.weight layers.1.norm.bias layers.1.up.bias layers.1.down.bias  (84 bytes of float32, 4 ranks)
+  reduce  layers.1.down.weight  (528 bytes of float32, 4 ranks)
+  reduce  layers.1.up.weight  (576 bytes of float32, 4 ranks)
+  reduce  layers.1.norm.weight layers.1.norm.bias layers.1.up.bias layers.1.down.bias  (84 bytes of float32, 4 ranks)
+  reduce  layers.0.down.weight  (528 bytes of float32, 4 ranks)
+  reduce  layers.0.up.weight  (576 bytes of float32, 4 ranks)
+  reduce  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (84 bytes of float32, 4 ranks)
+  reduce  embed.weight  (512 bytes of float32, 4 ranks)
+  reduce  norm.weight norm.bias  (32 bytes of float32, 4 ranks)
+""",
+    )
+
+
+def test_a_unit_that_a_step_skips_is_not_gathered() -> None:
+    assert_expected_inline(
+        _of(Skips(num_blocks=3), shard, _of_tokens),
+        """\
+forward
+  gather  embed.weight  (512 bytes of float32, 4 ranks)
+  gather  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (84 bytes of float32, 4 ranks)
+  gather  layers.0.up.weight  (576 bytes of float32, 4 ranks)
+  gather  layers.0.down.weight  (528 bytes of float32, 4 ranks)
+  gather  layers.2.norm.weight layers.2.norm.bias layers.2.up.bias layers.2.down.bias  (84 bytes of float32, 4 ranks)
+  gather  layers.2.up.weight  (576 bytes of float32, 4 ranks)
+  gather  layers.2.down.weight  (528 bytes of float32, 4 ranks)
+  gather  norm.weight norm.bias  (32 bytes of float32, 4 ranks)
+  gather  head.weight  (512 bytes of float32, 4 ranks)
+backward
+  gather  layers.2.down.weight  (528 bytes of float32, 4 ranks)
+  gather  layers.2.up.weight  (576 bytes of float32, 4 ranks)
+  gather  layers.2.norm.weight layers.2.norm.bias layers.2.up.bias layers.2.down.bias  (84 bytes of float32, 4 ranks)
+  reduce  head.weight  (512 bytes of float32, 4 ranks)
+  gather  layers.0.down.weight  (528 bytes of float32, 4 ranks)
+  gather  layers.0.up.weight  (576 bytes of float32, 4 ranks)
+  gather  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (84 bytes of float32, 4 ranks)
+  reduce  layers.2.down.weight  (528 bytes of float32, 4 ranks)
+  reduce  layers.2.up.weight  (576 bytes of float32, 4 ranks)
+  reduce  layers.2.norm.weight layers.2.norm.bias layers.2.up.bias layers.2.down.bias  (84 bytes of float32, 4 ranks)
+  reduce  layers.0.down.weight  (528 bytes of float32, 4 ranks)
+  reduce  layers.0.up.weight  (576 bytes of float32, 4 ranks)
+  reduce  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (84 bytes of float32, 4 ranks)
+  reduce  embed.weight  (512 bytes of float32, 4 ranks)
+  reduce  norm.weight norm.bias  (32 bytes of float32, 4 ranks)
+""",
+    )
+
+
+def test_replicas_of_shards() -> None:
+    def replicated(model: Stack) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), mp_policy=policy)
+
+    assert_expected_inline(
+        _of(Stack(num_blocks=1), replicated, _of_tokens),
+        """\
+forward
+  gather  embed.weight  (512 bytes of bfloat16, 2 ranks)
+  gather  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (82 bytes of bfloat16, 2 ranks)
+  gather  layers.0.up.weight  (544 bytes of bfloat16, 2 ranks)
+  gather  layers.0.down.weight  (528 bytes of bfloat16, 2 ranks)
+  gather  norm.weight norm.bias  (32 bytes of bfloat16, 2 ranks)
+  gather  head.weight  (512 bytes of bfloat16, 2 ranks)
+backward
+  gather  layers.0.down.weight  (528 bytes of bfloat16, 2 ranks)
+  gather  layers.0.up.weight  (544 bytes of bfloat16, 2 ranks)
+  gather  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (82 bytes of bfloat16, 2 ranks)
+  reduce  head.weight  (1024 bytes of float32, 2 ranks, 2 replicas)
+  reduce  layers.0.down.weight  (1056 bytes of float32, 2 ranks, 2 replicas)
+  reduce  layers.0.up.weight  (1088 bytes of float32, 2 ranks, 2 replicas)
+  reduce  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (164 bytes of float32, 2 ranks, 2 replicas)
+  reduce  embed.weight  (1024 bytes of float32, 2 ranks, 2 replicas)
+  reduce  norm.weight norm.bias  (64 bytes of float32, 2 ranks, 2 replicas)
+""",
+    )
+
+
+def test_adapters_beside_a_frozen_base() -> None:
+    """Backward gathers what is frozen too, also where no gradient goes through it, as in the first layer."""
+
+    def by_layer(model: nn.Sequential) -> None:
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+
+    assert_expected_inline(
+        _of(nn.Sequential(Adapted(), Adapted()), by_layer, lambda model: model(torch.ones(2, 16)).sum()),
+        """\
+forward
+  gather  0.base.weight 0.base.bias 0.lora_a.weight 0.lora_b.weight  (368 bytes of float32, 4 ranks)
+  gather  1.base.weight 1.base.bias 1.lora_a.weight 1.lora_b.weight  (368 bytes of float32, 4 ranks)
+backward
+  gather  1.base.weight 1.base.bias 1.lora_a.weight 1.lora_b.weight  (368 bytes of float32, 4 ranks)
+  gather  0.base.weight 0.base.bias 0.lora_a.weight 0.lora_b.weight  (368 bytes of float32, 4 ranks)
+  reduce  1.lora_a.weight 1.lora_b.weight  (96 bytes of float32, 4 ranks)
+  reduce  0.lora_a.weight 0.lora_b.weight  (96 bytes of float32, 4 ranks)
+""",
+    )
+
+
+def test_experts_on_a_mesh_of_their_own() -> None:
+    def on_two(model: nn.Sequential) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+        for layer in model:
+            fully_shard(layer.experts, mesh=mesh["dp"])
+            fully_shard(layer)
+        fully_shard(model)
+
+    assert_expected_inline(
+        _of(nn.Sequential(Mixture(), Mixture()), on_two, lambda model: model(torch.ones(2, 3, 8)).sum()),
+        """\
+forward
+  gather  0.experts.up  (512 bytes of float32, 2 ranks)
+  gather  0.experts.down  (512 bytes of float32, 2 ranks)
+  gather  0.router.weight  (32 bytes of float32, 4 ranks)
+  gather  1.experts.up  (512 bytes of float32, 2 ranks)
+  gather  1.experts.down  (512 bytes of float32, 2 ranks)
+  gather  1.router.weight  (32 bytes of float32, 4 ranks)
+backward
+  gather  1.router.weight  (32 bytes of float32, 4 ranks)
+  gather  1.experts.down  (512 bytes of float32, 2 ranks)
+  gather  1.experts.up  (512 bytes of float32, 2 ranks)
+  reduce  1.router.weight  (32 bytes of float32, 4 ranks)
+  gather  0.router.weight  (32 bytes of float32, 4 ranks)
+  reduce  1.experts.down  (512 bytes of float32, 2 ranks)
+  reduce  1.experts.up  (512 bytes of float32, 2 ranks)
+  gather  0.experts.down  (512 bytes of float32, 2 ranks)
+  gather  0.experts.up  (512 bytes of float32, 2 ranks)
+  reduce  0.router.weight  (32 bytes of float32, 4 ranks)
+  reduce  0.experts.down  (512 bytes of float32, 2 ranks)
+  reduce  0.experts.up  (512 bytes of float32, 2 ranks)
+""",
+    )
+
+
+def test_a_llama() -> None:
+    entry = HUGGING_FACE["llama"]
+
+    def blocks_and_root(model: nn.Module) -> None:
+        for block in entry.blocks(model):
+            fully_shard(block)
+        fully_shard(model)
+
+    assert_expected_inline(
+        _of(entry.build(), blocks_and_root, lambda model: entry.loss(model, **entry.batch(0))),
+        """\
+forward
+  gather  model.embed_tokens.weight  (1040 bytes of float32, 4 ranks)
+  gather  model.layers.0.self_attn.k_proj.weight model.layers.0.self_attn.v_proj.weight model.layers.0.input_layernorm.weight model.layers.0.post_attention_layernorm.weight  (520 bytes of float32, 4 ranks)
+  gather  model.layers.0.self_attn.q_proj.weight  (400 bytes of float32, 4 ranks)
+  gather  model.layers.0.self_attn.o_proj.weight  (400 bytes of float32, 4 ranks)
+  gather  model.layers.0.mlp.gate_proj.weight  (720 bytes of float32, 4 ranks)
+  gather  model.layers.0.mlp.up_proj.weight  (720 bytes of float32, 4 ranks)
+  gather  model.layers.0.mlp.down_proj.weight  (680 bytes of float32, 4 ranks)
+  gather  model.layers.1.self_attn.k_proj.weight model.layers.1.self_attn.v_proj.weight model.layers.1.input_layernorm.weight model.layers.1.post_attention_layernorm.weight  (520 bytes of float32, 4 ranks)
+  gather  model.layers.1.self_attn.q_proj.weight  (400 bytes of float32, 4 ranks)
+  gather  model.layers.1.self_attn.o_proj.weight  (400 bytes of float32, 4 ranks)
+  gather  model.layers.1.mlp.gate_proj.weight  (720 bytes of float32, 4 ranks)
+  gather  model.layers.1.mlp.up_proj.weight  (720 bytes of float32, 4 ranks)
+  gather  model.layers.1.mlp.down_proj.weight  (680 bytes of float32, 4 ranks)
+  gather  model.norm.weight  (20 bytes of float32, 4 ranks)
+  gather  lm_head.weight  (1040 bytes of float32, 4 ranks)
+backward
+  gather  model.layers.1.mlp.down_proj.weight  (680 bytes of float32, 4 ranks)
+  gather  model.layers.1.mlp.up_proj.weight  (720 bytes of float32, 4 ranks)
+  gather  model.layers.1.mlp.gate_proj.weight  (720 bytes of float32, 4 ranks)
+  gather  model.layers.1.self_attn.o_proj.weight  (400 bytes of float32, 4 ranks)
+  gather  model.layers.1.self_attn.q_proj.weight  (400 bytes of float32, 4 ranks)
+  gather  model.layers.1.self_attn.k_proj.weight model.layers.1.self_attn.v_proj.weight model.layers.1.input_layernorm.weight model.layers.1.post_attention_layernorm.weight  (520 bytes of float32, 4 ranks)
+  reduce  lm_head.weight  (1040 bytes of float32, 4 ranks)
+  gather  model.layers.0.mlp.down_proj.weight  (680 bytes of float32, 4 ranks)
+  gather  model.layers.0.mlp.up_proj.weight  (720 bytes of float32, 4 ranks)
+  gather  model.layers.0.mlp.gate_proj.weight  (720 bytes of float32, 4 ranks)
+  gather  model.layers.0.self_attn.o_proj.weight  (400 bytes of float32, 4 ranks)
+  gather  model.layers.0.self_attn.q_proj.weight  (400 bytes of float32, 4 ranks)
+  gather  model.layers.0.self_attn.k_proj.weight model.layers.0.self_attn.v_proj.weight model.layers.0.input_layernorm.weight model.layers.0.post_attention_layernorm.weight  (520 bytes of float32, 4 ranks)
+  reduce  model.layers.1.mlp.down_proj.weight  (680 bytes of float32, 4 ranks)
+  reduce  model.layers.1.mlp.up_proj.weight  (720 bytes of float32, 4 ranks)
+  reduce  model.layers.1.mlp.gate_proj.weight  (720 bytes of float32, 4 ranks)
+  reduce  model.layers.1.self_attn.o_proj.weight  (400 bytes of float32, 4 ranks)
+  reduce  model.layers.1.self_attn.q_proj.weight  (400 bytes of float32, 4 ranks)
+  reduce  model.layers.1.self_attn.k_proj.weight model.layers.1.self_attn.v_proj.weight model.layers.1.input_layernorm.weight model.layers.1.post_attention_layernorm.weight  (520 bytes of float32, 4 ranks)
+  reduce  model.layers.0.mlp.down_proj.weight  (680 bytes of float32, 4 ranks)
+  reduce  model.layers.0.mlp.up_proj.weight  (720 bytes of float32, 4 ranks)
+  reduce  model.layers.0.mlp.gate_proj.weight  (720 bytes of float32, 4 ranks)
+  reduce  model.layers.0.self_attn.o_proj.weight  (400 bytes of float32, 4 ranks)
+  reduce  model.layers.0.self_attn.q_proj.weight  (400 bytes of float32, 4 ranks)
+  reduce  model.layers.0.self_attn.k_proj.weight model.layers.0.self_attn.v_proj.weight model.layers.0.input_layernorm.weight model.layers.0.post_attention_layernorm.weight  (520 bytes of float32, 4 ranks)
+  reduce  model.embed_tokens.weight  (1040 bytes of float32, 4 ranks)
+  reduce  model.norm.weight  (20 bytes of float32, 4 ranks)
+""",
+    )
