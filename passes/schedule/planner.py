@@ -1,4 +1,4 @@
-"""Chooses the plan of a step from its joint graph: what is gathered again, what travels together, in which order.
+"""Make the plan of a step from its joint graph: find which parameters it uses and where; ``schedule`` has the rules.
 
     joint graph                          plan
     b1 = unshard(...)                    forward    gather 0  w0 b0      read first
