@@ -13,7 +13,7 @@ from torch import nn
 from .._torch_compat import autograd, dynamo
 from ..core.captures import refuse_run
 from ..core.unit import Unit
-from .forward import abandon_forward, begin_forward, end_forward
+from .forward import Entry, abandon_forward, begin_forward, end_forward, enter
 from .mistakes import read_around
 from .reads import read_all
 from .running import Call
@@ -36,18 +36,18 @@ def eager_forward(unit: Unit, module: nn.Module, forward: Callable[..., Any], ar
     has_graphs = is_broken or dynamo.forward_is_compiled(module)
     if has_graphs and (is_broken or unit.outer is not None) and can_give(unit):
         return forward_around_graph(unit, module, forward, args, kwargs)
-    call = None
+    entry = enter(unit)
     try:
         call, args, kwargs = begin(unit, module, args, kwargs, has_graphs)
         return end(unit, module, call, forward(module, *args, **kwargs))
     except BaseException as error:
-        _fail(unit, call, error)
+        _fail(unit, entry, error)
         raise
 
 
 def forward_around_graph(unit: Unit, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Like ``eager_forward``, for a ``forward`` that is compiled by itself: its graph takes what is gathered here."""
-    call, given = None, unit.given
+    entry, given = enter(unit), unit.given
     try:
         call, args, kwargs = begin(unit, module, args, kwargs, are_compiled=False)
         _give_all(call)
@@ -56,7 +56,7 @@ def forward_around_graph(unit: Unit, module: nn.Module, forward: Callable[..., A
         return end(unit, module, call, output)
     except BaseException as error:
         unit.give(given)
-        _fail(unit, call, error)
+        _fail(unit, entry, error)
         raise
 
 
@@ -73,7 +73,7 @@ def can_give(unit: Unit) -> bool:
     return unit.gives_to_graphs and not autograd.uses_compiled_autograd() and not autograd.in_functorch()
 
 
-dynamo.leave_all_to_python(can_give, Unit.give)
+dynamo.leave_all_to_python(can_give, enter, Unit.give)
 
 
 @_not_traced
@@ -102,9 +102,8 @@ def end(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
 
 
 @_not_traced
-def _fail(unit: Unit, call: Call | None, error: BaseException) -> None:
-    if call is not None:
-        abandon_forward(unit, call)
+def _fail(unit: Unit, entry: Entry, error: BaseException) -> None:
+    abandon_forward(entry)
     mistake = read_around(unit, error)
     if mistake is not None:
         raise mistake from error

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,19 +68,15 @@ def begin_forward(
     run.calls.append(call)
     if not reads_are_compiled:
         if unit.outer is None and not iteration.has_run:
-            iteration.has_run = True
             paths = paths_in(unit.modules)
             Agreement.note_eager(frozenset(name for one in unit.inside() for name in names_in(one, paths).values()))
-        try:
-            if not unit.comes_in_parts:
-                gather(call, call.gathered.buckets)
-            for target in map(running, unit.settings.forward_prefetch):
-                if target is not run:
-                    prefetch(target)
-            args, kwargs = end_at_inputs(call, args, kwargs)
-        except BaseException:
-            abandon_forward(unit, call)
-            raise
+            iteration.has_run = True
+        if not unit.comes_in_parts:
+            gather(call, call.gathered.buckets)
+        for target in map(running, unit.settings.forward_prefetch):
+            if target is not run:
+                prefetch(target)
+        args, kwargs = end_at_inputs(call, args, kwargs)
     return call, args, kwargs
 
 
@@ -95,18 +91,37 @@ def _call_of_pass(run: Running) -> Call:
     return run.pass_call
 
 
-def abandon_forward(unit: Unit, call: Call) -> None:
-    """Clean up after a forward that raised: for an error, or because checkpointing has recomputed enough."""
-    run, iteration = call.run, call.run.iteration
-    call.gathered.take_places_back()
-    if call in run.calls:
-        run.calls.remove(call)
-        iteration.depth -= autograd.backward_task() is None
+class Entry(NamedTuple):
+    """What holds when a forward of a unit begins, and again when it has raised."""
+
+    run: Running
+    num_calls: int
+    depth: int
+
+
+def enter(unit: Unit) -> Entry:
+    """Return what ``abandon_forward`` brings back."""
+    run = running(unit)
+    return Entry(run, len(run.calls), run.iteration.depth)
+
+
+def abandon_forward(entry: Entry) -> None:
+    """Clean up after a forward that raised: for an error, or because checkpointing has recomputed enough.
+
+    It may have raised anywhere, before its call was there or when the call had ended.
+    """
+    run, iteration = entry.run, entry.run.iteration
+    begun = run.calls[entry.num_calls :]
+    del run.calls[entry.num_calls :]
+    if run.gathered is not None:
+        run.gathered.take_places_back()
     if autograd.backward_task() is None:
-        call.forget_reads()
+        iteration.depth = entry.depth
+        for call in begun:
+            call.forget_reads()
         run.pass_call = None
-        if not run.calls:
-            call.gathered.free()
+        if not run.calls and run.gathered is not None:
+            run.gathered.free()
         if iteration.depth == 0:
             iteration.abandon_forward()
             for one in iteration.touched:
