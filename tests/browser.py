@@ -215,11 +215,6 @@ class Page:
         found: list[str] = self.run(f"[...document.querySelectorAll({json.dumps(selector)})].map(one => one.textContent)")
         return found
 
-    def picture(self, path: Path) -> None:
-        """The whole page as a PNG."""
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(shot["data"]))
-
     @property
     def errors(self) -> list[str]:
         """What went to the console as an error, was thrown, or was asked of a network."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -100,3 +100,22 @@ def train_and_compare(
             one.step()
             one.zero_grad()
     assert_same_params(sharded, unsharded, atol=1e-4, rtol=1e-3)
+
+
+def backward_on_both(run: Callable[[Tensor], Tensor], unsharded: nn.Module, *steps: int) -> None:
+    """Backward of this rank's batch of each step on the one, and of all ranks' batches on the other."""
+    for step in steps:
+        loss_of(run(mine(step))).backward()
+        reference_backward(unsharded, batches(step))
+
+
+def train_steps(run: Callable[[Tensor], Tensor], optim: torch.optim.Optimizer, steps: Iterable[int]) -> list[float]:
+    """Steps on this rank's batches; the losses."""
+    losses = []
+    for step in steps:
+        loss = loss_of(run(mine(step)))
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    return losses

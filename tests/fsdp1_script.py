@@ -5,6 +5,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from fsdp2_script import Model  # beside it, as a script's own modules are
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FullStateDictConfig, ShardingStrategy, StateDictType
@@ -12,31 +13,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 
-class Block(nn.Sequential):
-    def __init__(self, dim: int) -> None:
-        super().__init__(nn.LayerNorm(dim), nn.Linear(dim, 33), nn.GELU(), nn.Linear(33, dim))
-
-
-class Model(nn.Module):
-    def __init__(self, dim: int = 16) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(31, dim)
-        self.layers = nn.ModuleList(Block(dim) for _ in range(2))
-        self.head = nn.Linear(dim, 31)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.head(x)
-
-
 def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = FSDP(
         Model(),
-        auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Sequential}),
         sharding_strategy=ShardingStrategy.FULL_SHARD,
         device_id=torch.device("cpu"),
         use_orig_params=True,

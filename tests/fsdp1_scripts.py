@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.distributed.fsdp import ShardingStrategy
 
 import fsdp_compile.fsdp1
+from fsdp_compile.fsdp1.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.comparing import batches, full, loss_of, mean_over_ranks
 from tests.compiling import compiled
 from tests.models import Block, Stack
@@ -37,27 +38,6 @@ class Buffered(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.relu(self.norm(self.up(x)))) * self.scale
-
-
-class Attends(nn.Module):
-    """Norm, attention, feed-forward, with biases and dropout."""
-
-    def __init__(self, dim: int = 20) -> None:
-        super().__init__()
-        self.norm, self.ff_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, 2 * dim + 1), nn.Linear(2 * dim + 1, dim)
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
-        x = x + self.drop(self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)))
-        return x + self.drop(self.down(F.gelu(self.up(self.ff_norm(x)))))
-
-
-def decoder() -> Stack:
-    """Tied embedding and head around blocks with attention and dropout."""
-    return Stack(num_blocks=2, dim=20, tied=True, block=Attends)
 
 
 def features(step: int) -> Tensor:
@@ -97,10 +77,11 @@ def train(
     steps: int = 2,
     inputs: Callable[[int], Tensor] = batches,
     seed: int | None = None,
+    fullgraph: bool = True,
 ) -> Trained:
     """The same few lines for every class."""
     seen = Trained(model)
-    run = compiled(model, backend)
+    run = compiled(model, backend, fullgraph)
     optim = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.2)
     for step in range(steps):
         if seed is not None:
@@ -149,3 +130,33 @@ def under_theirs(module: nn.Module, **kwargs: Any) -> Any:
 
 def is_block(module: nn.Module) -> bool:
     return isinstance(module, Block)
+
+
+def mixed(model: Stack, fsdp: Any) -> Any:
+    """One block replicated, the other sharded, the norm ignored."""
+
+    def policy(module: nn.Module) -> Any:
+        return is_block(module) and (module is model.layers[1] or {"sharding_strategy": ShardingStrategy.NO_SHARD})
+
+    with silenced():
+        return fsdp(model, auto_wrap_policy=CustomPolicy(policy), ignored_modules=[model.norm])
+
+
+BLOCKS = ModuleWrapPolicy({Block})
+
+
+def plain(seed: int = 0) -> Stack:
+    torch.manual_seed(seed)
+    return Stack(1, tied=True)
+
+
+def made(fsdp: Any, seed: int = 0, **kwargs: Any) -> Any:
+    """The same, wrapped."""
+    with silenced():
+        return fsdp(plain(seed), auto_wrap_policy=BLOCKS, **kwargs)
+
+
+def optimizer(model: Any, num_groups: int = 1) -> torch.optim.Optimizer:
+    params = [param for _, param in model.named_parameters()]
+    groups = [{"params": params[number::num_groups], "lr": 0.05 / (number + 1)} for number in range(num_groups)]
+    return torch.optim.AdamW(groups, eps=1e-3)

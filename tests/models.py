@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -31,6 +32,14 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class EvenBlock(Block):
+    """Hidden features that divide by four."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__(dim)
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
 
 
 class BreakBlock(Block):
@@ -94,6 +103,30 @@ class Checkpointed(Stack):
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False)
         return self.head(self.norm(x))
+
+
+class Spread(nn.Module):
+    """Two linear layers that may lie on a whole mesh, the second row-wise where it has a "tp" dimension."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+        self.mesh: DeviceMesh | None = None
+
+    def distribute(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        names = mesh.mesh_dim_names or ()
+        for linear, weight, bias in ((self.up, Shard(0), Shard(0)), (self.down, Shard(1), Replicate())):
+            for name, placement in (("weight", weight), ("bias", bias)):
+                placements = [placement if dim == "tp" else Replicate() for dim in names]
+                setattr(linear, name, nn.Parameter(distribute_tensor(getattr(linear, name).data, mesh, placements)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mesh is None:
+            return self.down(torch.relu(self.up(x)))
+        batch: list[Placement] = [Replicate() if dim == "tp" else Shard(0) for dim in self.mesh.mesh_dim_names or ()]
+        spread = DTensor.from_local(x, self.mesh, batch, run_check=False)
+        return self.down(torch.relu(self.up(spread))).redistribute(self.mesh, batch).to_local()
 
 
 class Fault(torch.autograd.Function):
@@ -374,14 +407,6 @@ def token_pairs(seed: int) -> Batch:
     return {**batch, "decoder_input_ids": batch["input_ids"].flip(1)}
 
 
-def labelled_images(seed: int) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "pixel_values": torch.randn(3, 3, 8, 8, generator=generator),
-        "target": torch.randint(0, 4, (3,), generator=generator),
-    }
-
-
 def decoder_config(**more: Any) -> dict[str, Any]:
     """What the configs of Llama and its descendants have in common."""
     return {
@@ -397,29 +422,10 @@ def decoder_config(**more: Any) -> dict[str, Any]:
     }
 
 
-def encoder_config(**more: Any) -> dict[str, Any]:
-    """What the configs of BERT and ViT have in common."""
-    return {
-        "hidden_size": 20,
-        "intermediate_size": 34,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-        **more,
-    }
-
-
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(**decoder_config()))
-
-
-def qwen3() -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(Qwen3Config(**decoder_config(head_dim=10)))
 
 
 def mixtral() -> nn.Module:
@@ -428,38 +434,6 @@ def mixtral() -> nn.Module:
     model = MixtralForCausalLM(MixtralConfig(**decoder_config(num_local_experts=4, num_experts_per_tok=2)))
     model.set_experts_implementation("batched_mm")  # the loop over experts depends on data and breaks the graph
     return model
-
-
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=16,
-            n_embd=20,
-            n_layer=2,
-            n_head=2,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
-            use_cache=False,
-        )
-    )
-
-
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=16, **encoder_config()))
-
-
-def vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_labels=4, **encoder_config()))
 
 
 def t5() -> nn.Module:
@@ -482,12 +456,30 @@ def t5() -> nn.Module:
 
 HUGGING_FACE = {
     "llama": Entry(llama, lambda model: list(model.model.layers), tokens, cross_entropy),
-    "gpt2": Entry(gpt2, lambda model: list(model.transformer.h), tokens, cross_entropy),
-    "qwen3": Entry(qwen3, lambda model: list(model.model.layers), tokens, cross_entropy),
     "mixtral": Entry(mixtral, lambda model: list(model.model.layers), tokens, cross_entropy),
-    "bert": Entry(bert, lambda model: list(model.bert.encoder.layer), tokens, cross_entropy),
-    "vit": Entry(vit, lambda model: list(model.vit.layers), labelled_images, cross_entropy),
     "t5": Entry(t5, lambda model: [*model.encoder.block, *model.decoder.block], token_pairs, cross_entropy),
 }
 
 ZOO = PLAIN | HUGGING_FACE
+
+
+# --- one unit, and a stack of which a part is left out -------------------------------------------------------------
+
+
+def one_unit(make: Callable[[], Any], **kwargs: Any) -> tuple[Any, Any]:
+    """(unsharded, sharded) with equal parameters; the sharded one is one unit."""
+    unsharded, model = twins(make)
+    return unsharded, fully_shard(model, **kwargs)
+
+
+class HalfUsed(Stack):
+    """The second block runs on request alone."""
+
+    skip = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for index, layer in enumerate(self.layers):
+            if not (self.skip and index == 1):
+                x = layer(x)
+        return self.head(self.norm(x))

@@ -13,10 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_compile import inspect
 from fsdp_compile._torch_compat import inductor
+from fsdp_compile.core.unit import units_in
+from fsdp_compile.eager.running import running
 from fsdp_compile.graph.install import manager
+from fsdp_compile.passes import GraphRecord, Plan
 
 GATHER, REDUCE, WAIT = "all_gather_into_tensor", "all_to_all_single", "wait_tensor"
 NO_COLLECTIVES = (WAIT, "unshard", "reduce_grad", "sum_of_parts", "pack", "copied")
@@ -124,3 +129,35 @@ def no_markers() -> Iterator[None]:
     with recorded(NoMarkers()) as seen:
         yield
     assert not seen, f"{len(seen)} graphs gather for themselves"
+
+
+@contextmanager
+def plans_made() -> Iterator[list[Plan]]:
+    """The plan of each step that is compiled inside the block, or comes from a cache."""
+    plans: list[Plan] = []
+
+    def observe(record: GraphRecord) -> None:
+        if record.stage == "joint":
+            plans.append(record.plan)
+
+    manager.observers.append(observe)
+    try:
+        yield plans
+    finally:
+        manager.observers.remove(observe)
+
+
+def planned(model: Any, batch: Tensor | None = None, backend: Any = "aot_eager") -> Plan:
+    """The plan of a step that is compiled into one graph and taken; it leaves no gradients."""
+    torch._dynamo.reset()
+    with inspect(model) as report:
+        run = torch.compile(model, backend=backend, fullgraph=True)
+        run(torch.arange(10).view(2, 5) if batch is None else batch).sum().backward()
+    model.zero_grad()
+    return report.joint.plan
+
+
+def held_bytes(model: Any) -> int:
+    """Bytes of gathered parameters that are there now."""
+    gathered = [run.gathered for run in map(running, units_in(model)) if run.gathered is not None]
+    return sum(full.untyped_storage().nbytes() for one in gathered for full in one.fulls or () if full is not None)

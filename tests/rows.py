@@ -48,7 +48,6 @@ ROWS = (
         "A3",
         "list unit that runs in parts",
         (
-            "test_eager.py::test_a_unit_of_several_modules_in_parts",
             "test_settings.py::test_each_call_of_a_member_by_itself_has_a_reduction_of_its_own",
             "test_settings.py::test_calls_after_the_first_pass_share_a_reduction",
             "test_settings.py::test_a_member_may_be_skipped",
@@ -156,7 +155,7 @@ ROWS = (
         "`output_dtype` at the boundary",
         (
             "test_mixed_precision.py::test_inputs_and_outputs_are_cast_and_buffers_are_not",
-            "test_mixed_precision.py::test_casting_keeps_every_container",
+            "test_containers.py::test_what_is_in_a_container_is_cast",
         ),
         "Not: during recomputation, and per call of a list unit's members.",
     ),
@@ -165,7 +164,6 @@ ROWS = (
         "`cast_forward_inputs`",
         (
             "test_mixed_precision.py::test_inputs_and_outputs_are_cast_and_buffers_are_not",
-            "test_mixed_precision.py::test_casting_keeps_every_container",
             "test_containers.py::test_what_is_in_a_container_is_cast",
         ),
         "On and off; args and kwargs. Differs: containers are not made anew (no `__post_init__`), and UserDict and its kin are cast too. Mappings that cannot be written to come as they are.",
@@ -213,7 +211,7 @@ ROWS = (
             "test_mixed_precision.py::test_a_grad_dtype_of_none_means_as_autograd_produced_it",
             "test_grad_dtype.py::test_fp32_gradients_of_bf16_parameters",
             "test_grad_dtype.py::test_fp32_gradients_with_replicas",
-            "test_grad_dtype_moves.py::test_gradients_of_their_own_dtype_survive_a_move",
+            "test_grad_dtype.py::test_gradients_of_their_own_dtype_survive_a_move",
         ),
         "Survives `.to` (with gradients there, too) and `load_state_dict(assign=True)`; torch 2.11 has it too. In graphs such a gradient goes by a leaf, as AOTAutograd would cast it. A unit that asks for gradients as they come (`None`) runs eagerly in a compiled model, with a warning (`test_grad_dtype.py::test_fp32_gradients_in_compiled_code`). Not: on torch 2.11, a gradient that an autograd function makes in another dtype than its input's; autograd casts it there.",
     ),
@@ -229,7 +227,6 @@ ROWS = (
         "A22",
         "`CPUOffloadPolicy`",
         (
-            "test_extension.py::test_shards_on_the_cpu",
             "test_offload.py::test_trains_like_the_unsharded_model",
             "test_offload.py::test_the_numbers_are_those_of_resident_shards",
             "test_offload.py::test_whoever_reads_a_gradient_at_once_finds_it_complete",
@@ -284,13 +281,12 @@ ROWS = (
             "test_accumulate.py::test_reset_drops_what_was_held",
             "test_interrupted.py::test_steps_after_a_backward_that_raised_have_their_gradients_and_no_others",
         ),
-        "Before the first forward and on an inner unit: `test_eager.py::test_reset_and_finalization_are_the_roots`. Another root's reductions in a shared context go on: `test_eager.py::test_a_reset_leaves_the_neighbour_alone`.",
+        "Before the first forward and on an inner unit: `test_messages.py::test_ours_says_what_torch_says`. Another root's reductions in a shared context go on: `test_eager.py::test_two_roots_share_a_context`.",
     ),
     Row(
         "B5",
         "`set_is_last_backward`",
         (
-            "test_eager.py::test_reductions_may_stay_in_flight_until_the_last_backward",
             "test_settings.py::test_reductions_stay_in_flight_until_the_last_backward",
             "test_settings.py::test_what_was_set_on_a_block_holds_for_the_root_that_comes_later",
         ),
@@ -301,7 +297,8 @@ ROWS = (
         "`set_manual_backward_finalization`",
         (
             "test_eager.py::test_backward_is_finalized_by_hand",
-            "test_eager.py::test_reset_and_finalization_are_the_roots",
+            "test_messages.py::test_ours_says_what_torch_says [finalization by hand of an inner unit]",
+            "test_messages.py::test_ours_says_what_torch_says [finalization without asking for it]",
             "test_settings.py::test_a_backward_is_finalized_outside_of_it",
             "test_settings.py::test_what_was_set_on_a_block_holds_for_the_root_that_comes_later",
         ),
@@ -324,7 +321,7 @@ ROWS = (
             "test_eager.py::test_gradients_accumulate_without_communication",
             "test_eager.py::test_replicas_are_summed_once_for_several_micro_batches",
             "test_eager.py::test_the_flag_that_holds_is_that_of_backward",
-            "test_eager.py::test_what_was_held_back_is_reduced_even_where_the_last_backward_does_not_come",
+            "test_accumulate.py::test_what_the_last_backward_did_not_reach_is_reduced",
         ),
         "Differs: True leaves `set_requires_all_reduce(False)` alone (third test). Not: `recurse=False`.",
     ),
@@ -333,7 +330,6 @@ ROWS = (
         "`set_requires_all_reduce`",
         (
             "test_eager.py::test_replicas_are_summed_once_for_several_micro_batches",
-            "test_accumulate.py::test_replicas_are_summed_once",
             "test_accumulate.py::test_the_modes_mix",
         ),
         "Not: micro-batches that use different parameters.",
@@ -361,7 +357,6 @@ ROWS = (
         (
             "test_messages.py::test_ours_says_what_torch_says [prefetching forward what is not sharded]",
             "test_settings.py::test_a_unit_launches_the_gathers_that_its_forward_was_told_to",
-            "test_eager.py::test_explicit_prefetch_changes_the_order_and_not_the_numbers",
         ),
         "Order of gathers and compute. Eager only. Not: that a list unit's later members do not launch again.",
     ),
@@ -371,7 +366,6 @@ ROWS = (
         (
             "test_messages.py::test_ours_says_what_torch_says [prefetching backward what is not sharded]",
             "test_settings.py::test_a_unit_launches_the_gathers_that_its_backward_was_told_to",
-            "test_eager.py::test_explicit_prefetch_changes_the_order_and_not_the_numbers",
         ),
         "Order of gathers and reductions. Eager only.",
     ),
@@ -380,7 +374,7 @@ ROWS = (
         "`set_custom_all_gather`",
         (
             "test_eager.py::test_collectives_and_hooks_of_ones_own",
-            "test_eager_only.py::test_one_warning_names_the_module_and_the_reason",
+            "test_eager_regions.py::test_one_warning_names_the_module_and_the_reason",
         ),
         "In a compiled model the unit runs eagerly, with one warning.",
     ),
@@ -389,7 +383,7 @@ ROWS = (
         "`set_custom_reduce_scatter`",
         (
             "test_eager.py::test_collectives_and_hooks_of_ones_own",
-            "test_eager_only.py::test_one_warning_names_the_module_and_the_reason",
+            "test_eager_regions.py::test_one_warning_names_the_module_and_the_reason",
         ),
     ),
     Row(
@@ -397,7 +391,7 @@ ROWS = (
         "`set_all_reduce_hook`",
         (
             "test_eager.py::test_collectives_and_hooks_of_ones_own",
-            "test_eager_only.py::test_one_warning_names_the_module_and_the_reason",
+            "test_eager_regions.py::test_one_warning_names_the_module_and_the_reason",
         ),
         "Before the division: `test_recipes.py::test_a_recipe_does_what_it_says` (a clamp). Not: on a replicated mesh. `stream=`: gpu.",
     ),
@@ -435,7 +429,7 @@ ROWS = (
         "`set_reduce_scatter_unused_params`",
         (
             "test_eager.py::test_unused_parameters_get_zeros_on_request",
-            "test_eager_only.py::test_one_warning_names_the_module_and_the_reason",
+            "test_eager_regions.py::test_one_warning_names_the_module_and_the_reason",
             "test_models.py::test_unused_parameters_are_not_gathered_and_have_no_gradient",
         ),
         "On (eager; a compiled unit runs eagerly for it, with a warning) and off.",
@@ -447,7 +441,6 @@ ROWS = (
             "test_messages.py::test_ours_says_what_torch_says [a number of buffers that is none]",
             "test_messages.py::test_ours_says_what_torch_says [no buffers]",
             "test_settings.py::test_so_many_reductions_are_in_flight_as_there_may_be",
-            "test_settings.py::test_the_number_of_reductions_in_flight_may_change_between_steps",
         ),
         "Differs: the largest number under a root holds, read at each backward, so later calls count.",
     ),
@@ -455,7 +448,6 @@ ROWS = (
         "B22",
         "`set_separate_reduce_scatter_group`",
         (
-            "test_eager.py::test_reductions_in_a_group_of_their_own",
             "test_settings.py::test_reductions_have_a_group_of_their_own_on_request",
             "test_reduce_groups.py::test_switching_often_makes_one_group",
         ),
@@ -561,7 +553,7 @@ ROWS = (
         "policies and mesh dims",
         (
             "test_mixed_precision.py::test_gradients_match_a_hand_written_reference",
-            "test_extension.py::test_shards_on_the_cpu",
+            "test_offload.py::test_trains_like_the_unsharded_model",
             "test_meshes.py::test_dp_mesh_dims_say_what_is_data_parallel",
         ),
         "torch's own classes; `DataParallelMeshDims` has a stand-in on older torch.",
@@ -603,7 +595,6 @@ ROWS = (
         "D1",
         "what wrapping does, in order",
         (
-            "test_errors.py::test_a_refused_call_leaves_the_module_as_it_was",
             "test_refused.py::test_every_step_may_raise_and_nothing_has_changed",
             "test_inspect.py::test_report_shows_collectives_buckets_bytes_and_passes",
         ),
@@ -688,7 +679,8 @@ ROWS = (
         (
             "test_passes.py::test_gradients_share_a_reduction_once_the_last_one_is_there",
             "test_passes.py::test_replicas_sum_what_the_ranks_of_each_have_reduced",
-            "test_training.py::test_backwards_without_zero_grad_accumulate",
+            "test_eager.py::test_parameters_may_stay_gathered_between_micro_batches",
+            "test_edges.py::test_gradients_add_up_over_backwards_and_over_graphs",
         ),
         "Hooks after it: D19.",
     ),
@@ -706,7 +698,8 @@ ROWS = (
         "D11",
         "three ways to accumulate",
         (
-            "test_training.py::test_backwards_without_zero_grad_accumulate",
+            "test_eager.py::test_parameters_may_stay_gathered_between_micro_batches",
+            "test_edges.py::test_gradients_add_up_over_backwards_and_over_graphs",
             "test_accumulate.py::test_micro_batches_without_sync_send_nothing",
             "test_accumulate.py::test_the_modes_mix",
             "test_accumulate.py::test_zero_grad_leaves_what_is_held_back",
@@ -729,7 +722,6 @@ ROWS = (
         (
             "test_meshes.py::test_tensor_parallel_parameters_train_like_the_unsharded_model",
             "test_meshes.py::test_partial_gradients_are_summed_before_the_reduction",
-            "test_meshes.py::test_parts_of_tensor_parallel_parameters_may_be_uneven",
         ),
         "All four stored layouts asserted. Not: two model dimensions, and replicas with tensor parallelism, in a step (eight ranks, or dims of size 1).",
     ),
@@ -757,10 +749,9 @@ ROWS = (
         "D16",
         "gathers run ahead in forward",
         (
-            "test_eager.py::test_the_next_units_gather_is_launched_before_this_unit_computes",
+            "test_settings.py::test_gathers_run_one_unit_ahead_in_forward_and_in_backward",
             "test_order.py::test_gathers_go_a_unit_ahead_and_reductions_behind_them",
             "test_passes.py::test_gathers_run_one_unit_ahead",
-            "test_settings.py::test_gathers_run_one_unit_ahead_in_forward_and_in_backward",
             "test_around_graphs.py::test_gathers_run_one_block_ahead_and_reductions_one_behind",
         ),
         "Differs: launched one unit ahead explicitly. Streams: gpu.",
@@ -789,8 +780,8 @@ ROWS = (
         "D19",
         "optimizer in backward",
         (
-            "test_eager.py::test_an_optimizer_in_backward",
-            "test_compiled_autograd.py::test_an_optimizer_in_backward",
+            "test_edges.py::test_an_optimizer_in_backward",
+            "test_matrix.py::test_a_row_holds_on_inductor",
         ),
         "Compiled without compiled autograd: `test_edges.py::test_an_optimizer_in_backward`. With offload: gpu.",
     ),
@@ -799,7 +790,6 @@ ROWS = (
         "`state_dict()`",
         (
             "test_training.py::test_state_dict_holds_shards_under_the_original_keys",
-            "test_training.py::test_state_dict_needs_no_communication",
             "test_graphs.py::test_32_equal_blocks_share_their_graphs",
         ),
         "After a compiled forward; a compiled wrapper's keys begin with `_orig_mod.`, as its parameters' names do (`test_wrapped.py::test_a_wrapped_models_names_agree`).",
@@ -809,10 +799,10 @@ ROWS = (
         "`load_state_dict`",
         (
             "test_training.py::test_state_dict_holds_shards_under_the_original_keys",
-            "test_training.py::test_load_state_dict_assign_replaces_the_shards",
+            "test_training.py::test_what_is_tied_stays_tied_when_a_state_is_assigned",
+            "test_edges.py::test_replaced_shards_are_followed",
             "test_reads.py::test_dtypes_follow_to_and_load_state_dict",
-            "test_training.py::test_loading_whole_tensors_is_refused_and_names_them",
-            "test_training.py::test_assigning_what_is_not_cut_so_is_refused_and_names_it",
+            "test_training.py::test_loading_what_is_not_cut_so_is_refused_and_names_it",
         ),
         "Plain tensors: torch's RuntimeError, which names each key; nothing is changed.",
     ),
@@ -820,7 +810,8 @@ ROWS = (
         "D22",
         "DCP helpers",
         (
-            "test_training.py::test_a_distributed_checkpoint_resumes",
+            "test_checkpoints.py::test_what_two_ranks_saved_three_load_and_the_reverse",
+            "test_wrapped.py::test_a_wrapped_models_names_agree",
             "test_checkpoint_options.py::test_the_helpers_do_what_they_do_for_fsdp2",
         ),
         "The second one: every option of the getters and setters, not compiled and compiled in both ways, before and after steps; names, types, placements and values are those of FSDP2's models. A compiled wrapper as the model: `test_wrapped.py::test_a_wrapped_models_names_agree`.",
@@ -830,7 +821,7 @@ ROWS = (
         "gradient clipping",
         (
             "test_training.py::test_clip_grad_norm_gives_the_unsharded_norm",
-            "test_compiled_autograd.py::test_clipping_and_the_optimizer_inside_the_compiled_step",
+            "test_matrix.py::test_a_row_holds_on_inductor",
             "test_training.py::test_norms_of_several_meshes_are_combined_by_hand",
         ),
         "Several meshes: `clip_grad_norm_` raises in torch; per-mesh norms with `get_total_norm`, then `clip_grads_with_norm_`.",
@@ -849,12 +840,12 @@ ROWS = (
             "test_extension.py::test_a_subclass_decides_what_travels",
             "test_extension.py::test_an_extension_gets_the_mesh_of_its_shards",
             "test_graphs.py::test_backward_makes_a_weight_again_from_what_its_subclass_sends",
-            "test_extension.py::test_half_an_extension_is_refused",
-            "test_eager_only.py::test_one_warning_names_the_module_and_the_reason",
+            "test_messages.py::test_ours_says_what_torch_says [half an extension]",
+            "test_eager_regions.py::test_one_warning_names_the_module_and_the_reason",
             "test_extension_storages.py::test_trains_like_the_unsharded_model",
             "test_extension_storages.py::test_what_arrived_is_held_as_long_as_the_extension_says",
             "test_extension_storages.py::test_after_an_extension_that_raised_the_next_step_is_right",
-            "test_extension_modes.py::test_trains_like_the_unsharded_model",
+            "test_extension_storages.py::test_trains_in_a_graph_like_the_unsharded_model",
             "test_float8.py::test_float8_trains_as_on_fsdp2",
         ),
         "Both forms, uneven shards, eager and traced; what is gathered again lies where it did the first time. torchao's float8 with scales found at once or by weight. Differs: what is gathered has no padding when the extension gets it, and shards of another dimension are joined along it.",
@@ -900,9 +891,8 @@ ROWS = (
         "eval and inference mode",
         (
             "test_training.py::test_evaluation_leaves_the_shards_in_place",
-            "test_reads.py::test_a_first_read_in_inference_mode_keeps_the_gradients",
-            "test_evaluation.py::test_a_model_is_evaluated_between_steps",
-            "test_evaluation.py::test_llama_generates",
+            "test_reads.py::test_reads_through_lists_and_parametrizations",
+            "test_matrix.py::test_a_row_holds_on_inductor",
             "test_evaluation.py::test_ranks_generate_texts_of_different_lengths",
         ),
         "Differs: the root is freed after such a forward.",

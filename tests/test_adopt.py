@@ -8,28 +8,25 @@ import sys
 import types
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed._composable.fsdp as composable_fsdp
 import torch.distributed._composable.replicate_with_fsdp as replicate_module
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as helpers
 from torch.distributed.fsdp import fully_shard as TORCH_FULLY_SHARD
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
 
 import fsdp_compile
 from fsdp_compile import fsdp1
-from tests.comparing import batches, loss_of, train_and_compare
-from tests.fsdp1_scripts import CPU, OURS, silenced, under_theirs
-from tests.models import Block, Stack, pair
-from tests.ranks import Ranks
+from tests.comparing import train_and_compare
+from tests.fsdp1_scripts import OURS, silenced, under_theirs
+from tests.models import Stack, pair
+from tests.on_ranks import on_two_ranks
+from tests.test_fsdp1_state import check_helped
 
-SCRIPT = Path(__file__).with_name("fsdp2_script.py")
+SCRIPT, WRAPPED_SCRIPT = (Path(__file__).with_name(f"fsdp{version}_script.py") for version in (2, 1))
 
 
 @pytest.fixture
@@ -37,6 +34,7 @@ def framework(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A module that imported torch's names before anybody adopted them."""
     module = types.ModuleType("a_framework")
     exec("from torch.distributed.fsdp import fully_shard as shard, share_comm_ctx, FSDPModule", vars(module))
+    exec("from torch.distributed.fsdp import FullyShardedDataParallel as FSDP", vars(module))
     monkeypatch.setitem(sys.modules, "a_framework", module)
     return module
 
@@ -48,9 +46,16 @@ def bound_to_torchs() -> list[types.ModuleType]:
     return [composable_fsdp, composable, *(sys.modules[f"torch.distributed.fsdp{name}"] for name in names)]
 
 
+def bound_to_torchs_class() -> list[tuple[types.ModuleType, str]]:
+    checkpoint = sys.modules["torch.distributed.checkpoint.state_dict"]
+    defining = sys.modules["torch.distributed.fsdp.fully_sharded_data_parallel"]
+    return [(torch_fsdp, "FullyShardedDataParallel"), (defining, "FullyShardedDataParallel"), (checkpoint, "FSDP")]
+
+
 @pytest.mark.compat
 def test_names_are_ours_until_undone(framework: types.ModuleType) -> None:
-    theirs = TORCH_FULLY_SHARD
+    exec("from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler", vars(framework))
+    theirs, wrapper, scaler = TORCH_FULLY_SHARD, framework.FSDP, framework.ShardedGradScaler
     replicate, register = replicate_module.replicate, torch_fsdp.register_fsdp_forward_method
     with fsdp_compile.adopt() as adoption:
         assert all(module.fully_shard is fsdp_compile.fully_shard for module in bound_to_torchs())
@@ -62,6 +67,8 @@ def test_names_are_ours_until_undone(framework: types.ModuleType) -> None:
         assert issubclass(fsdp_compile.FSDPModule, torch_fsdp.FSDPModule)
         assert issubclass(fsdp_compile.UnshardHandle, torch_fsdp.UnshardHandle)
         assert framework.FSDPModule is torch_fsdp.FSDPModule
+        assert {getattr(module, name) for module, name in bound_to_torchs_class()} == {OURS}
+        assert framework.FSDP is OURS and framework.ShardedGradScaler is fsdp1.ShardedGradScaler
         assert "a_framework.shard" in repr(adoption)
         with fsdp_compile.adopt() as inner:
             assert not inner.bindings
@@ -72,6 +79,8 @@ def test_names_are_ours_until_undone(framework: types.ModuleType) -> None:
     assert all(module.fully_shard is theirs for module in bound_to_torchs())
     assert framework.shard is theirs and theirs is not fsdp_compile.fully_shard
     assert replicate_module.replicate is replicate and torch_fsdp.register_fsdp_forward_method is register
+    assert {getattr(module, name) for module, name in bound_to_torchs_class()} == {wrapper}
+    assert framework.FSDP is wrapper is not OURS and framework.ShardedGradScaler is scaler
 
 
 def test_what_somebody_else_changed_stays(framework: types.ModuleType) -> None:
@@ -86,7 +95,9 @@ def test_what_somebody_else_changed_stays(framework: types.ModuleType) -> None:
         adoption.undo()  # nothing is left to undo
 
 
-def _adopted() -> None:
+@pytest.mark.compat
+@on_two_ranks
+def test_torchs_calls_shard_with_ours() -> None:
     unsharded = Stack()
     with fsdp_compile.adopt():
         model = Stack()
@@ -110,35 +121,45 @@ def _adopted() -> None:
         torch_fsdp.register_fsdp_forward_method(nn.Linear(4, 4), "nowhere")  # as torch: nothing to do
 
 
-@pytest.mark.compat
-def test_torchs_calls_shard_with_ours(two_ranks: Ranks) -> None:
-    two_ranks.run(_adopted)
-
-
-def torchrun(*command: str, cwd: Path) -> str:
-    paths = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
+def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(cwd), str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    done = subprocess.run([*launcher, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
-def line(output: str, first_word: str) -> str:
-    (found,) = (text for text in output.splitlines() if text.startswith(first_word + " "))
-    return found
+class Launched:
+    """What two ranks of a script printed, by the first word of the line."""
+
+    def __init__(self, *command: str, cwd: Path) -> None:
+        done = run("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *command, cwd=cwd)
+        assert done.returncode == 0, done.stderr[-4000:]
+        self.lines = dict(text.partition(" ")[::2] for text in done.stdout.splitlines())
+        self.losses = [float(loss) for loss in self.lines["losses"].split()]
+        assert len(self.losses) == 4
 
 
 @pytest.mark.more
 def test_an_unchanged_script_trains_alike(tmp_path: Path) -> None:
-    theirs = torchrun(str(SCRIPT), "4", cwd=tmp_path)
-    ours = torchrun("-m", "fsdp_compile.run", str(SCRIPT), "4", cwd=tmp_path)
-    assert line(theirs, "engine") == "engine True" and line(ours, "engine") == "engine False"
-    expected, got = ([float(loss) for loss in line(output, "losses").split()[1:]] for output in (theirs, ours))
-    assert len(got) == 4 and got == pytest.approx(expected, abs=2e-5)
-    assert line(ours, "__main__") == line(theirs, "__main__"), "name, arguments, path and pickling"
-    as_module = torchrun("-m", "fsdp_compile.run", "-m", "tests.fsdp2_script", "4", cwd=tmp_path)
-    assert line(as_module, "losses") == line(ours, "losses")
+    theirs = Launched(str(SCRIPT), "4", cwd=tmp_path)
+    ours = Launched("-m", "fsdp_compile.run", str(SCRIPT), "4", cwd=tmp_path)
+    assert (theirs.lines["engine"], ours.lines["engine"]) == ("True", "False")
+    assert ours.losses == pytest.approx(theirs.losses, abs=2e-5)
+    assert ours.lines["__main__"] == theirs.lines["__main__"], "name, arguments, path and pickling"
+    as_module = Launched("-m", "fsdp_compile.run", "-m", "tests.fsdp2_script", "4", cwd=tmp_path)
+    assert as_module.losses == ours.losses
+
+
+@pytest.mark.more
+def test_an_unchanged_fsdp1_script_trains_alike(tmp_path: Path) -> None:
+    theirs = Launched(str(WRAPPED_SCRIPT), "4", cwd=tmp_path)
+    assert theirs.lines["engine"].startswith("torch.distributed.fsdp.")
+    for more, graphs in ((), "0 breaks 0"), (("compile",), "1 breaks 0"):
+        ours = Launched("-m", "fsdp_compile.run", str(WRAPPED_SCRIPT), "4", *more, cwd=tmp_path)
+        assert ours.lines["engine"].startswith("fsdp_compile.fsdp1.")
+        assert ours.losses == pytest.approx(theirs.losses, abs=2e-5)
+        assert ours.lines["graphs"] == graphs and ours.lines["saved"] == theirs.lines["saved"]
 
 
 SHOWS = """\
@@ -162,12 +183,8 @@ def test_it_runs_as_python_runs_it(tmp_path: Path, form: str) -> None:
     script.write_text(SHOWS)
     what = [str(script)] if form == "file" else ["-m", "show"]
     outputs = []
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
     for runner in ([], ["-m", "fsdp_compile.run"]):
-        done = subprocess.run(
-            [sys.executable, *runner, *what, "--flag", "-m"],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
+        done = run(*runner, *what, "--flag", "-m", cwd=tmp_path)
         assert done.returncode == 3, done.stderr
         outputs.append(done.stdout.split())
     plain, ours = outputs
@@ -192,9 +209,7 @@ def test_processes_that_a_script_starts_adopt_as_well(tmp_path: Path) -> None:
     (tmp_path / "starts.py").write_text(STARTS)
     (tmp_path / "mine.py").write_text("FOUND = False\n")
     (tmp_path / "sitecustomize.py").write_text("import mine; mine.FOUND = True\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(SCRIPT.parents[1])])}
-    command = [sys.executable, "-m", "fsdp_compile.run", str(tmp_path / "starts.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = run("-m", "fsdp_compile.run", str(tmp_path / "starts.py"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["spawned", "fsdp_compile.api.fully_shard", "without", "False", "True"]
 
@@ -209,9 +224,7 @@ def test_it(worker_id):
 @pytest.mark.more
 def test_pytests_workers_adopt_as_well(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
-    command = [sys.executable, "-m", "fsdp_compile.run", "-m", "pytest", "-q", "-n", "1", "test_it.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = run("-m", "fsdp_compile.run", "-m", "pytest", "-q", "-n", "1", "test_it.py", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -229,86 +242,16 @@ def test_a_script_that_is_not_there_is_named(
         main(["-m", "nowhere_at_all"])
 
 
-WRAPPED_SCRIPT = Path(__file__).with_name("fsdp1_script.py")
-
-
-def bound_to_torchs_class() -> list[tuple[types.ModuleType, str]]:
-    checkpoint = sys.modules["torch.distributed.checkpoint.state_dict"]
-    defining = sys.modules["torch.distributed.fsdp.fully_sharded_data_parallel"]
-    return [(torch_fsdp, "FullyShardedDataParallel"), (defining, "FullyShardedDataParallel"), (checkpoint, "FSDP")]
-
-
-@pytest.mark.compat
-def test_fsdp1s_class_is_ours_until_undone(framework: types.ModuleType) -> None:
-    exec("from torch.distributed.fsdp import FullyShardedDataParallel as FSDP", vars(framework))
-    exec("from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler", vars(framework))
-    theirs, scaler = framework.FSDP, framework.ShardedGradScaler
+@pytest.mark.parametrize("asked", ["default", "full"])
+@on_two_ranks
+def test_helpers_know_our_wrappers(asked: str) -> None:
+    """Those of ``torch.distributed.checkpoint.state_dict``, as without ``adopt()``."""
     with fsdp_compile.adopt():
-        assert {getattr(module, name) for module, name in bound_to_torchs_class()} == {OURS}
-        assert framework.FSDP is OURS and framework.ShardedGradScaler is fsdp1.ShardedGradScaler
-    assert {getattr(module, name) for module, name in bound_to_torchs_class()} == {theirs}
-    assert framework.FSDP is theirs is not OURS and framework.ShardedGradScaler is scaler
+        check_helped(asked, compiles=False)
 
 
-def _wrap_and_train(compiles: bool) -> tuple[Any, Any]:
-    """By torch's names, whatever they are."""
-    model = torch_fsdp.FullyShardedDataParallel(
-        Stack(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=CPU, use_orig_params=True
-    )
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
-    for step in range(2):
-        loss_of(run(batches(step)[dist.get_rank()])).backward()
-        optim.step()
-        optim.zero_grad()
-    return run, optim
-
-
-def _helpers_know_ours(compiles: bool) -> None:
-    torch.manual_seed(0)
-    with silenced():
-        theirs, their_optim = _wrap_and_train(compiles=False)
-        whole = helpers.StateDictOptions(full_state_dict=True)
-        expected, expected_optim = helpers.get_state_dict(theirs, their_optim, options=whole)
-    del theirs, their_optim
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        adoption = fsdp_compile.adopt()
-    with adoption:
-        torch.manual_seed(0)
-        ours, optim = _wrap_and_train(compiles)
-        assert isinstance(getattr(ours, "_orig_mod", ours), OURS)
-        sharded, sharded_optim = helpers.get_state_dict(ours, optim)
-        assert all(isinstance(value, DTensor) for value in sharded.values())
-        assert all(isinstance(state["exp_avg"], DTensor) for state in sharded_optim["state"].values())
-        got, got_optim = helpers.get_state_dict(ours, optim, options=whole)
-        assert list(got) == list(expected) == list(sharded) and not any(isinstance(v, DTensor) for v in got.values())
-        torch.testing.assert_close(got, dict(expected), atol=1e-5, rtol=1e-4)
-        assert set(got_optim["state"]) == set(expected_optim["state"]) == set(sharded_optim["state"])
-        for name, state in expected_optim["state"].items():
-            torch.testing.assert_close(got_optim["state"][name]["exp_avg"], state["exp_avg"], atol=1e-6, rtol=1e-4)
-
-        for model_state, optim_state, options in (
-            (sharded, sharded_optim, helpers.StateDictOptions()),
-            (dict(expected), expected_optim, whole),  # torch's own, whole
-        ):
-            torch.manual_seed(1)
-            again, again_optim = _wrap_and_train(compiles)
-            helpers.set_state_dict(
-                again, again_optim, model_state_dict=model_state, optim_state_dict=optim_state, options=options
-            )
-            now, now_optim = helpers.get_state_dict(again, again_optim, options=whole)
-            torch.testing.assert_close(now, dict(expected), atol=1e-5, rtol=1e-4)
-            for name, state in expected_optim["state"].items():
-                torch.testing.assert_close(now_optim["state"][name]["exp_avg"], state["exp_avg"], atol=1e-6, rtol=1e-4)
-
-
-@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.more)])
-def test_helpers_know_our_wrappers(two_ranks: Ranks, compiles: bool) -> None:
-    two_ranks.run(_helpers_know_ours, compiles)
-
-
-def _torchs_wrappers_stay() -> None:
+@on_two_ranks
+def test_torchs_own_wrappers_stay_torchs() -> None:
     theirs = under_theirs(nn.Linear(4, 4))
     with pytest.warns(UserWarning, match=r"adopt\(\) leaves FullyShardedDataParallel as torch's: 1 of its wrappers are"):
         adoption = fsdp_compile.adopt()
@@ -326,19 +269,3 @@ def _torchs_wrappers_stay() -> None:
         assert torch_fsdp.FullyShardedDataParallel is OURS, "nobody holds a wrapper of torch's now"
 
 
-def test_torchs_own_wrappers_stay_torchs(two_ranks: Ranks) -> None:
-    two_ranks.run(_torchs_wrappers_stay)
-
-
-@pytest.mark.more
-def test_an_unchanged_fsdp1_script_trains_alike(tmp_path: Path) -> None:
-    theirs = torchrun(str(WRAPPED_SCRIPT), "4", cwd=tmp_path)
-    expected = [float(loss) for loss in line(theirs, "losses").split()[1:]]
-    assert line(theirs, "engine").startswith("engine torch.distributed.fsdp.")
-    for more in ([], ["compile"]):
-        ours = torchrun("-m", "fsdp_compile.run", str(WRAPPED_SCRIPT), "4", *more, cwd=tmp_path)
-        assert line(ours, "engine").startswith("engine fsdp_compile.fsdp1.")
-        got = [float(loss) for loss in line(ours, "losses").split()[1:]]
-        assert len(got) == 4 and got == pytest.approx(expected, abs=2e-5)
-        assert line(ours, "graphs") == ("graphs 1 breaks 0" if more else "graphs 0 breaks 0")
-        assert line(ours, "saved") == line(theirs, "saved")

@@ -16,33 +16,48 @@ def _text(*names: str) -> GraphText:
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process to which a cache gave some graph."""
+def two_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store of two ranks."""
     store = dist.HashStore()
     monkeypatch.setattr(compat, "default_store", lambda: store)
     monkeypatch.setattr(compat, "group_ranks", lambda group: (0, 1))
-    monkeypatch.setattr(compat, "served_from_a_cache", lambda: True)
 
 
-@pytest.mark.usefixtures("served")
+@pytest.mark.usefixtures("two_of_them")
 def test_parameters_of_equal_shape_that_change_places() -> None:
     first, second = Agreement(), Agreement()
     for _ in range(2):  # running it once more is no other graph
-        first.check_graph(_text("a", "b"))
-        second.check_graph(_text("a", "b"))
-    first.check_graph(_text("c", "d"))
+        first.check(_text("a", "b"))
+        second.check(_text("a", "b"))
+    first.check(_text("c", "d"))
     for _ in range(2):  # whoever tries it again is told again
-        with pytest.raises(RuntimeError, match=r"plans other collectives .* one forward graph: the same ones in another order"):
-            second.check_graph(_text("d", "c"))
-    second.check_graph(_text("c", "d"))
+        with pytest.raises(RuntimeError, match=r"launches other collectives .* one forward graph: the same ones in another order"):
+            second.check(_text("d", "c"))
+    second.check(_text("c", "d"))
 
 
-@pytest.mark.usefixtures("served")
+def test_a_rank_that_gathers_from_fewer_ranks_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that keeps a slice: the name of a group says nothing, the number of its ranks does."""
+    store = dist.HashStore()
+    monkeypatch.setattr(compat, "default_store", lambda: store)
+    monkeypatch.setattr(compat, "group_ranks", lambda group: (0, 1) if group == "node" else (0, 1, 2, 3))
+    summed = Launch("reduce_scatter", "all", "float32", 64, ("a",), ())
+    texts = [
+        GraphText("backward", "", (), (Launch("all_gather", group, "float32", 64, ("a",), ()), summed))
+        for group in ("all", "other name", "node")
+    ]
+    for text in texts[:2]:
+        Agreement().check(text)
+    with pytest.raises(RuntimeError, match=r"only here .*2 ranks.*only there .*4 ranks.*same arguments"):
+        Agreement().check(texts[2])
+
+
+@pytest.mark.usefixtures("two_of_them")
 def test_a_graph_is_compared_before_its_first_launch() -> None:
     assert ledger.on_text is not None and ledger.on_text.__self__ is manager._agreement  # type: ignore[attr-defined]
     of_ranks = [Ledger(), Ledger()]
     for one in of_ranks:
-        one.on_text = Agreement().check_graph
+        one.on_text = Agreement().check
     of_ranks[0].begin([], _text("e", "f").dumps())
     for _ in range(2):
         with pytest.raises(RuntimeError, match="in another order"):

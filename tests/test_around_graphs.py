@@ -11,22 +11,20 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import configure, fully_shard
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager import around, backward, forward, gathered, reduction
-from tests.comparing import batches, loss_of, mine, reference_backward, train_and_compare
+from tests.comparing import batches, full, loss_of, mine, reference_backward, train_and_compare
 from tests.compiling import compile_blocks, num_graphs
+from tests.matrix.models import ReduceByHand
 from tests.models import Block, BreakBlock, Stack, pair, shard, twins
+from tests.on_ranks import on_two_ranks
 from tests.ranks import Ranks
 from tests.recording import no_markers
 from tests.test_eager_regions import CheckpointedBlock
-
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)]
-
 
 # --- what is launched when, and what is freed -------------------------------------------------------------------------
 
@@ -144,40 +142,42 @@ def saved_full_weights(model: Any, call: Callable[..., Tensor] | None = None) ->
     return sum(storages.values())
 
 
-def _autocast(backend: str) -> int:
+def _memory(backend: str) -> list[int]:
+    alive = []
+    for make, reshard in ((Stack, None), (functools.partial(Stack, block=CheckpointedBlock), None), (Stack, False)):
+        model = compile_blocks(pair(make=make, reshard_after_forward=reshard)[1], backend)
+        alive.append(saved_full_weights(model))
+    torch._dynamo.reset()  # or another width makes sizes dynamic
     model = compile_blocks(pair(make=functools.partial(Stack, 2, 40))[1], backend)
 
     def call(tokens: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return model(tokens)
 
-    return saved_full_weights(model, call)
+    return [*alive, saved_full_weights(model, call)]
 
 
-def _memory(backend: str) -> list[int]:
-    alive = []
-    for make, reshard in ((Stack, None), (functools.partial(Stack, block=CheckpointedBlock), None), (Stack, False)):
-        model = compile_blocks(pair(make=make, reshard_after_forward=reshard)[1], backend)
-        alive.append(saved_full_weights(model))
-    return alive
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
 def test_no_full_weight_lives_between_forward_and_backward(two_ranks: Ranks, backend: str) -> None:
-    resharded, recomputed, kept = two_ranks.run(_memory, backend)[0]
-    assert resharded == recomputed == 0
+    resharded, recomputed, kept, under_autocast = two_ranks.run(_memory, backend)[0]
+    assert resharded == recomputed == under_autocast == 0
     assert kept > 0
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nor_under_autocast(two_ranks: Ranks, backend: str) -> None:
-    assert two_ranks.run(_autocast, backend)[0] == 0
 
 
 # --- ways to compile, and ways to fail --------------------------------------------------------------------------------
 
 
-def _ways(order: str) -> None:
+def _assert_first_gradients(model: nn.Module, unsharded: nn.Module) -> None:
+    """Those of the first batches, whatever wrappers the parameters' names tell of."""
+    reference_backward(unsharded, batches(0))
+    ours = {name.replace("_orig_mod.", ""): param for name, param in model.named_parameters()}
+    for name, param in unsharded.named_parameters():
+        torch.testing.assert_close(full(ours[name].grad), param.grad, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("order", ["compile, shard", "shard, compile", "forward", "wrap, shard", "shard, wrap", "wrap last"])
+@on_two_ranks
+def test_however_blocks_are_compiled(order: str) -> None:
     unsharded, model = twins(functools.partial(Stack, 4))
     options: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
     names = list(unsharded.state_dict())
@@ -192,21 +192,16 @@ def _ways(order: str) -> None:
         elif order == "shard, wrap":
             model.layers[index] = torch.compile(layer, **options)
     fully_shard(model)
-    for layer in list(model.layers):
-        if order == "last":
-            layer.compile(**options)
-        elif order == "wrap last":
-            model.layers[list(model.layers).index(layer)] = torch.compile(layer, **options)
+    for index, layer in enumerate(model.layers):
+        if order == "wrap last":
+            model.layers[index] = torch.compile(layer, **options)
         elif order == "forward":
             layer.forward = torch.compile(layer.forward, **options)
     with no_markers():
         loss_of(model(mine())).backward()
         if "wrap" in order:
             assert "layers.0._orig_mod.norm.weight" in model.state_dict()
-            reference_backward(unsharded, batches(0))
-            ours = {name.replace("_orig_mod.", ""): param for name, param in model.named_parameters()}
-            for name, param in unsharded.named_parameters():
-                torch.testing.assert_close(ours[name].grad.full_tensor(), param.grad, atol=1e-6, rtol=1e-4)
+            _assert_first_gradients(model, unsharded)
         else:
             model.zero_grad()
             assert list(model.state_dict()) == names
@@ -214,30 +209,14 @@ def _ways(order: str) -> None:
         assert num_graphs() == 1
 
 
-@pytest.mark.parametrize("order", ["compile, shard", "shard, compile", "last", "forward", "wrap, shard", "shard, wrap", "wrap last"])
-def test_however_blocks_are_compiled(two_ranks: Ranks, order: str) -> None:
-    two_ranks.run(_ways, order)
-
-
-def _whole_model_over_compiled_blocks() -> int:
-    unsharded, model = pair(make=functools.partial(Stack, 3))
-    compile_blocks(model)
-    train_and_compare(torch.compile(model, backend="aot_eager", fullgraph=True), model, unsharded)
-    return num_graphs()
-
-
-def test_a_model_compiled_whole_is_one_graph_whatever_its_blocks_are(two_ranks: Ranks) -> None:
-    assert two_ranks.run(_whole_model_over_compiled_blocks) == [1, 1]
-
-
-def _broken_around_compiled_blocks() -> None:
-    unsharded, model = pair(make=functools.partial(Stack, 3, block=BreakBlock))
-    compile_blocks(model, fullgraph=False)
-    train_and_compare(torch.compile(model, backend="aot_eager"), model, unsharded)
-
-
-def test_nor_where_it_breaks_do_the_numbers_change(two_ranks: Ranks) -> None:
-    two_ranks.run(_broken_around_compiled_blocks)
+@pytest.mark.parametrize("breaks", [False, True])
+@on_two_ranks
+def test_a_model_compiled_whole_is_one_graph_whatever_its_blocks_are(breaks: bool) -> None:
+    """Nor do the numbers change where it breaks."""
+    unsharded, model = pair(make=functools.partial(Stack, 3, block=BreakBlock if breaks else Block))
+    compile_blocks(model, fullgraph=not breaks)
+    train_and_compare(torch.compile(model, backend="aot_eager", fullgraph=not breaks), model, unsharded)
+    assert breaks or num_graphs() == 1
 
 
 class Calling(Block):
@@ -247,24 +226,19 @@ class Calling(Block):
         return super().__call__(2 * x)
 
 
-def _a_call_of_its_own() -> None:
+@on_two_ranks
+def test_a_wrapped_block_is_called_as_its_class_says() -> None:
     unsharded, model = twins(functools.partial(Stack, 2, block=Calling))
     for index, layer in enumerate(model.layers):
         model.layers[index] = torch.compile(layer, backend="aot_eager")
         fully_shard(layer)
     fully_shard(model)
     loss_of(model(mine())).backward()
-    reference_backward(unsharded, batches(0))
-    ours = {name.replace("_orig_mod.", ""): param for name, param in model.named_parameters()}
-    for name, param in unsharded.named_parameters():
-        torch.testing.assert_close(ours[name].grad.full_tensor(), param.grad, atol=1e-6, rtol=1e-4)
+    _assert_first_gradients(model, unsharded)
 
 
-def test_a_wrapped_block_is_called_as_its_class_says(two_ranks: Ranks) -> None:
-    two_ranks.run(_a_call_of_its_own)
-
-
-def _copied() -> None:
+@on_two_ranks
+def test_a_copy_of_a_model_with_compiled_blocks() -> None:
     unsharded, model = twins()
     model.layers[0] = torch.compile(model.layers[0], backend="aot_eager")
     for layer in model.layers:
@@ -276,14 +250,7 @@ def _copied() -> None:
     twin.zero_grad()
     with no_markers():
         loss_of(twin(mine())).backward()
-    reference_backward(unsharded, batches(0))
-    ours = {name.replace("_orig_mod.", ""): param for name, param in twin.named_parameters()}
-    for name, param in unsharded.named_parameters():
-        torch.testing.assert_close(ours[name].grad.full_tensor(), param.grad, atol=1e-6, rtol=1e-4)
-
-
-def test_a_copy_of_a_model_with_compiled_blocks(two_ranks: Ranks) -> None:
-    two_ranks.run(_copied)
+    _assert_first_gradients(twin, unsharded)
 
 
 class Raising(Block):
@@ -295,7 +262,8 @@ class Raising(Block):
         return super().forward(x)
 
 
-def _after_an_error() -> None:
+@on_two_ranks
+def test_an_error_in_a_compiled_block_leaves_nothing_gathered() -> None:
     unsharded, model = pair(make=lambda: Stack(3, block=Raising))
     compile_blocks(model, fullgraph=False)
     loss_of(model(mine())).backward()
@@ -311,11 +279,8 @@ def _after_an_error() -> None:
     train_and_compare(model, model, unsharded)
 
 
-def test_an_error_in_a_compiled_block_leaves_nothing_gathered(two_ranks: Ranks) -> None:
-    two_ranks.run(_after_an_error)
-
-
-def _in_place_of_parameters() -> None:
+@on_two_ranks
+def test_other_tensors_in_place_of_parameters() -> None:
     unsharded, model = pair()
     compile_blocks(model)
     loss_of(model(mine())).backward()
@@ -332,11 +297,8 @@ def _in_place_of_parameters() -> None:
     train_and_compare(model, model, unsharded)
 
 
-def test_other_tensors_in_place_of_parameters(two_ranks: Ranks) -> None:
-    two_ranks.run(_in_place_of_parameters)
-
-
-def _asked_for() -> None:
+@on_two_ranks
+def test_gradients_that_are_asked_for_and_hooks() -> None:
     unsharded, model = pair()
     compile_blocks(model)
     loss = loss_of(model(mine()))
@@ -356,11 +318,8 @@ def _asked_for() -> None:
         torch.testing.assert_close(param.grad.full_tensor(), theirs.grad * 2, atol=1e-6, rtol=1e-4)
 
 
-def test_gradients_that_are_asked_for_and_hooks(two_ranks: Ranks) -> None:
-    two_ranks.run(_asked_for)
-
-
-def _one_is_asked_for_while_others_wait() -> None:
+@on_two_ranks
+def test_what_others_accumulated_stays_where_one_gradient_is_asked_for() -> None:
     unsharded, model = pair()
     compile_blocks(model)
     model.set_requires_gradient_sync(False)
@@ -374,11 +333,8 @@ def _one_is_asked_for_while_others_wait() -> None:
             torch.testing.assert_close(param.grad.full_tensor(), 2 * theirs.grad, atol=1e-6, rtol=1e-4)
 
 
-def test_what_others_accumulated_stays_where_one_gradient_is_asked_for(two_ranks: Ranks) -> None:
-    two_ranks.run(_one_is_asked_for_while_others_wait)
-
-
-def _unequal() -> int:
+@on_two_ranks
+def test_blocks_of_other_sizes_are_graphs_of_their_own() -> None:
     unsharded, model = twins(functools.partial(Stack, 2))
     for one in (unsharded, model):
         torch.manual_seed(1)
@@ -388,67 +344,40 @@ def _unequal() -> int:
         one.layers[2].up, one.layers[2].down = nn.Linear(16, 50), nn.Linear(50, 16)
     compile_blocks(shard(model))
     train_and_compare(model, model, unsharded)
-    return num_graphs()
+    assert num_graphs() == 2
 
 
-def test_blocks_of_other_sizes_are_graphs_of_their_own(two_ranks: Ranks) -> None:
-    assert two_ranks.run(_unequal) == [2, 2]
+class Counting(ReduceByHand):
+    num_calls = 0
 
-
-class Counting:
-    """A reduction of the user's own."""
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output: Tensor, input: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.num_calls += 1
-        return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
+        return super().__call__(*args, **kwargs)
 
 
-def _custom_reduction() -> tuple[int, int]:
+@on_two_ranks
+def test_what_only_the_eager_path_can_honour_keeps_no_block_from_being_compiled() -> None:
     unsharded, model = pair()
     compile_blocks(model)
     comm = Counting()
     for layer in model.layers:
         layer.set_custom_reduce_scatter(comm)
     train_and_compare(model, model, unsharded, steps=2)
-    return num_graphs(), comm.num_calls
+    assert num_graphs() == 1 and comm.num_calls > 0
 
 
-def test_what_only_the_eager_path_can_honour_keeps_no_block_from_being_compiled(two_ranks: Ranks) -> None:
-    num, calls = two_ranks.run(_custom_reduction)[0]
-    assert num == 1 and calls > 0
-
-
-def _no_plan_for_blocks() -> None:
+@pytest.mark.parametrize(("blocks", "why"), [(True, ".* is compiled by itself"), (False, ".root. .* runs eagerly")])
+@on_two_ranks
+def test_a_budget_that_only_a_graph_of_the_whole_model_can_heed_is_said(blocks: bool, why: str) -> None:
     unsharded, model = pair()
-    configure(compile_blocks(model), memory_budget="1GiB")
-    with pytest.warns(UserWarning, match="memory_budget or plan has no effect where .* is compiled by itself") as caught:
+    configure(compile_blocks(model) if blocks else model, memory_budget="1GiB")
+    with pytest.warns(UserWarning, match=f"memory_budget or plan has no effect where {why}") as caught:
         train_and_compare(model, model, unsharded, steps=2)
     assert sum("memory_budget" in str(one.message) for one in caught) == 1, "said once"
 
 
-def test_a_budget_that_compiled_blocks_do_not_heed_is_said(two_ranks: Ranks) -> None:
-    two_ranks.run(_no_plan_for_blocks)
-
-
-def _no_plan_without_a_graph() -> None:
-    unsharded, model = pair()
-    configure(model, memory_budget="1GiB")
-    with pytest.warns(UserWarning, match="memory_budget or plan has no effect where .root. .* runs eagerly") as caught:
-        train_and_compare(model, model, unsharded, steps=2)
-    assert sum("memory_budget" in str(one.message) for one in caught) == 1, "said once"
-
-
-def test_a_budget_that_an_eager_model_does_not_heed_is_said(two_ranks: Ranks) -> None:
-    two_ranks.run(_no_plan_without_a_graph)
-
-
-def _settings_of_the_eager_path() -> None:
+@on_two_ranks
+def test_prefetching_is_as_the_user_says() -> None:
     model = compile_blocks(pair(make=functools.partial(Stack, 3))[1])
     first, second, third = model.layers
     first.set_modules_to_forward_prefetch([second, third])
@@ -457,7 +386,3 @@ def _settings_of_the_eager_path() -> None:
     with events.noted():
         model(mine())
     assert ", ".join(events[:7]) == "gather root, have root, gather 0, have 0, gather 1, gather 2, compute 0"
-
-
-def test_prefetching_is_as_the_user_says(two_ranks: Ranks) -> None:
-    two_ranks.run(_settings_of_the_eager_path)

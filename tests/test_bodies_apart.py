@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,15 +10,14 @@ from torch._higher_order_ops import scan, while_loop
 
 from fsdp_compile import fully_shard
 from tests.comparing import assert_same_grads, batches
-from tests.models import Block, Stack, pair
+from tests.models import Block, Stack, pair, twins
+from tests.on_ranks import on_two_ranks
 
 
 class Three(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Linear(8, 8)
-        self.b = nn.Linear(8, 8)
-        self.c = nn.Linear(8, 8)
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
 
 
 class Branches(Three):
@@ -53,10 +49,21 @@ def _inputs() -> list[Tensor]:
     return [scale[rank] * torch.randn(4, 8, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
 
 
-def _compare(make: type[Three], units: bool, backend: str, trains: bool) -> None:
-    torch.manual_seed(0)
-    unsharded = make()
-    sharded = copy.deepcopy(unsharded)
+AOT = "aot_eager"
+
+
+@pytest.mark.parametrize(
+    ("make", "units", "backend", "trains"),
+    [
+        (Branches, False, AOT, True),
+        pytest.param(Branches, True, AOT, True, marks=pytest.mark.compat),
+        pytest.param(Scans, False, AOT, True, marks=pytest.mark.more),
+        pytest.param(Loops, True, "inductor", False, marks=pytest.mark.more),
+    ],
+)
+@on_two_ranks
+def test_bodies_run_as_each_rank_likes(make: type[Three], units: bool, backend: str, trains: bool) -> None:
+    unsharded, sharded = twins(make)
     if units:
         fully_shard(sharded.a)
         fully_shard(sharded.b)
@@ -72,35 +79,15 @@ def _compare(make: type[Three], units: bool, backend: str, trains: bool) -> None
         assert_same_grads(sharded, unsharded, atol=1e-4)
 
 
-@pytest.mark.parametrize("units", [False, True])
-def test_branches_part_by_rank(two_ranks: Any, units: bool) -> None:
-    two_ranks.run(_compare, Branches, units, "aot_eager", True)
-
-
-@pytest.mark.more
-@pytest.mark.compat
-def test_branches_train_on_inductor(two_ranks: Any) -> None:
-    two_ranks.run(_compare, Branches, True, "inductor", True)
-
-
-@pytest.mark.more
-def test_a_scan_trains(two_ranks: Any) -> None:
-    two_ranks.run(_compare, Scans, False, "aot_eager", True)
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_loop_runs_as_often_as_each_rank_likes(two_ranks: Any, backend: str) -> None:
-    two_ranks.run(_compare, Loops, True, backend, False)
-
-
 class Region(Block):
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
 
 
-def _regions(backend: str) -> None:
+@pytest.mark.parametrize("backend", [AOT, pytest.param("inductor", marks=pytest.mark.more)])
+@on_two_ranks
+def test_compiled_regions_are_evaluated_and_refuse_to_train(backend: str) -> None:
     unsharded, sharded = pair(make=lambda: Stack(block=Region))
     compiled = torch.compile(sharded, backend=backend)
     tokens = batches(0)[dist.get_rank()]
@@ -108,12 +95,3 @@ def _regions(backend: str) -> None:
         torch.testing.assert_close(compiled(tokens), unsharded(tokens))
     with pytest.raises(RuntimeError, match=r"norm\.weight is read in a torch\.compiler\.nested_compile_region"):
         compiled(tokens)
-
-
-def test_compiled_regions_are_evaluated_and_refuse_to_train(two_ranks: Any) -> None:
-    two_ranks.run(_regions, "aot_eager")
-
-
-@pytest.mark.more
-def test_compiled_regions_are_evaluated_on_inductor(two_ranks: Any) -> None:
-    two_ranks.run(_regions, "inductor")

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch._functorch.config as functorch_config
@@ -31,26 +32,6 @@ def caches_on() -> Iterator[None]:
         yield
 
 
-class _Use:
-    """One use, on a thread of its own or on this one."""
-
-    def __init__(self, elsewhere: bool) -> None:
-        self._pool = ThreadPoolExecutor(1) if elsewhere else None
-        self._use = inductor.no_compile_caches()
-
-    def _run(self, fn: Callable[[], bool]) -> bool:
-        return fn() if self._pool is None else self._pool.submit(fn).result()
-
-    def enter(self) -> bool:
-        return self._run(lambda: (self._use.__enter__(), _are_on())[1])
-
-    def leave(self) -> bool:
-        return self._run(lambda: (self._use.__exit__(None, None, None), _are_on())[1])
-
-    def look(self) -> bool:
-        return self._run(_are_on)
-
-
 def _found_elsewhere() -> bool:
     """What a thread finds that never set anything."""
     found: list[bool] = []
@@ -62,17 +43,25 @@ def _found_elsewhere() -> bool:
 
 @pytest.mark.parametrize("threads", [(False, False), (True, True), (False, True), (True, False)])
 def test_uses_that_overlap_leave_caches_as_they_were(threads: tuple[bool, bool]) -> None:
+    """Two uses, each on a thread of its own or on this one."""
+    pools = [ThreadPoolExecutor(1) if elsewhere else None for elsewhere in threads]
+    first, second = (inductor.no_compile_caches() for _ in pools)
+
+    def run(place: int, fn: Callable[..., Any], *args: Any) -> Any:
+        pool = pools[place]
+        return fn(*args) if pool is None else pool.submit(fn, *args).result()
+
     before = _found_elsewhere()
-    first, second = (_Use(elsewhere) for elsewhere in threads)
-    seen = [first.look(), second.look()]
-    assert first.enter() is False
-    assert second.enter() is False
+    seen = [run(place, _are_on) for place in range(2)]
+    for place, use in enumerate((first, second)):
+        run(place, use.__enter__)
+        assert run(place, _are_on) is False
     assert _found_elsewhere() is False
-    first.leave()
-    assert second.look() is False
+    run(0, first.__exit__, None, None, None)
+    assert run(1, _are_on) is False
     assert _found_elsewhere() is False
-    second.leave()
-    assert [first.look(), second.look()] == seen
+    run(1, second.__exit__, None, None, None)
+    assert [run(place, _are_on) for place in range(2)] == seen
     assert _are_on() is True
     assert _found_elsewhere() == before
 

@@ -128,52 +128,43 @@ def test_the_command_line_refuses_what_cannot_be_before_it_measures(
     assert capsys.readouterr().err == f"{says}\n"
 
 
-def fail_to_build(monkeypatch: pytest.MonkeyPatch) -> list[list[signal.Handlers]]:
-    """A machine where no veth pair can be made; what it would do at signals while it takes namespaces away."""
-    handlers = []
-
-    def run(command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        if "delete" in command:
-            handlers.append([signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)])
-        return subprocess.CompletedProcess(command, 2 if "veth" in command else 0, "", "Unknown device type")
-
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(link.shutil, "which", lambda tool: tool)
-    monkeypatch.setattr(link.subprocess, "run", run)
-    return handlers  # type: ignore[return-value]
+def signal_handlers() -> list[Any]:
+    return [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
 
 
 def test_a_link_that_cannot_be_built_ends_the_run_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    handlers = fail_to_build(monkeypatch)
+    """On a machine where no veth pair can be made, whose namespaces are taken away without an interruption."""
+    before, while_it_deletes = signal_handlers(), []
+
+    def run(command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        if "delete" in command:
+            while_it_deletes.append(signal_handlers())
+        return subprocess.CompletedProcess(command, 2 if "veth" in command else 0, "", "Unknown device type")
+
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(link.shutil, "which", lambda tool: tool)
+    monkeypatch.setattr(link.subprocess, "run", run)
     assert cli.main(["calibrate", "--link", "1gbit", "--out", str(tmp_path / "p.json")]) == 2
     said = capsys.readouterr().err
     assert said.startswith("The run ended early: --link: `ip link add fclink0") and "failed: Unknown device type" in said
-    assert handlers == [[signal.SIG_IGN] * 3] * 2  # nothing may leave half of the link
-    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    assert while_it_deletes == [[signal.SIG_IGN] * 3] * 2  # nothing may leave half of the link
+    assert signal_handlers() == before
 
 
-def test_a_link_is_measured_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_is_measured_on_the_cpu_and_without_affinity_all_cpus_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(measure.torch.cuda, "device_count", lambda: 2)
     assert [measure.device_of(2, 1, has_link=one).type for one in (False, True)] == ["cuda", "cpu"]
-
-
-def test_where_no_affinity_is_known_all_cpus_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     assert measure._num_cpus() == os.cpu_count()
 
 
-def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_measures_all_that_a_profile_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"_WIDTHS": (32, 64), "_CPU_COPY_BYTES": 1 << 16, "_TINY_CALLS": 10, "_REPEATS": 2, "_SMALL_REPEATS": 2}
     for name, value in small.items():
         monkeypatch.setattr(measure, name, value)
-
-
-def test_a_worker_measures_all_that_a_profile_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shrink(monkeypatch)
     monkeypatch.setattr(measure.torch.cuda, "is_available", lambda: False)
     sent: list[dict[str, Any]] = []
     sizes = (1 << 12, 1 << 14)

@@ -8,12 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile import fully_shard
-from tests.comparing import assert_same_grads, batches, loss_of, mean_over_ranks, reference_backward
+from tests.comparing import (
+    assert_same_grads,
+    backward_on_both,
+    batches,
+    loss_of,
+    mean_over_ranks,
+    mine,
+    reference_backward,
+)
 from tests.models import Stack, pair
+from tests.on_ranks import on_two_ranks
 
 X = torch.ones(2, 8)
 
@@ -84,49 +92,34 @@ def _backward_in_the_graph(backend: str) -> None:
 
     with _traces_backward():
         for number in range(2):  # the second one adds to the gradients of the first
-            tokens = batches(number)
-            loss = step(tokens[dist.get_rank()])
-            expected = reference_backward(unsharded, tokens)
+            loss = step(mine(number))
+            expected = reference_backward(unsharded, batches(number))
             torch.testing.assert_close(mean_over_ranks(loss), expected)
             assert_same_grads(sharded, unsharded)
 
 
-def _backward_behind_the_graph() -> None:
-    unsharded, sharded = pair()
-    tokens = batches(0)
-    with _traces_backward():
-        loss_of(torch.compile(sharded, backend="aot_eager")(tokens[dist.get_rank()])).backward()
-    reference_backward(unsharded, tokens)
-    assert_same_grads(sharded, unsharded)
-
-
-def _without_synchronization() -> str:
-    _, sharded = pair()
-    sharded.set_requires_gradient_sync(False)
-    with _traces_backward(), pytest.raises(RuntimeError) as raised:
-        torch.compile(sharded, backend="aot_eager")(batches(0)[0])
-    return str(raised.value)
-
-
-def test_a_backward_in_the_graph_of_its_forward(two_ranks: Any) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+def test_a_backward_in_the_graph_of_its_forward(two_ranks: Any, backend: str) -> None:
     if torch.torch_version.TorchVersion(torch.__version__) < (2, 12):
         # torch 2.11 asserts that leaves are no DTensors. Gradients are not lost without a word.
         with pytest.raises(AssertionError, match="in method_backward"):
-            two_ranks.run(_backward_in_the_graph, "aot_eager")
+            two_ranks.run(_backward_in_the_graph, backend)
         return
-    two_ranks.run(_backward_in_the_graph, "aot_eager")
+    two_ranks.run(_backward_in_the_graph, backend)
 
 
-@pytest.mark.more
-def test_a_backward_in_the_graph_of_its_forward_on_inductor(two_ranks: Any) -> None:
-    if torch.torch_version.TorchVersion(torch.__version__) >= (2, 12):
-        two_ranks.run(_backward_in_the_graph, "inductor")
+@on_two_ranks
+def test_the_setting_changes_nothing_for_a_backward_outside() -> None:
+    unsharded, sharded = pair()
+    with _traces_backward():
+        backward_on_both(torch.compile(sharded, backend="aot_eager"), unsharded, 0)
+    assert_same_grads(sharded, unsharded)
 
 
-def test_the_setting_changes_nothing_for_a_backward_outside(two_ranks: Any) -> None:
-    two_ranks.run(_backward_behind_the_graph)
-
-
-def test_gradients_cannot_be_held_back_in_the_graph(two_ranks: Any) -> None:
-    for said in two_ranks.run(_without_synchronization):
-        assert "embed.weight: torch._dynamo.config.trace_autograd_ops traces backward into the graph" in said
+@on_two_ranks
+def test_gradients_cannot_be_held_back_in_the_graph() -> None:
+    _, sharded = pair()
+    sharded.set_requires_gradient_sync(False)
+    said = r"embed\.weight: torch\._dynamo\.config\.trace_autograd_ops traces backward into the graph"
+    with _traces_backward(), pytest.raises(RuntimeError, match=said):
+        torch.compile(sharded, backend="aot_eager")(batches(0)[0])

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from fsdp_compile import CheckedReader, fully_shard
-from tests.ranks import Ranks
+from tests.on_ranks import on_two_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -99,8 +99,9 @@ def test_files_outside_of_the_folder_are_not_opened(tmp_path: Path, place: str) 
         dcp.load({"a": torch.zeros(2)}, storage_reader=later(tmp_path / "saved"), no_dist=True)
 
 
-def check_sharded(folder: str) -> None:
-    torch.manual_seed(0)
+@on_two_ranks
+def test_shards_and_optimizer_are_loaded_by_it(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
     model, again = (fully_shard(nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3))) for _ in range(2))
     optims = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, again)]
     model(torch.ones(2, 5)).square().sum().backward()
@@ -117,7 +118,3 @@ def check_sharded(folder: str) -> None:
             found = optims[1].state[ours][name]
             assert torch.equal(*(getattr(one, "_local_tensor", one) for one in (found, value))), name
     dist.barrier()
-
-
-def test_shards_and_optimizer_are_loaded_by_it(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(check_sharded, str(tmp_path / "saved"))

@@ -13,15 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as helpers
 from torch.distributed.tensor import DTensor
 
 import fsdp_compile
-from tests.comparing import batches, loss_of
+from tests.comparing import train_steps
 from tests.compiling import compiled
 from tests.models import Stack
-from tests.ranks import Ranks
+from tests.on_ranks import on_two_ranks
 
 OPTIONS: dict[str, dict[str, bool]] = {
     "sharded": {},
@@ -55,20 +56,17 @@ class Saved(Stack):
 class Trained:
     """A model and its optimizer, and what their tensors are."""
 
-    def __init__(self, shard: Callable[..., Any], call: str, steps: int, backend: str) -> None:
+    def __init__(self, shard: Callable[..., Any], call: str, steps: int) -> None:
         torch.manual_seed(0)
         model = Saved()
         for layer in model.layers:
             shard(layer)
         shard(model)
         if call == "model.compile()":
-            model.compile(backend=backend)
-        self.model = compiled(model, backend if call == "torch.compile(model)" else None, fullgraph=False)
+            model.compile(backend="aot_eager")
+        self.model = compiled(model, "aot_eager" if call == "torch.compile(model)" else None, fullgraph=False)
         self.optim = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
-        for step in range(steps):
-            loss_of(self.model(batches(step)[dist.get_rank()])).backward()
-            self.optim.step()
-            self.optim.zero_grad()
+        train_steps(self.model, self.optim, range(steps))
         helpers.get_optimizer_state_dict(self.model, self.optim)  # which makes one where there is none
         self.before = [tensor.detach().clone() for tensor in self.tensors()]
 
@@ -94,8 +92,8 @@ class Trained:
 
 
 @functools.cache
-def _both(call: str, steps: int, backend: str) -> tuple[Trained, Trained]:
-    return tuple(Trained(one.fully_shard, call, steps, backend) for one in (fsdp_compile, torch_fsdp))  # type: ignore[return-value]
+def _both(call: str, steps: int) -> tuple[Trained, Trained]:
+    return tuple(Trained(one.fully_shard, call, steps) for one in (fsdp_compile, torch_fsdp))  # type: ignore[return-value]
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -104,22 +102,16 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _look(value: Any) -> Any:
     """What a state dict holds, without the numbers."""
-    if isinstance(value, dict):
-        return {key: _look(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_look(one) for one in value]
-    if not isinstance(value, Tensor):
-        return value
-    placements = (value.placements, value.device_mesh.shape) if isinstance(value, DTensor) else None
-    return type(value).__name__, value.dtype, tuple(value.shape), str(value.device), placements, value.requires_grad
+
+    def look(one: Tensor) -> Any:
+        placements = (one.placements, one.device_mesh.shape) if isinstance(one, DTensor) else None
+        return type(one).__name__, one.dtype, tuple(one.shape), str(one.device), placements, one.requires_grad
+
+    return pytree.tree_map_only(Tensor, look, value)
 
 
 def _numbers(value: Any) -> list[Tensor]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [number for one in value for number in _numbers(one)]
-    return [_local(value)] if isinstance(value, Tensor) else []
+    return [_local(one) for one in pytree.tree_leaves(value) if isinstance(one, Tensor)]
 
 
 def _outcome(call: Callable[[], Any]) -> Any:
@@ -132,12 +124,13 @@ def _outcome(call: Callable[[], Any]) -> Any:
 def _round(trained: Trained, asked: dict[str, bool]) -> dict[str, Any]:
     """What the helpers give, and what comes back when they take it, by their names."""
     model, optim, options = trained.model, trained.optim, helpers.StateDictOptions(**asked)
+    inner = getattr(model, "_orig_mod", model)
     told: dict[str, Any] = {
         "get_model_state_dict": helpers.get_model_state_dict(model, options=options),
         "get_optimizer_state_dict": helpers.get_optimizer_state_dict(model, optim, options=options),
         "get_state_dict": helpers.get_state_dict(model, optim, options=options),
         "a submodule": _outcome(  # without frozen parameters torch raises, for it misses those of other modules
-            lambda: helpers.get_model_state_dict(model, submodules={_inner(model).layers[0]}, options=options)
+            lambda: helpers.get_model_state_dict(model, submodules={inner.layers[0]}, options=options)
         ),
     }
     of_model, of_optim = told["get_state_dict"]
@@ -165,20 +158,18 @@ def _round(trained: Trained, asked: dict[str, bool]) -> dict[str, Any]:
     return told
 
 
-def _inner(model: Any) -> Any:
-    return getattr(model, "_orig_mod", model)
-
-
 def _clone(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _clone(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_clone(one) for one in value)
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    return pytree.tree_map_only(Tensor, lambda one: one.detach().clone(), value)
 
 
-def _as_fsdp2s(call: str, steps: int, options: str, backend: str = "aot_eager") -> None:
-    ours, theirs = (_round(trained, OPTIONS[options]) for trained in _both(call, steps, backend))
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("steps", [0, 2], ids=["new", "trained"])
+@pytest.mark.parametrize(
+    "call", [one if one == "torch.compile(model)" else pytest.param(one, marks=pytest.mark.more) for one in CALLS]
+)
+@on_two_ranks
+def test_the_helpers_do_what_they_do_for_fsdp2(call: str, steps: int, options: str) -> None:
+    ours, theirs = (_round(trained, OPTIONS[options]) for trained in _both(call, steps))
     for name, expected in theirs.items():
         assert _look(ours[name]) == _look(expected), name
         for mine, their in zip(_numbers(ours[name]), _numbers(expected), strict=True):
@@ -187,18 +178,3 @@ def _as_fsdp2s(call: str, steps: int, options: str, backend: str = "aot_eager") 
         restored = zip(ours["set_model_state_dict restores"], ours["set_optimizer_state_dict restores"], strict=True)
         assert all(any(by_either) for by_either in restored)
         assert all(ours.get("set_state_dict restores", ()))
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("steps", [0, 2], ids=["new", "trained"])
-@pytest.mark.parametrize(
-    "call", [one if one == "torch.compile(model)" else pytest.param(one, marks=pytest.mark.more) for one in CALLS]
-)
-def test_the_helpers_do_what_they_do_for_fsdp2(two_ranks: Ranks, call: str, steps: int, options: str) -> None:
-    two_ranks.run(_as_fsdp2s, call, steps, options)
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("options", ["sharded", "full, broadcast from rank 0"])
-def test_the_same_with_inductor(two_ranks: Ranks, options: str) -> None:
-    two_ranks.run(_as_fsdp2s, "torch.compile(model)", 1, options, "passes")

@@ -1,18 +1,14 @@
 """Checkpoints go from any number of ranks to any other, from any way of sharding to any other, and on from there.
 
     saved by 1, 2, 3 or 4 ranks, replicas, columns, one unit  -->  loaded by any of these: bit by bit, and trained on
-    saved by ours, FSDP2, FSDP1, DDP, a plain model           -->  loaded by any of these
+    saved by ours                                             -->  loaded by FSDP2, FSDP1, DDP, a plain model
+    saved by FSDP2, FSDP1, DDP, a plain model                 -->  loaded by ours
 """
 
 from __future__ import annotations
 
 import functools
-import os
-import signal
-import threading
-import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +19,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compile import fully_shard
-from fsdp_compile.workers import WorkerError
-from tests.comparing import batches, loss_of
+from tests.comparing import batches, full, loss_of
 from tests.compiling import num_graphs
+from tests.fsdp1_scripts import silenced, under_theirs
 from tests.models import Block, Stack, mesh_of, shard
+from tests.on_ranks import on_two_ranks
 from tests.ranks import Ranks
 
 STEPS = 2  # before saving, and after loading
@@ -66,25 +63,35 @@ class Run:
         return loss.item()
 
 
-def run_of(model: nn.Module, seed: int) -> Run:
-    params = list(model.named_parameters())
-    groups = [[param for name, param in params if name.endswith("bias") is bias] for bias in (False, True)]
-    decays = [0.1, 0.0]
-    return Run(model, torch.optim.AdamW([{"params": some, "weight_decay": decay} for some, decay in zip(groups, decays)], lr=1e-2))
-
-
-def made(kind: Callable[[Saved], Any], seed: int) -> Run:
+def made(kind: Callable[[Saved], Any], seed: int, steps: int = 0) -> Run:
     torch.manual_seed(seed)
-    return run_of(kind(Saved()), seed)
+    model = kind(Saved())
+    params = list(model.named_parameters())
+    groups = [
+        {"params": [param for name, param in params if name.endswith("bias") is bias], "weight_decay": decay}
+        for bias, decay in ((False, 0.1), (True, 0.0))
+    ]
+    run = Run(model, torch.optim.AdamW(groups, lr=1e-2))
+    for index in range(steps):
+        run.step(index)
+    return run
+
+
+def by_name(model: dict[str, Any], optim: dict[str, Any]) -> dict[str, Tensor]:
+    named = {f"model.{name}": value for name, value in model.items()}
+    for fqn, state in optim["state"].items():
+        named |= {f"optim.{fqn}.{key}": value for key, value in state.items()}
+    return named
 
 
 def values_of(run: Run) -> dict[str, Tensor]:
     """Everything that is saved, whole, by name."""
+    return {name: full(value).clone() for name, value in by_name(*get_state_dict(run.model, run.optim)).items()}
+
+
+def save(run: Run, folder: str, step: int = STEPS) -> None:
     model, optim = get_state_dict(run.model, run.optim)
-    named = {f"model.{name}": value for name, value in model.items()}
-    for fqn, state in optim["state"].items():
-        named |= {f"optim.{fqn}.{key}": value for key, value in state.items()}
-    return {name: (value.full_tensor() if isinstance(value, DTensor) else value).clone() for name, value in named.items()}
+    dcp.save({"model": model, "optim": optim, "step": step}, checkpoint_id=folder)
 
 
 def assert_values(run: Run, expected: dict[str, Tensor]) -> None:
@@ -102,9 +109,6 @@ def go_on(run: Run) -> None:
         if index >= STEPS:
             assert abs(run.step(index) - expected) < 1e-5
     torch.testing.assert_close(values_of(run), values_of(reference), atol=1e-5, rtol=1e-3)
-
-
-# --- from N ranks to M ------------------------------------------------------------------------------------------------
 
 
 def _columns(param: nn.Parameter) -> Shard | None:
@@ -137,12 +141,9 @@ def worlds() -> Iterator[dict[int, Ranks]]:
 
 
 def _save(way: str, folder: str) -> dict[str, Tensor] | None:
-    run = made(WAYS[way][1], 0)
-    for index in range(STEPS):
-        run.step(index)
+    run = made(WAYS[way][1], 0, STEPS)
     num = num_graphs()
-    model, optim = get_state_dict(run.model, run.optim)
-    dcp.save({"model": model, "optim": optim, "step": STEPS}, checkpoint_id=folder)
+    save(run, folder)
     values = values_of(run)
     run.step(STEPS)
     assert num_graphs() == num, "saving compiles nothing anew"
@@ -166,33 +167,26 @@ def _load(way: str, folders: dict[str, str], saved: dict[str, dict[str, Tensor]]
         go_on(run)
 
 
-def _from_each_to(worlds: dict[int, Ranks], way: str, writers: list[str], folder: Path) -> None:
+def saved_by(writers: Iterable[str], worlds: dict[int, Ranks], folder: Path) -> Any:
+    """A checkpoint of each way: folders, and what is in them."""
     folders = {writer: str(folder / writer.replace(" ", "_")) for writer in writers}
-    saved = {writer: worlds[WAYS[writer][0]].run(_save, writer, path)[0] for writer, path in folders.items()}
-    worlds[WAYS[way][0]].run(_load, way, folders, saved)
+    return folders, {writer: worlds[WAYS[writer][0]].run(_save, writer, path)[0] for writer, path in folders.items()}
 
 
 @pytest.fixture(scope="module")
 def everything_saved(worlds: dict[int, Ranks], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A checkpoint of each way: folders, and what is in them."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    folders = {writer: str(folder / writer.replace(" ", "_")) for writer in WAYS}
-    return folders, {writer: worlds[WAYS[writer][0]].run(_save, writer, path)[0] for writer, path in folders.items()}
+    return saved_by(WAYS, worlds, tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("way", WAYS)
 def test_what_any_way_saved_is_loaded_and_trained_on(worlds: dict[int, Ranks], everything_saved: Any, way: str) -> None:
-    folders, saved = everything_saved
-    worlds[WAYS[way][0]].run(_load, way, folders, saved)
+    worlds[WAYS[way][0]].run(_load, way, *everything_saved)
 
 
 def test_what_two_ranks_saved_three_load_and_the_reverse(worlds: dict[int, Ranks], tmp_path: Path) -> None:
-    _from_each_to(worlds, "3 ranks", ["2 ranks"], tmp_path / "2")
-    _from_each_to(worlds, "2 ranks, columns", ["3 ranks"], tmp_path / "3")
-
-
-# --- to and from others -----------------------------------------------------------------------------------------------
+    for writer, way in (("2 ranks", "3 ranks"), ("3 ranks", "2 ranks, columns")):
+        worlds[WAYS[way][0]].run(_load, way, *saved_by([writer], worlds, tmp_path))
 
 
 def _fsdp2(model: Saved) -> Any:
@@ -201,76 +195,26 @@ def _fsdp2(model: Saved) -> Any:
     return torch_fsdp.fully_shard(model)
 
 
-def _fsdp1(model: Saved) -> Any:
-    policy = torch_fsdp.wrap.ModuleWrapPolicy({Block})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch_fsdp.FullyShardedDataParallel(
-            model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
-        )
-
-
 OTHERS: dict[str, Callable[[Saved], Any]] = {
     "ours": shard,
     "ours, compiled": _compiled,
     "FSDP2": _fsdp2,
-    "FSDP1": _fsdp1,
+    "FSDP1": functools.partial(under_theirs, auto_wrap_policy=ModuleWrapPolicy({Block})),
     "DDP": DistributedDataParallel,
     "plain": lambda model: model,
 }
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-# On the CPU torch's FSDP1 writes one gather over the last (2.15): whole first moments have second ones in them.
-WRITES_FILES = [name for name in OTHERS if name != "FSDP1"]
 
 
 def _all_save(folder: str) -> None:
     for name, kind in OTHERS.items():
-        run = made(kind, 0)
-        for index in range(STEPS):
-            run.step(index)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model, optim = get_state_dict(run.model, run.optim)
-            dcp.save({"model": model, "optim": optim, "step": STEPS}, checkpoint_id=f"{folder}/{name}")
+        run = made(kind, 0, STEPS)
+        with silenced():
+            save(run, f"{folder}/{name}")
             model, optim = get_state_dict(run.model, run.optim, options=WHOLE)
         if dist.get_rank() == 0:
             torch.save({"model": model, "optim": optim}, f"{folder}/{name}.pt")
     dist.barrier()
-
-
-def _one_loads_all(reader: str, folder: str) -> None:
-    plain = made(lambda model: model, 0)
-    for index in range(STEPS):
-        plain.step(index)
-    expected = values_of(plain)
-    sources = [(load, f"{folder}/{writer}") for writer in OTHERS]
-    sources += [(load_file, f"{folder}/{writer}.pt") for writer in WRITES_FILES]
-    for index, (read, path) in enumerate(sources):
-        run = made(OTHERS[reader], 100 + index)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            read(run, path)
-            if reader == "FSDP1":  # of which whole states are wrong: see above
-                model, optim = run.model.state_dict(), {"state": {}}
-            else:
-                model, optim = get_state_dict(run.model, run.optim, options=WHOLE)
-        if dist.get_rank() == 0:
-            values = {f"model.{fqn}": value for fqn, value in model.items()}
-            for fqn, state in optim["state"].items():
-                values |= {f"optim.{fqn}.{key}": value for key, value in state.items()}
-            names = set(expected) if reader != "FSDP1" else {name for name in expected if name.startswith("model.")}
-            assert set(values) == names, path
-            for name, value in values.items():
-                assert torch.equal(value, expected[name]), (path, name)
-        before = run.step(STEPS)
-        assert abs(before - plain_loss(STEPS)) < 1e-5, path
-
-
-@functools.cache
-def plain_loss(steps: int) -> float:
-    """The loss of a plain model after so many steps."""
-    run = made(lambda model: model, 0)
-    return [run.step(index) for index in range(steps + 1)][-1]
 
 
 def load_file(run: Run, path: str) -> None:
@@ -288,16 +232,35 @@ def saved_by_all(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize("reader", ["ours", *(pytest.param(name, marks=pytest.mark.more) for name in list(OTHERS)[1:])])
-def test_what_any_of_them_saved_any_other_loads(two_ranks: Ranks, saved_by_all: str, reader: str) -> None:
-    two_ranks.run(_one_loads_all, reader, saved_by_all)
+@on_two_ranks
+def test_what_any_of_them_saved_ours_loads_and_the_reverse(reader: str, saved_by_all: str) -> None:
+    plain = made(OTHERS["plain"], 0, STEPS)
+    expected, expected_loss = values_of(plain), plain.step(STEPS)
+    writers = OTHERS if reader == "ours" else ("ours", "ours, compiled")
+    sources = [(load, f"{saved_by_all}/{writer}") for writer in writers]
+    # On the CPU torch's FSDP1 writes one gather over the last (2.15): whole first moments have second ones in them.
+    sources += [(load_file, f"{saved_by_all}/{writer}.pt") for writer in writers if writer != "FSDP1"]
+    for index, (read, path) in enumerate(sources):
+        run = made(OTHERS[reader], 100 + index)
+        with silenced():
+            read(run, path)
+            if reader == "FSDP1":  # of which whole states are wrong: see above
+                model, optim = run.model.state_dict(), {"state": {}}
+            else:
+                model, optim = get_state_dict(run.model, run.optim, options=WHOLE)
+        if dist.get_rank() == 0:
+            values = by_name(model, optim)
+            names = set(expected) if reader != "FSDP1" else {name for name in expected if name.startswith("model.")}
+            assert set(values) == names, path
+            for name, value in values.items():
+                assert torch.equal(value, expected[name]), (path, name)
+        assert abs(run.step(STEPS) - expected_loss) < 1e-5, path
 
 
-# --- saving while training goes on ------------------------------------------------------------------------------------
-
-
-def _async(folder: str) -> None:
-    run = made(_compiled, 0)
-    run.step(0)
+@on_two_ranks
+def test_an_async_save_has_what_was_there_when_it_began(tmp_path: Path) -> None:
+    folder = str(tmp_path / "async")
+    run = made(_compiled, 0, 1)
     model, optim = get_state_dict(run.model, run.optim)
     # A group of its own: another thread talks while this one trains.
     group = dist.new_group(backend="gloo")
@@ -308,47 +271,3 @@ def _async(folder: str) -> None:
     again = made(shard, 1)
     assert load(again, folder) == 1
     assert_values(again, expected)
-
-
-def test_an_async_save_has_what_was_there_when_it_began(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(_async, str(tmp_path / "async"))
-
-
-def _killed_while_saving(folder: str) -> None:
-    run = made(shard, 0)
-    run.step(0)
-    model, optim = get_state_dict(run.model, run.optim)
-    dcp.save({"model": model, "optim": optim, "step": 1}, checkpoint_id=f"{folder}/1")
-    run.step(1)
-    model, optim = get_state_dict(run.model, run.optim)
-    written = threading.Event()
-
-    def finish(self: Any, *args: Any, **kwargs: Any) -> None:
-        written.set()
-        time.sleep(60)  # every part is written, and what makes a checkpoint of them is not
-
-    FileSystemWriter.finish = finish  # type: ignore[method-assign]
-    group = dist.new_group(backend="gloo")
-    dcp.async_save({"model": model, "optim": optim, "step": 2}, checkpoint_id=f"{folder}/2", process_group=group)
-    if dist.get_rank() == 0:
-        assert written.wait(60)
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
-
-
-def _previous_is_loaded(folder: str) -> None:
-    expected = made(lambda model: model, 0)
-    expected.step(0)
-    run = made(shard, 1)
-    with pytest.raises(CheckpointException):
-        load(run, f"{folder}/2")
-    run = made(shard, 2)
-    assert load(run, f"{folder}/1") == 1
-    assert_values(run, values_of(expected))
-
-
-def test_a_kill_while_saving_leaves_the_checkpoint_before(two_ranks: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(WorkerError, match="rank 0 ended with SIGKILL"):
-        two_ranks.run(_killed_while_saving, str(tmp_path))
-    assert list((tmp_path / "2").glob("*.distcp")) and not (tmp_path / "2" / ".metadata").exists()
-    two_ranks.run(_previous_is_loaded, str(tmp_path))

@@ -22,13 +22,11 @@ from fsdp_compile.passes.budget.residency import AGAIN, KEPT, SLICED, choose
 from fsdp_compile.passes.budget.residents import PARAMETERS, SLICES, Resident, residents_of, slices_of
 from fsdp_compile.passes.budget.trial import Trial, trial_of
 from fsdp_compile.passes.ir.provenance import annotate, find_unshards, reduce_nodes, settle_names, unshard_nodes
-from fsdp_compile.passes.ranks import agree
-from fsdp_compile.passes.ranks.agree import Agreement
-from fsdp_compile.passes.schedule.planner import plan_keeping
 from fsdp_compile.passes.schedule.slices import keep_slice
 from tests.comparing import batches, train_and_compare
 from tests.models import Stack, pair, shard
 from tests.ranks import Ranks
+from tests.recording import planned
 from tests.test_cost import TOY
 from tests.test_passes import Builder, spec
 
@@ -90,29 +88,6 @@ def test_what_a_slice_is_worth_is_what_the_shorter_gather_saves() -> None:
     ]
     kept = [trial_of(graph, (), NODES, GROUPS, sliced=one.fqns).seconds for one in found]
     assert [one.saved_s for one in found] == pytest.approx([again.seconds - seconds for seconds in kept], rel=0.05)
-
-
-def test_ranks_are_told_so_where_one_of_them_keeps_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
-    monkeypatch.setattr(agree.compat, "default_store", lambda: store)
-    monkeypatch.setattr(agree.compat, "group_ranks", lambda group: (0, 1))
-    without, with_slices = (plan_keeping(products(3), (), sliced=which) for which in ((), READ[:2]))
-    Agreement().check(without, {"g"})
-    with pytest.raises(RuntimeError, match=r"only here .*num_ranks=2.*same arguments"):
-        Agreement().check(with_slices, {"g"})
-
-
-@pytest.mark.parametrize("sliced", [("weight@2",), ("weight@2", "weight@3")])
-def test_they_are_where_parameters_share_a_name(monkeypatch: pytest.MonkeyPatch, sliced: tuple[str, ...]) -> None:
-    store = dist.HashStore()
-    monkeypatch.setattr(agree.compat, "default_store", lambda: store)
-    monkeypatch.setattr(agree.compat, "group_ranks", lambda group: (0, 1))
-    names = ("weight", "weight@2", "weight@3")
-    without, with_slices = (plan_keeping(products(3, name="weight"), (), sliced=which) for which in ((), sliced))
-    assert without.regather == with_slices.regather == names
-    Agreement().check(without, {"g"})
-    with pytest.raises(RuntimeError, match=r"only here .*num_ranks=2.*same arguments"):
-        Agreement().check(with_slices, {"g"})
 
 
 def test_each_budget_has_the_fastest_that_fits() -> None:
@@ -191,39 +166,18 @@ TOKENS = torch.arange(10).view(2, 5)
 
 def budget_of(model: Any, batch: Tensor) -> int:
     """What keeping slices of everything takes."""
+    configure(model, memory_budget=1, profile=NODES)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # nothing fits into a byte
-        configure(model, memory_budget=1, profile=NODES)
-        with inspect(model) as report:
-            torch.compile(model, backend="aot_eager", fullgraph=True)(batch).sum().backward()
+        choice = planned(model, batch).choice
     torch._dynamo.reset()
-    model.zero_grad()
-    choice = report.joint.plan.choice
     assert choice is not None
     return next(one.peak_bytes for one in (choice.chosen, *choice.lost) if one.name == SLICED)
 
 
-def planned(model: Any, **options: Any) -> tuple[Plan, str]:
-    torch._dynamo.reset()
+def planned_with(model: Any, **options: Any) -> Plan:
     configure(model, **options)
-    with inspect(model) as report:
-        torch.compile(model, backend="aot_eager", fullgraph=True)(TOKENS).sum().backward()
-    return report.joint.plan, str(report)
-
-
-@pytest.mark.more
-def test_the_plan_names_its_slices_and_comes_back(fake_group_of_four: None) -> None:
-    model = shard(Stack(4))
-    plan, text = planned(model, memory_budget=budget_of(model, TOKENS), profile=NODES)
-    assert {"layers.0.up.weight", "layers.0.down.weight"} <= {*plan.slices}
-    assert Plan.from_json(plan.to_json()) == plan == Plan.unpacked(plan.packed())
-    assert "memory budget; from the slices that are kept" in text and f" kept, slices of {len(plan.slices)}" in text
-    assert plan.choice is not None and f"{len(plan.slices)} sliced" in str(plan.choice)
-    given, _ = planned(model, plan=plan)
-    assert given.id == plan.id
-    other = shard(Stack(4))  # that had no budget: the plan says how many ranks
-    given, _ = planned(other, plan=plan)
-    assert given.id == plan.id
+    return planned(model)
 
 
 class Own(nn.Module):
@@ -232,12 +186,10 @@ class Own(nn.Module):
         self.weight = nn.Parameter(torch.randn(64, 64))
 
 
-class OtherOwn(Own):
-    pass
+class OtherOwn(Own): ...
 
 
-class ThirdOwn(Own):
-    pass
+class ThirdOwn(Own): ...
 
 
 class ReadsOthers(nn.Module):
@@ -259,74 +211,64 @@ class ReadsOthers(nn.Module):
 
 def test_parameters_that_share_a_name_may_be_kept_as_slices(fake_group_of_four: None) -> None:
     model = ReadsOthers(Own(), OtherOwn(), ThirdOwn())
-    plan, _ = planned(model)
+    plan = planned_with(model)
     assert sorted((*plan.keep, *plan.regather)) == ["weight", "weight@2", "weight@3"] and not plan.slices
-    planned(model, memory_budget="1GiB", profile=NODES)  # tries slices, and makes the groups for them
-    sliced, _ = planned(model, plan=dataclasses.replace(plan, slices=("weight@2",)))
+    planned_with(model, memory_budget="1GiB", profile=NODES)  # tries slices, and makes the groups for them
+    sliced = planned_with(model, plan=dataclasses.replace(plan, slices=("weight@2",)))
     assert sliced.slices == ("weight@2",) and sliced.backward is not None
     ranks = {fqn: bucket.num_ranks for bucket in sliced.backward.gathers for fqn in bucket.fqns}
     assert ranks == {"weight": 4, "weight@2": 2, "weight@3": 4}
-    given, _ = planned(model, plan=sliced)
-    assert given.id == sliced.id
+    assert planned_with(model, plan=sliced).id == sliced.id
 
 
 def test_units_that_share_a_name_are_two_to_a_budget(fake_group_of_four: None) -> None:
-    plan, _ = planned(ReadsOthers(Own(), Own()), memory_budget="1GiB", profile=NODES)
+    plan = planned_with(ReadsOthers(Own(), Own()), memory_budget="1GiB", profile=NODES)
     assert plan.choice is not None, "the graph was taken for less than the step"
 
 
 @pytest.mark.more
-def test_a_slice_may_be_taken_out_of_a_plan_and_not_put_where_no_group_is(fake_group_of_four: None) -> None:
+def test_the_plan_names_its_slices_comes_back_and_may_have_one_taken_out(fake_group_of_four: None) -> None:
     model = shard(Stack(6))
-    plan, _ = planned(model, memory_budget=budget_of(model, TOKENS), profile=NODES)
+    configure(model, memory_budget=budget_of(model, TOKENS), profile=NODES)
+    with inspect(model) as report:
+        torch.compile(model, backend="aot_eager", fullgraph=True)(TOKENS).sum().backward()
+    plan, text = report.joint.plan, str(report)
+    assert {"layers.0.up.weight", "layers.0.down.weight"} <= {*plan.slices}
+    assert "memory budget; from the slices that are kept" in text and f" kept, slices of {len(plan.slices)}" in text
+    assert plan.choice is not None and f"{len(plan.slices)} sliced" in str(plan.choice)
+    other = shard(Stack(6))  # that had no budget: the plan says how many ranks
+    assert planned_with(model, plan=plan).id == planned_with(other, plan=plan).id == plan.id
     fewer = dataclasses.replace(plan, slices=tuple(fqn for fqn in plan.slices if "layers.0" not in fqn))
-    followed, _ = planned(model, plan=fewer)
+    followed = planned_with(model, plan=fewer)
     assert followed.slices == fewer.slices and followed.backward is not None
     ranks = {fqn: bucket.num_ranks for bucket in followed.backward.gathers for fqn in bucket.fqns}
     assert (ranks["layers.0.up.weight"], ranks["layers.1.up.weight"]) == (4, 2)
-    put_back, _ = planned(model, plan=dataclasses.replace(followed, slices=plan.slices))
-    assert put_back.slices == plan.slices and put_back.backward is not None
-    assert {bucket.num_ranks for bucket in put_back.backward.gathers if {*bucket.fqns} & {*plan.slices}} == {2}
-    without, _ = planned(shard(Stack(2)), memory_budget="1GiB")
-    with pytest.raises(Exception, match=r"keeps slices of layers\.0\.up\.weight, and the ranks .* no groups for that"):
-        planned(shard(Stack(2)), plan=dataclasses.replace(without, slices=("layers.0.up.weight",)))
 
 
 def test_a_slice_may_be_put_into_a_plan_where_a_budget_has_made_groups(fake_group_of_four: None) -> None:
     model = shard(Stack(2), reshard_after_forward=True)
-    plan, _ = planned(model)
+    plan = planned_with(model)
     assert plan.backward is not None
     [fqns] = [bucket.fqns for bucket in plan.backward.gathers if "layers.0.up.weight" in bucket.fqns]
     configure(model, memory_budget="1GiB", profile=NODES)  # as the error says where there are no groups
-    followed, _ = planned(model, plan=dataclasses.replace(plan, slices=fqns))
+    followed = planned_with(model, plan=dataclasses.replace(plan, slices=fqns))
     assert followed.slices == tuple(sorted(fqns)) and followed.backward is not None
     assert [bucket.num_ranks for bucket in followed.backward.gathers if {*bucket.fqns} & {*fqns}] == [2]
 
 
-@pytest.mark.slow
-def test_a_budget_that_is_taken_back_leaves_no_slices(fake_group_of_four: None) -> None:
-    model = shard(Stack(4), reshard_after_forward=True)
-    before, _ = planned(model)
-    plan, _ = planned(model, memory_budget=budget_of(model, TOKENS), profile=NODES)
-    after, _ = planned(model, memory_budget=None)
-    assert plan.slices and after.id == before.id
-
-
-def _trained(backend: str) -> tuple[Plan, list[int]]:
+def _trained() -> tuple[Plan, list[int]]:
     unsharded, model = pair(make=lambda: Stack(8), reshard_after_forward=True)
     # So much that slices do better than activations that are computed again.
     configure(model, memory_budget=budget_of(model, batches(0)[dist.get_rank()]) * 96 // 100, profile=NODES)
     with inspect(model) as report:
-        train_and_compare(torch.compile(model, backend=backend, fullgraph=True), model, unsharded)
+        train_and_compare(torch.compile(model, fullgraph=True), model, unsharded)
     backward = report.joint.plan.backward
     assert backward is not None
     return report.joint.plan, [bucket.num_ranks for bucket in backward.gathers]
 
 
-@pytest.mark.parametrize(
-    "backend", [pytest.param("aot_eager", marks=pytest.mark.slow), pytest.param("inductor", marks=pytest.mark.more)]
-)
-def test_slices_train_like_the_unsharded_model(four_ranks: Ranks, backend: str) -> None:
-    found = four_ranks.run(_trained, backend)
+@pytest.mark.more
+def test_slices_train_like_the_unsharded_model(four_ranks: Ranks) -> None:
+    found = four_ranks.run(_trained)
     assert all(plan.slices == found[0][0].slices and plan.slices for plan, _ in found)
     assert {*found[0][1]} >= {2}

@@ -12,12 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard, replicate
-from tests.comparing import assert_same_grads, batches, loss_of, mine, reference_backward, train_and_compare
+from tests.comparing import (
+    assert_same_grads,
+    backward_on_both,
+    batches,
+    loss_of,
+    mine,
+    reference_backward,
+    train_and_compare,
+)
 from tests.compiling import compile_blocks, num_graphs
 from tests.models import (
     Again,
@@ -34,46 +40,36 @@ from tests.models import (
     shard,
     twins,
 )
+from tests.on_ranks import on_four_ranks, on_two_ranks
 from tests.ranks import Ranks
 from tests.recording import no_markers
 from tests.test_around_graphs import saved_full_weights, units_inside
 from tests.test_eager_regions import CheckpointedBlock, DisabledFunctionBlock, ReentrantStack
 
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)]
 
-
-def _train(make: Callable[[], Stack], backend: str = "aot_eager", fullgraph: bool = True, **options: Any) -> None:
+def _train(make: Callable[[], Stack], fullgraph: bool = True, **options: Any) -> None:
     unsharded, model = pair(make=make, **options)
-    compile_blocks(model, backend, fullgraph)
+    compile_blocks(model, fullgraph=fullgraph)
     with no_markers():
         train_and_compare(model, model, unsharded)
-
-
-# --- numbers -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_many_equal_blocks_train_as_unsharded_with_one_graph(two_ranks: Ranks, backend: str) -> None:
-    assert two_ranks.run(_many_blocks, backend) == [[1, 2, 2], [1, 2, 2]]
-
-
-def _many_blocks(backend: str) -> list[int]:
-    """Graphs after training, after evaluation, and after accumulation."""
+@on_two_ranks
+def test_many_equal_blocks_train_as_unsharded_with_one_graph() -> None:
+    """And with one more for evaluation."""
     unsharded, model = pair(make=functools.partial(Stack, 12))
-    compile_blocks(model, backend)
-    counts = []
+    compile_blocks(model)
     with no_markers():
         train_and_compare(model, model, unsharded)
-        counts.append(num_graphs())
+        assert num_graphs() == 1
         for training in (False, True):
             model.train(training), unsharded.train(training)
             with torch.no_grad():
                 torch.testing.assert_close(model(mine()), unsharded(mine()), atol=1e-5, rtol=1e-4)
-        counts.append(num_graphs())
+        assert num_graphs() == 2
         _accumulate(unsharded, model)
-        counts.append(num_graphs())
-    return counts
+        assert num_graphs() == 2
 
 
 def _accumulate(unsharded: nn.Module, model: Any) -> None:
@@ -93,28 +89,23 @@ def _accumulate(unsharded: nn.Module, model: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "fullgraph"),
     [
-        (functools.partial(Stack, tied=True), True),
-        (Checkpointed, True),
-        (ReentrantStack, True),
-        *((functools.partial(Stack, 2, 16, 31, False, block), True) for block in (FrozenBlock, PartlyUsedBlock)),
-        *((functools.partial(Stack, 2, 16, 31, False, block), True) for block in (TiedInBlock, TwiceBlock)),
-        *((functools.partial(Stack, 2, 16, 31, False, block), False) for block in (BreakBlock, DisabledFunctionBlock)),
-        (functools.partial(Stack, block=CheckpointedBlock), True),
+        *((make, True) for make in (functools.partial(Stack, tied=True), functools.partial(Again, 3))),
+        *((make, True) for make in (Checkpointed, ReentrantStack)),
+        *(
+            (functools.partial(Stack, block=block), block not in (BreakBlock, DisabledFunctionBlock))
+            for block in (
+                FrozenBlock, PartlyUsedBlock, TiedInBlock, TwiceBlock, CheckpointedBlock,
+                BreakBlock, DisabledFunctionBlock,
+            )
+        ),
     ],
-)
+)  # fmt: skip
 def test_models_of_every_kind(two_ranks: Ranks, make: Callable[[], Stack], fullgraph: bool) -> None:
-    two_ranks.run(_train, make, "aot_eager", fullgraph)
+    two_ranks.run(_train, make, fullgraph)
 
 
-@pytest.mark.more
-@pytest.mark.parametrize(
-    "make", [Checkpointed, *(functools.partial(Stack, block=one) for one in (CheckpointedBlock, FrozenBlock))]
-)
-def test_models_of_some_kinds_on_inductor(two_ranks: Ranks, make: Callable[[], Stack]) -> None:
-    two_ranks.run(_train, make, "inductor")
-
-
-def _settings() -> None:
+@on_two_ranks
+def test_resharding_and_freezing() -> None:
     for reshard in (True, False):
         _train(Stack, reshard_after_forward=reshard)
     # the frozen parts of a model that trains none of a block's parameters but a bias
@@ -129,11 +120,9 @@ def _settings() -> None:
     train_and_compare(model, model, unsharded)
 
 
-def test_resharding_and_freezing(two_ranks: Ranks) -> None:
-    two_ranks.run(_settings)
-
-
-def _on_meshes() -> None:
+@pytest.mark.more
+@on_four_ranks
+def test_hybrid_meshes_slices_and_replicas() -> None:
     hybrid = mesh_of("replicas", "shards")
     unsharded, model = pair(mesh=hybrid)
     compile_blocks(model)
@@ -141,24 +130,19 @@ def _on_meshes() -> None:
         train_and_compare(model, model, unsharded)
         for number, sync in enumerate((False, True)):
             model.set_requires_all_reduce(sync)
-            loss_of(model(mine(number))).backward()
-            reference_backward(unsharded, batches(number))
+            backward_on_both(model, unsharded, number)
         assert_same_grads(model, unsharded)
     _train(Stack, reshard_after_forward=2)
     unsharded, copied = twins()
     for layer in copied.layers:
-        replicate(layer).compile(backend="aot_eager", fullgraph=True)
-    replicate(copied)
+        replicate(layer)
+    compile_blocks(replicate(copied))
     with no_markers():
         train_and_compare(copied, copied, unsharded)
 
 
-@pytest.mark.more
-def test_hybrid_meshes_slices_and_replicas(four_ranks: Ranks) -> None:
-    four_ranks.run(_on_meshes)
-
-
-def _evaluated_first() -> None:
+@on_two_ranks
+def test_evaluation_before_training_and_after_it() -> None:
     unsharded, model = pair()
     compile_blocks(model)
     with no_markers():
@@ -172,12 +156,8 @@ def _evaluated_first() -> None:
             torch.testing.assert_close(model(mine()), unsharded(mine()), atol=1e-4, rtol=1e-3)
 
 
-def test_evaluation_before_training_and_after_it(two_ranks: Ranks) -> None:
-    two_ranks.run(_evaluated_first)
-
-
-def _together() -> None:
-    _train(functools.partial(Again, 3))
+@on_two_ranks
+def test_units_of_two_blocks() -> None:
     unsharded, model = twins(functools.partial(Stack, 4))
     for first in (0, 2):
         fully_shard(list(model.layers[first : first + 2]))
@@ -185,34 +165,6 @@ def _together() -> None:
     compile_blocks(model)
     with no_markers():
         train_and_compare(model, model, unsharded)
-
-
-def test_blocks_called_twice_and_units_of_two_blocks(two_ranks: Ranks) -> None:
-    two_ranks.run(_together)
-
-
-class EvenBlock(Block):
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim)
-        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
-
-
-def _tensor_parallel() -> None:
-    mesh = mesh_of("dp", "tp")
-    unsharded, model = twins(functools.partial(Stack, block=EvenBlock))
-    for layer in model.layers:
-        parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        for linear in (layer.up, layer.down):
-            assert isinstance(linear.weight, DTensor)
-    shard(model, mesh=mesh["dp"])
-    compile_blocks(model)
-    with no_markers():
-        train_and_compare(model, model, unsharded, place=dist.get_rank() // 2, num_places=2)
-
-
-@pytest.mark.more
-def test_with_tensor_parallelism(four_ranks: Ranks) -> None:
-    four_ranks.run(_tensor_parallel)
 
 
 class Inner(Block):
@@ -226,7 +178,8 @@ class Inner(Block):
         return self.mlp(super().forward(x))
 
 
-def _nested() -> int:
+@on_two_ranks
+def test_a_unit_inside_a_compiled_block_gathers_in_its_graph() -> None:
     unsharded, model = twins(lambda: Stack(4, block=Inner))
     for layer in model.layers:
         fully_shard(layer.mlp)
@@ -235,37 +188,22 @@ def _nested() -> int:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "set_modules_to_forward_prefetch")
         train_and_compare(model, model, unsharded)
-    return num_graphs()
+    assert num_graphs() == 1
 
 
-def test_a_unit_inside_a_compiled_block_gathers_in_its_graph(two_ranks: Ranks) -> None:
-    assert two_ranks.run(_nested) == [1, 1]
-
-
-def _low_precision(backend: str) -> None:
+@on_two_ranks
+def test_mixed_precision_as_on_the_eager_path() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    _, model = pair(mp_policy=policy)
-    _, other = pair(mp_policy=policy)
-    compile_blocks(model, backend)
-    optims = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, other)]
-    for step in range(3):
-        losses = [loss_of(one(mine(step))) for one in (model, other)]
-        torch.testing.assert_close(losses[0], losses[1], atol=1e-2, rtol=1e-2)
-        for loss in losses:
-            loss.backward()
-        for (fqn, mine_), theirs in zip(model.named_parameters(), other.parameters()):
-            assert mine_.grad.dtype is torch.float32
-            close = functools.partial(torch.testing.assert_close, atol=2e-2, rtol=5e-2)
-            close(mine_.grad.full_tensor(), theirs.grad.full_tensor(), msg=lambda text: f"{fqn}: {text}")  # noqa: B023
-        for optim in optims:
-            optim.step()
-            optim.zero_grad()
+    (_, model), (_, eager) = (pair(mp_policy=policy) for _ in range(2))
+    compile_blocks(model)
+    for step in range(2):
+        for one in (model, eager):
+            loss_of(one(mine(step))).backward()
+    assert all(param.grad.dtype is torch.float32 for param in model.parameters())
+    expected = {fqn: param.grad.full_tensor() for fqn, param in eager.named_parameters()}
+    for fqn, param in model.named_parameters():
+        torch.testing.assert_close(param.grad.full_tensor(), expected[fqn], atol=2e-2, rtol=5e-2, msg=fqn)
     assert saved_full_weights(model) == 0
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_mixed_precision_as_on_the_eager_path(two_ranks: Ranks, backend: str) -> None:
-    two_ranks.run(_low_precision, backend)
 
 
 class Dropped(nn.Module):
@@ -279,7 +217,9 @@ class Dropped(nn.Module):
         return nn.functional.dropout(x * self.weight, 0.5, self.training)
 
 
-def _dropout() -> None:
+@pytest.mark.more
+@on_two_ranks
+def test_backward_has_the_mask_of_forward() -> None:
     model = nn.Sequential(Dropped(), nn.Linear(64, 3))
     fully_shard(model[0]).compile(fullgraph=True)
     fully_shard(model)
@@ -301,8 +241,3 @@ def _dropout() -> None:
         grad: Any = model[0].weight.grad
         mean = (grad.full_tensor() * torch.linspace(1.0, 2.0, 64)).sum()
         torch.testing.assert_close(mean, total / dist.get_world_size())
-
-
-@pytest.mark.more
-def test_backward_has_the_mask_of_forward(two_ranks: Ranks) -> None:
-    two_ranks.run(_dropout)

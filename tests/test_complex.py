@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_compile import configure, fully_shard, no_sync
+from tests.models import mesh_of, twins
+from tests.on_ranks import on_four_ranks, on_two_ranks
 
 
 def _assert_same(sharded: nn.Module, unsharded: nn.Module, what: str) -> None:
@@ -39,16 +39,10 @@ class Wave(nn.Module):
         return self.out((y * self.phase).abs())
 
 
-def _train(backend: str | None, compiled_autograd: bool, replicas: int, **options: str) -> None:
-    torch.manual_seed(0)
-    unsharded = Wave()
-    sharded = copy.deepcopy(unsharded)
+def _train(backend: str | None, compiled_autograd: bool = False, replicas: bool = False, **options: str) -> None:
+    unsharded, sharded = twins(Wave)
     size = dist.get_world_size()
-    names = ("replicate", "shard")
-    mesh = (
-        {} if replicas == 1 else {"mesh": init_device_mesh("cpu", (replicas, size // replicas), mesh_dim_names=names)}
-    )
-    fully_shard(sharded, **mesh)
+    fully_shard(sharded, mesh=mesh_of("replicate", "shard") if replicas else None)
     configure(sharded, **options)
     inputs = torch.randn(size, 4, 5, generator=torch.Generator().manual_seed(1))
 
@@ -72,40 +66,26 @@ def _train(backend: str | None, compiled_autograd: bool, replicas: int, **option
     _assert_same(sharded, unsharded, "params")
 
 
-def test_in_eager_mode(two_ranks: Any) -> None:
-    two_ranks.run(_train, None, False, 1)
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+@pytest.mark.parametrize(
+    ("backend", "compiled_autograd"),
+    [(None, False), ("aot_eager", False), ("aot_eager", True), pytest.param("inductor", False, marks=pytest.mark.more)],
+)
+def test_complex_parameters_train_as_unsharded(two_ranks: Any, backend: str | None, compiled_autograd: bool) -> None:
+    two_ranks.run(_train, backend, compiled_autograd)
 
 
-@pytest.mark.parametrize("compiled_autograd", [False, True])
-def test_compiled(two_ranks: Any, compiled_autograd: bool) -> None:
-    two_ranks.run(_train, "aot_eager", compiled_autograd, 1)
-
-
-def _reduce_otherwise() -> None:
+@pytest.mark.more
+@on_two_ranks
+def test_other_reductions_and_buckets() -> None:
     for backend in (None, "aot_eager"):
         for bucketing in ("none", "group"):
-            configure_to = {"reduction": "reduce_scatter", "bucketing": bucketing}
             torch._dynamo.reset()
-            _train(backend, False, 1, **configure_to)
+            _train(backend, reduction="reduce_scatter", bucketing=bucketing)
 
 
-@pytest.mark.more
-def test_other_reductions_and_buckets(two_ranks: Any) -> None:
-    two_ranks.run(_reduce_otherwise)
-
-
-def _replicate() -> None:
+@on_four_ranks
+def test_replicas() -> None:
     for backend in (None, "aot_eager"):
         torch._dynamo.reset()
-        _train(backend, False, 2)
-
-
-def test_replicas(four_ranks: Any) -> None:
-    four_ranks.run(_replicate)
-
-
-@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
-@pytest.mark.more
-@pytest.mark.parametrize("compiled_autograd", [False, True])
-def test_on_inductor(two_ranks: Any, compiled_autograd: bool) -> None:
-    two_ranks.run(_train, "inductor", compiled_autograd, 1)
+        _train(backend, replicas=True)

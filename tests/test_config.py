@@ -44,13 +44,8 @@ def fresh_config() -> Iterator[None]:
     """Settings as a process finds them before its first fully_shard."""
     torch._dynamo.reset()
     joint = inductor.get_joint_pass()
-    with (
-        inductor_config.patch(
-            post_grad_custom_pre_pass=None,
-            fx_graph_cache=False,  # which a test may set otherwise
-        ),
-        functorch_config.patch(enable_autograd_cache=False),
-    ):
+    settings = inductor_config.patch(post_grad_custom_pre_pass=None, fx_graph_cache=False)
+    with settings, functorch_config.patch(enable_autograd_cache=False):
         inductor.set_joint_pass(None)
         yield
     inductor.set_joint_pass(joint)
@@ -70,11 +65,18 @@ def stages(records: list[GraphRecord]) -> list[str]:
     return [record.stage for record in records]
 
 
-def test_a_pass_that_was_there_before_still_runs(records: list[GraphRecord]) -> None:
+def test_passes_that_were_there_before_still_run(records: list[GraphRecord]) -> None:
+    seen: list[fx.GraphModule] = []
+
+    def their_joint_pass(module: fx.GraphModule, inputs: object) -> fx.GraphModule:
+        seen.append(module)
+        return module
+
     theirs = Theirs()
     inductor_config.post_grad_custom_pre_pass = theirs
+    inductor.set_joint_pass(their_joint_pass)
     step(fully_shard(nn.Linear(8, 8)))
-    assert theirs.seen == 2 and stages(records) == ["joint", "forward", "backward"]
+    assert theirs.seen == 2 and len(seen) == 1 and stages(records) == ["joint", "forward", "backward"]
     composed = inductor.get_post_grad_pass()
     assert isinstance(composed, ComposedPass) and composed.uuid() == ("theirs", source_hash())
 
@@ -83,18 +85,6 @@ def test_a_pass_without_uuid_keeps_the_cache_off() -> None:
     inductor_config.post_grad_custom_pre_pass = Theirs(uuid=None)
     install_passes()
     assert not inductor.get_post_grad_pass().uuid()
-
-
-def test_a_joint_pass_that_was_there_before_still_runs(records: list[GraphRecord]) -> None:
-    seen: list[fx.GraphModule] = []
-
-    def theirs(module: fx.GraphModule, inputs: object) -> fx.GraphModule:
-        seen.append(module)
-        return module
-
-    inductor.set_joint_pass(theirs)
-    step(fully_shard(nn.Linear(8, 8)))
-    assert len(seen) == 1 and stages(records)[0] == "joint"
 
 
 def test_a_displaced_pass_warns_and_the_numbers_stay(records: list[GraphRecord]) -> None:
@@ -139,15 +129,11 @@ def code_of_foreign_graphs() -> list[str]:
     return [re.sub(r"# AOT ID: .*", "", code) for code in [*trained, *reduced]]
 
 
-def test_code_of_foreign_graphs_is_what_it_is_without_us(records: list[GraphRecord]) -> None:
+def test_code_of_foreign_graphs_is_what_it_is_without_us_also_behind_one_of_ours(records: list[GraphRecord]) -> None:
     without_us = code_of_foreign_graphs()
     install_passes()
     assert code_of_foreign_graphs() == without_us
     assert records == []
-
-
-def test_a_foreign_graph_behind_one_of_ours_is_as_it_was(records: list[GraphRecord]) -> None:
-    without_us = code_of_foreign_graphs()
     step(fully_shard(nn.Linear(8, 8)))
     assert code_of_foreign_graphs() == without_us
     assert stages(records) == ["joint", "forward", "backward"]

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from fsdp_compile.core.containers import cast_floating, move, tensors_in
-from tests.ranks import Ranks
+from tests.compiling import compiled
+
+pytestmark = pytest.mark.usefixtures("fake_group_of_four")
 
 BF16 = torch.bfloat16
 POLICY = MixedPrecisionPolicy(param_dtype=BF16)
@@ -102,8 +103,6 @@ KINDS: dict[str, Kind] = {
 }  # fmt: skip
 # Those that Dynamo of some version does not let into a graph, whoever makes them.
 NOT_TRACED = {"set", "frozenset", "subclass of tuple", "subclass of list", "subclass of dict", "PackedSequence"}
-# What torch's own FSDP2 leaves as it is, or fails with.
-NOT_BY_FSDP2 = {"UserDict", "PackedSequence", "frozenset", "frozen dataclass"}
 
 
 class Reader(nn.Module):
@@ -118,13 +117,17 @@ class Reader(nn.Module):
         return self.linear(x) + y, box
 
 
-def _casts(kind: str, backend: str | None) -> None:
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [(kind, None) for kind in KINDS] + [(kind, "aot_eager") for kind in KINDS if kind not in NOT_TRACED],
+)
+def test_what_is_in_a_container_is_cast(kind: str, backend: str | None) -> None:
+    """Compiled, in one graph."""
     make, get, rest = KINDS[kind]
     model = fully_shard(Reader(kind), mp_policy=POLICY)
-    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
     given = make(torch.ones(2, 4))
     # Both by position and by keyword.
-    output, box = run(given, also=make(torch.ones(2, 4)))
+    output, box = compiled(model, backend)(given, also=make(torch.ones(2, 4)))
     assert output.dtype == BF16 and get(box).dtype == BF16
     assert type(box) is type(given)
     assert rest(box) == rest(given)
@@ -133,42 +136,14 @@ def _casts(kind: str, backend: str | None) -> None:
     assert model.linear.weight.grad is not None  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_in_a_container_is_cast(two_ranks: Ranks, kind: str) -> None:
-    two_ranks.run(_casts, kind, None)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in NOT_TRACED])
-def test_what_is_in_a_container_is_cast_in_one_graph(two_ranks: Ranks, kind: str) -> None:
-    two_ranks.run(_casts, kind, "aot_eager")
-
-
-def _cast_by_fsdp2(kind: str) -> bool:
-    make, get, _ = KINDS[kind]
-    model = fsdp2(Reader(kind), mp_policy=POLICY)
-    try:
-        _, box = model(make(torch.ones(2, 4)), also=make(torch.ones(2, 4)))
-    except (TypeError, RuntimeError, ValueError):
-        return False
-    return bool(get(box).dtype == BF16)
-
-
-def test_what_fsdp2_casts_is_cast(two_ranks: Ranks) -> None:
-    """All kinds are, by the test above; this one says which of them FSDP2 casts."""
-    assert {kind for kind in KINDS if not two_ranks.run(_cast_by_fsdp2, kind)[0]} == NOT_BY_FSDP2
-
-
-def _read_only() -> None:
+def test_a_mapping_that_cannot_be_written_to_comes_as_it_is() -> None:
     model = fully_shard(Reader("dict"), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
     box = types.MappingProxyType({"x": torch.ones(2, 4)})
     assert model(box, also=box)[1] is box
 
 
-def test_a_mapping_that_cannot_be_written_to_comes_as_it_is(two_ranks: Ranks) -> None:
-    two_ranks.run(_read_only)
-
-
-def _transformers(backend: str | None) -> None:
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_what_transformers_hands_around_is_cast(backend: str | None) -> None:
     transformers = pytest.importorskip("transformers")
 
     class Reads(nn.Module):
@@ -180,18 +155,11 @@ def _transformers(backend: str | None) -> None:
             return self.linear(encoding["x"] + output.last_hidden_state), output
 
     model = fully_shard(Reads(), mp_policy=POLICY)
-    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
     output = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=torch.ones(2, 4))
     encoding = transformers.BatchEncoding({"x": torch.ones(2, 4), "ids": torch.ones(2, dtype=torch.long)})
-    y, back = run(encoding, output)
+    y, back = compiled(model, backend)(encoding, output)
     assert y.dtype == BF16 and back.last_hidden_state.dtype == BF16 and back["last_hidden_state"].dtype == BF16
     assert type(back) is type(output) and encoding["x"].dtype == torch.float32
-
-
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_what_transformers_hands_around_is_cast(two_ranks: Ranks, backend: str | None) -> None:
-    pytest.importorskip("transformers")
-    two_ranks.run(_transformers, backend)
 
 
 def test_packed_rows_keep_their_places() -> None:
@@ -233,13 +201,10 @@ def test_a_callers_mapping_is_left_alone() -> None:
     assert mine["x"].dtype is torch.float32
 
 
-def test_what_torch_returns_by_name_is_cast() -> None:
+def test_a_tuple_keeps_its_type_and_what_is_noted_on_it() -> None:
     cast = cast_floating(torch.ones(2, 3).max(dim=1), BF16)
     assert type(cast) is torch.return_types.max
     assert cast.values.dtype is BF16 and cast.indices.dtype is torch.long
-
-
-def test_a_tuple_keeps_what_is_noted_on_it() -> None:
     triple = Triple((torch.ones(2), 1))
     triple.note = "kept"  # type: ignore[attr-defined]
     assert cast_floating(triple, BF16).note == "kept"
@@ -271,13 +236,9 @@ class Counts(nn.Module):
         return self.down(self.up(x))
 
 
-def _counted() -> None:
+def test_a_partly_frozen_unit_writes_to_its_callers_dict() -> None:
     """FSDP2 of torch 2.15 does so too, that of 2.11 does not."""
     model, seen = fully_shard(Counts()), {"total": torch.zeros(())}
     for _ in range(2):
         model(torch.ones(2, 4, requires_grad=True), seen).sum().backward()
     assert seen["total"] == 16
-
-
-def test_a_partly_frozen_unit_writes_to_its_callers_dict(two_ranks: Ranks) -> None:
-    two_ranks.run(_counted)

@@ -8,7 +8,7 @@ from fsdp_compile.passes import GraphRecord, ParamSpec
 from fsdp_compile.passes.apply.insert import insert
 from fsdp_compile.passes.schedule.planner import plan_graph
 from fsdp_compile.tools.report import GraphReport
-from tests.test_passes import Builder, spec
+from tests.test_passes import Builder, offloaded, spec
 
 
 def report_of(**shards: tuple[tuple[int, ...], ParamSpec]) -> GraphReport:
@@ -55,3 +55,18 @@ def test_uneven_shards_are_padded_and_a_cast_is_no_copy() -> None:
     last_rank = spec(size=(3, 3), local_length=1, dtype=torch.bfloat16)
     # One row of two is there: the part that is sent is written with its padding, as is the gradient of three.
     assert copied(report_of(weight=((1, 3), last_rank))) == [("all_gather", 2 * 6), ("reduce_scatter", 4 * 12)]
+
+
+def test_a_report_says_what_leaves_the_device_for_offloaded_shards() -> None:
+    b = Builder()
+    weight = offloaded(postdivide=1.0)
+    full = b.unshard(b.input("shard", 2, 3), weight)
+    graph = b.output(b.reduce(full, weight), b.reduce(full, offloaded(fqn="other", num_replicas=2, replicate_group="r")))
+    plan = plan_graph(graph, "backward")
+    insert(graph, plan)
+    report = GraphReport(GraphRecord("backward", plan, 1, 2, snapshots=[graph]), 0)
+    copied = [(one.kind, one.num_bytes, one.host_bytes) for one in report.launches]
+    # BF16 travels; what is stored, and what the optimizer reads, is FP32. A bucket leaves the device once.
+    assert copied == [("all_gather", 12, 24), ("reduce_scatter", 24, 24), ("reduce_scatter", 24, 0), ("all_reduce", 24, 24)]
+    header, *rows = str(report).splitlines()[1:6]
+    assert header.endswith("bucket  copied  host") and [row.split("  ")[-1].strip() for row in rows[:2]] == ["24 B", "24 B"]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsdp_compile
@@ -22,6 +23,7 @@ from fsdp_compile.eager.running import running
 from tests.comparing import (
     assert_same_grads,
     assert_same_params,
+    backward_on_both,
     batches,
     full,
     loss_of,
@@ -29,29 +31,35 @@ from tests.comparing import (
     reference_backward,
     train_and_compare,
 )
-from tests.compiling import compiled, num_graphs
-from tests.models import Block, Stack, mesh_of, pair, shard
-from tests.ranks import Ranks
-
-PATHS = ["eager", "aot_eager", pytest.param("passes", marks=pytest.mark.more)]
-
-
-class Dropping(Stack):
-    """With dropout in front of the head."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(2, **kwargs)
-        self.drop = nn.Dropout(0.3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.drop(super().forward(tokens))
+from tests.compiling import PATHS, compiled, num_graphs
+from tests.models import Block, EvenBlock, Stack, mesh_of, pair, shard, twins
+from tests.on_ranks import on_four_ranks, on_two_ranks
+from tests.test_extension import Halved
 
 
 def storages(model: nn.Module) -> set[int]:
     return {param.to_local().untyped_storage().data_ptr() for param in model.parameters() if param.to_local().numel()}
 
 
-def _side_by_side(path: str) -> None:
+def units(model: nn.Module) -> list[Any]:
+    return fsdp_compile.core.unit.units_in(model)
+
+
+def train_on(x: Tensor, run: Any, twin: nn.Module, reference: nn.Module) -> None:
+    """Two steps with a part of ``x`` for each rank."""
+    for _ in range(2):
+        run(x[dist.get_rank()]).pow(2).mean().backward()
+        for one in x:
+            (reference(one).pow(2).mean() / len(x)).backward()
+        assert_same_grads(twin, reference)
+        for one in (twin, reference):
+            torch.optim.SGD(one.parameters(), lr=0.1).step()
+            one.zero_grad()
+
+
+@pytest.mark.parametrize("path", ["eager", pytest.param("aot_eager", marks=pytest.mark.compat)])
+@on_two_ranks
+def test_a_copy_and_the_original_train_like_two_models(path: str) -> None:
     unsharded, model = pair(make=lambda: Stack(2, tied=True))
     theirs = copy.deepcopy(unsharded)
     run = compiled(model, path)
@@ -71,14 +79,8 @@ def _side_by_side(path: str) -> None:
     assert_same_params(twin, unsharded, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "path", [pytest.param("aot_eager", marks=pytest.mark.compat), *(path for path in PATHS if path != "aot_eager")]
-)
-def test_a_copy_and_the_original_train_like_two_models(two_ranks: Ranks, path: str) -> None:
-    two_ranks.run(_side_by_side, path)
-
-
-def _settings() -> None:
+@on_two_ranks
+def test_a_copy_has_the_settings_of_the_original() -> None:
     torch.manual_seed(0)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = Stack(3)
@@ -110,7 +112,7 @@ def _settings() -> None:
     assert not running(unit_of(twin)).iteration.is_last_backward
     assert not isinstance(twin.norm.bias, torch.distributed.tensor.DTensor)
     assert not twin.layers[0].norm.weight.requires_grad and twin.layers[0].weightless is twin.layers[0].up
-    for ours, unit in zip(_units(model), _units(twin), strict=True):
+    for ours, unit in zip(units(model), units(twin), strict=True):
         assert unit is not ours and unit.settings is not ours.settings
         assert unit.accumulation is not ours.accumulation
         assert unit.mp_policy == ours.mp_policy and unit.mesh == ours.mesh
@@ -119,9 +121,7 @@ def _settings() -> None:
         for name in ("is_root", "regather", "label"):
             assert getattr(unit, name) == getattr(ours, name), name
         assert [param.fqn for param in unit.params] == [param.fqn for param in ours.params]
-        assert [spec_of(unit, param) for param in unit.params] == [
-            spec_of(ours, param) for param in ours.params
-        ]
+        assert [spec_of(unit, param) for param in unit.params] == [spec_of(ours, param) for param in ours.params]
         for view in (torch.distributed.fsdp.fully_shard.state(module) for module in unit.modules):
             assert view._comm_ctx is running(unit).iteration.traffic is not running(ours).iteration.traffic
     assert [type(one) for one in twin.modules()] == [type(one) for one in model.modules()]
@@ -129,16 +129,10 @@ def _settings() -> None:
     assert not unit_of(second).accumulation.sync
 
 
-def _units(model: nn.Module) -> list[Any]:
-    return fsdp_compile.core.unit.units_in(model)
-
-
-def test_a_copy_has_the_settings_of_the_original(two_ranks: Ranks) -> None:
-    two_ranks.run(_settings)
-
-
-def _parts(path: str) -> None:
-    unsharded, model = pair(make=lambda: Stack(2))
+@pytest.mark.parametrize("path", PATHS)
+@on_two_ranks
+def test_a_part_of_a_model_is_copied_as_a_model(path: str) -> None:
+    unsharded, model = pair()
     x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(1))
     container = nn.Sequential(*model.layers)
     parts = {
@@ -148,31 +142,16 @@ def _parts(path: str) -> None:
     }
     for name, (part, reference) in parts.items():
         twin, reference = copy.deepcopy(part), copy.deepcopy(reference)
-        units = _units(twin)
-        assert units and all(unit.outer is None and unit.is_root for unit in units), name
-        run = compiled(twin, path)
-        for _ in range(2):
-            run(x[dist.get_rank()]).pow(2).mean().backward()
-            torch.stack([reference(one).pow(2).mean() for one in x]).mean().backward()
-            assert_same_grads(twin, reference)
-            for one in (twin, reference):
-                torch.optim.SGD(one.parameters(), lr=0.1).step()
-                one.zero_grad()
+        assert units(twin) and all(unit.outer is None and unit.is_root for unit in units(twin)), name
+        train_on(x, compiled(twin, path), twin, reference)
     train_and_compare(compiled(model, path), model, unsharded, steps=1)
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_a_part_of_a_model_is_copied_as_a_model(two_ranks: Ranks, path: str) -> None:
-    two_ranks.run(_parts, path)
-
-
-def _tied_over_units() -> None:
-    torch.manual_seed(0)
-    unsharded = Stack(1, tied=True)
-    model = copy.deepcopy(unsharded)
-    fully_shard(model.embed)
-    fully_shard(model.head)
-    fully_shard(model)
+@on_two_ranks
+def test_tied_weights_are_tied_in_the_copy() -> None:
+    unsharded, model = twins(lambda: Stack(1, tied=True))
+    for module in (model.embed, model.head, model):
+        fully_shard(module)
     head = copy.deepcopy(model.head)
     assert [param.fqn for param in unit_of(head).params] == ["weight"]
     both = copy.deepcopy(nn.ModuleDict({"head": model.head, "embed": model.embed}))
@@ -187,12 +166,9 @@ def _tied_over_units() -> None:
     train_and_compare(copy.deepcopy(model), model, unsharded, steps=0)
 
 
-def test_tied_weights_are_tied_in_the_copy(two_ranks: Ranks) -> None:
-    two_ranks.run(_tied_over_units)
-
-
-def _at_any_time() -> None:
-    unsharded, model = pair(make=lambda: Stack(2))
+@on_two_ranks
+def test_a_copy_is_idle_whatever_the_original_does() -> None:
+    unsharded, model = pair()
     refused: list[Any] = []
 
     def in_backward(grad: Tensor) -> None:
@@ -223,10 +199,6 @@ def _at_any_time() -> None:
     assert_same_grads(model, unsharded)
 
 
-def test_a_copy_is_idle_whatever_the_original_does(two_ranks: Ranks) -> None:
-    two_ranks.run(_at_any_time)
-
-
 class Odd(nn.Module):
     """Copies itself in a way of its own, and has a list of its parameters beside them."""
 
@@ -249,7 +221,8 @@ class Odd(nn.Module):
         return self.out(self.norm(hidden.transpose(1, 2)).transpose(1, 2))
 
 
-def _odd_modules() -> None:
+@on_two_ranks
+def test_modules_with_a_copy_of_their_own() -> None:
     torch.manual_seed(0)
     traced = torch.fx.symbolic_trace(Block())
     x = torch.randn(2, 3, 4, 16, generator=torch.Generator().manual_seed(1))
@@ -257,36 +230,20 @@ def _odd_modules() -> None:
         reference = copy.deepcopy(unsharded)
         twin: Any = copy.deepcopy(fully_shard(unsharded))
         assert getattr(twin, "num_copies", 0) == getattr(reference, "num_copies", 0)
-        for _ in range(2):
-            twin(x[dist.get_rank()]).pow(2).mean().backward()
-            for one in x:
-                (reference(one).pow(2).mean() / len(x)).backward()
-            assert_same_grads(twin, reference)
-            for one in (twin, reference):
-                torch.optim.SGD(one.parameters(), lr=0.1).step()
-                one.zero_grad()
+        train_on(x, twin, twin, reference)
 
 
-def test_modules_with_a_copy_of_their_own(two_ranks: Ranks) -> None:
-    two_ranks.run(_odd_modules)
-
-
-def _meshes(kind: str) -> None:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    from tests.test_meshes import EvenBlock
-
-    unsharded, model = pair_unsharded()
+@pytest.mark.parametrize("kind", ["replicas", "offload", "tensor parallel"])
+@on_four_ranks
+def test_a_copy_is_on_the_meshes_of_the_original(kind: str) -> None:
+    unsharded, model = twins(lambda: Stack(block=EvenBlock if kind == "tensor parallel" else Block))
+    place, places = dist.get_rank(), 4
     if kind == "replicas":
-        mesh = mesh_of("replicate", "shard")
-        shard(model, mesh=mesh)
-        place, places = dist.get_rank(), 4
+        shard(model, mesh=mesh_of("replicate", "shard"))
     elif kind == "offload":
         shard(model, offload_policy=fsdp_compile.CPUOffloadPolicy(), reshard_after_forward=2)
-        place, places = dist.get_rank(), 4
     else:
         mesh = mesh_of("dp", "tp")
-        unsharded, model = pair_unsharded(EvenBlock)
         for layer in model.layers:
             parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         shard(model, mesh=mesh["dp"])
@@ -297,41 +254,23 @@ def _meshes(kind: str) -> None:
         train_and_compare(compiled(twin, path), twin, unsharded, steps=1, place=place, num_places=places)
 
 
-def pair_unsharded(block: type[nn.Module] = Block) -> tuple[Stack, Stack]:
-    torch.manual_seed(0)
-    unsharded = Stack(2, block=block)
-    return unsharded, copy.deepcopy(unsharded)
-
-
-@pytest.mark.parametrize("kind", ["replicas", "offload", "tensor parallel"])
-def test_a_copy_is_on_the_meshes_of_the_original(four_ranks: Ranks, kind: str) -> None:
-    four_ranks.run(_meshes, kind)
-
-
-def _with_extension(path: str) -> None:
-    from tests.test_extension import Halved
-
-    torch.manual_seed(0)
-    unsharded = Stack(1)
-    model = copy.deepcopy(unsharded)
+@pytest.mark.parametrize("path", ["eager", "aot_eager"])
+@on_two_ranks
+def test_a_copy_of_a_subclass_says_what_travels_too(path: str) -> None:
+    unsharded, model = twins(lambda: Stack(1))
     model.layers[0].down.weight = nn.Parameter(Halved(model.layers[0].down.weight.detach()))
     with torch.no_grad():
         sent = unsharded.layers[0].down.weight / 2
         unsharded.layers[0].down.weight.copy_(sent.to(torch.bfloat16).float() * 2)
     twin = copy.deepcopy(shard(model))
     assert type(twin.layers[0].down.weight.to_local()) is Halved
-    loss_of(compiled(twin, path)(mine())).backward()
-    reference_backward(unsharded, batches(0))
+    backward_on_both(compiled(twin, path), unsharded, 0)
     assert_same_grads(twin, unsharded)
 
 
-@pytest.mark.parametrize("path", ["eager", "aot_eager"])
-def test_a_copy_of_a_subclass_says_what_travels_too(two_ranks: Ranks, path: str) -> None:
-    two_ranks.run(_with_extension, path)
-
-
-def _wrappers() -> None:
-    unsharded, model = pair(make=lambda: Stack(2))
+@on_two_ranks
+def test_copies_of_compiled_models_are_what_torch_makes_of_plain_ones() -> None:
+    unsharded, model = pair()
     wrapper = torch.compile(model, backend="aot_eager", fullgraph=True)
     loss_of(wrapper(mine())).backward()
     before = num_graphs()
@@ -351,21 +290,15 @@ def _wrappers() -> None:
     assert num_graphs() <= before + 1
 
 
-def test_copies_of_compiled_models_are_what_torch_makes_of_plain_ones(two_ranks: Ranks) -> None:
-    two_ranks.run(_wrappers)
-
-
-def _averaged(path: str) -> None:
-    torch.manual_seed(0)
-    unsharded = Stack(2, tied=True)
-    model = shard(copy.deepcopy(unsharded))
-    average = partial_average(compiled(model, path))
-    expected = partial_average(unsharded)
+@pytest.mark.parametrize("path", PATHS)
+@on_two_ranks
+def test_a_moving_average_of_a_sharded_model(path: str) -> None:
+    unsharded, model = pair(make=lambda: Stack(tied=True))
     run = compiled(model, path)
+    average, expected = (AveragedModel(one, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for one in (run, unsharded))
     optims = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, unsharded)]
     for step in range(3):
-        loss_of(run(mine(step))).backward()
-        reference_backward(unsharded, batches(step))
+        backward_on_both(run, unsharded, step)
         for optim in optims:
             optim.step()
             optim.zero_grad()
@@ -379,16 +312,8 @@ def _averaged(path: str) -> None:
     assert_same_params(model, unsharded, atol=1e-4, rtol=1e-3)
 
 
-def partial_average(model: nn.Module) -> AveragedModel:
-    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_a_moving_average_of_a_sharded_model(two_ranks: Ranks, path: str) -> None:
-    two_ranks.run(_averaged, path)
-
-
-def _not_otherwise() -> None:
+@on_two_ranks
+def test_pickle_and_shallow_copies_say_what_to_do_instead() -> None:
     _, sharded = pair(make=lambda: Stack(1))
     assert isinstance(sharded, FSDPModule) and isinstance(sharded, Stack)
     for one in (sharded, sharded.layers[0].up):
@@ -396,9 +321,5 @@ def _not_otherwise() -> None:
             pickle.dumps(one)
         with pytest.raises(RuntimeError, match="state_dict"):
             torch.save(one, io.BytesIO())
-        with pytest.raises(TypeError, match=r"copy\.deepcopy"):
+        with pytest.raises(TypeError, match=rf"{type(one).__name__}.*copy\.deepcopy"):
             copy.copy(one)
-
-
-def test_pickle_and_shallow_copies_say_what_to_do_instead(two_ranks: Ranks) -> None:
-    two_ranks.run(_not_otherwise)

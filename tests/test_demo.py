@@ -68,7 +68,7 @@ def test_a_saved_graph_runs_by_itself(saved_run: Path, tmp_path: Path) -> None:
     assert "blocks.0 (Block)" in (saved_run / "rank1" / "report.txt").read_text()
 
 
-def test_a_file_gets_a_line_for_each_stage(saved_run: Path) -> None:
+def test_a_file_gets_a_line_for_each_stage_and_the_place_of_the_page(saved_run: Path) -> None:
     printed = (saved_run / "printed.txt").read_text()
     stages = re.findall(r"^(.+) \.\.\. \d+ s$", printed, flags=re.MULTILINE)
     assert stages == [
@@ -82,10 +82,6 @@ def test_a_file_gets_a_line_for_each_stage(saved_run: Path) -> None:
         "weigh their memory",
     ]
     assert "\x1b" not in printed
-
-
-def test_it_ends_with_a_page_and_says_where(saved_run: Path) -> None:
-    printed = (saved_run / "printed.txt").read_text()
     assert f"The planned step, to look at in a browser: {saved_run}/step.html\n" in printed
     assert "blocks.0.attn.qkv.weight" in (saved_run / "step.html").read_text()
 
@@ -192,17 +188,29 @@ def test_a_crashed_worker_ends_the_run_with_its_traceback(
     assert "in _raises\n    raise ZeroDivisionError" in error
 
 
-def test_a_dim_that_heads_do_not_divide_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["demo", "--dim", "100"]) == 2
-    assert "--dim 100 is not a multiple of 64" in capsys.readouterr().err
+def exit_code(*arguments: str) -> Any:
+    try:
+        return cli.main([*arguments])
+    except SystemExit as left:
+        return left.code
 
 
-@pytest.mark.parametrize("number", ["0", "-2", "two", "1.5"])
-def test_a_number_that_is_none_is_refused_by_name(number: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        cli.main(["demo", "--ranks", number])
-    assert left.value.code == 2
-    assert f"argument --ranks: {number} is not a whole number above 0\n" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("demo", "--dim", "100"), "--dim 100 is not a multiple of 64"),
+        (("demo", "--ranks", "0"), "argument --ranks: 0 is not a whole number above 0\n"),
+        (("demo", "--ranks", "-2"), "argument --ranks: -2 is not a whole number above 0\n"),
+        (("demo", "--ranks", "two"), "argument --ranks: two is not a whole number above 0\n"),
+        (("demo", "--ranks", "1.5"), "argument --ranks: 1.5 is not a whole number above 0\n"),
+        ((), "demo"),  # the help
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(
+    arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(*arguments) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_without_a_compiler_it_says_so_at_once_and_what_runs_without(
@@ -237,15 +245,8 @@ def test_processes_with_a_gpu_each_train_over_nccl(tmp_path: Path) -> None:
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     pyproject = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     assert f'\nversion = "{fsdp_compile.__version__}"\n' in pyproject
-    with pytest.raises(SystemExit) as left:
-        cli.main(["--version"])
-    assert left.value.code == 0
+    assert exit_code("--version") == 0
     assert capsys.readouterr().out == f"fsdp-compile {fsdp_compile.__version__} (torch {torch.__version__})\n"
-
-
-def test_without_a_command_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == 2
-    assert "demo" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -254,14 +255,10 @@ def test_without_a_command_it_prints_its_help(capsys: pytest.CaptureFixture[str]
 def test_an_interrupt_leaves_no_process_behind_and_says_one_sentence(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "fsdp_compile.cli", *SMALL, "--steps", "100000"]
     process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        command, cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup, if it is around the tests, is not meant
-    )
+    )  # fmt: skip
     try:
         wait_until(lambda: len(children(process.pid)) == 2, "two workers run")
         workers = children(process.pid)

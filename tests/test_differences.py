@@ -12,10 +12,11 @@ from torch.distributed.tensor import DTensor
 import fsdp_compile
 from tests.comparing import full
 from tests.models import Block
-from tests.ranks import Ranks
+from tests.on_ranks import on_two_ranks
 
 
-def _between_unshard_and_reshard() -> None:
+@on_two_ranks
+def test_between_unshard_and_reshard_reads_are_full_and_what_is_registered_are_shards() -> None:
     x = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
     outputs = []
     for package in (fsdp_compile, torch_fsdp):
@@ -41,11 +42,8 @@ def _between_unshard_and_reshard() -> None:
     torch.testing.assert_close(*outputs)
 
 
-def test_between_unshard_and_reshard_reads_are_full_and_what_is_registered_are_shards(two_ranks: Ranks) -> None:
-    two_ranks.run(_between_unshard_and_reshard)
-
-
-def _after_evaluation() -> None:
+@on_two_ranks
+def test_the_root_is_freed_after_a_forward_without_backward() -> None:
     x = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
     gathered = []
     for package in (fsdp_compile, torch_fsdp):
@@ -56,23 +54,8 @@ def _after_evaluation() -> None:
     assert gathered == [False, True]
 
 
-def test_the_root_is_freed_after_a_forward_without_backward(two_ranks: Ranks) -> None:
-    two_ranks.run(_after_evaluation)
-
-
-def _calls_of_the_placement_function() -> None:
-    theirs = 2 if hasattr(torch_fsdp, "DataParallelMeshDims") else 1  # 2.15 groups before it shards, 2.11 does not
-    for package, times in ((fsdp_compile, 1), (torch_fsdp, theirs)):
-        seen: list[nn.Parameter] = []
-        package.fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda param: seen.append(param))  # noqa: B023
-        assert len(seen) == 2 * times
-
-
-def test_the_placement_function_is_called_once_and_fsdp2s_twice(two_ranks: Ranks) -> None:
-    two_ranks.run(_calls_of_the_placement_function)
-
-
-def _flags() -> None:
+@on_two_ranks
+def test_gradient_sync_leaves_the_all_reduce_alone() -> None:
     for package, expected in ((fsdp_compile, False), (torch_fsdp, True)):
         model: Any = package.fully_shard(nn.Linear(4, 4))
         model.set_requires_all_reduce(False)
@@ -82,7 +65,3 @@ def _flags() -> None:
         else:
             said = model._get_fsdp_state()._fsdp_param_group.all_reduce_grads
         assert said is expected
-
-
-def test_gradient_sync_leaves_the_all_reduce_alone(two_ranks: Ranks) -> None:
-    two_ranks.run(_flags)

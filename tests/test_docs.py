@@ -1,12 +1,14 @@
-"""What docs/ says runs as it stands there, says what is shown, and is a site without a broken link."""
+"""What README.md and docs/ say runs as it stands there, says what is shown, and is a site without a broken link."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
 import importlib.util
 import inspect
+import io
 import itertools
 import os
 import pkgutil
@@ -24,22 +26,20 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_compile
+from fsdp_compile import FSDPModule, fully_shard
 from tests.comparing import assert_same_grads, assert_same_params, batches, full, mine, reference_backward
-from tests.compiling import num_graphs
+from tests.compiling import no_kernels_built, num_graphs
 from tests.models import Block, BreakBlock, Stack, pair, shard, twins
-from tests.pages import DOCS, blocks, pieces, play
+from tests.pages import DOCS, blocks, pattern, pieces, plain, play
 from tests.ranks import Ranks
-from tests.test_readme import PAGES as OF_README
 from tests.test_recipes import shared_folder
 
 ROOT = DOCS.parent
 PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
-ELSEWHERE = {
-    "recipes.md": "test_recipes.py",  # each section with a check of its own
-    "tutorial.md": "below",  # its blocks are pieces of a script
-    **dict.fromkeys(OF_README, "test_readme.py"),
-}
-PLAYED = [page for page in PAGES if page not in ELSEWHERE and blocks(page, "python")]
+#: Pages whose blocks run behind those of README.md, in this order.
+WITH_README = ("inspect.md", "costs.md", "memory-budget.md", "accumulate.md", "one-graph.md", "eager.md")
+# Each section of the recipes has a check of its own, and blocks of the tutorial are pieces of a script.
+PLAYED = [one for one in PAGES if one not in ("recipes.md", "tutorial.md", *WITH_README) and blocks(one, "python")]
 QUICK = ("index.md",)
 
 
@@ -267,3 +267,73 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         assert (tmp_path / "site" / page).with_suffix(".html").exists()
     reference = (tmp_path / "site" / "reference" / "passes.html").read_text()
     assert "<pre>" in reference or "<pre " in reference  # pictures are preformatted
+
+
+# --- README.md, and the pages that stood in it ------------------------------------------------------------------------
+
+
+@no_kernels_built()  # what a step computes is for the recipes' rows in tests/matrix
+def _run_examples(folder: str) -> None:
+    shard_and_compile, fsdp1 = blocks("../README.md", "python")
+    of_pages = [code for page in WITH_README for code in blocks(page, "python")]
+    inspect, edit, page, why, costs, budget, again, accumulate, explain, whole_step, compare = of_pages
+    batch = torch.zeros(2, 5, dtype=torch.long)
+    names = {"torch": torch, "fsdp_compile": fsdp_compile, "model": Stack(1), "batch": batch, "batches": [batch, batch]}
+    exec(shard_and_compile, names)
+    assert isinstance(names["model"]._orig_mod, FSDPModule)
+    if dist.get_rank() == 0:
+        os.chdir(folder)
+    exec(inspect if dist.get_rank() == 0 else "import fsdp_compile; model(batch).sum().backward()", names)
+    if dist.get_rank() == 0:
+        exec(edit, names)
+        exec(page, names)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(costs, names)
+        assert printed.getvalue().startswith("predicted on 'cpu': forward ") and " waiting; peak " in printed.getvalue()
+        assert "of compute stand beside it" in printed.getvalue() and "Residency(becomes=" in printed.getvalue()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(why, names)
+    section = (DOCS / "inspect.md").read_text().split("\n## Why it waits\n")[1]
+    shown = re.findall(r"^```text\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)[0]
+    assert pattern(shown).search(plain(printed.getvalue())), printed.getvalue()
+    budgeted = names | {"model": fully_shard(Stack(1))}
+    exec(budget, budgeted)
+    torch.compile(budgeted["model"])(batch).sum().backward()
+    planned = shard(Stack(1))
+    with fsdp_compile.inspect(planned) as report:
+        torch.compile(planned)(batch).sum().backward()
+    exec(again, {"fsdp_compile": fsdp_compile, "model": planned, "report": report})
+    with fsdp_compile.inspect(planned) as report:
+        torch.compile(planned)(batch).sum().backward()
+    assert report.joint.plan.recompute == ("layers.0.up.weight",)
+    exec(accumulate, names)
+    exec(explain, names)
+    assert names["report"]
+    try:
+        exec(whole_step, names)
+    finally:
+        torch._dynamo.config.compiled_autograd = False
+    exec(compare, names)
+    names |= {"model": Stack(1), "Block": Block}
+    exec(fsdp1, names)
+    assert names["model"](batch).shape == (2, 5, 31)
+
+
+@pytest.mark.more
+def test_the_examples_run_as_they_stand(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(_run_examples, str(tmp_path))
+    assert list((tmp_path / "graphs").glob("*backward*/*.py"))
+    assert (tmp_path / "step.html").exists() and (tmp_path / "step.json").exists()
+
+
+def test_two_commands_set_up_all_they_need_and_are_those_that_ci_runs() -> None:
+    ci = (ROOT / ".ci" / "run").read_text()
+    (demo,), (test,) = (block.splitlines() for block in blocks("../README.md", "sh")[:2])
+    for line, end in ((demo, ".venv/bin/fsdp-compile demo"), (test, ".venv/bin/pytest")):
+        environment, install, run = line.split(" && ")
+        assert environment == "python3 -m venv .venv"
+        assert install.startswith(".venv/bin/pip install -e ")
+        assert run == end
+        assert f'$(in_readme "{line}")' in ci
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert {".venv*/", "*.egg-info/"} <= set(ignored), "what the two commands create"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import re
 import types
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,18 +23,19 @@ from fsdp_compile.core.unit import unit_of, units_in
 from fsdp_compile.eager.running import running
 from tests.comparing import (
     assert_same_grads,
+    assert_same_params,
+    backward_on_both,
     batches,
     full,
     local_loss,
-    loss_of,
     mine,
     reference_backward,
     train_and_compare,
 )
-from tests.compiling import compile_blocks, compiled
-from tests.models import Block, Stack, mesh_of, pair, shard, twins
-from tests.ranks import Ranks
-from tests.recording import GATHER, REDUCE, Collectives, Wire, let_threads_rest
+from tests.compiling import compile_blocks
+from tests.models import Block, HalfUsed, Stack, mesh_of, one_unit, pair, shard, twins
+from tests.on_ranks import on_four_ranks, on_two_ranks
+from tests.recording import GATHER, REDUCE, Collectives, held_bytes, let_threads_rest
 
 
 def assert_same_accumulated(model: nn.Module, unsharded: nn.Module, steps: range) -> None:
@@ -47,7 +48,9 @@ def assert_same_accumulated(model: nn.Module, unsharded: nn.Module, steps: range
 # --- what a user of FSDP2 looks for
 
 
-def _is_fsdp2s_class() -> None:
+@pytest.mark.compat
+@on_two_ranks
+def test_it_is_fsdp2s_class_and_inherits_no_method_of_it() -> None:
     import torch.distributed.fsdp as torch_fsdp
 
     _, model = pair()
@@ -58,15 +61,11 @@ def _is_fsdp2s_class() -> None:
     assert not inherited - {"__doc__", "__module__"}, inherited
 
 
-@pytest.mark.compat
-def test_it_is_fsdp2s_class_and_inherits_no_method_of_it(two_ranks: Ranks) -> None:
-    two_ranks.run(_is_fsdp2s_class)
-
-
 # --- unshard, reshard
 
 
-def _unshard() -> None:
+@on_two_ranks
+def test_unshard_and_reshard_show_in_reads() -> None:
     unsharded, model = pair()
     layer = model.layers[0]
     assert layer.unshard() is None
@@ -81,24 +80,24 @@ def _unshard() -> None:
         handle.wait()
         handle.wait()
     with Collectives() as seen:
-        local_loss(model, 0).backward()
-    assert [name for name, _ in seen.seen].count(GATHER) > 0
+        loss = local_loss(model, 0)
+        layer.unshard()
+        torch.testing.assert_close(layer.up.weight, unsharded.layers[0].up.weight)
+        loss.backward()  # frees: what is read is gathered again
+        torch.testing.assert_close(layer.up.weight, unsharded.layers[0].up.weight)
+    assert seen.count(GATHER) > 0
     reference_backward(unsharded, batches(0))
     assert_same_grads(model, unsharded)
 
 
-def test_unshard_and_reshard_show_in_reads(two_ranks: Ranks) -> None:
-    two_ranks.run(_unshard)
-
-
-def _unshard_before_a_step_is_not_stale() -> None:
+@on_two_ranks
+def test_what_was_gathered_before_a_step_is_not_used_after_it() -> None:
     unsharded, model = pair()
     optim, reference = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, unsharded))
     for step in range(3):
         for layer in model.layers:
             layer.unshard()  # and no reshard: what was gathered before the optimizer's step must not be used after it
-        local_loss(model, step).backward()
-        reference_backward(unsharded, batches(step))
+        backward_on_both(model, unsharded, step)
         assert_same_grads(model, unsharded)
         model.layers[0].unshard()
         for one in (optim, reference):
@@ -106,32 +105,27 @@ def _unshard_before_a_step_is_not_stale() -> None:
             one.zero_grad()
 
 
-def test_what_was_gathered_before_a_step_is_not_used_after_it(two_ranks: Ranks) -> None:
-    two_ranks.run(_unshard_before_a_step_is_not_stale)
-
-
 # --- when parameters are gathered and freed
 
 
-def _gathers(reshard: bool | None) -> tuple[int, int]:
-    _, model = pair(reshard_after_forward=reshard)
-    local_loss(model, 0).backward()
-    with Collectives() as forward:
-        loss = local_loss(model, 1)
-    with Collectives() as backward:
-        loss.backward()
-    return forward.count(GATHER), backward.count(GATHER)
+@on_two_ranks
+def test_reshard_after_forward_decides_what_backward_gathers() -> None:
+    gathers = {}
+    for reshard in (False, True, None):
+        _, model = pair(reshard_after_forward=reshard)
+        local_loss(model, 0).backward()
+        with Collectives() as forward:
+            loss = local_loss(model, 1)
+        with Collectives() as backward:
+            loss.backward()
+        gathers[reshard] = forward.count(GATHER), backward.count(GATHER)
+    in_forward, in_backward = gathers[True]
+    assert in_forward == in_backward > 0 and gathers[False][1] == 0
+    assert gathers[None][0] == in_forward and 0 < gathers[None][1] < in_forward  # the root is kept
 
 
-def test_reshard_after_forward_decides_what_backward_gathers(two_ranks: Ranks) -> None:
-    assert two_ranks.run(_gathers, False)[0][1] == 0
-    forward, backward = two_ranks.run(_gathers, True)[0]
-    assert forward == backward > 0
-    kept_root_forward, kept_root_backward = two_ranks.run(_gathers, None)[0]
-    assert kept_root_forward == forward and 0 < kept_root_backward < forward
-
-
-def _reshard_after_backward() -> None:
+@on_two_ranks
+def test_parameters_may_stay_gathered_between_micro_batches() -> None:
     unsharded, model = pair(reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     local_loss(model, 0).backward()
@@ -147,77 +141,52 @@ def _reshard_after_backward() -> None:
     assert seen.count(GATHER) > 0
 
 
-def test_parameters_may_stay_gathered_between_micro_batches(two_ranks: Ranks) -> None:
-    two_ranks.run(_reshard_after_backward)
-
-
-def _storages(model: nn.Module) -> dict[str, int]:
-    """Bytes that each unit holds gathered."""
-    held = {}
-    for run in map(running, units_in(model)):
-        fulls = [] if run.gathered is None or run.gathered.fulls is None else run.gathered.fulls
-        held[run.unit.name] = sum(tensor.untyped_storage().nbytes() for tensor in fulls if tensor is not None)
-    return held
-
-
-def _frozen(trainable: Callable[[str], bool]) -> None:
+def _pair_that_trains(pattern: str) -> tuple[Stack, Stack]:
+    """Parameters whose names do not match are frozen in both."""
     unsharded, model = pair()
     for one in (unsharded, model):
         for name, param in one.named_parameters():
-            param.requires_grad_(trainable(name))
+            param.requires_grad_(re.search(pattern, name) is not None)
+    return unsharded, model
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@on_two_ranks
+def test_a_frozen_parameter_stays_until_backward_has_read_it(backend: str | None) -> None:
+    """The root's frozen norm is read by backward after the gradient of its head came, and no input asks for one."""
+    unsharded, model = _pair_that_trains(r"^(head|layers\.1\.)")
+    if backend is not None:
+        compile_blocks(model, backend)
+    backward_on_both(model, unsharded, 0, 1)
+    assert_same_grads(model, unsharded)
+    assert held_bytes(model) == 0
+
+
+@pytest.mark.parametrize("trainable", ["bias$", "^embed"])
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@on_two_ranks
+def test_frozen_units_are_freed_when_backward_leaves_them(trainable: str) -> None:
+    unsharded, model = _pair_that_trains(trainable)
     held: list[int] = []
-    model.layers[0].register_full_backward_hook(lambda *unused: held.append(sum(_storages(model).values())))
-    for step in range(2):
-        local_loss(model, step).backward()
-        reference_backward(unsharded, batches(step))
+    model.layers[0].register_full_backward_hook(lambda *unused: held.append(held_bytes(model)))
+    backward_on_both(model, unsharded, 0, 1)
     assert_same_grads(model, unsharded)
     one_layer = sum(param.numel() for param in unsharded.layers[0].parameters()) * 4
     # At the first layer's end only it and the root, which is kept, may be there: not the layers behind it.
     root = sum(param.numel() for name, param in unsharded.named_parameters() if not name.startswith("layers")) * 4
     padding = 256
     assert max(held) <= root + one_layer + padding, (held, root, one_layer)
-    assert sum(_storages(model).values()) == 0
+    assert held_bytes(model) == 0
 
 
-def _everything_but_biases(name: str) -> bool:
-    return name.endswith("bias")
+def _fulls(layer: Any) -> list[Tensor]:
+    gathered = running(unit_of(layer)).gathered
+    assert gathered is not None and gathered.fulls is not None
+    return gathered.fulls
 
 
-def _only_the_embedding(name: str) -> bool:
-    return name.startswith("embed")
-
-
-def _only_what_comes_last(name: str) -> bool:
-    return name.startswith(("head", "layers.1."))
-
-
-def _a_frozen_norm_before_a_head(backend: str | None) -> None:
-    """The root's frozen norm is read by backward after the gradient of its head came, and no input asks for one."""
-    unsharded, model = pair()
-    for one in (unsharded, model):
-        for name, param in one.named_parameters():
-            param.requires_grad_(_only_what_comes_last(name))
-    if backend is not None:
-        compile_blocks(model, backend)
-    for step in range(2):
-        local_loss(model, step).backward()
-        reference_backward(unsharded, batches(step))
-    assert_same_grads(model, unsharded)
-    assert sum(_storages(model).values()) == 0
-
-
-@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
-def test_a_frozen_parameter_stays_until_backward_has_read_it(two_ranks: Ranks, backend: str | None) -> None:
-    two_ranks.run(_a_frozen_norm_before_a_head, backend)
-
-
-@pytest.mark.parametrize("trainable", [_everything_but_biases, _only_the_embedding])
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-def test_frozen_units_are_freed_when_backward_leaves_them(two_ranks: Ranks, trainable: Callable[[str], bool]) -> None:
-    two_ranks.run(_frozen, trainable)
-
-
-def _keep_storage() -> None:
+@on_two_ranks
+def test_kept_storage_has_stable_addresses() -> None:
     unsharded, model = pair()
     model.set_keep_unsharded_storage(True)
     local_loss(model, 0).backward()
@@ -227,88 +196,12 @@ def _keep_storage() -> None:
     assert_same_accumulated(model, unsharded, range(2))
 
 
-def _fulls(layer: Any) -> list[Tensor]:
-    gathered = running(unit_of(layer)).gathered
-    assert gathered is not None and gathered.fulls is not None
-    return gathered.fulls
-
-
-def test_kept_storage_has_stable_addresses(two_ranks: Ranks) -> None:
-    two_ranks.run(_keep_storage)
-
-
-# --- the order of gathers
-
-
-def _order() -> None:
-    unsharded, model = pair(3, make=lambda: Stack(3))
-    model.layers[0].set_modules_to_forward_prefetch([model.layers[2]])
-    model.layers[2].set_modules_to_backward_prefetch([model.layers[0], model.layers[1]])
-    for step in range(2):
-        local_loss(model, step).backward()
-    assert_same_accumulated(model, unsharded, range(2))
-
-
-def test_explicit_prefetch_changes_the_order_and_not_the_numbers(two_ranks: Ranks) -> None:
-    two_ranks.run(_order)
-
-
-class Ordered(Collectives):
-    """Also marks where compute begins: the first matmul after a gather."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.addmm.default:
-            self.seen.append(("compute", 0))
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def _prefetch() -> list[str]:
-    _, model = pair(make=lambda: Stack(num_blocks=4))
-    for step in range(2):
-        local_loss(model, step).backward()
-    with Ordered() as seen:
-        local_loss(model, 2)
-    return [name for name, _ in seen.seen]
-
-
-def test_the_next_units_gather_is_launched_before_this_unit_computes(two_ranks: Ranks) -> None:
-    names = two_ranks.run(_prefetch)[0]
-    first = names.index("compute")
-    gathered_units = names[:first].count(GATHER)
-    assert gathered_units == names[: first + 1].count(GATHER)
-    after_first = names[first:]
-    # The last unit's gathers are not behind the last compute but ahead of the one before.
-    assert GATHER not in after_first[len(after_first) - after_first[::-1].index("compute") :]
-    assert names[:first].count(GATHER) >= 3, names  # root, first block, and the second one ahead
-
-
 # --- gradients
 
 
-def _reductions(backend: str | None) -> list[Any]:
-    """What backward launches, of a model whose head is so large that it travels alone."""
-    unsharded, model = pair(make=lambda: Stack(2, vocab=1 << 14))
-    run: Any = model if backend is None else compiled(model, backend)
-    launches: list[Any] = []
-    for step in range(3):  # a later one: the first steps of a graph send what the ranks compare
-        model.zero_grad()
-        loss = loss_of(run(mine(step)))
-        with Wire() as wire:
-            loss.backward()
-        launches = wire.launches
-    assert_same_accumulated(model, unsharded, range(2, 3))
-    return launches
-
-
-@pytest.mark.parametrize("backend", ["passes", pytest.param("inductor", marks=pytest.mark.more)])
-def test_a_bucket_is_reduced_when_its_gradients_are_there_as_in_a_graph(two_ranks: Ranks, backend: str) -> None:
-    for eagerly, in_graph in zip(two_ranks.run(_reductions, None), two_ranks.run(_reductions, backend), strict=True):
-        assert eagerly == in_graph
-        sizes = [sizes for name, sizes in eagerly if "all_to_all" in name]
-        assert sizes[0] == sizes[3] and sizes[1] == sizes[2] and len(sizes) == 5  # head, two layers, embedding, norm
-
-
-def _no_sync(reshard: bool) -> None:
+@pytest.mark.parametrize("reshard", [True, False])
+@on_two_ranks
+def test_gradients_accumulate_without_communication(reshard: bool) -> None:
     unsharded, model = pair(make=lambda: Stack(tied=True), reshard_after_forward=reshard)
     with Collectives() as seen:
         for step in range(3):
@@ -326,12 +219,8 @@ def _no_sync(reshard: bool) -> None:
     assert_same_accumulated(model, unsharded, range(3, 4))
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_gradients_accumulate_without_communication(two_ranks: Ranks, reshard: bool) -> None:
-    two_ranks.run(_no_sync, reshard)
-
-
-def _flag_is_read_in_backward() -> None:
+@on_two_ranks
+def test_the_flag_that_holds_is_that_of_backward() -> None:
     unsharded, model = pair()
     losses = [local_loss(model, step) for step in range(3)]  # three micro-batches in flight
     for step, loss in enumerate(losses):
@@ -340,79 +229,26 @@ def _flag_is_read_in_backward() -> None:
     assert_same_accumulated(model, unsharded, range(3))
 
 
-def test_the_flag_that_holds_is_that_of_backward(two_ranks: Ranks) -> None:
-    two_ranks.run(_flag_is_read_in_backward)
-
-
-class Sometimes(Stack):
-    """Uses its second layer in every other step."""
-
-    step = 0
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for index, layer in enumerate(self.layers):
-            if index != 1 or self.step % 2 == 0:
-                x = layer(x)
-        return self.head(self.norm(x))
-
-
-def _held_back_and_then_unused() -> None:
-    unsharded, model = pair(make=Sometimes)
-    for step in range(2):
-        unsharded.step = model.step = step
-        model.set_requires_gradient_sync(step == 1)
-        local_loss(model, step).backward()
-        reference_backward(unsharded, batches(step))
-    assert_same_grads(model, unsharded)
-
-
-def test_what_was_held_back_is_reduced_even_where_the_last_backward_does_not_come(two_ranks: Ranks) -> None:
-    two_ranks.run(_held_back_and_then_unused)
-
-
-def _unused() -> None:
-    unsharded, model = pair(make=Sometimes)
-    unsharded.step = model.step = 1
+@on_two_ranks
+def test_unused_parameters_get_zeros_on_request() -> None:
+    unsharded, model = pair(make=HalfUsed)
+    unsharded.skip = model.skip = True
     model.set_reduce_scatter_unused_params(True)
-    local_loss(model, 0).backward()
-    reference_backward(unsharded, batches(0))
+    backward_on_both(model, unsharded, 0)
     for param in unsharded.layers[1].parameters():
         param.grad = torch.zeros_like(param)
     assert_same_grads(model, unsharded)
 
 
-def test_unused_parameters_get_zeros_on_request(two_ranks: Ranks) -> None:
-    two_ranks.run(_unused)
-
-
-def _divide(factor: float, force_sum: bool) -> None:
-    unsharded, model = pair()
-    model.set_gradient_divide_factor(factor, recurse=True)
-    model.set_force_sum_reduction_for_comms(force_sum, recurse=True)
-    local_loss(model, 0).backward()
-    reference_backward(unsharded, batches(0))
-    for param in unsharded.parameters():
-        param.grad.mul_(dist.get_world_size() / factor)
-    assert_same_grads(model, unsharded)
-
-
-@pytest.mark.parametrize("force_sum", [True, False])
-def test_a_divide_factor_of_ones_own(two_ranks: Ranks, force_sum: bool) -> None:
-    two_ranks.run(_divide, 1.0, force_sum)
-    two_ranks.run(_divide, 5.0, force_sum)
-
-
-def _divide_since_forward(blocks: bool) -> None:
-    """Where the number of tokens is known behind forward alone."""
-    unsharded, model = pair()
-    if blocks:
-        compile_blocks(model)
+def _divides(model: Stack, unsharded: Stack, behind_forward: bool) -> None:
     for step, factor in enumerate((1.0, 5.0)):
         model.zero_grad()
         unsharded.zero_grad()
+        if not behind_forward:
+            model.set_gradient_divide_factor(factor, recurse=True)
         loss = local_loss(model, step)
-        model.set_gradient_divide_factor(factor, recurse=True)
+        if behind_forward:
+            model.set_gradient_divide_factor(factor, recurse=True)
         loss.backward()
         reference_backward(unsharded, batches(step))
         for param in unsharded.parameters():
@@ -420,75 +256,20 @@ def _divide_since_forward(blocks: bool) -> None:
         assert_same_grads(model, unsharded)
 
 
+@pytest.mark.parametrize("force_sum", [True, False])
+@on_two_ranks
+def test_a_divide_factor_of_ones_own(force_sum: bool) -> None:
+    unsharded, model = pair()
+    model.set_force_sum_reduction_for_comms(force_sum, recurse=True)
+    _divides(model, unsharded, behind_forward=False)
+
+
 @pytest.mark.parametrize("blocks", [False, True])
-def test_a_divide_factor_that_is_known_behind_forward(two_ranks: Ranks, blocks: bool) -> None:
-    two_ranks.run(_divide_since_forward, blocks)
-
-
-def _hooks_and_inputs() -> None:
+@on_two_ranks
+def test_a_divide_factor_that_is_known_behind_forward(blocks: bool) -> None:
+    """Where the number of tokens is known behind forward alone."""
     unsharded, model = pair()
-    reference_backward(unsharded, batches(0))
-    params, expected = list(model.parameters()), [param.grad for param in unsharded.parameters()]
-    grads = torch.autograd.grad(local_loss(model, 0), params)
-    for got, want in zip(grads, expected):
-        assert isinstance(got, DTensor)
-        torch.testing.assert_close(full(got), want, atol=1e-6, rtol=1e-4)
-    assert all(param.grad is None for param in params)
-
-    chosen = model.layers[1].up.weight
-    local_loss(model, 0).backward(inputs=[chosen])
-    torch.testing.assert_close(full(chosen.grad), unsharded.layers[1].up.weight.grad, atol=1e-6, rtol=1e-4)
-    assert [name for name, param in model.named_parameters() if param.grad is not None] == ["layers.1.up.weight"]
-    model.zero_grad()
-
-    handle = chosen.register_hook(lambda grad: grad * 2)
-    local_loss(model, 0).backward()
-    handle.remove()
-    torch.testing.assert_close(full(chosen.grad), 2 * unsharded.layers[1].up.weight.grad, atol=1e-6, rtol=1e-4)
-
-
-def test_gradients_asked_for_by_autograd_and_seen_by_tensor_hooks(two_ranks: Ranks) -> None:
-    two_ranks.run(_hooks_and_inputs)
-
-
-def _penalty_on_shards() -> None:
-    unsharded, model = pair()
-    penalty = sum(param.pow(2).sum() for param in model.parameters())
-    assert isinstance(penalty, DTensor)
-    (local_loss(model, 0) + 0.1 * penalty.full_tensor()).backward()
-    reference_backward(unsharded, batches(0))
-    (0.1 * sum(param.pow(2).sum() for param in unsharded.parameters())).backward()
-    assert_same_grads(model, unsharded)
-
-
-def test_a_penalty_on_the_shards_adds_to_their_gradients(two_ranks: Ranks) -> None:
-    two_ranks.run(_penalty_on_shards)
-
-
-def _optimizer_in_backward() -> None:
-    unsharded, model = pair()
-    ours = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
-    reference = torch.optim.SGD(unsharded.parameters(), lr=0.1)
-
-    def step(param: nn.Parameter) -> None:
-        assert isinstance(param.grad, DTensor)
-        ours[param].step()
-        param.grad = None
-
-    for param in ours:
-        param.register_post_accumulate_grad_hook(step)
-    for index in range(3):
-        local_loss(model, index).backward()
-        reference_backward(unsharded, batches(index))
-        reference.step()
-        reference.zero_grad()
-        for (name, got), want in zip(model.named_parameters(), unsharded.parameters()):
-            assert got.grad is None
-            torch.testing.assert_close(full(got), want, atol=1e-6, rtol=1e-4, msg=name)
-
-
-def test_an_optimizer_in_backward(two_ranks: Ranks) -> None:
-    two_ranks.run(_optimizer_in_backward)
+    _divides(compile_blocks(model) if blocks else model, unsharded, behind_forward=True)
 
 
 # --- collectives of one's own
@@ -516,41 +297,28 @@ class PlainReduceScatter(PlainAllGather):
         return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
 
 
-def _custom_comms() -> None:
+@on_two_ranks
+def test_collectives_and_hooks_of_ones_own() -> None:
     unsharded, model = pair()
     gather, scatter, seen = PlainAllGather(), PlainReduceScatter(), []
     layer = model.layers[1]
     layer.set_custom_all_gather(gather)
     layer.set_custom_reduce_scatter(scatter)
     model.layers[0].set_all_reduce_hook(lambda grads: seen.append(grads.mul_(3).numel()))
-    local_loss(model, 0).backward()
-    reference_backward(unsharded, batches(0))
+    backward_on_both(model, unsharded, 0)
     for param in unsharded.layers[0].parameters():
         param.grad.mul_(3)
     assert_same_grads(model, unsharded)
     assert gather.num_calls and scatter.num_calls and seen
 
 
-def test_collectives_and_hooks_of_ones_own(two_ranks: Ranks) -> None:
-    two_ranks.run(_custom_comms)
-
-
-def _separate_group() -> None:
-    unsharded, model = pair()
-    model.set_separate_reduce_scatter_group()
-    model.set_reduce_scatter_max_input_buffers(3)
-    train_and_compare(model, model, unsharded)
-    model.set_separate_reduce_scatter_group(False)
-
-
-def test_reductions_in_a_group_of_their_own(two_ranks: Ranks) -> None:
-    two_ranks.run(_separate_group)
-
-
 # --- many micro-batches
 
 
-def _manual(async_op: bool, sync: bool) -> None:
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("async_op", [True, False])
+@on_two_ranks
+def test_backward_is_finalized_by_hand(async_op: bool, sync: bool) -> None:
     unsharded, model = pair()
     for round in range(2):
         model.set_manual_backward_finalization(True)
@@ -568,29 +336,13 @@ def _manual(async_op: bool, sync: bool) -> None:
         else:
             assert handle is None
         model.set_manual_backward_finalization(False)
-        assert sum(_storages(model).values()) == 0
+        assert held_bytes(model) == 0
     assert_same_accumulated(model, unsharded, range(4))
 
 
-@pytest.mark.parametrize("sync", [True, False])
-@pytest.mark.parametrize("async_op", [True, False])
-def test_backward_is_finalized_by_hand(two_ranks: Ranks, async_op: bool, sync: bool) -> None:
-    two_ranks.run(_manual, async_op, sync)
-
-
-def _last_backward() -> None:
-    unsharded, model = pair()
-    for step in range(3):
-        model.set_is_last_backward(step == 2)
-        local_loss(model, step).backward()
-    assert_same_accumulated(model, unsharded, range(3))
-
-
-def test_reductions_may_stay_in_flight_until_the_last_backward(two_ranks: Ranks) -> None:
-    two_ranks.run(_last_backward)
-
-
-def _two_roots() -> None:
+@on_two_ranks
+def test_two_roots_share_a_context() -> None:
+    """And a reset of one leaves the other alone."""
     unsharded, model = pair()
     other_unsharded, other = pair(seed=1)
     share_comm_ctx([model, other])
@@ -599,13 +351,17 @@ def _two_roots() -> None:
         (local_loss(model, step) + local_loss(other, step)).backward()
     assert_same_accumulated(model, unsharded, range(2))
     assert_same_accumulated(other, other_unsharded, range(2))
+    model.zero_grad()
+    model.set_is_last_backward(False)
+    local_loss(model, 0).backward()
+    other.reset_iter_state()  # the reductions of the first one go on
+    model.set_is_last_backward(True)
+    local_loss(model, 1).backward()
+    assert_same_accumulated(model, unsharded, range(2))
 
 
-def test_two_roots_share_a_context(two_ranks: Ranks) -> None:
-    two_ranks.run(_two_roots)
-
-
-def _replicas() -> None:
+@on_four_ranks
+def test_replicas_are_summed_once_for_several_micro_batches() -> None:
     mesh = mesh_of("replicate", "shard")
     unsharded, model = pair(mesh=mesh)
     for round in range(2):
@@ -630,12 +386,16 @@ def _replicas() -> None:
     assert_same_accumulated(model, unsharded, range(2))
 
 
-def test_replicas_are_summed_once_for_several_micro_batches(four_ranks: Ranks) -> None:
-    four_ranks.run(_replicas)
-
-
-def _few_ranks() -> None:
+@on_four_ranks
+def test_backward_gathers_over_few_ranks_after_an_int() -> None:
+    """Slices of before a step are not read after it."""
     unsharded, model = pair(reshard_after_forward=2)
+    local_loss(model, 0)  # leaves slices, which no backward reads; after a step they are not read either
+    with torch.no_grad():
+        for one in (unsharded, model):
+            for param in one.parameters():
+                param.mul_(0.5)
+    torch.testing.assert_close(model(mine(0)), unsharded(mine(0)))
     train_and_compare(model, model, unsharded)
     inner = {unit.post_forward.group for unit in units_in(model) if unit.post_forward is not None}
     groups: list[str] = []
@@ -655,27 +415,9 @@ def _few_ranks() -> None:
     assert groups and set(groups) <= inner, (groups, inner)
 
 
-def test_backward_gathers_over_few_ranks_after_an_int(four_ranks: Ranks) -> None:
-    four_ranks.run(_few_ranks)
-
-
-def _few_ranks_after_a_step() -> None:
-    unsharded, model = pair(reshard_after_forward=2)
-    local_loss(model, 0)  # leaves slices, which no backward reads
-    with torch.no_grad():
-        for one in (unsharded, model):
-            for param in one.parameters():
-                param.mul_(0.5)
-    torch.testing.assert_close(model(mine(0)), unsharded(mine(0)))
-
-
-def test_slices_of_before_a_step_are_not_read_after_it(four_ranks: Ranks) -> None:
-    four_ranks.run(_few_ranks_after_a_step)
-
-def _embedding() -> None:
-    torch.manual_seed(0)
-    unsharded = Stack()
-    model = copy.deepcopy(unsharded)
+@on_two_ranks
+def test_an_embedding_need_not_be_gathered_for_backward() -> None:
+    unsharded, model = twins()
     fully_shard(model.embed, reshard_after_forward=True)
     model.embed.set_unshard_in_backward(False)
     shard(model)
@@ -690,14 +432,9 @@ def _embedding() -> None:
     assert_same_accumulated(model, unsharded, range(2))
 
 
-def test_an_embedding_need_not_be_gathered_for_backward(two_ranks: Ranks) -> None:
-    two_ranks.run(_embedding)
-
-
-def _double_backward() -> None:
-    torch.manual_seed(0)
-    unsharded = Block()
-    model = fully_shard(copy.deepcopy(unsharded), reshard_after_forward=True)
+@on_two_ranks
+def test_double_backward_through_inputs_works_and_through_parameters_is_refused() -> None:
+    unsharded, model = one_unit(Block, reshard_after_forward=True)
     x = torch.ones(3, 16) * (1 + dist.get_rank())
     for one, inputs in ((model, [x]), (unsharded, [torch.ones(3, 16), 2 * torch.ones(3, 16)])):
         for value in inputs:
@@ -705,77 +442,35 @@ def _double_backward() -> None:
             (slope,) = torch.autograd.grad(one(value).pow(2).sum(), value, create_graph=True)
             (slope.pow(2).sum() / len(inputs)).backward()
     assert_same_grads(model, unsharded, rtol=1e-3)
-    assert sum(_storages(model).values()) == 0
+    assert held_bytes(model) == 0
     with pytest.raises(RuntimeError, match=r"up\.weight|up\.bias|down\.weight|down\.bias.*create_graph=True"):
         torch.autograd.grad(model(x).pow(2).sum(), list(model.parameters()), create_graph=True)
 
 
-def test_double_backward_through_inputs_works_and_through_parameters_is_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(_double_backward)
+# --- other entries than forward, and what it returns
 
 
-# --- units of several modules, and other entries than forward
-
-
-class Chunked(Stack):
-    """Norm and head are one unit; the loss is taken in chunks."""
-
+class WithBody(Stack):
     def body(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
         return self.norm(x)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.body(tokens)
-        return torch.cat([self.head(chunk) for chunk in x.chunk(2)])
 
-
-def _list_unit() -> tuple[int, int]:
-    torch.manual_seed(0)
-    unsharded = Chunked()
-    model = copy.deepcopy(unsharded)
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard([model.norm, model.head], reshard_after_forward=True)
-    fully_shard(model)
-    local_loss(model, 0).backward()
-    assert_same_accumulated(model, unsharded, range(1))
-    model.zero_grad()
-    with Collectives() as seen:
-        hidden = model.norm(torch.ones(2, 3, 16))  # a part of the unit, by itself
-        hidden.sum().backward()
-    unsharded.zero_grad()
-    unsharded.norm(torch.ones(2, 3, 16)).sum().backward()
-    torch.testing.assert_close(full(model.norm.weight.grad), unsharded.norm.weight.grad)
-    assert sum(_storages(model).values()) == 0
-    return seen.count(GATHER), seen.count(REDUCE)
-
-
-def test_a_unit_of_several_modules_in_parts(two_ranks: Ranks) -> None:
-    two_ranks.run(_list_unit)
-
-
-def _forward_method() -> None:
-    torch.manual_seed(0)
-    unsharded = Chunked()
-    model = shard(copy.deepcopy(unsharded))
+@on_two_ranks
+def test_another_method_as_forward() -> None:
+    unsharded, model = twins(WithBody)
+    shard(model)
     register_fsdp_forward_method(model, "body")
     register_fsdp_forward_method(nn.Linear(2, 2), "forward")  # not sharded: nothing to do
-    with pytest.raises(ValueError, match="nowhere"):
-        register_fsdp_forward_method(model, "nowhere")
-    tokens = batches(0)
-    model.body(tokens[dist.get_rank()]).pow(2).mean().backward()
-    torch.stack([unsharded.body(batch).pow(2).mean() for batch in tokens]).mean().backward()
+    model.body(mine()).pow(2).mean().backward()
+    torch.stack([unsharded.body(batch).pow(2).mean() for batch in batches(0)]).mean().backward()
     assert_same_grads(model, unsharded)
     type(unsharded).device_of = lambda self, x: x.device  # type: ignore[attr-defined]
     register_fsdp_forward_method(model, "device_of")
     unit_of(model).takes_inputs_to = torch.device("meta")  # type: ignore[union-attr]
     assert model.device_of(torch.ones(2)).type == "meta"
-
-
-def test_another_method_as_forward(two_ranks: Ranks) -> None:
-    two_ranks.run(_forward_method)
 
 
 class Encoder(nn.Module):
@@ -787,11 +482,10 @@ class Encoder(nn.Module):
         return self.linear(x)
 
 
-def _method_of_its_own() -> None:
+@on_two_ranks
+def test_a_method_that_the_module_was_given() -> None:
     """As ``module.encode = torch.compile(module.encode)`` puts one, or a wrapper that hands on what it has not."""
-    torch.manual_seed(0)
-    unsharded = Encoder()
-    model: Any = copy.deepcopy(unsharded)
+    unsharded, model = twins(Encoder)
     model.encode = types.MethodType(lambda self, x: self.linear(x) + 1, model)
     fully_shard(model)
     model.other = functools.partial(lambda its, x: its.linear(x) + 2, model)
@@ -807,16 +501,14 @@ def _method_of_its_own() -> None:
     assert gone() is None
 
 
-def test_a_method_that_the_module_was_given(two_ranks: Ranks) -> None:
-    two_ranks.run(_method_of_its_own)
-
-
 class Viewing(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).view(x.shape)
 
 
-def _view() -> None:
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor")
+@on_two_ranks
+def test_a_view_as_output_warns_once() -> None:
     unsharded, model = pair(make=lambda: Stack(block=Viewing))
     with pytest.warns(UserWarning, match=r"layers\.0 \(Viewing\) returned a view tensor"):
         local_loss(model, 0).backward()
@@ -824,11 +516,6 @@ def _view() -> None:
         warnings.simplefilter("error")
         local_loss(model, 1).backward()
     assert_same_accumulated(model, unsharded, range(2))
-
-
-@pytest.mark.filterwarnings("ignore:.*returned a view tensor")
-def test_a_view_as_output_warns_once(two_ranks: Ranks) -> None:
-    two_ranks.run(_view)
 
 
 # --- after an error
@@ -849,13 +536,18 @@ class Failing(Block):
         raise KeyError("in backward")
 
 
-def _recovers(where: str, index: int, reset: bool) -> None:
+@pytest.mark.parametrize("reset", [True, False])
+@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@on_two_ranks
+def test_a_step_after_an_error_is_right(where: str, index: int, reset: bool) -> None:
     unsharded, model = pair(make=lambda: Stack(3, block=Failing))
     local_loss(model, 0).backward()
     model.zero_grad()
     model.layers[index].fail = where
     with pytest.raises(KeyError, match=where):
         local_loss(model, 1).backward()
+    assert where == "backward" or isinstance(model.layers[index].up.weight, DTensor)
     model.layers[index].fail = None
     if reset:
         model.reset_iter_state()
@@ -864,49 +556,23 @@ def _recovers(where: str, index: int, reset: bool) -> None:
     assert all(param.grad is None for param in model.parameters())
     local_loss(model, 2).backward()
     assert_same_accumulated(model, unsharded, range(2, 3))
-    assert sum(_storages(model).values()) == 0
+    assert held_bytes(model) == 0
 
 
-@pytest.mark.parametrize("reset", [True, False])
-@pytest.mark.parametrize("index", [0, 2])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_step_after_an_error_is_right(two_ranks: Ranks, where: str, index: int, reset: bool) -> None:
-    two_ranks.run(_recovers, where, index, reset)
-
-
-def _one_rank_fails() -> None:
+@on_two_ranks
+def test_a_step_after_one_rank_failed_is_right() -> None:
+    """In its loss, so that no rank runs backward."""
     unsharded, model = pair()
+    model.reset_iter_state()  # before the first forward there is nothing to do
     loss = local_loss(model, 0)
-    failed = torch.zeros(())
-    try:
-        if dist.get_rank() == 0:
-            raise KeyError("the loss of this rank alone")
-    except KeyError:
-        failed += 1
-    dist.all_reduce(failed)
-    assert failed == 1 and loss.requires_grad  # and so no rank runs backward
     model.reset_iter_state()
     del loss
     local_loss(model, 1).backward()
     assert_same_accumulated(model, unsharded, range(1, 2))
 
 
-def test_a_step_after_one_rank_failed_is_right(two_ranks: Ranks) -> None:
-    two_ranks.run(_one_rank_fails)
-
-
-def _reset_before_forward() -> None:
-    _, model = pair()
-    model.reset_iter_state()
-    with pytest.raises(RuntimeError, match=r"on the root, .*\(Stack\)\. layers\.1 \(Block\) is inside"):
-        model.layers[1].reset_iter_state()
-    with pytest.raises(RuntimeError, match=r"layers\.1 \(Block\)"):
-        model.layers[1].set_manual_backward_finalization(True)
-    with pytest.raises(RuntimeError, match="set_manual_backward_finalization"):
-        model.finalize_backward()
-
-
-def _forward_kept_on_one_rank() -> None:
+@on_two_ranks
+def test_a_forward_without_backward_on_one_rank_does_not_matter() -> None:
     unsharded, model = pair(reshard_after_forward=True)
     gc.disable()
     try:
@@ -919,85 +585,6 @@ def _forward_kept_on_one_rank() -> None:
         assert [call for call in running(unit_of(model)).iteration._calls if call() is not None] == []
     finally:
         gc.enable()
-
-
-def test_a_forward_without_backward_on_one_rank_does_not_matter(two_ranks: Ranks) -> None:
-    two_ranks.run(_forward_kept_on_one_rank)
-
-
-def _reset_beside_another() -> None:
-    unsharded, model = pair()
-    _, other = pair(seed=1)
-    share_comm_ctx([model, other])
-    model.set_is_last_backward(False)
-    local_loss(model, 0).backward()
-    other.reset_iter_state()  # the reductions of the first one go on
-    model.set_is_last_backward(True)
-    local_loss(model, 1).backward()
-    assert_same_accumulated(model, unsharded, range(2))
-
-
-def test_a_reset_leaves_the_neighbour_alone(two_ranks: Ranks) -> None:
-    two_ranks.run(_reset_beside_another)
-
-
-class Recorder(nn.Module):
-    """Any inputs; a tensor out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, inputs: list[Any]) -> Any:
-        out = inputs[0] * self.scale
-        return [out, inputs] if len(inputs) > 1 else out
-
-
-class PartlyFrozen(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4), requires_grad=False)
-
-    def forward(self, x: Any) -> Tensor:
-        return x[0] * self.scale + self.shift
-
-
-def _circle_into_a_partly_frozen_unit() -> None:
-    model = fully_shard(PartlyFrozen())
-    circle: list[Any] = [torch.ones(4)]
-    circle.append(circle)
-    with pytest.raises(RuntimeError, match="circular"):
-        model(circle)
-    assert isinstance(model.scale, DTensor)
-    assert not running(unit_of(model)).calls and not running(unit_of(model)).iteration.depth
-
-
-def test_a_forward_that_is_refused_has_not_begun(two_ranks: Ranks) -> None:
-    two_ranks.run(_circle_into_a_partly_frozen_unit)
-
-
-def _reads_after_a_free() -> None:
-    unsharded, model = pair()
-    layer, embed = model.layers[0], fully_shard(nn.Embedding(6, 4))
-    expected = unsharded.layers[0].up.weight.norm()
-    loss = local_loss(model, 0)
-    layer.unshard()
-    torch.testing.assert_close(layer.up.weight.norm(), expected)
-    loss.backward()  # frees
-    torch.testing.assert_close(layer.up.weight.norm(), expected)
-    layer.reshard()
-
-    embed.unshard()
-    before = embed.weight.sum().item()
-    with torch.no_grad():
-        for param in embed.parameters():
-            param.add_(1)
-    embed.unshard()
-    assert abs(embed.weight.sum().item() - before - 24) < 1e-3
-
-
-def test_a_read_gives_what_is_gathered_now(two_ranks: Ranks) -> None:
-    two_ranks.run(_reads_after_a_free)
 
 
 class Written(nn.Module):
@@ -1017,7 +604,8 @@ class Written(nn.Module):
         return self.head(x) * scale
 
 
-def _written_under_a_name() -> None:
+@on_two_ranks
+def test_a_root_may_write_under_the_name_of_what_it_reads_on() -> None:
     unsharded, model = twins(Written)
     shard(model)
     first, second = unsharded.layers
@@ -1026,10 +614,6 @@ def _written_under_a_name() -> None:
         times = 3 * unsharded.scale
         expected = unsharded.head(second(first(batch * times) * times)) * unsharded.scale
         torch.testing.assert_close(model(batch), expected)
-
-
-def test_a_root_may_write_under_the_name_of_what_it_reads_on(two_ranks: Ranks) -> None:
-    two_ranks.run(_written_under_a_name)
 
 
 class Gives(nn.Module):
@@ -1045,7 +629,8 @@ class Gives(nn.Module):
         return (x @ self.b, self.b) if gives else x @ self.a
 
 
-def _two_forwards_in_flight() -> None:
+@on_two_ranks
+def test_a_weight_that_one_forward_returns_leaves_those_of_another() -> None:
     unsharded, model = twins(Gives)
     fully_shard(model.inner)
     fully_shard(model, reshard_after_forward=True)
@@ -1057,48 +642,52 @@ def _two_forwards_in_flight() -> None:
     assert_same_grads(model, unsharded, atol=1e-3, rtol=1e-4)
 
 
-def test_a_weight_that_one_forward_returns_leaves_those_of_another(two_ranks: Ranks) -> None:
-    two_ranks.run(_two_forwards_in_flight)
+class Scales(nn.Module):
+    """Takes a list of a tensor and whatever, which it returns as well."""
+
+    def __init__(self, partly_frozen: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.shift = nn.Parameter(torch.ones(4), requires_grad=not partly_frozen)
+
+    def forward(self, inputs: list[Any]) -> Any:
+        out = inputs[0] * self.scale + self.shift
+        return [out, inputs] if len(inputs) > 1 else out
 
 
-def _circles() -> None:
-    model = fully_shard(Recorder())
+@pytest.mark.parametrize("partly_frozen", [True, False])
+@on_two_ranks
+def test_inputs_in_a_circle_are_refused(partly_frozen: bool) -> None:
+    """Where forward looks for them, it has not begun. The next one is right."""
+    model = fully_shard(Scales(partly_frozen))
     circle: list[Any] = [torch.ones(4)]
     circle.append(circle)
-    with pytest.raises(RuntimeError, match=r"\(root\) \(Recorder\).*circular"):
+    with pytest.raises(RuntimeError, match=r"\(root\) \(Scales\).*circular"):
         model(circle)
+    if partly_frozen:
+        assert isinstance(model.scale, DTensor)
+        assert not running(unit_of(model)).calls and not running(unit_of(model)).iteration.depth
     model([torch.ones(4)]).sum().backward()
     torch.testing.assert_close(full(model.scale.grad), torch.ones(4))
 
 
-def test_inputs_in_a_circle_are_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(_circles)
-
-
-def test_reset_and_finalization_are_the_roots(two_ranks: Ranks) -> None:
-    two_ranks.run(_reset_before_forward)
-
-
-def _ranges() -> list[str]:
+@on_two_ranks
+def test_a_profile_shows_the_units() -> None:
     _, model = pair()
-    tokens = batches(0)[dist.get_rank()]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        loss_of(model(tokens)).backward()
+        local_loss(model, 0).backward()
         let_threads_rest()
     events = sorted(profile.events() or (), key=lambda event: event.time_range.start)
-    return [event.name for event in events if event.name.startswith("FSDP::")]
+    ranges = [event.name for event in events if event.name.startswith("FSDP::")]
+    for stage in ("pre_forward", "post_forward", "pre_backward", "post_backward"):
+        for unit in ("(root) (Stack)", "layers.0 (Block)", "layers.1 (Block)"):
+            assert ranges.count(f"FSDP::{stage} ({unit})") == 1
+    assert ranges.index("FSDP::pre_forward (layers.0 (Block))") < ranges.index("FSDP::pre_forward (layers.1 (Block))")
+    assert ranges[-1] == "FSDP::end_backward ((root) (Stack))"
 
 
-def test_a_profile_shows_the_units(two_ranks: Ranks) -> None:
-    for ranges in two_ranks.run(_ranges):
-        for stage in ("pre_forward", "post_forward", "pre_backward", "post_backward"):
-            for unit in ("(root) (Stack)", "layers.0 (Block)", "layers.1 (Block)"):
-                assert ranges.count(f"FSDP::{stage} ({unit})") == 1
-        assert ranges.index("FSDP::pre_forward (layers.0 (Block))") < ranges.index("FSDP::pre_forward (layers.1 (Block))")
-        assert ranges[-1] == "FSDP::end_backward ((root) (Stack))"
-
-
-def _transforms() -> None:
+@on_two_ranks
+def test_derivatives_by_inputs_through_torch_func() -> None:
     unsharded, model = pair()
     x = torch.randn(2, 5, 16)
     tangent = torch.randn(2, 5, 16)
@@ -1106,11 +695,42 @@ def _transforms() -> None:
     for transform in (lambda block: torch.func.jvp(block, (x,), (tangent,)), lambda block: (torch.func.grad(lambda y: block(y).sum())(x),)):
         for got, expected in zip(transform(ours), transform(theirs)):
             torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
-    tokens = batches(0)
-    loss_of(model(tokens[dist.get_rank()])).backward()
-    reference_backward(unsharded, tokens)
+    backward_on_both(model, unsharded, 0)
     assert_same_grads(model, unsharded)
 
 
-def test_derivatives_by_inputs_through_torch_func(two_ranks: Ranks) -> None:
-    two_ranks.run(_transforms)
+class Dropping(nn.Module):
+    """Blocks, of which a call may leave some out, as layer drop does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(8) for _ in range(3))
+
+    def forward(self, x: Tensor, left_out: tuple[int, ...] = ()) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = x if number in left_out else layer(x)
+        return x
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("raises", [False, True])
+@on_two_ranks
+def test_a_unit_that_did_not_run_is_gathered_anew(raises: bool) -> None:
+    """What was gathered ahead for it is not used after a step."""
+    unsharded, model = twins(Dropping)
+    shard(model)
+    optims = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, unsharded)]
+    for step, left_out in enumerate(((), (1,), (), (0, 1), ())):
+        batch = torch.randn(dist.get_world_size(), 2, 8, generator=torch.Generator().manual_seed(step))
+        if raises:
+            with pytest.raises(RuntimeError):  # the first block has launched the gather of the second
+                model(batch[0][:, :3])
+        model(batch[dist.get_rank()], left_out).pow(2).sum().backward()
+        torch.stack([unsharded(one, left_out).pow(2).sum() for one in batch]).mean().backward()
+        for one, optim in zip((model, unsharded), optims):
+            optim.step()
+            optim.zero_grad()
+            with torch.no_grad():
+                for param in one.parameters():
+                    param.mul_(0.9)  # what had no gradient decays as well
+        assert_same_params(model, unsharded, atol=1e-5)

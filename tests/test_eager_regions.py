@@ -1,18 +1,26 @@
-"""Compiled and eager code in one step: whoever reads a parameter, the numbers are the unsharded model's."""
+"""Compiled and eager code in one step: whoever reads a parameter, the numbers are the unsharded model's.
+
+What a graph cannot honour runs eagerly inside a compiled model, and says so once, by name.
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compile import fully_shard
-from tests.comparing import train_and_compare
-from tests.compiling import num_graphs
-from tests.models import Block, BreakBlock, Stack, pair
-from tests.ranks import Ranks
+from tests.comparing import assert_same_grads, backward_on_both, local_loss, mine, train_and_compare
+from tests.compiling import compiled, num_graphs
+from tests.models import Block, BreakBlock, Checkpointed, Stack, pair, shard, twins
+from tests.on_ranks import on_two_ranks
+from tests.test_eager import PlainAllGather, PlainReduceScatter
+from tests.test_extension import Opaque
 
 
 class DisabledFunctionBlock(Block):
@@ -37,81 +45,6 @@ class DisabledModuleBlock(Block):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-class CheckpointedBlock(Block):
-    """Recomputed in backward."""
-
-    def _inner(self, x: Tensor) -> Tensor:
-        return super().forward(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self._inner, x, use_reentrant=False)
-
-
-class OutsideCheckpointStack(Stack):
-    """Checkpointing around whole units."""
-
-    reentrant = False
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        return self.head(self.norm(x))
-
-
-class ReentrantStack(OutsideCheckpointStack):
-    reentrant = True
-
-
-class WeightReader(Stack):
-    """The root reads a block's weight, and a parameter twice."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        out = super().forward(tokens)
-        penalty = self.embed.weight.square().mean() + self.norm.weight.mean()
-        return out + penalty
-
-
-def _train(block: type[Block], whole: bool, backend: str = "aot_eager") -> None:
-    unsharded, sharded = pair(make=lambda: Stack(block=block))
-    run = torch.compile(sharded, backend=backend) if whole else sharded
-    train_and_compare(run, sharded, unsharded)
-
-
-def test_a_graph_break_before_a_read(two_ranks: Ranks) -> None:
-    two_ranks.run(_train, BreakBlock, True)
-
-
-def test_a_disabled_function_that_reads_a_weight(two_ranks: Ranks) -> None:
-    two_ranks.run(_train, DisabledFunctionBlock, True)
-
-
-def _train_disabled_module() -> None:
-    torch.manual_seed(0)
-    unsharded = Stack(block=DisabledModuleBlock)
-    torch.manual_seed(0)
-    from tests.models import shard
-
-    sharded = shard(Stack(block=DisabledModuleBlock))
-    train_and_compare(torch.compile(sharded, backend="aot_eager"), sharded, unsharded)
-
-
-def test_a_disabled_submodule(two_ranks: Ranks) -> None:
-    two_ranks.run(_train_disabled_module)
-
-
-def _train_mixed(compiled_layers: list[int]) -> None:
-    unsharded, sharded = pair(make=lambda: Stack(3))
-    for index in compiled_layers:
-        sharded.layers[index].compile(backend="aot_eager", fullgraph=True)
-    train_and_compare(sharded, sharded, unsharded)
-
-
-def test_compiled_blocks_in_an_eager_model(two_ranks: Ranks) -> None:
-    two_ranks.run(_train_mixed, [0, 2])
-    two_ranks.run(_train_mixed, [0, 1, 2])
-
-
 class DisabledUnit(Block):
     """A whole unit that Dynamo never sees."""
 
@@ -120,28 +53,41 @@ class DisabledUnit(Block):
         return super().forward(x)
 
 
-def test_an_eager_block_in_a_compiled_model(two_ranks: Ranks) -> None:
-    two_ranks.run(_train, DisabledUnit, True)
+@pytest.mark.parametrize("block", [BreakBlock, DisabledFunctionBlock, DisabledModuleBlock, DisabledUnit])
+@on_two_ranks
+def test_parameters_are_read_behind_a_break_and_where_dynamo_never_looks(block: type[Block]) -> None:
+    models = []
+    for _ in range(2):  # made twice: in a copy, a function in the place of a forward is still that of the original
+        torch.manual_seed(0)
+        models.append(Stack(block=block))
+    unsharded, sharded = models
+    shard(sharded)
+    train_and_compare(compiled(sharded, "aot_eager", fullgraph=False), sharded, unsharded)
 
 
-def _train_toggled_stance(start: str) -> None:
+@on_two_ranks
+def test_compiled_blocks_in_an_eager_model() -> None:
+    unsharded, sharded = pair(make=lambda: Stack(3))
+    for index in (0, 2):
+        sharded.layers[index].compile(backend="aot_eager", fullgraph=True)
+    train_and_compare(sharded, sharded, unsharded)
+
+
+@on_two_ranks
+def test_force_eager_in_every_other_step() -> None:
     unsharded, sharded = pair()
-    compiled = torch.compile(sharded, backend="aot_eager")
+    compiled_one = compiled(sharded, "aot_eager", fullgraph=False)
     steps = iter(range(100))
 
     def run(tokens: Tensor) -> Tensor:
-        stance = "force_eager" if next(steps) % 2 else start
-        with torch.compiler.set_stance(stance):
-            return compiled(tokens)
+        with torch.compiler.set_stance("force_eager" if next(steps) % 2 else "default"):
+            return compiled_one(tokens)
 
     train_and_compare(run, sharded, unsharded, steps=4)
 
 
-def test_force_eager_in_every_other_step(two_ranks: Ranks) -> None:
-    two_ranks.run(_train_toggled_stance, "default")
-
-
-def _train_past_the_recompile_limit() -> None:
+@on_two_ranks
+def test_a_frame_that_reached_the_recompile_limit() -> None:
     unsharded, sharded = pair()
 
     class Counting(nn.Module):
@@ -155,55 +101,84 @@ def _train_past_the_recompile_limit() -> None:
 
     with torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False, specialize_int=True):
         wrapped = Counting(sharded)
-        compiled = torch.compile(wrapped, backend="aot_eager")
+        compiled_one = compiled(wrapped, "aot_eager", fullgraph=False)
 
         def run(tokens: Tensor) -> Tensor:
             wrapped.step += 1
-            return compiled(tokens)
+            return compiled_one(tokens)
 
         train_and_compare(run, sharded, unsharded, steps=5)
 
 
-def test_a_frame_that_reached_the_recompile_limit(two_ranks: Ranks) -> None:
-    two_ranks.run(_train_past_the_recompile_limit)
+class CheckpointedBlock(Block):
+    """Recomputed in backward."""
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._inner, x, use_reentrant=False)
 
 
-def _train_stack(make: type[Stack], whole: bool, reshard: bool | None) -> None:
+class ReentrantStack(Stack):
+    """Checkpointing around whole units, with backwards inside of backward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return self.head(self.norm(x))
+
+
+def _checkpointed_inside() -> Stack:
+    return Stack(block=CheckpointedBlock)
+
+
+class WeightReader(Stack):
+    """The root reads a weight of its own, and a parameter twice."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out = super().forward(tokens)
+        penalty = self.embed.weight.square().mean() + self.norm.weight.mean()
+        return out + penalty
+
+
+def _train(make: Callable[[], Stack], path: str, reshard: bool | None) -> None:
     unsharded, sharded = pair(make=make, reshard_after_forward=reshard)
-    train_and_compare(torch.compile(sharded, backend="aot_eager") if whole else sharded, sharded, unsharded)
+    train_and_compare(compiled(sharded, path, fullgraph=False), sharded, unsharded)
 
 
 @pytest.mark.more
-def test_checkpointing_inside_and_outside_of_units(two_ranks: Ranks) -> None:
-    for whole in (False, True):
-        two_ranks.run(_train, CheckpointedBlock, whole)
-        for reshard in (True, False):
-            two_ranks.run(_train_stack, OutsideCheckpointStack, whole, reshard)
-    two_ranks.run(_train_stack, ReentrantStack, False, True)
+@pytest.mark.parametrize(
+    ("make", "path", "reshard"),
+    [
+        *((_checkpointed_inside, path, None) for path in ("eager", "aot_eager")),
+        *((Checkpointed, path, reshard) for path in ("eager", "aot_eager") for reshard in (True, False)),
+        (ReentrantStack, "eager", True),
+    ],
+)
+@on_two_ranks
+def test_checkpointing_inside_and_outside_of_units(make: Callable[[], Stack], path: str, reshard: bool | None) -> None:
+    _train(make, path, reshard)
 
 
-def test_the_root_reads_weights_itself(two_ranks: Ranks) -> None:
-    for whole in (False, True):
-        two_ranks.run(_train_stack, WeightReader, whole, None)
+@pytest.mark.parametrize("path", ["eager", "aot_eager"])
+@on_two_ranks
+def test_the_root_reads_weights_itself(path: str) -> None:
+    _train(WeightReader, path, None)
 
 
-def _reads_outside_of_forward() -> None:
-    from torch.distributed.tensor import DTensor
-
+@on_two_ranks
+def test_outside_of_a_forward_a_parameter_is_its_shard() -> None:
     _, sharded = pair()
-    compiled = torch.compile(sharded, backend="aot_eager")
-    tokens = torch.zeros(1, 3, dtype=torch.long)
-    for run in (sharded, compiled):
-        run(tokens).sum().backward()
+    for run in (sharded, torch.compile(sharded, backend="aot_eager")):
+        run(torch.zeros(1, 3, dtype=torch.long)).sum().backward()
         assert isinstance(sharded.layers[0].up.weight, DTensor)
         assert isinstance(sharded.head.weight, DTensor)
 
 
-def test_outside_of_a_forward_a_parameter_is_its_shard(two_ranks: Ranks) -> None:
-    two_ranks.run(_reads_outside_of_forward)
-
-
-def _function_that_calls_the_model() -> None:
+@on_two_ranks
+def test_a_compiled_function_that_calls_the_model() -> None:
     unsharded, sharded = pair()
 
     @torch.compile(backend="aot_eager", fullgraph=True)
@@ -213,44 +188,73 @@ def _function_that_calls_the_model() -> None:
     train_and_compare(run, sharded, unsharded)
 
 
-def test_a_compiled_function_that_calls_the_model(two_ranks: Ranks) -> None:
-    two_ranks.run(_function_that_calls_the_model)
-
-
-def _compile_in_place(order: str) -> None:
-    torch.manual_seed(0)
-    unsharded, sharded = Stack(), Stack()
-    sharded.load_state_dict(unsharded.state_dict())
-    for index, layer in enumerate(sharded.layers):
-        if order == "compile, shard":
-            layer.compile(backend="aot_eager", fullgraph=True)
-            fully_shard(layer)
-        elif order == "shard, compile":
-            fully_shard(layer).compile(backend="aot_eager", fullgraph=True)
-        else:
-            sharded.layers[index] = fully_shard(torch.compile(layer, backend="aot_eager", fullgraph=True))
-    fully_shard(sharded)
-    if order == "wrapped":
-        assert list(sharded.state_dict()) == [fqn for fqn, _ in sharded.named_parameters()]
-        sharded.load_state_dict(sharded.state_dict())
-        for index in range(len(sharded.layers)):  # parameter names of the comparison
-            sharded.layers[index] = sharded.layers[index]._orig_mod
-    assert list(sharded.state_dict()) == list(unsharded.state_dict())
-    train_and_compare(sharded, sharded, unsharded)
-
-
-def test_blocks_compiled_before_or_after_sharding(two_ranks: Ranks) -> None:
-    for order in ("compile, shard", "shard, compile", "wrapped"):
-        two_ranks.run(_compile_in_place, order)
-
-
-def _whole_model_in_place() -> None:
+@on_two_ranks
+def test_compile_of_the_model_in_place() -> None:
     unsharded, sharded = pair()
     sharded.compile(backend="aot_eager", fullgraph=True)
     train_and_compare(sharded, sharded, unsharded)
     assert num_graphs() == 1
-    assert dist.is_initialized()
 
 
-def test_compile_of_the_model_in_place(two_ranks: Ranks) -> None:
-    two_ranks.run(_whole_model_in_place)
+# --- what a graph cannot honour
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "set_custom_all_gather": lambda block: block.set_custom_all_gather(PlainAllGather()),
+    "set_custom_reduce_scatter": lambda block: block.set_custom_reduce_scatter(PlainReduceScatter()),
+    "set_all_reduce_hook": lambda block: block.set_all_reduce_hook(lambda summed: None),
+    "set_reduce_scatter_unused_params": lambda block: block.set_reduce_scatter_unused_params(True),
+    "the all-gather extension of down.weight": lambda block: setattr(
+        block.down, "weight", nn.Parameter(Opaque(block.down.weight.detach()))
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", CHANGES)
+@on_two_ranks
+def test_one_warning_names_the_module_and_the_reason(reason: str) -> None:
+    reference, model = twins()
+    if "extension" in reason:
+        CHANGES[reason](model.layers[1])
+        with torch.no_grad():
+            down = reference.layers[1].down.weight
+            down.copy_(down.to(torch.bfloat16))
+        shard(model)
+    else:
+        CHANGES[reason](shard(model).layers[1])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        backward_on_both(compiled(model, "aot_eager", fullgraph=False), reference, 0, 1)
+    assert_same_grads(model, reference)
+    said = [str(one.message) for one in caught if "eagerly inside compiled code" in str(one.message)]
+    assert len(said) == 1 and said[0].startswith(f"layers.1 (Block) runs eagerly inside compiled code: {reason}"), said
+    assert num_graphs() >= 2  # what stands around it is compiled
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=reason):
+        torch._dynamo.reset()
+        compiled(model, "aot_eager")(mine())
+
+
+@on_two_ranks
+def test_a_setting_for_the_eager_path_alone_says_so_when_it_is_compiled() -> None:
+    reference, model = pair(make=lambda: Stack(3))
+    model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])
+    model.layers[1].set_separate_reduce_scatter_group()
+    model.layers[2].set_reduce_scatter_max_input_buffers(2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        local_loss(model, 0).backward()
+        assert not caught
+        model.zero_grad()
+        backward_on_both(compiled(model, "aot_eager"), reference, 0)
+    assert_same_grads(model, reference)
+    said = [str(one.message).split(" has no effect where ") for one in caught if "has no effect" in str(one.message)]
+    assert [setting for setting, _ in said] == [
+        "set_modules_to_forward_prefetch", "set_separate_reduce_scatter_group", "set_reduce_scatter_max_input_buffers"
+    ]  # fmt: skip
+    assert [where.partition(" is compiled")[0] for _, where in said] == [f"layers.{n} (Block)" for n in range(3)]
+    with pytest.warns(UserWarning, match="set_is_last_backward has no effect where .root. .Stack. is compiled"):
+        model.set_is_last_backward(False)  # said when there are graphs already
+    with pytest.warns(UserWarning, match="set_reshard_after_backward has no effect"):
+        model.set_reshard_after_backward(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.set_reshard_after_backward(False)

@@ -1,10 +1,10 @@
-"""Compiled graphs take plain tensors in the place of sharded parameters: autograd sees none of that."""
+"""Compiled graphs take plain tensors in the place of sharded parameters: autograd and its hooks see none of that."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,13 +14,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import inspect
-from tests.comparing import assert_same_grads, assert_same_params, batches, full, loss_of, reference_backward
+from tests.comparing import (
+    assert_same_grads,
+    assert_same_params,
+    backward_on_both,
+    batches,
+    full,
+    local_loss,
+    mine,
+    reference_backward,
+    train_and_compare,
+)
 from tests.compiling import compiled, num_graphs
-from tests.models import Stack, pair
+from tests.models import Stack, mesh_of, pair
+from tests.on_ranks import on_two_ranks
 from tests.ranks import Ranks
+from tests.recording import Wire
 
-BACKENDS = ["aot_eager", pytest.param("passes", marks=pytest.mark.more)]
-COMPAT = [pytest.param("aot_eager", marks=pytest.mark.compat), pytest.param("passes", marks=pytest.mark.more)]
+PATHS = ["eager", pytest.param("aot_eager", marks=pytest.mark.compat)]
 
 
 class Spare(Stack):
@@ -32,14 +43,14 @@ class Spare(Stack):
 
 
 class Runs:
-    """A compiled sharded model, and the unsharded one with equal parameters."""
+    """A sharded model, compiled as a rule, and the unsharded one with equal parameters."""
 
-    def __init__(self, backend: str, make: type[Stack] = Stack) -> None:
+    def __init__(self, path: str = "aot_eager", make: type[Stack] = Stack) -> None:
         self.unsharded, self.model = pair(make=make)
-        self.compiled = compiled(self.model, backend)
+        self.compiled = compiled(self.model, path)
 
     def loss(self, step: int) -> Tensor:
-        return loss_of(self.compiled(batches(step)[dist.get_rank()]))
+        return local_loss(self.compiled, step)
 
     def warm_up(self) -> None:
         """Compile, and call again: a unit's edges are joined by now."""
@@ -52,44 +63,42 @@ class Runs:
         """A step from no gradients gives both the same."""
         self.model.zero_grad()
         self.unsharded.zero_grad()
-        self.loss(step).backward()
-        reference_backward(self.unsharded, batches(step))
+        backward_on_both(self.compiled, self.unsharded, step)
         assert_same_grads(self.model, self.unsharded)
 
 
-def check_warnings_are_errors() -> None:
+@on_two_ranks
+def test_a_compiled_step_where_warnings_are_errors() -> None:
+    """Dynamo looks at ``.grad`` of each input, which is no leaf where it is an edge."""
     unsharded, model = pair()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run = compiled(model, "aot_eager")
-        loss_of(run(batches(0)[dist.get_rank()])).backward()
+        local_loss(run, 0).backward()
         with pytest.raises(UserWarning, match="not a leaf"):
             _ = (torch.ones(1, requires_grad=True) * 1).grad  # a user's look is not hidden
     reference_backward(unsharded, batches(0))
     assert_same_grads(model, unsharded)
 
 
-def test_a_compiled_step_where_warnings_are_errors(two_ranks: Ranks) -> None:
-    """Dynamo looks at ``.grad`` of each input, which is no leaf where it is an edge."""
-    two_ranks.run(check_warnings_are_errors)
-
-
-@contextmanager
+@contextlib.contextmanager
 def num_compilations() -> Iterator[list[int]]:
     count = [-num_graphs()]
     yield count
     count[0] += num_graphs()
 
 
-@contextmanager
+@contextlib.contextmanager
 def no_compilation() -> Iterator[None]:
     with num_compilations() as count:
         yield
     assert count == [0]
 
 
-def _asked_for(backend: str) -> None:
-    runs = Runs(backend)
+@pytest.mark.parametrize("path", PATHS)
+@on_two_ranks
+def test_gradients_asked_for_by_autograd(path: str) -> None:
+    runs = Runs(path)
     runs.warm_up()
     expected = {fqn: param.grad for fqn, param in runs.unsharded.named_parameters()}
     runs.model.zero_grad()
@@ -105,13 +114,10 @@ def _asked_for(backend: str) -> None:
         torch.testing.assert_close(full(chosen.grad), expected["layers.1.up.weight"], atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("backend", COMPAT)
-def test_gradients_asked_for_by_autograd(two_ranks: Ranks, backend: str) -> None:
-    two_ranks.run(_asked_for, backend)
-
-
-def _tensor_hooks(backend: str) -> None:
-    runs = Runs(backend, Spare)
+@pytest.mark.compat
+@on_two_ranks
+def test_tensor_hooks_see_the_gradients_that_there_are() -> None:
+    runs = Runs(make=Spare)
     runs.warm_up()
     expected = runs.unsharded.layers[1].up.weight.grad.clone()  # type: ignore[union-attr]
     chosen, spare = runs.model.layers[1].up.weight, runs.model.layers[0].spare.weight
@@ -133,13 +139,10 @@ def _tensor_hooks(backend: str) -> None:
     assert seen == [DTensor]
 
 
-@pytest.mark.parametrize("backend", COMPAT)
-def test_tensor_hooks_see_the_gradients_that_there_are(two_ranks: Ranks, backend: str) -> None:
-    two_ranks.run(_tensor_hooks, backend)
-
-
-def _optimizer_in_backward(backend: str) -> None:
-    runs = Runs(backend, Spare)
+@pytest.mark.parametrize("path", PATHS)
+@on_two_ranks
+def test_an_optimizer_in_backward(path: str) -> None:
+    runs = Runs(path, Spare)
     runs.warm_up()
     stepped: list[nn.Parameter] = []
 
@@ -154,21 +157,17 @@ def _optimizer_in_backward(backend: str) -> None:
         param.register_post_accumulate_grad_hook(step)
     with no_compilation():
         for index in range(3):
-            runs.loss(index).backward()
             runs.unsharded.zero_grad()
-            reference_backward(runs.unsharded, batches(index))
+            backward_on_both(runs.compiled, runs.unsharded, index)
             torch.optim.SGD(runs.unsharded.parameters(), lr=0.1).step()
     assert len(stepped) == 3 * (len(list(runs.model.parameters())) - 2)
     assert_same_params(runs.model, runs.unsharded)
 
 
-@pytest.mark.parametrize("backend", COMPAT)
-def test_an_optimizer_in_backward(two_ranks: Ranks, backend: str) -> None:
-    two_ranks.run(_optimizer_in_backward, backend)
-
-
-def _nodes(backend: str) -> None:
-    runs = Runs(backend, Spare)
+@pytest.mark.compat
+@on_two_ranks
+def test_a_unit_has_one_node_whoever_hooks_its_parameters() -> None:
+    runs = Runs(make=Spare)
     runs.warm_up()
 
     def num_nodes() -> int:
@@ -188,28 +187,20 @@ def _nodes(backend: str) -> None:
 
 
 @pytest.mark.compat
-def test_a_unit_has_one_node_whoever_hooks_its_parameters(two_ranks: Ranks) -> None:
-    two_ranks.run(_nodes, "aot_eager")
-
-
-def _num_inputs() -> list[int]:
+@on_two_ranks
+def test_a_graph_takes_a_parameter_once() -> None:
     _, model = pair()
     with inspect(model) as report:
-        loss_of(torch.compile(model, backend="aot_eager")(batches(0)[dist.get_rank()])).backward()
+        local_loss(compiled(model, "aot_eager"), 0).backward()
     [record] = report.records
     assert record.graph is not None
     inputs = [node for node in record.graph.find_nodes(op="placeholder") if node.name.startswith("primals")]
-    return [len(inputs), len(list(model.parameters())) + 1]  # and the tokens
+    assert len(inputs) == len(list(model.parameters())) + 1  # and the tokens
 
 
-@pytest.mark.compat
-def test_a_graph_takes_a_parameter_once(two_ranks: Ranks) -> None:
-    for num_inputs, expected in two_ranks.run(_num_inputs):
-        assert num_inputs == expected
-
-
-def _frozen_meanwhile(backend: str) -> None:
-    runs = Runs(backend)
+@on_two_ranks
+def test_a_parameter_frozen_between_forward_and_backward() -> None:
+    runs = Runs()
     runs.warm_up()
     loss = runs.loss(0)
     frozen = runs.model.layers[1].up.weight.requires_grad_(False)
@@ -219,12 +210,10 @@ def _frozen_meanwhile(backend: str) -> None:
     runs.check(1)
 
 
-def test_a_parameter_frozen_between_forward_and_backward(two_ranks: Ranks) -> None:
-    two_ranks.run(_frozen_meanwhile, "aot_eager")
-
-
-def _backward_again(backend: str) -> None:
-    runs = Runs(backend)
+@pytest.mark.compat
+@on_two_ranks
+def test_gradients_add_up_over_backwards_and_over_graphs() -> None:
+    runs = Runs()
     loss = runs.loss(0)
     loss.backward(retain_graph=True)
     first = runs.model.head.weight.grad
@@ -237,13 +226,10 @@ def _backward_again(backend: str) -> None:
     assert_same_grads(runs.model, runs.unsharded)
 
 
-@pytest.mark.compat
-def test_gradients_add_up_over_backwards_and_over_graphs(two_ranks: Ranks) -> None:
-    two_ranks.run(_backward_again, "aot_eager")
-
-
-def _penalty(backend: str) -> None:
-    runs = Runs(backend)
+@pytest.mark.parametrize("path", ["eager", "aot_eager"])
+@on_two_ranks
+def test_a_penalty_on_the_shards_adds_to_their_gradients(path: str) -> None:
+    runs = Runs(path)
     runs.warm_up()
     runs.unsharded.zero_grad()
     penalty = sum(param.pow(2).sum() for param in runs.model.parameters())
@@ -254,12 +240,11 @@ def _penalty(backend: str) -> None:
     assert_same_grads(runs.model, runs.unsharded)
 
 
-def test_a_penalty_on_the_shards_adds_to_their_gradients(two_ranks: Ranks) -> None:
-    two_ranks.run(_penalty, "aot_eager")
-
-
-def _changed_behind_our_back(backend: str) -> None:
-    runs = Runs(backend)
+@pytest.mark.more
+@pytest.mark.compat
+@on_two_ranks
+def test_the_next_call_sees_what_was_frozen_and_replaced() -> None:
+    runs = Runs()
     runs.warm_up()
     chosen, unsharded = runs.model.layers[1].up.weight, runs.unsharded.layers[1].up.weight
     for one in (chosen, unsharded):
@@ -304,16 +289,12 @@ def _changed_behind_our_back(backend: str) -> None:
     assert not runs.loss(7).requires_grad
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("backend", COMPAT)
-def test_the_next_call_sees_what_was_frozen_and_replaced(two_ranks: Ranks, backend: str) -> None:
-    two_ranks.run(_changed_behind_our_back, backend)
-
-
-def _functional(backend: str) -> None:
-    runs = Runs(backend)
+@pytest.mark.compat
+@on_two_ranks
+def test_shards_of_a_functional_call_are_those_that_are_read() -> None:
+    runs = Runs()
     runs.warm_up()
-    tokens = batches(0)[dist.get_rank()]
+    tokens = mine()
     halves = {fqn: param.detach() / 2 for fqn, param in runs.model.named_parameters()}
     got = torch.func.functional_call(runs.compiled, {f"_orig_mod.{fqn}": value for fqn, value in halves.items()}, tokens)
     for param in runs.unsharded.parameters():
@@ -325,15 +306,11 @@ def _functional(backend: str) -> None:
         runs.check(1)
 
 
-@pytest.mark.compat
-def test_shards_of_a_functional_call_are_those_that_are_read(two_ranks: Ranks) -> None:
-    two_ranks.run(_functional, "aot_eager")
-
-
-def _blocks_share(backend: str) -> None:
+@on_two_ranks
+def test_equal_blocks_share_graphs_also_when_frozen() -> None:
     runs = Runs("eager")
     for layer in runs.model.layers:
-        layer.compile(backend=backend, fullgraph=True)
+        layer.compile(backend="aot_eager", fullgraph=True)
     runs.compiled = runs.model
     with num_compilations() as count:
         runs.check()
@@ -349,12 +326,11 @@ def _blocks_share(backend: str) -> None:
         runs.check(2)
 
 
-def test_equal_blocks_share_graphs_also_when_frozen(two_ranks: Ranks) -> None:
-    two_ranks.run(_blocks_share, "aot_eager")
-
-
-def _replaced(how: str) -> None:
-    runs = Runs("aot_eager")
+@pytest.mark.compat
+@pytest.mark.parametrize("how", ["assign", "to", "swap"])
+@on_two_ranks
+def test_replaced_shards_are_followed(how: str) -> None:
+    runs = Runs()
     runs.warm_up()
     before = runs.model.head.weight
     if how == "assign":
@@ -372,8 +348,8 @@ def _replaced(how: str) -> None:
         finally:
             torch.__future__.set_swap_module_params_on_conversion(False)
         runs.unsharded.load_state_dict({fqn: value * 2 for fqn, value in runs.unsharded.state_dict().items()})
-    seen = []
-    runs.model.head.weight.register_hook(lambda grad: seen.append(grad))
+    seen: list[Any] = []
+    runs.model.head.weight.register_hook(seen.append)
     runs.check(1)
     assert len(seen) == 1
     with no_compilation():
@@ -381,25 +357,187 @@ def _replaced(how: str) -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("how", ["assign", "to", "swap"])
-def test_replaced_shards_are_followed(two_ranks: Ranks, how: str) -> None:
-    two_ranks.run(_replaced, how)
-
-
-def _converted_for_inference(backend: str) -> None:
-    runs = Runs(backend)
+@on_two_ranks
+def test_shards_made_in_inference_mode_are_read() -> None:
+    runs = Runs()
     runs.warm_up()
     frozen = runs.model.layers[0].up.weight.requires_grad_(False)
     with torch.inference_mode():
         runs.model.to(torch.float64).to(torch.float32)
     assert runs.model.head.weight.is_inference()
-    tokens = batches(1)[dist.get_rank()]
+    tokens = mine(1)
     with torch.no_grad():
         for _ in range(2):
             torch.testing.assert_close(runs.compiled(tokens), runs.unsharded(tokens))
     assert [param for param in runs.model.parameters() if not param.requires_grad] == [frozen]
 
 
-@pytest.mark.compat
-def test_shards_made_in_inference_mode_are_read(two_ranks: Ranks) -> None:
-    two_ranks.run(_converted_for_inference, "aot_eager")
+# --- tensor hooks, on one rank alone where a test says nothing else: they change nothing that is sent
+
+
+def _a_hook_on_one_rank(path: str) -> list[Any]:
+    unsharded, model = pair()
+    run = compiled(model, path, fullgraph=False)
+    seen: dict[str, Tensor] = {}
+    train_and_compare(run, model, unsharded, steps=1)  # the hooks come in the middle of training
+    handles = []
+    if dist.get_rank() == 0:
+        for name, param in model.named_parameters():
+            handles.append(param.register_hook(lambda grad, name=name: seen.update({name: grad})))
+    loss = local_loss(run, 0)
+    with Wire() as wire:
+        loss.backward()
+    reference_backward(unsharded, batches(0))
+    assert_same_grads(model, unsharded)
+    for name, grad in seen.items():
+        assert isinstance(grad, DTensor)
+        torch.testing.assert_close(grad.to_local(), model.get_parameter(name).grad.to_local())
+    for handle in handles:
+        handle.remove()
+    assert all(not param._backward_hooks for param in model.parameters())
+    model.zero_grad()
+    unsharded.zero_grad()
+    train_and_compare(run, model, unsharded, steps=1)
+    return [sorted(seen), wire.launches, [name for name, _ in model.named_parameters()]]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_rank_sends_the_same_with_hooks_on_one(two_ranks: Ranks, path: str) -> None:
+    (seen, launched, names), (nothing, also_launched, _) = two_ranks.run(_a_hook_on_one_rank, path)
+    assert seen == sorted(names) and nothing == []
+    assert launched == also_launched and len(launched) > 3
+
+
+@pytest.mark.parametrize("path", PATHS)
+@on_two_ranks
+def test_a_hook_replaces_the_gradient_and_hooks_run_in_order(path: str) -> None:
+    unsharded, model = pair()
+    run = compiled(model, path, fullgraph=False)
+    chosen, other = model.layers[1].up.weight, model.layers[1].up.bias
+    order: list[str] = []
+    chosen.register_hook(lambda grad: order.append("first") or grad * 2)
+    chosen.register_hook(lambda grad: order.append("second") or grad + 1)
+    chosen.register_post_accumulate_grad_hook(lambda param: order.append("accumulated"))
+    backward_on_both(run, unsharded, 0)
+    plain = unsharded.layers[1].up.weight
+    plain.grad.mul_(2).add_(1)
+    assert order == ["first", "second", "accumulated"]
+    assert_same_grads(model, unsharded)
+    local_loss(run, 0).backward()  # adds to what is there
+    torch.testing.assert_close(full(chosen.grad), 2 * plain.grad, atol=1e-5, rtol=1e-4)
+
+    model.zero_grad()
+    other.register_hook(lambda grad: torch.zeros(3))
+    with pytest.raises(TypeError, match=r"up\.bias: a tensor hook made a Tensor"):
+        local_loss(run, 0).backward()
+
+
+@on_two_ranks
+def test_a_hook_that_comes_after_the_forward() -> None:
+    unsharded, model = pair()
+    seen: list[Any] = []
+    loss = local_loss(model, 0)
+    if dist.get_rank() == 1:
+        model.head.weight.register_hook(seen.append)
+        model.layers[0].norm.bias.register_hook(seen.append)
+    loss.backward()
+    reference_backward(unsharded, batches(0))
+    assert_same_grads(model, unsharded)
+    assert len(seen) == (2 if dist.get_rank() == 1 else 0)
+    assert all(isinstance(grad, DTensor) for grad in seen)
+
+
+def _micro_batches(replicas: bool) -> None:
+    unsharded, model = pair(mesh=mesh_of("replicate", "shard") if replicas else None)
+    seen: list[Tensor] = []
+    if dist.get_rank() == 0:
+        model.layers[1].down.weight.register_hook(seen.append)
+    for step in range(3):
+        model.set_requires_gradient_sync(step != 0)
+        if replicas:
+            model.set_requires_all_reduce(step == 2)
+        backward_on_both(model, unsharded, step)
+        if replicas and step == 1:
+            assert seen == []
+    assert_same_grads(model, unsharded)
+    if dist.get_rank() == 0:
+        assert len(seen) == (1 if replicas else 2)
+        if replicas:  # the first one's waited for it
+            torch.testing.assert_close(seen[0].to_local(), model.layers[1].down.weight.grad.to_local())
+
+
+def test_a_hook_sees_what_micro_batches_held_back(two_ranks: Ranks) -> None:
+    two_ranks.run(_micro_batches, False)
+
+
+def test_a_hook_sees_sums_over_replicas(four_ranks: Ranks) -> None:
+    four_ranks.run(_micro_batches, True)
+
+
+@on_two_ranks
+def test_hooks_on_several_gradients() -> None:
+    unsharded, model = pair()
+    both = [model.layers[0].up.weight, model.head.weight]
+    every: list[Any] = []
+    first: list[Any] = []
+    if dist.get_rank() == 0:
+        torch.autograd.graph.register_multi_grad_hook(both, every.append)
+        torch.autograd.graph.register_multi_grad_hook(both, first.append, mode="any")
+    backward_on_both(model, unsharded, 0, 0)
+    assert_same_grads(model, unsharded)
+    if dist.get_rank() == 0:
+        assert len(every) == 2 and all(isinstance(grad, DTensor) for grads in every for grad in grads)
+        assert len(first) == 2
+
+
+@on_two_ranks
+def test_autograd_grad_and_inputs_with_a_hook_on_one_rank() -> None:
+    unsharded, model = pair()
+    reference_backward(unsharded, batches(0))
+    seen: list[Tensor] = []
+    chosen, other = model.layers[1].up.weight, model.head.weight
+    for param in (chosen, other):
+        if dist.get_rank() == 0:
+            param.register_hook(seen.append)
+    (grad,) = torch.autograd.grad(local_loss(model, 0), [chosen])
+    torch.testing.assert_close(full(grad), unsharded.layers[1].up.weight.grad, atol=1e-6, rtol=1e-4)
+    assert chosen.grad is None and len(seen) == (1 if dist.get_rank() == 0 else 0)
+    local_loss(model, 0).backward(inputs=[other])
+    torch.testing.assert_close(full(other.grad), unsharded.head.weight.grad, atol=1e-6, rtol=1e-4)
+    assert chosen.grad is None and len(seen) == (2 if dist.get_rank() == 0 else 0)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@on_two_ranks
+def test_what_a_hook_keeps_stays_as_it_was(backend: str | None) -> None:
+    """Whatever becomes of the gradient that the shard has: it is added to, clipped, made zero."""
+    unsharded, model = pair()
+    run = compiled(model, backend)
+    seen: list[Tensor] = []
+    model.layers[1].up.weight.register_hook(seen.append)
+    for step in range(3):
+        unsharded.zero_grad()
+        backward_on_both(run, unsharded, step)
+        model.layers[1].up.weight.grad.mul_(0.5)
+        torch.testing.assert_close(full(seen[step]), unsharded.layers[1].up.weight.grad, atol=1e-6, rtol=1e-4)
+    first = full(seen[0])
+    unsharded.zero_grad()
+    reference_backward(unsharded, batches(0))
+    torch.testing.assert_close(first, unsharded.layers[1].up.weight.grad, atol=1e-6, rtol=1e-4)
+
+
+@on_two_ranks
+def test_a_hook_that_raises_leaves_nothing_for_the_next_step() -> None:
+    """More than one reduction is in flight when a hook raises at the end of backward; the next step is right."""
+    unsharded, model = pair()
+    model.set_reduce_scatter_max_input_buffers(3)
+    handle = model.layers[1].up.weight.register_hook(lambda grad: grad.to_local())
+    with pytest.raises(TypeError, match=r"up\.weight: a tensor hook made a Tensor of its gradient"):
+        local_loss(model, 0).backward()
+    handle.remove()
+    model.zero_grad()
+    loss = local_loss(model, 1)  # which begins by getting rid of what is left
+    model.zero_grad()
+    loss.backward()
+    reference_backward(unsharded, batches(1))
+    assert_same_grads(model, unsharded)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compile import fully_shard
 from fsdp_compile.passes.apply.insert import insert
 from fsdp_compile.passes.apply.overlap import overlap
 from fsdp_compile.passes.ir.effects import held_behind
@@ -28,9 +26,8 @@ from tests.comparing import (
     mine,
     reference_backward,
 )
-from tests.compiling import compiled
-from tests.models import pair
-from tests.ranks import Ranks
+from tests.models import one_unit, pair
+from tests.on_ranks import on_two_ranks
 from tests.test_passes import Builder, spec
 
 aten = torch.ops.aten
@@ -50,11 +47,10 @@ class Counted(nn.Module):
         return y + torch.rand(8)
 
 
-def _reads_what_was(path: str) -> None:
-    torch.manual_seed(0)
-    unsharded = Counted()
-    sharded = fully_shard(copy.deepcopy(unsharded))
-    runs = {sharded: compiled(sharded, path), unsharded: compiled(unsharded, path and "inductor")}
+@on_two_ranks
+def test_a_buffer_is_read_before_it_is_written_to() -> None:
+    unsharded, sharded = one_unit(Counted)
+    runs = {one: torch.compile(one, fullgraph=True) for one in (sharded, unsharded)}
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
     for step in range(4):
         results = []
@@ -71,11 +67,6 @@ def _reads_what_was(path: str) -> None:
         mean = theirs.grad.clone()
         dist.all_reduce(mean)
         torch.testing.assert_close(full(ours.grad), mean / dist.get_world_size())
-
-
-@pytest.mark.parametrize("path", ["inductor", pytest.param(None, marks=pytest.mark.more)])
-def test_a_buffer_is_read_before_it_is_written_to(two_ranks: Ranks, path: str | None) -> None:
-    two_ranks.run(_reads_what_was, path)
 
 
 def _linear_with_a_buffer() -> fx.Graph:
@@ -135,21 +126,23 @@ def test_what_is_computed_with_an_input_that_is_written_to_is_not_computed_again
 # --- parameters that the graph writes to
 
 
-def _update(model: nn.Module, how: str) -> None:
-    with torch.no_grad():
-        if how == "one by one":
-            for param in model.parameters():
-                param.mul_(0.9).add_(0.001)
-        else:
-            torch._foreach_mul_(list(model.parameters()), 0.5)
-
-
-def _updates_then_reads(path: str, how: str) -> None:
+@pytest.mark.parametrize("how", ["one by one", "together"])
+@pytest.mark.parametrize("path", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@on_two_ranks
+def test_a_graph_reads_what_it_has_written_into_shards(path: str, how: str) -> None:
     """As the encoder is that follows another one slowly, or weights that are clipped before each forward."""
     unsharded, sharded = pair()
 
+    def update(model: nn.Module) -> None:
+        with torch.no_grad():
+            if how == "one by one":
+                for param in model.parameters():
+                    param.mul_(0.9).add_(0.001)
+            else:
+                torch._foreach_mul_(list(model.parameters()), 0.5)
+
     def step(model: nn.Module, tokens: Tensor) -> Tensor:
-        _update(model, how)
+        update(model)
         return loss_of(model(tokens))
 
     run = torch.compile(step, backend=path)
@@ -157,16 +150,10 @@ def _updates_then_reads(path: str, how: str) -> None:
         sharded.zero_grad()
         unsharded.zero_grad()
         run(sharded, mine(number)).backward()
-        _update(unsharded, how)
+        update(unsharded)
         reference_backward(unsharded, batches(number))
         assert_same_params(sharded, unsharded)
         assert_same_grads(sharded, unsharded)
-
-
-@pytest.mark.parametrize("how", ["one by one", "together"])
-@pytest.mark.parametrize("path", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
-def test_a_graph_reads_what_it_has_written_into_shards(two_ranks: Ranks, path: str, how: str) -> None:
-    two_ranks.run(_updates_then_reads, path, how)
 
 
 class Clamped(nn.Linear):
@@ -182,18 +169,12 @@ class ClampedAsData(nn.Linear):
         return super().forward(x)
 
 
-def _reads_again(backend: str | None) -> None:
-    for kind in (Clamped, ClampedAsData):
-        torch.manual_seed(0)
-        unsharded = kind(8, 8)
-        sharded = fully_shard(copy.deepcopy(unsharded))
-        compare_one_step(unsharded, sharded, torch.ones(2, 8), backend)
-
-
 @pytest.mark.compat
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
-def test_what_a_forward_writes_into_a_gathered_parameter_it_reads_again(two_ranks: Ranks, backend: str | None) -> None:
-    two_ranks.run(_reads_again, backend)
+@on_two_ranks
+def test_what_a_forward_writes_into_a_gathered_parameter_it_reads_again(backend: str | None) -> None:
+    for kind in (Clamped, ClampedAsData):
+        compare_one_step(*one_unit(lambda kind=kind: kind(8, 8)), torch.ones(2, 8), backend)
 
 
 class LookedUpTwice(nn.Module):
@@ -205,16 +186,11 @@ class LookedUpTwice(nn.Module):
         return self.table(a) + self.table(b)
 
 
-def _looks_up_twice() -> None:
-    torch.manual_seed(0)
-    unsharded = LookedUpTwice()
-    sharded = fully_shard(copy.deepcopy(unsharded))
+@on_two_ranks
+def test_rows_that_a_lookup_scales_are_no_writes() -> None:
+    unsharded, sharded = one_unit(LookedUpTwice)
     inputs = torch.arange(5), torch.arange(3, 8)
     torch.testing.assert_close(torch.compile(sharded, backend="aot_eager")(*inputs), unsharded(*inputs))
-
-
-def test_rows_that_a_lookup_scales_are_no_writes(two_ranks: Ranks) -> None:
-    two_ranks.run(_looks_up_twice)
 
 
 def test_no_graph_is_kept_for_having_been_asked_about() -> None:
@@ -244,19 +220,14 @@ class Overwritten(nn.Module):
         return self.last(hidden + self.table)
 
 
-def _sent_as_it_was() -> None:
-    torch.manual_seed(0)
-    unsharded = Overwritten()
-    sharded = fully_shard(copy.deepcopy(unsharded))
+@pytest.mark.more
+@on_two_ranks
+def test_a_gradient_in_flight_is_not_written_to() -> None:
+    unsharded, sharded = one_unit(Overwritten)
     inputs = torch.randn(4096, 512), torch.arange(4096)
     torch.compile(sharded)(*inputs).pow(2).sum().backward()
     unsharded(*inputs).pow(2).sum().backward()
     assert_same_grads(sharded, unsharded, atol=1e-2, rtol=1e-3)
-
-
-@pytest.mark.more
-def test_a_gradient_in_flight_is_not_written_to(two_ranks: Ranks) -> None:
-    two_ranks.run(_sent_as_it_was)
 
 
 def test_what_may_be_written_to_is_not_sent_itself() -> None:
@@ -295,38 +266,13 @@ class Summed(nn.Module):
         return x @ (self.a + self.b)
 
 
-def _on_one_rank() -> None:
+@pytest.mark.more
+@on_two_ranks
+def test_two_parameters_with_one_gradient_get_one_each() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("apart", "alone"))["alone"]
-    unsharded = Summed()
-    sharded = fully_shard(copy.deepcopy(unsharded), mesh=mesh)
+    unsharded, sharded = one_unit(Summed, mesh=mesh)
     run, x = torch.compile(sharded), torch.randn(4, 512)
     for _ in range(2):
         run(x).sum().backward()
         unsharded(x).sum().backward()
         assert_same_grads(sharded, unsharded, rtol=1e-3)
-
-
-@pytest.mark.more
-def test_two_parameters_with_one_gradient_get_one_each(two_ranks: Ranks) -> None:
-    two_ranks.run(_on_one_rank)
-
-
-def _saved_bytes() -> list[tuple[int, int]]:
-    model = fully_shard(nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)), reshard_after_forward=2)
-    run, x = torch.compile(model), torch.randn(4, 512)
-    run(x).sum().backward()
-    saved: list[tuple[int, int]] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        saved.append((tensor.nbytes, tensor.untyped_storage().nbytes()))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        run(x)
-    return saved
-
-
-@pytest.mark.more
-def test_a_slice_that_is_kept_does_not_hold_the_whole(four_ranks: Ranks) -> None:
-    for saved in four_ranks.run(_saved_bytes):
-        assert (1 << 19, 1 << 19) in saved and max(held for _, held in saved) < 1 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -15,24 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fsdp_compile
 from fsdp_compile import MixedPrecisionPolicy, fully_shard, replicate
+from fsdp_compile.fsdp1 import FullyShardedDataParallel, MixedPrecision
+from tests.messages import Holder
 from tests.models import PLAIN, Block, Stack, shard
 
 pytestmark = pytest.mark.usefixtures("fake_group_of_four")
-
-
-def inner() -> nn.Module:
-    """A model whose offending parameter is called blocks.0.weight."""
-    return nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(6, 8, bias=False)])})
-
-
-class Holder(nn.Module):
-    def __init__(self, param: torch.Tensor) -> None:
-        super().__init__()
-        self.inner = nn.Module()
-        self.inner.bad = nn.Parameter(param, requires_grad=param.is_floating_point())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
 
 
 def _linear(**kwargs: Any) -> None:
@@ -73,7 +59,6 @@ ROWS: dict[str, Row] = {
     "a policy is changed": (_change_a_policy, dataclasses.FrozenInstanceError, ("param_dtype",)),
     "placement far out of range": (
         lambda: _linear(shard_placement_fn=lambda param: Shard(-3)), AssertionError, ("0.weight", "dims 0 to 1")),
-    "a shallow copy": (lambda: copy.copy(fully_shard(nn.Linear(4, 4))), TypeError, ("FSDPLinear", "copy.deepcopy")),
     "prefetching a list that is none": (
         lambda: _unit().set_modules_to_forward_prefetch(_unit()), TypeError, ("set_modules_to_forward_prefetch", "list")),
     "a divide factor of zero": (lambda: _unit().set_gradient_divide_factor(0), ValueError, ("0", "positive")),
@@ -100,6 +85,8 @@ ROWS: dict[str, Row] = {
     "one ignored parameter": (
         lambda: _linear(ignored_params=nn.Parameter(torch.ones(2))), TypeError, ("Parameter", "set of parameters")),
     "options for a list": (lambda: fsdp_compile.configure([_unit()]), TypeError, ("list",)),  # type: ignore[arg-type]
+    "no_sync of an unsharded model": (
+        lambda: fsdp_compile.no_sync(nn.Linear(2, 2)).__enter__(), ValueError, ("Linear without sharded modules",)),
     "no_sync of nothing": (lambda: fsdp_compile.no_sync(None).__enter__(), TypeError, ("NoneType",)),  # type: ignore[arg-type]
     "options for an unsharded model": (
         lambda: fsdp_compile.configure(nn.Linear(4, 4), bucketing="size"), ValueError, ("Shard it first",)),
@@ -120,18 +107,6 @@ def test_refused_options_leave_the_others_as_they_were() -> None:
     with pytest.raises(ValueError, match="'sum'"):
         fsdp_compile.configure(unit, bucketing="none", reduction="sum")
     assert unit.__dict__["_fsdp_compile_state"].settings.bucketing == "size"
-
-
-def test_a_refused_call_leaves_the_module_as_it_was() -> None:
-    model = nn.Sequential(nn.Linear(6, 8), Holder(torch.tensor(1.0)))
-    before = dict(model.named_parameters())
-    with pytest.raises(ValueError, match=r"1\.inner\.bad"):
-        fully_shard(model)
-    assert all(before[fqn] is param for fqn, param in model.named_parameters())
-    assert type(model) is nn.Sequential
-    with pytest.raises(AssertionError, match=r"0\.bias"):
-        fully_shard(model[0:1], shard_placement_fn=lambda param: Shard(1) if param.ndim == 1 else None)
-    assert type(model[0]) is nn.Linear and not isinstance(model[0].weight, DTensor)
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -194,3 +169,28 @@ def test_equal_modules_share_a_class_and_indexing_keeps_the_original_one() -> No
     assert isinstance(model.layers[0].up, nn.Linear)
     sharded = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     assert type(sharded[:1]) is nn.Sequential
+
+
+# What people who move in get wrong at first.
+
+
+@pytest.mark.parametrize("setting", ["param_dtype", "reduce_dtype", "the last one"])
+@pytest.mark.parametrize("api", [fully_shard, replicate, FullyShardedDataParallel])
+def test_a_dtype_by_name_is_refused_before_anything_is_sharded(api: Any, setting: str) -> None:
+    named, argument, policy, last = api.__name__, "mp_policy", MixedPrecisionPolicy, "output_dtype"
+    if api is FullyShardedDataParallel:
+        named, argument, policy, last = "mixed_precision", "mixed_precision", MixedPrecision, "buffer_dtype"
+    setting = last if setting == "the last one" else setting
+    model = nn.Linear(4, 4)
+    with pytest.raises(TypeError, match=rf"{named}.*{setting}='bf16'.*torch\.bfloat16"):
+        api(model, **{argument: policy(**{setting: "bf16"})})
+    assert type(model) is nn.Linear and not isinstance(model.weight, DTensor)
+
+
+@pytest.mark.parametrize("dims", ["dp", ("dp",)])
+@pytest.mark.parametrize("api", [fully_shard, replicate])
+def test_mesh_dimensions_by_name_are_refused_with_what_to_pass(api: Any, dims: Any) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(TypeError, match=r"dp_mesh_dims is .*'dp'.*DataParallelMeshDims\(shard="):
+        api(model, mesh=_mesh((4,), ("dp",)), dp_mesh_dims=dims)
+    assert not isinstance(model.weight, DTensor)

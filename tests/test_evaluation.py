@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,18 +16,16 @@ from fsdp_compile.passes.apply.check import check
 from fsdp_compile.passes.apply.insert import insert
 from fsdp_compile.passes.apply.overlap import overlap
 from fsdp_compile.passes.schedule.planner import plan_graph
-from tests.comparing import assert_same_grads, batches, loss_of, reference_backward
-from tests.models import Block, Stack, pair
+from tests.comparing import assert_same_grads, batches, loss_of, mine, reference_backward
+from tests.models import pair
+from tests.on_ranks import on_two_ranks
 from tests.test_passes import Builder, aten, spec
 
 
-def _linears() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
-
-
-def _sequential() -> None:
-    torch.manual_seed(0)
-    model = _linears()
+@pytest.mark.compat
+@on_two_ranks
+def test_a_model_is_evaluated_without_gradients() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
     x = torch.full((2, 16), 1.0 + dist.get_rank())
     expected = model(x).detach()
     for layer in model[::2]:
@@ -38,129 +35,65 @@ def _sequential() -> None:
         torch.testing.assert_close(torch.compile(model)(x), expected)
 
 
-@pytest.mark.compat
-def test_a_model_is_evaluated_without_gradients(two_ranks: Any) -> None:
-    two_ranks.run(_sequential)
-
-
-def _evaluate(context: Callable[[], Any], tied: bool, atol: float, trains: bool, settings: dict[str, Any]) -> None:
-    """With the parameters as they are made, and, of the same compiled model, after a step of training."""
-    unsharded, sharded = pair(make=lambda: Stack(num_blocks=2, tied=tied), **settings)
+def _evaluate(atol: float, settings: dict[str, Any]) -> None:
+    """With the parameters as they are made, and, without settings, after a step of the same compiled model."""
+    unsharded, sharded = pair(**settings)
     compiled = torch.compile(sharded)
-    for step in range(1 + trains):
-        tokens = batches(step)
-        with context():
-            ours, theirs = compiled(tokens[dist.get_rank()]), unsharded(tokens[dist.get_rank()])
+    for step in range(2):
+        with torch.no_grad():
+            ours, theirs = compiled(mine(step)), unsharded(mine(step))
         assert not ours.requires_grad
         torch.testing.assert_close(ours.float(), theirs, atol=atol, rtol=1e-4)
-        if step < trains:
-            loss_of(compiled(tokens[dist.get_rank()])).backward()
-            reference_backward(unsharded, tokens)
-            assert_same_grads(sharded, unsharded)
-            for model in (sharded, unsharded):
-                torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_a_model_is_evaluated_between_steps(two_ranks: Any, context: Callable[[], Any]) -> None:
-    two_ranks.run(_evaluate, context, False, 1e-6, True, {})
+        if settings:
+            return
+        loss_of(compiled(mine(step))).backward()
+        reference_backward(unsharded, batches(step))
+        assert_same_grads(sharded, unsharded)
+        for model in (sharded, unsharded):
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 @pytest.mark.more
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "atol"),
     [
-        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
-        {"reshard_after_forward": False},
-        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, 0.05),
+        ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, 1e-6),
     ],
-    ids=["bf16", "kept", "offloaded"],
+    ids=["bf16", "offloaded"],
 )
-def test_a_model_is_evaluated_with_settings(two_ranks: Any, settings: dict[str, Any]) -> None:
-    two_ranks.run(_evaluate, torch.no_grad, False, 0.05 if "mp_policy" in settings else 1e-6, False, settings)
+def test_a_model_is_evaluated_with_settings(two_ranks: Any, settings: dict[str, Any], atol: float) -> None:
+    two_ranks.run(_evaluate, atol, settings)
+
+
+def _moved() -> None:
+    with torch._inductor.config.patch(reorder_for_locality_in_training=True):
+        _evaluate(1e-6, {})
 
 
 @pytest.mark.more
-def test_a_model_is_evaluated_that_keeps_slices(four_ranks: Any) -> None:
-    four_ranks.run(_evaluate, torch.no_grad, False, 1e-6, True, {"reshard_after_forward": 2})
+def test_training_graphs_may_be_reordered_too(two_ranks: Any) -> None:
+    if not hasattr(torch._inductor.config, "reorder_for_locality_in_training"):
+        return  # torch 2.11 has no such setting
+    two_ranks.run(_moved)
 
 
 @pytest.mark.more
-def test_tied_weights_are_evaluated_on_uneven_shards(three_ranks: Any) -> None:
-    three_ranks.run(_evaluate, torch.inference_mode, True, 1e-6, False, {})
-
-
-def _frozen(which: Callable[[str], bool]) -> None:
+@pytest.mark.parametrize("trained", [(), ("layers.1", "head")])
+@on_two_ranks
+def test_frozen_parameters(trained: tuple[str, ...]) -> None:
     unsharded, sharded = pair()
     for model in (unsharded, sharded):
         for fqn, param in model.named_parameters():
-            param.requires_grad_(not which(fqn))
+            param.requires_grad_(fqn.startswith(trained))
     compiled = torch.compile(sharded)
-    tokens = batches(0)
-    ours, theirs = compiled(tokens[dist.get_rank()]), unsharded(tokens[dist.get_rank()])
+    ours, theirs = compiled(mine()), unsharded(mine())
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
-    assert ours.requires_grad == theirs.requires_grad
-    if ours.requires_grad:
+    assert ours.requires_grad == theirs.requires_grad == bool(trained)
+    if trained:
         loss_of(ours).backward()
-        reference_backward(unsharded, tokens)
+        reference_backward(unsharded, batches(0))
         assert_same_grads(sharded, unsharded)
-
-
-def _all(fqn: str) -> bool:
-    return True
-
-
-def _all_but_norms(fqn: str) -> bool:
-    return "norm" not in fqn
-
-
-def _first_blocks(fqn: str) -> bool:
-    return not fqn.startswith(("layers.1", "head"))
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("which", [_all, _all_but_norms, _first_blocks])
-def test_frozen_parameters(two_ranks: Any, which: Callable[[str], bool]) -> None:
-    two_ranks.run(_frozen, which)
-
-
-def _frozen_but_the_input_is_not() -> None:
-    """A backward graph without a reduction."""
-    torch.manual_seed(0)
-    unsharded = Block()
-    sharded = Block()
-    sharded.load_state_dict(unsharded.state_dict())
-    for module in (sharded.up, sharded.down, sharded):
-        fully_shard(module)
-    for model in (unsharded, sharded):
-        model.requires_grad_(False)
-    compiled = torch.compile(sharded)
-    x, y = (torch.full((2, 16), 1.0 + dist.get_rank()).cumsum(1).requires_grad_() for _ in range(2))
-    compiled(x).square().sum().backward()
-    unsharded(y).square().sum().backward()
-    torch.testing.assert_close(x.grad, y.grad)
-
-
-@pytest.mark.more
-def test_gradients_of_inputs_alone(two_ranks: Any) -> None:
-    two_ranks.run(_frozen_but_the_input_is_not)
-
-
-def _lengths() -> None:
-    """Every rank has sequences of lengths of its own, and one of them recompiles for that."""
-    unsharded, sharded = pair()
-    compiled = torch.compile(sharded)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    with torch.no_grad():
-        for length in (5, 7, 3, 4) if dist.get_rank() == 0 else (5, 5, 5, 5):
-            tokens = torch.randint(0, 31, (2, length), generator=generator)
-            torch.testing.assert_close(compiled(tokens), unsharded(tokens), atol=1e-6, rtol=1e-4)
-
-
-@pytest.mark.more
-def test_lengths_differ_by_rank(two_ranks: Any) -> None:
-    two_ranks.run(_lengths)
 
 
 def _llamas() -> tuple[Any, Any]:
@@ -179,26 +112,9 @@ def _llamas() -> tuple[Any, Any]:
     return unsharded, sharded
 
 
-def _generate(whole: bool) -> None:
-    unsharded, sharded = _llamas()
-    tokens = torch.randint(3, 64, (2, 6), generator=torch.Generator().manual_seed(dist.get_rank()))
-    settings = dict(max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
-    expected = unsharded.generate(tokens, **settings)
-    if whole:
-        sharded.forward = torch.compile(sharded.forward)
-    else:
-        sharded.compile()
-    assert torch.equal(sharded.generate(tokens, **settings), expected)
-    with torch.no_grad():
-        torch.testing.assert_close(sharded(tokens).logits, unsharded(tokens).logits, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.more)])
-def test_llama_generates(two_ranks: Any, whole: bool) -> None:
-    two_ranks.run(_generate, whole)
-
-
-def _generate_to_an_end(backend: str | None) -> None:
+@pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=pytest.mark.more)])
+@on_two_ranks
+def test_ranks_generate_texts_of_different_lengths(backend: str | None) -> None:
     """One rank's text ends before the other's: transformers runs its forwards on where it knows that others wait."""
     unsharded, sharded = _llamas()
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -214,23 +130,6 @@ def _generate_to_an_end(backend: str | None) -> None:
         sharded.forward = torch.compile(sharded.forward, backend=backend, dynamic=True)
     for _ in range(2):
         assert torch.equal(sharded.generate(tokens, eos_token_id=end.item(), **settings), expected)
-
-
-@pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=pytest.mark.more)])
-def test_ranks_generate_texts_of_different_lengths(two_ranks: Any, backend: str | None) -> None:
-    two_ranks.run(_generate_to_an_end, backend)
-
-
-def _moved() -> None:
-    with torch._inductor.config.patch(reorder_for_locality_in_training=True):
-        _evaluate(torch.no_grad, False, 1e-6, True, {})
-
-
-@pytest.mark.more
-def test_training_graphs_may_be_reordered_too(two_ranks: Any) -> None:
-    if not hasattr(torch._inductor.config, "reorder_for_locality_in_training"):
-        return  # torch 2.11 has no such setting
-    two_ranks.run(_moved)
 
 
 def test_a_plan_does_not_depend_on_where_markers_stand() -> None:

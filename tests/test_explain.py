@@ -15,7 +15,7 @@ import fsdp_compile
 from fsdp_compile import Explanation, MixedPrecisionPolicy, explain, fully_shard
 from fsdp_compile.core.unit import units_in
 from fsdp_compile.passes import Bucket, ParamSpec
-from fsdp_compile.passes.cost.owners import _Names, owners_of
+from fsdp_compile.passes.cost.owners import _Names
 from fsdp_compile.passes.cost.replay import QUEUED, Compute, Event, Launch, Wait, simulate
 from fsdp_compile.passes.cost.verdicts import COMPUTE, DEPENDENCY, HIDDEN, MEMORY, ORDER, Verdict, Verdicts
 from fsdp_compile.passes.ir.aliases import storages_of
@@ -24,9 +24,10 @@ from fsdp_compile.passes.wire import layout
 from fsdp_compile.tools.apart import why_apart
 from tests.compiling import passes
 from tests.models import Apart
-from tests.test_budget import five_products
 from tests.test_cost import TOY
 from tests.test_passes import spec
+
+pytestmark = pytest.mark.usefixtures("fake_group_of_four")
 
 
 def verdict(*events: Event, room: int | None = None) -> Verdict:
@@ -68,8 +69,10 @@ def test_what_could_not_be_launched_earlier_is_a_dependency() -> None:
     found = verdict(Compute("grad", 1.0), Compute("a", 5.0), reduction, Compute("b", 1.0), Wait("r"))
     assert (found.cause, found.earlier, found.saves_s) == (ORDER, "a", 2.0)
     assert verdict(gather("w", 1.0), Wait("w"), Compute("a", 1.0)).cause == DEPENDENCY
-    packed = Compute("cat", 0.5, is_copy=True)
-    assert verdict(packed, gather("w", 1.0), Wait("w"), Compute("a", 1.0)).cause == DEPENDENCY
+    # What packs others is no place to stand in front of.
+    packing = [Compute("cat0", 1.0, is_copy=True), gather("w0", 3.0), Compute("cat1", 1.0, is_copy=True), gather("w1", 3.0)]
+    found = verdict(*packing, Wait("w0"), Compute("a", 1.0), Wait("w1"), Compute("b", 1.0))
+    assert found.cause == DEPENDENCY and "when the graph begins; only 1000.000 ms" in found.words
 
 
 def test_a_queue_is_the_orders_fault_where_going_first_helps() -> None:
@@ -104,7 +107,6 @@ def of(found: Explanation, stage: str, fqn: str) -> Any:
     return one
 
 
-@pytest.mark.usefixtures("fake_group_of_four")
 def test_a_model_that_is_limited_by_the_order() -> None:
     found = explained(Steps(), torch.randn(8192, 256, requires_grad=True))
     large = of(found, "forward", "large.weight")
@@ -115,7 +117,6 @@ def test_a_model_that_is_limited_by_the_order() -> None:
     assert of(found, "forward", "tiny.weight").launched_behind == "begin"
 
 
-@pytest.mark.usefixtures("fake_group_of_four")
 def test_a_model_that_is_limited_by_compute_and_by_a_dependency() -> None:
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(5)])
     found = explained(model, torch.randn(8, 64))
@@ -127,7 +128,6 @@ def test_a_model_that_is_limited_by_compute_and_by_a_dependency() -> None:
     assert last.fqns == ("0.weight",) and last.cause == DEPENDENCY and "left to compute beside it" in last.verdict
 
 
-@pytest.mark.usefixtures("fake_group_of_four")
 def test_verdicts_say_what_the_tables_say() -> None:
     """Of a model on whose links collectives queue, and slow computation down."""
     slowed = dataclasses.replace(TOY, inside=dataclasses.replace(TOY.inside, slows_compute=0.5))
@@ -151,13 +151,6 @@ def test_verdicts_say_what_the_tables_say() -> None:
         assert in_queue is None or one.verdict.endswith(f"; queued {in_queue[0]}")
 
 
-def test_what_packs_others_is_no_place_to_stand_in_front_of() -> None:
-    packing = [Compute("cat0", 1.0, is_copy=True), gather("w0", 3.0), Compute("cat1", 1.0, is_copy=True), gather("w1", 3.0)]
-    found = verdict(*packing, Wait("w0"), Compute("a", 1.0), Wait("w1"), Compute("b", 1.0))
-    assert found.cause == DEPENDENCY and "when the graph begins; only 1000.000 ms" in found.words
-
-
-@pytest.mark.usefixtures("fake_group_of_four")
 def test_a_model_that_is_limited_by_memory() -> None:
     def products() -> nn.Module:
         return nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(5)])
@@ -177,7 +170,6 @@ def test_a_model_that_is_limited_by_memory() -> None:
     assert all("budget has" in one.verdict for one in exposed) and "because of memory" in str(tight)
 
 
-@pytest.mark.usefixtures("fake_group_of_four")
 @pytest.mark.filterwarnings("ignore:memory_budget is 1 bytes")
 def test_it_names_what_a_budget_has_computed_again() -> None:
     blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)]
@@ -188,7 +180,6 @@ def test_it_names_what_a_budget_has_computed_again() -> None:
     assert "what is computed with it is computed again (0.0.weight" in str(tight)
 
 
-@pytest.mark.usefixtures("fake_group_of_four")
 def test_a_link_that_is_quick_hides_all_but_both_ends() -> None:
     quick = dataclasses.replace(TOY, inside=dataclasses.replace(TOY.inside, latency_s=0, step_s=0, bytes_per_s=1e15))
     found = explained(nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]), torch.randn(64, 64), profile=quick)
@@ -208,9 +199,7 @@ class Mixed(nn.Module):
         return self.norm(self.up(x)).sum()
 
 
-@pytest.mark.usefixtures("fake_group_of_four")
 def test_it_says_why_buckets_stay_apart_and_what_each_parameter_is_sent_in() -> None:
-    torch._dynamo.reset()
     model = nn.Sequential(Mixed())
     fully_shard(model[0], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     fully_shard(model)
@@ -230,7 +219,6 @@ def test_it_says_why_buckets_stay_apart_and_what_each_parameter_is_sent_in() -> 
     assert "nothing ran eagerly" in str(found)
 
 
-@pytest.mark.usefixtures("fake_group_of_four")
 def test_memory_adds_up_to_the_prediction() -> None:
     found = explained(Steps(), torch.randn(64, 256, requires_grad=True))
     [step] = found.steps
@@ -245,20 +233,6 @@ def test_memory_adds_up_to_the_prediction() -> None:
     assert f"memory, up to {step.predicted.peak_bytes / 1024**2:.1f} MiB" in str(found)
 
 
-def test_owners_of_a_graph_are_those_of_its_curve() -> None:
-    from fsdp_compile.passes.budget.trial import trial_of
-    from fsdp_compile.passes.cost.memory import memory_curve
-    from tests.test_budget import GROUPS
-
-    trial = trial_of(five_products(), (), TOY, GROUPS)
-    assert trial.plan.forward is not None
-    graph = trial.forward.graph
-    curve, found = memory_curve(graph, fused=True), owners_of(graph, trial.plan.forward)
-    assert max(found.alive) == curve.peak_bytes + curve.input_bytes
-    assert sum(one.num_bytes for one in found.peak) == max(found.alive)
-
-
-@pytest.mark.usefixtures("fake_group_of_four")
 def test_rows_tell_layers_apart_and_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Module()
     model.layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3)])
@@ -279,7 +253,6 @@ def test_rows_tell_layers_apart_and_fit_the_terminal(monkeypatch: pytest.MonkeyP
         assert sorted(numbers.findall(" ".join(" ".join(lines).split()))) == wide, "a number is cut"
 
 
-@pytest.mark.usefixtures("fake_group_of_four")
 def test_owners_at_the_peak_are_called_by_what_they_hold() -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(3)])
     found = explained(model, torch.randn(4, 64), reduction="all_to_all")
@@ -295,19 +268,12 @@ def test_owners_at_the_peak_are_called_by_what_they_hold() -> None:
     assert highest.peak_at.startswith(f"{highest.events[highest.alive.index(max(highest.alive))]} (")
 
 
-@pytest.mark.usefixtures("fake_group_of_four")
 def test_what_ran_eagerly_is_said_with_its_reason() -> None:
-    torch._dynamo.reset()
     model = Apart()
     fully_shard(model)
     found = explain(torch.compile(model, backend=passes), torch.randn(4, 8))
     assert any("Apart" in one and "graph_break" in one for one in found.eagerly), found.eagerly
     assert any("1 unit ((Apart)): compiled by themselves, or in parts, " in one for one in found.eagerly), found.eagerly
-
-
-def test_the_model_must_be_one() -> None:
-    with pytest.raises(TypeError, match="explain takes the model and its inputs, but got int"):
-        explain(3)  # type: ignore[arg-type]
 
 
 class Tagged(nn.Linear):
@@ -316,10 +282,10 @@ class Tagged(nn.Linear):
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
-@pytest.mark.usefixtures("fake_group_of_four")
 def test_a_dict_is_one_argument_and_the_error_says_how_it_becomes_keywords() -> None:
-    torch._dynamo.reset()
     model, batch = fully_shard(Tagged(8, 8)), {"x": torch.randn(4, 8), "scale": 2.0}
+    with pytest.raises(TypeError, match="explain takes the model and its inputs, but got int"):
+        explain(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError) as raised:
         explain(torch.compile(model, backend=passes), batch)
     assert "call explain(model, **batch)" in "".join(raised.value.__notes__)
@@ -354,9 +320,7 @@ def test_units_that_could_be_neighbours_send_alike(kind: str) -> None:
     assert said_of(kind, a, b, unit="Block:1", num_bytes=small).endswith(allowed)
 
 
-@pytest.mark.usefixtures("fake_group_of_four")
 def test_it_takes_no_step_where_the_optimizer_is_in_backward() -> None:
-    torch._dynamo.reset()
     model = fully_shard(nn.Linear(8, 8))
     stepped: list[Tensor] = []
     for param in model.parameters():
@@ -367,27 +331,20 @@ def test_it_takes_no_step_where_the_optimizer_is_in_backward() -> None:
     assert len(stepped) == 2, "hooks stay"
 
 
-@pytest.mark.parametrize("holds", [False, True])
-@pytest.mark.usefixtures("fake_group_of_four")
-def test_it_leaves_what_micro_batches_have_held_back(holds: bool) -> None:
-    torch._dynamo.reset()
+def test_it_leaves_what_micro_batches_have_held_back() -> None:
     model = fully_shard(nn.Linear(8, 8))
     run = torch.compile(model, backend=passes)
     with fsdp_compile.no_sync(model):
         run(torch.ones(4, 8)).sum().backward()
-        if holds:
-            explain(run, torch.ones(4, 8))
-    if not holds:
         explain(run, torch.ones(4, 8))
+    explain(run, torch.ones(4, 8))
     [unit] = units_in(model)
     assert all(param.grad is None for param in model.parameters())
     assert set(unit.accumulation.held.pending) == {"weight", "bias"}
     torch.testing.assert_close(unit.accumulation.held.pending["bias"], torch.full((8,), 4.0))
 
 
-@pytest.mark.usefixtures("fake_group_of_four")
 def test_blocks_that_are_compiled_by_themselves_are_explained_as_they_run() -> None:
-    torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for layer in model:
         fully_shard(layer).compile(backend=passes)

@@ -12,9 +12,11 @@ import torch.distributed._functional_collectives as funcol
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from fsdp_compile import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from tests.comparing import assert_same_grads, batches, loss_of, reference_backward, train_and_compare
-from tests.models import Stack, mesh_of, pair, shard
+from fsdp_compile import MixedPrecisionPolicy, fully_shard
+from tests.comparing import assert_same_grads, batches, loss_of, reference_backward
+from tests.compiling import compiled
+from tests.models import Stack, mesh_of, shard
+from tests.on_ranks import on_four_ranks, on_three_ranks
 from tests.ranks import Ranks
 
 
@@ -120,7 +122,7 @@ def _pair(subclass: type[Halved], dim: int) -> tuple[Stack, Stack]:
 
 def _extension(subclass: type[Halved], dim: int, backend: str | None) -> None:
     reference, model = _pair(subclass, dim)
-    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    run = compiled(model, backend)
     for step in range(2):
         inputs = batches(step)
         loss_of(run(inputs[dist.get_rank()])).backward()
@@ -142,23 +144,8 @@ def test_what_a_subclass_sends_is_padded_for_it(three_ranks: Ranks, backend: str
         three_ranks.run(_extension, Halved, dim, backend)
 
 
-def _modes() -> None:
-    reference, model = _pair(Halved, 16)
-    run = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for step in range(3):  # two held back
-        model.set_requires_gradient_sync(step == 2)
-        inputs = batches(step)
-        loss_of(run(inputs[dist.get_rank()])).backward()
-        reference_backward(reference, inputs)
-        assert (model.layers[0].down.weight.grad is None) == (step < 2)
-    assert_same_grads(model, reference)
-
-
-def test_gradients_of_a_subclass_accumulate_without_communication(two_ranks: Ranks) -> None:
-    two_ranks.run(_modes)
-
-
-def _replicated() -> None:
+@on_four_ranks
+def test_an_extension_gets_the_mesh_of_its_shards() -> None:
     mesh = mesh_of("replicate", "shard")
     layer = nn.Linear(8, 8, bias=False)
     layer.weight = nn.Parameter(InEights(layer.weight.detach()))
@@ -166,17 +153,14 @@ def _replicated() -> None:
     with torch.no_grad():
         local = layer.weight._local_tensor
         local.inner.fill_(1.0 + dist.get_rank() // 2)  # replicas that differ, so that a maximum over them would show
-        eager, compiled = layer(torch.eye(8)), torch.compile(layer, backend="aot_eager", fullgraph=True)(torch.eye(8))
+        outputs = [compiled(layer, backend)(torch.eye(8)) for backend in (None, "aot_eager")]
     largest = 1.0 + dist.get_rank() // 2
-    for found in (eager, compiled):
+    for found in outputs:
         torch.testing.assert_close(found, _as_sent(InEights, torch.full((8, 8), largest)))
 
 
-def test_an_extension_gets_the_mesh_of_its_shards(four_ranks: Ranks) -> None:
-    four_ranks.run(_replicated)
-
-
-def _cut_short() -> None:
+@on_three_ranks
+def test_a_gather_of_another_size_is_refused() -> None:
     layer = nn.Linear(4, 4)
     layer.weight = nn.Parameter(Halved(layer.weight.detach()))
     fully_shard(layer)
@@ -187,43 +171,10 @@ def _cut_short() -> None:
             layer(torch.ones(2, 4))
 
 
-def test_a_gather_of_another_size_is_refused(three_ranks: Ranks) -> None:
-    three_ranks.run(_cut_short)
-
-
-def _sliced() -> None:
+@on_four_ranks
+def test_an_extension_and_an_int_are_refused() -> None:
     layer = nn.Linear(4, 4)
     layer.weight = nn.Parameter(Halved(layer.weight.detach()))
     fully_shard(layer, reshard_after_forward=2)
     with pytest.raises(NotImplementedError, match=r"weight has an all-gather extension.*\(2\)"):
         layer(torch.ones(2, 4))
-
-
-def test_an_extension_and_an_int_are_refused(four_ranks: Ranks) -> None:
-    four_ranks.run(_sliced)
-
-
-def _half() -> None:
-    del Opaque.fsdp_post_all_gather
-    layer = nn.Linear(4, 4)
-    layer.weight = nn.Parameter(Halved(layer.weight.detach()))
-    with pytest.raises(AssertionError, match="weight is a Halved with fsdp_pre_all_gather alone"):
-        fully_shard(layer)
-
-
-def test_half_an_extension_is_refused(two_ranks: Ranks) -> None:
-    try:
-        two_ranks.run(_half)
-    finally:
-        two_ranks.stop()  # the workers' class is not what it was
-
-
-def _offload() -> None:
-    unsharded, model = pair(offload_policy=CPUOffloadPolicy(), mp_policy=MixedPrecisionPolicy())
-    assert all(param.device.type == "cpu" for param in model.parameters())
-    train_and_compare(model, model, unsharded)
-    assert_same_grads(model, unsharded)
-
-
-def test_shards_on_the_cpu(two_ranks: Ranks) -> None:
-    two_ranks.run(_offload)

@@ -1,4 +1,4 @@
-"""What an all-gather extension is given lies where it lay the first time, so it may return without a copy."""
+"""All-gather extensions in every way of training. What one is given lies where it lay the first time."""
 
 from __future__ import annotations
 
@@ -19,25 +19,17 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp_compile import fully_shard
 from tests.comparing import assert_same_grads, batches, loss_of, mean_over_ranks, reference_backward
-from tests.models import Checkpointed, Stack
+from tests.compiling import compiled, num_graphs
+from tests.models import Checkpointed, Stack, mesh_of, shard
+from tests.on_ranks import on_four_ranks, on_three_ranks, on_two_ranks
 from tests.ranks import Ranks
+from tests.test_extension import Halved
 
 _KEEPS = ("detach", "clone", "slice", "view", "as_strided", "new_zeros", "empty_like", "_to_copy", "split")
 
 
-class Plain(Tensor):
+class Plain(Halved):
     """A weight that is sent as it is, and read as it arrives: no copy is ever made."""
-
-    inner: Tensor
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Plain:
-        return Tensor._make_wrapper_subclass(
-            cls, inner.size(), strides=inner.stride(), dtype=inner.dtype, device=inner.device
-        )
-
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,16 +39,6 @@ class Plain(Tensor):
             return args[0]
         keeps = func.overloadpacket.__name__ in _KEEPS
         return pytree.tree_map_only(Tensor, cls, out) if keeps else out
-
-    def __tensor_flatten__(self) -> tuple[list[str], type]:
-        return ["inner"], type(self)
-
-    @staticmethod
-    def __tensor_unflatten__(tensors: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> Plain:
-        return meta(tensors["inner"])
-
-    def __repr__(self, **kwargs: Any) -> str:
-        return f"{type(self).__name__}({self.inner!r})"
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         return (self.inner,), None
@@ -69,40 +51,6 @@ class Plain(Tensor):
             assert gathered.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() != 0
             return None
         return gathered, (gathered,)
-
-
-class InBytes(Plain):
-    """Sent as eight-bit floats, read through a subclass around what arrives: as float8 of torchao."""
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
-        return (self.inner.to(torch.float8_e5m2),), None
-
-    def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
-        (gathered,) = outputs
-        if out is not None:
-            assert isinstance(out, Widened)
-            return None
-        return Widened(gathered, param_dtype), (gathered,)
-
-
-class Widened(Tensor):
-    """Eight-bit floats that compute as ``dtype``."""
-
-    @staticmethod
-    def __new__(cls, narrow: Tensor, dtype: torch.dtype) -> Widened:
-        return Tensor._make_wrapper_subclass(cls, narrow.size(), strides=narrow.stride(), dtype=dtype)
-
-    def __init__(self, narrow: Tensor, dtype: torch.dtype) -> None:
-        self.narrow = narrow
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.t.default, torch.ops.aten.as_strided.default):
-            return cls(func(args[0].narrow, *args[1:]), args[0].dtype)
-        args, kwargs = pytree.tree_map_only(Widened, lambda one: one.narrow.to(one.dtype), (args, kwargs or {}))
-        return func(*args, **kwargs)
 
 
 class Copied(Plain):
@@ -125,101 +73,124 @@ class Released(Copied):
         return True
 
 
-def _as_read(subclass: type[Plain], weight: Tensor) -> Tensor:
-    return weight.to(torch.float8_e5m2).to(weight.dtype) if subclass is InBytes else weight
+def _second(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if isinstance(param, Plain) and param.shape[1] % 2 == 0 else None
 
 
-def _with_extensions(model: Stack, subclass: type[Plain]) -> Stack:
+_SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
+    "regathered": lambda: {"reshard_after_forward": True},
+    "kept": lambda: {"reshard_after_forward": False},
+    "shards of the second dimension": lambda: {"shard_placement_fn": _second},
+    "a lone shard": lambda: {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))},
+    "replicas": lambda: {"mesh": mesh_of("replicate", "shard")},
+}
+
+
+def _train(subclass: type[Plain], kind: str, backend: str | None = None, dim: int = 16) -> None:
+    torch.manual_seed(0)
+    reference = {"checkpointed": Checkpointed}.get(kind, Stack)(dim=dim, tied=kind == "tied")
+    model = copy.deepcopy(reference)
+    if kind == "tied":
+        model.head.weight = model.embed.weight = nn.Parameter(subclass(model.embed.weight.detach()))
     for layer in model.layers:
         for linear in (layer.up, layer.down):
             linear.weight = nn.Parameter(subclass(linear.weight.detach()))
-    return model
-
-
-def _shard(model: Stack, fn: Callable[..., Any] = fully_shard, **settings: Any) -> Stack:
-    for layer in model.layers:
-        fn(layer, **settings)
-    return fn(model, **settings)
-
-
-def _train(subclass: type[Plain], dim: int, make: type[Stack], settings: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    reference = make(dim=dim)
-    model = _shard(_with_extensions(copy.deepcopy(reference), subclass), **settings)
-    optims = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, reference)]
+    for one in (model, reference):
+        if kind == "frozen":
+            for layer in one.layers:
+                layer.down.weight.requires_grad_(False)
+    run = compiled(shard(model, **_SETTINGS.get(kind, dict)()), backend)
+    optims = [torch.optim.AdamW([p for p in one.parameters() if p.requires_grad], lr=1e-2) for one in (model, reference)]
     for step in range(4):
+        last = kind != "held back" or step % 2 == 1
+        model.set_requires_gradient_sync(last)
         inputs = batches(step)
-        loss = loss_of(model(inputs[dist.get_rank()]))
+        loss = loss_of(run(inputs[dist.get_rank()]))
         loss.backward()
         expected = reference_backward(reference, inputs)
         torch.testing.assert_close(mean_over_ranks(loss), expected, atol=1e-6, rtol=1e-5)
+        if not last:
+            assert all(param.grad is None for param in model.parameters())
+            continue
         assert_same_grads(model, reference)
         for optim in optims:
             optim.step()
             optim.zero_grad()
+        if kind == "frozen" and step == 1:  # and thawed, and frozen elsewhere
+            for one in (model, reference):
+                one.layers[0].down.weight.requires_grad_(True)
+                one.layers[0].up.weight.requires_grad_(False)
 
 
-@pytest.mark.parametrize("regather", [True, False])
-@pytest.mark.parametrize("subclass", [Plain, Copied, Released])
-def test_trains_like_the_unsharded_model(two_ranks: Ranks, subclass: type[Plain], regather: bool) -> None:
-    two_ranks.run(_train, subclass, 16, Stack, {"reshard_after_forward": regather})
+MODES = ["held back", "checkpointed", "frozen", "tied"]
+EAGER = [
+    *((subclass, kind) for subclass in (Plain, Copied, Released) for kind in ("regathered", "kept")),
+    *((subclass, kind) for subclass in (Plain, Copied) for kind in ("shards of the second dimension", "a lone shard")),
+    *((Plain, kind) for kind in MODES),
+]
+
+
+@pytest.mark.parametrize(("subclass", "kind"), EAGER)
+@on_two_ranks
+def test_trains_like_the_unsharded_model(subclass: type[Plain], kind: str) -> None:
+    """What is computed again finds the same storages; a lone shard is not what is freed."""
+    _train(subclass, kind)
+
+
+@pytest.mark.parametrize("kind", ["plain", *MODES])
+@on_two_ranks
+def test_trains_in_a_graph_like_the_unsharded_model(kind: str) -> None:
+    _train(Plain, kind, "aot_eager")
+
+
+@pytest.mark.more
+@on_four_ranks
+def test_trains_over_replicas() -> None:
+    _train(Plain, "replicas", "aot_eager")
 
 
 @pytest.mark.parametrize("subclass", [Plain, Copied])
-def test_a_short_or_empty_shard_changes_nothing(three_ranks: Ranks, subclass: type[Plain]) -> None:
+@on_three_ranks
+def test_a_short_or_empty_shard_changes_nothing(subclass: type[Plain]) -> None:
     for dim in (16, 4):
-        three_ranks.run(_train, subclass, dim, Stack, {})
+        _train(subclass, "plain", dim=dim)
 
 
-def test_checkpointing_recomputes_in_the_same_storages(two_ranks: Ranks) -> None:
-    two_ranks.run(_train, Plain, 16, Checkpointed, {})
+class Scaled(Plain):
+    """Sent with a factor that the shard holds, and its user sets between steps: as float8's scale of torchao.
+
+    Its halves are as careless as torchao's: one looks at the data of the factor, the other forgets it.
+    """
+
+    factor: Tensor | None = None
+
+    def __tensor_flatten__(self) -> tuple[list[str], type]:
+        return ["inner", "factor"] if self.factor else ["inner"], type(self)
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        factor = torch.ones(()) if self.factor is None else self.factor
+        return (self.inner * factor,), None
 
 
-def _sharded_in_the_second_dimension() -> None:
-    def second(param: nn.Parameter) -> Shard | None:
-        return Shard(1) if isinstance(param, Plain) and param.shape[1] % 2 == 0 else None
-
-    for subclass in (Plain, Copied):
-        _train(subclass, 16, Stack, {"shard_placement_fn": second})
-
-
-def test_shards_of_the_second_dimension_come_in_order(two_ranks: Ranks) -> None:
-    two_ranks.run(_sharded_in_the_second_dimension)
-
-
-def _alone() -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    for subclass in (Plain, Copied):
-        _train(subclass, 16, Stack, {"mesh": mesh})
-
-
-def test_a_lone_shard_is_not_what_is_freed(two_ranks: Ranks) -> None:
-    two_ranks.run(_alone)
-
-
-def _bytes() -> None:
-    torch.manual_seed(0)
-    reference = Stack()
-    model = _shard(_with_extensions(copy.deepcopy(reference), InBytes))
-    for step in range(3):
-        narrowed = copy.deepcopy(reference)
-        with torch.no_grad():
-            for layer in narrowed.layers:
-                for linear in (layer.up, layer.down):
-                    linear.weight.copy_(_as_read(InBytes, linear.weight))
-        inputs = batches(step)
-        loss_of(model(inputs[dist.get_rank()])).backward()
-        reference_backward(narrowed, inputs)
-        assert_same_grads(model, narrowed)
-        with torch.no_grad():
-            for ours, theirs in zip(model.parameters(), reference.parameters()):
-                ours.mul_(0.9)
-                ours.grad = None
-                theirs.mul_(0.9)
-
-
-def test_eight_bits_are_gathered_where_they_were(two_ranks: Ranks) -> None:
-    two_ranks.run(_bytes)
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@on_two_ranks
+def test_what_a_shard_holds_beside_its_weight_is_that_of_the_step(backend: str | None) -> None:
+    layer = nn.Linear(8, 8, bias=False)
+    weight = layer.weight.detach().clone()
+    layer.weight = nn.Parameter(Scaled(layer.weight.detach()))
+    fully_shard(layer, reshard_after_forward=True)
+    run = compiled(layer, backend)
+    x = torch.randn(3, 8)
+    for factor in (None, 2.0, 3.0, None, 4.0):
+        layer.weight._local_tensor.factor = None if factor is None else torch.tensor(factor)
+        given = x.clone().requires_grad_()
+        out = run(given)
+        torch.testing.assert_close(out, x @ weight.T * (factor or 1.0))
+        out.sum().backward()
+        torch.testing.assert_close(given.grad, weight.sum(0).expand(3, 8) * (factor or 1.0))
+        torch.testing.assert_close(layer.weight.grad.full_tensor(), x.sum(0).expand(8, 8))
+        layer.weight.grad = None
+    assert num_graphs() == (0 if backend is None else 2)
 
 
 class _Watched(Plain):
@@ -264,43 +235,16 @@ def _held(fn: Callable[..., Any], subclass: type[_Watched]) -> list[int]:
     return [held[0], held[1], held[-1]]
 
 
-def _releases() -> None:
+@on_two_ranks
+def test_what_arrived_is_held_as_long_as_the_extension_says() -> None:
     for subclass, while_used in ((_Watched, 8 * 8 * 4), (_WatchedAndReleased, 0)):
         assert _held(fully_shard, subclass) == [while_used, 0, 0]
         if while_used or torch.__version__ >= (2, 15):  # FSDP2 did not ask before
             assert _held(fsdp2, subclass) == [while_used, 0, 0]
 
 
-def test_what_arrived_is_held_as_long_as_the_extension_says(two_ranks: Ranks) -> None:
-    two_ranks.run(_releases)
-
-
-def _beside_fsdp2() -> None:
-    torch.manual_seed(0)
-    reference = Stack(dim=16)
-    losses = []
-    for fn in (fully_shard, fsdp2):
-        # FSDP2 leaves the padding of uneven shards to the extension: only even ones are compared.
-        model = copy.deepcopy(reference)
-        for layer in model.layers:
-            layer.down.weight = nn.Parameter(Plain(layer.down.weight.detach()))
-        model = _shard(model, fn)
-        optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        losses.append([])
-        for step in range(3):
-            loss = loss_of(model(batches(step)[dist.get_rank()]))
-            loss.backward()
-            optim.step()
-            optim.zero_grad()
-            losses[-1].append(loss.item())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-def test_the_losses_are_those_of_fsdp2(two_ranks: Ranks) -> None:
-    two_ranks.run(_beside_fsdp2)
-
-
-def _output_is_the_weight() -> None:
+@on_two_ranks
+def test_a_weight_that_a_module_returns_stays() -> None:
     class Leaky(nn.Linear):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return super().forward(x), self.weight
@@ -314,10 +258,6 @@ def _output_is_the_weight() -> None:
         with torch.no_grad():
             layer.weight.mul_(2.0)
         torch.testing.assert_close(weight.detach(), expected * factor)
-
-
-def test_a_weight_that_a_module_returns_stays(two_ranks: Ranks) -> None:
-    two_ranks.run(_output_is_the_weight)
 
 
 class _Moody(Plain):
@@ -336,15 +276,16 @@ class _Moody(Plain):
         return super().fsdp_post_all_gather(*args, **kwargs)
 
 
-def _raises(step: int) -> None:
+@pytest.mark.parametrize("step", [0, 2])
+@on_two_ranks
+def test_after_an_extension_that_raised_the_next_step_is_right(step: int) -> None:
     """In the first step, or the second, in the second extension of a block; the steps after it are right."""
-    torch.manual_seed(0)
     reference = Stack()
     model = copy.deepcopy(reference)
     for index, layer in enumerate(model.layers):
         layer.up.weight = nn.Parameter(Plain(layer.up.weight.detach()))
         layer.down.weight = nn.Parameter((_Moody if index == 1 else Plain)(layer.down.weight.detach()))
-    _shard(model)
+    shard(model)
     optims = [torch.optim.SGD(one.parameters(), lr=1e-2) for one in (model, reference)]
     moments = [None] * step + ["pre", "post", None, None]
     for number, _Moody.raises_in in enumerate(moments):
@@ -362,11 +303,6 @@ def _raises(step: int) -> None:
         for optim in optims:
             optim.step()
             optim.zero_grad()
-
-
-@pytest.mark.parametrize("step", [0, 2])
-def test_after_an_extension_that_raised_the_next_step_is_right(two_ranks: Ranks, step: int) -> None:
-    two_ranks.run(_raises, step)
 
 
 def _send_itself(self: TwoTensor, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:

@@ -1,4 +1,4 @@
-"""torchao's float8 linear layers, whose weights travel as eight bits: as on torch's FSDP2, eager and compiled."""
+"""Weights of torchao that say themselves what travels: as on torch's FSDP2, eager and compiled."""
 
 from __future__ import annotations
 
@@ -10,70 +10,83 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import fsdp_compile
 from tests.comparing import mean_over_ranks
-from tests.ranks import Ranks
+from tests.compiling import compiled
+from tests.models import EvenBlock
+from tests.on_ranks import on_two_ranks
 from tests.recording import recorded
 
 pytestmark = pytest.mark.more
 
 torchao = pytest.importorskip("torchao.float8")
 
-STEPS = 4
 
+class Adapted(nn.Module):
+    """A layer beside a low-rank adapter: frozen in four bits, or trained with eight-bit products."""
 
-class Block(nn.Module):
-    """Norm, up, down; sizes that eight-bit products take."""
-
-    def __init__(self, dim: int = 32) -> None:
+    def __init__(self, frozen: bool, dim: int = 256) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(dim)
-        self.up = nn.Linear(dim, 2 * dim)
-        self.down = nn.Linear(2 * dim, dim)
+        self.base = nn.Linear(dim, dim)
+        self.a = nn.Linear(dim, 8, bias=False)
+        self.b = nn.Linear(8, dim)
+        if frozen:
+            from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+            quantized = to_nf4(self.base.weight.detach(), block_size=64, scaler_block_size=64)
+            self.base.weight = nn.Parameter(quantized, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        x = self.norm(x)
+        return self.base(x) + self.b(self.a(x))
 
 
-class Model(nn.Module):
-    def __init__(self, dim: int = 32) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(dim) for _ in range(2))
-        self.head = nn.Linear(dim, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def model_in_float8(emulate: bool = True) -> Model:
-    torch.manual_seed(0)
+def model_in_float8(emulate: bool = True) -> nn.Sequential:
     config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=emulate)
-    return torchao.convert_to_float8_training(Model(), config=config)
+    model = nn.Sequential(EvenBlock(32), EvenBlock(32), nn.Linear(32, 16))
+    return torchao.convert_to_float8_training(model, config=config)
+
+
+def model_in_nf4() -> nn.Sequential:
+    return nn.Sequential(Adapted(frozen=True), Adapted(frozen=True), nn.Linear(256, 4))
+
+
+def model_in_int8() -> nn.Sequential:
+    from torchao.prototype.quantized_training import int8_mixed_precision_training
+    from torchao.quantization import quantize_
+
+    model = nn.Sequential(Adapted(frozen=False), Adapted(frozen=False), nn.Linear(256, 4))
+    quantize_(model, int8_mixed_precision_training(), lambda module, name: name.endswith("base"))
+    return model
+
+
+def sharded(model: nn.Sequential, fully_shard: Callable[..., Any], **settings: Any) -> Any:
+    for layer in (model[0], model[1]):
+        fully_shard(layer, **settings)
+    return fully_shard(model, **settings)
 
 
 def losses_on(
     fully_shard: Callable[..., Any],
-    backend: str | None = None,
+    make: Callable[..., nn.Sequential],
+    backend: str | None,
     precompute: bool = False,
     emulate: bool = True,
-    steps: int = STEPS,
     **settings: Any,
 ) -> list[float]:
     """The mean losses of training steps; ``precompute``: one reduction finds the scales of all weights."""
-    model = model_in_float8(emulate)
-    for layer in model.layers:
-        fully_shard(layer, **settings)
-    fully_shard(model, **settings)
-    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(0)
+    in_float8 = make is model_in_float8
+    model = sharded(make(emulate) if in_float8 else make(), fully_shard, **settings)
+    run = compiled(model, backend, fullgraph=in_float8)
+    optim = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2 if in_float8 else 1e-3)
     inputs = torch.Generator().manual_seed(5 + dist.get_rank())
     losses = []
-    for _ in range(steps):
-        loss = run(torch.randn(16, 32, generator=inputs)).pow(2).mean()
+    for _ in range(4):
+        loss = run(torch.randn(16, 32 if in_float8 else 256, generator=inputs)).pow(2).mean()
         loss.backward()
         optim.step()
         optim.zero_grad()
@@ -83,52 +96,40 @@ def losses_on(
     return losses
 
 
-def losses_of_the_three(precompute: bool = False, emulate: bool = True) -> dict[str, list[float]]:
-    """On torch's FSDP2, on ours, and on ours compiled by Inductor; every rank of two calls it."""
-    return {
-        "FSDP2": losses_on(torch_fsdp.fully_shard, None, precompute, emulate),
-        "eager": losses_on(fsdp_compile.fully_shard, None, precompute, emulate),
-        "compiled": losses_on(fsdp_compile.fully_shard, "inductor", precompute, emulate),
-    }
-
-
-def _as_fsdp2(backend: str | None, precompute: bool, emulate: bool, settings: dict[str, Any]) -> None:
-    expected = losses_on(torch_fsdp.fully_shard, None, precompute, emulate, **settings)
+@pytest.mark.parametrize(
+    ("backend", "settings"),
+    [
+        *((backend, {"precompute": False}) for backend in (None, "aot_eager", "inductor")),
+        *((backend, {"precompute": True}) for backend in (None, "aot_eager", "inductor")),
+        *((backend, {"precompute": True, "reshard_after_forward": False}) for backend in (None, "aot_eager")),
+        *((backend, {"precompute": True, "emulate": False}) for backend in (None, "inductor")),
+    ],
+)
+@on_two_ranks
+def test_float8_trains_as_on_fsdp2(backend: str | None, settings: dict[str, bool]) -> None:
+    """Scales of each weight, or of all at once; weights that stay gathered; eight-bit products of the machine."""
+    expected = losses_on(torch_fsdp.fully_shard, model_in_float8, None, **settings)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*runs eagerly inside compiled code")
-        losses = losses_on(fsdp_compile.fully_shard, backend, precompute, emulate, **settings)
+        losses = losses_on(fsdp_compile.fully_shard, model_in_float8, backend, **settings)
     assert losses[-1] < 0.7 * losses[0]
     assert losses == pytest.approx(expected, rel=1e-4 if backend == "inductor" else 1e-5)
 
 
-@pytest.mark.parametrize("precompute", [False, True], ids=["scales by weight", "scales at once"])
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
-def test_float8_trains_as_on_fsdp2(two_ranks: Ranks, backend: str | None, precompute: bool) -> None:
-    two_ranks.run(_as_fsdp2, backend, precompute, True, {})
-
-
-@pytest.mark.parametrize("backend", [None, "inductor"])
-def test_eight_bit_products_of_the_machine(two_ranks: Ranks, backend: str | None) -> None:
-    two_ranks.run(_as_fsdp2, backend, True, False, {})
-
-
-def test_weights_that_stay_gathered(two_ranks: Ranks) -> None:
-    for backend in (None, "aot_eager"):
-        two_ranks.run(_as_fsdp2, backend, True, True, {"reshard_after_forward": False})
-
-
-def _is_all_reduce(node: fx.Node) -> bool:
-    return "all_reduce" in str(node.target)
+@pytest.mark.parametrize("make", [model_in_nf4, model_in_int8])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@on_two_ranks
+def test_other_weights_train_as_on_fsdp2(backend: str | None, make: Callable[..., nn.Sequential]) -> None:
+    expected = losses_on(torch_fsdp.fully_shard, make, None)
+    assert expected[-1] != expected[0]
+    assert losses_on(fsdp_compile.fully_shard, make, backend) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("precompute", [False, True])
 @pytest.mark.usefixtures("fake_group_of_four")
 def test_weights_travel_as_eight_bits_and_scales_that_are_there_are_used(precompute: bool) -> None:
     torch._dynamo.reset()
-    model = model_in_float8()
-    for layer in model.layers:
-        fsdp_compile.fully_shard(layer)
-    fsdp_compile.fully_shard(model)
+    model = sharded(model_in_float8(), fsdp_compile.fully_shard)
     if precompute:
         torchao.precompute_float8_dynamic_scale_for_fsdp(model)
     with recorded() as seen:
@@ -140,4 +141,5 @@ def test_weights_travel_as_eight_bits_and_scales_that_are_there_are_used(precomp
     found = by_stage["forward"].graph
     assert found is not None
     # Without scales, each weight has a reduction of its own that finds its scale.
-    assert len([node for node in found.nodes if _is_all_reduce(node)]) == (0 if precompute else 5)
+    num_reductions = sum("all_reduce" in str(node.target) for node in found.nodes)
+    assert num_reductions == (0 if precompute else 5)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import os
 import runpy
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile import FSDPModule
+from fsdp_compile.core.spec import spec_of
 from fsdp_compile.core.unit import unit_of
 from fsdp_compile.fsdp1.wrap import (
     CustomPolicy,
@@ -30,27 +34,30 @@ from fsdp_compile.fsdp1.wrap import (
     transformer_auto_wrap_policy,
     wrap,
 )
-from tests.comparing import full
+from fsdp_compile.lookout.names import Namer
+from fsdp_compile.passes.wire.ledger import Issued
+from tests.comparing import assert_same_grads, backward_on_both, full, train_steps
 from tests.compiling import num_graphs
 from tests.fsdp1_scripts import (
+    BLOCKS,
     CPU,
     OURS,
     THEIRS,
-    Attends,
     Buffered,
     assert_alike,
-    decoder,
     features,
     is_block,
+    plain,
     silenced,
     train,
     train_unsharded,
     under_theirs,
 )
+from tests.matrix.models import Dropping
 from tests.models import Block, Stack
+from tests.on_ranks import on_two_ranks
 from tests.ranks import Ranks
 
-BLOCKS = ModuleWrapPolicy({Block})
 BF16 = torch.bfloat16
 EXAMPLE = Path(__file__).parents[1] / "examples" / "fsdp1_moves_in.py"
 
@@ -74,7 +81,6 @@ def mesh(*shape: int) -> Any:
 Arguments = Callable[[], dict[str, Any]]
 
 SAME_NUMBERS: dict[str, Arguments] = {
-    "nothing": dict,
     "process_group": lambda: {"process_group": dist.new_group([0, 1])},
     "device_mesh": lambda: {"device_mesh": mesh(2)},
     "FULL_SHARD": lambda: {"sharding_strategy": ShardingStrategy.FULL_SHARD},
@@ -92,8 +98,13 @@ SAME_NUMBERS: dict[str, Arguments] = {
 }  # fmt: skip
 
 
-def check_numbers(case: str, backend: str | None) -> dict[str, Any]:
-    torch.manual_seed(0)
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [*((case, None) for case in SAME_NUMBERS), pytest.param("FULL_SHARD", "aot_eager", marks=pytest.mark.compat)],
+)
+@pytest.mark.filterwarnings("ignore:When using ``NO_SHARD``")
+@on_two_ranks
+def test_trains_like_torchs_fsdp1_and_the_unsharded_model(case: str, backend: str | None) -> None:
     unsharded = Stack()
     kwargs = SAME_NUMBERS[case]()
     with silenced():
@@ -106,37 +117,17 @@ def check_numbers(case: str, backend: str | None) -> dict[str, Any]:
         assert list(model.state_dict()) == list(theirs.state_dict())
         attributes = ("sharding_strategy", "backward_prefetch", "limit_all_gathers", "world_size", "rank")
         assert [getattr(model, name) for name in attributes] == [getattr(theirs, name) for name in attributes]
-    return {
-        "graphs": num_graphs(),
-        "placements": {str(param.placements) for param in model.parameters() if isinstance(param, DTensor)},
-        "regathers": [unit_of(one.module).regather for one in OURS.fsdp_modules(model)],
-    }
+    assert num_graphs() == (backend is not None)
+    placements = {"NO_SHARD": "(Replicate(),)", "HYBRID_SHARD": "(Replicate(), Shard(dim=0))"}
+    placements["_HYBRID_SHARD_ZERO2"] = placements["HYBRID_SHARD"]
+    assert {str(param.placements) for param in model.parameters()} == {placements.get(case, "(Shard(dim=0),)")}
+    keeps = case in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2", "NO_SHARD")
+    assert [unit_of(one.module).regather for one in OURS.fsdp_modules(model)] == [False, not keeps, not keeps]
 
 
-def more(*case: Any) -> Any:
-    return pytest.param(*case, marks=pytest.mark.more)
-
-
-COMPILED = ("SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "cpu_offload")
-
-
-@pytest.mark.parametrize(
-    ("case", "backend"),
-    [*((case, None) for case in SAME_NUMBERS), pytest.param("nothing", "aot_eager", marks=pytest.mark.compat), *(more(case, "aot_eager") for case in COMPILED)],
-)
-@pytest.mark.filterwarnings("ignore:When using ``NO_SHARD``")
-def test_trains_like_torchs_fsdp1_and_the_unsharded_model(two_ranks: Ranks, case: str, backend: str | None) -> None:
-    for seen in two_ranks.run(check_numbers, case, backend):
-        assert seen["graphs"] == (backend is not None)
-        expected = {"NO_SHARD": "(Replicate(),)", "HYBRID_SHARD": "(Replicate(), Shard(dim=0))"}
-        expected["_HYBRID_SHARD_ZERO2"] = expected["HYBRID_SHARD"]
-        assert seen["placements"] == {expected.get(case, "(Shard(dim=0),)")}
-        keeps = case in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2", "NO_SHARD")
-        assert seen["regathers"] == [False, not keeps, not keeps]
-
-
-def check_replicas() -> None:
-    torch.manual_seed(0)
+@on_two_ranks
+def test_shards_inside_a_node_and_replicates_over_nodes() -> None:
+    """FSDP1 with one rank a node falls back to NO_SHARD and reduces nothing: only the unsharded model is beside it."""
     unsharded = Stack()
     for kwargs in ({"process_group": replicas_pair()}, {"device_mesh": mesh(2, 1)}):
         model = OURS(
@@ -149,13 +140,6 @@ def check_replicas() -> None:
     assert tuple(model._device_mesh.mesh.shape) == (1, 2)
 
 
-def test_shards_inside_a_node_and_replicates_over_nodes(two_ranks: Ranks) -> None:
-    """FSDP1 with one rank a node falls back to NO_SHARD and reduces nothing: only the unsharded model is beside it."""
-    two_ranks.run(check_replicas)
-
-
-# --- mixed precision -----------------------------------------------------------------------------------------------
-
 PRECISIONS: dict[str, MixedPrecision] = {
     "compute": MixedPrecision(param_dtype=BF16),
     "reduce": MixedPrecision(reduce_dtype=BF16),
@@ -165,8 +149,20 @@ PRECISIONS: dict[str, MixedPrecision] = {
 }
 
 
-def check_precision(case: str, backend: str | None) -> None:
-    torch.manual_seed(0)
+def with_prefix(model: Any, name: str) -> str:
+    return next(one for one, _ in model.named_buffers() if one.replace("_fsdp_wrapped_module.", "") == name)
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        *((case, None) for case in PRECISIONS),
+        pytest.param("low precision gradients", "aot_eager", marks=pytest.mark.more),
+    ],
+)
+@on_two_ranks
+def test_mixed_precision_is_torchs(case: str, backend: str | None) -> None:
+    """Computing, reducing, buffers, gradients; batch norms stay in fp32, and buffers are saved as they were."""
     original = Buffered()
     seen = []
     for wrapper in (OURS, under_theirs):
@@ -190,66 +186,35 @@ def check_precision(case: str, backend: str | None) -> None:
         assert ours.model.state_dict()[name].dtype == buffer.dtype
 
 
-def with_prefix(model: Any, name: str) -> str:
-    return next(one for one, _ in model.named_buffers() if one.replace("_fsdp_wrapped_module.", "") == name)
-
-
-@pytest.mark.parametrize(
-    ("case", "backend"),
-    [*((case, None) for case in PRECISIONS), more("buffers", "aot_eager"), more("low precision gradients", "aot_eager")],
-)
-def test_mixed_precision_is_torchs(two_ranks: Ranks, case: str, backend: str | None) -> None:
-    """Computing, reducing, buffers, gradients; batch norms stay in fp32, and buffers are saved as they were."""
-    two_ranks.run(check_precision, case, backend)
-
-
 class Dtypes(nn.Module):
-    """Says what it was called with."""
+    """Says what it was called with, and hands its inputs on in fp32."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: nn.Module | None = None) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
+        self.linear, self.inner = nn.Linear(4, 4), inner
         self.seen: list[torch.dtype] = []
 
-    def forward(self, x: Tensor, *, beside: Any = None) -> Tensor:
+    def forward(self, x: Tensor, *, beside: Any) -> Tensor:
         self.seen = [x.dtype, beside["x"].dtype]
-        return x @ self.linear.weight.to(x.dtype)
+        x = x @ self.linear.weight.to(x.dtype)
+        return x if self.inner is None else self.inner(x.float(), beside=beside)
 
 
-def check_casts(fsdp: Any) -> dict[str, list[torch.dtype]]:
-    seen = {}
-    for name, casts in {
-        "default": {}, "none": {"cast_root_forward_inputs": False},
-        "all": {"cast_forward_inputs": True},
-    }.items():  # fmt: skip
-        precision = MixedPrecision(param_dtype=BF16, **casts)
-        inner = fsdp(Dtypes(), mixed_precision=precision)
-        model = fsdp(Around(inner), mixed_precision=precision)
-        model(torch.ones(2, 4), beside={"x": torch.ones(2)})
-        seen[name] = [model.module.seen, inner.module.seen[0]]
-    return seen
-
-
-class Around(Dtypes):
-    """Hands its inputs on in fp32."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor, *, beside: Any = None) -> Tensor:
-        super().forward(x, beside=beside)
-        return self.inner(x.float(), beside=beside)
-
-
-def test_the_roots_inputs_are_cast_and_inner_ones_on_request(two_ranks: Ranks) -> None:
+@on_two_ranks
+def test_the_roots_inputs_are_cast_and_inner_ones_on_request() -> None:
     fp32 = torch.float32
-    expected = {"default": [[BF16, BF16], fp32], "none": [[fp32, fp32], fp32], "all": [[BF16, BF16], BF16]}
-    assert two_ranks.run(check_casts, OURS) == [expected] * 2
-    assert two_ranks.run(check_casts, under_theirs) == [expected] * 2
+    for fsdp in (OURS, under_theirs):
+        for casts, root, inside in (
+            ({}, BF16, fp32),
+            ({"cast_root_forward_inputs": False}, fp32, fp32),
+            ({"cast_forward_inputs": True}, BF16, BF16),
+        ):
+            precision = MixedPrecision(param_dtype=BF16, **casts)
+            inner = fsdp(Dtypes(), mixed_precision=precision)
+            model = fsdp(Dtypes(inner), mixed_precision=precision)
+            model(torch.ones(2, 4), beside={"x": torch.ones(2)})
+            assert model.module.seen == [root, root] and inner.module.seen[0] == inside
 
-
-# --- which modules, which parameters -------------------------------------------------------------------------------
 
 POLICIES: dict[str, Any] = {
     "ModuleWrapPolicy": BLOCKS,
@@ -266,7 +231,9 @@ def wrapped_paths(model: Any) -> list[str]:
     return [path for path, module in model.named_modules() if isinstance(module, (OURS, THEIRS))]
 
 
-def check_policies() -> None:
+@pytest.mark.filterwarnings("ignore:.*containers that do not implement forward")
+@on_two_ranks
+def test_policies_wrap_what_torchs_fsdp1_wraps() -> None:
     for name, policy in POLICIES.items():
         torch.manual_seed(0)
         unsharded = Stack()
@@ -276,13 +243,8 @@ def check_policies() -> None:
         assert_alike(train(ours, steps=1), train(theirs, steps=1))
 
 
-@pytest.mark.filterwarnings("ignore:.*containers that do not implement forward")
-def test_policies_wrap_what_torchs_fsdp1_wraps(two_ranks: Ranks) -> None:
-    two_ranks.run(check_policies)
-
-
-def check_kept_apart() -> None:
-    torch.manual_seed(0)
+@on_two_ranks
+def test_a_custom_policy_gives_modules_arguments_of_their_own() -> None:
     model = OURS(
         Stack(),
         auto_wrap_policy=CustomPolicy(
@@ -293,10 +255,6 @@ def check_kept_apart() -> None:
     assert len({one.process_group.group_name for one in OURS.fsdp_modules(model)}) == 3
 
 
-def test_a_custom_policy_gives_modules_arguments_of_their_own(two_ranks: Ranks) -> None:
-    two_ranks.run(check_kept_apart)
-
-
 def wrapped_by_hand(fsdp: Any) -> Any:
     torch.manual_seed(0)
     with enable_wrap(wrapper_cls=fsdp, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP):
@@ -304,7 +262,9 @@ def wrapped_by_hand(fsdp: Any) -> Any:
     return fsdp(model)
 
 
-def check_wrap() -> None:
+@on_two_ranks
+def test_enable_wrap_and_wrap_take_our_class() -> None:
+    """And the wrapper passes on indices and attributes."""
     ours, theirs = wrapped_by_hand(OURS), wrapped_by_hand(under_theirs)
     assert wrapped_paths(ours) == wrapped_paths(theirs)
     assert type(ours[1]) is OURS and ours[1].out_features == 5 and ours[1].sharding_strategy.name == "SHARD_GRAD_OP"
@@ -312,13 +272,10 @@ def check_wrap() -> None:
     assert_alike(train(ours), train(theirs))
 
 
-def test_enable_wrap_and_wrap_take_our_class(two_ranks: Ranks) -> None:
-    """And the wrapper passes on indices and attributes."""
-    two_ranks.run(check_wrap)
-
-
-def check_ignored(argument: str) -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize("argument", ["ignored_modules", "ignored_states", "parameters"])
+@on_two_ranks
+def test_what_is_ignored_stays_whole(argument: str) -> None:
+    """Neither wrapped nor sharded nor reduced: each rank steps by its own gradient, as under FSDP1."""
     original = Stack()
     seen = []
     for wrapper in (OURS, under_theirs):
@@ -345,27 +302,19 @@ def check_ignored(argument: str) -> None:
     assert_alike(ours[2], theirs[2])
 
 
-@pytest.mark.parametrize("argument", ["ignored_modules", "ignored_states", "parameters"])
-def test_what_is_ignored_stays_whole(two_ranks: Ranks, argument: str) -> None:
-    """Neither wrapped nor sharded nor reduced: each rank steps by its own gradient, as under FSDP1."""
-    two_ranks.run(check_ignored, argument)
-
-
-def check_inner_ignored() -> None:
+@on_two_ranks
+def test_what_an_inner_wrapper_ignores_the_outer_one_does() -> None:
     model = Stack()
     model.layers[0] = OURS(model.layers[0], ignored_modules=[model.layers[0].norm])
     names = [name for name, param in OURS(model).named_parameters() if not isinstance(param, DTensor)]
     assert names == ["layers.0.norm.weight", "layers.0.norm.bias"]
 
 
-def test_what_an_inner_wrapper_ignores_the_outer_one_does(two_ranks: Ranks) -> None:
-    two_ranks.run(check_inner_ignored)
+@pytest.mark.parametrize("by_function", [False, True])
+@on_two_ranks
+def test_a_module_on_the_meta_device_gets_values(by_function: bool) -> None:
+    """By ``param_init_fn`` or ``reset_parameters``, then those of rank 0; weights that are tied stay so."""
 
-
-# --- values before the first step ----------------------------------------------------------------------------------
-
-
-def check_meta(by_function: bool) -> None:
     def fill(module: nn.Module) -> None:
         if any(True for _ in module.parameters(recurse=False)):
             module.to_empty(device=CPU, recurse=False)
@@ -387,14 +336,10 @@ def check_meta(by_function: bool) -> None:
     train(model, steps=1)
 
 
-@pytest.mark.parametrize("by_function", [False, True])
-def test_a_module_on_the_meta_device_gets_values(two_ranks: Ranks, by_function: bool) -> None:
-    """By ``param_init_fn`` or ``reset_parameters``, then those of rank 0; weights that are tied stay so."""
-    two_ranks.run(check_meta, by_function)
-
-
-def check_synced(strategy: ShardingStrategy) -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD])
+@on_two_ranks
+def test_all_ranks_begin_with_rank_0s_values(strategy: ShardingStrategy) -> None:
+    """FSDP1 refuses to on the CPU."""
     first = Buffered()
     torch.manual_seed(dist.get_rank())
     model = Buffered()
@@ -408,14 +353,6 @@ def check_synced(strategy: ShardingStrategy) -> None:
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         torch.testing.assert_close(full(value.detach()), first.state_dict()[name], rtol=0, atol=0)
 
-
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD])
-def test_all_ranks_begin_with_rank_0s_values(two_ranks: Ranks, strategy: ShardingStrategy) -> None:
-    """FSDP1 refuses to on the CPU."""
-    two_ranks.run(check_synced, strategy)
-
-
-# --- what is said --------------------------------------------------------------------------------------------------
 
 MISTAKES: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "a policy that decides nothing": (
@@ -436,7 +373,9 @@ OURS_ALONE: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-def check_mistakes() -> None:
+@on_two_ranks
+def test_mistakes_raise_what_fsdp1_raises_and_say_what_to_do() -> None:
+    """The types are those of torch's own, which is asked too."""
     for name, (make, kind, said) in (MISTAKES | OURS_ALONE).items():
         with silenced(), pytest.raises(kind, match=said) as raised:
             make(OURS)
@@ -444,11 +383,6 @@ def check_mistakes() -> None:
         if name in MISTAKES:
             with silenced(), pytest.raises(kind):
                 make(under_theirs)
-
-
-def test_mistakes_raise_what_fsdp1_raises_and_say_what_to_do(two_ranks: Ranks) -> None:
-    """The types are those of torch's own, which is asked too."""
-    two_ranks.run(check_mistakes)
 
 
 WARNINGS: dict[str, tuple[dict[str, Any], str]] = {
@@ -459,7 +393,8 @@ WARNINGS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def check_warnings() -> None:
+@on_two_ranks
+def test_one_warning_says_what_does_it_now() -> None:
     for kwargs, said in WARNINGS.values():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -469,22 +404,14 @@ def check_warnings() -> None:
         assert all(one.filename == __file__ for one in caught), "points at the caller"
 
 
-def test_one_warning_says_what_does_it_now(two_ranks: Ranks) -> None:
-    two_ranks.run(check_warnings)
-
-
-def check_one_rank() -> None:
-    torch.manual_seed(0)
+@on_two_ranks
+def test_a_group_of_one_rank_is_not_sharded() -> None:
     unsharded = Stack()
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     with pytest.warns(UserWarning, match="since the world size is 1"):
         model = OURS(copy.deepcopy(unsharded), process_group=alone)
     assert model.sharding_strategy is ShardingStrategy.NO_SHARD
     assert_alike(train(model), train(under_theirs(copy.deepcopy(unsharded), process_group=alone)))
-
-
-def test_a_group_of_one_rank_is_not_sharded(two_ranks: Ranks) -> None:
-    two_ranks.run(check_one_rank)
 
 
 class Calls(nn.Module):
@@ -501,8 +428,9 @@ class Calls(nn.Module):
         return x
 
 
-def check_container() -> None:
-    torch.manual_seed(0)
+@on_two_ranks
+def test_a_list_without_forward_is_one_unit() -> None:
+    """With a warning; under FSDP1 its members would compute with shards."""
     unsharded = Calls(nn.ModuleList(nn.Linear(6, 6) for _ in range(2)))
     model = copy.deepcopy(unsharded)
     with pytest.warns(UserWarning, match="members of this ModuleList are one unit"):
@@ -512,35 +440,149 @@ def check_container() -> None:
     assert_alike(train(OURS(model)), train_unsharded(unsharded))
 
 
-def test_a_list_without_forward_is_one_unit(two_ranks: Ranks) -> None:
-    """With a warning; under FSDP1 its members would compute with shards."""
-    two_ranks.run(check_container)
+@on_two_ranks
+def test_ties_that_wrappers_would_cut_are_refused() -> None:
+    with torch.device("meta"):
+        model = Stack(2, tied=True)
+    policy = ModuleWrapPolicy({Block, nn.Embedding})
+    with pytest.raises(ValueError, match=r"embed\.weight and head\.weight"):
+        OURS(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
+    assert model.embed.weight is model.head.weight and model.embed.weight.is_meta
 
 
-# --- the example ---------------------------------------------------------------------------------------------------
+@on_two_ranks
+def test_the_wrapper_hides_no_attribute_of_the_users() -> None:
+    model = OURS(Stack(1))
+    model.module.unit, model.module.device_mesh, model.module.ignored = "kelvin", "coarse", "none"
+    assert (model.unit, model.device_mesh, model.ignored) == ("kelvin", "coarse", "none")
 
 
-def check_example() -> list[list[float]]:
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@on_two_ranks
+def test_an_optimizer_that_was_built_before_wrapping_trains_the_model(backend: str | None) -> None:
+    """Beside torch's, whose parameters stay the objects that they were."""
+    losses: list[list[float]] = []
+    for fsdp in (under_theirs, OURS):
+        torch.manual_seed(0)
+        module = Stack(2, tied=True)
+        optim = torch.optim.AdamW([{"params": [one]} for one in module.parameters()], lr=1e-2)
+        with silenced():
+            model = fsdp(module, auto_wrap_policy=BLOCKS)
+        run = torch.compile(model, backend=backend) if backend and fsdp is OURS else model
+        losses.append(train_steps(run, optim, range(3)))
+    torch.testing.assert_close(*losses, atol=1e-5, rtol=1e-4)
+    # One that goes on by state of whole parameters cannot train shards, and says so.
+    module = Stack(2)
+    optim = torch.optim.AdamW(module.parameters())
+    train_steps(module, optim, (0,))
+    with pytest.warns(UserWarning, match="had taken steps already"):
+        OURS(module)
+
+
+@on_two_ranks
+def test_a_module_is_wrapped_again() -> None:
+    unsharded = plain()
+    with silenced():
+        inner = plain()
+        first = OURS(inner, auto_wrap_policy=BLOCKS)
+        backward_on_both(first, unsharded, 0)
+        again = OURS(inner, device_id="cpu")
+        backward_on_both(again, unsharded, 1)
+    assert list(again.state_dict()) == list(first.state_dict()) == list(unsharded.state_dict())
+    assert_same_grads(again, unsharded)
+    of_blocks = {id(param) for param in inner.layers.parameters()}
+    assert [id(param) for param in again.params] == [id(one) for one in inner.parameters() if id(one) not in of_blocks]
+    with pytest.raises(AssertionError, match="sharded or replicated already"), silenced():
+        OURS(inner, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+
+
+class WithBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("third", torch.full((4,), 1 / 3))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        self.seen = [x.dtype, y.dtype, self.third.dtype]
+        return y + self.third.to(y.dtype)
+
+
+HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+
+
+def check_evaluation(cls: Any, asked: str) -> list[Any]:
+    seen: list[Any] = []
+    with mock.patch.dict(os.environ, {"FSDP_USE_FULL_PREC_IN_EVAL": asked}), silenced():
+        model = cls(nn.Sequential(cls(WithBuffer(), mixed_precision=HALF), nn.Linear(4, 4)), mixed_precision=HALF)
+    x = torch.linspace(0, 1, 8).reshape(2, 4)
+    for trains in (True, False, True):
+        out = model.train(trains)(x)
+        seen.append((model.module[0].module.seen, out.dtype))
+        out.float().sum().backward()
+        model.zero_grad()
+    if cls is OURS:
+        run = torch.compile(model.eval(), backend="aot_eager")
+        torch.testing.assert_close(run(x), model(x))
+        assert model(x).dtype == (torch.float32 if asked == "1" else torch.bfloat16)
+    return seen
+
+
+@pytest.mark.parametrize("asked", ["0", "1"])
+@on_two_ranks
+def test_evaluation_in_full_precision_is_asked_for_by_the_environment(asked: str) -> None:
+    theirs = check_evaluation(under_theirs, asked)
+    assert check_evaluation(OURS, asked) == theirs
+    assert (theirs[1] != theirs[0]) == (asked == "1")
+
+
+@on_two_ranks
+def test_a_wrapper_that_ignores_its_module_casts_no_buffer() -> None:
+    inner = WithBuffer()
+    with silenced():
+        wrapped = OURS(inner, mixed_precision=HALF, ignored_modules=[inner])
+        OURS(nn.Sequential(wrapped, nn.Linear(4, 4)), mixed_precision=HALF)
+    assert torch.equal(inner.third, torch.full((4,), 1 / 3)) and inner.third.dtype == torch.float32
+
+
+def places_of_params() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """This rank ignores as many modules as its number, and one more."""
+    rank = dist.get_rank()
+    inner = nn.Sequential(*(nn.Linear(4, 4) for _ in range(rank + 3)))
+    with silenced():
+        model = OURS(nn.Sequential(inner), ignored_modules=list(inner)[1:-1])
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+    unit = model._unit
+    specs = [spec_of(unit, param) for param in unit.params]
+    issued = Issued("all_gather", specs, unit.mesh.group, 0, None, weakref.ref(unit))
+    (link,) = Namer().of_launch(issued).links
+    return link.names, link.whose
+
+
+def test_ranks_that_ignore_other_modules_agree_about_the_rest(two_ranks: Ranks) -> None:
+    (names, places), (other_names, other_places) = two_ranks.run(places_of_params)
+    assert names != other_names and places == other_places and len(places) == 4
+
+
+@on_two_ranks
+def test_the_examples_script_trains_alike_under_either_class() -> None:
     example = runpy.run_path(str(EXAMPLE))
     torch.manual_seed(0)
     model = nn.Sequential(example["Block"](), nn.Linear(example["WIDTH"], example["WIDTH"]))
     with silenced():
-        return [example["script"](fsdp, copy.deepcopy(model), False) for fsdp in (THEIRS, OURS)]
+        theirs, ours = (example["script"](fsdp, copy.deepcopy(model), False) for fsdp in (THEIRS, OURS))
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+    assert ours[-1] < ours[0]
 
 
-def test_the_examples_script_trains_alike_under_either_class(two_ranks: Ranks) -> None:
-    for theirs, ours in two_ranks.run(check_example):
-        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
-        assert ours[-1] < ours[0]
-
-
-# --- the whole of it on Inductor -----------------------------------------------------------------------------------
-
-
-def check_inductor() -> None:
-    torch.manual_seed(0)
-    unsharded = decoder()
-    policy = ModuleWrapPolicy({Attends})
+@pytest.mark.more
+@on_two_ranks
+def test_a_decoder_trains_in_one_graph_on_inductor() -> None:
+    """Biases, norms, dropout and tied weights with ``fullgraph=True``, beside torch's FSDP1 and the unsharded model."""
+    unsharded = Stack(tied=True, block=Dropping)
+    policy = ModuleWrapPolicy({Dropping})
     with torch._inductor.config.patch(fallback_random=True, compile_threads=1):
         ours = train(OURS(copy.deepcopy(unsharded), auto_wrap_policy=policy), "inductor", steps=3, seed=7)
     assert num_graphs() == 1
@@ -548,9 +590,3 @@ def check_inductor() -> None:
     theirs = train(under_theirs(copy.deepcopy(unsharded), auto_wrap_policy=policy), steps=3, seed=7)
     assert_alike(ours, theirs, atol=1e-5)
     assert_alike(ours, train_unsharded(unsharded, steps=3, seed=7), atol=1e-5)
-
-
-@pytest.mark.more
-def test_a_decoder_trains_in_one_graph_on_inductor(two_ranks: Ranks) -> None:
-    """Biases, norms, dropout and tied weights with ``fullgraph=True``, beside torch's FSDP1 and the unsharded model."""
-    two_ranks.run(check_inductor)

@@ -5,42 +5,47 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import OptimStateKeyType, ShardingStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import OptimStateKeyType
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchsScaler
 from torch.distributed.tensor import DTensor
 
 from fsdp_compile.fsdp1 import ShardedGradScaler
-from fsdp_compile.fsdp1.wrap import CustomPolicy
-from tests.comparing import batches, full, loss_of, mine
-from tests.compiling import compiled
-from tests.fsdp1_scripts import OURS, THEIRS, is_block, silenced, under_theirs
+from tests.comparing import batches, full, loss_of, mine, train_steps
+from tests.fsdp1_scripts import OURS, THEIRS, made, mixed, optimizer, silenced, under_theirs
 from tests.models import Stack
-from tests.ranks import Ranks
-from tests.test_fsdp1_state import made, optimizer, steps
+from tests.on_ranks import on_two_ranks
 
 
 def same_state(given: Any, expected: Any) -> None:
     assert given["param_groups"] == expected["param_groups"]
-    assert set(given["state"]) == set(expected["state"])
+    same_values(given["state"], expected["state"])
     for key, entries in expected["state"].items():
         for name, value in entries.items():
             assert isinstance(given["state"][key][name], DTensor) == isinstance(value, DTensor)
-            torch.testing.assert_close(full(given["state"][key][name]), full(value), rtol=0, atol=0)
 
 
-def check_older() -> None:
+def same_values(given: Any, expected: Any) -> None:
+    """Of states, which may be sharded or not."""
+    assert set(given) == set(expected)
+    for key, entries in expected.items():
+        assert set(given[key]) == set(entries)
+        for name, value in entries.items():
+            torch.testing.assert_close(full(given[key][name]), full(value), rtol=0, atol=0)
+
+
+@on_two_ranks
+def test_the_older_functions_give_what_the_newer_ones_do() -> None:
+    """Whole on rank 0 or all, sharded; and back by slicing, by sending, as they are."""
     model = made(OURS, 0)
     optim = optimizer(model)
-    steps(model, optim, range(2))
+    train_steps(model, optim, range(2))
     expected = optim.state_dict()
     is_first = dist.get_rank() == 0
-    with pytest.warns(FutureWarning, match="full_optim_state_dict is being deprecated and is replaced by optim_state_dict"):
-        on_first = OURS.full_optim_state_dict(model, optim)
     with silenced():
+        on_first = OURS.full_optim_state_dict(model, optim)
         whole = OURS.full_optim_state_dict(model, optim, rank0_only=False)
         sharded = OURS.sharded_optim_state_dict(model, optim)
         assert bool(on_first) == is_first
@@ -54,18 +59,22 @@ def check_older() -> None:
         # The same names as torch's, whose values on the CPU are not to be relied on.
         theirs = made(under_theirs, 0)
         their_optim = optimizer(theirs)
-        steps(theirs, their_optim, range(2))
+        train_steps(theirs, their_optim, range(2))
         others = THEIRS.full_optim_state_dict(theirs, their_optim, rank0_only=False)
     assert others["param_groups"] == whole["param_groups"] and set(others["state"]) == set(whole["state"])
 
 
-def test_the_older_functions_give_what_the_newer_ones_do(two_ranks: Ranks) -> None:
-    """Whole on rank 0 or all, sharded; and back by slicing, by sending, as they are. Each warns."""
-    two_ranks.run(check_older)
+def step_of_all_ranks(unsharded: Any, optim: Any, number: int) -> list[float]:
+    losses = [loss_of(unsharded(batch)) for batch in batches(number)]
+    torch.stack(losses).mean().backward()
+    optim.step()
+    optim.zero_grad()
+    return [loss.item() for loss in losses]
 
 
-def check_rekeyed() -> None:
-    torch.manual_seed(0)
+@on_two_ranks
+def test_numbers_become_names_and_names_numbers() -> None:
+    """As torch's does; so a plain optimizer's state goes on sharded."""
     unsharded = Stack(1, tied=True)
     plain_optim = optimizer(unsharded, 2)
     step_of_all_ranks(unsharded, plain_optim, 0)
@@ -74,17 +83,13 @@ def check_rekeyed() -> None:
     expected = {name: copy.deepcopy(plain_optim.state[param]) for name, param in unsharded.named_parameters()}
     assert len({state["exp_avg"].sum().item() for state in expected.values()}) == len(expected), "no two are alike"
     groups = [{*map(id, group["params"])} for group in plain_optim.param_groups]
-    for model, fsdp in ((made(OURS, 0), OURS), (made(under_theirs, 0), THEIRS)):
-        optim = optimizer(model, 2)
+    for fsdp in (OURS, THEIRS):
         named = fsdp.rekey_optim_state_dict(by_number, OptimStateKeyType.PARAM_NAME, unsharded, optim=plain_optim)
         same_values(named["state"], expected)
         for group, ids in zip(named["param_groups"], groups):
             assert {id(unsharded.get_parameter(name)) for name in group["params"]} == ids
         again = fsdp.rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, unsharded, optim=plain_optim)
         same_state(again, by_number)
-        mixed = {"state": {0: {}, "embed.weight": {}}, "param_groups": []}
-        with pytest.raises(ValueError):
-            fsdp.rekey_optim_state_dict(mixed, OptimStateKeyType.PARAM_ID, model, optim=optim)
     assert OURS.rekey_optim_state_dict(named, OptimStateKeyType.PARAM_NAME, unsharded, optim=plain_optim) is named
     # A checkpoint of a model that was never sharded goes on under ours.
     model = made(OURS, 1)
@@ -98,64 +103,30 @@ def check_rekeyed() -> None:
         assert ours["lr"] == group["lr"]
         names = [name for name, param in model.named_parameters() if any(param is one for one in ours["params"])]
         assert {id(unsharded.get_parameter(name)) for name in names} == {*map(id, group["params"])}
-    run_on_all_ranks = steps(model, optim, range(1, 3))
+    run_on_all_ranks = train_steps(model, optim, range(1, 3))
     alone = [step_of_all_ranks(unsharded, plain_optim, number) for number in (1, 2)]
     for name, param in model.named_parameters():
         torch.testing.assert_close(full(param).detach(), unsharded.get_parameter(name).detach(), msg=name)
     torch.testing.assert_close(run_on_all_ranks, [losses[dist.get_rank()] for losses in alone])
 
 
-def same_values(given: Any, expected: Any) -> None:
-    """Of states by name, which may be sharded or not."""
-    assert set(given) == set(expected)
-    for name, entries in expected.items():
-        assert set(given[name]) == set(entries)
-        for key, value in entries.items():
-            torch.testing.assert_close(full(given[name][key]), value, rtol=0, atol=0)
-
-
-def step_of_all_ranks(unsharded: Any, optim: Any, number: int) -> list[float]:
-    losses = [loss_of(unsharded(batch)) for batch in batches(number)]
-    torch.stack(losses).mean().backward()
-    optim.step()
-    optim.zero_grad()
-    return [loss.item() for loss in losses]
-
-
-def test_numbers_become_names_and_names_numbers(two_ranks: Ranks) -> None:
-    """As torch's does, mixed keys raising ValueError; so a plain optimizer's state goes on sharded."""
-    two_ranks.run(check_rekeyed)
-
-
-def mixed_model(fsdp: Any) -> Any:
-    """Sharded, replicated and ignored parameters."""
-    torch.manual_seed(0)
-    model = Stack()
-
-    def policy(module: nn.Module) -> Any:
-        return is_block(module) and (module is model.layers[1] or {"sharding_strategy": ShardingStrategy.NO_SHARD})
-
-    with silenced():
-        return fsdp(model, auto_wrap_policy=CustomPolicy(policy), ignored_modules=[model.norm])
-
-
-def check_scaler(backend: str | None) -> None:
+@on_two_ranks
+def test_ranks_skip_a_step_together() -> None:
+    """An infinity on one rank lowers the scale on all; losses and scales are those of torch's FSDP1 and its scaler."""
     seen = []
     for fsdp, scalers in ((OURS, ShardedGradScaler), (under_theirs, TorchsScaler)):
-        model = mixed_model(fsdp)
-        call = compiled(model, backend) if fsdp is OURS else model
+        torch.manual_seed(0)
+        model = mixed(Stack(), fsdp)
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         # Its default group is looked up when torch is imported, before there is one.
         scaler = scalers("cpu", init_scale=8.0, growth_interval=2, process_group=dist.group.WORLD)
         losses, scales = [], []
         for step in range(5):
-            loss = loss_of(call(mine(step)))
+            loss = loss_of(model(mine(step)))
             scaler.scale(loss).backward()
             if step == 1 and dist.get_rank() == 1:  # in a part that rank 0 knows nothing of
                 model.norm.bias.grad[0] = float("inf")
             scaler.unscale_(optim)
-            with pytest.raises(RuntimeError):
-                scaler.unscale_(optim)
             scaler.step(optim)
             scaler.update()
             optim.zero_grad()
@@ -167,13 +138,9 @@ def check_scaler(backend: str | None) -> None:
     torch.testing.assert_close(seen[0][0], seen[1][0], atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.more)])
-def test_ranks_skip_a_step_together(two_ranks: Ranks, backend: str | None) -> None:
-    """An infinity on one rank lowers the scale on all; losses and scales are those of torch's FSDP1 and its scaler."""
-    two_ranks.run(check_scaler, backend)
-
-
-def check_disabled() -> None:
+@on_two_ranks
+def test_a_scaler_that_is_off_does_nothing() -> None:
+    """And without a group it asks all ranks."""
     model = made(OURS, 0)
     before = {name: full(param.detach()) for name, param in model.named_parameters()}
     optim, scaler = optimizer(model), ShardedGradScaler("cpu", enabled=False)
@@ -189,6 +156,15 @@ def check_disabled() -> None:
     assert copy.deepcopy(scaler.state_dict())["scale"] == 4.0
 
 
-def test_a_scaler_that_is_off_does_nothing(two_ranks: Ranks) -> None:
-    """And without a group it asks all ranks."""
-    two_ranks.run(check_disabled)
+@on_two_ranks
+def test_the_scaler_keeps_dtypes_and_takes_sparse_gradients() -> None:
+    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    loss, other = torch.tensor(2.0, dtype=torch.float16), torch.tensor(3.0)
+    scaled = scaler.scale([loss, other])
+    assert [one.dtype for one in scaled] == [torch.float16, torch.float32] and [one.item() for one in scaled] == [8, 12]
+    embed = nn.Embedding(5, 3, sparse=True)
+    optim = torch.optim.SGD(embed.parameters(), lr=1.0)
+    scaler.scale(embed(torch.tensor([1, 1, 2])).sum()).backward()
+    scaler.unscale_(optim)
+    grad: Tensor = embed.weight.grad  # type: ignore[assignment]
+    assert grad.to_dense()[:, 0].tolist() == [0, 2, 1, 0, 0]

@@ -8,18 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fsdp_compile import configure, inspect
+from fsdp_compile import configure
 from fsdp_compile.passes import Plan
 from tests.comparing import assert_same_grads, batches, loss_of, mine, reference_backward, train_and_compare
 from tests.compiling import compiled
 from tests.models import Stack, pair, shard
+from tests.on_ranks import on_two_ranks
 from tests.ranks import Ranks
-
-
-def _planned(model: Stack, backend: str) -> Plan:
-    with inspect(model) as report:
-        torch.compile(model, backend=backend, fullgraph=True)(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
-    return report.joint.plan
+from tests.recording import planned
 
 
 def _half(half: Plan | None, **changes: object) -> Plan:
@@ -46,22 +42,19 @@ def _edited(plan: Plan) -> Plan:
     )
 
 
-def _train(path: str) -> tuple[Plan, Plan, str]:
+def _train() -> tuple[Plan, Plan]:
     unsharded, sharded = pair(reshard_after_forward=True)
-    edited = _edited(_planned(sharded, path))
-    sharded.zero_grad()
+    edited = _edited(planned(sharded, backend="inductor"))
     configure(sharded, plan=Plan.from_json(edited.to_json()))
-    followed = _planned(sharded, path)
-    sharded.zero_grad()
-    train_and_compare(compiled(sharded, path), sharded, unsharded)
-    return edited, followed, edited.id
+    followed = planned(sharded, backend="inductor")
+    train_and_compare(compiled(sharded, "inductor"), sharded, unsharded)
+    return edited, followed
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("path", ["passes", "inductor"])
-def test_an_edited_plan_is_followed_and_trains_the_same(two_ranks: Ranks, path: str) -> None:
-    (edited, followed, id_here), (_, _, id_there) = two_ranks.run(_train, path)
-    assert id_here == id_there
+def test_an_edited_plan_is_followed_and_trains_the_same(two_ranks: Ranks) -> None:
+    (edited, followed), (edited_there, _) = two_ranks.run(_train)
+    assert edited.id == edited_there.id
     assert followed.keep and set(followed.keep) == set(edited.keep)
     forward, backward = _half(followed.forward), _half(followed.backward)
     assert [bucket.fqns for bucket in forward.gathers] == [bucket.fqns for bucket in _half(edited.forward).gathers]
@@ -105,21 +98,31 @@ def _ahead(plan: Plan, num_units: int, in_halves: int) -> Plan:
         (lambda plan: _ahead(plan, 0, 0), r"lookahead=0, 0 in forward .* give 1 or more"),
         (lambda plan: _ahead(plan, 1, 0), r"lookahead=1, 0 in forward .* give 1 or more"),
         (lambda plan: _ahead(plan, 2, 1), r"lookahead=2, 1 in forward .* all three the same, and leave `order`"),
+        (
+            lambda plan: dataclasses.replace(plan, recompute=("layers.0.up.weight", "layers.7.up.weight")),
+            r"computed with layers\.7\.up\.weight, .*here that can have .*layers\.1\.up\.weight",
+        ),
+        (
+            lambda plan: dataclasses.replace(plan, slices=("layers.0.up.weight",)),
+            r"keeps slices of layers\.0\.up\.weight, and the ranks .* no groups for that",
+        ),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(
     fake_group_of_four: None, edit: Callable[[Plan], Plan], message: str
 ) -> None:
     model = shard(Stack(2), reshard_after_forward=True)
-    configure(model, plan=edit(_planned(model, "aot_eager")))
+    configure(model, plan=edit(planned(model)))
     with pytest.raises(Exception, match=message):
         torch.compile(model, backend="aot_eager", fullgraph=True)(torch.zeros(2, 5, dtype=torch.long))
 
 
-def _accumulated(path: str) -> None:
+@pytest.mark.parametrize("path", ["passes", pytest.param("inductor", marks=pytest.mark.more)])
+@on_two_ranks
+def test_a_plan_is_followed_where_gradients_are_held_back(path: str) -> None:
+    """That backward reduces nothing, so it reads less than the plan gathers."""
     unsharded, sharded = pair(reshard_after_forward=True)
-    plan = _planned(sharded, path)
-    sharded.zero_grad()
+    plan = planned(sharded, backend=path)
     names = [fqn for fqn in plan.again if fqn.startswith("layers.0.") and fqn.endswith("weight") and "norm" not in fqn]
     configure(sharded, plan=dataclasses.replace(plan, recompute=(names[-1],)))
     run = compiled(sharded, path)
@@ -130,25 +133,19 @@ def _accumulated(path: str) -> None:
     assert_same_grads(sharded, unsharded)
 
 
-@pytest.mark.parametrize("path", ["passes", pytest.param("inductor", marks=pytest.mark.more)])
-def test_a_plan_is_followed_where_gradients_are_held_back(two_ranks: Ranks, path: str) -> None:
-    """That backward reduces nothing, so it reads less than the plan gathers."""
-    two_ranks.run(_accumulated, path)
-
-
 def test_no_plan_is_followed_where_the_partitioner_has_a_budget_of_its_own(fake_group_of_four: None) -> None:
     model = shard(Stack(2))
-    configure(model, plan=_planned(model, "aot_eager"))
+    configure(model, plan=planned(model))
     message = "a plan was given, and torch's activation_memory_budget is set"
     with torch._functorch.config.patch(activation_memory_budget=0.5), pytest.raises(Exception, match=message):
-        _planned(model, "aot_eager")
+        planned(model)
 
 
 def test_a_plan_may_have_gathers_launched_further_ahead(fake_group_of_four: None) -> None:
     model = shard(Stack(4), reshard_after_forward=True)
-    plan = _planned(model, "aot_eager")
+    plan = planned(model)
     configure(model, plan=_ahead(plan, 2, 2))
-    followed = _planned(model, "aot_eager")
+    followed = planned(model)
     for ours, theirs in ((plan.forward, followed.forward), (plan.backward, followed.backward)):
         ours, theirs = _half(ours), _half(theirs)
         assert (theirs.lookahead, theirs.gathers, theirs.reduces) == (2, ours.gathers, ours.reduces)
@@ -159,7 +156,7 @@ def test_a_plan_may_have_gathers_launched_further_ahead(fake_group_of_four: None
 def test_what_cannot_share_a_bucket_is_refused(fake_group_of_four: None) -> None:
     model = shard(Stack(2), reshard_after_forward=True)
     configure(model.layers[0], bucketing="none")
-    configure(model, plan=_mixed(_planned(model, "aot_eager")))
+    configure(model, plan=_mixed(planned(model)))
     with pytest.raises(Exception, match=r"in one bucket\. What shares a bucket travels in one dtype"):
         torch.compile(model, backend="aot_eager", fullgraph=True)(torch.zeros(2, 5, dtype=torch.long))
 

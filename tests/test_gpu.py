@@ -20,6 +20,7 @@ from fsdp_compile.core.unit import units_in
 from fsdp_compile.eager.running import running
 from tests.comparing import assert_same_grads, assert_same_params
 from tests.models import Block
+from tests.on_ranks import _on
 from tests.ranks import Ranks
 from tests.test_compiled_autograd import compiled_autograd
 
@@ -28,6 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 STEPS = 3
+on_gpus = _on("gpus")
 
 
 class NcclRanks(Ranks):
@@ -87,7 +89,8 @@ def _train(model: nn.Module, unsharded: nn.Module, run: Any, event: bool = False
             model.set_post_optim_event(done)
 
 
-def _eager() -> None:
+@on_gpus
+def test_eager_training_frees_what_it_gathered() -> None:
     unsharded, model = _pair()
     _train(model, unsharded, model, event=True)
     assert_same_params(model, unsharded, atol=1e-4, rtol=1e-3)
@@ -95,21 +98,15 @@ def _eager() -> None:
         assert run.gathered is None or not run.gathered.is_full
 
 
-def test_eager_training_frees_what_it_gathered(gpus: Ranks) -> None:
-    gpus.run(_eager)
-
-
-def _compiled(mode: str | None) -> None:
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@on_gpus
+def test_compiled_training(mode: str | None) -> None:
     unsharded, model = _pair()
     _train(model, unsharded, torch.compile(model, fullgraph=True, mode=mode))
 
 
-@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_compiled_training(gpus: Ranks, mode: str | None) -> None:
-    gpus.run(_compiled, mode)
-
-
-def _memory_of_steps() -> list[int]:
+@on_gpus
+def test_memory_does_not_grow() -> None:
     """Allocated bytes after each step: what streams hold on to would grow."""
     unsharded, model = _pair()
     seen = []
@@ -118,15 +115,11 @@ def _memory_of_steps() -> list[int]:
         gc.collect()  # of the optimizers
         torch.cuda.synchronize()
         seen.append(torch.cuda.memory_allocated())
-    return seen
+    assert len(set(seen[1:])) == 1, seen
 
 
-def test_memory_does_not_grow(gpus: Ranks) -> None:
-    for seen in gpus.run(_memory_of_steps):
-        assert len(set(seen[1:])) == 1, seen
-
-
-def _offloaded() -> None:
+@on_gpus
+def test_offloaded_shards_and_gradients_are_pinned() -> None:
     unsharded, model = _pair(offload_policy=CPUOffloadPolicy())
     assert all(param.device.type == "cpu" and param.to_local().is_pinned() for param in model.parameters())
     _train(model, unsharded, model)
@@ -136,11 +129,9 @@ def _offloaded() -> None:
     assert all(param.grad.device.type == "cpu" for param in model.parameters())
 
 
-def test_offloaded_shards_and_gradients_are_pinned(gpus: Ranks) -> None:
-    gpus.run(_offloaded)
-
-
-def _offloaded_and_compiled(pin_memory: bool, mode: str | None) -> None:
+@pytest.mark.parametrize(("pin_memory", "mode"), [(True, None), (False, None), (True, "reduce-overhead")])
+@on_gpus
+def test_offloaded_shards_train_in_one_graph(pin_memory: bool, mode: str | None) -> None:
     unsharded, model = _pair(offload_policy=CPUOffloadPolicy(pin_memory=pin_memory))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*eagerly.*")
@@ -152,12 +143,8 @@ def _offloaded_and_compiled(pin_memory: bool, mode: str | None) -> None:
             assert shard.device.type == "cpu" and shard.to_local().is_pinned() == pin_memory
 
 
-@pytest.mark.parametrize(("pin_memory", "mode"), [(True, None), (False, None), (True, "reduce-overhead")])
-def test_offloaded_shards_train_in_one_graph(gpus: Ranks, pin_memory: bool, mode: str | None) -> None:
-    gpus.run(_offloaded_and_compiled, pin_memory, mode)
-
-
-def _offloaded_and_accumulated() -> None:
+@on_gpus
+def test_offloaded_gradients_add_up() -> None:
     """Held back on the GPU, added to what is there on the CPU, delivered to a hook, inside a compiled step."""
     unsharded, model = _pair(offload_policy=CPUOffloadPolicy())
     run = torch.compile(model, fullgraph=True)
@@ -183,12 +170,9 @@ def _offloaded_and_accumulated() -> None:
         torch.testing.assert_close(seen[name], theirs.grad, atol=1e-5, rtol=1e-4)
 
 
-def test_offloaded_gradients_add_up(gpus: Ranks) -> None:
-    gpus.run(_offloaded_and_accumulated)
-
-
-def _memory_beside_offloaded_shards() -> tuple[int, int]:
-    """Bytes of the model, and bytes on the GPU after a step whose gradients are there; these are read at once."""
+@on_gpus
+def test_offloaded_shards_and_gradients_leave_the_gpu() -> None:
+    """After a step whose gradients are there; these are read at once."""
     model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(16)))
     num_bytes = sum(param.numel() * 4 for param in model.parameters())
     for layer in model:
@@ -202,23 +186,16 @@ def _memory_beside_offloaded_shards() -> tuple[int, int]:
         torch.cuda.synchronize()
         for param, first in zip(model.parameters(), at_once):
             assert torch.equal(param.grad.to_local(), first)
-    return num_bytes, torch.cuda.memory_allocated()
-
-
-def test_offloaded_shards_and_gradients_leave_the_gpu(gpus: Ranks) -> None:
-    for num_bytes, num_allocated in gpus.run(_memory_beside_offloaded_shards):
-        assert num_allocated < num_bytes / 3, num_allocated  # what cuBLAS takes for itself: 32 MiB on an H100
-
-
-def _misplaced(compiled: bool) -> None:
-    model = fully_shard(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy()).cuda()
-    with pytest.raises(RuntimeError, match=r"weight.*CPU"):
-        (torch.compile(model) if compiled else model)(torch.ones(2, 4))
+    num_allocated = torch.cuda.memory_allocated()
+    assert num_allocated < num_bytes / 3, num_allocated  # what cuBLAS takes for itself: 32 MiB on an H100
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_an_offloaded_shard_on_the_gpu_is_refused(gpus: Ranks, compiled: bool) -> None:
-    gpus.run(_misplaced, compiled)
+@on_gpus
+def test_an_offloaded_shard_on_the_gpu_is_refused(compiled: bool) -> None:
+    model = fully_shard(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy()).cuda()
+    with pytest.raises(RuntimeError, match=r"weight.*CPU"):
+        (torch.compile(model) if compiled else model)(torch.ones(2, 4))
 
 
 def _groups_memory() -> bool:

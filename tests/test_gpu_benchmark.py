@@ -50,30 +50,29 @@ class _Failing(gpu.Runner):
         yield gpu.Part("second", 30, lambda limit_s: self._results.say("done"))
 
 
+def _made(kind: type[gpu.Runner], folder: Path, quick: bool) -> gpu.Runner:
+    (folder / "work").mkdir()
+    return kind(argparse.Namespace(quick=quick, out=folder), folder / "work")
+
+
 def test_a_part_that_fails_says_so_and_the_next_one_runs(tmp_path: Path) -> None:
-    options = argparse.Namespace(quick=True, out=tmp_path)
-    (tmp_path / "work").mkdir()
-    assert _Failing(options, tmp_path / "work").run(60, []) == 1
+    assert _made(_Failing, tmp_path, quick=True).run(60, []) == 1
     results = (tmp_path / "results.txt").read_text()
     assert "Traceback" in results and "ValueError: of this part" in results
     assert "== second\ndone\n" in results and results.endswith("failed: first\n")
 
 
+def test_a_part_for_which_no_time_is_left_says_how_to_run_it(tmp_path: Path) -> None:
+    assert _made(_Failing, tmp_path, quick=True).run(5, ["second"]) == 1
+    assert "Run it alone: --only 'second'" in (tmp_path / "results.txt").read_text()
+
+
 def test_a_part_that_hangs_leaves_those_behind_it_what_they_need(tmp_path: Path) -> None:
-    (tmp_path / "work").mkdir()
-    runner = gpu.Runner(argparse.Namespace(quick=False, out=tmp_path), tmp_path / "work")
-    parts, left_s = list(runner.parts()), gpu._SECONDS
+    parts, left_s = list(_made(gpu.Runner, tmp_path, quick=False).parts()), gpu._SECONDS
     for place, part in enumerate(parts):
         limit_s = gpu.limit_of(part, parts[place + 1 :], left_s)
         assert part.needs_s <= limit_s <= left_s
         left_s -= limit_s
-
-
-def test_a_part_for_which_no_time_is_left_says_how_to_run_it(tmp_path: Path) -> None:
-    options = argparse.Namespace(quick=True, out=tmp_path)
-    (tmp_path / "work").mkdir()
-    assert _Failing(options, tmp_path / "work").run(5, ["second"]) == 1
-    assert "Run it alone: --only 'second'" in (tmp_path / "results.txt").read_text()
 
 
 def test_without_a_gpu_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Gradients that an autograd function makes in another dtype than the parameter's: nothing rounds them on their way."""
+"""Gradients in another dtype than the parameter's, made by autograd functions or by casting: nothing rounds them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fsdp_compile import fully_shard
 from fsdp_compile._torch_compat import autograd
 from tests.comparing import full
 from tests.models import mesh_of
+from tests.on_ranks import on_two_ranks
 from tests.ranks import Ranks
 
 # The autograd engine of torch 2.11 casts what a function of ours gets.
@@ -84,8 +85,9 @@ def _as_fsdp2(sync: str, replicas: bool, reduce_dtype: torch.dtype | None) -> No
 @needs_output_grad_dtype
 @pytest.mark.parametrize("sync", ["each", "held back"])
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_fp32_gradients_of_bf16_parameters(two_ranks: Ranks, sync: str, reduce_dtype: torch.dtype | None) -> None:
-    two_ranks.run(_as_fsdp2, sync, False, reduce_dtype)
+@on_two_ranks
+def test_fp32_gradients_of_bf16_parameters(sync: str, reduce_dtype: torch.dtype | None) -> None:
+    _as_fsdp2(sync, False, reduce_dtype)
 
 
 @needs_output_grad_dtype
@@ -94,7 +96,10 @@ def test_fp32_gradients_with_replicas(four_ranks: Ranks, sync: str) -> None:
     four_ranks.run(_as_fsdp2, sync, True, None)
 
 
-def _in_compiled_code(sync: str) -> None:
+@needs_output_grad_dtype
+@pytest.mark.parametrize("sync", ["each", "held back"])
+@on_two_ranks
+def test_fp32_gradients_in_compiled_code(sync: str) -> None:
     """One warning, and the numbers of the same script without compiling."""
     torch.manual_seed(0)
 
@@ -110,12 +115,9 @@ def _in_compiled_code(sync: str) -> None:
 
 
 @needs_output_grad_dtype
-@pytest.mark.parametrize("sync", ["each", "held back"])
-def test_fp32_gradients_in_compiled_code(two_ranks: Ranks, sync: str) -> None:
-    two_ranks.run(_in_compiled_code, sync)
-
-
-def _over_ranks() -> None:
+@pytest.mark.filterwarnings("ignore:.*runs eagerly inside compiled code")
+@on_two_ranks
+def test_fp32_gradients_summed_over_ranks() -> None:
     model, plain = fully_shard(Fine(None)), Fine(None)
     factors = (256.0, 1.0)
     model(factors[dist.get_rank()]).backward()
@@ -124,7 +126,25 @@ def _over_ranks() -> None:
     assert torch.equal(full(model.weight.grad), plain.weight.grad / 2)
 
 
-@needs_output_grad_dtype
-@pytest.mark.filterwarnings("ignore:.*runs eagerly inside compiled code")
-def test_fp32_gradients_summed_over_ranks(two_ranks: Ranks) -> None:
-    two_ranks.run(_over_ranks)
+@pytest.mark.compat
+@pytest.mark.usefixtures("fake_group_of_four")
+@pytest.mark.parametrize(
+    ("move", "dtype"), [("cpu", torch.bfloat16), ("double", torch.float64), ("to", torch.float16)]
+)
+def test_gradients_of_their_own_dtype_survive_a_move(move: str, dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16), nn.LayerNorm(4, dtype=torch.bfloat16))
+    for param in model.parameters():
+        param.grad_dtype = torch.float32  # type: ignore[attr-defined]
+    fully_shard(model[0])
+    fully_shard(model)
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).square().sum().backward()
+    before = [param.grad.to_local().clone() for param in model.parameters()]
+    assert (model.to("cpu", dtype) if move == "to" else getattr(model, move)()) is model
+    for param, grad in zip(model.parameters(), before):
+        assert param.dtype == dtype
+        assert param.grad_dtype == param.grad.dtype == torch.float32  # type: ignore[attr-defined]
+        if move == "cpu":
+            # What a group gathers that moves no data may be anything.
+            torch.testing.assert_close(param.grad.to_local(), grad, rtol=0, atol=0, equal_nan=True)
+    model(torch.ones(2, 4, dtype=dtype)).square().sum().backward()
+    assert all(param.grad.dtype == torch.float32 for param in model.parameters())

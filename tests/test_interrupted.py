@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import full_params, fully_shard
 from tests.comparing import assert_same_grads, train_and_compare
-from tests.compiling import compiled
-from tests.models import Block, BreakBlock, Checkpointed, Fault, Stack, pair, shard
-from tests.ranks import Ranks
+from tests.compiling import compile_blocks, compiled
+from tests.models import Block, BreakBlock, Checkpointed, Fault, Stack, pair, twins
+from tests.on_ranks import on_two_ranks
 from tests.recording import Collectives
 
 
@@ -34,18 +32,6 @@ class FailingBlock(Block):
         return x + self.down(torch.relu(hidden))
 
 
-class Around(nn.Module):
-    """A unit around a unit."""
-
-    def __init__(self, inner: nn.Module, dim: int = 16) -> None:
-        super().__init__()
-        self.inner = inner
-        self.scale = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * self.scale
-
-
 def _assert_at_rest(model: nn.Module) -> None:
     """What a read gives is the registered shard, and a read by this rank alone sends nothing."""
     for module in model.modules():
@@ -56,10 +42,10 @@ def _assert_at_rest(model: nn.Module) -> None:
             assert launched.seen == []
 
 
-def _train_checkpointed(backend: str) -> None:
+@on_two_ranks
+def test_early_stop_in_a_compiled_block_with_a_break() -> None:
     unsharded, sharded = pair(make=lambda: Checkpointed(block=BreakBlock))
-    for layer in sharded.layers:
-        layer.compile(backend=backend)
+    compile_blocks(sharded, fullgraph=False)
     train_and_compare(sharded, sharded, unsharded)
     _assert_at_rest(sharded)
     tokens = torch.zeros(2, 5, dtype=torch.long)
@@ -73,32 +59,17 @@ def _train_checkpointed(backend: str) -> None:
         torch.testing.assert_close(sharded(tokens), unsharded(tokens))
 
 
-def test_early_stop_in_a_compiled_block_with_a_break(two_ranks: Ranks) -> None:
-    two_ranks.run(_train_checkpointed, "aot_eager")
-
-
-@pytest.mark.more
-def test_early_stop_under_inductor(two_ranks: Ranks) -> None:
-    two_ranks.run(_train_checkpointed, "passes")
-
-
-def _failing(how: str, error: type[BaseException], backend: str, shard: Callable[..., Any] = shard) -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    unsharded = Stack(block=FailingBlock)
-    torch.manual_seed(0)
-    model = Stack(block=FailingBlock)
-    sharded = shard(model)
+@pytest.mark.parametrize(
+    ("how", "error"), [("eager", ValueError), ("blocks", KeyboardInterrupt), ("whole", ValueError)]
+)
+@on_two_ranks
+def test_an_error_behind_a_break_that_the_user_catches(how: str, error: type[BaseException]) -> None:
+    unsharded, sharded = pair(make=lambda: Stack(block=FailingBlock))
     if how == "blocks":
-        for layer in sharded.layers:
-            layer.compile(backend=backend)
-    run = compiled(sharded, backend if how == "whole" else None, fullgraph=False)
-    return unsharded, (sharded, run)
-
-
-def _fail_on_all(how: str, error: type[BaseException], backend: str, warm: bool) -> None:
-    unsharded, (sharded, run) = _failing(how, error, backend)
+        compile_blocks(sharded, fullgraph=False)
+    run = compiled(sharded, "aot_eager" if how == "whole" else None, fullgraph=False)
     tokens = torch.zeros(2, 5, dtype=torch.long)
-    if warm:
+    if how == "eager":
         run(tokens).sum().backward()
         sharded.zero_grad()
     sharded.layers[1].error = error
@@ -110,16 +81,11 @@ def _fail_on_all(how: str, error: type[BaseException], backend: str, warm: bool)
     _assert_at_rest(sharded)
 
 
-@pytest.mark.parametrize("how", ["eager", "blocks", "whole"])
-def test_an_error_behind_a_break_that_the_user_catches(two_ranks: Ranks, how: str) -> None:
-    two_ranks.run(_fail_on_all, how, ValueError, "aot_eager", how != "whole")
-
-
-def _backward_raises(backend: str | None) -> None:
-    """In front of the model, whose gradients are there by then and wait for the end of that backward."""
-    torch.manual_seed(0)
-    unsharded = nn.Sequential(Block(16), Block(16))
-    model = copy.deepcopy(unsharded)
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@on_two_ranks
+def test_steps_after_a_backward_that_raised_have_their_gradients_and_no_others(backend: str | None) -> None:
+    """It raises in front of the model, whose gradients are there by then and wait for the end of that backward."""
+    unsharded, model = twins(lambda: nn.Sequential(Block(16), Block(16)))
     for block in (*model, model):
         fully_shard(block)
     run = compiled(model, backend)
@@ -142,13 +108,6 @@ def _backward_raises(backend: str | None) -> None:
         assert_same_grads(model, unsharded)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
-def test_steps_after_a_backward_that_raised_have_their_gradients_and_no_others(
-    two_ranks: Ranks, backend: str | None
-) -> None:
-    two_ranks.run(_backward_raises, backend)
-
-
 class _Fault(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -158,11 +117,20 @@ class _Fault(nn.Module):
         return Fault.apply(x, self.now)  # type: ignore[no-any-return]
 
 
-def _keeps_what_was_held(backend: str | None, synced: int, warning: str) -> None:
-    """The third of four backwards raises between the two blocks. Backwards from number ``synced`` on synchronize."""
-    torch.manual_seed(0)
-    unsharded = nn.Sequential(Block(16), _Fault(), Block(16))
-    model = copy.deepcopy(unsharded)
+@pytest.mark.parametrize(
+    ("backend", "synced", "warning"),
+    [
+        (None, 3, r"These are kept and have its part: 2 \(Block\): down.bias, "),
+        ("aot_eager", 3, r"These are kept and have its part: 2 \(Block\): down.bias, "),
+        (None, 2, r"These are lost: 2 \(Block\): down.bias, "),
+    ],
+)
+@on_two_ranks
+def test_gradients_that_no_sync_holds_outlive_a_backward_that_raises(
+    backend: str | None, synced: int, warning: str
+) -> None:
+    """What a reduction lost is named. Of four backwards the third raises; from ``synced`` on they synchronize."""
+    unsharded, model = twins(lambda: nn.Sequential(Block(16), _Fault(), Block(16)))
     for block in (model[0], model[2], model):
         fully_shard(block)
     for block in (model[0], model[2]) if backend is not None else ():
@@ -184,15 +152,6 @@ def _keeps_what_was_held(backend: str | None, synced: int, warning: str) -> None
         assert_same_grads(model[0], unsharded[0])
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
-def test_gradients_that_no_sync_holds_outlive_a_backward_that_raises(two_ranks: Ranks, backend: str | None) -> None:
-    two_ranks.run(_keeps_what_was_held, backend, 3, r"These are kept and have its part: 2 \(Block\): down.bias, ")
-
-
-def test_what_no_sync_held_and_a_reduction_lost_is_named(two_ranks: Ranks) -> None:
-    two_ranks.run(_keeps_what_was_held, None, 2, r"These are lost: 2 \(Block\): down.bias, ")
-
-
 class OddOutput(nn.Linear):
     is_odd = False
 
@@ -204,10 +163,11 @@ class OddOutput(nn.Linear):
         return found
 
 
-def _odd_output(backend: str | None) -> None:
-    torch.manual_seed(0)
-    unsharded = nn.Sequential(OddOutput(8, 8), nn.Linear(8, 8))
-    sharded = copy.deepcopy(unsharded)
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@on_two_ranks
+def test_an_output_that_cannot_be_looked_through(backend: str | None) -> None:
+    """The unit's forward raises while it ends. Afterwards no forward runs, and the next step is right."""
+    unsharded, sharded = twins(lambda: nn.Sequential(OddOutput(8, 8), nn.Linear(8, 8)))
     for unit in (*sharded, sharded):
         fully_shard(unit)
     if backend is not None:
@@ -223,19 +183,3 @@ def _odd_output(backend: str | None) -> None:
     for _ in range(2):
         unsharded(x).sum().backward()
     assert_same_grads(sharded, unsharded)
-
-
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_an_output_that_cannot_be_looked_through(two_ranks: Ranks, backend: str | None) -> None:
-    """The unit's forward raises while it ends. Afterwards no forward runs, and the next step is right."""
-    two_ranks.run(_odd_output, backend)
-
-
-def test_an_interrupt_behind_a_break(two_ranks: Ranks) -> None:
-    two_ranks.run(_fail_on_all, "blocks", KeyboardInterrupt, "aot_eager", False)
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("how", ["blocks", "whole"])
-def test_an_error_behind_a_break_under_inductor(two_ranks: Ranks, how: str) -> None:
-    two_ranks.run(_fail_on_all, how, ValueError, "passes", True)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("fake_group_of_four")
 
 
 def _sharded_once(compile_it: bool) -> dict[str, weakref.ref[Any]]:
-    """Train a model of a class of its own for a step; what to look for when it is gone."""
+    """Train a model of a class of its own for two micro-batches; what to look for when it is gone."""
 
     class Local(nn.Module):
         def __init__(self) -> None:
@@ -37,16 +37,13 @@ def _sharded_once(compile_it: bool) -> dict[str, weakref.ref[Any]]:
     model = fully_shard(Local(), mesh=mesh, reshard_after_forward=2)
     register_fsdp_forward_method(model, "score")
     score = torch.compile(model.score, backend="aot_eager") if compile_it else model.score
-    score(torch.ones(2, 8)).backward()
-    shard = model.linear._parameters["weight"]
-    return {
-        "model": weakref.ref(model),
-        "user's class": weakref.ref(Local),
-        "generated class": weakref.ref(type(model)),
-        "unit": weakref.ref(unit_of(model)),
-        "shard": weakref.ref(shard),
-        "mesh": weakref.ref(mesh),
-    }
+    for sync in (False, True):
+        model.set_requires_gradient_sync(sync)
+        score(torch.ones(2, 8)).backward()
+    shard, unit = model.linear._parameters["weight"], unit_of(model)
+    known = {"model": model, "user's class": Local, "generated class": type(model), "mesh": mesh}
+    known |= {"unit": unit, "its settings": unit.settings, "shard": shard, "gradient": shard.grad}
+    return {name: weakref.ref(one) for name, one in known.items()}
 
 
 def _collect() -> None:
@@ -67,7 +64,7 @@ def test_a_compiled_model_goes_and_leaves_what_dynamo_keeps() -> None:
     known = _sharded_once(compile_it=True)
     _collect()
     alive = {name for name, reference in known.items() if reference() is not None}
-    assert not alive & {"model", "unit", "shard"}
+    assert not alive & {"model", "unit", "its settings", "shard", "gradient"}
     torch._dynamo.reset()
     _collect()
     assert {name for name, reference in known.items() if reference() is not None} <= {"mesh"}

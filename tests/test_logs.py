@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("fake_group_of_four")
 
 
 @pytest.fixture
-def start(caplog: pytest.LogCaptureFixture) -> Iterator[object]:
+def start(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
     """``start_logging``; all that it changes is taken back."""
     logger = logs.logger
     before = logger.level, logger.propagate, list(logger.handlers), list(manager.listeners)
@@ -47,8 +49,8 @@ def step() -> None:
         torch.compile(model)(torch.ones(2, 8)).sum().backward()
 
 
-def test_a_line_a_graph_at_info(start: object, caplog: pytest.LogCaptureFixture) -> None:
-    start("")  # type: ignore[operator]
+def test_a_line_a_graph_at_info(start: Any, caplog: pytest.LogCaptureFixture) -> None:
+    start("")
     with caplog.at_level(logging.INFO, logger="fsdp_compile"):
         step()
     lines = [record.getMessage() for record in caplog.records if record.name == "fsdp_compile"]
@@ -61,8 +63,8 @@ def test_a_line_a_graph_at_info(start: object, caplog: pytest.LogCaptureFixture)
     assert all("\n" not in line for line in lines)
 
 
-def test_what_is_named_stands_below_the_line(start: object, capfd: pytest.CaptureFixture[str]) -> None:
-    start("plan, passes,graph")  # type: ignore[operator]
+def test_what_is_named_stands_below_the_line(start: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    start("plan, passes,graph")
     step()
     printed = capfd.readouterr().err
     assert "in backward" in printed and "its unit is gathered again" in printed  # the joint graph's table
@@ -71,8 +73,8 @@ def test_what_is_named_stands_below_the_line(start: object, capfd: pytest.Captur
     assert "torch.ops._c10d_functional.all_gather_into_tensor" in printed  # code
 
 
-def test_nobody_who_listens_costs_no_copies_of_graphs(start: object) -> None:
-    log = start("passes")  # type: ignore[operator]
+def test_nobody_who_listens_costs_no_copies_of_graphs(start: Any) -> None:
+    log = start("passes")
     assert not log.wants_graphs()
     records = []
     manager.listeners[-1] = type(manager.listeners[-1])(records.append, log.wants_graphs)
@@ -81,9 +83,9 @@ def test_nobody_who_listens_costs_no_copies_of_graphs(start: object) -> None:
     assert all(not one.before and not one.after for record in records for one in record.passes)
 
 
-def test_a_name_that_is_nothing_to_log_warns(start: object) -> None:
+def test_a_name_that_is_nothing_to_log_warns(start: Any) -> None:
     with pytest.warns(UserWarning, match=r"FSDP_COMPILE_LOGS says plans, which is nothing to log: it takes plan, passes, graph"):
-        start("plans")  # type: ignore[operator]
+        start("plans")
 
 
 _TRACED = """
@@ -114,12 +116,8 @@ def test_torchs_trace_has_plans_and_code(tmp_path: Path) -> None:
                 name = about["artifact"]["name"]
                 if name.startswith("fsdp_compile_"):
                     assert about["frame_id"] == 0
-                    payload = []
-                    for following in lines[number + 1 :]:
-                        if not following.startswith("\t"):
-                            break
-                        payload.append(following[1:])
-                    found[name] = "\n".join(payload)
+                    payload = takewhile(lambda one: one.startswith("\t"), lines[number + 1 :])
+                    found[name] = "\n".join(one[1:] for one in payload)
     plan = json.loads(found["fsdp_compile_forward_plan"])
     assert plan["gathers"][0]["fqns"] == ["weight", "bias"]
     assert "all_gather_into_tensor" not in found["fsdp_compile_forward_0_captured"]
@@ -128,8 +126,8 @@ def test_torchs_trace_has_plans_and_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 12), reason="torch 2.11 asserts that leaves are no DTensors")
-def test_a_whole_steps_graph_is_predicted(start: object, capfd: pytest.CaptureFixture[str]) -> None:
-    start("plan")  # type: ignore[operator]
+def test_a_whole_steps_graph_is_predicted(start: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    start("plan")
     torch._dynamo.reset()
     model = fully_shard(nn.Linear(8, 8))
 

@@ -1,4 +1,4 @@
-"""Every way of training, every public function and every recipe on Inductor, which users have by default.
+"""Every way of training and every public function on Inductor, which users have by default.
 
 The table is tests/matrix/rows.py; ``python -m benchmarks.modes`` prints what its rows compile to and send.
 """
@@ -21,7 +21,6 @@ from tests.matrix.rows import ROWS
 from tests.matrix.runner import measure, problems
 from tests.matrix.train import Row
 from tests.ranks import Ranks
-from tests.test_recipes import SECTIONS
 
 QUICK = ("fully_shard",)
 
@@ -89,10 +88,6 @@ def test_the_rows_use_the_names_that_they_show() -> None:
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
     used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     assert {name for row in ROWS for name in row.shows.split()} <= used
-
-
-def test_every_recipe_has_a_row() -> None:
-    assert {row.recipe for row in ROWS if row.recipe} == set(SECTIONS)
 
 
 def test_names_of_rows_are_unique_and_the_quick_ones_are_among_them() -> None:

@@ -22,7 +22,7 @@ from fsdp_compile.demo.training import Settings, batch_of, build_model, shard_wi
 from fsdp_compile.passes import Group, events_of, load_profile, memory_curve, saved_inputs
 from fsdp_compile.passes.apply.insert import insert
 from fsdp_compile.passes.apply.overlap import overlap
-from fsdp_compile.passes.cost.memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, SHARD, Owner, kinds_of, lifetimes
+from fsdp_compile.passes.cost.memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, SHARD, kinds_of, lifetimes
 from fsdp_compile.passes.schedule.planner import plan_graph
 from fsdp_compile.passes.wire.collectives import gloo_all_gather
 from fsdp_compile.tools.memory import PeakMeter
@@ -251,22 +251,13 @@ def test_the_peak_of_what_inductor_compiled_is_near_the_predicted_one(two_ranks:
             assert predicted == pytest.approx(measured, rel=0.1), stage
 
 
-def base_and_its_view() -> fx.Graph:
-    """Two inputs of one storage, each of them read."""
+def test_a_storage_that_two_inputs_share_is_counted_once_and_given_up_when_both_are() -> None:
     b = Builder()
     base = b.input("base", 100)
     view = b.graph.placeholder("view")
     view.meta["val"] = base.meta["val"].view(10, 10)
-    return b.output(b.call(aten.relu.default, base), b.call(aten.relu.default, view))
-
-
-def test_a_storage_that_two_inputs_share_is_counted_once() -> None:
-    assert memory_curve(base_and_its_view()).input_bytes == 400
-
-
-def test_an_input_is_given_up_when_all_its_names_are() -> None:
-    graph = base_and_its_view()
-    for given_up in (("base",), ("view",)):
+    graph = b.output(b.call(aten.relu.default, base), b.call(aten.relu.default, view))
+    for given_up in ((), ("base",), ("view",)):
         assert memory_curve(graph, given_up).input_bytes == 400
     curve = memory_curve(graph, ("base", "view"))
     assert (curve.input_bytes, curve.live_bytes) == (0, (400, 400, 800, 1200, 800))
@@ -338,7 +329,11 @@ def test_what_a_collective_reads_lives_until_it_is_waited_for() -> None:
     assert alive["output"] == 24 + 400
 
 
-def lowered_backward() -> fx.Graph:
+def kinds_by_name(graph: fx.Graph) -> dict[str, str]:
+    return {storage.node.name: kind for storage, kind in kinds_of(graph).items()}
+
+
+def test_the_peak_names_its_owners_and_what_they_are() -> None:
     """Two parameters in one bucket, gathered again; a gradient in a bucket of its own, a saved activation."""
     b = Builder()
     shards = [b.input("w_shard", 2, 3), b.input("b_shard", 2)]
@@ -352,35 +347,17 @@ def lowered_backward() -> fx.Graph:
     plan = plan_graph(graph, "backward")
     insert(graph, plan)
     overlap(graph, plan)
-    graph.lint()
-    return graph
-
-
-def test_the_peak_names_its_owners_and_what_they_are() -> None:
-    graph = lowered_backward()
+    kinds = kinds_by_name(graph)
+    assert kinds["saved"] == kinds["relu_default"] == ACTIVATION and kinds["w_shard"] == SHARD
+    assert kinds["pack_default"] == kinds["all_gather_into_tensor_default"] == BUFFER
+    assert kinds["copied_default"] == kinds["copied_default_1"] == GATHERED  # unpacked
+    assert kinds["mm_default"] == kinds["mm_default_1"] == kinds["div_tensor"] == GRADIENT
+    assert kinds["reduce_scatter_tensor_default"] == BUFFER
     curve = memory_curve(graph, given_up=("saved", "w_shard"))
-    names = {one.name: one.kind for position in graph.nodes for one in _owners_at(graph, position.name)}
-    assert names["saved"] == ACTIVATION and names["relu_default"] == ACTIVATION
-    assert names["w_shard"] == SHARD
-    assert names["pack_default"] == names["all_gather_into_tensor_default"] == BUFFER
-    assert names["copied_default"] == names["copied_default_1"] == GATHERED  # unpacked
-    assert names["mm_default"] == names["mm_default_1"] == GRADIENT
-    assert names["reduce_scatter_tensor_default"] == BUFFER and names["div_tensor"] == GRADIENT
-    assert curve.peak_owners == _owners_at(graph, curve.peak_at)
+    assert curve.peak_owners and all(one.kind == kinds[one.name] for one in curve.peak_owners)
+    sizes = [one.num_bytes for one in curve.peak_owners]
+    assert sizes == sorted(sizes, reverse=True) and sum(sizes) == curve.peak_bytes
     assert str(curve).startswith(f"peak {curve.peak_bytes} bytes at {curve.peak_at}, inputs 68 bytes\n")
-
-
-def _owners_at(graph: fx.Graph, name: str) -> tuple[Owner, ...]:
-    """Owners as they are at one position, by cutting the graph's life off behind it."""
-    place = [node.name for node in graph.nodes].index(name)
-    kinds = kinds_of(graph)
-    found = [
-        Owner(one.storage.node.name, one.storage.num_bytes, kinds[one.storage])
-        for one in lifetimes(graph)
-        if one.first <= place <= one.last
-        and (one.storage.node.op == "call_function" or one.storage.node.name in ("saved", "w_shard"))
-    ]
-    return tuple(sorted(found, key=lambda one: -one.num_bytes))
 
 
 def test_markers_have_their_kinds_before_they_are_lowered() -> None:
@@ -390,8 +367,7 @@ def test_markers_have_their_kinds_before_they_are_lowered() -> None:
     x = b.call(aten.mm.default, b.input("x", 5, 4), half)
     mask = b.call(aten.gt.Scalar, x, 0.0)
     graph = b.output(x, mask, b.reduce(b.input("g", 4, 3), spec("other")))
-    kinds = {storage.node.name: kind for storage, kind in kinds_of(graph).items()}
-    assert kinds == {
+    assert kinds_by_name(graph) == {
         "shard": SHARD, "unshard_default": GATHERED, "mul_tensor": GATHERED, "x": ACTIVATION, "mm_default": ACTIVATION,
         "gt_scalar": "other", "g": GRADIENT, "reduce_grad_default": GRADIENT,
     }  # fmt: skip

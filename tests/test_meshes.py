@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -33,17 +32,14 @@ from fsdp_compile import (
 )
 from fsdp_compile.core.mesh import inner_mesh, shard_mesh
 from fsdp_compile.core.spec import division
-from fsdp_compile.passes import Bucket, Plan
 from fsdp_compile.passes.ranks.agree import Agreement
+from fsdp_compile.passes.wire.ledger import GraphText, Launch
 from tests.comparing import assert_same_grads, batches, full, loss_of, reference_backward, train_and_compare
-from tests.compiling import compiled, num_graphs
-from tests.models import Block, Stack, mesh_of, pair, shard
+from tests.compiling import PATHS, compile_blocks, compiled, num_graphs
+from tests.models import Block, EvenBlock, Spread, Stack, mesh_of, pair, shard, twins
+from tests.on_ranks import on_four_ranks, on_two_ranks
 from tests.ranks import Ranks
 
-PATHS = ["eager", "aot_eager"]
-# Of the oldest torch all but Inductor, which takes minutes there.
-ALL_PATHS = [*(pytest.param(path, marks=pytest.mark.compat) for path in PATHS), pytest.param("passes", marks=pytest.mark.more)]
-COMPILED_IS_MORE = ["eager", pytest.param("aot_eager", marks=pytest.mark.more)]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -51,34 +47,29 @@ def unit_of(module: nn.Module) -> Any:
     return module.__dict__["_fsdp_compile_state"]
 
 
+def assert_gradients(path: str, sharded: nn.Module, unsharded: nn.Module, place: int, x: Tensor) -> None:
+    """Those of one step on ``x``, of which this rank has the batch at ``place``."""
+    loss_of(compiled(sharded, path)(x[place])).backward()
+    reference_backward(unsharded, x)
+    assert_same_grads(sharded, unsharded)
+
+
+def inputs(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
 # HSDP: dim 0 replicates, dim 1 shards
 
 
-def _hsdp(path: str, kwargs: dict[str, Any]) -> None:
-    unsharded, sharded = pair(make=lambda: Stack(tied=True), mesh=mesh_of("replicate", "shard"), **kwargs)
-    assert sharded.embed.weight.placements == (Replicate(), Shard(0))
-    train_and_compare(compiled(sharded, path), sharded, unsharded)
-
-
-@pytest.mark.parametrize("path", ALL_PATHS)
-def test_replicas_of_shards_train_like_the_unsharded_model(four_ranks: Ranks, path: str) -> None:
-    four_ranks.run(_hsdp, path, {})
-
-
-@pytest.mark.parametrize("path", COMPILED_IS_MORE)
-def test_replicas_of_shards_kept_gathered(four_ranks: Ranks, path: str) -> None:
-    four_ranks.run(_hsdp, path, {"reshard_after_forward": False})
-
-
-def _hsdp_reduce_scatter(path: str) -> None:
-    unsharded, sharded = pair(mesh=mesh_of("replicate", "shard"))
-    fsdp_compile.configure(sharded, reduction="reduce_scatter", bucketing="group")
-    train_and_compare(compiled(sharded, path), sharded, unsharded)
-
-
-@pytest.mark.parametrize("path", COMPILED_IS_MORE)
-def test_replicas_after_a_reduce_scatter(four_ranks: Ranks, path: str) -> None:
-    four_ranks.run(_hsdp_reduce_scatter, path)
+@pytest.mark.compat
+@pytest.mark.parametrize("path", PATHS)
+@on_four_ranks
+def test_replicas_of_shards_train_like_the_unsharded_model(path: str) -> None:
+    for options in ({}, {"reduction": "reduce_scatter", "bucketing": "group"}):
+        unsharded, sharded = pair(make=lambda: Stack(tied=True), mesh=mesh_of("replicate", "shard"))
+        assert sharded.embed.weight.placements == (Replicate(), Shard(0))
+        fsdp_compile.configure(sharded, **options)
+        train_and_compare(compiled(sharded, path), sharded, unsharded)
 
 
 class Scale(nn.Module):
@@ -92,27 +83,15 @@ class Scale(nn.Module):
         return (x * self.weight).sum()
 
 
-def _division(path: str, dtype: torch.dtype, value: float) -> list[Tensor]:
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-    meshes = [None, mesh_of("replicate", "shard")]
-    grads = []
-    for mesh in meshes:
-        model = fully_shard(Scale(), mesh=mesh, mp_policy=policy)
-        compiled(model, path)(torch.full((5,), value)).backward()
-        grads.append(full(model.weight.grad))
-    model = replicate(Scale(), mp_policy=policy)
-    compiled(model, path)(torch.full((5,), value)).backward()
-    return [*grads, full(model.weight.grad)]
-
-
 @pytest.mark.parametrize(("dtype", "value"), [(BF16, 3.0), (FP16, 30000.0), (FP32, 0.1)])
 @pytest.mark.parametrize("path", PATHS)
-def test_the_mean_is_over_all_ranks_and_fp16_does_not_overflow(
-    four_ranks: Ranks, path: str, dtype: torch.dtype, value: float
-) -> None:
-    for grads in four_ranks.run(_division, path, dtype, value):
-        for grad in grads:
-            torch.testing.assert_close(grad, torch.full((5,), value))
+@on_four_ranks
+def test_the_mean_is_over_all_ranks_and_fp16_does_not_overflow(path: str, dtype: torch.dtype, value: float) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    models = [fully_shard(Scale(), mesh=mesh, mp_policy=policy) for mesh in (None, mesh_of("replicate", "shard"))]
+    for model in (*models, replicate(Scale(), mp_policy=policy)):
+        compiled(model, path)(torch.full((5,), value)).backward()
+        torch.testing.assert_close(full(model.weight.grad), torch.full((5,), value))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6])
@@ -147,28 +126,23 @@ class WideBlock(Block):
         self.down = nn.Linear(2 * dim + 2, dim)
 
 
-class EvenBlock(Block):
-    """Hidden features that divide by four."""
-
-    def __init__(self, dim: int = 16) -> None:
-        super().__init__(dim)
-        self.up = nn.Linear(dim, 2 * dim)
-        self.down = nn.Linear(2 * dim, dim)
-
-
-def tensor_parallel(block: type[nn.Module], *dims: str, **kwargs: Any) -> tuple[Stack, Stack, int]:
-    """(unsharded, sharded, this rank's place among those with a batch of their own) on a mesh that ends in "tp"."""
-    mesh = mesh_of(*dims, "tp")
-    torch.manual_seed(0)
-    unsharded = Stack(2, block=block)
-    sharded = copy.deepcopy(unsharded)
+def tensor_parallel(block: type[nn.Module]) -> tuple[Stack, Stack]:
+    """(unsharded, sharded), the second on a mesh of "dp" and "tp"."""
+    mesh = mesh_of("dp", "tp")
+    unsharded, sharded = twins(lambda: Stack(2, block=block))
     for layer in sharded.layers:
         parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return unsharded, shard(sharded, mesh=mesh[dims], **kwargs), dist.get_rank() // 2
+    return unsharded, shard(sharded, mesh=mesh["dp"])
 
 
-def _tensor_parallel(path: str, block: type[nn.Module], kwargs: dict[str, Any]) -> None:
-    unsharded, sharded, place = tensor_parallel(block, "dp", **kwargs)
+@pytest.mark.parametrize(
+    "path",
+    [*(pytest.param(path, marks=pytest.mark.compat) for path in PATHS), pytest.param("blocks", marks=pytest.mark.more)],
+)
+@on_four_ranks
+def test_tensor_parallel_parameters_train_like_the_unsharded_model(path: str) -> None:
+    """Also where ranks have uneven parts of them."""
+    unsharded, sharded = tensor_parallel(WideBlock)
     up, down = sharded.layers[0].up, sharded.layers[0].down
     assert str(up.weight.placements[0]) == "_S(0, 2)" and up.weight.placements[1] == Shard(0)
     assert str(up.bias.placements[0]) == "_S(0, 2)" and up.bias.placements[1] == Shard(0)
@@ -177,61 +151,40 @@ def _tensor_parallel(path: str, block: type[nn.Module], kwargs: dict[str, Any]) 
     assert sharded.layers[0].norm.weight.placements == (Shard(0),)
     for (fqn, ours), theirs in zip(sharded.named_parameters(), unsharded.parameters()):
         torch.testing.assert_close(full(ours), theirs, msg=fqn)
-    train_and_compare(compiled(sharded, path), sharded, unsharded, place=place, num_places=2)
-
-
-@pytest.mark.parametrize("path", ALL_PATHS)
-def test_tensor_parallel_parameters_train_like_the_unsharded_model(four_ranks: Ranks, path: str) -> None:
-    four_ranks.run(_tensor_parallel, path, EvenBlock, {})
-
-
-@pytest.mark.parametrize("path", COMPILED_IS_MORE)
-def test_tensor_parallel_parameters_kept_gathered(four_ranks: Ranks, path: str) -> None:
-    four_ranks.run(_tensor_parallel, path, EvenBlock, {"reshard_after_forward": False})
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_parts_of_tensor_parallel_parameters_may_be_uneven(four_ranks: Ranks, path: str) -> None:
-    four_ranks.run(_tensor_parallel, path, WideBlock, {})
+    run = compile_blocks(sharded) if path == "blocks" else compiled(sharded, path)
+    train_and_compare(run, sharded, unsharded, place=dist.get_rank() // 2, num_places=2)
 
 
 #: ``DTensor.to_local()`` gives a view: of a unit that returns one ours warns, as FSDP2 does.
 RETURNS_VIEWS = pytest.mark.filterwarnings("ignore:.*returned a view tensor")
 
 
-def _sequence_parallel(path: str) -> None:
+@pytest.mark.parametrize("path", PATHS)
+@RETURNS_VIEWS
+@on_four_ranks
+def test_partial_gradients_are_summed_before_the_reduction(path: str) -> None:
     """Norms whose weights are replicated over tp, and whose gradients are partial there."""
     mesh = mesh_of("dp", "tp")
-    torch.manual_seed(0)
-    unsharded = EvenBlock()
-    sharded = copy.deepcopy(unsharded)
+    unsharded, sharded = twins(EvenBlock)
     plan = {
         "norm": SequenceParallel(),
         "up": ColwiseParallel(input_layouts=Shard(1)),
         "down": RowwiseParallel(output_layouts=Shard(1)),
     }
     parallelize_module(sharded, mesh["tp"], plan)
-    inputs = PrepareModuleInput(
-        input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
-    )
-    outputs = PrepareModuleOutput(output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),))
-    parallelize_module(sharded, mesh["tp"], inputs)
-    parallelize_module(sharded, mesh["tp"], outputs)
+    cut = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True)
+    parallelize_module(sharded, mesh["tp"], cut)
+    whole = PrepareModuleOutput(output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),))
+    parallelize_module(sharded, mesh["tp"], whole)
     fully_shard(sharded, mesh=mesh["dp"])
     assert sharded.norm.weight.placements == (Shard(0), Replicate())
-    x = torch.randn(2, 3, 4, 16, generator=torch.Generator().manual_seed(1))  # [dp, batch, sequence, features]
-    loss_of(compiled(sharded, path)(x[mesh.get_local_rank("dp")])).backward()
-    reference_backward(unsharded, x)
-    assert_same_grads(sharded, unsharded)
+    x = inputs(2, 3, 4, 16)  # [dp, batch, sequence, features]
+    assert_gradients(path, sharded, unsharded, mesh.get_local_rank("dp"), x)
 
 
 @pytest.mark.parametrize("path", PATHS)
-@RETURNS_VIEWS
-def test_partial_gradients_are_summed_before_the_reduction(four_ranks: Ranks, path: str) -> None:
-    four_ranks.run(_sequence_parallel, path)
-
-
-def _read(path: str) -> None:
+@on_four_ranks
+def test_a_read_gives_the_dtensor_that_the_parameter_was(path: str) -> None:
     """Forward reads the DTensor that the parameter was; outside it is the shard on both dimensions."""
     mesh = mesh_of("dp", "tp")
 
@@ -253,47 +206,14 @@ def _read(path: str) -> None:
     assert isinstance(model.weight, DTensor) and model.weight.placements == (Shard(0), Shard(1))
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_a_read_gives_the_dtensor_that_the_parameter_was(four_ranks: Ranks, path: str) -> None:
-    four_ranks.run(_read, path)
-
-
 def test_blocks_of_tensor_parallel_parameters_share_one_graph(fake_group_of_four: None) -> None:
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    _, sharded, _ = tensor_parallel(EvenBlock, "dp")
-    for layer in sharded.layers:
-        layer.compile(backend="aot_eager", fullgraph=True)
-    sharded(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
+    _, sharded = tensor_parallel(EvenBlock)
+    compile_blocks(sharded)(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
     assert num_graphs() == 1
 
 
 # dp_mesh_dims: parameters are DTensors on the whole mesh already
-
-
-class Whole(nn.Module):
-    """Two linear layers on the whole mesh, the second row-wise where there is a "tp" dimension."""
-
-    def __init__(self, dim: int = 8) -> None:
-        super().__init__()
-        self.up = nn.Linear(dim, 2 * dim)
-        self.down = nn.Linear(2 * dim, dim)
-        self.mesh: DeviceMesh | None = None
-
-    def distribute(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-        names = mesh.mesh_dim_names or ()
-        for linear, weight, bias in ((self.up, Shard(0), Shard(0)), (self.down, Shard(1), Replicate())):
-            for name, placement in (("weight", weight), ("bias", bias)):
-                placements = [placement if dim == "tp" else Replicate() for dim in names]
-                setattr(linear, name, nn.Parameter(distribute_tensor(getattr(linear, name).data, mesh, placements)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.mesh is None:
-            return self.down(torch.relu(self.up(x)))
-        batch: list[Placement] = [Replicate() if dim == "tp" else Shard(0) for dim in self.mesh.mesh_dim_names or ()]
-        spread = DTensor.from_local(x, self.mesh, batch, run_check=False)
-        return self.down(torch.relu(self.up(spread))).redistribute(self.mesh, batch).to_local()
 
 
 SPMD = {
@@ -306,12 +226,15 @@ SPMD = {
 }
 
 
-def _spmd(path: str, case: str) -> None:
+@pytest.mark.compat
+@pytest.mark.parametrize("case", SPMD)
+@pytest.mark.parametrize("path", PATHS)
+@RETURNS_VIEWS
+@on_four_ranks
+def test_dp_mesh_dims_say_what_is_data_parallel(path: str, case: str) -> None:
     dims, shard_dims, replicate_dims, stored_dims, placements = SPMD[case]
     mesh = mesh_of(*dims)
-    torch.manual_seed(0)
-    unsharded = Whole()
-    sharded = copy.deepcopy(unsharded)
+    unsharded, sharded = twins(Spread)
     sharded.distribute(mesh)
     fully_shard(sharded, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=shard_dims, replicate=replicate_dims))
     assert sharded.down.weight.device_mesh.mesh_dim_names == stored_dims
@@ -320,25 +243,14 @@ def _spmd(path: str, case: str) -> None:
     place = 0
     for name in names:
         place = 2 * place + mesh.get_local_rank(name)
-    x = torch.randn(2 ** len(names), 3, 8, generator=torch.Generator().manual_seed(1))
     for (fqn, ours), theirs in zip(sharded.named_parameters(), unsharded.parameters()):
         torch.testing.assert_close(full(ours), theirs, msg=fqn)
-    loss_of(compiled(sharded, path)(x[place])).backward()
-    reference_backward(unsharded, x)
-    assert_same_grads(sharded, unsharded)
-
-
-@pytest.mark.compat
-@pytest.mark.parametrize("case", SPMD)
-@pytest.mark.parametrize("path", PATHS)
-@RETURNS_VIEWS
-def test_dp_mesh_dims_say_what_is_data_parallel(four_ranks: Ranks, path: str, case: str) -> None:
-    four_ranks.run(_spmd, path, case)
+    assert_gradients(path, sharded, unsharded, place, inputs(2 ** len(names), 3, 8))
 
 
 def test_flattened_dimensions_leave_room_for_the_others(fake_group_of_four: None) -> None:
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "tp"))
-    model = Whole()
+    model = Spread()
     model.distribute(mesh)
     fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=("a", "b")))
     assert model.up.weight.device_mesh.mesh_dim_names == ("a_b", "tp")
@@ -349,28 +261,24 @@ def test_flattened_dimensions_leave_room_for_the_others(fake_group_of_four: None
 # A mesh of its own for a parameter
 
 
-def _own_mesh(path: str, make: str) -> None:
+@pytest.mark.compat
+@pytest.mark.parametrize("path", PATHS)
+@on_four_ranks
+def test_a_parameter_may_have_a_mesh_of_its_own(path: str) -> None:
     """The experts' gradients are averaged over the inner ranks only, everything else over all."""
     mesh = mesh_of("outer", "inner")
-    unsharded = Block()
+    unsharded, sharded = twins(Block)
     expert_shapes = {unsharded.up.weight.shape, unsharded.down.weight.shape}
     seen: list[int] = []
 
     def place(param: nn.Parameter) -> Any:
         seen.append(id(param))
-        if param.shape not in expert_shapes:
-            return None
-        if make == "ours":
-            return ShardPlacementResult(Shard(0), mesh["inner"])
-        info = SimpleNamespace(mesh=mesh["inner"], shard_mesh_dim=0)
-        return SimpleNamespace(placement=Shard(0), mesh_info=info)
+        return ShardPlacementResult(Shard(0), mesh["inner"]) if param.shape in expert_shapes else None
 
-    torch.manual_seed(0)
-    unsharded = Block()
-    sharded = fully_shard(copy.deepcopy(unsharded), shard_placement_fn=place)
+    fully_shard(sharded, shard_placement_fn=place)
     assert len(seen) == len(set(seen)) == len(list(unsharded.parameters()))
     assert sharded.up.weight.device_mesh == mesh["inner"] and sharded.up.bias.device_mesh.size() == 4
-    x = torch.randn(4, 3, 16, generator=torch.Generator().manual_seed(1))
+    x = inputs(4, 3, 16)
     run = compiled(sharded, path)
     for _ in range(2):
         sharded.zero_grad()
@@ -381,13 +289,6 @@ def _own_mesh(path: str, make: str) -> None:
         unsharded.zero_grad()
         reference_backward(unsharded, x[list(members)])
         torch.testing.assert_close(full(param.grad), unsharded.get_parameter(fqn).grad, msg=fqn)
-
-
-@pytest.mark.compat
-@pytest.mark.parametrize("make", ["ours", "torch's"])
-@pytest.mark.parametrize("path", PATHS)
-def test_a_parameter_may_have_a_mesh_of_its_own(four_ranks: Ranks, path: str, make: str) -> None:
-    four_ranks.run(_own_mesh, path, make)
 
 
 def test_torchs_mesh_infos_are_understood(fake_group_of_four: None) -> None:
@@ -404,13 +305,14 @@ def test_torchs_mesh_infos_are_understood(fake_group_of_four: None) -> None:
 # replicate: no shards at all
 
 
-def _replicate(path: str, kwargs: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    unsharded = Stack(tied=True)
-    replicated = copy.deepcopy(unsharded)
+@pytest.mark.compat
+@pytest.mark.parametrize("path", PATHS)
+@on_two_ranks
+def test_replicated_modules_train_like_the_unreplicated_one(path: str) -> None:
+    unsharded, replicated = twins(lambda: Stack(tied=True))
     for layer in replicated.layers:
-        assert replicate(layer, **kwargs) is layer
-    replicate(replicated, **kwargs)
+        assert replicate(layer) is layer
+    replicate(replicated)
     assert isinstance(replicated, FSDPModule) and replicated.embed.weight.placements == (Replicate(),)
     assert replicated.embed.weight.to_local().shape == unsharded.embed.weight.shape
     run = compiled(replicated, path)
@@ -419,28 +321,15 @@ def _replicate(path: str, kwargs: dict[str, Any]) -> None:
         torch.testing.assert_close(run(batches(0)[0]), unsharded(batches(0)[0]), atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("path", ALL_PATHS)
-def test_replicated_modules_train_like_the_unreplicated_one(two_ranks: Ranks, path: str) -> None:
-    two_ranks.run(_replicate, path, {})
-
-
-def _replicate_with_tp(path: str) -> None:
+@pytest.mark.parametrize("path", PATHS)
+@on_four_ranks
+def test_tensor_parallel_parameters_may_be_replicated(path: str) -> None:
     mesh = mesh_of("dp", "tp")
-    torch.manual_seed(0)
-    unsharded = EvenBlock()
-    replicated = copy.deepcopy(unsharded)
+    unsharded, replicated = twins(EvenBlock)
     parallelize_module(replicated, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     replicate(replicated, mesh=mesh["dp"])
     assert replicated.up.weight.placements == (Replicate(), Shard(0))
-    x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(1))
-    loss_of(compiled(replicated, path)(x[mesh.get_local_rank("dp")])).backward()
-    reference_backward(unsharded, x)
-    assert_same_grads(replicated, unsharded)
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_tensor_parallel_parameters_may_be_replicated(four_ranks: Ranks, path: str) -> None:
-    four_ranks.run(_replicate_with_tp, path)
+    assert_gradients(path, replicated, unsharded, mesh.get_local_rank("dp"), inputs(2, 3, 16))
 
 
 # What stands in the graphs
@@ -481,14 +370,15 @@ def test_replicated_modules_gather_nothing(fake_group_of_four: None) -> None:
 
 def _agreement() -> str:
     mesh = shard_mesh(mesh_of("replicate", "shard"))
-    fqns = ("only.in.this.test", "another")
-    together = (Bucket("Unit:", fqns, "float32", 8),)
-    apart = tuple(Bucket("Unit:", (fqn,), "float32", 4) for fqn in fqns)
+    names = ("only.in.this.test", "another")
+    together = (Launch("all_gather", mesh.group, "float32", 8, names, ()),)
+    apart = tuple(Launch("all_gather", mesh.group, "float32", 4, (name,), ()) for name in names)
+    summed = Launch("all_reduce", mesh.replicate_group, "float32", 8, names, ())
     late = dist.get_rank() >= 2  # the second replica
     if late:
         dist.barrier()
     try:
-        Agreement().check(Plan("forward", gathers=apart if late else together), {mesh.group, mesh.replicate_group})
+        Agreement().check(GraphText("backward", "", (), (*(apart if late else together), summed)))
     except RuntimeError as error:
         return str(error)
     finally:
@@ -497,7 +387,7 @@ def _agreement() -> str:
     return ""
 
 
-def test_replicas_that_plan_differently_are_told_so(four_ranks: Ranks) -> None:
+def test_replicas_that_launch_differently_are_told_so(four_ranks: Ranks) -> None:
     said = four_ranks.run(_agreement)
     assert said[:2] == ["", ""]
     assert all("only.in.this.test" in text and "same arguments on every rank" in text for text in said[2:])
@@ -519,23 +409,11 @@ def test_an_int_chooses_the_ranks_to_gather_from_in_backward(fake_group_of_four:
     assert group(2, mesh=mesh_of("replicate", "shard")).post_forward is None
 
 
-def _inner() -> tuple[list[int], int]:
+@on_four_ranks
+def test_the_inner_ranks_are_neighbours() -> None:
     mesh = inner_mesh(shard_mesh(None), 2)
-    return mesh.mesh.mesh.tolist(), mesh.rank
-
-
-def test_the_inner_ranks_are_neighbours(four_ranks: Ranks) -> None:
-    assert four_ranks.run(_inner) == [([0, 1], 0), ([0, 1], 1), ([2, 3], 0), ([2, 3], 1)]
-
-
-def _reshard_to_two(path: str) -> None:
-    unsharded, sharded = pair(reshard_after_forward=2)
-    train_and_compare(compiled(sharded, path), sharded, unsharded)
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_resharding_to_two_ranks_trains_like_the_unsharded_model(four_ranks: Ranks, path: str) -> None:
-    four_ranks.run(_reshard_to_two, path)
+    first, place = divmod(dist.get_rank(), 2)
+    assert (mesh.mesh.mesh.tolist(), mesh.rank) == ([2 * first, 2 * first + 1], place)
 
 
 # Users' mistakes
@@ -576,7 +454,6 @@ ROWS: dict[str, Row] = {
         lambda: _linear(mesh=_mesh((4,), "dp"), dp_mesh_dims=_dims(shard="dp", replicate="dp")), ValueError, ("twice",)),
     "an int of 0": (lambda: _linear(reshard_after_forward=0), ValueError, ("not 0", "1, 2, 4")),
     "an int beyond the ranks": (lambda: _linear(reshard_after_forward=8), ValueError, ("of 4, not 8",)),
-    "a float": (lambda: _linear(reshard_after_forward=2.0), ValueError, ("2.0",)),  # type: ignore[arg-type]
     "an int and a mesh of its own": (_int_and_own_mesh, NotImplementedError, ("0.weight", "=2")),
     "tensor parallelism without names": (
         lambda: _on(_mesh((4,), "tp"), [Shard(0)], mesh=_mesh((4,))), ValueError, ("0.weight", "names")),

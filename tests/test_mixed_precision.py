@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 
+import fsdp_compile
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from fsdp_compile._torch_compat import autograd
-from fsdp_compile.core.containers import cast_floating
-from tests.comparing import assert_same_grads, batches, full, loss_of, mean_over_ranks, reference_backward
+from tests.comparing import assert_same_grads, batches, full, loss_of, reference_backward
+from tests.compiling import PATHS, compiled
 from tests.models import Stack, pair
-from tests.ranks import Ranks
+from tests.on_ranks import on_two_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -34,63 +32,34 @@ def _reference(model: nn.Module, tokens: Tensor, compute: torch.dtype, reduce: t
     return {fqn: (grad / len(tokens)).to(FP32) for fqn, grad in total.items()}
 
 
-def _run(sharded: nn.Module, path: str) -> Any:
-    return sharded if path == "eager" else torch.compile(sharded, backend=path, fullgraph=True)
-
-
-def _params(
-    path: str, param: torch.dtype, reduce: torch.dtype | None, rtol: float, tied: bool, atol: float = 1e-6
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("param", "reduce", "reduction", "rtol"),
+    [
+        (BF16, FP32, "all_to_all", 1e-5),
+        (BF16, None, "reduce_scatter", 1e-5),
+        (BF16, BF16, "auto", 2e-2),
+        (FP16, FP16, "auto", 4e-3),
+    ],
+)
+@pytest.mark.parametrize("path", PATHS)
+@on_two_ranks
+def test_gradients_match_a_hand_written_reference(
+    path: str, param: torch.dtype, reduce: torch.dtype | None, reduction: str, rtol: float, tied: bool
 ) -> None:
+    """With either of the two ways to reduce."""
     policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
     unsharded, sharded = pair(make=lambda: Stack(tied=tied), mp_policy=policy)
+    fsdp_compile.configure(sharded, reduction=reduction)
     tokens = batches(0)
-    out = _run(sharded, path)(tokens[dist.get_rank()])
+    out = compiled(sharded, path)(tokens[dist.get_rank()])
     assert out.dtype is param
     loss_of(out).backward()
     # reduce_dtype=None follows the original parameter's dtype (torch 2.15), on every version.
     expected = _reference(unsharded, tokens, param, reduce or FP32)
     for fqn, ours in sharded.named_parameters():
         assert ours.dtype is FP32 and ours.grad.dtype is FP32, fqn
-        torch.testing.assert_close(full(ours.grad), expected[fqn], rtol=rtol, atol=atol, msg=lambda m: f"{fqn}: {m}")  # noqa: B023
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    ("param", "reduce", "rtol"), [(BF16, FP32, 1e-5), (BF16, None, 1e-5), (BF16, BF16, 2e-2), (FP16, FP16, 4e-3)]
-)
-@pytest.mark.parametrize("path", ["eager", "aot_eager"])
-def test_gradients_match_a_hand_written_reference(
-    two_ranks: Ranks, path: str, param: torch.dtype, reduce: torch.dtype | None, rtol: float, tied: bool
-) -> None:
-    two_ranks.run(_params, path, param, reduce, rtol, tied)
-
-
-@pytest.mark.more
-def test_bf16_with_fp32_reduction_under_inductor(two_ranks: Ranks) -> None:
-    # Inductor keeps intermediates in fp32 where eager rounds them to bf16.
-    two_ranks.run(_params, "inductor", BF16, FP32, 5e-2, False, 5e-4)
-
-
-def test_bf16_on_three_ranks(three_ranks: Ranks) -> None:
-    three_ranks.run(_params, "aot_eager", BF16, FP32, 1e-5, True)
-
-
-def _reduce_scatter_matches_all_to_all(path: str, reduce: torch.dtype) -> None:
-    import fsdp_compile
-
-    grads = []
-    for reduction in ("reduce_scatter", "all_to_all"):
-        _, sharded = pair(mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce))
-        fsdp_compile.configure(sharded, reduction=reduction)
-        loss_of(_run(sharded, path)(batches(0)[dist.get_rank()])).backward()
-        grads.append({fqn: full(param.grad) for fqn, param in sharded.named_parameters()})
-    for fqn, grad in grads[0].items():
-        torch.testing.assert_close(grad, grads[1][fqn], rtol=1e-6, atol=1e-7, msg=lambda m: f"{fqn}: {m}")  # noqa: B023  # two ranks: one addition
-
-
-@pytest.mark.parametrize("path", ["eager", "aot_eager"])
-def test_both_reductions_agree(two_ranks: Ranks, path: str) -> None:
-    two_ranks.run(_reduce_scatter_matches_all_to_all, path, FP32)
+        torch.testing.assert_close(full(ours.grad), expected[fqn], rtol=rtol, atol=1e-6, msg=lambda m: f"{fqn}: {m}")  # noqa: B023
 
 
 class Recorder(nn.Module):
@@ -107,50 +76,25 @@ class Recorder(nn.Module):
         return x * self.scale.to(x.dtype) * extra["float"].to(x.dtype)
 
 
-def _casts(path: str, cast_inputs: bool, output: torch.dtype | None) -> list[torch.dtype]:
-    policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=output, cast_forward_inputs=cast_inputs)
-    module = fully_shard(Recorder(), mp_policy=policy)
-    out = _run(module, path)(torch.ones(4), extra={"float": torch.ones(4), "int": torch.ones(4, dtype=torch.int64)})
-    return [*module.seen, out.dtype]
+@pytest.mark.parametrize("path", PATHS)
+@on_two_ranks
+def test_inputs_and_outputs_are_cast_and_buffers_are_not(path: str) -> None:
+    for cast_inputs, output, inside, outside in (
+        (True, None, BF16, BF16), (True, FP32, BF16, FP32), (False, FP16, FP32, FP16)
+    ):  # fmt: skip
+        torch._dynamo.reset()
+        policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=output, cast_forward_inputs=cast_inputs)
+        module = fully_shard(Recorder(), mp_policy=policy)
+        extra = {"float": torch.ones(4), "int": torch.ones(4, dtype=torch.int64)}
+        out = compiled(module, path)(torch.ones(4), extra=extra)
+        assert [*module.seen, out.dtype] == [inside, inside, torch.int64, FP32, outside]
 
 
-@pytest.mark.parametrize("path", ["eager", "aot_eager"])
-def test_inputs_and_outputs_are_cast_and_buffers_are_not(two_ranks: Ranks, path: str) -> None:
-    assert two_ranks.run(_casts, path, True, None)[0] == [BF16, BF16, torch.int64, FP32, BF16]
-    assert two_ranks.run(_casts, path, True, FP32)[0] == [BF16, BF16, torch.int64, FP32, FP32]
-    assert two_ranks.run(_casts, path, False, FP16)[0] == [FP32, FP32, torch.int64, FP32, FP16]
-
-
-class Point(NamedTuple):
-    x: Any
-    y: Any
-
-
-@dataclass
-class Record:
-    value: Any
-    name: str
-
-
-def test_casting_keeps_every_container() -> None:
-    t, n = torch.ones(2), torch.ones(2, dtype=torch.int32)
-    nested = {
-        "list": [t, n],
-        "tuple": (t,),
-        "point": Point(t, 1),
-        "ordered": OrderedDict(a=t),
-        "record": Record(t, "r"),
-    }
-    cast = cast_floating(nested, BF16)
-    assert cast["list"][0].dtype is BF16 and cast["list"][1] is n
-    assert type(cast["tuple"]) is tuple and cast["tuple"][0].dtype is BF16
-    assert type(cast["point"]) is Point and cast["point"].x.dtype is BF16 and cast["point"].y == 1
-    assert type(cast["ordered"]) is OrderedDict and cast["ordered"]["a"].dtype is BF16
-    assert type(cast["record"]) is Record and cast["record"].value.dtype is BF16 and cast["record"].name == "r"
-    assert nested["record"].value.dtype is FP32
-
-
-def _override() -> list[torch.dtype]:
+@pytest.mark.skipif(
+    not hasattr(MixedPrecisionPolicy(), "param_dtype_override_fn"), reason="a word of torch 2.15's policy"
+)
+@on_two_ranks
+def test_one_parameter_may_stay_in_high_precision() -> None:
     seen = []
 
     class Reader(nn.Module):
@@ -166,16 +110,8 @@ def _override() -> list[torch.dtype]:
     policy = MixedPrecisionPolicy(
         param_dtype=BF16, param_dtype_override_fn=lambda param: FP32 if param.shape == (5,) else None
     )
-    fully_shard(module := Reader(), mp_policy=policy)(torch.ones(2))
-    assert module is not None
-    return list(seen[0])
-
-
-@pytest.mark.skipif(
-    not hasattr(MixedPrecisionPolicy(), "param_dtype_override_fn"), reason="a word of torch 2.15's policy"
-)
-def test_one_parameter_may_stay_in_high_precision(two_ranks: Ranks) -> None:
-    assert two_ranks.run(_override)[0] == [BF16, FP32]
+    fully_shard(Reader(), mp_policy=policy)(torch.ones(2))
+    assert seen == [(BF16, FP32)]
 
 
 class TwoDtypes(nn.Module):
@@ -195,10 +131,12 @@ def _inputs(step: int) -> Tensor:
     return torch.randn(dist.get_world_size(), 4, 8, generator=torch.Generator().manual_seed(step))
 
 
-def _two_stored_dtypes(path: str) -> None:
+@pytest.mark.parametrize("path", PATHS)
+@on_two_ranks
+def test_a_unit_may_store_parameters_in_two_dtypes(path: str) -> None:
     unsharded = TwoDtypes()
     sharded = fully_shard(copy.deepcopy(unsharded))
-    run = _run(sharded, path)
+    run = compiled(sharded, path)
     optims = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (sharded, unsharded)]
     for step in range(3):
         loss_of(run(_inputs(step)[dist.get_rank()])).backward()
@@ -212,11 +150,6 @@ def _two_stored_dtypes(path: str) -> None:
             optim.zero_grad()
 
 
-@pytest.mark.parametrize("path", ["eager", "aot_eager"])
-def test_a_unit_may_store_parameters_in_two_dtypes(two_ranks: Ranks, path: str) -> None:
-    two_ranks.run(_two_stored_dtypes, path)
-
-
 def _asked_for(grad_dtype: torch.dtype | None, stored: torch.dtype) -> nn.Linear:
     model = nn.Linear(8, 9, dtype=stored)
     for param in model.parameters():
@@ -224,12 +157,18 @@ def _asked_for(grad_dtype: torch.dtype | None, stored: torch.dtype) -> nn.Linear
     return model
 
 
-def _dtype_of_gradients(path: str) -> None:
+needs_grad_dtype = pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="torch has no Tensor.grad_dtype")
+
+
+@needs_grad_dtype
+@pytest.mark.parametrize("path", PATHS)
+@on_two_ranks
+def test_gradients_have_the_dtype_that_was_asked_for(path: str) -> None:
     unsharded = nn.Linear(8, 9, dtype=BF16)
     sharded = _asked_for(FP32, stored=BF16)
     sharded.load_state_dict(unsharded.state_dict())
     fully_shard(sharded)
-    run = _run(sharded, path)
+    run = compiled(sharded, path)
 
     def check(dtype: torch.dtype, step: int) -> None:
         """The gradients are each rank's in ``dtype``, averaged and kept in fp32."""
@@ -251,65 +190,16 @@ def _dtype_of_gradients(path: str) -> None:
     check(FP16, 2)
 
 
-needs_grad_dtype = pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="torch has no Tensor.grad_dtype")
-
-
-@needs_grad_dtype
-@pytest.mark.parametrize("path", ["eager", "aot_eager"])
-def test_gradients_have_the_dtype_that_was_asked_for(two_ranks: Ranks, path: str) -> None:
-    two_ranks.run(_dtype_of_gradients, path)
-
-
 # Where autograd can leave them as they are, a unit that asks for it runs eagerly (test_grad_dtype.py).
-PATHS_AS_PRODUCED = ["eager"] if autograd.GRADIENTS_COME_AS_PRODUCED else ["eager", "aot_eager"]
-
-
-def _dtype_as_produced(path: str) -> list[torch.dtype]:
-    model = _asked_for(None, stored=FP32)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
-    assert model.weight.grad_dtype is None
-    loss_of(_run(model, path)(_inputs(0)[dist.get_rank()])).backward()
-    return [param.grad.dtype for param in model.parameters()]
+PATHS_AS_PRODUCED = PATHS[:1] if autograd.GRADIENTS_COME_AS_PRODUCED else PATHS
 
 
 @needs_grad_dtype
 @pytest.mark.parametrize("path", PATHS_AS_PRODUCED)
-def test_a_grad_dtype_of_none_means_as_autograd_produced_it(two_ranks: Ranks, path: str) -> None:
-    assert two_ranks.run(_dtype_as_produced, path)[0] == [BF16, BF16]
-
-
-def _zeros_of_no_dtype() -> None:
-    model = fully_shard(_asked_for(None, stored=FP32))
-    model.set_reduce_scatter_unused_params(True)
-    with pytest.raises(ValueError, match=r"grad_dtype=None requires .*reduce_dtype, .* where weight is unused"):
-        loss_of(model(_inputs(0)[dist.get_rank()])).backward()
-
-
-@needs_grad_dtype
-def test_zeros_for_unused_parameters_need_a_dtype(two_ranks: Ranks) -> None:
-    two_ranks.run(_zeros_of_no_dtype)
-
-
-def _losses() -> tuple[Tensor, Tensor]:
-    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-    torch.manual_seed(0)
-    unsharded = Stack()
-    eager, compiled = copy.deepcopy(unsharded), copy.deepcopy(unsharded)
-    out = []
-    for model, path in ((eager, "eager"), (compiled, "aot_eager")):
-        for layer in model.layers:
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
-        run, optim = _run(model, path), torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for step in range(4):
-            loss = loss_of(run(batches(step)[dist.get_rank()]))
-            loss.backward()
-            optim.step()
-            optim.zero_grad()
-        out.append(mean_over_ranks(loss))
-    return out[0], out[1]
-
-
-def test_eager_and_compiled_train_to_the_same_loss_in_bf16(two_ranks: Ranks) -> None:
-    for eager, compiled in two_ranks.run(_losses):
-        assert torch.equal(eager, compiled)
+@on_two_ranks
+def test_a_grad_dtype_of_none_means_as_autograd_produced_it(path: str) -> None:
+    model = _asked_for(None, stored=FP32)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    assert model.weight.grad_dtype is None
+    loss_of(compiled(model, path)(_inputs(0)[dist.get_rank()])).backward()
+    assert [param.grad.dtype for param in model.parameters()] == [BF16, BF16]

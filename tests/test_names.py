@@ -1,45 +1,42 @@
-"""Parameters and modules may be called whatever nn.ParameterDict and nn.ModuleDict take: no code depends on a name."""
+"""Parameters and modules may be called whatever nn.ParameterDict and nn.ModuleDict take: no code depends on a name.
+
+And one unit has one name: in each graph that is cut from a model, and in every table that tells of it.
+"""
 
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fsdp_compile import explain, fully_shard, inspect
 from fsdp_compile.core.unit import unit_of
 from fsdp_compile.lookout.names import Namer
 from fsdp_compile.passes.ir.module_paths import path_of
+from fsdp_compile.passes.ir.provenance import find_unshards
 from fsdp_compile.tools.inspect import Report
+from fsdp_compile.tools.tables import format_unit
 from tests.comparing import assert_same_grads
-from tests.compiling import passes
+from tests.compiling import compiled, passes
+from tests.models import Stack, shard
+from tests.on_ranks import on_two_ranks
 from tests.ranks import Ranks
+from tests.recording import recorded
+from tests.test_inspect import printed_by
 
 # What Python takes for one identifier, and what looks like two things that belong to one parameter.
 LOOK_ALIKE = ("\N{LATIN SMALL LIGATURE FI}", "fi", "edge_x", "x")
 NAMES = (
-    "a b",
-    "a'b",
-    'a"b',
-    "my-adapter",
-    "line\nbreak = 1",
-    "{x}",
-    "\N{GRINNING FACE}",
-    "class",
-    "back\\slash",
-    '"""',
-    "%s",
-    "#",
-    "a[0]",
-    "9",
-    *LOOK_ALIKE,
-)
+    "a b", "a'b", 'a"b', "my-adapter", "line\nbreak = 1", "{x}", "\N{GRINNING FACE}", "class", "back\\slash", '"""',
+    "%s", "#", "a[0]", "9", *LOOK_ALIKE,
+)  # fmt: skip
 SOME = ("a b", 'a"b', "my-adapter", "line\nbreak = 1", "{x}", *LOOK_ALIKE)
 
 
@@ -68,9 +65,19 @@ def _pair(names: tuple[str, ...]) -> tuple[Adapters, Adapters]:
     return unsharded, fully_shard(model)
 
 
-def _trains(names: tuple[str, ...], backend: str | None) -> None:
+@pytest.mark.parametrize(
+    ("names", "path"),
+    [
+        pytest.param(NAMES, "eager", marks=pytest.mark.compat),
+        pytest.param(SOME, "aot_eager", marks=pytest.mark.compat),
+        pytest.param(SOME, "inductor", marks=pytest.mark.more),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "names",
+)
+@on_two_ranks
+def test_any_name_trains(names: tuple[str, ...], path: str) -> None:
     unsharded, model = _pair(names)
-    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    run = compiled(model, path)
     optims = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, unsharded)]
     for step in range(2):
         batch = torch.randn(dist.get_world_size(), 3, 4, generator=torch.Generator().manual_seed(step))
@@ -82,21 +89,6 @@ def _trains(names: tuple[str, ...], backend: str | None) -> None:
             optim.zero_grad()
 
 
-@pytest.mark.compat
-def test_any_name_trains_eagerly(two_ranks: Ranks) -> None:
-    two_ranks.run(_trains, NAMES, None)
-
-
-@pytest.mark.compat
-def test_any_name_trains_in_one_graph(two_ranks: Ranks) -> None:
-    two_ranks.run(_trains, SOME, "aot_eager")
-
-
-@pytest.mark.more
-def test_any_name_trains_on_inductor(two_ranks: Ranks) -> None:
-    two_ranks.run(_trains, SOME, "inductor")
-
-
 def _save(names: tuple[str, ...], backend: str, folder: str) -> list[str]:
     _, model = _pair(names)
     with inspect(model) as report:
@@ -106,32 +98,17 @@ def _save(names: tuple[str, ...], backend: str, folder: str) -> list[str]:
     return [name for graph in report.graphs for name in (*graph.plan.regather, *graph.plan.keep)]
 
 
-def _run_all(folder: Path) -> None:
-    """Of each graph the last step as a script, and the others one after another in a process that imported torch."""
-    run_paths = "import runpy, sys\nfor path in sys.argv[1:]: runpy.run_path(path, run_name='__main__')"
-    graphs = [sorted(graph.glob("*.py")) for graph in sorted(folder.iterdir()) if graph.is_dir()]
-    assert all(graphs)
-    alone = [[sys.executable, str(files[-1])] for files in graphs]
-    for command in (*alone, [sys.executable, "-c", run_paths, *(str(file) for files in graphs for file in files[:-1])]):
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
-        assert ran.returncode == 0, ran.stderr
-
-
 @pytest.mark.more
 def test_saved_graphs_run_whatever_parameters_are_called(two_ranks: Ranks, tmp_path: Path) -> None:
     names = ("a b", 'a"b', "line\nbreak = 1", '"""', "\N{GRINNING FACE}", "a[0]", "\ud800")
-    planned = two_ranks.run(_save, names, "aot_eager", str(tmp_path))[0]
+    planned = two_ranks.run(_save, names, "aot_eager", str(tmp_path / "joint"))[0]
     said = [name.encode(errors="backslashreplace").decode() for name in names]
     # Those of a unit of their own as well: its path is found whatever it is called.
     assert {f"scales.{name}" for name in said} | {f"layers.{name}.weight" for name in names[:-1]} <= set(planned)
-    _run_all(tmp_path)
-    assert "line\\nbreak = 1" in next(tmp_path.glob("*/0_captured.py")).read_text(encoding="utf-8")
-
-
-@pytest.mark.more
-def test_graphs_saved_on_inductor_run_whatever_parameters_are_called(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(_save, ("a'b", "line\nbreak = 1", "{x}"), "inductor", str(tmp_path))
-    _run_all(tmp_path)
+    two_ranks.run(_save, ("a'b", "line\nbreak = 1", "{x}"), "passes", str(tmp_path / "of_passes"))
+    for folder in (tmp_path / "joint", tmp_path / "of_passes"):
+        assert printed_by([str(path.relative_to(folder)) for path in folder.glob("*/*.py")], folder)
+        assert "line\\nbreak = 1" in (folder / "00_joint" / "0_captured.py").read_text(encoding="utf-8")
 
 
 # Of modules that a forward asks for with getattr, as no attribute could be called so.
@@ -164,7 +141,6 @@ def _bucketed(report: Report) -> set[str]:
 @pytest.mark.usefixtures("fake_group_of_four")
 @pytest.mark.parametrize("of_their_own", (False, True))
 def test_a_module_that_getattr_asks_for_keeps_its_name(tmp_path: Path, of_their_own: bool) -> None:
-    torch._dynamo.reset()
     model = AskedFor(ASKED_FOR)
     for name in ASKED_FOR if of_their_own else ():
         fully_shard(getattr(getattr(model, name), name))
@@ -202,3 +178,105 @@ def test_a_name_that_ends_as_a_wrapper_is_called_stays_whole() -> None:
     assert unit is not None
     names = Namer()._names_in(unit).values()
     assert {"my_modules.weight", "0.weight"} < {*names}
+
+
+# --- names of units ---------------------------------------------------------------------------------------------------
+
+
+class Pairs(nn.Module):
+    """Units of two modules that stand apart, and an embedding that the root reads as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 16)
+        self.ups = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for up, norm in zip(self.ups, self.norms):
+            x = norm(torch.relu(up(x)))
+        return F.linear(x, self.embed.weight)
+
+
+def sharded_pairs() -> Pairs:
+    model = Pairs()
+    fully_shard(model.embed)
+    for up, norm in zip(model.ups, model.norms):
+        fully_shard([up, norm])
+    return fully_shard(model)
+
+
+def sharded_checkpoints() -> Stack:
+    model = Stack(2)
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = checkpoint_wrapper(layer)
+    return shard(model)
+
+
+def test_one_walk_of_the_model_names_all_its_units(fake_group_of_four: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sharded_pairs()
+    walks = []
+    walk = nn.Module.named_modules
+    monkeypatch.setattr(nn.Module, "named_modules", lambda self, *rest: (walks.append(self), walk(self, *rest))[1])
+    units = [unit_of(one) for one in (model, model.embed, model.ups[0], model.norms[1])]
+    for _ in range(2):
+        assert [unit.name for unit in units] == [
+            "(root) (Pairs)", "embed (Embedding)", "ups.0 (Linear), norms.0 (LayerNorm)", "ups.1 (Linear), norms.1 (LayerNorm)"
+        ]  # fmt: skip
+    assert walks.count(model) == 1
+    model.norms[0], model.norms[1] = model.norms[1], model.norms[0]
+    assert units[3].name == "ups.1 (Linear), norms.0 (LayerNorm)"
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(
+    ("make", "units"),
+    [
+        (
+            sharded_pairs,
+            {"embed (Embedding)": 1, "ups.0, norms.0 (Linear+LayerNorm)": 4, "ups.1, norms.1 (Linear+LayerNorm)": 4},
+        ),
+        (sharded_checkpoints, {"(Stack)": 4, "layers.0 (CheckpointWrapper)": 6, "layers.1 (CheckpointWrapper)": 6}),
+    ],
+)
+def test_a_unit_is_called_by_its_path_in_each_graph(
+    fake_group_of_four: None, make: Callable[[], nn.Module], units: dict[str, int]
+) -> None:
+    model = make()
+    with inspect(model) as report:
+        torch.compile(model, backend="passes")(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+    markers = find_unshards(report.joint.record.snapshots[-1])
+    found = [format_unit(marker.unit) for marker in markers]
+    assert {unit: found.count(unit) for unit in found} == units
+    assert {marker.fqn.replace("_checkpoint_wrapped_module.", "") for marker in markers} == {
+        name.replace("_checkpoint_wrapped_module.", "") for name, _ in model.named_parameters()
+    }
+    for unit in units:
+        assert f"\n  {unit} " in str(report.joint)
+    last, first = list(units)[-1], list(units)[-2]
+    assert {launch.unit for launch in report.forward.launches} == set(units)
+    reductions = [launch.unit for launch in report.backward.launches if launch.kind == "reduce_scatter"]
+    assert set(reductions) == set(units)
+    assert reductions.index(last) < reductions.index(first), "backward begins with the last unit"
+    assert {launch.unit for launch in report.backward.launches} - {"ahead (vectors)"} == set(units)
+
+
+def test_units_of_two_models_in_one_graph_have_names_of_their_own(fake_group_of_four: None) -> None:
+    one, other = shard(Stack(1)), shard(Stack(1))
+
+    def both(one: nn.Module, other: nn.Module, tokens: Tensor) -> Tensor:
+        return one(tokens) + other(tokens)
+
+    with recorded() as records:
+        torch.compile(both, backend="passes")(one, other, torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+    stages = {record.stage: record.plan for record in records}
+    expected = [f"{model}.{fqn}" for model in ("one", "other") for fqn, _ in one.named_parameters()]
+    assert sorted(fqn for bucket in stages["forward"].gathers for fqn in bucket.fqns) == sorted(expected)
+    assert sorted(fqn for bucket in stages["backward"].reduces for fqn in bucket.fqns) == sorted(expected)
+    # A bucket is of one model, however alike the units are.
+    for bucket in (*stages["forward"].gathers, *stages["backward"].gathers, *stages["backward"].reduces):
+        assert len({fqn.partition(".")[0] for fqn in bucket.fqns}) == 1
+    assert {bucket.unit for bucket in stages["forward"].gathers} == {
+        "Stack:one", "Block:one.layers.0", "Stack:other", "Block:other.layers.0"
+    }  # fmt: skip

@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from fsdp_compile import configure, explain, inspect
 from fsdp_compile.passes import Plan
@@ -17,18 +16,11 @@ from tests.comparing import train_and_compare
 from tests.compiling import passes
 from tests.models import Stack, pair, shard
 from tests.ranks import Ranks
+from tests.recording import planned
 
 TOKENS = torch.arange(10).view(2, 5)
 # Of a layer of the model here 4.6 KiB are gathered, of its embedding 2 and of its head 2.1.
 KIB = 1 << 10
-
-
-def planned(model: nn.Module, batch: Tensor = TOKENS, backend: Any = "aot_eager") -> Plan:
-    torch._dynamo.reset()
-    with inspect(model) as report:
-        torch.compile(model, backend=backend, fullgraph=True)(batch).sum().backward()
-    model.zero_grad()
-    return report.joint.plan
 
 
 def together(num_bytes: int) -> Any:
@@ -41,7 +33,7 @@ def units_of(plan: Plan | None, of: str = "gathers") -> list[str]:
     return [bucket.unit for bucket in getattr(plan, of)]
 
 
-def test_small_units_travel_together_but_for_what_nothing_hides(
+def test_small_units_travel_together_but_for_what_nothing_hides_and_large_ones_do_not(
     fake_group_of_four: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = shard(Stack(6), reshard_after_forward=True)
@@ -58,6 +50,9 @@ def test_small_units_travel_together_but_for_what_nothing_hides(
     reduces = [unit.split(":")[1] for unit in units_of(plan.backward, "reduces")]
     assert reduces == ["layers.5", "layers.4 to layers.0", ""]  # nothing hides the last one, so it is a unit alone
     assert {*apart.regather} == {*plan.regather} and apart.again == plan.again
+    monkeypatch.setattr(layout, "_LIMITS", together(4))
+    large = planned(model)
+    assert (units_of(large.forward), units_of(large.backward)) == (units_of(apart.forward), units_of(apart.backward))
     everything = sorted(fqn for bucket in plan.backward.reduces for fqn in bucket.fqns)  # type: ignore[union-attr]
     assert everything == sorted(fqn for bucket in apart.backward.reduces for fqn in bucket.fqns)  # type: ignore[union-attr]
 
@@ -81,15 +76,6 @@ def test_members_of_a_unit_stand_together_in_the_order_of_the_model(fake_group_o
     assert [fqn.split(".")[1] for fqn in everything if fqn.startswith("layers")] == [*"000000111111222222"]
 
 
-def test_large_units_have_no_neighbours(fake_group_of_four: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = shard(Stack(3), reshard_after_forward=True)
-    apart = planned(model)
-    configure(model, bucketing="neighbours")
-    monkeypatch.setattr(layout, "_LIMITS", together(4))
-    plan = planned(model)
-    assert (units_of(plan.forward), units_of(plan.backward)) == (units_of(apart.forward), units_of(apart.backward))
-
-
 def test_who_did_not_ask_travels_alone(fake_group_of_four: None) -> None:
     model = shard(Stack(3), reshard_after_forward=True)
     configure(model.layers[0], bucketing="neighbours")
@@ -99,26 +85,17 @@ def test_who_did_not_ask_travels_alone(fake_group_of_four: None) -> None:
     ]  # fmt: skip
 
 
-def _trained(backend: Any, tied: bool) -> Plan:
-    with mock.patch.object(layout, "_LIMITS", together(24 * KIB)):
-        return _trained_together(backend, tied)
-
-
-def _trained_together(backend: Any, tied: bool) -> Plan:
+def _trained(backend: str, tied: bool) -> Plan:
     unsharded, model = pair(make=lambda: Stack(3, tied=tied), reshard_after_forward=True)
     configure(model, bucketing="neighbours")
-    with inspect(model) as report:
+    with mock.patch.object(layout, "_LIMITS", together(24 * KIB)), inspect(model) as report:
         train_and_compare(torch.compile(model, backend=backend, fullgraph=True), model, unsharded)
     return report.joint.plan
 
 
 @pytest.mark.parametrize(
     ("backend", "tied"),
-    [
-        ("aot_eager", False),
-        pytest.param("inductor", False, marks=[pytest.mark.more, pytest.mark.compat]),
-        pytest.param("inductor", True, marks=pytest.mark.more),
-    ],
+    [("aot_eager", False), pytest.param("inductor", True, marks=[pytest.mark.more, pytest.mark.compat])],
 )
 def test_they_train_like_the_unsharded_model(two_ranks: Ranks, backend: str, tied: bool) -> None:
     here, there = two_ranks.run(_trained, backend, tied)

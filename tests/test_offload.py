@@ -18,7 +18,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch.aot_autograd import aot_function, make_boxed_compiler
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -30,30 +29,26 @@ from fsdp_compile import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp_compile.api.classes import refresh
 from fsdp_compile.core.accumulation import Held
 from fsdp_compile.core.unit import Unit, units_in
-from fsdp_compile.passes import GraphRecord
-from fsdp_compile.passes.apply.insert import insert
 from fsdp_compile.passes.ir import markers
 from fsdp_compile.passes.ir.provenance import unshard_nodes
-from fsdp_compile.passes.schedule.planner import plan_graph
-from fsdp_compile.tools.report import GraphReport
 from tests.comparing import (
     assert_same_grads,
-    assert_same_params,
+    backward_on_both,
     batches,
     full,
+    local_loss,
     loss_of,
     mine,
     reference_backward,
     train_and_compare,
 )
-from tests.compiling import compiled
+from tests.compiling import compile_blocks, compiled
 from tests.models import BreakBlock, Checkpointed, Stack, mesh_of, pair, shard
-from tests.ranks import Ranks
+from tests.on_ranks import on_four_ranks, on_two_ranks
 from tests.recording import recorded
 from tests.test_compiled_autograd import Single, compiled_autograd
 from tests.test_extension import InEights
-from tests.test_passes import Builder, spec
-from tests.test_passes import offloaded as offloaded_spec
+from tests.test_passes import spec
 
 OFFLOAD = CPUOffloadPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -107,54 +102,71 @@ def offloaded(make: Callable[[], Stack] = Stack, **options: Any) -> tuple[Stack,
     return pair(make=make, offload_policy=OFFLOAD, **options)
 
 
-def _train(backend: str, make: Callable[[], Stack], options: dict[str, Any]) -> dict[str, int]:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")) if options.pop("hsdp", False) else None
-    with shards_elsewhere() as counts, nothing_runs_eagerly():
-        unsharded, model = offloaded(make, mesh=mesh, **options)
-        run = compiled(model, backend)
-        train_and_compare(run, model, unsharded)
-        counts.clear()
-        loss_of(run(batches(0)[dist.get_rank()])).backward()
-        return dict(counts)
-
-
 def _small() -> Stack:
     return Stack(1)
 
 
-def _tied() -> Stack:
-    return Stack(2, tied=True)
+def _tied_and_uneven() -> Stack:
+    return Stack(2, dim=17, tied=True)
 
 
-def _uneven() -> Stack:
-    return Stack(2, dim=17)
-
-
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("backend", "make", "options"),
     [
-        pytest.param("aot_eager", _small, {}, marks=pytest.mark.more),
-        pytest.param("passes", _small, {"reshard_after_forward": True}, marks=[pytest.mark.compat, pytest.mark.more]),
-        pytest.param("passes", Stack, {"reshard_after_forward": False}, marks=pytest.mark.more),
-        pytest.param("passes", Stack, {"hsdp": True}, marks=pytest.mark.more),
-        pytest.param("passes", _tied, {}, marks=pytest.mark.more),
-        pytest.param("passes", _uneven, {}, marks=pytest.mark.more),
-        pytest.param("passes", Checkpointed, {}, marks=pytest.mark.more),
-        pytest.param("aot_eager", Checkpointed, {}, marks=pytest.mark.more),
+        ("aot_eager", _small, {}),
+        pytest.param("passes", _small, {"reshard_after_forward": True}, marks=pytest.mark.compat),
+        ("passes", _tied_and_uneven, {"reshard_after_forward": False}),
+        ("passes", Stack, {"hsdp": True}),
+        ("passes", Checkpointed, {}),
     ],
 )
-def test_trains_like_the_unsharded_model(
-    two_ranks: Ranks, backend: str, make: Callable[[], Stack], options: dict[str, Any]
-) -> None:
-    for counts in two_ranks.run(_train, backend, make, options):
-        if backend == "passes":
-            assert counts["waits"] == 1  # for the whole backward
-            assert counts["to_host"] < counts["to_device"]  # one a bucket; each shard is copied by itself
-        else:
-            assert counts["waits"] == counts["to_host"] > 1
+@on_two_ranks
+def test_trains_like_the_unsharded_model(backend: str, make: Callable[[], Stack], options: dict[str, Any]) -> None:
+    if options.pop("hsdp", False):
+        options["mesh"] = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    with shards_elsewhere() as counts, nothing_runs_eagerly():
+        unsharded, model = offloaded(make, **options)
+        run = compiled(model, backend)
+        train_and_compare(run, model, unsharded)
+        counts.clear()
+        local_loss(run, 0).backward()
+    if backend == "passes":
+        assert counts["waits"] == 1  # for the whole backward
+        assert counts["to_host"] < counts["to_device"]  # one a bucket; each shard is copied by itself
+    else:
+        assert counts["waits"] == counts["to_host"] > 1
 
 
-def _like_resident(backend: str, options: dict[str, Any], drive: Callable[[Stack, Any, int], None]) -> None:
+def _in_micro_batches(model: Stack, run: Any, step: int) -> None:
+    """Held back and reduced, added to gradients that are there, and reduced or not as is said behind forward."""
+    for micro in range(4):
+        model.set_requires_gradient_sync(micro >= 2)
+        local_loss(run, 6 * step + micro).backward()
+    losses = [local_loss(run, 6 * step + micro) for micro in (4, 5)]
+    for micro, loss in enumerate(losses):
+        model.set_requires_gradient_sync(micro == 1)
+        loss.backward()
+
+
+def _evaluated_and_partly_frozen(model: Stack, run: Any, step: int) -> None:
+    with torch.no_grad():
+        run(mine(step))
+    model.layers[0].up.weight.requires_grad_(step == 0)
+    local_loss(run, step).backward()
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("drive", "backend", "options"),
+    [
+        (_in_micro_batches, "aot_eager", {}),
+        (_in_micro_batches, "passes", {"mp_policy": BF16}),
+        (_evaluated_and_partly_frozen, "passes", {}),
+    ],
+)
+@on_two_ranks
+def test_the_numbers_are_those_of_resident_shards(drive: Any, backend: str, options: dict[str, Any]) -> None:
     """Three steps offloaded and three not, with the same collectives: the gradients are the same numbers."""
     grads = []
     for policy in (OFFLOAD, fsdp_compile.OffloadPolicy()):
@@ -176,81 +188,25 @@ def _like_resident(backend: str, options: dict[str, Any], drive: Callable[[Stack
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def _plainly(model: Stack, run: Any, step: int) -> None:
-    loss_of(run(mine(step))).backward()
-
-
-def _accumulating(model: Stack, run: Any, step: int) -> None:
-    for micro in range(3):
-        model.set_requires_gradient_sync(micro == 2)
-        loss_of(run(mine(3 * step + micro))).backward()
-
-
-def _adding(model: Stack, run: Any, step: int) -> None:
-    """Each backward synchronizes, and adds to gradients that are there."""
-    for micro in range(2):
-        loss_of(run(mine(2 * step + micro))).backward()
-
-
-def _evaluating(model: Stack, run: Any, step: int) -> None:
-    with torch.no_grad():
-        run(mine(step))
-    _plainly(model, run, step)
-
-
-def _freezing(model: Stack, run: Any, step: int) -> None:
-    model.layers[0].up.weight.requires_grad_(False)
-    _plainly(model, run, step)
-
-
-def _deciding_in_backward(model: Stack, run: Any, step: int) -> None:
-    losses = [loss_of(run(mine(2 * step + micro))) for micro in range(2)]
-    for micro, loss in enumerate(losses):
-        model.set_requires_gradient_sync(micro == 1)
-        loss.backward()
-
-
-@pytest.mark.parametrize(
-    ("drive", "backend", "options"),
-    [
-        pytest.param(_accumulating, "aot_eager", {}, marks=pytest.mark.more),
-        pytest.param(_plainly, "passes", {"mp_policy": BF16}, marks=pytest.mark.more),
-        pytest.param(_accumulating, "passes", {"mp_policy": BF16}, marks=pytest.mark.more),
-        pytest.param(_adding, "aot_eager", {}, marks=pytest.mark.more),
-        pytest.param(_evaluating, "passes", {}, marks=pytest.mark.more),
-        pytest.param(_freezing, "passes", {}, marks=pytest.mark.more),
-        pytest.param(_deciding_in_backward, "aot_eager", {}, marks=pytest.mark.more),
-    ],
-)
-def test_the_numbers_are_those_of_resident_shards(
-    two_ranks: Ranks, drive: Any, backend: str, options: dict[str, Any]
-) -> None:
-    two_ranks.run(_like_resident, backend, options, drive)
-
-
-def _partial_sums(backend: str) -> None:
+@pytest.mark.more
+@on_four_ranks
+def test_replicas_and_slices() -> None:
     """Sums over the shards alone wait on the device for the one over replicas."""
-    mesh = mesh_of("replicate", "shard")
     with shards_elsewhere(), nothing_runs_eagerly():
-        unsharded, model = offloaded(_small, mesh=mesh)
-        run = compiled(model, backend)
+        unsharded, model = offloaded(_small, mesh=mesh_of("replicate", "shard"))
+        run = compiled(model, "passes")
         for step in range(2):
             for micro in range(2):
                 model.set_requires_all_reduce(micro == 1)
-                loss_of(run(mine(2 * step + micro))).backward()
-                reference_backward(unsharded, batches(2 * step + micro))
+                backward_on_both(run, unsharded, 2 * step + micro)
             assert_same_grads(model, unsharded)
-        slices = offloaded(_small, reshard_after_forward=2)
-        train_and_compare(compiled(slices[1], backend), slices[1], slices[0], steps=2)
+        unsharded, model = offloaded(_small, reshard_after_forward=2)
+        train_and_compare(compiled(model, "passes"), model, unsharded, steps=2)
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("backend", ["aot_eager", "passes"])
-def test_replicas_and_slices(four_ranks: Ranks, backend: str) -> None:
-    four_ranks.run(_partial_sums, backend)
-
-
-def _watched() -> None:
+@on_two_ranks
+def test_whoever_reads_a_gradient_at_once_finds_it_complete() -> None:
     """Who reads a gradient at once finds all of it: hooks, an optimizer in backward, ``autograd.grad``."""
     with shards_elsewhere(), nothing_runs_eagerly():
         unsharded, model = offloaded(_small)
@@ -261,27 +217,23 @@ def _watched() -> None:
                 param.register_post_accumulate_grad_hook(lambda param, fqn=fqn: seen.update({fqn: full(param.grad)}))
             else:
                 param.register_hook(lambda grad, fqn=fqn: seen.update({fqn: full(grad)}))
-        loss_of(run(mine(0))).backward()
-        reference_backward(unsharded, batches(0))
+        backward_on_both(run, unsharded, 0)
         assert_same_grads(model, unsharded)
         expected = {fqn: param.grad for fqn, param in unsharded.named_parameters()}
         assert seen.keys() == expected.keys()
-        asked = dict(zip(expected, torch.autograd.grad(loss_of(run(mine(0))), list(model.parameters()))))
+        asked = dict(zip(expected, torch.autograd.grad(local_loss(run, 0), list(model.parameters()))))
         for fqn, grad in expected.items():
             torch.testing.assert_close(seen[fqn], grad, atol=1e-6, rtol=1e-4)
             torch.testing.assert_close(full(asked[fqn]), grad, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.more
-def test_whoever_reads_a_gradient_at_once_finds_it_complete(two_ranks: Ranks) -> None:
-    two_ranks.run(_watched)
-
-
-def _in_a_compiled_step(backend: str) -> None:
+@on_two_ranks
+def test_backward_inside_the_compiled_step() -> None:
     with shards_elsewhere() as counts, compiled_autograd():
         unsharded, model = offloaded(Single)
 
-        @torch.compile(backend=backend)
+        @torch.compile(backend="passes")
         def step(tokens: Tensor) -> Tensor:
             loss = loss_of(model(tokens))
             loss.backward()
@@ -295,28 +247,18 @@ def _in_a_compiled_step(backend: str) -> None:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("backend", ["aot_eager", "passes"])
-def test_backward_inside_the_compiled_step(two_ranks: Ranks, backend: str) -> None:
-    two_ranks.run(_in_a_compiled_step, backend)
-
-
-def _broken() -> None:
+@on_two_ranks
+def test_graphs_of_parts_of_the_model() -> None:
     with shards_elsewhere():
         unsharded, model = offloaded(lambda: Stack(2, block=BreakBlock))
         train_and_compare(torch.compile(model), model, unsharded, steps=2)
-        parts = offloaded(lambda: Stack(2))
-        for layer in parts[1].layers:
-            layer.compile()
-        train_and_compare(parts[1], parts[1], parts[0], steps=2)
-        assert_same_params(parts[1], parts[0], atol=1e-4, rtol=1e-3)
+        unsharded, model = offloaded()
+        train_and_compare(compile_blocks(model, "inductor", fullgraph=False), model, unsharded, steps=2)
 
 
 @pytest.mark.more
-def test_graphs_of_parts_of_the_model(two_ranks: Ranks) -> None:
-    two_ranks.run(_broken)
-
-
-def _extended() -> None:
+@on_two_ranks
+def test_with_an_extension_the_unit_runs_eagerly_and_says_so() -> None:
     with shards_elsewhere():
         torch.manual_seed(0)
         model = Stack(2)
@@ -325,26 +267,6 @@ def _extended() -> None:
         with pytest.warns(UserWarning, match=r"layers.1 .* CPUOffloadPolicy with the all-gather extension of down.weight"):
             loss_of(torch.compile(model, backend="aot_eager")(mine(0))).backward()
         assert all(param.grad is not None for param in model.parameters())
-
-
-@pytest.mark.more
-def test_with_an_extension_the_unit_runs_eagerly_and_says_so(two_ranks: Ranks) -> None:
-    two_ranks.run(_extended)
-
-
-def test_a_report_says_what_is_copied() -> None:
-    b = Builder()
-    weight = offloaded_spec(postdivide=1.0)
-    full = b.unshard(b.input("shard", 2, 3), weight)
-    graph = b.output(b.reduce(full, weight), b.reduce(full, offloaded_spec(fqn="other", num_replicas=2, replicate_group="r")))
-    plan = plan_graph(graph, "backward")
-    insert(graph, plan)
-    report = GraphReport(GraphRecord("backward", plan, 1, 2, snapshots=[graph]), 0)
-    copied = [(one.kind, one.num_bytes, one.host_bytes) for one in report.launches]
-    # BF16 travels; what is stored, and what the optimizer reads, is FP32. A bucket leaves the device once.
-    assert copied == [("all_gather", 12, 24), ("reduce_scatter", 24, 24), ("reduce_scatter", 24, 0), ("all_reduce", 24, 24)]
-    header, *rows = str(report).splitlines()[1:6]
-    assert header.endswith("bucket  copied  host") and [row.split("  ")[-1].strip() for row in rows[:2]] == ["24 B", "24 B"]
 
 
 @pytest.mark.compat

@@ -6,6 +6,7 @@ import copy
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,47 +19,40 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import fsdp_compile
 from tests.comparing import assert_same_params, batches, loss_of, mean_over_ranks, reference_backward
 from tests.models import Stack
-from tests.ranks import Ranks
+from tests.on_ranks import on_two_ranks
 from tests.test_recipes import RECIPES
 
 optim = torch.optim
+# What has a loop over parameters, and the same with ``foreach=True``.
+EACH: dict[str, dict[str, Any]] = {
+    "AdamW": {"lr": 1e-2},
+    "Adam": {"lr": 1e-2},
+    "SGD": {"lr": 0.1, "momentum": 0.9},
+    "Adagrad": {"lr": 0.1},
+    "Adadelta": {},
+    "Adamax": {"lr": 1e-2},
+    "NAdam": {"lr": 1e-2},
+    "RAdam": {"lr": 1e-2},
+    "RMSprop": {"lr": 1e-2},
+    "Rprop": {"lr": 1e-2},
+    "ASGD": {"lr": 0.1},
+}
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
-    "AdamW": lambda params: optim.AdamW(params, lr=1e-2, foreach=False),
-    "AdamW, foreach": lambda params: optim.AdamW(params, lr=1e-2, foreach=True),
-    "AdamW, fused": lambda params: optim.AdamW(params, lr=1e-2, fused=True),
-    "AdamW, amsgrad": lambda params: optim.AdamW(params, lr=1e-2, amsgrad=True),
+    **{name: partial(getattr(optim, name), foreach=False, **given) for name, given in EACH.items()},
+    **{f"{name}, foreach": partial(getattr(optim, name), foreach=True, **given) for name, given in EACH.items()},
+    **{f"{name}, fused": partial(getattr(optim, name), fused=True, **EACH[name]) for name in list(EACH)[:4]},
+    "AdamW, amsgrad": partial(optim.AdamW, lr=1e-2, amsgrad=True),
     "AdamW, lr is a tensor": lambda params: optim.AdamW(params, lr=torch.tensor(1e-2)),
-    "Adam": lambda params: optim.Adam(params, lr=1e-2, weight_decay=0.1, foreach=False),
-    "Adam, foreach": lambda params: optim.Adam(params, lr=1e-2, foreach=True),
-    "Adam, fused": lambda params: optim.Adam(params, lr=1e-2, fused=True),
-    "SGD": lambda params: optim.SGD(params, lr=0.1, foreach=False),
-    "SGD, momentum": lambda params: optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "SGD, foreach": lambda params: optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
-    "SGD, fused": lambda params: optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
-    "Adagrad": lambda params: optim.Adagrad(params, lr=0.1, foreach=False),
-    "Adagrad, foreach": lambda params: optim.Adagrad(params, lr=0.1, foreach=True),
-    "Adagrad, fused": lambda params: optim.Adagrad(params, lr=0.1, fused=True),
-    "Adadelta": lambda params: optim.Adadelta(params, foreach=False),
-    "Adadelta, foreach": lambda params: optim.Adadelta(params, foreach=True),
-    "Adamax": lambda params: optim.Adamax(params, lr=1e-2, foreach=False),
-    "Adamax, foreach": lambda params: optim.Adamax(params, lr=1e-2, foreach=True),
-    "NAdam": lambda params: optim.NAdam(params, lr=1e-2, foreach=False),
-    "NAdam, foreach": lambda params: optim.NAdam(params, lr=1e-2, foreach=True),
-    "RAdam": lambda params: optim.RAdam(params, lr=1e-2, foreach=False),
-    "RAdam, foreach": lambda params: optim.RAdam(params, lr=1e-2, foreach=True),
-    "RMSprop": lambda params: optim.RMSprop(params, lr=1e-2, momentum=0.9, centered=True, foreach=False),
-    "RMSprop, foreach": lambda params: optim.RMSprop(params, lr=1e-2, foreach=True),
-    "Rprop": lambda params: optim.Rprop(params, lr=1e-2, foreach=False),
-    "Rprop, foreach": lambda params: optim.Rprop(params, lr=1e-2, foreach=True),
-    "ASGD": lambda params: optim.ASGD(params, lr=0.1, foreach=False),
-    "ASGD, foreach": lambda params: optim.ASGD(params, lr=0.1, foreach=True),
-    "LBFGS": lambda params: optim.LBFGS(params, lr=0.1, max_iter=3),
-    "LBFGS, strong Wolfe": lambda params: optim.LBFGS(params, max_iter=3, line_search_fn="strong_wolfe"),
-    "Adafactor": lambda params: optim.Adafactor(params, lr=1e-2),
-    "Adafactor, foreach": lambda params: optim.Adafactor(params, lr=1e-2, foreach=True),
+    "Adam, weight decay": partial(optim.Adam, lr=1e-2, weight_decay=0.1, foreach=False),
+    "SGD, nesterov": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "RMSprop, centered": partial(optim.RMSprop, lr=1e-2, momentum=0.9, centered=True, foreach=False),
+    "LBFGS": partial(optim.LBFGS, lr=0.1, max_iter=3),
+    "LBFGS, strong Wolfe": partial(optim.LBFGS, max_iter=3, line_search_fn="strong_wolfe"),
+    "Adafactor": partial(optim.Adafactor, lr=1e-2),
+    "Adafactor, foreach": partial(optim.Adafactor, lr=1e-2, foreach=True),
     "Muon": lambda params: optim.Muon([param for param in params if param.ndim == 2], lr=1e-2),
-    "SparseAdam": lambda params: optim.SparseAdam(params, lr=1e-2),
-    "ZeroRedundancyOptimizer": lambda params: ZeroRedundancyOptimizer(params, optim.AdamW, lr=1e-2),
+    "SparseAdam": partial(optim.SparseAdam, lr=1e-2),
+    "ZeroRedundancyOptimizer": partial(ZeroRedundancyOptimizer, optimizer_class=optim.AdamW, lr=1e-2),
 }
 # What DTensors cannot do, ours and FSDP2's alike, and a word of the error.
 REFUSED = {
@@ -118,7 +112,9 @@ def _told(package: Any, name: str, api: str = "fully_shard", vocab: int = 31) ->
     return told
 
 
-def _beside_fsdp2(name: str) -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_two_ranks
+def test_an_optimizer_steps_as_on_the_unsharded_model(name: str) -> None:
     told = _told(fsdp_compile, name)
     assert told == _told(torch_fsdp, name)
     if name in REFUSED:
@@ -127,20 +123,12 @@ def _beside_fsdp2(name: str) -> None:
         assert told == "steps"
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_steps_as_on_the_unsharded_model(two_ranks: Ranks, name: str) -> None:
-    two_ranks.run(_beside_fsdp2, name)
-
-
-def _elsewhere(name: str) -> None:
+@pytest.mark.parametrize("name", BY_REPLICAS)
+@on_two_ranks
+def test_on_replicas_and_even_shards_more_of_them_step(name: str) -> None:
     assert _told(fsdp_compile, name, "replicate") == "steps"
     if name.startswith("LBFGS"):
         assert _told(fsdp_compile, name, vocab=32) == "steps"
-
-
-@pytest.mark.parametrize("name", BY_REPLICAS)
-def test_on_replicas_and_even_shards_more_of_them_step(two_ranks: Ranks, name: str) -> None:
-    two_ranks.run(_elsewhere, name)
 
 
 def test_the_table_of_recipes_has_every_optimizer_of_torch() -> None:

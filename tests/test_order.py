@@ -1,4 +1,4 @@
-"""The order of the code that Inductor generates is that of the plan: launches, waits and products, letter by letter."""
+"""The order of launches in generated code is the plan's."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ from fsdp_compile.passes.cost.roofline import is_product
 from fsdp_compile.passes.ir.meta import ROLE
 from fsdp_compile.passes.wire.collectives import c10d, is_launch
 from tests.compiling import no_kernels_built
-from tests.models import Block, Checkpointed, ConvBlock, Stack, TwiceBlock, decoder_config, loop_of, mesh_of, shard
+from tests.models import (
+    Block,
+    Checkpointed,
+    ConvBlock,
+    Stack,
+    loop_of,
+    mesh_of,
+    shard,
+)
 from tests.recording import recorded
-
-pytestmark = pytest.mark.usefixtures("fake_group_of_four")
 
 LETTERS = {
     r"all_gather_into_tensor\.default\(": "G",
@@ -68,6 +74,7 @@ class Linears(nn.Module):
 
 
 @pytest.mark.compat
+@pytest.mark.usefixtures("fake_group_of_four")
 def test_gathers_go_a_unit_ahead_and_reductions_behind_them() -> None:
     model = Linears()
     for layer in model.layers:
@@ -87,31 +94,6 @@ def test_gathers_go_a_unit_ahead_and_reductions_behind_them() -> None:
     assert [bucket.unit for bucket in plans["backward"].reduces] == [f"Linear:layers.{4 - i}" for i in range(5)]
 
 
-def replicated() -> Any:
-    return shard(Stack(3), mesh=mesh_of("replicate", "shard"))
-
-
-def tied() -> Any:
-    model = Stack(3)
-    model.head = nn.Linear(16, model.embed.num_embeddings, bias=False)
-    model.head.weight = model.embed.weight
-    return shard(model)
-
-
-def adapters_on_a_frozen_base() -> Any:
-    model = Stack(3)
-    for name, param in model.named_parameters():
-        param.requires_grad_("up" in name)
-    return shard(model)
-
-
-def mixture_of_experts() -> Any:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(**decoder_config(num_local_experts=4, num_experts_per_tok=2))
-    return shard(MixtralForCausalLM(config).model)
-
-
 class Averages(Block):
     """Its activations' size, summed over ranks: a collective of the user's."""
 
@@ -126,17 +108,15 @@ TOKENS = torch.zeros(2, 5, dtype=torch.long)
 MODELS: dict[str, tuple[Callable[[], Any], Tensor]] = {
     "blocks": (lambda: shard(Stack(4)), TOKENS),
     "a large embedding": (lambda: shard(Stack(2, vocab=8192)), TOKENS),
-    "a tied head": (tied, TOKENS),
-    "a frozen base": (adapters_on_a_frozen_base, TOKENS),
     "checkpointed": (lambda: shard(Checkpointed(3)), TOKENS),
-    "replicas of shards": (replicated, TOKENS),
-    "called twice": (lambda: shard(loop_of(TwiceBlock, 16)()), torch.randn(2, 16)),
+    "replicas of shards": (lambda: shard(Stack(3), mesh=mesh_of("replicate", "shard")), TOKENS),
     "a user's collectives": (lambda: shard(Stack(3, block=Averages)), TOKENS),
     "convolutions": (lambda: shard(loop_of(ConvBlock, 8)()), torch.randn(2, 8, 6, 8)),
 }
 ALWAYS = ("blocks", "replicas of shards", "a user's collectives")
 
 
+@pytest.mark.usefixtures("fake_group_of_four")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.more) for name in MODELS])
 def test_the_generated_code_launches_and_waits_where_the_plan_does(name: str, deterministic: bool) -> None:

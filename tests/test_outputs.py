@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from fsdp_compile import fully_shard
 from tests.comparing import assert_same_grads
 from tests.compiling import compiled
-from tests.models import mesh_of
-from tests.ranks import Ranks
+from tests.models import mesh_of, twins
+from tests.on_ranks import on_four_ranks, on_two_ranks
 
 
 def _ragged(rank: int) -> Tensor:
@@ -26,10 +26,10 @@ def _ragged(rank: int) -> Tensor:
     return torch.nested.nested_tensor(parts, layout=torch.jagged)
 
 
-def _jagged(backend: str | None) -> None:
-    torch.manual_seed(0)
-    unsharded = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
-    model = copy.deepcopy(unsharded)
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@on_two_ranks
+def test_jagged_outputs(backend: str | None) -> None:
+    unsharded, model = twins(lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)))
     fully_shard(model[0])
     fully_shard(model)
     run = compiled(model, backend, fullgraph=False)
@@ -40,15 +40,6 @@ def _jagged(backend: str | None) -> None:
         total = sum(unsharded(_ragged(rank)).values().square().sum() for rank in range(2)) / 2
         total.backward()
         assert_same_grads(model, unsharded, atol=1e-5)
-
-
-def test_jagged_outputs(two_ranks: Ranks) -> None:
-    two_ranks.run(_jagged, None)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("passes", marks=pytest.mark.more)])
-def test_jagged_outputs_compiled(two_ranks: Ranks, backend: str) -> None:
-    two_ranks.run(_jagged, backend)
 
 
 class Parallel(nn.Module):
@@ -63,7 +54,9 @@ class Parallel(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-def _rowwise() -> None:
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor")
+@on_four_ranks
+def test_a_unit_that_ends_in_rowwise_parallel() -> None:
     mesh = mesh_of("dp", "tp")
     torch.manual_seed(0)
     unsharded = nn.Sequential(Parallel(), Parallel())
@@ -81,11 +74,6 @@ def _rowwise() -> None:
             model(mine).square().sum().backward()
     for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters()):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad.full_tensor(), msg=name)
-
-
-@pytest.mark.filterwarnings("ignore:.*returned a view tensor")
-def test_a_unit_that_ends_in_rowwise_parallel(four_ranks: Ranks) -> None:
-    four_ranks.run(_rowwise)
 
 
 class Opaque(Tensor):
@@ -152,7 +140,9 @@ def _values(given: Any) -> Tensor:
     return given._values() if given.layout is torch.sparse_coo else given.values()
 
 
-def _given_away() -> None:
+@pytest.mark.filterwarnings("ignore:Sparse (invariant checks|CSR tensor support)")
+@on_two_ranks
+def test_weights_given_away_inside_of_other_tensors() -> None:
     expected = torch.arange(12.0)
     for kind in ("wrapped", "opaque", "coo", "csr", "jagged"):
         model = fully_shard(Giver(kind), reshard_after_forward=True)
@@ -164,8 +154,3 @@ def _given_away() -> None:
         torch.testing.assert_close(given.reshape(-1), expected, msg=kind)
         torch.testing.assert_close(again.reshape(-1), 2 * expected, msg=kind)
     assert fully_shard(Giver("meta"))().is_meta
-
-
-@pytest.mark.filterwarnings("ignore:Sparse (invariant checks|CSR tensor support)")
-def test_weights_given_away_inside_of_other_tensors(two_ranks: Ranks) -> None:
-    two_ranks.run(_given_away)

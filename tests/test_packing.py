@@ -1,4 +1,4 @@
-"""Buckets are packed and parameters copied out of them by calls: what is in memory, and what Inductor generates."""
+"""Buckets are packed and copied out of by calls: what is in memory, what Inductor generates, and many on the wire."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
+from fsdp_compile.passes.wire.collectives import all_gather_of, c10d
 from fsdp_compile.passes.wire.packing import copied, pack
 from tests.compiling import no_kernels_built
 from tests.models import Stack, shard
+from tests.on_ranks import on_two_ranks
 
 BF16 = torch.bfloat16
 
@@ -66,14 +69,17 @@ class Attends(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.second(x))))
 
 
-def _kernels(model: nn.Module) -> list[int]:
-    """How many different ones Inductor generates for forward, and for backward."""
+def _codes(model: nn.Module) -> list[str]:
+    """What Inductor generates for forward, and for backward."""
     torch._dynamo.reset()
     run = torch.compile(model, fullgraph=True)
-    tokens = torch.zeros(2, 5, dtype=torch.long)
     with no_kernels_built():
-        _, codes = run_and_get_code(lambda: run(tokens).sum().backward())
-    return [len(set(re.findall(r"cpp_pybinding\(\[.*?\n'''", code, re.DOTALL))) for code in codes]
+        return run_and_get_code(lambda: run(torch.zeros(2, 5, dtype=torch.long)).sum().backward())[1]
+
+
+def _kernels(model: nn.Module) -> list[int]:
+    """How many different ones Inductor generates for each."""
+    return [len(set(re.findall(r"cpp_pybinding\(\[.*?\n'''", code, re.DOTALL))) for code in _codes(model)]
 
 
 @pytest.mark.more
@@ -89,13 +95,27 @@ def test_hardly_more_kernels_are_generated_than_for_the_unsharded_model() -> Non
 @pytest.mark.parametrize("vocab", [8192, 31])
 def test_nothing_is_in_flight_beside_a_large_embeddings_gradient(vocab: int) -> None:
     """Its kernel stands behind the waits; one of a small embedding hides what is on its way."""
-    torch._dynamo.reset()
-    run = torch.compile(shard(Stack(2, block=Attends, vocab=vocab)), fullgraph=True)
-    tokens = torch.zeros(2, 5, dtype=torch.long)
-    with no_kernels_built():
-        _, (_, code) = run_and_get_code(lambda: run(tokens).sum().backward())
+    _, code = _codes(shard(Stack(2, block=Attends, vocab=vocab)))
     behind = code[code.rindex(f"empty_strided_cpu(({vocab}, 16)") :]
     num_launched = len(re.findall(r"= torch.ops._c10d_functional.(?:reduce_scatter|all_to_all)", behind))
     num_awaited = behind.count("_c10d_functional.wait_tensor.default(")
     assert num_launched > 0
     assert num_awaited == num_launched if vocab == 8192 else num_awaited > num_launched
+
+
+@pytest.mark.compat
+@on_two_ranks
+def test_many_gathers_in_flight_on_gloo() -> None:
+    """torch's own gather corrupts the heap within this number of turns."""
+    rank, num_ranks, name = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
+    gather = all_gather_of("gloo")
+    wrong = 0
+    for turn in range(500):
+        shards = [torch.full((8 + index, 2), float(100 * turn + rank + index)) for index in range(32)]
+        launched = [gather(shard, num_ranks, name) for shard in shards]
+        del shards
+        for index, full in enumerate(launched):
+            c10d.wait_tensor(full)
+            expected = torch.arange(num_ranks).repeat_interleave(8 + index) + 100.0 * turn + index
+            wrong += not torch.equal(full, expected[:, None].expand(-1, 2))
+    assert wrong == 0

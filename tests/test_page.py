@@ -153,6 +153,8 @@ def test_every_cell_is_on_the_screen_and_no_row_is_cut(browser: Browser, long_fi
         left, right, bottom, inside, whole = box
         assert whole <= inside and all(left <= one[0] and one[1] <= right + 1 for one in cells), table
         assert bottom < rows[-1][2] and min(abs(bottom - one[2]) for one in rows) <= 5, "a row is cut"
+    # Times are written as verdicts write them.
+    assert "0.718 ms" in page.texts("#collectives tbody tr")[0] and "µs" not in page.run("document.body.innerText")
 
 
 @pytest.mark.browser
@@ -176,13 +178,6 @@ def test_labels_can_be_read_on_their_bars(browser: Browser, file: Path) -> None:
 
 
 @pytest.mark.browser
-def test_times_are_written_as_verdicts_write_them(browser: Browser, long_file: Path) -> None:
-    page = browser.open(long_file)
-    assert "0.718 ms" in page.texts("#collectives tbody tr")[0]
-    assert "µs" not in page.run("document.body.innerText")
-
-
-@pytest.mark.browser
 def test_a_script_that_is_not_the_pages_does_not_run(page: Page) -> None:
     page.run("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"document.title=1\">')")
     page.run("new Promise(done => setTimeout(done, 100))")
@@ -195,7 +190,13 @@ def rows(page: Page) -> list[int]:
 
 
 @pytest.mark.browser
-def test_the_filter_filters(page: Page) -> None:
+def test_the_table_filters_and_its_columns_sort_both_ways(page: Page) -> None:
+    def sort(title: str) -> list[int]:
+        place = page.texts("#collectives th").index(title) + 1
+        page.click(f"#collectives th:nth-child({place}) button")
+        assert page.run("document.querySelectorAll('#collectives th[aria-sort$=ending]').length") == 1
+        return rows(page)
+
     assert rows(page) == [0, 1, 2, 3]
     for words, left in (("reduce", [2, 3]), ("layers.0 all_gather", [0, 1]), ("compute", [0, 3]), ("DOWN", [0]), ("none", [])):
         page.type("#filter", words)
@@ -203,15 +204,6 @@ def test_the_filter_filters(page: Page) -> None:
         assert page.texts("#shown")[0].startswith(f"{len(left)} of 4")
     page.type("#filter", "")
     assert rows(page) == [0, 1, 2, 3]
-
-
-@pytest.mark.browser
-def test_columns_sort_both_ways(page: Page) -> None:
-    def sort(title: str) -> list[int]:
-        place = page.texts("#collectives th").index(title) + 1
-        page.click(f"#collectives th:nth-child({place}) button")
-        assert page.run("document.querySelectorAll('#collectives th[aria-sort$=ending]').length") == 1
-        return rows(page)
 
     assert sort("bytes a rank") == [1, 0, 3, 2]  # 1 MiB, 4 KiB, 2 KiB, 512 B: by number, not by letters
     assert sort("bytes a rank") == [2, 3, 0, 1]
@@ -221,7 +213,7 @@ def test_columns_sort_both_ways(page: Page) -> None:
 
 
 @pytest.mark.browser
-def test_a_bar_that_is_clicked_shows_its_parameters(page: Page) -> None:
+def test_what_is_clicked_shows_its_parameters_its_memory_and_its_change(page: Page) -> None:
     assert page.texts("#picked") == [""]
     page.click('[data-collective="0"]')
     assert page.texts("#picked .names span") == ["layers.0.up", "layers.0.down"]
@@ -234,13 +226,15 @@ def test_a_bar_that_is_clicked_shows_its_parameters(page: Page) -> None:
     page.click(".f-compute.bar")
     assert page.texts("#picked h3") == ["mm"] and "layers.0" in page.texts("#picked")[0]
 
-
-@pytest.mark.browser
-def test_memory_says_whose_it_is(page: Page) -> None:
     page.click("[data-memory]")  # the middle of the step, where forward ends and backward begins
     assert page.texts("#picked h3")[0].startswith(("800 B alive at", "100 B alive at"))
     assert page.texts("#owners tbody tr td:first-child") == [f"{EVIL}  (gather)", "w  (p)"]
     assert "900 B in backward" in page.texts("#peak-at")[0]
+
+    assert page.texts("#difference .del") == [f"-w = unshard({EVIL})  # {EVIL}"]
+    assert page.texts("#difference .add") == ["+g = all_gather(x)"]
+    page.click('[data-pass="forward check"]')
+    assert "The graph stayed as it was." in page.texts("#difference")[0]
 
 
 @pytest.mark.browser
@@ -259,14 +253,6 @@ def test_the_time_line_zooms_and_moves(page: Page) -> None:
     assert width() == pytest.approx(2 * whole)
     page.click("#zoom-all")
     assert width() == pytest.approx(whole)
-
-
-@pytest.mark.browser
-def test_each_pass_shows_what_it_changed(page: Page) -> None:
-    assert page.texts("#difference .del") == [f"-w = unshard({EVIL})  # {EVIL}"]
-    assert page.texts("#difference .add") == ["+g = all_gather(x)"]
-    page.click('[data-pass="forward check"]')
-    assert "The graph stayed as it was." in page.texts("#difference")[0]
 
 
 @pytest.mark.browser

@@ -1,18 +1,33 @@
-"""Eager and compiled are the same training: bit by bit where no code is generated."""
+"""Eager and compiled are the same training, bit by bit where no code is generated; check_parity compares the two.
+
+check_parity is a trial: training goes on as if it had not been called, and it says what it did not compare.
+"""
 
 from __future__ import annotations
 
 import copy
+import random
+from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_compile import check_parity, configure
-from tests.comparing import batches, loss_of, train_and_compare
+from fsdp_compile import check_parity, configure, fully_shard
+from tests.comparing import (
+    assert_same_grads,
+    backward_on_both,
+    batches,
+    local_loss,
+    loss_of,
+    mine,
+    reference_backward,
+)
 from tests.compiling import compiled
-from tests.models import Block, Stack, pair, shard
+from tests.models import Block, BreakBlock, Stack, pair, shard
+from tests.on_ranks import on_two_ranks
 from tests.ranks import Ranks
 
 
@@ -30,102 +45,81 @@ class Experts(nn.Module):
         return x + sum(chosen[..., index, None] * torch.tanh(expert(x)) for index, expert in enumerate(self.experts))
 
 
-def experts() -> nn.Module:
-    return Stack(block=Experts)
+MODELS = {"mlp": Stack, "tied": lambda: Stack(tied=True), "experts": lambda: Stack(block=Experts)}
 
 
-def tied() -> nn.Module:
-    return Stack(tied=True)
-
-
-MODELS = {"mlp": Stack, "tied": tied, "experts": experts}
-KINDS = ["mlp", *(pytest.param(kind, marks=pytest.mark.more) for kind in ("tied", "experts"))]
-
-
-def _train(kind: str, dtype: torch.dtype, bucketing: str | None, backend: str, steps: int = 5) -> None:
-    torch._dynamo.reset()
+def _train(kind: str, dtype: torch.dtype, bucketing: str | None, backend: str) -> None:
     torch.manual_seed(0)
     eager = MODELS[kind]().to(dtype)
     graph = copy.deepcopy(eager)
     for model in (eager, graph):
-        shard(model)  # type: ignore[arg-type]
+        shard(model)
         if bucketing is not None:
             configure(model, bucketing=bucketing)
-    run = compiled(graph, backend)
+    _train_alike(eager, graph, [compiled(graph, backend)])
+
+
+def _train_alike(eager: Any, graph: Any, runs: list[Any]) -> None:
+    """Steps of both, of the second one by each of these in turn."""
     optims = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (eager, graph)]
-    for step in range(steps):
-        tokens = batches(step)[dist.get_rank()]
-        losses = []
-        for call, optim in zip((eager, run), optims):
-            loss = loss_of(call(tokens))
+    for step in range(6):
+        losses = [local_loss(eager, step), local_loss(runs[step % len(runs)], step)]
+        for loss, optim in zip(losses, optims):
             loss.backward()
             optim.step()
             optim.zero_grad()
-            losses.append(loss.detach())
         assert torch.equal(*losses), f"step {step}: {losses}"
     for (name, ours), theirs in zip(eager.named_parameters(), graph.parameters()):
         assert torch.equal(ours.to_local(), theirs.to_local()), name
 
 
 FP32, BF16 = torch.float32, torch.bfloat16
-MORE_FP32, MORE_BF16 = (pytest.param(dtype, marks=pytest.mark.more) for dtype in (FP32, BF16))
 
 
-@pytest.mark.parametrize("dtype", [FP32, MORE_BF16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_collective_a_parameter_is_bit_equal(three_ranks: Ranks, kind: str, dtype: torch.dtype) -> None:
-    three_ranks.run(_train, kind, dtype, "none", "aot_eager")
+@pytest.mark.parametrize(
+    ("kind", "dtype", "bucketing", "backend"),
+    [
+        ("mlp", FP32, "none", "aot_eager"),  # one collective a parameter
+        ("mlp", BF16, "group", "passes"),  # one bucket a group
+        pytest.param("tied", BF16, "none", "aot_eager", marks=pytest.mark.more),
+        pytest.param("tied", FP32, "group", "passes", marks=pytest.mark.more),
+        pytest.param("experts", FP32, "group", "passes", marks=pytest.mark.more),
+    ],
+)
+def test_three_ranks_are_bit_equal(
+    three_ranks: Ranks, kind: str, dtype: torch.dtype, bucketing: str, backend: str
+) -> None:
+    three_ranks.run(_train, kind, dtype, bucketing, backend)
 
 
-@pytest.mark.parametrize("dtype", [MORE_FP32, BF16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_bucket_a_group_is_bit_equal(three_ranks: Ranks, kind: str, dtype: torch.dtype) -> None:
-    three_ranks.run(_train, kind, dtype, "group", "passes")
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, FP32) for kind in MODELS), ("mlp", BF16)])
 def test_defaults_are_bit_equal_on_two_ranks(two_ranks: Ranks, kind: str, dtype: torch.dtype) -> None:
     two_ranks.run(_train, kind, dtype, None, "aot_eager")
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "passes"])
-def test_four_ranks_are_bit_equal(four_ranks: Ranks, backend: str) -> None:
-    four_ranks.run(_train, "tied", torch.float32, "none" if backend == "aot_eager" else "group", backend)
-
-
-def _parity() -> tuple[str, str, str]:
-    _, model = pair(make=lambda: Stack(3))
-    tokens = batches(0)[dist.get_rank()]
-    grads = {name: param.grad for name, param in model.named_parameters()}
-    good = check_parity(model, tokens, loss=loss_of)
-    assert good and good.first is None
-    assert {name: param.grad for name, param in model.named_parameters()} == grads
-    with pytest.raises(ValueError, match="Pass check_parity a"):
-        check_parity(model, (tokens,))
-    with pytest.raises(ValueError, match="holds no module"):
-        check_parity(nn.Linear(2, 2), {"input": torch.ones(2)})
-
-    class Lying(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            factor = 2 if torch.compiler.is_compiling() else 1
-            return x + factor * self.down(torch.relu(self.up(self.norm(x))))
-
+@on_two_ranks
+def test_a_step_that_mixes_everything() -> None:
+    """Compiled blocks in an eager model, an eager block in a compiled one, a break inside a unit, compile toggled."""
     torch.manual_seed(0)
-    lying = Stack(3)
-    lying.layers[2] = Lying()
-    shard(lying)
-    bad = check_parity(lying, tokens, loss=loss_of)
-    assert not bad and bad.first is not None
-    close = check_parity(lying, tokens, loss=loss_of, atol=1e3)
-    return str(good), str(bad), str(close)
+    base = Stack(num_blocks=4)
+    base.layers[3] = BreakBlock()
+    eager, mixed = shard(copy.deepcopy(base)), copy.deepcopy(base)
+    mixed.layers[0].compile(backend="aot_eager")
+    shard(mixed)
+    mixed.layers[2].forward = torch._dynamo.disable(mixed.layers[2].forward)
+    run = compiled(mixed, "aot_eager", fullgraph=False)
+    _train_alike(eager, mixed, [mixed, run, run])
 
 
-def test_check_parity_names_what_differs_first(two_ranks: Ranks) -> None:
-    good, bad, close = two_ranks.run(_parity)[0]
-    assert good == "eager and aot_eager agree: the loss and the gradients of 22 parameters"
-    assert bad.startswith("eager and aot_eager differ, first at loss: differs by up to")
-    assert close == good
+# --- check_parity -----------------------------------------------------------------------------------------------------
+
+
+class Lying(Block):
+    """Its output differs when compiled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 2 if torch.compiler.is_compiling() else 1
+        return x + factor * self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Ungated(Block):
@@ -138,62 +132,198 @@ class Ungated(Block):
         return out
 
 
-def _first_parameter() -> str:
+def _with_last(block: Block) -> Any:
     torch.manual_seed(0)
     model = Stack()
-    model.layers[1] = Ungated()
-    shard(model)
-    parity = check_parity(model, batches(0)[dist.get_rank()], loss=loss_of)
-    assert parity.first is not None
-    return parity.first.name
+    model.layers[1] = block
+    return shard(model)
 
 
-def test_check_parity_names_the_first_parameter(two_ranks: Ranks) -> None:
-    assert two_ranks.run(_first_parameter) == ["embed.weight"] * 2
+@on_two_ranks
+def test_check_parity_names_what_differs_first() -> None:
+    _, model = pair()
+    good = check_parity(model, mine(), loss=loss_of)
+    assert good and good.first is None
+    assert all(param.grad is None for param in model.parameters())
+    with pytest.raises(ValueError, match="Pass check_parity a"):
+        check_parity(model, (mine(),))
+    with pytest.raises(ValueError, match="holds no module"):
+        check_parity(nn.Linear(2, 2), {"input": torch.ones(2)})
+    lying = _with_last(Lying())
+    bad = check_parity(lying, mine(), loss=loss_of)
+    assert not bad and bad.first is not None
+    close = check_parity(lying, mine(), loss=loss_of, atol=1e3)
+    assert str(good) == str(close) == "eager and aot_eager agree: the loss and the gradients of 16 parameters"
+    assert str(bad).startswith("eager and aot_eager differ, first at loss: differs by up to")
+    lying.set_requires_gradient_sync(False)
+    unsynced = check_parity(lying, mine(), loss=loss_of)
+    assert not unsynced and "layers.1.up.weight" in {one.name for one in unsynced.differences}
+    ungated = check_parity(_with_last(Ungated()), mine(), loss=loss_of)
+    assert ungated.first is not None and ungated.first.name == "embed.weight"
 
 
-def _mixed_step() -> None:
-    """Compiled blocks in an eager model, an eager block in a compiled one, a break inside a unit, compile toggled."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-
-    class Breaking(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = torch.relu(self.up(self.norm(x)))
-            torch._dynamo.graph_break()
-            return x + self.down(hidden)
-
-    base = Stack(num_blocks=4)
-    base.layers[3] = Breaking()
-    eager, mixed = shard(copy.deepcopy(base)), copy.deepcopy(base)
-    mixed.layers[0].compile(backend="aot_eager")
-    shard(mixed)
-    mixed.layers[2].forward = torch._dynamo.disable(mixed.layers[2].forward)  # type: ignore[method-assign]
-    compiled = torch.compile(mixed, backend="aot_eager")
-    optims = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (eager, mixed)]
-    for step in range(6):
-        tokens = batches(step)[dist.get_rank()]
-        run = compiled if step % 3 else mixed
-        losses = [loss_of(eager(tokens)), loss_of(run(tokens))]
-        for loss, optim in zip(losses, optims):
-            loss.backward()
-            optim.step()
-            optim.zero_grad()
-        torch.testing.assert_close(losses[0], losses[1], atol=0, rtol=0)
-    for (name, ours), theirs in zip(eager.named_parameters(), mixed.parameters()):
-        assert torch.equal(ours.to_local(), theirs.to_local()), name
-
-
-def test_a_step_that_mixes_everything(two_ranks: Ranks) -> None:
-    two_ranks.run(_mixed_step)
-
-
-def _unit_compiled_at_its_forward() -> None:
+@pytest.mark.parametrize("path", ["eager", "aot_eager"])
+@on_two_ranks
+def test_an_accumulation_goes_on(path: str) -> None:
+    """Between two backwards, also where the first one was not synchronized; and between a forward and its backward."""
     unsharded, model = pair()
-    for layer in model.layers:
-        layer.forward = torch.compile(layer.forward, backend="aot_eager")  # upstream's recipe for FSDP2
-    train_and_compare(model, model, unsharded)
+    run = compiled(model, path, fullgraph=False)
+    for step, sync in enumerate((False, True)):
+        model.set_requires_gradient_sync(sync)
+        backward_on_both(run, unsharded, step)
+        parity = check_parity(model, mine(2), loss=loss_of)
+        assert parity and parity.num_params == len(list(model.parameters()))
+    assert_same_grads(model, unsharded)
+    for one in (model, unsharded):
+        one.zero_grad()
+    loss = local_loss(model, 0)
+    assert check_parity(model, mine(1), loss=loss_of)
+    loss.backward()
+    reference_backward(unsharded, batches(0))
+    assert_same_grads(model, unsharded)
 
 
-def test_forwards_that_are_compiled_themselves(two_ranks: Ranks) -> None:
-    two_ranks.run(_unit_compiled_at_its_forward)
+@on_two_ranks
+def test_what_was_gathered_by_hand_stays_and_an_optimizer_in_backward_does_not_step() -> None:
+    _, model = pair()
+    model.unshard()
+    whole = model.head.weight
+    assert check_parity(model, mine(1), loss=loss_of)
+    assert model.head.weight is whole
+    assert torch.isfinite(whole).all() and whole.untyped_storage().nbytes() > 0
+    model.reshard()
+
+    steps: list[str] = []
+    for fqn, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda param, fqn=fqn: steps.append(fqn))
+    before = [param.to_local().clone() for param in model.parameters()]
+    assert check_parity(model, mine(), loss=loss_of)
+    assert not steps
+    assert all(torch.equal(old, new.to_local()) for old, new in zip(before, model.parameters()))
+    local_loss(model, 0).backward()
+    assert sorted(steps) == sorted(fqn for fqn, _ in model.named_parameters())
+
+
+class Restless(nn.Module):
+    """Draws from every generator, counts its calls, and has running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.linear = nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.5)
+        self.calls = 0
+        self.seen: list[int] = []
+
+    @torch.compiler.disable
+    def draw(self) -> float:
+        self.calls += 1
+        self.seen.append(self.calls)
+        return random.random() + float(numpy.random.rand())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.linear(self.norm(x * x))) * self.draw()
+
+
+def _draws() -> list[float]:
+    return [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
+
+
+def _seed() -> None:
+    random.seed(3)
+    numpy.random.seed(3)
+    torch.manual_seed(3)
+
+
+@on_two_ranks
+def test_generators_buffers_attributes_and_inputs_are_as_before() -> None:
+    model = fully_shard(Restless())
+    _seed()
+    expected = _draws()
+    _seed()
+    statistics = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank())).requires_grad_()
+    y = 2 * x  # whose graph is the caller's
+    assert check_parity(model, y, loss=loss_of)
+    assert _draws() == expected
+    assert (model.calls, model.seen, model.training) == (0, [], True)
+    assert all(torch.equal(buffer, statistics[name]) for name, buffer in model.named_buffers())
+    assert x.grad is None
+    y.sum().backward()
+
+
+class Pass(nn.Module):
+    """Has parameters that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+@on_two_ranks
+def test_it_says_what_was_not_compared() -> None:
+    model = fully_shard(Pass())
+    nothing = check_parity(model, torch.ones(2, 2, requires_grad=True), loss=loss_of)
+    assert not nothing
+    assert str(nothing) == (
+        "nothing to compare: none of 2 parameters gets a gradient, eagerly or by aot_eager; the loss is the same"
+    )
+    with pytest.raises(ValueError, match="Pass: the loss has no gradient"):
+        check_parity(model, torch.ones(2, 2), loss=loss_of)
+    partly = shard(Stack(1))
+    partly.head.weight.requires_grad_(False)
+    partly_said = str(check_parity(partly, mine(), loss=loss_of))
+    assert partly_said == "eager and aot_eager agree: the loss and the gradients of 9 parameters; 1 more get none"
+
+
+class Keywords(nn.Module):
+    """Has keyword arguments that check_parity has as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, input_ids: Tensor, *, loss: Any = None, model: Any = None) -> Tensor:
+        out = self.linear(input_ids)
+        return out.sum() if loss is None else (out * loss).sum()
+
+
+@on_two_ranks
+def test_inputs_are_given_as_to_the_model() -> None:
+    model = fully_shard(Keywords())
+    x = torch.ones(2, 4)
+    assert check_parity(model, input_ids=x)
+    assert check_parity(model, input_ids=x, model=3)
+    assert check_parity(model, x, model=3)
+    assert check_parity(model, {"input_ids": x, "loss": x})
+    with pytest.raises(TypeError, match=r"function of the model.s output.*\{.loss.: \.\.\.\}"):
+        check_parity(model, input_ids=x, loss=x)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="takes the model and its inputs, but got Tensor"):
+        check_parity(x, model)  # type: ignore[arg-type]
+
+
+@on_two_ranks
+def test_it_is_refused_in_the_middle_of_a_step() -> None:
+    model: Any = fully_shard(nn.Linear(4, 4))
+    model.set_manual_backward_finalization(True)
+    model(torch.ones(2, 4)).sum().backward()
+    handle = model.finalize_backward(async_op=True)
+    with pytest.raises(RuntimeError, match=r"finalize_backward.*Call wait"):
+        check_parity(model, torch.ones(2, 4), loss=loss_of)
+    handle.wait()
+    model(torch.ones(2, 4)).sum().backward()
+    assert check_parity(model, torch.ones(2, 4), loss=loss_of)
+    model.finalize_backward()
+    expected = dist.get_world_size() * 2.0 * 2 / dist.get_world_size()
+    assert torch.equal(model.bias.grad.full_tensor(), torch.full((4,), expected))
+
+    class Asks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            check_parity(self, x, loss=loss_of)
+            return x
+
+    with pytest.raises(RuntimeError, match="inside a forward"):
+        fully_shard(Asks(4, 4))(torch.ones(2, 4))

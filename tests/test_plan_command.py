@@ -167,9 +167,8 @@ def _compiled(layers: int) -> fsdp_compile.passes.Prediction:
     return report.joint.predict("h100")
 
 
-def planner_of(target: Target, mesh: tuple[int, ...] = (RANKS,), how: str = NONE, **said: Any) -> Planner:
-    configuration = Configuration(mesh, 2, 128, how)
-    return Planner(target.make(2, 128), configuration, hardware(**said))
+def planner_of(target: Target, how: str = NONE) -> Planner:
+    return Planner(target.make(2, 128), Configuration((RANKS,), 2, 128, how), hardware())
 
 
 @pytest.mark.more
@@ -205,16 +204,10 @@ def _config(folder: Path, layers: int) -> Path:
     return path
 
 
-SEVERAL = [(how, mesh) for how in (NONE, SELECTIVE, FULL) for mesh in ((RANKS,), (2, RANKS // 2))]
-OFTEN = ((SELECTIVE, (RANKS,)),)
-
-
+@pytest.mark.more
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize(
-    ("how", "mesh"), [pytest.param(*one, marks=pytest.mark.more if one in OFTEN else pytest.mark.slow) for one in SEVERAL]
-)
-def test_few_layers_of_a_llama_tell_of_all(tmp_path: Path, how: str, mesh: tuple[int, ...]) -> None:
-    planner = planner_of(find_target(str(_config(tmp_path, LLAMAS_LAYERS))), mesh, how)
+def test_few_layers_of_a_llama_tell_of_all(tmp_path: Path) -> None:
+    planner = planner_of(find_target(str(_config(tmp_path, LLAMAS_LAYERS))), SELECTIVE)
     few, num_traced = planner.all_alike(as_told)
     all_of_it = planner.few(LLAMAS_LAYERS, as_told)
     assert num_traced < LLAMAS_LAYERS
@@ -234,26 +227,25 @@ def assert_alike(one: Forecast, other: Forecast) -> None:
 @pytest.mark.usefixtures("world")
 def test_checkpointing_trades_time_for_activations(tmp_path: Path) -> None:
     target = find_target(str(_config(tmp_path, LLAMAS_LAYERS)))
-    none, selective, full = (forecast_of(planner_of(target, how=how)) for how in (NONE, SELECTIVE, FULL))
+    none, selective, full = (forecast_of(planner_of(target, how)) for how in (NONE, SELECTIVE, FULL))
     assert none.peak["activations"] > selective.peak["activations"] > full.peak["activations"]
     assert none.backward_s < selective.backward_s < full.backward_s
     assert none.flops == selective.flops == full.flops  # what a model takes, however often it is computed
     assert none.forward_s == pytest.approx(full.forward_s, rel=0.1)
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize(
-    "share", [pytest.param(one, marks=pytest.mark.slow if one > 0.0 else pytest.mark.more) for one in (-1.0, 0.0, 0.3, 0.6, 1.0)]
-)
-def test_a_budget_is_kept_and_used(share: float) -> None:
+@pytest.mark.parametrize("is_least", [True, False])
+def test_a_budget_is_kept_and_used(is_least: bool) -> None:
     """Against the choice of a model that trains, from the joint graph of all layers."""
     planner = planner_of(find_target("tests.test_plan_command:tiny"))
     joint = planner.joint(LAYERS)
     least, lost = choose(joint, lambda again: 1, planner.hardware.profile)
     tried = [one.trial for one in (least, *lost)]
-    saving = sorted(trial.peak_bytes for trial in tried if not trial.recomputed)
-    budget = int(saving[0] + share * (saving[-1] - saving[0])) if share >= 0 else least.trial.peak_bytes
-    assert least.trial.recomputed and least.trial.peak_bytes < saving[0]
+    saving = min(trial.peak_bytes for trial in tried if not trial.recomputed)
+    budget = least.trial.peak_bytes if is_least else saving
+    assert least.trial.recomputed and least.trial.peak_bytes < saving
     planner.configuration = dataclasses.replace(planner.configuration, budget=budget)
     best, others = choose(joint, lambda again: budget, planner.hardware.profile)
     one = forecast_of(planner)
@@ -262,10 +254,8 @@ def test_a_budget_is_kept_and_used(share: float) -> None:
     # A forecast saves all activations, or computes again all that may be and keeps no layer: what lies between is for
     # models that train.
     lean = max((trial for trial in tried if not trial.kept), key=lambda trial: len(trial.recomputed))
-    alike = [lean.seconds] if share < 0 else [trial.seconds for trial in fitting if not trial.recomputed]
+    alike = [lean.seconds] if is_least else [trial.seconds for trial in fitting if not trial.recomputed]
     assert one.forward_s + one.backward_s <= min(alike) * 1.03
-    if share == 1.0:
-        assert one.num_kept == LAYERS
 
 
 @pytest.mark.more
@@ -476,22 +466,6 @@ def test_a_sweep_marks_the_fastest_that_fits(capsys: Any, monkeypatch: pytest.Mo
     assert f"{best.tokens_per_s_per_rank:,.0f}" in marked and "x".join(map(str, best.configuration.mesh)) in marked
 
 
-@pytest.mark.more
-def test_the_table_says_what_the_data_says(capsys: Any) -> None:
-    arguments = ("tests.test_plan_command:with_batch", "--mesh", "2x8", "--memory", "60GiB")
-    code, data, _ = _plans(capsys, *arguments)
-    [plan] = data["plans"]
-    assert code == 0 and plan["fits"] and plan["memory_bytes"] == 60 << 30
-    assert plan["tokens_per_s"] * plan["step_s"] == pytest.approx(16 * 3 * 32)
-    assert cli.main(["plan", *arguments]) == 0
-    shown = capsys.readouterr().out
-    for kind, num_bytes in plan["peak_bytes_by_kind"].items():
-        if num_bytes:
-            assert re.search(rf"{kind} +{re.escape(size(num_bytes))} ", shown), kind
-    assert re.search(rf"tokens/s a rank +{plan['tokens_per_s_per_rank']:,.0f}", shown)
-    assert re.search(r"of 60\.0 GiB of memory +fits", shown) and "5 of 12 repeated layers traced" in shown
-
-
 def planned(how: str = NONE, budget: int | None = None, held: int = 9 << 30, seconds: float = 1.0) -> Forecast:
     return Forecast(
         Configuration((8, 64), 2, 8192, how, budget), hardware(512), {"activations": held, OPTIMIZER: 1 << 30},
@@ -512,6 +486,8 @@ def test_no_window_is_too_narrow_for_digits(width: int, capsys: Any) -> None:
     for figure in ("62.0 GiB", "61.0 GiB", "3.358 s", f"{found[1].tokens_per_s:,.0f}", "12.300 ms"):
         assert figure in shown[shown.rindex("Llama") :], figure
     assert ("Left out" in shown) == (width < 90)
+    if width == 200:
+        assert re.search(r"of 70\.0 GiB of memory.*fits", shown) and "4 of 80 repeated layers traced" in shown
 
 
 def test_where_no_window_is_nothing_is_left_out(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -557,12 +533,8 @@ def test_the_best_is_within_the_budget_that_was_given() -> None:
     best = best_of(rows, given.budget)
     assert best is not None and best.configuration.checkpointing == FULL and best.configuration.budget is None
     assert [one.is_met for one in rows if isinstance(one, Forecast) and one.configuration.budget] == [False]
-    assert best_of(rows, 1 << 20) is None
+    assert best_of(rows, 1 << 20) is None and best_of([planned(held=90 << 30)]) is None
     assert best_of(Canned(saves=True).sweep(given), given.budget).configuration.budget == given.budget
-
-
-def test_capitals_name_the_same_hardware() -> None:
-    assert load_profile("H100") is load_profile("h100")
 
 
 def test_a_sweep_is_around_what_was_given() -> None:
@@ -582,11 +554,3 @@ def test_every_option_has_its_help() -> None:
     parser = argparse.ArgumentParser()
     add_options(parser)
     assert all(action.help for action in parser._actions)
-
-
-def test_nothing_is_best_where_nothing_fits() -> None:
-    one = Forecast(
-        Configuration((2,), 1, 8, NONE), hardware(2, memory_bytes=10), {"shards": 11}, 1.0, 1.0, 1.0, 0.0, 8, 1.0, 0, 1, 1
-    )
-    assert best_of([one]) is None
-    assert best_of([one, dataclasses.replace(one, peak={"shards": 9})]) is not None

@@ -27,8 +27,9 @@ import fsdp_compile
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from fsdp_compile.eager import forward as eager
 from tests.comparing import assert_same_grads, compare_one_step, full
-from tests.compiling import no_kernels_built, num_graphs
-from tests.models import Fault
+from tests.compiling import compiled, no_kernels_built, num_graphs
+from tests.models import Fault, one_unit, twins
+from tests.on_ranks import on_two_ranks
 from tests.ranks import Ranks
 from tests.recording import recorded
 
@@ -93,6 +94,15 @@ class TakenWithoutGrad(AsParameters):
             scale = weight.abs().mean()
             bias = dict(self.second.named_parameters())["bias"]
         return functional.linear(functional.linear(x, weight / scale), self.second.weight, bias)
+
+
+class TargetWithoutGrad(AsParameters):
+    """Its first read of a weight is without grad, and the second one has a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.first(x)
+        return self.second(self.first(x * 2) - target)  # type: ignore[no-any-return]
 
 
 class TakenInInference(AsParameters):
@@ -162,7 +172,7 @@ def _compare(make: Callable[[], nn.Module], backend: str | None) -> None:
     unsharded = make()
     torch.manual_seed(0)
     sharded = fully_shard(make())
-    run = sharded if backend is None else torch.compile(sharded, backend=backend)
+    run = compiled(sharded, backend, fullgraph=False)
     for step in range(2):
         x = torch.randn(dist.get_world_size(), 4, 5, 6, generator=torch.Generator().manual_seed(step))
         run(x[dist.get_rank()]).pow(2).mean().backward()
@@ -173,7 +183,13 @@ def _compare(make: Callable[[], nn.Module], backend: str | None) -> None:
 
 @pytest.mark.compat
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-@pytest.mark.parametrize("make", [Recurrent, normed, orthogonal, parametrized, AsParameters, TakenWithoutGrad, TakenInInference, Mapped])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Recurrent, normed, orthogonal, parametrized,
+        AsParameters, TakenWithoutGrad, TargetWithoutGrad, TakenInInference, Mapped,
+    ],
+)
 def test_reads_through_lists_and_parametrizations(two_ranks: Ranks, make: Any, backend: str | None) -> None:
     two_ranks.run(_compare, make, backend)
 
@@ -199,18 +215,13 @@ class Teacher(nn.Module):
         return x
 
 
-def _taught(backend: str | None) -> None:
-    torch.manual_seed(0)
-    unsharded = Teacher()
-    sharded = fully_shard(copy.deepcopy(unsharded))
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@on_two_ranks
+def test_another_shard_in_the_place_of_a_parameter(backend: str | None) -> None:
+    unsharded, sharded = one_unit(Teacher)
     for model in (unsharded, sharded):
         model.others = [{"weight": model.inner.weight.detach() * times} for times in (2, -3)]
     compare_one_step(unsharded, sharded, torch.ones(2, 6), backend)
-
-
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_another_shard_in_the_place_of_a_parameter(two_ranks: Ranks, backend: str | None) -> None:
-    two_ranks.run(_taught, backend)
 
 
 class ClampsTied(nn.Module):
@@ -231,18 +242,13 @@ class ClampsTied(nn.Module):
         return self.second(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
 
 
-def _clamps_tied(backend: str | None) -> None:
-    torch.manual_seed(0)
-    unsharded = ClampsTied()
-    sharded = copy.deepcopy(unsharded)
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@on_two_ranks
+def test_a_write_in_one_module_of_a_unit_is_read_in_another(backend: str | None) -> None:
+    unsharded, sharded = twins(ClampsTied)
     fully_shard([sharded.first, sharded.second], reshard_after_forward=False)  # or backward gathers what is not clamped
     fully_shard(sharded)
     compare_one_step(unsharded, sharded, torch.ones(2, 6), backend)
-
-
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_a_write_in_one_module_of_a_unit_is_read_in_another(two_ranks: Ranks, backend: str | None) -> None:
-    two_ranks.run(_clamps_tied, backend)
 
 
 class Assigns(nn.Module):
@@ -261,7 +267,9 @@ class Assigns(nn.Module):
         return self.second(x)  # type: ignore[no-any-return]
 
 
-def _assigned(backend: str | None) -> None:
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@on_two_ranks
+def test_what_is_read_is_registered_in_another_place(backend: str | None) -> None:
     def trained(model: nn.Module, run: Any) -> Any:
         run(torch.ones(2, 6)).pow(2).sum().backward()
         return [param if param is None else full(param) for param in (model.first.weight.grad, model.second.bias.grad)]
@@ -272,31 +280,22 @@ def _assigned(backend: str | None) -> None:
     expected = trained(unsharded, unsharded)
     for _ in range(2):
         model.zero_grad()
-        run = model if backend is None else torch.compile(model, backend=backend)
-        torch.testing.assert_close(trained(model, run), expected)
+        torch.testing.assert_close(trained(model, compiled(model, backend, fullgraph=False)), expected)
         assert isinstance(model.second.weight, DTensor) and model.second.weight is not model.first.weight
     listed = fully_shard(Assigns("a slice of a list"))
     with pytest.raises(ValueError, match="non-leaf"):  # no new parameter, which would get the gradient
-        (listed if backend is None else torch.compile(listed, backend=backend))(torch.ones(2, 6))
-
-
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_what_is_read_is_registered_in_another_place(two_ranks: Ranks, backend: str | None) -> None:
-    two_ranks.run(_assigned, backend)
-
-
-def _compiled_with(make: Callable[[], nn.Module]) -> list[str]:
-    files: list[str] = []
-    with torch._dynamo.convert_frame.register_bytecode_hook(lambda code, _: files.append(code.co_filename)):
-        _compare(make, "aot_eager")
-    ours = [(PACKAGE / part).resolve() for part in ("eager", "lookout", "passes")]
-    return [file for file in files if any(Path(file).resolve().is_relative_to(part) for part in ours)]
+        compiled(listed, backend, fullgraph=False)(torch.ones(2, 6))
 
 
 @pytest.mark.compat  # before 2.15, Dynamo looks at these frames
-def test_what_an_eager_read_runs_is_not_compiled(two_ranks: Ranks) -> None:
+@on_two_ranks
+def test_what_an_eager_read_runs_is_not_compiled() -> None:
     """nn.LSTM runs in Python inside a compiled frame; guards on what other threads write failed now and then."""
-    assert two_ranks.run(_compiled_with, Recurrent) == [[], []]
+    files: list[str] = []
+    with torch._dynamo.convert_frame.register_bytecode_hook(lambda code, _: files.append(code.co_filename)):
+        _compare(Recurrent, "aot_eager")
+    ours = [(PACKAGE / part).resolve() for part in ("eager", "lookout", "passes")]
+    assert [file for file in files if any(Path(file).resolve().is_relative_to(part) for part in ours)] == []
 
 
 def test_reads_from_a_hook_of_an_inner_module(two_ranks: Ranks) -> None:
@@ -304,10 +303,12 @@ def test_reads_from_a_hook_of_an_inner_module(two_ranks: Ranks) -> None:
         two_ranks.run(_compare, old_weight_norm, backend)
 
 
-def _deleted(backend: str | None) -> None:
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@on_two_ranks
+def test_a_parameter_that_was_deleted_after_sharding(backend: str | None) -> None:
     model = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3))
     fully_shard(model)
-    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    run = compiled(model, backend)
     model[0].bias = None
     run(torch.randn(4, 6)).sum().backward()
     assert model[0].weight.grad is not None
@@ -315,11 +316,6 @@ def _deleted(backend: str | None) -> None:
     assert not hasattr(model[0], "weight")
     with pytest.raises(AttributeError, match="weight"):
         _ = model[0].weight
-
-
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_a_parameter_that_was_deleted_after_sharding(two_ranks: Ranks, backend: str | None) -> None:
-    two_ranks.run(_deleted, backend)
 
 
 class AroundTheAttribute(nn.Module):
@@ -351,11 +347,9 @@ class AroundTheAttribute(nn.Module):
 
 
 def _around(how: str, backend: str | None) -> None:
-    torch.manual_seed(0)
-    unsharded = AroundTheAttribute(how)
-    sharded = fully_shard(copy.deepcopy(unsharded))
+    unsharded, sharded = one_unit(lambda: AroundTheAttribute(how))
     shard = dict.get(sharded.inner._parameters, "weight")
-    run = sharded if backend is None else torch.compile(sharded, backend=backend, fullgraph=True)
+    run = compiled(sharded, backend)
     for _ in range(2):
         outputs = [call(torch.ones(2, 6)) for call in (run, unsharded)]
         torch.testing.assert_close(*outputs)
@@ -393,13 +387,15 @@ class HooksInForward(nn.Module):
         return self.inner(torch.tanh(self.inner(x)))
 
 
-def _hooked_in_forward(backend: str | None) -> None:
-    torch.manual_seed(0)
-    unsharded = nn.Sequential(HooksInForward(), HooksInForward())
-    sharded = copy.deepcopy(unsharded)
+@pytest.mark.compat
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@on_two_ranks
+def test_post_accumulate_hooks_that_a_forward_registers(backend: str | None) -> None:
+    """They change the full gradient, of all reads."""
+    unsharded, sharded = twins(lambda: nn.Sequential(HooksInForward(), HooksInForward()))
     for block in (*sharded, sharded):
         fully_shard(block)
-    run = sharded if backend is None else torch.compile(sharded, backend=backend, fullgraph=True)
+    run = compiled(sharded, backend)
     for step in range(3):
         for model, call in ((sharded, run), (unsharded, unsharded)):
             model.zero_grad()
@@ -408,13 +404,6 @@ def _hooked_in_forward(backend: str | None) -> None:
         with torch.no_grad():
             torch.testing.assert_close(run(torch.ones(2, 6)), unsharded(torch.ones(2, 6)))
     assert isinstance(sharded[0].inner._parameters["weight"], DTensor)
-
-
-@pytest.mark.compat
-@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
-def test_post_accumulate_hooks_that_a_forward_registers(two_ranks: Ranks, backend: str | None) -> None:
-    """They change the full gradient, of all reads."""
-    two_ranks.run(_hooked_in_forward, backend)
 
 
 def _tripled(param: Any) -> None:
@@ -432,43 +421,19 @@ class HooksADTensor(nn.Linear):
         return functional.linear(x, weight, bias)
 
 
-def _hooks_a_dtensor(backend: str | None) -> None:
+@pytest.mark.parametrize("backend", [None, "inductor"])
+@on_two_ranks
+def test_a_hook_on_a_dtensor_in_a_forward_that_breaks(backend: str | None) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-    unsharded = HooksADTensor(6, 6)
-    sharded = copy.deepcopy(unsharded)
+    unsharded, sharded = twins(lambda: HooksADTensor(6, 6))
     for name, param in unsharded.named_parameters():
         setattr(sharded, name, nn.Parameter(distribute_tensor(param.detach(), mesh["tp"], [Replicate()])))
     fully_shard(sharded, mesh=mesh["dp"])
     compare_one_step(unsharded, sharded, torch.ones(2, 6), backend, fullgraph=False)
 
 
-@pytest.mark.parametrize("backend", [None, "inductor"])
-def test_a_hook_on_a_dtensor_in_a_forward_that_breaks(two_ranks: Ranks, backend: str | None) -> None:
-    two_ranks.run(_hooks_a_dtensor, backend)
-
-
-class HooksARead(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight.register_hook(lambda grad: grad * 3)
-        return super().forward(x)
-
-
-def _hooks_a_read(backend: str | None) -> None:
-    torch.manual_seed(0)
-    unsharded = HooksARead(6, 6)
-    sharded = fully_shard(copy.deepcopy(unsharded))
-    compare_one_step(unsharded, sharded, torch.ones(2, 6), backend)
-
-
-@pytest.mark.skipif(find_spec("torch._higher_order_ops.register_hook") is None, reason="torch 2.11 has no op for hooks")
-@pytest.mark.parametrize("backend", [None, "inductor"])
-def test_a_tensor_hook_on_one_read_sees_the_gradient_of_the_next(two_ranks: Ranks, backend: str | None) -> None:
-    two_ranks.run(_hooks_a_read, backend)
-
-
 class Same(nn.Module):
-    """What a parameter is read as is one tensor: under two names, again, after a write, in what is recomputed."""
+    """What a parameter is read as is one tensor: under two names, after a write or hook, in what is recomputed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -490,17 +455,12 @@ class Same(nn.Module):
         return out
 
 
-def _same(backend: str | None) -> None:
-    torch.manual_seed(0)
-    unsharded = Same()
-    sharded = fully_shard(copy.deepcopy(unsharded))
-    compare_one_step(unsharded, sharded, torch.arange(8), backend)
-
-
 @pytest.mark.skipif(find_spec("torch._higher_order_ops.register_hook") is None, reason="torch 2.11 has no op for hooks")
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
-def test_all_reads_of_a_forward_give_one_tensor(two_ranks: Ranks, backend: str | None) -> None:
-    two_ranks.run(_same, backend)
+@on_two_ranks
+def test_all_reads_of_a_forward_give_one_tensor(backend: str | None) -> None:
+    unsharded, sharded = one_unit(Same)
+    compare_one_step(unsharded, sharded, torch.arange(8), backend)
 
 
 class Cached(nn.Linear):
@@ -511,74 +471,16 @@ class Cached(nn.Linear):
         return x @ weight
 
 
-def _cached() -> None:
+@on_two_ranks
+def test_a_shard_that_a_forward_kept_is_named() -> None:
     model: Any = fully_shard(Cached(6, 6))
     model.cached = [model.weight]
     with pytest.raises(RuntimeError, match=r"weight was read as a shard inside a forward.*attribute"):
         model(torch.randn(2, 6))
 
 
-def test_a_shard_that_a_forward_kept_is_named(two_ranks: Ranks) -> None:
-    two_ranks.run(_cached)
-
-
-def _two_grad_modes() -> None:
-    """A first read without grad must not leave the later one without gradient."""
-
-    class Teacher(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                target = self.linear(x)
-            return self.linear(x * 2) - target
-
-    torch.manual_seed(0)
-    unsharded = Teacher()
-    sharded = fully_shard(copy.deepcopy(unsharded))
-    x = torch.ones(3, 6)
-    for model in (sharded, unsharded):
-        model(x).pow(2).sum().backward()
-    assert_same_grads(sharded, unsharded)
-
-
-def test_a_read_without_grad_and_one_with(two_ranks: Ranks) -> None:
-    two_ranks.run(_two_grad_modes)
-
-
-def _raises_and_recovers() -> None:
-    class Fails(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 6)
-            self.fail = True
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.linear(x)
-            if self.fail:
-                raise ArithmeticError("on purpose")
-            return y
-
-    torch.manual_seed(0)
-    unsharded = Fails()
-    sharded = fully_shard(copy.deepcopy(unsharded))
-    x = torch.ones(3, 6)
-    with pytest.raises(ArithmeticError, match="on purpose"):
-        sharded(x)
-    assert isinstance(sharded.linear.weight, DTensor)
-    for model in (sharded, unsharded):
-        model.fail = False
-        model(x).pow(2).sum().backward()
-    assert_same_grads(sharded, unsharded)
-
-
-def test_a_forward_that_raised_leaves_nothing_behind(two_ranks: Ranks) -> None:
-    two_ranks.run(_raises_and_recovers)
-
-
-def _reentrant_inside() -> None:
+@on_two_ranks
+def test_reentrant_checkpointing_inside_a_unit() -> None:
     class Inner(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -588,17 +490,8 @@ def _reentrant_inside() -> None:
             hidden = checkpoint(self.b, torch.relu(self.a(x)), use_reentrant=True)
             return self.c(hidden) + checkpoint(self.a, x, use_reentrant=True)
 
-    torch.manual_seed(0)
-    unsharded = Inner()
-    sharded = fully_shard(copy.deepcopy(unsharded), reshard_after_forward=True)
-    x = torch.ones(3, 6, requires_grad=True)
-    for model in (sharded, unsharded):
-        model(x).pow(2).sum().backward()
-    assert_same_grads(sharded, unsharded)
-
-
-def test_reentrant_checkpointing_inside_a_unit(two_ranks: Ranks) -> None:
-    two_ranks.run(_reentrant_inside)
+    unsharded, sharded = one_unit(Inner, reshard_after_forward=True)
+    compare_one_step(unsharded, sharded, torch.ones(3, 6, requires_grad=True), None)
 
 
 class Adapted(nn.Module):
@@ -613,10 +506,11 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def _reentrant_around(block: Callable[[], nn.Module], calls: int) -> None:
-    torch.manual_seed(0)
-    unsharded = block()
-    sharded = fully_shard(copy.deepcopy(unsharded), reshard_after_forward=True)
+@pytest.mark.parametrize(("block", "calls"), [(Adapted, 1), (functools.partial(nn.Linear, 6, 6), 2), (Adapted, 2)])
+@on_two_ranks
+def test_reentrant_checkpointing_around_units(block: Callable[[], nn.Module], calls: int) -> None:
+    """Of frozen matrices that backward reads last; of one unit that is read again after a gradient of it came."""
+    unsharded, sharded = one_unit(block, reshard_after_forward=True)
     inputs = []
     for model in (sharded, unsharded):
         for _ in range(2):
@@ -630,12 +524,6 @@ def _reentrant_around(block: Callable[[], nn.Module], calls: int) -> None:
     torch.testing.assert_close(inputs[0].grad, inputs[2].grad)
 
 
-@pytest.mark.parametrize(("block", "calls"), [(Adapted, 1), (functools.partial(nn.Linear, 6, 6), 2), (Adapted, 2)])
-def test_reentrant_checkpointing_around_units(two_ranks: Ranks, block: Callable[[], nn.Module], calls: int) -> None:
-    """Of frozen matrices that backward reads last; of one unit that is read again after a gradient of it came."""
-    two_ranks.run(_reentrant_around, block, calls)
-
-
 class Renaming(nn.Linear):
     """Puts a parameter of a kind of its own in its weight's place when it first runs, as bitsandbytes' layers do."""
 
@@ -646,11 +534,11 @@ class Renaming(nn.Linear):
         return functional.linear(x, self.weight, self.bias)
 
 
-def _renamed_in_forward() -> None:
-    torch.manual_seed(0)
-    unsharded = nn.Sequential(Renaming(6, 6), nn.Linear(6, 6))
-    unsharded[0].weight.requires_grad_(False)
-    sharded = copy.deepcopy(unsharded)
+@on_two_ranks
+def test_a_module_that_replaces_what_it_was_given_has_its_shard_again() -> None:
+    unsharded, sharded = twins(lambda: nn.Sequential(Renaming(6, 6), nn.Linear(6, 6)))
+    for model in (unsharded, sharded):
+        model[0].weight.requires_grad_(False)
     fully_shard(sharded[0])
     fully_shard(sharded)
     for _ in range(3):
@@ -660,10 +548,7 @@ def _renamed_in_forward() -> None:
         assert isinstance(sharded[0]._parameters["weight"], DTensor)
     assert_same_grads(sharded, unsharded)
 
-
-def _renamed_in_a_tied_place() -> None:
-    """The module that replaces a tied weight is the second one that has it."""
-    torch.manual_seed(0)
+    # The module that replaces a tied weight is the second one that has it.
     unsharded = nn.Sequential(nn.Linear(6, 6), Renaming(6, 6))
     unsharded[1].weight = unsharded[0].weight
     unsharded[0].weight.requires_grad_(False)
@@ -674,11 +559,6 @@ def _renamed_in_a_tied_place() -> None:
         assert sharded[1]._parameters["weight"] is sharded[0]._parameters["weight"]
     for ours, theirs in zip(sharded, unsharded):  # the unsharded weights are tied no more
         torch.testing.assert_close(full(ours.bias.grad), theirs.bias.grad)
-
-
-def test_a_module_that_replaces_what_it_was_given_has_its_shard_again(two_ranks: Ranks) -> None:
-    two_ranks.run(_renamed_in_forward)
-    two_ranks.run(_renamed_in_a_tied_place)
 
 
 @dataclass
@@ -706,10 +586,12 @@ class Quantized(nn.Linear):
         return functional.linear(x, self.weight * self.weight.scale.factor)
 
 
-def _read_attributes(how: str) -> None:
-    torch.manual_seed(0)
-    unsharded = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), Quantized(trains)) for trains in (False, True)))
-    sharded = copy.deepcopy(unsharded)
+@pytest.mark.parametrize("how", ["eagerly", "blocks", "whole"])
+@on_two_ranks
+def test_what_is_read_has_the_attributes_of_the_users_parameter(how: str) -> None:
+    unsharded, sharded = twins(
+        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), Quantized(trains)) for trains in (False, True)))
+    )
     for block, original in zip(sharded, unsharded):  # a copy of a parameter has no attributes of the user's
         block[1].weight.scale = original[1].scale
         if how == "blocks":
@@ -726,63 +608,26 @@ def _read_attributes(how: str) -> None:
             assert not hasattr(block[1]._parameters["weight"], "scale")  # or it would be saved beside the shard
 
 
-@pytest.mark.parametrize("how", ["eagerly", "blocks", "whole"])
-def test_what_is_read_has_the_attributes_of_the_users_parameter(two_ranks: Ranks, how: str) -> None:
-    two_ranks.run(_read_attributes, how)
-
-
-def _inference_first() -> None:
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.inference_mode():
-                norm = self.linear.weight.norm().item()
-            return self.linear(x) / norm
-
-    torch.manual_seed(0)
-    unsharded = Normed()
-    sharded = fully_shard(copy.deepcopy(unsharded))
-    for model in (sharded, unsharded):
-        model(torch.ones(3, 6)).pow(2).sum().backward()
-    assert_same_grads(sharded, unsharded)
-
-
-def test_a_first_read_in_inference_mode_keeps_the_gradients(two_ranks: Ranks) -> None:
-    two_ranks.run(_inference_first)
-
-
 @dataclass
 class Out:
     y: Tensor
 
 
-class Dataclassy(nn.Module):
+class Dataclassy(nn.Linear):
     """Its output is a dataclass that pytree does not know."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Out:
-        return Out(self.linear(x))
+    def forward(self, x: Tensor) -> Out:  # type: ignore[override]
+        return Out(super().forward(x))
 
 
-class GivesItsWeight(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(6, 6))
-
-    def forward(self) -> Tensor:
-        return self.w
+class GivesItsWeight(nn.Linear):
+    def forward(self) -> Tensor:  # type: ignore[override]
+        return self.weight
 
 
-def _outputs() -> None:
-    torch.manual_seed(0)
-    unsharded = nn.ModuleList([Dataclassy(), GivesItsWeight()])
-    sharded = copy.deepcopy(unsharded)
+@on_two_ranks
+def test_outputs_in_dataclasses_and_outputs_that_are_parameters() -> None:
+    unsharded, sharded = twins(lambda: nn.ModuleList([Dataclassy(6, 6), GivesItsWeight(6, 6, bias=False)]))
     for unit in sharded:
         fully_shard(unit, reshard_after_forward=True)
     x = torch.ones(3, 6)
@@ -794,39 +639,31 @@ def _outputs() -> None:
         torch.testing.assert_close(sharded[1]().sum(), unsharded[1]().sum())
 
 
-def test_outputs_in_dataclasses_and_outputs_that_are_parameters(two_ranks: Ranks) -> None:
-    two_ranks.run(_outputs)
+@pytest.mark.parametrize("reshard", [True, False])
+@on_two_ranks
+def test_no_gathered_parameter_outlives_its_step(reshard: bool) -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), reshard_after_forward=reshard)
+    for backward in (True, False):
+        refs = []
+        for _ in range(3):
+            begin = eager.begin_forward
+
+            def watch(*args: Any) -> Any:
+                begun = begin(*args)  # noqa: B023
+                refs.append(weakref.ref(begun[0]))  # noqa: B023
+                return begun
+
+            with mock.patch.object(eager, "begin_forward", watch):
+                loss = model(torch.ones(2, 6)).sum()
+            if backward:
+                loss.backward()
+            del loss
+        gc.collect()
+        assert [ref for ref in refs[:-1] if ref() is not None] == []
 
 
-def _nothing_is_kept() -> list[int]:
-    alive = []
-    for reshard in (True, False):
-        model = fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), reshard_after_forward=reshard)
-        for backward in (True, False):
-            refs = []
-            for _ in range(3):
-                begin = eager.begin_forward
-
-                def watch(*args: Any) -> Any:
-                    begun = begin(*args)  # noqa: B023
-                    refs.append(weakref.ref(begun[0]))  # noqa: B023
-                    return begun
-
-                with mock.patch.object(eager, "begin_forward", watch):
-                    loss = model(torch.ones(2, 6)).sum()
-                if backward:
-                    loss.backward()
-                del loss
-            gc.collect()
-            alive.append(sum(ref() is not None for ref in refs[:-1]))
-    return alive
-
-
-def test_no_gathered_parameter_outlives_its_step(two_ranks: Ranks) -> None:
-    assert two_ranks.run(_nothing_is_kept)[0] == [0, 0, 0, 0]
-
-
-def _backward_raises() -> None:
+@on_two_ranks
+def test_a_backward_that_raised_leaves_no_stale_weight() -> None:
     class Inner(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -836,9 +673,7 @@ def _backward_raises() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.b(Fault.apply(self.a(x), self.fail))
 
-    torch.manual_seed(0)
-    unsharded = Inner()
-    sharded = fully_shard(copy.deepcopy(unsharded), reshard_after_forward=True)
+    unsharded, sharded = one_unit(Inner, reshard_after_forward=True)
     x = torch.ones(3, 6, requires_grad=True)
     with pytest.raises(ArithmeticError):
         checkpoint(sharded, x, use_reentrant=True).sum().backward()
@@ -852,11 +687,9 @@ def _backward_raises() -> None:
     assert_same_grads(sharded, unsharded, rtol=1e-3)
 
 
-def test_a_backward_that_raised_leaves_no_stale_weight(two_ranks: Ranks) -> None:
-    two_ranks.run(_backward_raises)
-
-
-def _child_weight(backend: str | None) -> None:
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@on_two_ranks
+def test_a_parent_reads_a_childs_weight(backend: str | None) -> None:
     class Root(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -866,42 +699,28 @@ def _child_weight(backend: str | None) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.shared(self.block(x)) @ self.block.weight
 
-    torch.manual_seed(0)
-    unsharded = Root()
-    sharded = copy.deepcopy(unsharded)
+    unsharded, sharded = twins(Root)
     fully_shard(sharded.block)
     fully_shard(sharded)
-    x = torch.ones(3, 6)
-    run = sharded if backend is None else torch.compile(sharded, backend=backend)
-    for call in (run, unsharded):
-        call(x).pow(2).sum().backward()
+    for call in (compiled(sharded, backend, fullgraph=False), unsharded):
+        call(torch.ones(3, 6)).pow(2).sum().backward()
     assert_same_grads(sharded, unsharded, rtol=1e-3)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_a_parent_reads_a_childs_weight(two_ranks: Ranks, backend: str | None) -> None:
-    two_ranks.run(_child_weight, backend)
-
-
-def _dtypes() -> None:
-    bf16, fp32 = torch.bfloat16, torch.float32
+@on_two_ranks
+def test_dtypes_follow_to_and_load_state_dict() -> None:
+    bf16 = torch.bfloat16
     model = fully_shard(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)).to(bf16))
     model[1].float()
-    run = torch.compile(model[1], backend="aot_eager")
-    x = torch.ones(2, 6)
-    fully = fully_shard(nn.Sequential(nn.Linear(6, 6)))
-    low = {fqn: value.to(bf16) for fqn, value in fully.state_dict().items()}
-    fully.load_state_dict(low, assign=True)
-    assert fully(x.to(bf16)).dtype is bf16
-    assert torch.compile(fully, backend="aot_eager")(x.to(bf16)).dtype is bf16
-    assert model[1].weight.dtype is fp32 and run is not None
+    assert model[1].weight.dtype is torch.float32
+    model = fully_shard(nn.Sequential(nn.Linear(6, 6)))
+    model.load_state_dict({fqn: value.to(bf16) for fqn, value in model.state_dict().items()}, assign=True)
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        assert run(torch.ones(2, 6, dtype=bf16)).dtype is bf16
 
 
-def test_dtypes_follow_to_and_load_state_dict(two_ranks: Ranks) -> None:
-    two_ranks.run(_dtypes)
-
-
-def _compile_before_with_policy() -> None:
+@on_two_ranks
+def test_a_policy_holds_for_blocks_compiled_before_sharding() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     for before in (True, False):
         layer = nn.Linear(6, 6)
@@ -916,11 +735,8 @@ def _compile_before_with_policy() -> None:
         assert num_graphs() == 1  # the second layer finds the first one's
 
 
-def test_a_policy_holds_for_blocks_compiled_before_sharding(two_ranks: Ranks) -> None:
-    two_ranks.run(_compile_before_with_policy)
-
-
-def _class_changed() -> None:
+@on_two_ranks
+def test_reparametrizing_after_sharding_is_refused_by_name() -> None:
     model = fully_shard(nn.Sequential(nn.Linear(6, 6)))
     nn.utils.parametrize.register_parametrization(model[0], "weight", Halved())
     with pytest.raises(RuntimeError, match=r"0\.weight.*before fully_shard"):
@@ -930,21 +746,13 @@ def _class_changed() -> None:
         nn.utils.weight_norm(other[0])
 
 
-def test_reparametrizing_after_sharding_is_refused_by_name(two_ranks: Ranks) -> None:
-    two_ranks.run(_class_changed)
-
-
-def _stages() -> list[str]:
+@pytest.mark.more
+@on_two_ranks
+def test_stages_on_disjoint_ranks_may_differ() -> None:
     """Two ranks, each with a pipeline stage of its own: equal names, other sizes, no group in common."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     width = 16 * (dist.get_rank() + 1)
     stage = fully_shard(nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)), mesh=mesh["dp"])
     with recorded() as seen, no_kernels_built():
         torch.compile(stage)(torch.ones(2, width)).sum().backward()
-    return [record.stage for record in seen]
-
-
-@pytest.mark.more
-def test_stages_on_disjoint_ranks_may_differ(two_ranks: Ranks) -> None:
-    for seen in two_ranks.run(_stages):
-        assert seen == ["joint", "forward", "backward"]
+    assert [record.stage for record in seen] == ["joint", "forward", "backward"]

@@ -32,11 +32,10 @@ from tests.comparing import (
     train_and_compare,
 )
 from tests.compiling import num_graphs
-from tests.models import Block, Stack, shard, twins
+from tests.models import Block, EvenBlock, Stack, shard, twins
 from tests.ranks import Ranks
 from tests.recording import Wire
 from tests.test_graphs import saved_weights
-from tests.test_meshes import EvenBlock
 
 RECIPES = (Path(__file__).resolve().parents[1] / "docs" / "recipes.md").read_text()
 SECTIONS = {
@@ -71,6 +70,13 @@ def sum_backward(unsharded: nn.Module, *steps: Tensor) -> None:
         torch.stack([unsharded(batch).sum() for batch in tokens]).mean().backward()
 
 
+def steps_of(unsharded: nn.Module, optim: torch.optim.Optimizer, *steps: int) -> None:
+    for step in steps:
+        sum_backward(unsharded, batches(step))
+        optim.step()
+        optim.zero_grad()
+
+
 def same_grads(sharded: nn.Module, unsharded: nn.Module) -> None:
     assert_same_grads(getattr(sharded, "_orig_mod", sharded), unsharded, atol=1e-4)  # sums over many tokens
 
@@ -96,10 +102,6 @@ def _replicas_of_shards(blocks: list[str]) -> None:
     assert model.head.weight.placements == (Replicate(), Shard(0))
     sum_backward(unsharded, batches(0), batches(1))
     same_grads(names["model"], unsharded)
-    names["model"].set_requires_all_reduce(False)
-    with Wire() as wire:
-        names["model"](mine()).sum().backward()
-    assert not wire.calls["all_reduce"] and wire.reductions
 
 
 @section("Gather from few ranks in backward", ranks=4)
@@ -219,11 +221,7 @@ def _compiled_optimizer(blocks: list[str]) -> None:
     names = play(*blocks, model=torch.compile(shard(model)), batch=mine())
     before = num_graphs()
     assert before == 2  # the model's, and the update
-    optim = torch.optim.AdamW(unsharded.parameters(), lr=1e-3)
-    for step in range(2):
-        sum_backward(unsharded, batches(step))
-        optim.step()
-        optim.zero_grad()
+    steps_of(unsharded, torch.optim.AdamW(unsharded.parameters(), lr=1e-3), 0, 1)
     names["model"](mine(1)).sum().backward()
     with Wire() as wire:
         names["update"]()
@@ -258,8 +256,7 @@ def _save_and_load(blocks: list[str]) -> None:
     try:
         names = play(blocks[0], model=torch.compile(shard(model)), batch=mine(), folder=folder)
         saved = names["optim"].state
-        sum_backward(unsharded, batches(0))
-        torch.optim.AdamW(unsharded.parameters(), lr=1e-3).step()
+        steps_of(unsharded, torch.optim.AdamW(unsharded.parameters(), lr=1e-3), 0)
         assert_same_params(model, unsharded, atol=1e-5)
         again = shard(Stack())  # of other values, and not compiled
         names = play(blocks[1], model=again, folder=folder)
@@ -304,7 +301,10 @@ def _hugging_face(blocks: list[str]) -> None:
             unsharded.save_pretrained(folder)
         dist.barrier()
         names = play(blocks[0], folder=folder)
-        train_and_compare(_Logits(names["compiled"]), names["model"], _Logits(unsharded), steps=2)
+        tokens = mine()
+        logits = unsharded(input_ids=tokens).logits
+        with torch.no_grad():
+            torch.testing.assert_close(names["compiled"](input_ids=tokens).logits, logits, atol=1e-5, rtol=1e-5)
         play(blocks[1], model=names["compiled"], folder=folder)
         again = transformers.LlamaForCausalLM.from_pretrained(folder / "trained")
         assert_same_params(names["model"], again, atol=0, rtol=0)
@@ -312,19 +312,6 @@ def _hugging_face(blocks: list[str]) -> None:
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(folder)
-
-
-class _Logits:
-    """What is compared is the tensor in what the model returns."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        return self.model(input_ids=tokens).logits
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
 
 
 @section("A moving average of the model")
@@ -335,9 +322,7 @@ def _moving_average(blocks: list[str]) -> None:
     expected = AveragedModel(unsharded, multi_avg_fn=get_ema_multi_avg_fn(0.99))
     optim = torch.optim.AdamW(unsharded.parameters(), lr=1e-3)
     for step in range(2):
-        sum_backward(unsharded, batches(step))
-        optim.step()
-        optim.zero_grad()
+        steps_of(unsharded, optim, step)
         expected.update_parameters(unsharded)
     torch.testing.assert_close(names["output"], expected(mine(1)), atol=1e-4, rtol=1e-4)
     assert not torch.allclose(names["output"], unsharded(mine(1)), atol=1e-4)
@@ -372,12 +357,11 @@ def _teacher(blocks: list[str]) -> None:
 def _which_optimizers(blocks: list[str]) -> None:
     unsharded, model = twins()
     names = play(*blocks, model=torch.compile(shard(model)), batch=mine())
-    sum_backward(unsharded, batches(0))
     groups = [
         {"params": [param for param in unsharded.parameters() if param.ndim == 2], "weight_decay": 0.1},
         {"params": [param for param in unsharded.parameters() if param.ndim < 2], "weight_decay": 0.0},
     ]
-    torch.optim.AdamW(groups, lr=1e-3).step()
+    steps_of(unsharded, torch.optim.AdamW(groups, lr=1e-3), 0)
     assert_same_params(model, unsharded, atol=1e-5)
     with Wire() as wire:
         names["optim"].step()
@@ -390,8 +374,7 @@ def _optimizer_in_backward(blocks: list[str]) -> None:
     play(*blocks, model=model, batch=mine())
     assert all(param.grad is None for param in model.parameters())
     assert num_graphs() == 1  # equal blocks share it
-    sum_backward(unsharded, batches(0))
-    torch.optim.AdamW(unsharded.parameters(), lr=1e-3).step()
+    steps_of(unsharded, torch.optim.AdamW(unsharded.parameters(), lr=1e-3), 0)
     assert_same_params(model, unsharded, atol=1e-5)
 
 
@@ -426,25 +409,21 @@ def _subclass(blocks: list[str]) -> None:
     unsharded, model = twins()
     run = play(*blocks, model=model)["model"]
     optims = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, unsharded)]
-    for step in range(3):
+    for step in range(2):
         loss_of(run(mine(step))).backward()
-        stored = [layer.up.weight.data for layer in unsharded.layers]
-        reference_backward(unsharded, batches(step))
-        unrounded = unsharded.layers[0].down.weight.grad.clone()
-        unsharded.zero_grad()
-        for layer in unsharded.layers:
+        rounded = copy.deepcopy(unsharded)
+        for layer in rounded.layers:
             layer.up.weight.data = layer.up.weight.data.to(torch.bfloat16).float()
-        reference_backward(unsharded, batches(step))
-        for layer, weight in zip(unsharded.layers, stored):
-            layer.up.weight.data = weight
-        assert_same_grads(model, unsharded)
-        assert not torch.allclose(unsharded.layers[0].down.weight.grad, unrounded, atol=1e-6, rtol=1e-4)
+        reference_backward(rounded, batches(step))
+        assert_same_grads(model, rounded)
+        for param, of_rounded in zip(unsharded.parameters(), rounded.parameters()):
+            param.grad = of_rounded.grad
         for optim in optims:
             optim.step()
             optim.zero_grad()
-    for ours, weight in zip(model.layers, stored):
+    for ours, theirs in zip(model.layers, unsharded.layers):
         assert type(ours.up.weight.to_local()).__name__ == "SentAsBf16"
-        torch.testing.assert_close(full(ours.up.weight), weight, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(full(ours.up.weight), theirs.up.weight, atol=1e-4, rtol=1e-3)
 
 
 @section("Divide gradients by a number of your own")
@@ -519,8 +498,6 @@ def _double_backward(blocks: list[str]) -> None:
     (slope,) = torch.autograd.grad(run(one).sum(), one, create_graph=True)
     with pytest.raises(RuntimeError, match="does not currently support double backward"):
         slope.pow(2).sum().backward()
-    with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match=r"up\.weight.*create_graph=True"):
-        torch.autograd.grad(run(one).sum(), [model.up.weight], create_graph=True)
 
 
 @section("Branches and loops")
@@ -544,7 +521,7 @@ def _run(title: str) -> None:
     "title", [title if title in QUICK else pytest.param(title, marks=pytest.mark.more) for title in SECTIONS]
 )
 def test_a_recipe_does_what_it_says(two_ranks: Ranks, four_ranks: Ranks, title: str) -> None:
-    """With the graphs that Inductor gets, and none of its code; on Inductor each has a row in tests/matrix."""
+    """With the graphs that Inductor gets, and none of its code."""
     assert title in CHECKS, f"no test runs the section {title!r} of docs/recipes.md"
     ranks, _ = CHECKS[title]
     {2: two_ranks, 4: four_ranks}[ranks].run(_run, title)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,19 +15,17 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compile import configure, fully_shard, inspect
 from fsdp_compile.demo.training import Settings, batch_of, build_model, shard_with_ours
-from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import Plan
 from fsdp_compile.passes.budget.residency import AGAIN, KEPT, LEAN, choose
 from fsdp_compile.passes.budget.trial import Trial, trial_of
 from fsdp_compile.passes.cost.weigh import results_of, saved_by
 from fsdp_compile.passes.ir.provenance import annotate, settle_names
 from fsdp_compile.passes.schedule.activations import activations_of, compute_again
-from fsdp_compile.passes.schedule.planner import plan_joint
 from tests.comparing import assert_same_grads, train_and_compare
-from tests.compiling import passes
-from tests.models import HUGGING_FACE, ZOO, Stack, pair, shard, twins
+from tests.models import Stack, pair, twins
 from tests.ranks import Ranks
-from tests.test_budget import GROUPS, _observer, _peak_above
+from tests.recording import planned
+from tests.test_budget import GROUPS, _peak_above
 from tests.test_cost import TOY
 from tests.test_passes import Builder, spec
 
@@ -135,16 +131,12 @@ def test_half_of_it_is_computed_again_by_half_of_the_names() -> None:
     assert _saved(light) == {"mm_default", "relu_default_1", "add_tensor"}
 
 
-def _chosen(budget: int) -> tuple[Trial, set[str]]:
-    best, lost = choose(two_blocks(), lambda trial: budget, TOY, GROUPS)
-    return best.trial, {one.name for one in (best, *lost)}
-
-
 def test_a_budget_below_what_parameters_alone_can_do_is_met_by_computing_again() -> None:
     least = min(trial_of(two_blocks(), kept, TOY, GROUPS).peak_bytes for kept in ((), EVERYTHING))
     steps = []
     for budget in (least - 1, 1 << 30):
-        chosen, names = _chosen(budget)
+        best, lost = choose(two_blocks(), lambda trial, budget=budget: budget, TOY, GROUPS)
+        chosen, names = best.trial, {one.name for one in (best, *lost)}
         assert chosen.peak_bytes <= budget
         assert bool(chosen.recomputed) == (LEAN in names) == (budget < least)  # where there is room nothing is
         assert {AGAIN, KEPT} <= names
@@ -153,39 +145,13 @@ def test_a_budget_below_what_parameters_alone_can_do_is_met_by_computing_again()
     assert seconds == sorted(seconds, reverse=True) and seconds[-1] < seconds[0]
 
 
-def test_plans_that_compute_again_go_to_json_and_differ_from_those_that_do_not() -> None:
-    graph = two_blocks()
-    plan = plan_joint(graph)
-    again = dataclasses.replace(plan, recompute=("0.up.weight",))
-    assert again.id != plan.id
-    assert Plan.from_json(again.to_json()) == again == Plan.unpacked(again.packed())
-
-
 # --- models ----------------------------------------------------------------------------------------------------------
-
-
-TOKENS = torch.zeros(2, 5, dtype=torch.long)
-
-
-def _planned(model: nn.Module, batch: Tensor, backend: str = "aot_eager") -> Plan:
-    with inspect(model) as report:
-        torch.compile(model, backend=backend, fullgraph=True)(batch).sum().backward()
-    return report.joint.plan
-
-
-def test_a_plan_that_computes_again_what_it_cannot_is_refused(fake_group_of_four: None) -> None:
-    model = shard(Stack(2), reshard_after_forward=True)
-    plan = _planned(model, TOKENS)
-    configure(model, plan=dataclasses.replace(plan, recompute=("layers.0.up.weight", "layers.7.up.weight")))
-    with pytest.raises(Exception, match=r"computed with layers\.7\.up\.weight, .*here that can have .*layers\.1\.up\.weight"):
-        torch.compile(model, backend="aot_eager", fullgraph=True)(TOKENS)
 
 
 def _by_hand(backend: Any) -> tuple[Plan, Plan]:
     """A plan that a user wrote names into: as it was, and as it is followed."""
     unsharded, model = pair(make=lambda: Stack(2), reshard_after_forward=True)
-    plan = _planned(model, TOKENS)
-    model.zero_grad()
+    plan = planned(model)
     configure(model, plan=dataclasses.replace(plan, recompute=("layers.0.up.weight", "layers.1.up.weight")))
     torch._dynamo.reset()
     with inspect(model) as report:
@@ -212,7 +178,7 @@ def _trained_within(shares: tuple[float, ...]) -> list[tuple[int, int, int, tupl
     torch.stack([unsharded(batch_of(SIZES, rank)) for rank in range(2)]).mean().backward()
     model = shard_with_ours(build_model(SIZES), init_device_mesh("cpu", (2,)))
     configure(model, memory_budget=1)
-    choice = _planned(model, batch, "inductor").choice
+    choice = planned(model, batch, "inductor").choice
     assert choice is not None
     peaks = {one.name: one.peak_bytes for one in (choice.chosen, *choice.lost)}
     found = []
@@ -287,69 +253,3 @@ def _noisy(backend: Any) -> tuple[tuple[str, ...], str]:
 def test_random_numbers_are_not_drawn_again(two_ranks: Ranks, backend: str) -> None:
     (recomputed, id_here), (_, id_there) = two_ranks.run(_noisy, backend)
     assert {"0.up.weight", "1.up.weight", "2.up.weight"} <= {*recomputed} and id_here == id_there
-
-
-def _with_other_lengths() -> list[Plan]:
-    """One token on one rank where the other has many, and the other way round: each compiles for its own lengths."""
-    unsharded, model = twins(lambda: Stack(3))
-    shard(model, reshard_after_forward=True)
-    configure(model, memory_budget=1)
-    run = torch.compile(model, backend=passes, fullgraph=True, dynamic=False)
-    plans: list[Plan] = []
-    observe = _observer(plans)
-    manager.observers.append(observe)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # nothing fits into a byte
-        for shapes in (((16, 64), (1, 1)), ((1, 1), (2, 9)), ((4, 1), (1, 7))):
-            batches = [torch.arange(rows * length).reshape(rows, length) % 31 for rows, length in shapes]
-            run(batches[dist.get_rank()]).pow(2).mean().backward()
-            torch.stack([unsharded(one).pow(2).mean() for one in batches]).mean().backward()
-            assert_same_grads(model, unsharded)
-            model.zero_grad()
-            unsharded.zero_grad()
-    manager.observers.remove(observe)
-    return plans
-
-
-@pytest.mark.more
-def test_what_is_computed_again_is_the_same_for_every_length(two_ranks: Ranks) -> None:
-    here, there = two_ranks.run(_with_other_lengths)
-    assert len(here) == len(there) == 3
-    assert {one.id for one in (*here, *there)} == {here[0].id} and here[0].recompute
-
-
-def _of_the_zoo(name: str, backend: str) -> tuple[int, int, str]:
-    """Of how many parameters activations are computed again, of how many gathered; gradients are as unsharded."""
-    entry = ZOO[name]
-    model = entry.build()
-    unsharded = copy.deepcopy(model)
-    for block in entry.blocks(model):
-        fully_shard(block)
-    fully_shard(model)
-    configure(model, memory_budget=1)
-    batches = [entry.batch(rank) for rank in range(dist.get_world_size())]
-    with warnings.catch_warnings(), inspect(model) as report:
-        warnings.simplefilter("ignore")  # nothing fits into a byte
-        entry.loss(torch.compile(model, fullgraph=True, backend=backend), **batches[dist.get_rank()]).backward()
-    buffers = {buffer: value.clone() for buffer, value in unsharded.named_buffers()}
-    for batch in batches:
-        for buffer, value in unsharded.named_buffers():
-            value.copy_(buffers[buffer])
-        (entry.loss(unsharded, **batch) / len(batches)).backward()
-    assert_same_grads(model, unsharded, atol=1e-4, rtol=1e-3)
-    plan = report.joint.plan
-    return len(plan.recompute), len(plan.again) + len(plan.keep), plan.id
-
-
-# The others are much like these: ``pytest -m slow``.
-QUICKER = ("sequential", "attention", "conv", "frozen", "tied_in_group", "mixtral")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.more if name in QUICKER else pytest.mark.slow) for name in ZOO]
-)
-def test_models_whose_activations_are_all_computed_again_train_the_same(two_ranks: Ranks, name: str) -> None:
-    here, there = two_ranks.run(_of_the_zoo, name, "passes")
-    assert here == there
-    if name in HUGGING_FACE and name != "mixtral":  # so small that its experts travel with its norms: keeping takes less
-        assert here[0] > 0

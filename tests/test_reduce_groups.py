@@ -12,8 +12,8 @@ from torch import nn
 
 from fsdp_compile import fully_shard
 from fsdp_compile.passes.wire.ledger import ledger
+from tests.on_ranks import on_two_ranks
 from tests.processes import wait_until
-from tests.ranks import Ranks
 
 
 def _counts() -> tuple[int, int]:
@@ -28,7 +28,8 @@ def _sharded() -> Any:
     return fully_shard(model)
 
 
-def _toggle() -> None:
+@on_two_ranks
+def test_switching_often_makes_one_group() -> None:
     model = _sharded()
     model.set_separate_reduce_scatter_group(True)
     model(torch.ones(2, 4)).sum().backward()
@@ -42,19 +43,15 @@ def _toggle() -> None:
     assert _counts() == first
 
 
-def test_switching_often_makes_one_group(two_ranks: Ranks) -> None:
-    two_ranks.run(_toggle)
-
-
 def _watching() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "fsdp_compile lookout"]
 
 
-def _another_world(path: str) -> None:
+@on_two_ranks
+def test_a_new_world_has_its_own(tmp_path: Any) -> None:
     def world(number: int) -> None:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{path}.{number}", rank=rank, world_size=2
-        )
+        where = f"file://{tmp_path}/rendezvous.{number}"
+        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
 
     rank = dist.get_rank()
     dist.destroy_process_group()
@@ -74,7 +71,3 @@ def _another_world(path: str) -> None:
     model(torch.ones(2, 4)).sum().backward()
     assert ledger.is_kept and len(_watching()) == 1
     assert counts[0][0] == counts[1][0] == counts[2][0]
-
-
-def test_a_new_world_has_its_own(two_ranks: Ranks, tmp_path: Any) -> None:
-    two_ranks.run(_another_world, str(tmp_path / "rendezvous"))

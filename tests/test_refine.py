@@ -94,10 +94,11 @@ def made(folder: Path) -> None:
         trace.write(folder, world_size=4, ranks_per_node=2)
 
 
-def test_a_fit_finds_what_the_traces_were_made_with(tmp_path: Path) -> None:
+def test_a_fit_finds_what_the_traces_were_made_with_and_plans_by_it(tmp_path: Path) -> None:
     made(tmp_path)
     refined = refine(tmp_path)
-    profile = refined.profile
+    assert refine(tmp_path, "mine").profile.name == "mine"
+    profile = HardwareProfile.from_json(refined.profile.to_json())
     assert (profile.name, profile.backend, profile.ranks_per_node) == ("cpu, refined", "gloo", 2)
     for link, (latency_s, bytes_per_s) in ((profile.inside, INSIDE), (profile.between, BETWEEN)):
         assert set(link.measured) == {"all_gather", "reduce_scatter"} and link.measured_ranks == 2
@@ -109,12 +110,6 @@ def test_a_fit_finds_what_the_traces_were_made_with(tmp_path: Path) -> None:
     assert profile.flops["bfloat16"] == PROFILES["cpu"].flops["bfloat16"], "what no trace says is as it was"
     assert {str(one.dimension) for one in refined.fitted} == {"2 ranks inside nodes", "2 ranks between nodes"}
     assert max(one.error for one in refined.fitted) < 1e-6
-
-
-def test_what_is_planned_by_it_is_what_was_measured(tmp_path: Path) -> None:
-    made(tmp_path)
-    profile = HardwareProfile.from_json(refine(tmp_path, "mine").profile.to_json())
-    assert profile.name == "mine"
     for ranks, (latency_s, bytes_per_s) in (((0, 1), INSIDE), ((0, 2), BETWEEN)):
         for kind, num_bytes in itertools.product(("all_gather", "reduce_scatter"), SIZES):
             seconds = latency_s + sent_bytes(kind, num_bytes) / bytes_per_s

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import fx
 
 from fsdp_compile import configure
 from fsdp_compile.graph.install import manager
@@ -22,6 +22,7 @@ from fsdp_compile.passes.ir.choice import Candidate, Choice
 from fsdp_compile.passes.ir.provenance import annotate, settle_names
 from fsdp_compile.passes.ranks.settle import Decision, Settled
 from tests.models import Stack, shard
+from tests.recording import plans_made
 from tests.test_passes import Builder, spec
 
 aten = torch.ops.aten
@@ -141,31 +142,27 @@ def test_a_disk_that_takes_nothing_is_no_error(folder: Path) -> None:
     assert [remembered(product(), "1GiB", search) for _ in range(2)] == [FOUND, FOUND] and search.times == 2
 
 
-def _planned(model: nn.Module, said: Any, **settings: Any) -> Plan:
-    """As another process would: nothing is left of what this one settled."""
-    configure(model, memory_budget=said, **settings)
-    plans: list[Plan] = []
-    torch._dynamo.reset()
-    manager.settled = Settled()
-    manager.observers.append(observe := lambda record: plans.append(record.plan) if record.stage == "joint" else None)
-    try:
-        torch.compile(model, backend="aot_eager", fullgraph=True)(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
-    finally:
-        manager.observers.remove(observe)
-    return plans[0]
-
-
 @pytest.mark.usefixtures("fake_group_of_four")
-@pytest.mark.parametrize("said", ["fsdp2", pytest.param("1GiB", marks=pytest.mark.more)])
-def test_a_model_is_planned_as_it_was_before(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_planned_as_it_was_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remember.kernels_compat, "cache_folder", lambda: tmp_path)
+
+    def plan(num_blocks: int, profile: str) -> Plan:
+        """As another process would: nothing is left of what this one settled."""
+        manager.settled = Settled()
+        model = shard(Stack(num_blocks))
+        configure(model, memory_budget="fsdp2", profile=profile)
+        torch._dynamo.reset()
+        with plans_made() as plans:
+            run = torch.compile(model, backend="aot_eager", fullgraph=True)
+            run(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
+        return plans[0]
+
     with mock.patch.object(budget, "choose", side_effect=choose) as searching:
-        first = _planned(shard(Stack(2)), said, profile="h100")
-        second = _planned(shard(Stack(2)), said, profile="h100")
+        first, second = plan(2, "h100"), plan(2, "h100")
         assert searching.call_count == 1
         assert second == first and second.id == first.id and second.choice == first.choice
-        _planned(shard(Stack(2)), said, profile="a100")
-        _planned(shard(Stack(3)), said, profile="h100")
+        plan(2, "a100")
+        plan(3, "h100")
         assert searching.call_count == 3
 
 

@@ -6,7 +6,6 @@ The model is a tower of blocks whose sizes differ, so that a collective's size s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,8 +19,10 @@ from fsdp_compile import FSDPModule, fully_shard
 from fsdp_compile.core.unit import unit_of, units_in
 from fsdp_compile.eager.running import running
 from tests.comparing import assert_same_grads, full, loss_of, reference_backward
-from tests.ranks import Ranks
-from tests.recording import GATHER, REDUCE, WAIT
+from tests.compiling import compiled
+from tests.models import twins
+from tests.on_ranks import on_two_ranks
+from tests.recording import GATHER, REDUCE, WAIT, held_bytes
 
 WIDTH = 8
 
@@ -38,16 +39,14 @@ class Wide(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def twins(num_blocks: int) -> tuple[nn.Sequential, nn.Sequential]:
-    """Two equal models, both unsharded: block i has i + 1 times the parameters of block 0."""
-    torch.manual_seed(0)
-    unsharded = nn.Sequential(*(Wide(8 * (index + 1)) for index in range(num_blocks)))
-    return unsharded, copy.deepcopy(unsharded)
+def blocks(num_blocks: int) -> nn.Sequential:
+    """Block i has i + 1 times the parameters of block 0."""
+    return nn.Sequential(*(Wide(8 * (index + 1)) for index in range(num_blocks)))
 
 
-def tower(num_blocks: int = 4) -> tuple[nn.Sequential, nn.Sequential]:
+def tower(num_blocks: int = 4) -> tuple[Any, Any]:
     """(unsharded, sharded): each block is a unit, and the root has no parameters of its own."""
-    unsharded, model = twins(num_blocks)
+    unsharded, model = twins(lambda: blocks(num_blocks))
     for block in model:
         fully_shard(block)
     return unsharded, fully_shard(model)
@@ -109,17 +108,12 @@ def assert_grads_of(model: nn.Module, unsharded: nn.Module, steps: range) -> Non
     assert_same_grads(model, unsharded)
 
 
-def held_bytes(model: nn.Module) -> int:
-    """Bytes of gathered parameters that are there now."""
-    fulls = [full for run in map(running, units_in(model)) if run.gathered is not None for full in run.gathered.fulls or ()]
-    return sum(full.untyped_storage().nbytes() for full in fulls)
-
-
 # --- units of several modules
 
 
-def _list_unit() -> None:
-    unsharded, model = twins(2)
+@on_two_ranks
+def test_members_of_a_list_share_one_gather_and_one_reduction() -> None:
+    unsharded, model = twins(lambda: blocks(2))
     fully_shard([model[0], model[1], model[1].up])
     fully_shard(model)
     assert isinstance(model[0], FSDPModule) and isinstance(model[1], FSDPModule)
@@ -133,12 +127,9 @@ def _list_unit() -> None:
     assert_grads_of(model, unsharded, range(1))
 
 
-def test_members_of_a_list_share_one_gather_and_one_reduction(two_ranks: Ranks) -> None:
-    two_ranks.run(_list_unit)
-
-
-def _list_outermost() -> None:
-    unsharded, model = twins(2)
+@on_two_ranks
+def test_a_list_may_be_outermost() -> None:
+    unsharded, model = twins(lambda: blocks(2))
     fully_shard([model[0], model[1]])  # and not the model around them
     for step in range(2):
         loss(model, step).backward()
@@ -146,10 +137,6 @@ def _list_outermost() -> None:
     (unit,) = units_in(model)
     gathered = running(unit).gathered
     assert gathered is not None and not gathered.is_full
-
-
-def test_a_list_may_be_outermost(two_ranks: Ranks) -> None:
-    two_ranks.run(_list_outermost)
 
 
 class Chunks(nn.Module):
@@ -165,16 +152,16 @@ class Chunks(nn.Module):
         return torch.cat([self.head(chunk) for chunk in x.chunk(self.num_chunks)]) if self.num_chunks else x
 
 
-def _chunks() -> tuple[Chunks, Chunks]:
-    torch.manual_seed(0)
-    unsharded = Chunks()
-    model = copy.deepcopy(unsharded)
+def _chunks() -> tuple[Any, Any]:
+    unsharded, model = twins(Chunks)
     fully_shard([model.norm, model.head], reshard_after_forward=True)
     return unsharded, fully_shard(model)
 
 
-def _loss_in_chunks(num_chunks: int) -> int:
-    """Backward from each chunk's loss, so that no more than one chunk's outputs are there at once; reductions sent."""
+@pytest.mark.parametrize("num_chunks", [1, 3])
+@on_two_ranks
+def test_each_call_of_a_member_by_itself_has_a_reduction_of_its_own(num_chunks: int) -> None:
+    """Backward from each chunk's loss, so that no more than one chunk's outputs are there at once."""
     unsharded, model = _chunks()
     model.num_chunks = 0
     with Log() as log:
@@ -182,36 +169,28 @@ def _loss_in_chunks(num_chunks: int) -> int:
         ends = hidden.detach().requires_grad_()
         for chunk in ends.chunk(num_chunks):
             (loss_of(model.head(chunk)) / num_chunks).backward()
-        sent_by_head = len(log.of("reduce"))
+        assert len(log.of("reduce")) == num_chunks
         hidden.backward(ends.grad)
-    assert len(log.of("reduce")) == sent_by_head + 2  # the norm's part of the unit, and the root
+    assert len(log.of("reduce")) == num_chunks + 2  # the norm's part of the unit, and the root
     assert_grads_of(model, unsharded, range(1))
     assert held_bytes(model) == 0
-    return sent_by_head
 
 
-def test_each_call_of_a_member_by_itself_has_a_reduction_of_its_own(two_ranks: Ranks) -> None:
-    assert two_ranks.run(_loss_in_chunks, 1) == [1, 1]
-    assert two_ranks.run(_loss_in_chunks, 3) == [3, 3]
-
-
-def _head_in_chunks(num_chunks: int) -> int:
+@pytest.mark.parametrize(("num_chunks", "num_reductions"), [(1, 1), (2, 2), (3, 2)])
+@on_two_ranks
+def test_calls_after_the_first_pass_share_a_reduction(num_chunks: int, num_reductions: int) -> None:
+    """Norm and the first chunk are one pass through the unit; what the head does until the root's end is another."""
     unsharded, model = _chunks()
     unsharded.num_chunks = model.num_chunks = num_chunks
     with Log() as log:
         loss(model, 0).backward()
+    assert len(log.of("reduce")) == num_reductions + 1  # the root's
     assert_grads_of(model, unsharded, range(1))
     assert held_bytes(model) == 0
-    return len(log.of("reduce")) - 1  # the root's
 
 
-def test_calls_after_the_first_pass_share_a_reduction(two_ranks: Ranks) -> None:
-    # Norm and the first chunk are one pass through the unit; what the head does again until the root's end is another.
-    for num_chunks, num_reductions in ((1, 1), (2, 2), (3, 2)):
-        assert two_ranks.run(_head_in_chunks, num_chunks) == [num_reductions, num_reductions]
-
-
-def _head_is_skipped() -> None:
+@on_two_ranks
+def test_a_member_may_be_skipped() -> None:
     unsharded, model = _chunks()
     for step, num_chunks in enumerate((1, 0, 1)):
         unsharded.num_chunks = model.num_chunks = num_chunks
@@ -225,18 +204,11 @@ def _head_is_skipped() -> None:
         assert held_bytes(model) == 0
 
 
-def test_a_member_may_be_skipped(two_ranks: Ranks) -> None:
-    two_ranks.run(_head_is_skipped)
-
-
 # --- the order of gathers
 
 
-def _order(prefetch: Callable[[nn.Sequential], None] | None) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+def _order(unsharded: Any, model: Any) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
     """What a forward and a backward send, in the second step: in the first one the order is not known yet."""
-    unsharded, model = tower()
-    if prefetch is not None:
-        prefetch(model)
     loss(model, 0).backward()
     with Log() as forward:
         for index, block in enumerate(model):
@@ -248,96 +220,80 @@ def _order(prefetch: Callable[[nn.Sequential], None] | None) -> tuple[list[tuple
     return forward.events, backward.events
 
 
-def test_gathers_run_one_unit_ahead_in_forward_and_in_backward(two_ranks: Ranks) -> None:
-    for forward, backward in two_ranks.run(_order, None):
-        assert forward == [
-            ("gather", 0),
-            ("gather", 1), ("compute", 0),
-            ("gather", 2), ("compute", 1),
-            ("gather", 3), ("compute", 2),
-            ("compute", 3),
-        ]  # fmt: skip
-        assert backward == [
-            ("gather", 3), ("gather", 2), ("reduce", 3),
-            ("gather", 1), ("reduce", 2),
-            ("gather", 0), ("reduce", 1),
-            ("reduce", 0),
-        ]  # fmt: skip
+@on_two_ranks
+def test_gathers_run_one_unit_ahead_in_forward_and_in_backward() -> None:
+    forward, backward = _order(*tower())
+    assert forward == [
+        ("gather", 0),
+        ("gather", 1), ("compute", 0),
+        ("gather", 2), ("compute", 1),
+        ("gather", 3), ("compute", 2),
+        ("compute", 3),
+    ]  # fmt: skip
+    assert backward == [
+        ("gather", 3), ("gather", 2), ("reduce", 3),
+        ("gather", 1), ("reduce", 2),
+        ("gather", 0), ("reduce", 1),
+        ("reduce", 0),
+    ]  # fmt: skip
 
 
-def _forward_two_ahead(model: nn.Sequential) -> None:
+@on_two_ranks
+def test_a_unit_launches_the_gathers_that_its_forward_was_told_to() -> None:
+    unsharded, model = tower()
     model[0].set_modules_to_forward_prefetch([model[1], model[2]])
     model[1].set_modules_to_forward_prefetch([model[3]])
+    forward, backward = _order(unsharded, model)
+    assert forward == [
+        ("gather", 0),
+        ("gather", 1), ("gather", 2), ("compute", 0),
+        ("gather", 3), ("compute", 1),
+        ("compute", 2),
+        ("compute", 3),
+    ]  # fmt: skip
+    assert [block for what, block in backward if what == "gather"] == [3, 2, 1, 0]
 
 
-def test_a_unit_launches_the_gathers_that_its_forward_was_told_to(two_ranks: Ranks) -> None:
-    for forward, backward in two_ranks.run(_order, _forward_two_ahead):
-        assert forward == [
-            ("gather", 0),
-            ("gather", 1), ("gather", 2), ("compute", 0),
-            ("gather", 3), ("compute", 1),
-            ("compute", 2),
-            ("compute", 3),
-        ]  # fmt: skip
-        assert [block for what, block in backward if what == "gather"] == [3, 2, 1, 0]
-
-
-def _backward_two_ahead(model: nn.Sequential) -> None:
+@on_two_ranks
+def test_a_unit_launches_the_gathers_that_its_backward_was_told_to() -> None:
+    unsharded, model = tower()
     model[3].set_modules_to_backward_prefetch([model[2], model[1]])
     model[2].set_modules_to_backward_prefetch([model[0]])
-
-
-def test_a_unit_launches_the_gathers_that_its_backward_was_told_to(two_ranks: Ranks) -> None:
-    for forward, backward in two_ranks.run(_order, _backward_two_ahead):
-        assert [block for what, block in forward if what == "gather"] == [0, 1, 2, 3]
-        assert backward == [
-            ("gather", 3), ("gather", 2), ("gather", 1), ("reduce", 3),
-            ("gather", 0), ("reduce", 2),
-            ("reduce", 1),
-            ("reduce", 0),
-        ]  # fmt: skip
+    forward, backward = _order(unsharded, model)
+    assert [block for what, block in forward if what == "gather"] == [0, 1, 2, 3]
+    assert backward == [
+        ("gather", 3), ("gather", 2), ("gather", 1), ("reduce", 3),
+        ("gather", 0), ("reduce", 2),
+        ("reduce", 1),
+        ("reduce", 0),
+    ]  # fmt: skip
 
 
 # --- reductions in flight
 
 
-def _most_in_flight(num_buffers: int | None) -> int:
+@on_two_ranks
+def test_so_many_reductions_are_in_flight_as_there_may_be() -> None:
+    """One by default; the largest number under a root holds, and it may change between steps."""
     unsharded, model = tower()
-    if num_buffers is not None:
-        model.set_reduce_scatter_max_input_buffers(num_buffers)
-    with Log() as log:
-        loss(model, 0).backward()
-    assert log.of("reduce") == [3, 2, 1, 0]
-    assert_grads_of(model, unsharded, range(1))
-    return log.most_in_flight
-
-
-def test_so_many_reductions_are_in_flight_as_there_may_be(two_ranks: Ranks) -> None:
-    assert two_ranks.run(_most_in_flight, None) == [1, 1]
-    assert two_ranks.run(_most_in_flight, 3) == [3, 3]
-
-
-def _cap_between_steps() -> None:
-    unsharded, model = tower()
-    seen = []
-    for step, num_buffers in enumerate((1, 2, 4)):
-        model[0].set_reduce_scatter_max_input_buffers(num_buffers)  # the largest number under a root holds
+    in_flight = []
+    for step, (unit, num_buffers) in enumerate(((None, 1), (model, 1), (model[0], 2), (model, 4))):
+        if unit is not None:
+            unit.set_reduce_scatter_max_input_buffers(num_buffers)
         with Log() as log:
             loss(model, step).backward()
-        seen.append(log.most_in_flight)
-    assert seen == [1, 2, 4]
-    assert_grads_of(model, unsharded, range(3))
-
-
-def test_the_number_of_reductions_in_flight_may_change_between_steps(two_ranks: Ranks) -> None:
-    two_ranks.run(_cap_between_steps)
+        assert log.of("reduce") == [3, 2, 1, 0]
+        in_flight.append(log.most_in_flight)
+    assert in_flight == [1, 1, 2, 4]
+    assert_grads_of(model, unsharded, range(4))
 
 
 def without_grad(model: nn.Module) -> list[str]:
     return [fqn for fqn, param in model.named_parameters() if param.grad is None]
 
 
-def _last_backward() -> None:
+@on_two_ranks
+def test_reductions_stay_in_flight_until_the_last_backward() -> None:
     unsharded, model = tower()
     model.set_is_last_backward(False)
     loss(model, 0).backward()
@@ -349,12 +305,9 @@ def _last_backward() -> None:
     assert_grads_of(model, unsharded, range(3))
 
 
-def test_reductions_stay_in_flight_until_the_last_backward(two_ranks: Ranks) -> None:
-    two_ranks.run(_last_backward)
-
-
-def _set_before_the_root() -> None:
-    unsharded, model = twins(2)
+@on_two_ranks
+def test_what_was_set_on_a_block_holds_for_the_root_that_comes_later() -> None:
+    unsharded, model = twins(lambda: blocks(2))
     for block in model:
         fully_shard(block)
     model[1].set_is_last_backward(False)
@@ -374,11 +327,8 @@ def _set_before_the_root() -> None:
     assert_grads_of(other, unsharded, range(1))
 
 
-def test_what_was_set_on_a_block_holds_for_the_root_that_comes_later(two_ranks: Ranks) -> None:
-    two_ranks.run(_set_before_the_root)
-
-
-def _finalize_in_backward() -> None:
+@on_two_ranks
+def test_a_backward_is_finalized_outside_of_it() -> None:
     _, model = tower()
     model.set_manual_backward_finalization(True)
     refused = []
@@ -399,14 +349,11 @@ def _finalize_in_backward() -> None:
     model.set_manual_backward_finalization(False)
 
 
-def test_a_backward_is_finalized_outside_of_it(two_ranks: Ranks) -> None:
-    two_ranks.run(_finalize_in_backward)
-
-
 # --- with whom
 
 
-def _groups() -> None:
+@on_two_ranks
+def test_reductions_have_a_group_of_their_own_on_request() -> None:
     unsharded, model = tower()
     own = {param.mesh.group for unit in units_in(model) for param in unit.params}
     for step, separate in enumerate((False, True, False)):
@@ -422,31 +369,24 @@ def _groups() -> None:
     assert_grads_of(model, unsharded, range(3))
 
 
-def test_reductions_have_a_group_of_their_own_on_request(two_ranks: Ranks) -> None:
-    two_ranks.run(_groups)
-
-
 # --- what gradients are divided by
 
 
-def _divide_factor(path: str) -> None:
+@pytest.mark.parametrize("path", ["eager", "aot_eager"])
+@on_two_ranks
+def test_a_divide_factor_is_that_of_one_unit(path: str) -> None:
     unsharded, model = tower(2)
     model[1].set_gradient_divide_factor(5.0)
     model.set_gradient_divide_factor(3.0)  # of the root, which has no parameters: it does not reach the blocks
-    run = model if path == "eager" else torch.compile(model, backend=path, fullgraph=True)
-    loss_of(run(inputs(0)[dist.get_rank()])).backward()
+    loss_of(compiled(model, path)(inputs(0)[dist.get_rank()])).backward()
     reference_backward(unsharded, inputs(0))
     for param in unsharded[1].parameters():
         param.grad.mul_(dist.get_world_size() / 5.0)
     assert_same_grads(model, unsharded)
 
 
-@pytest.mark.parametrize("path", ["eager", "aot_eager"])
-def test_a_divide_factor_is_that_of_one_unit(two_ranks: Ranks, path: str) -> None:
-    two_ranks.run(_divide_factor, path)
-
-
-def _old_name() -> None:
+@on_two_ranks
+def test_the_old_name_of_the_divide_factor_warns_and_works() -> None:
     unsharded, model = tower(1)
     with pytest.warns(FutureWarning, match="set_gradient_divide_factor"):
         model[0].set_reduce_scatter_divide_factor(1.0)
@@ -455,7 +395,3 @@ def _old_name() -> None:
     for param, summed in zip(model.parameters(), unsharded.parameters()):
         assert isinstance(param.grad, DTensor)
         torch.testing.assert_close(full(param.grad), dist.get_world_size() * summed.grad)
-
-
-def test_the_old_name_of_the_divide_factor_warns_and_works(two_ranks: Ranks) -> None:
-    two_ranks.run(_old_name)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import fx
 
 from fsdp_compile.passes import Compute, Launch, Wait, events_of, load_profile, memory_curve, simulate
 from fsdp_compile.passes.apply.insert import insert
@@ -25,33 +23,26 @@ CPU = load_profile("cpu")
 GROUPS = {"g": Group(2, 2)}
 
 
-def test_a_hidden_collective_costs_nothing_and_a_long_one_its_rest() -> None:
+def test_a_replay_has_lanes_and_prints_as_a_report() -> None:
+    """A collective that is hidden costs nothing; those of a group queue, and those of two groups do not."""
     events = [
-        Launch("short", 2.0, "g"), Compute("a", 3.0), Wait("short"), Launch("long", 5.0, "g"), Compute("b", 1.0),
-        Wait("long"), Compute("c", 1.0),
+        Launch("w1", 4e-3, "g", allocs=(("w1", 2048),)), Launch("w2", 1e-3, "g"), Launch("hidden", 1e-3, "h"),
+        Compute("a", 1e-3), Wait("hidden"), Wait("w1"), Wait("w2"), Compute("grad", 1e-3),
+        Launch("r", 2e-3, "g", needs=("grad",)), Wait("r"),
     ]  # fmt: skip
     found = simulate(events)
-    assert found.total_s == 3 + 5 + 1 and found.compute_s == 5 and found.exposed_s == 4
-    assert found.compute == (Span("a", 0, 3), Span("b", 3, 4), Span("c", 8, 9))
-    assert found.groups == {"g": (Span("short", 0, 2), Span("long", 3, 8))}
-    (exposed,) = found.exposed
-    assert (exposed.name, exposed.seconds, exposed.reason) == ("long", 4.0, LONG)
-    assert exposed.detail == "it takes 5000.000 ms and 1000.000 ms of compute stand beside it"
-
-
-def test_collectives_of_a_group_queue_and_those_of_two_groups_do_not() -> None:
-    def timeline(groups: Sequence[str]) -> Any:
-        first, second = groups
-        return simulate(
-            [Launch("w1", 4.0, first), Launch("w2", 1.0, second), Compute("a", 2.0), Wait("w2"), Compute("b", 2.0), Wait("w1")]
-        )  # fmt: skip
-
-    queued, beside = timeline("gg"), timeline("gh")
-    assert queued.groups == {"g": (Span("w1", 0, 4), Span("w2", 4, 5))}
-    assert [(one.name, one.seconds, one.reason) for one in queued.exposed] == [("w2", 3.0, QUEUED)]
-    assert queued.exposed[0].detail.startswith("4000.000 ms behind w1; it takes 1000.000 ms")
-    assert queued.total_s == 7
-    assert beside.exposed == () and beside.total_s == 4
+    lanes = {
+        group: [(one.name, round(one.start_s, 9), round(one.end_s, 9)) for one in spans]
+        for group, spans in found.groups.items()
+    }
+    assert lanes == {"g": [("w1", 0, 4e-3), ("w2", 4e-3, 5e-3), ("r", 6e-3, 8e-3)], "h": [("hidden", 0, 1e-3)]}
+    assert [one.name for one in found.compute] == ["a", "grad"] and found.exposed_s == pytest.approx(6e-3)
+    assert [(one.name, one.reason) for one in found.exposed] == [("w1", LONG), ("w2", QUEUED), ("r", LATE)]
+    assert_expected_inline(str(found), """\
+8.000 ms: 2.000 ms computing, 6.000 ms waiting; peak 2,048 bytes at w1
+        3.000 ms for w1: longer than the compute beside it (it takes 4.000 ms and 1.000 ms of compute stand beside it)
+        1.000 ms for w2: queued behind another one (4.000 ms behind w1; it takes 1.000 ms and 1.000 ms of compute stand beside it)
+        2.000 ms for r: launched as soon as what it needs was there (right after grad; it takes 2.000 ms and 0.000 ms of compute stand beside it)""")
 
 
 def test_what_could_not_have_been_launched_earlier_is_told_from_what_could() -> None:
@@ -92,21 +83,6 @@ def test_memory_is_the_buffers_of_the_events_above_what_is_held() -> None:
     ]  # fmt: skip
     assert (found.peak_bytes, found.peak_at) == (1230, "g")
     assert (simulate([]).total_s, simulate([]).peak_bytes, simulate([]).peak_at) == (0.0, 0, "")
-
-
-def test_a_replay_prints_as_a_report() -> None:
-    events = [
-        Launch("w1", 4e-3, "g", allocs=(("w1", 2048),)), Launch("w2", 1e-3, "g"), Compute("a", 1e-3), Wait("w1"), Wait("w2"),
-        Compute("grad", 1e-3), Launch("r", 2e-3, "g", needs=("grad",)), Wait("r"),
-    ]  # fmt: skip
-    assert_expected_inline(
-        str(simulate(events)),
-        """\
-8.000 ms: 2.000 ms computing, 6.000 ms waiting; peak 2,048 bytes at w1
-        3.000 ms for w1: longer than the compute beside it (it takes 4.000 ms and 1.000 ms of compute stand beside it)
-        1.000 ms for w2: queued behind another one (4.000 ms behind w1; it takes 1.000 ms and 1.000 ms of compute stand beside it)
-        2.000 ms for r: launched as soon as what it needs was there (right after grad; it takes 2.000 ms and 0.000 ms of compute stand beside it)""",
-    )
 
 
 @pytest.mark.parametrize(
@@ -183,26 +159,18 @@ def random_events(rng: random.Random, slows: bool) -> list[Event]:
     return [*events, *map(Wait, flying)]
 
 
-def test_a_clock_that_ticks_finds_the_same_end() -> None:
-    rng = random.Random(0)
-    for _ in range(300):
-        events = random_events(rng, slows=False)
+@pytest.mark.parametrize(("slows", "times", "dt"), [(False, 300, 1.0), (True, 40, 1 / 64)])
+def test_a_clock_that_ticks_finds_the_same_end(slows: bool, times: int, dt: float) -> None:
+    rng = random.Random(slows)
+    for _ in range(times):
+        events = random_events(rng, slows)
         found = simulate(events)
-        assert found.total_s == pytest.approx(ticking(events, dt=1.0))
+        # Where compute is slowed down, work ends within a tick, and the clock has it last to the tick's end.
+        assert found.total_s == pytest.approx(ticking(events, dt), abs=2 * dt * len(events) if slows else None)
         assert found.total_s == pytest.approx(found.compute_s + found.exposed_s)
 
 
-def test_it_also_does_where_collectives_slow_compute_down() -> None:
-    rng, dt = random.Random(1), 1 / 64
-    for _ in range(40):
-        events = random_events(rng, slows=True)
-        found = simulate(events)
-        # Work ends within a tick, and there the clock has it last to the tick's end.
-        assert found.total_s == pytest.approx(ticking(events, dt), abs=2 * dt * len(events))
-        assert found.total_s == pytest.approx(found.compute_s + found.exposed_s)
-
-
-def two_layers(ordered: bool) -> fx.Graph:
+def test_a_lowered_graph_gives_its_launches_waits_and_kernels() -> None:
     """A forward of two units, each gathered over two ranks."""
     b = Builder()
     shards = [b.input(f"shard{index}", 128, 256) for index in range(2)]
@@ -216,13 +184,7 @@ def two_layers(ordered: bool) -> fx.Graph:
     graph = b.output(x)
     plan = plan_graph(graph, "forward")
     insert(graph, plan)
-    if ordered:
-        overlap(graph, plan)
-    return graph
-
-
-def test_a_lowered_graph_gives_its_launches_waits_and_kernels() -> None:
-    graph = two_layers(ordered=True)
+    overlap(graph, plan)
     events = events_of(graph, CPU, GROUPS)
     gather_s = collective_seconds("all_gather", 256 * 256 * 4, Group(2, 2), CPU)
     kinds = [(type(one).__name__, one.name) for one in events]
@@ -239,27 +201,6 @@ def test_a_lowered_graph_gives_its_launches_waits_and_kernels() -> None:
     seconds = {node.name: value for node, value in graph_seconds(graph, CPU).items()}
     computes = {one.name: one.seconds for one in events if isinstance(one, Compute)}
     assert computes == {name: seconds.get(name, 0.0) for name in computes} and computes["mm_default"] > 0
-
-
-def test_the_planned_order_exposes_the_first_gather_alone() -> None:
-    beside = dataclasses.replace(CPU, inside=dataclasses.replace(CPU.inside, slows_compute=0.0))
-    apart, ahead = (simulate(events_of(two_layers(ordered), beside, GROUPS)) for ordered in (False, True))
-    gather_s = collective_seconds("all_gather", 256 * 256 * 4, Group(2, 2), beside)
-    matmul_s = 2 * 512 * 256 * 256 / beside.flops["float32"] + beside.kernel_s
-    assert gather_s < matmul_s  # enough to hide the second one, which queues behind the first
-    assert ahead.total_s == pytest.approx(gather_s + 2 * matmul_s)
-    assert apart.total_s == pytest.approx(2 * gather_s + 2 * matmul_s)
-    assert [one.reason for one in ahead.exposed] == [LONG]
-
-
-def test_memory_of_the_events_is_that_of_the_graph() -> None:
-    for ordered in (False, True):
-        graph = two_layers(ordered)
-        curve = memory_curve(graph, given_up=("x", "shard0"), fused=True)
-        replayed = simulate(events_of(graph, CPU, GROUPS, given_up=("x", "shard0")))
-        assert replayed.peak_bytes == curve.peak_bytes
-        calls = [place for place, node in enumerate(graph.nodes) if node.op == "call_function"]
-        assert [point.num_bytes for point in replayed.memory] == [curve.live_bytes[place] for place in calls]
 
 
 def test_a_graph_with_markers_is_refused() -> None:

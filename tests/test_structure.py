@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_compile import fully_shard
-from tests.recording import recorded
-from tests.test_graphs import Stages
-
-pytestmark = pytest.mark.usefixtures("fake_group_of_four")
+from fsdp_compile.passes import Plan
+from tests.comparing import assert_same_grads
+from tests.models import Stack, twins
+from tests.on_ranks import on_two_ranks
+from tests.recording import Wire, recorded
+from tests.test_graphs import Stages, saved_tensors
 
 WIDTH = 24
 
@@ -45,15 +49,6 @@ class Projections(Layer):
 
     def weight(self) -> Tensor:
         return torch.cat([self.q, self.k, self.v])
-
-
-class WeightNorm(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH, 1))
-
-    def weight(self) -> Tensor:
-        return self.w / self.w.norm(dim=1, keepdim=True) * self.scale
 
 
 class LowRank(Layer):
@@ -272,7 +267,6 @@ NORM = {"norm.weight", "norm.bias"}
 LAYERS: dict[type[Layer], set[str]] = {
     Layer: {*NORM, "w", "b"},
     Projections: {*NORM, "q", "k", "v", "b"},
-    WeightNorm: {*NORM, "w", "scale", "b"},
     LowRank: {*NORM, "w", "down", "up", "b"},
     Pruned: {*NORM, "w", "b"},
     Shifted: {"shift"},
@@ -291,11 +285,9 @@ LAYERS: dict[type[Layer], set[str]] = {
     BehindTheSum: {*NORM, "w", "b"},
     Small: {"small.weight", "small.bias"},
 }
-# A batch of one row is where Inductor and the partitioner choose otherwise.
-LENGTHS: tuple[tuple[int, bool | None], ...] = ((1, False), (50, True))
 
 
-def _step(backend: str, length: int, dynamic: bool | None) -> tuple[Stages, list[tuple[int, ...]]]:
+def _step(length: int, dynamic: bool) -> tuple[Stages, list[tuple[int, ...]]]:
     torch._dynamo.reset()
     model = Net()
     for one in model.layers:
@@ -303,23 +295,21 @@ def _step(backend: str, length: int, dynamic: bool | None) -> tuple[Stages, list
     fully_shard(model, reshard_after_forward=True)
     x = torch.randn(length, WIDTH, requires_grad=True)  # else the first layer's backward is another one
     with recorded(Stages()) as stages:
-        out = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)(x)
-        node: Any = out.grad_fn
-        while not hasattr(node, "saved_tensors"):
-            node = node.next_functions[0][0]
-        saved = [tuple(tensor.shape) for tensor in node.saved_tensors]
+        out = torch.compile(model, backend="passes", fullgraph=True, dynamic=dynamic)(x)
+        saved = [tuple(one.shape) for one in saved_tensors(out)]
         out.sum().backward()
     return stages, saved
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("backend", ["passes", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_backward_gathers_the_same_for_every_length(backend: str) -> None:
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_backward_gathers_the_same_for_every_length() -> None:
     expected = {f"layers.{index}.{name}" for index, layer in enumerate(LAYERS) for name in LAYERS[layer]}
     expected |= {"head.weight", "head.bias"}
     buckets = set()
-    for length, dynamic in LENGTHS if backend == "passes" else ((1, False), (700, False), (4, True)):
-        stages, saved = _step(backend, length, dynamic)
+    # A batch of one row is where Inductor and the partitioner choose otherwise.
+    for length, dynamic in ((1, False), (50, True)):
+        stages, saved = _step(length, dynamic)
         plan = stages["backward"].plan
         assert {fqn for bucket in plan.gathers for fqn in bucket.fqns} == expected, (length, dynamic)
         assert set(stages["joint"].plan.again) == expected
@@ -328,3 +318,193 @@ def test_backward_gathers_the_same_for_every_length(backend: str) -> None:
         whole = [(WIDTH, WIDTH), (WIDTH // 3, WIDTH), (WIDTH, WIDTH // 3), (5, WIDTH), (WIDTH, 5), (WIDTH, 3), (3, WIDTH)]
         assert [shape for shape in saved if shape in whole] == [(WIDTH, WIDTH)] * 2, (length, dynamic)
     assert len(buckets) == 1
+
+
+# --- sequences of one element, batches of no rows, graphs that reduce nothing -------------------------------------------
+
+
+class Recurrence(nn.Module):
+    """By hand, from a state of zeros that needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_in = nn.Parameter(torch.randn(WIDTH, WIDTH) / 5)
+        self.w_rec = nn.Parameter(torch.randn(WIDTH, WIDTH) / 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(x.shape[0], WIDTH)
+        for t in range(x.shape[1]):
+            h = torch.tanh(x[:, t] @ self.w_in + h @ self.w_rec)
+        return h
+
+
+class Joined(nn.Module):
+    """Input and state in one tensor, one product for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros(x.shape[0], WIDTH)
+        for t in range(x.shape[1]):
+            h = torch.tanh(self.w(torch.cat([x[:, t], F.dropout(h, 0.1)], dim=1)))
+        return h
+
+
+class LastNorm(nn.Module):
+    """Attention, a residual sum and norms, of which one is the last that computes."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.block = nn.TransformerEncoderLayer(WIDTH, 3, 2 * WIDTH, 0.0, batch_first=True)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        y = checkpoint(self.block, y, use_reentrant=False) if self.checkpointed else self.block(y)
+        return self.norm(y).pow(2).sum(-1)
+
+
+class Frozen(nn.Module):
+    """What follows a checkpointed region is saved where it is much smaller than what goes into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(self.base, x, use_reentrant=False).flatten(0, 1).mean(0)
+        return (y.sin() * y.cos() * y.exp()) * x.mean(1)
+
+
+def _sharded(model: nn.Module) -> nn.Module:
+    for one in model.children():
+        fully_shard(one, reshard_after_forward=True)
+    return fully_shard(model, reshard_after_forward=True)
+
+
+def _plans(make: Callable[[], nn.Module], x: Tensor, backend: str) -> tuple[Plan, Plan]:
+    torch._dynamo.reset()
+    with recorded(Stages()) as stages:
+        torch.compile(_sharded(make()), backend=backend, fullgraph=True)(x).sum().backward()
+    return stages["forward"].plan, stages["backward"].plan
+
+
+def _gathered(plan: Plan) -> set[str]:
+    return {fqn for bucket in plan.gathers for fqn in bucket.fqns}
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (Recurrence, {"w_in", "w_rec"}),
+        (lambda: Recurrence().requires_grad_(False), {"w_in", "w_rec"}),
+        (Joined, {"w.weight", "w.bias"}),
+    ],
+    ids=["by_hand", "frozen", "joined"],
+)
+def test_a_sequence_of_one_element_gathers_what_longer_ones_do(
+    fake_group_of_four: None, make: Callable[[], nn.Module], expected: set[str]
+) -> None:
+    needs_grad = not any(param.requires_grad for param in make().parameters())
+    plans = [
+        _plans(make, torch.randn(rows, length, WIDTH, requires_grad=needs_grad), backend)
+        for rows, length, backend in ((2, 1, "passes"), (2, 3, "passes"), (1, 1, "decomposed"), (1, 2, "decomposed"))
+    ]
+    assert _gathered(plans[0][1]) == expected
+    assert all(one == plans[0] for one in plans[1:])
+
+
+def _first_embedding() -> nn.Module:
+    return nn.Sequential(nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 3))
+
+
+def _first_frozen() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Tanh(), nn.Linear(WIDTH, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "x", "expected"),
+    [
+        (_first_embedding, torch.zeros(2, 3, dtype=torch.long), {"1.weight", "1.bias"}),
+        (_first_frozen, torch.zeros(2, WIDTH), {"2.weight", "2.bias"}),
+    ],
+)
+def test_a_unit_that_is_looked_up_or_gets_no_gradient_is_not_gathered_again(
+    fake_group_of_four: None, make: Callable[[], nn.Module], x: Tensor, expected: set[str]
+) -> None:
+    for num_rows in (2, 1, 0):
+        assert _gathered(_plans(make, x[:num_rows], "decomposed")[1]) == expected
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.filterwarnings("ignore:var_mean")
+def test_a_batch_of_no_rows_gathers_what_others_do(fake_group_of_four: None, checkpointed: bool) -> None:
+    make = lambda: LastNorm(checkpointed)  # noqa: E731
+    rows, none = (_plans(make, torch.randn(num_rows, 3, WIDTH), "decomposed") for num_rows in (2, 0))
+    assert {"norm.weight", "block.linear1.weight", "block.norm1.weight"} <= _gathered(rows[1])
+    assert none == rows
+
+
+@pytest.mark.filterwarnings("ignore:var_mean")
+def test_a_batch_of_no_rows_launches_in_the_order_of_others_where_units_are_kept(fake_group_of_four: None) -> None:
+    def plan(num_rows: int) -> Plan:
+        torch._dynamo.reset()
+        model = Stack(3)
+        for layer in model.layers[:2]:
+            fully_shard(layer, reshard_after_forward=True)
+        fully_shard(model.layers[2], reshard_after_forward=False)
+        fully_shard([model.norm, model.head], reshard_after_forward=False)
+        fully_shard(model, reshard_after_forward=True)
+        with recorded(Stages()) as stages:
+            tokens = torch.zeros(num_rows, 5, dtype=torch.long)
+            torch.compile(model, backend="decomposed", fullgraph=True)(tokens).sum().backward()
+        return stages["backward"].plan
+
+    rows = plan(2)
+    assert _gathered(rows) == {fqn for fqn in _gathered(rows) if fqn.startswith(("layers.0", "layers.1"))} != set()
+    assert plan(0) == rows
+
+
+@pytest.mark.compat
+def test_without_reductions_a_checkpointed_region_is_gathered_for_in_any_case(fake_group_of_four: None) -> None:
+    for length in (1, 50):
+        _, plan = _plans(Frozen, torch.randn(1, length, WIDTH, requires_grad=True), "passes")
+        assert _gathered(plan) == {"base.weight", "base.bias"}
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrence, self.up, self.norm = Recurrence(), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.up(self.recurrence(x))).pow(3).sum() / 8
+
+
+# Of each rank in each step: rows and length.
+SIZES = (((2, 1), (0, 3)), ((2, 3), (2, 3)))
+
+
+@pytest.mark.more
+@on_two_ranks
+def test_ranks_with_one_element_and_with_no_rows_train_the_same() -> None:
+    unsharded, model = twins(Whole)
+    run = torch.compile(_sharded(model), fullgraph=True)
+    launched: list[tuple[str, Any]] = []
+    for step in range(2):
+        batches = [torch.randn(*sizes[step], WIDTH, generator=torch.Generator().manual_seed(step)) for sizes in SIZES]
+        with Wire() as wire:
+            run(batches[dist.get_rank()]).backward()
+        launched += wire.launches
+        torch.stack([unsharded(batch) for batch in batches]).mean().backward()
+        assert_same_grads(model, unsharded, atol=1e-5, rtol=1e-3)
+        model.zero_grad()
+        unsharded.zero_grad()
+    by_rank: list[Any] = [None, None]
+    dist.all_gather_object(by_rank, launched)
+    assert launched and by_rank[0] == by_rank[1]

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import tempfile
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.func import functional_call
 
-from fsdp_compile import fully_shard
+from fsdp_compile import ShardPlacementResult, fully_shard
 from tests.comparing import (
     assert_same_grads,
     assert_same_params,
+    backward_on_both,
     batches,
     full,
+    local_loss,
     loss_of,
-    reference_backward,
     train_and_compare,
 )
-from tests.compiling import PATHS, compile_blocks, compiled
-from tests.models import Block, Stack, mesh_of, pair, shard
+from tests.compiling import PATHS, compiled
+from tests.models import Block, Stack, mesh_of, one_unit, pair, shard, twins
+from tests.on_ranks import on_four_ranks, on_two_ranks
 from tests.ranks import Ranks
 
 
@@ -38,10 +37,8 @@ def _train(path: str, tied: bool) -> None:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize(
-    ("path", "tied"), [*((path, tied) for path in PATHS for tied in (False, True)),
-     pytest.param("inductor", True, marks=pytest.mark.more)]
-)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("path", PATHS)
 def test_trains_like_the_unsharded_model(two_ranks: Ranks, path: str, tied: bool) -> None:
     two_ranks.run(_train, path, tied)
 
@@ -51,46 +48,21 @@ def test_trains_with_uneven_shards(three_ranks: Ranks, path: str) -> None:
     three_ranks.run(_train, path, True)
 
 
-def _accumulate(path: str) -> None:
-    unsharded, sharded = pair()
-    run = compiled(sharded, path)
-    for step in range(3):
-        tokens = batches(step)
-        loss_of(run(tokens[dist.get_rank()])).backward()
-        reference_backward(unsharded, tokens)
-    assert_same_grads(sharded, unsharded)
-
-
 @pytest.mark.parametrize("path", PATHS)
-def test_backwards_without_zero_grad_accumulate(two_ranks: Ranks, path: str) -> None:
-    two_ranks.run(_accumulate, path)
-
-
-def _clip(path: str) -> None:
+@on_two_ranks
+def test_clip_grad_norm_gives_the_unsharded_norm(path: str) -> None:
     unsharded, sharded = pair()
-    tokens = batches(0)
-    loss_of(compiled(sharded, path)(tokens[dist.get_rank()])).backward()
-    reference_backward(unsharded, tokens)
+    backward_on_both(compiled(sharded, path), unsharded, 0)
     norm = torch.nn.utils.clip_grad_norm_(sharded.parameters(), 0.01)
     expected = torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 0.01)
     torch.testing.assert_close(full(norm), expected)
     assert_same_grads(sharded, unsharded)
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_clip_grad_norm_gives_the_unsharded_norm(two_ranks: Ranks, path: str) -> None:
-    two_ranks.run(_clip, path)
-
-
-def _clip_over_meshes() -> None:
-    from torch.distributed.tensor import Shard
-
-    from fsdp_compile import ShardPlacementResult
-
+@on_four_ranks
+def test_norms_of_several_meshes_are_combined_by_hand() -> None:
     mesh = mesh_of("outer", "inner")
-    torch.manual_seed(0)
-    unsharded = Block()
-    sharded = copy.deepcopy(unsharded)
+    unsharded, sharded = twins(Block)
     inner = {sharded.up.weight, sharded.down.weight}
     fully_shard(sharded, shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), mesh["inner"]) if p in inner else None)
     x = torch.ones(3, 16).cumsum(0)  # the same on all ranks: averages over few and over many are equal
@@ -111,39 +83,33 @@ def _clip_over_meshes() -> None:
     assert_same_grads(sharded, unsharded)
 
 
-def test_norms_of_several_meshes_are_combined_by_hand(four_ranks: Ranks) -> None:
-    four_ranks.run(_clip_over_meshes)
-
-
-def _scale(path: str) -> list[float]:
+@pytest.mark.parametrize("path", PATHS)
+@on_two_ranks
+def test_grad_scaler_skips_a_step_on_every_rank(path: str) -> None:
     unsharded, sharded = pair()
     optims = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (sharded, unsharded)]
     scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in optims]
     run = compiled(sharded, path)
     for step in range(4):
-        tokens = batches(step)
         # One rank alone overflows in step 2: every rank must skip it, and halve the scale.
         factor = torch.tensor(float("inf") if step == 2 and dist.get_rank() == 1 else 1.0)
-        scalers[0].scale(loss_of(run(tokens[dist.get_rank()])) * factor).backward()
-        expected = torch.stack([loss_of(unsharded(batch)) for batch in tokens]).mean()
+        scalers[0].scale(local_loss(run, step) * factor).backward()
+        expected = torch.stack([loss_of(unsharded(batch)) for batch in batches(step)]).mean()
         scalers[1].scale(expected * (float("inf") if step == 2 else 1.0)).backward()
         for scaler, optim in zip(scalers, optims):
             scaler.step(optim)
             scaler.update()
             optim.zero_grad()
-    for (fqn, ours), theirs in zip(sharded.named_parameters(), unsharded.parameters()):
-        torch.testing.assert_close(full(ours), theirs, msg=fqn)
-    return [scaler.get_scale() for scaler in scalers]
+    assert_same_params(sharded, unsharded, atol=1e-5, rtol=1.3e-6)
+    assert [scaler.get_scale() for scaler in scalers] == [1024.0, 1024.0]  # doubled once, halved once
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_grad_scaler_skips_a_step_on_every_rank(two_ranks: Ranks, path: str) -> None:
-    for ours, expected in two_ranks.run(_scale, path):
-        assert ours == expected == 1024.0  # doubled once, halved once
-
-
-def _state_dict() -> None:
+@on_two_ranks
+def test_state_dict_holds_shards_under_the_original_keys() -> None:
+    """Without communication."""
     unsharded, sharded = pair(make=lambda: Stack(tied=True))
+    if dist.get_rank() == 0:
+        sharded.state_dict()  # a collective on one rank alone would hang, and the test with it
     torch.compile(sharded, backend="aot_eager")(batches(0)[0])
     state = sharded.state_dict()
     assert list(state) == list(unsharded.state_dict())
@@ -152,81 +118,20 @@ def _state_dict() -> None:
         torch.testing.assert_close(value.full_tensor(), unsharded.state_dict()[fqn])
     other = shard(Stack(tied=True))
     other.load_state_dict(state)
-    for (fqn, ours), theirs in zip(other.named_parameters(), unsharded.parameters()):
-        torch.testing.assert_close(full(ours), theirs, msg=fqn)
+    assert_same_params(other, unsharded, atol=0, rtol=0)
 
 
-def test_state_dict_holds_shards_under_the_original_keys(two_ranks: Ranks) -> None:
-    two_ranks.run(_state_dict)
-
-
-def _state_dict_alone() -> int | None:
-    _, sharded = pair()
-    # A collective on one rank alone would hang, and the test with it.
-    return len(sharded.state_dict()) if dist.get_rank() == 0 else None
-
-
-def test_state_dict_needs_no_communication(two_ranks: Ranks) -> None:
-    assert two_ranks.run(_state_dict_alone)[0] == len(Stack().state_dict())
-
-
-def _distributed_checkpoint(folder: str) -> None:
-    unsharded, sharded = pair()
-    run = torch.compile(sharded, backend="aot_eager", fullgraph=True)
-    optim = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
-    tokens = batches(0)[dist.get_rank()]
-    loss_of(run(tokens)).backward()
-    optim.step()
-    optim.zero_grad()
-    dcp.save({"model": sharded.state_dict(), "optim": optim.state_dict()}, checkpoint_id=folder)
-
-    other = shard(Stack())
-    other_optim = torch.optim.AdamW(other.parameters(), lr=1e-2)
-    loss_of(torch.compile(other, backend="aot_eager")(tokens)).backward()  # so that optimizer state exists
-    other_optim.step()
-    other_optim.zero_grad()
-    state = {"model": other.state_dict(), "optim": other_optim.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    other.load_state_dict(state["model"])
-    other_optim.load_state_dict(state["optim"])
-    for model, its_optim in ((sharded, optim), (other, other_optim)):
-        loss_of(model(tokens)).backward()
-        its_optim.step()
-    for (fqn, ours), theirs in zip(other.named_parameters(), sharded.parameters()):
-        torch.testing.assert_close(ours.to_local(), theirs.to_local(), msg=fqn)
-
-    whole = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
-    assert list(whole) == list(unsharded.state_dict())
-    assert all(whole[fqn].shape == value.shape for fqn, value in unsharded.state_dict().items())
-
-
-def test_a_distributed_checkpoint_resumes(two_ranks: Ranks) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        two_ranks.run(_distributed_checkpoint, folder)
-
-
-def _load_assign(path: str) -> None:
-    unsharded, sharded = pair()
-    source = shard(copy.deepcopy(unsharded))
-    run = compiled(sharded, path)
-    run(batches(0)[0])
-    sharded.load_state_dict({fqn: value.clone() for fqn, value in source.state_dict().items()}, assign=True)
-    train_and_compare(run, sharded, unsharded)
-
-
+@pytest.mark.parametrize("on_meta", [False, True])
 @pytest.mark.parametrize("path", PATHS)
-def test_load_state_dict_assign_replaces_the_shards(two_ranks: Ranks, path: str) -> None:
-    two_ranks.run(_load_assign, path)
-
-
-def _load_assign_tied(path: str, on_meta: bool) -> None:
+@on_two_ranks
+def test_what_is_tied_stays_tied_when_a_state_is_assigned(path: str, on_meta: bool) -> None:
     """A checkpoint has a tied parameter under each of its names; here each comes as a tensor of its own."""
     unsharded, sharded = pair(make=functools.partial(Stack, tied=True))
     state = {fqn: value.clone() for fqn, value in sharded.state_dict().items()}
     if on_meta:
         with torch.device("meta"):
             sharded = shard(Stack(tied=True))
-    run = compile_blocks(sharded, "inductor") if path == "blocks" else compiled(sharded, path)
+    run = compiled(sharded, path)
     if not on_meta:
         run(batches(0)[0])
     sharded.load_state_dict(state, assign=True)
@@ -236,15 +141,8 @@ def _load_assign_tied(path: str, on_meta: bool) -> None:
     torch.testing.assert_close(full(state["head.weight"]), full(state["embed.weight"]), atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("on_meta", [False, True])
-@pytest.mark.parametrize(
-    "path", [*PATHS, *(pytest.param(path, marks=pytest.mark.more) for path in ("inductor", "blocks"))]
-)
-def test_what_is_tied_stays_tied_when_a_state_is_assigned(two_ranks: Ranks, path: str, on_meta: bool) -> None:
-    two_ranks.run(_load_assign_tied, path, on_meta)
-
-
-def _to_empty_tied() -> None:
+@on_two_ranks
+def test_what_is_tied_stays_tied_when_a_model_on_meta_gets_memory() -> None:
     unsharded, _ = pair(make=functools.partial(Stack, tied=True))
     with torch.device("meta"):
         sharded = shard(Stack(tied=True))
@@ -254,27 +152,14 @@ def _to_empty_tied() -> None:
     train_and_compare(sharded, sharded, unsharded)
 
 
-def test_what_is_tied_stays_tied_when_a_model_on_meta_gets_memory(two_ranks: Ranks) -> None:
-    two_ranks.run(_to_empty_tied)
-
-
-def _load_whole_tensors() -> None:
+@on_two_ranks
+def test_loading_what_is_not_cut_so_is_refused_and_names_it() -> None:
+    """Whole tensors, or replicas that are assigned; nothing has changed."""
     unsharded, sharded = pair()
     before = {fqn: param.to_local().clone() for fqn, param in sharded.named_parameters()}
     with pytest.raises(RuntimeError, match=r'"layers\.1\.up\.weight"') as error:
         sharded.load_state_dict(unsharded.state_dict())
     assert "DTensor" in str(error.value)
-    for fqn, param in sharded.named_parameters():
-        assert torch.equal(param.to_local(), before[fqn])
-
-
-def test_loading_whole_tensors_is_refused_and_names_them(two_ranks: Ranks) -> None:
-    two_ranks.run(_load_whole_tensors)
-
-
-def _assign_what_is_no_shard() -> None:
-    unsharded, sharded = pair()
-    before = {fqn: param.to_local().clone() for fqn, param in sharded.named_parameters()}
     mesh = init_device_mesh("cpu", (2,))
     copies = {
         fqn: distribute_tensor(value, mesh, [Replicate()]) if value.is_floating_point() else value
@@ -288,21 +173,16 @@ def _assign_what_is_no_shard() -> None:
     train_and_compare(sharded, sharded, unsharded, steps=1)
 
 
-def test_assigning_what_is_not_cut_so_is_refused_and_names_it(two_ranks: Ranks) -> None:
-    two_ranks.run(_assign_what_is_no_shard)
-
-
-def _meta(path: str) -> None:
-    torch.manual_seed(0)
-    unsharded = Stack()
+@pytest.mark.parametrize("path", PATHS)
+@on_two_ranks
+def test_a_model_built_on_meta_trains_once_it_has_data(path: str) -> None:
+    unsharded, source = pair()
     with torch.device("meta"):
-        sharded = Stack()
-    shard(sharded)
+        sharded = shard(Stack())
     run = compiled(sharded, path)
     with pytest.raises(Exception, match="meta device") as failure:
         run(batches(0)[0])
     assert "weight" in str(failure.value)
-    source = shard(copy.deepcopy(unsharded))
     sharded.to_empty(device="cpu")
     sharded.load_state_dict(source.state_dict())
     torch._dynamo.reset()
@@ -310,11 +190,8 @@ def _meta(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_model_built_on_meta_trains_once_it_has_data(two_ranks: Ranks, path: str) -> None:
-    two_ranks.run(_meta, path)
-
-
-def _functional_call(path: str) -> None:
+@on_two_ranks
+def test_functional_call_takes_shards_or_full_tensors(path: str) -> None:
     unsharded, sharded = pair()
     tokens = batches(0)[0]
     doubled = {fqn: value * 2 for fqn, value in sharded.state_dict().items()}
@@ -330,28 +207,19 @@ def _functional_call(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_functional_call_takes_shards_or_full_tensors(two_ranks: Ranks, path: str) -> None:
-    two_ranks.run(_functional_call, path)
-
-
-def _to_bf16(path: str) -> None:
+@on_two_ranks
+def test_to_dtype_after_sharding_is_followed(path: str) -> None:
     unsharded, sharded = pair()
     sharded.to(torch.bfloat16)
     unsharded.to(torch.bfloat16)
-    run = compiled(sharded, path)
-    tokens = batches(0)
-    loss_of(run(tokens[dist.get_rank()])).backward()
-    reference_backward(unsharded, tokens)
+    backward_on_both(compiled(sharded, path), unsharded, 0)
     assert all(param.grad.dtype is torch.bfloat16 for param in sharded.parameters())
     assert_same_grads(sharded, unsharded, atol=1e-4, rtol=5e-2)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_to_dtype_after_sharding_is_followed(two_ranks: Ranks, path: str) -> None:
-    two_ranks.run(_to_bf16, path)
-
-
-def _freeze(path: str) -> None:
+@on_two_ranks
+def test_parameters_may_be_frozen_and_thawed_between_steps(path: str) -> None:
     unsharded, sharded = pair()
     run = compiled(sharded, path)
     optims = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (sharded, unsharded)]
@@ -359,9 +227,7 @@ def _freeze(path: str) -> None:
         for one in (sharded, unsharded):
             one.layers[1].requires_grad_(trains)
             one.head.requires_grad_(trains)
-        tokens = batches(step)
-        loss_of(run(tokens[dist.get_rank()])).backward()
-        reference_backward(unsharded, tokens)
+        backward_on_both(run, unsharded, step)
         assert (sharded.head.weight.grad is None) != trains
         assert_same_grads(sharded, unsharded)
         for optim in optims:
@@ -371,14 +237,9 @@ def _freeze(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_parameters_may_be_frozen_and_thawed_between_steps(two_ranks: Ranks, path: str) -> None:
-    two_ranks.run(_freeze, path)
-
-
-def _list_of_modules(path: str) -> None:
-    torch.manual_seed(0)
-    unsharded = Stack()
-    sharded = copy.deepcopy(unsharded)
+@on_two_ranks
+def test_a_list_of_modules_is_one_unit(path: str) -> None:
+    unsharded, sharded = twins()
     for layer in sharded.layers:
         fully_shard(layer)
     tail = [sharded.norm, sharded.head]
@@ -388,11 +249,8 @@ def _list_of_modules(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_list_of_modules_is_one_unit(two_ranks: Ranks, path: str) -> None:
-    two_ranks.run(_list_of_modules, path)
-
-
-def _eval(path: str) -> None:
+@on_two_ranks
+def test_evaluation_leaves_the_shards_in_place(path: str) -> None:
     unsharded, sharded = pair()
     run = compiled(sharded, path)
     tokens = batches(0)[0]
@@ -405,40 +263,30 @@ def _eval(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_evaluation_leaves_the_shards_in_place(two_ranks: Ranks, path: str) -> None:
-    two_ranks.run(_eval, path)
-
-
-def _placement(path: str) -> None:
-    from torch.distributed.tensor import Shard
-
+@on_two_ranks
+def test_parameters_cut_on_another_dim(path: str) -> None:
     def last_dim(param: nn.Parameter) -> Shard | None:
         return Shard(-1) if param.ndim == 2 and param.shape[1] % dist.get_world_size() == 0 else None
 
-    torch.manual_seed(0)
-    unsharded = Stack()
-    sharded = shard(copy.deepcopy(unsharded), shard_placement_fn=last_dim)
+    unsharded, sharded = pair(shard_placement_fn=last_dim)
     assert sharded.embed.weight.placements == (Shard(1),)
     train_and_compare(compiled(sharded, path), sharded, unsharded)
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_parameters_cut_on_another_dim(two_ranks: Ranks, path: str) -> None:
-    two_ranks.run(_placement, path)
+def _alone() -> DeviceMesh:
+    return DeviceMesh.from_group(dist.new_group([dist.get_rank()], use_local_synchronization=True), "cpu")
 
 
-def _one_rank(path: str) -> None:
+@pytest.mark.parametrize("path", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@on_two_ranks
+def test_one_rank_never_hands_out_the_shard(path: str) -> None:
     class Leaky(Block):
         """Gives its weight away: with one rank it may not be the shard itself."""
 
         def forward(self, x: torch.Tensor) -> Any:
             return super().forward(x), self.up.weight, self.up.weight.t()
 
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    mesh = DeviceMesh.from_group(group, "cpu")
-    torch.manual_seed(0)
-    unsharded = Leaky()
-    sharded = fully_shard(copy.deepcopy(unsharded), mesh=mesh)
+    unsharded, sharded = one_unit(Leaky, mesh=_alone())
     x = torch.randn(3, 16)
     run = compiled(sharded, path)
     out, weight, turned = run(x)
@@ -453,21 +301,14 @@ def _one_rank(path: str) -> None:
     assert_same_grads(sharded, unsharded)
 
 
-@pytest.mark.parametrize("path", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
-def test_one_rank_never_hands_out_the_shard(two_ranks: Ranks, path: str) -> None:
-    two_ranks.run(_one_rank, path)
-
-
-def _one_rank_eager() -> None:
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    mesh = DeviceMesh.from_group(group, "cpu")
-    torch.manual_seed(dist.get_rank())  # nothing travels: each rank has a model of its own
-    unsharded = Stack()
-    sharded = shard(copy.deepcopy(unsharded), mesh=mesh, reshard_after_forward=True)
+@on_two_ranks
+def test_one_rank_trains_eagerly_and_keeps_its_shards() -> None:
+    # Nothing travels: each rank has a model of its own.
+    unsharded, sharded = pair(seed=dist.get_rank(), mesh=_alone(), reshard_after_forward=True)
     optims = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (sharded, unsharded)]
     for step in range(3):
         for one in (sharded, unsharded):
-            loss_of(one(batches(step)[dist.get_rank()])).backward()
+            local_loss(one, step).backward()
         assert_same_grads(sharded, unsharded)
         for optim in optims:
             optim.step()
@@ -475,7 +316,3 @@ def _one_rank_eager() -> None:
         # Freeing what was gathered must not free the shard.
         assert all(param.to_local().untyped_storage().nbytes() > 0 for param in sharded.parameters())
     assert_same_params(sharded, unsharded)
-
-
-def test_one_rank_trains_eagerly_and_keeps_its_shards(two_ranks: Ranks) -> None:
-    two_ranks.run(_one_rank_eager)

@@ -19,35 +19,33 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import fsdp_compile
 from tests.comparing import full
 from tests.compiling import num_graphs
+from tests.on_ranks import on_two_ranks
 from tests.ranks import Ranks
 
-TINY: dict[str, Any] = {"vocab_size": 38, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY = {"vocab_size": 38, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY |= {"num_key_value_heads": 2}
+KINDS: dict[str, tuple[Any, Any, dict[str, int]]] = {
+    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, {}),
+    "qwen3": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config, {"head_dim": 8}),
+    "mixtral": (transformers.MixtralForCausalLM, transformers.MixtralConfig, {"num_local_experts": 4}),
+    "qwen2_moe": (
+        transformers.Qwen2MoeForCausalLM,
+        transformers.Qwen2MoeConfig,
+        {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    ),
+}
 
 
-def _tiny(kind: str) -> Any:
-    torch.manual_seed(0)
-    if kind == "qwen3":
-        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TINY, num_key_value_heads=2, head_dim=8))
-    if kind == "gemma3":
-        sizes = {"num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
-        return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**TINY, **sizes))
-    if kind == "mixtral":
-        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**TINY, num_key_value_heads=2, num_local_experts=4))
-    if kind == "qwen2_moe":
-        sizes = {"num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
-        return transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**TINY, **sizes))
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
-
-
-def _trained_by_its_fsdp2(folder: str, kind: str, sizes: dict[str, int], how: str = "whole") -> None:
+def _trained_by_its_fsdp2(folder: Path, kind: str, sizes: dict[str, int], how: str = "whole") -> None:
     from transformers.distributed import DistributedConfig
 
-    unsharded = _tiny(kind)
+    cls, config, sizes_of_kind = KINDS[kind]
+    unsharded = cls(config(**TINY, **sizes_of_kind))
     if dist.get_rank() == 0:
         unsharded.save_pretrained(folder)
     dist.barrier()
     with fsdp_compile.adopt():
-        model = type(unsharded).from_pretrained(folder, distributed_config=DistributedConfig(**sizes))
+        model = cls.from_pretrained(folder, distributed_config=DistributedConfig(**sizes))
     assert isinstance(model, fsdp_compile.FSDPModule) and model._is_fsdp_managed_module is True
     model.train()
     run = model if how == "eager" else torch.compile(model, backend="aot_eager", fullgraph=how == "whole")
@@ -62,27 +60,28 @@ def _trained_by_its_fsdp2(folder: str, kind: str, sizes: dict[str, int], how: st
 
 @pytest.mark.parametrize("sizes", [{"fsdp_size": 2}, {"dp_replicate_size": 2, "fsdp_size": 1}])
 def test_transformers_own_fsdp2_compiles_to_trained_by_its_fsdp2(two_ranks: Ranks, tmp_path: Path, sizes: dict[str, int]) -> None:
-    two_ranks.run(_trained_by_its_fsdp2, str(tmp_path), "llama", sizes)
+    two_ranks.run(_trained_by_its_fsdp2, tmp_path, "llama", sizes)
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
-def test_its_tensor_parallel_layers_compile_to_trained_by_its_fsdp2(four_ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    """Qwen3's and Gemma 3's norms in attention register post-accumulate hooks in forward: each rank has its own heads."""
-    four_ranks.run(_trained_by_its_fsdp2, str(tmp_path), kind, {"fsdp_size": 2, "tp_size": 2})
+def test_its_tensor_parallel_layers_compile_to_trained_by_its_fsdp2(four_ranks: Ranks, tmp_path: Path) -> None:
+    """Qwen3's norms in attention register post-accumulate hooks in forward: each rank has its own heads."""
+    four_ranks.run(_trained_by_its_fsdp2, tmp_path, "qwen3", {"fsdp_size": 2, "tp_size": 2})
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
-@pytest.mark.parametrize("sizes, how", [({}, "whole"), ({"ep_size": 2}, "eager"), ({"ep_size": 2}, "in parts")])
+@pytest.mark.parametrize(
+    "kind, sizes, how",
+    [("qwen2_moe", {}, "whole"), ("mixtral", {"ep_size": 2}, "eager"), ("mixtral", {"ep_size": 2}, "in parts")],
+)
 def test_its_mixtures_of_experts(two_ranks: Ranks, tmp_path: Path, kind: str, sizes: dict[str, int], how: str) -> None:
     """Its exchange of tokens between ranks has sizes that depend on the data, where no graph goes on."""
-    two_ranks.run(_trained_by_its_fsdp2, str(tmp_path), kind, {"fsdp_size": 2, **sizes}, how)
+    two_ranks.run(_trained_by_its_fsdp2, tmp_path, kind, {"fsdp_size": 2, **sizes}, how)
 
 
 @pytest.mark.more
 def test_its_experts_on_some_ranks_are_sharded_over_the_others(four_ranks: Ranks, tmp_path: Path) -> None:
-    four_ranks.run(_trained_by_its_fsdp2, str(tmp_path), "mixtral", {"fsdp_size": 4, "ep_size": 2}, "in parts")
+    four_ranks.run(_trained_by_its_fsdp2, tmp_path, "mixtral", {"fsdp_size": 4, "ep_size": 2}, "in parts")
 
 
 @contextmanager
@@ -117,7 +116,14 @@ class Experts(nn.Module):
         return torch.einsum("td,edf->tef", x, self.weight).sum(1)
 
 
-def _local_experts(backend: str | None, breaks: bool) -> None:
+@pytest.mark.compat
+@pytest.mark.parametrize("backend, breaks", [(None, False), ("aot_eager", False), ("inductor", False), ("aot_eager", True)])
+@on_two_ranks
+def test_layers_that_write_local_tensors_into_parameters(backend: str | None, breaks: bool) -> None:
+    """The mesh that shards the experts has two ranks, then one; their gradients are divided by a factor.
+
+    With a graph break, full DTensors are in the shards' places from then on to the end of the forward.
+    """
     for shape in ((2, 1), (1, 2)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "ep"))
 
@@ -142,20 +148,11 @@ def _local_experts(backend: str | None, breaks: bool) -> None:
         torch.testing.assert_close((got, grad), (expected, expected_grad))
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize("backend, breaks", [(None, False), ("aot_eager", False), ("inductor", False), ("aot_eager", True)])
-def test_layers_that_write_local_tensors_into_parameters(two_ranks: Ranks, backend: str | None, breaks: bool) -> None:
-    """The mesh that shards the experts has two ranks, then one; their gradients are divided by a factor.
-
-    With a graph break, full DTensors are in the shards' places from then on to the end of the forward.
-    """
-    two_ranks.run(_local_experts, backend, breaks)
-
-
 class Written(nn.Sequential):
     pass
 
 
+@pytest.mark.usefixtures("fake_group_of_four")
 def test_a_module_that_is_no_unit_has_its_class_name() -> None:
     def described(model: nn.Module) -> list[Any]:
         return [(type(one).__name__, type(one).__qualname__, repr(one)) for one in model.modules()]
@@ -163,10 +160,6 @@ def test_a_module_that_is_no_unit_has_its_class_name() -> None:
     def build() -> nn.Module:
         return nn.Sequential(Written(nn.Linear(2, 2), nn.LSTM(2, 2), nn.LayerNorm(2)))
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        sharded, theirs = fsdp_compile.fully_shard(build()), torchs_fully_shard(build())
-        assert [type(one).__module__ for one in sharded.modules()] == [type(one).__module__ for one in build().modules()]
-        assert described(sharded) == described(theirs)[:1] + described(build())[1:] != described(build())
-    finally:
-        dist.destroy_process_group()
+    sharded, theirs = fsdp_compile.fully_shard(build()), torchs_fully_shard(build())
+    assert [type(one).__module__ for one in sharded.modules()] == [type(one).__module__ for one in build().modules()]
+    assert described(sharded) == described(theirs)[:1] + described(build())[1:] != described(build())

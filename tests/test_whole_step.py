@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 from torch._inductor.utils import run_and_get_code
@@ -29,8 +28,17 @@ from fsdp_compile.passes.ir.meta import ROLE
 from fsdp_compile.passes.ir.phases import number_phases, phase_of
 from fsdp_compile.passes.schedule.planner import plan_graph
 from fsdp_compile.passes.wire import lower
-from tests.comparing import assert_same_grads, batches, loss_of, mean_over_ranks, reference_backward
+from tests.comparing import (
+    assert_same_grads,
+    backward_on_both,
+    batches,
+    loss_of,
+    mean_over_ranks,
+    mine,
+    reference_backward,
+)
 from tests.models import Checkpointed, Stack, pair, shard
+from tests.on_ranks import on_two_ranks
 from tests.recording import Wire, recorded
 from tests.test_graphs import Stages
 from tests.test_passes import Builder, spec, text
@@ -154,54 +162,35 @@ def _two_batches(between: bool) -> fx.Graph:
     return b.output(b.call(aten.add.Tensor, *reduced))
 
 
+def _markers(phases: str) -> str:
+    """Those lines that gather or reduce, or take what was gathered."""
+    return "\n".join(line for line in phases.split("\n") if re.search("unshard|reduce_grad|add", line))
+
+
 def test_each_phase_has_a_gather_and_a_reduction_of_its_own() -> None:
-    assert_expected_inline(_phases(_two_batches(between=True)), """\
+    assert_expected_inline(_markers(_phases(_two_batches(between=True))), """\
 0  unshard_default = unshard(s)
 0  t_default = t(unshard_default)
-0  mm_default = mm(x0, t_default)
-0  sum_default = sum(mm_default)
-1  ones_like_default = ones_like(sum_default)
-1  expand_default = expand(ones_like_default, [5, 4])
 1  unshard_default_2 = unshard(s)
 1  mm_default_1 = mm(expand_default, unshard_default_2)
-1  t_default_1 = t(expand_default)
-1  mm_default_2 = mm(t_default_1, x0)
 1  reduce_grad_default = reduce_grad(mm_default_2)
 2  unshard_default_1 = unshard(s)
 2  t_default_2 = t(unshard_default_1)
-2  mm_default_3 = mm(x1, t_default_2)
-2  sum_default_1 = sum(mm_default_3)
-3  ones_like_default_1 = ones_like(sum_default_1)
-3  expand_default_1 = expand(ones_like_default_1, [5, 4])
 3  unshard_default_3 = unshard(s)
 3  mm_default_4 = mm(expand_default_1, unshard_default_3)
-3  t_default_3 = t(expand_default_1)
-3  mm_default_5 = mm(t_default_3, x1)
 3  reduce_grad_default_1 = reduce_grad(mm_default_5)
 3  add_tensor = add.Tensor(reduce_grad_default, reduce_grad_default_1)
 return add_tensor""")
 
 
 def test_forwards_behind_one_another_share_a_gather_and_so_do_their_backwards() -> None:
-    assert_expected_inline(_phases(_two_batches(between=False)), """\
+    assert_expected_inline(_markers(_phases(_two_batches(between=False))), """\
 0  unshard_default = unshard(s)
 0  t_default = t(unshard_default)
-0  mm_default = mm(x0, t_default)
-0  sum_default = sum(mm_default)
 0  t_default_1 = t(unshard_default)
-0  mm_default_1 = mm(x1, t_default_1)
-0  sum_default_1 = sum(mm_default_1)
-1  ones_like_default = ones_like(sum_default)
-1  expand_default = expand(ones_like_default, [5, 4])
 1  unshard_default_2 = unshard(s)
 1  mm_default_2 = mm(expand_default, unshard_default_2)
-1  t_default_2 = t(expand_default)
-1  mm_default_3 = mm(t_default_2, x0)
-1  ones_like_default_1 = ones_like(sum_default_1)
-1  expand_default_1 = expand(ones_like_default_1, [5, 4])
 1  mm_default_4 = mm(expand_default_1, unshard_default_2)
-1  t_default_3 = t(expand_default_1)
-1  mm_default_5 = mm(t_default_3, x1)
 1  add_tensor_1 = add.Tensor(mm_default_3, mm_default_5)
 1  reduce_grad_default_2 = reduce_grad(add_tensor_1)
 return reduce_grad_default_2""")
@@ -278,14 +267,10 @@ def test_a_given_plan_or_budget_is_refused(given: str) -> None:
 
 def _compiled_step(model: nn.Module, backend: str, loss: Callable[[Tensor], Tensor] = loss_of) -> Any:
     @torch.compile(backend=backend, fullgraph=True)
-    def step(*inputs: Tensor) -> Tensor:
-        total = None
-        for one in inputs:  # each with its own backward
-            result = loss(model(one))
-            result.backward()
-            total = result.detach() if total is None else total + result.detach()
-        assert total is not None
-        return total
+    def step(inputs: Tensor) -> Tensor:
+        result = loss(model(inputs))
+        result.backward()
+        return result.detach()
 
     return step
 
@@ -300,22 +285,16 @@ CHECKPOINTED = (Recomputed, ProductsSaved, FrozenBehind, Attends, Pools)
 
 
 @pytest.mark.usefixtures("fake_group_of_four")
-@pytest.mark.parametrize(
-    ("backend", "without"),
-    [("passes", BY_HAND), *(pytest.param(*one, marks=pytest.mark.more) for one in (("passes", CHECKPOINTED), ("inductor", BY_HAND)))],
-)
-def test_the_same_matrices_are_gathered_again_as_where_backward_is_a_graph(
-    backend: str, without: tuple[type[Layer], ...]
-) -> None:
+@pytest.mark.parametrize("without", [BY_HAND, pytest.param(CHECKPOINTED, marks=pytest.mark.more)])
+def test_the_same_matrices_are_gathered_again_as_where_backward_is_a_graph(without: tuple[type[Layer], ...]) -> None:
     """Where a formula reads them, that is: no partitioner is there to compute anything again."""
-    torch._dynamo.reset()
     model = Net(without)
     for one in model.layers:
         fully_shard(one, reshard_after_forward=True)
     fully_shard(model, reshard_after_forward=True)
     x = torch.randn(50, WIDTH, requires_grad=True)
     with traced(), recorded(Stages()) as stages:
-        _compiled_step(model, backend, torch.sum)(x)
+        _compiled_step(model, "passes", torch.sum)(x)
     # A loss that computes its gradients in forward needs its weight in forward alone.
     # And what a region computes that no gradient flows through is saved.
     otherwise: dict[type[Layer], set[str]] = {
@@ -328,8 +307,7 @@ def test_the_same_matrices_are_gathered_again_as_where_backward_is_a_graph(
     again = set(stages["joint"].plan.again)
     assert again <= expected
     assert again & matrices == expected & matrices
-    if backend == "passes" or without is BY_HAND:
-        _assert_no_weight_lives_from_phase_to_phase(stages["whole"].graph)
+    _assert_no_weight_lives_from_phase_to_phase(stages["whole"].graph)
 
 
 def _assert_no_weight_lives_from_phase_to_phase(graph: fx.Graph) -> None:
@@ -375,7 +353,6 @@ def _readers_of_gathers(code: str) -> dict[str, list[tuple[int, str]]]:
 @pytest.mark.usefixtures("fake_group_of_four")
 def test_generated_code_gathers_twice_and_reads_each_gather_in_its_own_phase() -> None:
     """Inductor would compute an embedding again in backward, from the table that forward gathered."""
-    torch._dynamo.reset()
     model = Stack(3, block=PostNorm)
     fully_shard(model.embed, reshard_after_forward=True)
     shard(model, reshard_after_forward=True)
@@ -395,7 +372,6 @@ def test_generated_code_gathers_twice_and_reads_each_gather_in_its_own_phase() -
 
 @pytest.mark.usefixtures("fake_group_of_four")
 def test_a_graph_that_no_pass_saw_before_inductor_is_prepared_there() -> None:
-    torch._dynamo.reset()
     with (
         traced(),
         torch._functorch.config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False),
@@ -435,95 +411,58 @@ class Alive:
         lower.finish_gather = self._finish_gather
 
 
-def _train(backend: str, make: Callable[[], Stack], num_batches: int, num_gathers: int | None, **options: Any) -> None:
+def _train(backend: str, make: Callable[[], Stack], num_gathers: int, **options: Any) -> None:
     unsharded, sharded = pair(make=make, **options)
     step = _compiled_step(sharded, backend)
     optims = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (sharded, unsharded)]
-    rank = dist.get_rank()
     with traced(), recorded() as seen:
         for number in range(3):
-            batches_of_step = [batches(2 * number + index) for index in range(num_batches)]
-            loss = step(*[tokens[rank] for tokens in batches_of_step])
-            expected = sum(reference_backward(unsharded, tokens) for tokens in batches_of_step)
+            loss = step(mine(number))
+            expected = reference_backward(unsharded, batches(number))
             torch.testing.assert_close(mean_over_ranks(loss), expected)
             assert_same_grads(sharded, unsharded)
             for optim in optims:
                 optim.step()
                 optim.zero_grad()
-        inputs = [tokens[rank] for tokens in batches_of_step]
         with Wire() as wire:
-            step(*inputs)
-    wholes = [record for record in seen if record.stage == "whole"]
+            step(mine())
     plan = seen[-1].plan
-    if backend == "aot_eager":
-        assert not wholes
-        with traced(), Alive() as alive:
-            step(*inputs)
-        assert wire.calls["gather"] == alive.num_gathers == sum(len(bucket.fqns) for bucket in plan.gathers)
-        if num_gathers is not None:
-            assert alive.num_gathers == num_gathers
-        num_bytes = {name: param.numel() * 4 for name, param in unsharded.named_parameters()}
-        most = sum(size for name, size in num_bytes.items() if "layers" not in name)  # the root's
-        if options.get("reshard_after_forward") is False:
-            assert alive.most > most + 3 * sum(size for name, size in num_bytes.items() if "layers.0" in name)
-        else:  # and two blocks', of the four
-            most += 2 * sum(size for name, size in num_bytes.items() if "layers.0" in name)
-            assert alive.most <= most < sum(num_bytes.values())
-    else:
+    if backend == "inductor":
         assert wire.calls["gather"] == len(plan.gathers) == num_gathers
         assert wire.reductions == len(plan.reduces)
-        for record in wholes:
-            if options.get("reshard_after_forward") and unsharded.head.weight is not unsharded.embed.weight:
-                _assert_no_weight_lives_from_phase_to_phase(record.graph)
+        return
+    assert not [record for record in seen if record.stage == "whole"]
+    with traced(), Alive() as alive:
+        step(mine())
+    assert wire.calls["gather"] == alive.num_gathers == sum(len(bucket.fqns) for bucket in plan.gathers) == num_gathers
+    num_bytes = {name: param.numel() * 4 for name, param in unsharded.named_parameters()}
+    of_root = sum(size for name, size in num_bytes.items() if "layers" not in name)
+    of_block = sum(size for name, size in num_bytes.items() if "layers.0" in name)
+    assert alive.most <= of_root + 2 * of_block < sum(num_bytes.values())  # of four blocks
 
 
-# As gathered on aot_eager, one collective a parameter, and on Inductor, in buckets. Of 28 parameters, 24 in four blocks.
-CASES: dict[str, tuple[Callable[..., Stack], int, dict[str, Any], tuple[int | None, int]]] = {
-    "root kept": (Stack, 1, {}, (28 + 16, 9)),
-    "nothing kept": (Stack, 1, {"reshard_after_forward": True}, (28 + 16 + 3, 10)),
-    "all kept": (Stack, 1, {"reshard_after_forward": False}, (28, 5)),
-    "tied": (functools.partial(Stack, tied=True), 1, {"reshard_after_forward": True}, (27 + 16 + 3, 10)),
-    "checkpointed": (Checkpointed, 1, {}, (None, 9)),  # torch decides which biases a region needs again
-    "two batches": (Stack, 2, {}, (2 * (28 + 16), 18)),
-}
+def test_numbers_gathers_and_memory(two_ranks: Any) -> None:
+    # One collective a parameter: of 27, 24 are in four blocks; the rest is tied weights and a norm.
+    make = functools.partial(Stack, 4, tied=True)
+    two_ranks.run(functools.partial(_train, reshard_after_forward=True), "aot_eager", make, 27 + 16 + 3)
 
 
-@pytest.mark.parametrize(
-    "case", [case if case == "tied" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
-def test_numbers_gathers_and_memory(two_ranks: Any, case: str) -> None:
-    two_ranks.run(_train_case, "aot_eager", case)
+@pytest.mark.more
+def test_numbers_and_gathers_of_checkpointed_blocks_on_inductor(two_ranks: Any) -> None:
+    two_ranks.run(_train, "inductor", functools.partial(Checkpointed, 4), 9)  # in buckets
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param("nothing kept", marks=pytest.mark.slow), pytest.param("checkpointed", marks=pytest.mark.more)]
-)
-def test_numbers_gathers_and_memory_on_inductor(two_ranks: Any, case: str) -> None:
-    two_ranks.run(_train_case, "inductor", case)
-
-
-def _train_case(backend: str, case: str) -> None:
-    make, num_batches, options, num_gathers = CASES[case]
-    _train(backend, functools.partial(make, 4), num_batches, num_gathers[backend == "inductor"], **options)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
-def test_it_reduces_what_was_held_back_before(two_ranks: Any, backend: str) -> None:
-    two_ranks.run(_accumulate_before, backend)
-
-
-def _accumulate_before(backend: str) -> None:
+@on_two_ranks
+def test_it_reduces_what_was_held_back_before() -> None:
     """A batch whose gradients wait, then whole steps: the first one takes them along."""
-    unsharded, sharded = pair(make=functools.partial(Stack, 2))
-    rank = dist.get_rank()
+    unsharded, sharded = pair()
     sharded.set_requires_gradient_sync(False)
-    loss_of(sharded(batches(0)[rank])).backward()
-    reference_backward(unsharded, batches(0))
+    backward_on_both(sharded, unsharded, 0)
     sharded.set_requires_gradient_sync(True)
-    step = _compiled_step(sharded, backend)
+    step = _compiled_step(sharded, "aot_eager")
     for number in (1, 2):
         with traced():
-            step(batches(number)[rank])
+            step(mine(number))
         reference_backward(unsharded, batches(number))
         assert_same_grads(sharded, unsharded)
         for model in (sharded, unsharded):

@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from torch.distributed.checkpoint import state_dict as helpers
 from torch.distributed.tensor import distribute_tensor
 
 import fsdp_compile
-from tests.comparing import assert_same_params, batches, loss_of, train_and_compare
-from tests.models import Stack
-from tests.ranks import Ranks
+from tests.comparing import assert_same_params, local_loss, mine, train_and_compare
+from tests.models import Stack, twins
+from tests.on_ranks import on_two_ranks
 
 
-def wrapped(fully_shard, model: Stack, backend: str) -> torch.nn.Module:
-    whole = torch.compile(model, backend=backend)
+def wrapped(fully_shard: Any, model: Stack) -> Any:
+    whole = torch.compile(model, backend="aot_eager")
     for layer in whole.layers:
         fully_shard(layer)
     return fully_shard(whole)
 
 
-def _names(backend: str, folder: str) -> None:
-    torch.manual_seed(0)
-    unsharded = Stack(2)
-    theirs = wrapped(torch_fsdp.fully_shard, copy.deepcopy(unsharded), backend)
-    model = wrapped(fsdp_compile.fully_shard, copy.deepcopy(unsharded), backend)
+@pytest.mark.compat
+@on_two_ranks
+def test_a_wrapped_models_names_agree(tmp_path: Path) -> None:
+    unsharded, model = twins()
+    theirs = wrapped(torch_fsdp.fully_shard, copy.deepcopy(unsharded))
+    model = wrapped(fsdp_compile.fully_shard, model)
     names = [f"_orig_mod.{fqn}" for fqn, _ in unsharded.named_parameters()]
     for one in (theirs, model):
         assert [fqn for fqn, _ in one.named_parameters()] == names
@@ -38,7 +39,7 @@ def _names(backend: str, folder: str) -> None:
     train_and_compare(model, model._orig_mod, unsharded)
     # Saved and loaded by name, as RAM-efficient loading does.
     whole = {fqn: param.full_tensor() for fqn, param in model.state_dict().items()}
-    fresh = wrapped(fsdp_compile.fully_shard, Stack(2), backend)
+    fresh = wrapped(fsdp_compile.fully_shard, Stack())
     shards = fresh.state_dict()
     assert list(whole) == list(shards)
     placed = {
@@ -48,42 +49,29 @@ def _names(backend: str, folder: str) -> None:
     assert_same_params(fresh._orig_mod, unsharded, atol=1e-4)
     # torch's helpers take the wrapper's name away, theirs and ours.
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loss_of(model(batches(0)[dist.get_rank()])).backward()
+    local_loss(model, 0).backward()
     optim.step()
     state, optim_state = helpers.get_state_dict(model, optim)
     assert list(state) == [fqn for fqn, _ in unsharded.named_parameters()]
     assert list(helpers.get_model_state_dict(theirs)) == list(state)
-    dcp.save({"model": state, "optim": optim_state}, checkpoint_id=folder)
-    resumed = wrapped(fsdp_compile.fully_shard, Stack(2), backend)
+    dcp.save({"model": state, "optim": optim_state}, checkpoint_id=str(tmp_path))
+    resumed = wrapped(fsdp_compile.fully_shard, Stack())
     other = torch.optim.AdamW(resumed.parameters(), lr=1e-2)
     state, optim_state = helpers.get_state_dict(resumed, other)
     loaded = {"model": state, "optim": optim_state}
-    dcp.load(loaded, checkpoint_id=folder)
+    dcp.load(loaded, checkpoint_id=str(tmp_path))
     helpers.set_state_dict(resumed, other, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
     for one, optimizer in ((model, optim), (resumed, other)):
         optimizer.zero_grad()
-        loss_of(one(batches(1)[dist.get_rank()])).backward()
+        local_loss(one, 1).backward()
         optimizer.step()
     for (fqn, ours), (_, expected) in zip(resumed.named_parameters(), model.named_parameters()):
         torch.testing.assert_close(ours.full_tensor(), expected.full_tensor(), msg=fqn)
 
 
-@pytest.mark.compat
-def test_a_wrapped_models_names_agree(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(_names, "aot_eager", str(tmp_path))
-
-
-@pytest.mark.more
-def test_a_wrapped_models_names_agree_on_inductor(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(_names, "inductor", str(tmp_path))
-
-
-def _method_of_the_wrapper() -> None:
-    model = wrapped(fsdp_compile.fully_shard, Stack(2), "aot_eager")
+@on_two_ranks
+def test_a_method_of_the_wrapped_model_gathers() -> None:
+    model = wrapped(fsdp_compile.fully_shard, Stack())
     fsdp_compile.register_fsdp_forward_method(model, "forward")
-    output = model._orig_mod.forward(batches(0)[dist.get_rank()])  # not through __call__
+    output = model._orig_mod.forward(mine())  # not through __call__
     assert output.shape == (4, 7, 31)
-
-
-def test_a_method_of_the_wrapped_model_gathers(two_ranks: Ranks) -> None:
-    two_ranks.run(_method_of_the_wrapper)

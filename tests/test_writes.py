@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fsdp_compile import full_params, fully_shard
 from tests.comparing import assert_same_grads, full
-from tests.compiling import num_graphs
+from tests.compiling import compiled, num_graphs
 from tests.fsdp1_scripts import OURS, silenced
-from tests.ranks import Ranks
+from tests.models import twins
+from tests.on_ranks import on_two_ranks
 
 
 def two_linears() -> nn.Module:
@@ -27,15 +28,22 @@ def whole(model: nn.Module, name: str = "0.weight") -> Any:
     return dict(model.named_parameters())[name]
 
 
-def check_data(backend: str | None, reshard: bool | None) -> None:
-    """``reshard=None``: FSDP1's wrapper with NO_SHARD, where what is gathered is the shard itself."""
+@pytest.mark.parametrize(
+    ("backend", "reshard"), [(None, True), (None, False), (None, None), ("aot_eager", None), ("inductor", True)]
+)
+@on_two_ranks
+def test_data_that_is_set_is_what_is_trained(backend: str | None, reshard: bool | None) -> None:
+    """torch gives ``dtensor.data = other`` the other one's shape, and keeps the values that it had.
+
+    ``reshard=None``: FSDP1's wrapper with NO_SHARD, where what is gathered is the shard itself.
+    """
     unsharded, model = two_linears(), two_linears()
     if reshard is None:
         with silenced():
             model = OURS(model, process_group=torch.distributed.new_group([torch.distributed.get_rank()]))
     else:
         fully_shard(model, reshard_after_forward=reshard)
-    run = model if backend is None else torch.compile(model, backend=backend)
+    run = compiled(model, backend, fullgraph=False)
     x, models = torch.randn(3, 4), (model, unsharded)
 
     def both(write: Any) -> None:
@@ -63,8 +71,8 @@ def check_data(backend: str | None, reshard: bool | None) -> None:
     both(double)
     graphs = num_graphs()
     check()
-    run(x).sum().backward()
-    unsharded(x).sum().backward()
+    for call in (run, unsharded):
+        call(x).sum().backward()
     for one in models:
         for param in one.parameters():
             param.grad.data = param.grad * 3  # type: ignore[union-attr]
@@ -87,15 +95,8 @@ def check_data(backend: str | None, reshard: bool | None) -> None:
     assert torch.equal(full(whole(model)), before)
 
 
-@pytest.mark.parametrize(
-    ("backend", "reshard"), [(None, True), (None, False), (None, None), ("aot_eager", None), ("inductor", True)]
-)
-def test_data_that_is_set_is_what_is_trained(two_ranks: Ranks, backend: str | None, reshard: bool | None) -> None:
-    """torch gives ``dtensor.data = other`` the other one's shape, and keeps the values that it had."""
-    two_ranks.run(check_data, backend, reshard)
-
-
-def check_refused_data() -> None:
+@on_two_ranks
+def test_data_that_does_not_fit_is_refused() -> None:
     model = fully_shard(two_linears())
     mesh, before = whole(model).device_mesh, full(whole(model)).clone()
     for other, says in (
@@ -111,23 +112,21 @@ def check_refused_data() -> None:
         whole(model).grad.data = torch.ones(6, 4)
 
 
-def test_data_that_does_not_fit_is_refused(two_ranks: Ranks) -> None:
-    two_ranks.run(check_refused_data)
-
-
-def check_replaced(backend: str | None) -> None:
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@on_two_ranks
+def test_a_parameter_that_each_rank_would_train_alone_is_refused(backend: str | None) -> None:
     x = torch.ones(3, 4)
 
     def run(model: nn.Module) -> Tensor:
         torch._dynamo.reset()
-        return (model if backend is None else torch.compile(model, backend=backend))(x)
+        return compiled(model, backend, fullgraph=False)(x)
 
     says = r"0\.weight: Cannot writeback when the parameter shape changes.* a DTensor of shape \(6, 4\)"
-    for name, put in (("weight", torch.ones(6, 4)), ("weight", torch.ones(7, 5))):
+    for put in (torch.ones(6, 4), torch.ones(7, 5)):
         model = fully_shard(two_linears())
         run(model)
         shard = whole(model)
-        setattr(model[0], name, nn.Parameter(put))
+        model[0].weight = nn.Parameter(put)
         with pytest.raises(RuntimeError, match=says):
             run(model)
         with pytest.raises(RuntimeError, match=says), full_params(model):
@@ -158,11 +157,6 @@ def check_replaced(backend: str | None) -> None:
     assert shard.grad is not None
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_a_parameter_that_each_rank_would_train_alone_is_refused(two_ranks: Ranks, backend: str | None) -> None:
-    two_ranks.run(check_replaced, backend)
-
-
 class Merging(nn.Module):
     """Adds to its weight for the length of a forward, as PEFT's LoRA on nn.MultiheadAttention does."""
 
@@ -185,10 +179,10 @@ class Merging(nn.Module):
         return result
 
 
-def check_merging() -> None:
-    torch.manual_seed(0)
-    unsharded = nn.Sequential(Merging(), nn.Linear(4, 4))
-    model = copy.deepcopy(unsharded)
+@on_two_ranks
+def test_what_a_forward_puts_over_a_weight_goes_when_it_ends() -> None:
+    """Eagerly: Dynamo of torch 2.11 to 2.15 loses the parameter of an unsharded module that does this."""
+    unsharded, model = twins(lambda: nn.Sequential(Merging(), nn.Linear(4, 4)))
     fully_shard(model[0])
     fully_shard(model)
     shard, x = model[0].inner.weight, torch.randn(3, 4)
@@ -203,8 +197,3 @@ def check_merging() -> None:
     with pytest.raises(RuntimeError, match=r"inner\.weight is sharded: it cannot become a Tensor"):
         del model[0].inner.weight
         model[0].inner.weight = torch.ones(4, 4)
-
-
-def test_what_a_forward_puts_over_a_weight_goes_when_it_ends(two_ranks: Ranks) -> None:
-    """Eagerly: Dynamo of torch 2.11 to 2.15 loses the parameter of an unsharded module that does this."""
-    two_ranks.run(check_merging)

@@ -1,24 +1,21 @@
-"""Rows: what stands around a compiled model, each a section of docs/recipes.md."""
+"""Rows: public functions around a compiled model."""
 
 from __future__ import annotations
 
-import copy
 import shutil
 import tempfile
-from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsdp_compile
 from tests.matrix import models
 from tests.matrix.meter import Meter
-from tests.matrix.train import LR, Run, backward, compiled, mode, reference_backward, train
+from tests.matrix.train import backward, compiled, reference_backward, step_all, train
 from tests.models import shard
 
 
@@ -54,9 +51,7 @@ def resumed(meter: Meter) -> None:
             backward(run, step, models.batches(step))
         reference_backward(reference, models.batches(step), step)
         meter.compare_gradients(model, reference)
-        for optim in (ours, theirs):
-            optim.step()
-            optim.zero_grad()
+        step_all([ours, theirs])
         meter.compare_params(model, reference)
         if step == 0:
             of_model, of_optim = get_state_dict(run, ours)
@@ -64,104 +59,6 @@ def resumed(meter: Meter) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(str(folder[0]))
-
-
-def averaged(meter: Meter) -> None:
-    """A moving average, evaluated compiled."""
-    reference, model = models.twins()
-    averages = [AveragedModel(one, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for one in (shard(model), reference)]
-    run = compiled(meter, model)
-    for step in range(2):
-        train(meter, model, reference, run, first=step, num_steps=1)
-        for average, one in zip(averages, (model, reference)):
-            average.update_parameters(one)
-    mode(False, *averages)
-    tokens = models.batches(0)[dist.get_rank()]
-    with torch.no_grad():
-        meter.compare("loss", compiled(meter, averages[0])(tokens), averages[1](tokens))
-
-
-def taught(meter: Meter) -> None:
-    """A frozen copy teaches; it runs without gradients in the same loop."""
-    reference, model = models.twins()
-    shard(model)
-    teachers = [copy.deepcopy(one).eval().requires_grad_(False) for one in (model, reference)]
-    runs = [compiled(meter, one) for one in (model, teachers[0])]
-    optims = [torch.optim.SGD(one.parameters(), lr=LR) for one in (model, reference)]
-
-    def apart(student: nn.Module, teacher: nn.Module) -> Run:
-        def loss(tokens: Tensor) -> Tensor:
-            with torch.no_grad():
-                target = teacher(tokens)
-            return (student(tokens) - 2 * target).pow(2)
-
-        return loss
-
-    for step in range(2):
-        with meter.counting() if step else nullcontext():
-            backward(apart(*runs), step, models.batches(step))
-        reference_backward(apart(reference, teachers[1]), models.batches(step), step)
-        meter.compare_gradients(model, reference)
-        for optim in optims:
-            optim.step()
-            optim.zero_grad()
-    meter.compare_params(teachers[0], teachers[1])
-
-
-def grouped(meter: Meter) -> None:
-    """AdamW with decay for matrices alone, whose steps send nothing."""
-    reference, model = models.twins()
-    run = compiled(meter, shard(model))
-    optims = [
-        torch.optim.AdamW(
-            [
-                {"params": [param for param in one.parameters() if param.ndim == 2], "weight_decay": 0.1},
-                {"params": [param for param in one.parameters() if param.ndim < 2], "weight_decay": 0.0},
-            ],
-            lr=1e-2,
-            eps=1e-3,  # gradients near zero differ in the last bits, and would step by their sign
-        )
-        for one in (model, reference)
-    ]
-    for step in range(3):
-        with meter.counting():
-            backward(run, step, models.batches(step))
-        counted = meter.wire
-        reference_backward(reference, models.batches(step), step)
-        meter.compare_gradients(model, reference)
-        with meter.counting() as wire:
-            for optim in optims:
-                optim.step()
-        meter.require(not wire.forward and not wire.backward, f"a step sends {wire.forward}")
-        meter.wire = counted
-        for optim in optims:
-            optim.zero_grad()
-        meter.compare_params(model, reference)
-
-
-class Gated(nn.Module):
-    """One of two linears, as the data say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.near, self.far = nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cond(x.abs().mean() < 10, self.near, self.far, (x,)).pow(2).mean()
-
-
-def branched(meter: Meter) -> None:
-    """Each rank takes another branch; what a rank did not reach counts as zeros."""
-    torch.manual_seed(0)
-    reference = Gated()
-    model = fsdp_compile.fully_shard(copy.deepcopy(reference))
-
-    def inputs(step: int) -> Tensor:
-        features = models.features(step)
-        features[1::2] *= 30
-        return features
-
-    train(meter, model, reference, compiled(meter, model), batches=inputs, lr=1e-4)
 
 
 def from_a_folder(meter: Meter) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +18,18 @@ import fsdp_compile
 from tests.compiling import num_graphs
 from tests.matrix import models
 from tests.matrix.meter import Meter
-from tests.matrix.train import LR, Run, backward, compiled, mode, reference_backward, seed, train
+from tests.matrix.train import (
+    LR,
+    Run,
+    backward,
+    compiled,
+    mode,
+    optimizers,
+    reference_backward,
+    seed,
+    step_all,
+    train,
+)
 from tests.models import shard
 
 # Accumulation.
@@ -29,7 +41,7 @@ def accumulate(meter: Meter, how: str, **kwargs: Any) -> None:
     shard(model, **kwargs)
     run = compiled(meter, model)
     setter = model.set_requires_all_reduce if how == "all_reduce" else model.set_requires_gradient_sync
-    optims = [torch.optim.SGD(one.parameters(), lr=LR) for one in (model, reference)]
+    optims = optimizers(model, reference)
 
     def micro_batch(step: int, micro: int) -> None:
         last = micro == models.NUM_MICRO - 1
@@ -45,9 +57,7 @@ def accumulate(meter: Meter, how: str, **kwargs: Any) -> None:
         for micro in range(models.NUM_MICRO):
             reference_backward(reference, models.batches(10 * step + micro), 10 * step + micro)
         meter.compare_gradients(model, reference)
-        for optim in optims:
-            optim.step()
-            optim.zero_grad()
+        step_all(optims)
     of_four = meter.wire
     with meter.counting() as of_one:
         backward(run, 0, models.batches(0))
@@ -67,9 +77,9 @@ def accumulate(meter: Meter, how: str, **kwargs: Any) -> None:
 # Activation checkpointing.
 
 
-def checkpointed(meter: Meter, kind: type[Any]) -> None:
-    """torch.utils.checkpoint around each block."""
-    reference, model = models.twins(block=kind)
+def selectively_checkpointed(meter: Meter) -> None:
+    """torch.utils.checkpoint around each block, whose policy saves matrix products."""
+    reference, model = models.twins(block=models.SelectivelyCheckpointed)
     shard(model, reshard_after_forward=True)
     train(meter, model, reference, compiled(meter, model))
 
@@ -209,10 +219,14 @@ def _train_by_updates(
 # Collectives and factors of the user's own.
 
 
-def custom(meter: Meter, change: Callable[[Any], None]) -> None:
-    """One block with a collective of the user's own."""
+def custom(meter: Meter) -> None:
+    """One block with collectives and hooks of the user's own, which take it out of graphs."""
     reference, model = models.twins()
-    change(shard(model).layers[1])
+    block = shard(model).layers[1]
+    block.set_custom_all_gather(models.GatherByHand())
+    block.set_custom_reduce_scatter(models.ReduceByHand())
+    block.set_all_reduce_hook(lambda summed: None)
+    block.set_reduce_scatter_unused_params(True)
     train(meter, model, reference, compiled(meter, model, fullgraph=False))
 
 
@@ -220,20 +234,9 @@ def divide_factor(meter: Meter) -> None:
     """Gradients divided by half the number of ranks: twice the mean, in the graph."""
     reference, model = models.twins()
     shard(model).set_gradient_divide_factor(dist.get_world_size() / 2, recurse=True)
-    optims = [torch.optim.SGD(one.parameters(), lr=LR) for one in (model, reference)]
-    run = compiled(meter, model)
-    for step in range(3):
-        tokens = models.batches(step)
-        with meter.counting() if step == 2 else nullcontext():
-            backward(run, step, tokens)
-        reference_backward(reference, tokens, step)
-        for param in model.parameters():
-            assert param.grad is not None
-            param.grad /= 2
-        meter.compare_gradients(model, reference)
-        for optim in optims:
-            optim.step()
-            optim.zero_grad()
+    for param in reference.parameters():
+        param.register_hook(lambda grad: 2 * grad)
+    train(meter, model, reference, compiled(meter, model), lr=LR / 2)
 
 
 # Evaluation and lengths.
@@ -256,8 +259,8 @@ def evaluate(meter: Meter, without_grad: Callable[[], Any], reshard: bool | None
     train(meter, model, reference, run, first=3, num_steps=1)
 
 
-def two_lengths(meter: Meter, mark: bool) -> None:
-    """Sequences of two lengths in turn: at most one graph more, with mark_dynamic none."""
+def two_lengths(meter: Meter) -> None:
+    """Sequences of two lengths in turn, in one graph."""
     reference, model = models.twins()
     run = compiled(meter, shard(model))
 
@@ -269,14 +272,14 @@ def two_lengths(meter: Meter, mark: bool) -> None:
         torch._dynamo.mark_dynamic(tokens, 1)
         return run(tokens)
 
-    train(meter, model, reference, marked if mark else run, batches=batches)
+    train(meter, model, reference, marked, batches=batches)
 
 
 def loop(meter: Meter) -> None:
     """Accumulation, evaluation and two lengths for 6 steps: nothing is compiled after the first pass through each."""
     reference, model = models.twins()
     run = compiled(meter, shard(model))
-    optims = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
+    optims = optimizers(model, reference, lr=0.1)
     for step in range(6):
         length = models.LENGTH if step % 2 else 4
         micro_batches = [models.batches(10 * step + micro, length) for micro in range(2)]
@@ -287,9 +290,7 @@ def loop(meter: Meter) -> None:
         for micro, tokens in enumerate(micro_batches):
             reference_backward(reference, tokens, micro)
         meter.compare_gradients(model, reference)
-        for optim in optims:
-            optim.step()
-            optim.zero_grad()
+        step_all(optims)
         mode(False, model, reference)
         with torch.no_grad():
             meter.compare("loss", run(micro_batches[0][0]), reference(micro_batches[0][0]))
@@ -308,12 +309,10 @@ def double_backward(meter: Meter) -> None:
     run = compiled(meter, model)
     for step, eager in enumerate((False, True, False)):
         inputs = models.features(step)
+        ours, theirs = (functools.partial(_penalized, one, penalty=eager) for one in (run, reference))
         with torch.compiler.set_stance("force_eager" if eager else "default"), meter.counting():
-            seed(step, dist.get_rank())
-            _penalized(run, inputs[dist.get_rank()], eager).backward()
-        for place, one in enumerate(inputs):
-            seed(step, place)
-            (_penalized(reference, one, eager) / len(inputs)).backward()
+            backward(ours, step, inputs)
+        reference_backward(theirs, inputs, step)
         meter.compare_gradients(model, reference)
         for one in (model, reference):
             one.zero_grad()

@@ -9,14 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.comparing import loss_of
-from tests.models import Block, Stack
+from tests.models import Block, EvenBlock, Spread, Stack
 
 DIM, VOCAB, LENGTH = 8, 19, 6
 NUM_MICRO = 4
@@ -29,12 +26,8 @@ class Dropping(Block):
         return F.dropout(super().forward(x), 0.25, self.training)
 
 
-class Even(Dropping):
+class Even(Dropping, EvenBlock):
     """Hidden features that tensor parallelism divides."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim)
-        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
 
 
 class Tiny(Stack):
@@ -61,7 +54,7 @@ def batches(step: int, length: int = LENGTH) -> Tensor:
 
 
 def features(step: int) -> Tensor:
-    """Inputs of ``Spread``: [ranks, batch, features]."""
+    """Inputs of ``SpreadLoss``: [ranks, batch, features]."""
     return torch.randn(dist.get_world_size(), 2, DIM, generator=torch.Generator().manual_seed(step))
 
 
@@ -109,13 +102,6 @@ def _save_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if op in matmuls else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class Checkpointed(Dropping):
-    """Recomputed in backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
 class SelectivelyCheckpointed(Dropping):
     """Recomputed, but for its matrix multiplications."""
 
@@ -143,39 +129,11 @@ class Chunk(nn.Module):
 # DTensors on the whole mesh.
 
 
-class Spread(nn.Module):
-    """Two linears on the whole mesh, column-wise and row-wise over "tp"; calling it gives the loss.
-
-    No dropout: DTensors draw random numbers of their own, a part on each rank.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(DIM, 2 * DIM)
-        self.down = nn.Linear(2 * DIM, DIM)
-        self.mesh: DeviceMesh | None = None
-
-    def distribute(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-        over_tp: dict[str, Placement] = {
-            "up.weight": Shard(0),
-            "up.bias": Shard(0),
-            "down.weight": Shard(1),
-            "down.bias": Replicate(),
-        }
-        for fqn, placement in over_tp.items():
-            path, name = fqn.split(".")
-            linear = self.get_submodule(path)
-            whole = distribute_tensor(getattr(linear, name).data, mesh, [Replicate(), placement])
-            setattr(linear, name, nn.Parameter(whole))
+class SpreadLoss(Spread):
+    """Calling it gives the loss. No dropout: DTensors draw random numbers of their own, a part on each rank."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.mesh is None:
-            return self.down(torch.relu(self.up(x))).pow(2).mean()
-        batch: list[Placement] = [Shard(0), Replicate()]
-        spread = DTensor.from_local(x, self.mesh, batch, run_check=False)
-        out = self.down(torch.relu(self.up(spread))).redistribute(self.mesh, batch).to_local()
-        return out.pow(2).mean()
+        return super().forward(x).pow(2).mean()
 
 
 # LoRA.
@@ -208,50 +166,6 @@ def adapted(dtype: torch.dtype) -> Tiny:
 
 def frozen_linears(model: nn.Module) -> list[nn.Linear]:
     return [module.base for module in model.modules() if isinstance(module, Adapted)]
-
-
-# An all-gather extension.
-
-
-class Bf16OnTheWire(Tensor):
-    """An fp32 tensor that is gathered in bf16."""
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Bf16OnTheWire:
-        return Tensor._make_wrapper_subclass(
-            cls, inner.size(), strides=inner.stride(), dtype=inner.dtype, device=inner.device
-        )
-
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
-
-    @staticmethod
-    def __tensor_unflatten__(tensors: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> Bf16OnTheWire:
-        return Bf16OnTheWire(tensors["inner"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain_args, plain_kwargs = pytree.tree_map_only(cls, lambda one: one.inner, (args, kwargs or {}))
-        out = func(*plain_args, **plain_kwargs)
-        aten = torch.ops.aten
-        wraps = (aten.detach, aten.clone, aten.slice, aten.view, aten.copy_, aten.add_)
-        return cls(out) if func.overloadpacket in wraps and isinstance(out, Tensor) else out
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
-        return (self.inner.to(torch.bfloat16),), None
-
-    def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> Any:
-        value = outputs[0].to(param_dtype)
-        if out is None:
-            return value, (value,)
-        with torch.no_grad():
-            out.data.copy_(value)
-        return None
 
 
 # Collectives of the user's own.

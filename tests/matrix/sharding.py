@@ -1,14 +1,15 @@
-"""Rows: how parameters lie on the ranks."""
+"""Rows: how parameters lie on the ranks, and what of them is stored, gathered and computed with."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -18,12 +19,22 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.func import functional_call
 
-from fsdp_compile import DataParallelMeshDims, OffloadPolicy, ShardPlacementResult, fully_shard, replicate
+from fsdp_compile import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardPlacementResult,
+    fully_shard,
+    replicate,
+)
+from tests.compiling import compile_blocks
 from tests.matrix import models
 from tests.matrix.meter import Meter
-from tests.matrix.train import backward, compiled, reference_backward, seed, train
-from tests.models import mesh_of, shard
+from tests.matrix.train import backward, compiled, optimizers, reference_backward, seed, step_all, train
+from tests.models import mesh_of, shard, twins
+from tests.test_extension import Halved
 
 
 def plain(meter: Meter, num_steps: int = 3, **kwargs: Any) -> None:
@@ -41,15 +52,10 @@ def own_random_numbers(meter: Meter) -> None:
     train(meter, model, reference, compiled(meter, model))
 
 
-def block_by_block(meter: Meter, before: bool) -> None:
+def block_by_block(meter: Meter) -> None:
     """Equal blocks compiled one by one share a graph; what is around them runs eagerly."""
     reference, model = models.twins()
-    for layer in model.layers if before else ():
-        layer.compile(backend=meter.backend, fullgraph=True)
-    shard(model)
-    for layer in () if before else model.layers:
-        layer.compile(backend=meter.backend, fullgraph=True)
-    train(meter, model, reference, model)
+    train(meter, model, reference, compile_blocks(shard(model), meter.backend))
 
 
 # Meshes.
@@ -67,9 +73,7 @@ def replicated(meter: Meter) -> None:
 def whole_mesh(meter: Meter) -> None:
     """Parameters that are DTensors on the whole mesh, and dp_mesh_dims to say which dimension is data parallel."""
     mesh = mesh_of("dp", "tp")
-    torch.manual_seed(0)
-    reference = models.Spread()
-    model = copy.deepcopy(reference)
+    reference, model = twins(models.SpreadLoss)
     model.distribute(mesh)
     fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
     place = mesh.get_local_rank("dp")
@@ -102,17 +106,15 @@ def expert_meshes(meter: Meter) -> None:
     meter.name_eager_modules(model)
 
 
-def tensor_parallel(meter: Meter, sequence: bool) -> None:
+def tensor_parallel(meter: Meter) -> None:
     """parallelize_module over one dimension of the mesh, then fully_shard over the other."""
     mesh = mesh_of("dp", "tp")
     reference, model = models.twins(block=models.Even)
-    for layer in model.layers:
+    for layer in model.layers:  # the norm sees half of the sequence, so its gradient is a partial sum
         cut = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True)
-        if sequence:  # the norm sees half of the sequence, so its gradient is a partial sum
-            parallelize_module(layer.norm, mesh["tp"], cut)
-            parallelize_module(layer, mesh["tp"], {"norm": SequenceParallel()})
-        up = ColwiseParallel(input_layouts=Shard(1)) if sequence else ColwiseParallel()
-        parallelize_module(layer, mesh["tp"], {"up": up, "down": RowwiseParallel()})
+        parallelize_module(layer.norm, mesh["tp"], cut)
+        plan = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel()}
+        parallelize_module(layer, mesh["tp"], plan)
     shard(model, mesh=mesh["dp"])
     train(meter, model, reference, compiled(meter, model), place=mesh.get_local_rank("dp"), num_places=2)
 
@@ -154,13 +156,11 @@ def pipeline(meter: Meter) -> None:
 # What is stored, and what is gathered.
 
 
-def lora(meter: Meter, dtype: torch.dtype) -> None:
-    """A frozen base, stored in ``dtype``, and trainable adapters: only they are reduced."""
-    reference = models.adapted(torch.float32)
-    model = models.adapted(dtype)
-    if dtype is not torch.float32:
-        for linear in models.frozen_linears(reference):
-            linear.to(dtype).to(torch.float32)
+def lora(meter: Meter) -> None:
+    """A frozen base, stored in bf16, and trainable adapters: only they are reduced."""
+    reference, model = models.adapted(torch.float32), models.adapted(torch.bfloat16)
+    for linear in models.frozen_linears(reference):
+        linear.to(torch.bfloat16).to(torch.float32)
     shard(model)
     train(meter, model, reference, compiled(meter, model))
     num_adapters, seen = sum(param.requires_grad for param in model.parameters()), meter.wire.reductions
@@ -172,8 +172,52 @@ def subclass(meter: Meter) -> None:
     """A weight whose class says what is gathered: bf16 on the wire, fp32 in the shard."""
     reference, model = models.twins()
     layer, theirs = model.layers[1], reference.layers[1]
-    layer.down.weight = nn.Parameter(models.Bf16OnTheWire(layer.down.weight.detach()))
+    layer.down.weight = nn.Parameter(Halved(layer.down.weight.detach()))
     with torch.no_grad():
         theirs.down.weight.copy_(theirs.down.weight.to(torch.bfloat16))
     shard(model)
     train(meter, model, reference, compiled(meter, model), lr=0.0)
+
+
+class Projector(models.Tiny):
+    """Takes features beside tokens, which have a dtype to be cast."""
+
+    def forward(self, tokens: Tensor, shift: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        x = x if shift is None else x + shift
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x)).pow(2).mean()
+
+
+def mixed_precision(meter: Meter) -> None:
+    """Compute in bf16, reduce in fp32, return fp32; inputs are cast.
+
+    A compiler rounds to bf16 in other places than eager code does, so it compiles the reference as well.
+    """
+    reference, model = models.twins(Projector)
+
+    @functools.partial(torch.compile, backend=meter.backend, fullgraph=True)
+    def in_bf16(tokens: Tensor, shift: Tensor) -> Tensor:
+        halves = {fqn: param.to(torch.bfloat16) for fqn, param in reference.named_parameters()}
+        return functional_call(reference, halves, (tokens, shift.to(torch.bfloat16)))
+
+    block = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    root = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=block)
+    run = compiled(meter, fully_shard(model, mp_policy=root))
+    optims = optimizers(model, reference, lr=0.01)
+    shift = torch.linspace(0, 1, models.DIM)
+    for step in range(3):
+        tokens = models.batches(step)
+        seed(step, dist.get_rank())
+        with meter.counting():
+            loss = run(tokens[dist.get_rank()], shift)
+            loss.backward()
+        meter.require(loss.dtype is torch.float32, f"the output is {loss.dtype}")
+        reference_backward(lambda batch: in_bf16(batch, shift).float(), tokens, step)  # the mean over the ranks in fp32
+        dtypes = {param.grad.dtype for param in model.parameters()}
+        meter.require(dtypes == {torch.float32}, f"gradients are {dtypes}")
+        meter.compare_gradients(model, reference)
+        step_all(optims)

@@ -14,7 +14,7 @@ import fsdp_compile
 from fsdp_compile.passes._torch_compat import CustomGraphPass
 from tests.matrix import models
 from tests.matrix.meter import Meter
-from tests.matrix.train import LR, backward, compiled, reference_backward, seed, train
+from tests.matrix.train import backward, compiled, optimizers, reference_backward, step_all, train
 from tests.models import shard
 
 
@@ -64,7 +64,7 @@ def profiled(meter: Meter) -> None:
     """Two steps are recorded, with a range for what carries each parameter; training goes on."""
     reference, model = models.twins()
     run = compiled(meter, shard(model))
-    optims = [torch.optim.SGD(one.parameters(), lr=LR) for one in (model, reference)]
+    optims = optimizers(model, reference)
     with tempfile.TemporaryDirectory() as folder:
         with fsdp_compile.profile(model, folder, wait=1, active=2) as profile:
             for step in range(4):  # by hand: the meter profiles the steps of `train` itself
@@ -72,9 +72,7 @@ def profiled(meter: Meter) -> None:
                 losses = reference_backward(reference, models.batches(step), step)
                 meter.compare("loss", loss, losses[dist.get_rank()])
                 meter.compare_gradients(model, reference)
-                for optim in optims:
-                    optim.step()
-                    optim.zero_grad()
+                step_all(optims)
                 profile.step()
         meter.require(isinstance(profile, fsdp_compile.Profile) and profile.path is not None, "no trace was written")
         summary = profile.summary
@@ -189,9 +187,7 @@ def forward_method(meter: Meter) -> None:
         tokens = models.batches(step)
         with meter.counting():
             backward(score, step, tokens)
-        for place, batch in enumerate(tokens):
-            seed(step, place)
-            (reference.score(batch) / len(tokens)).backward()
+        reference_backward(reference.score, tokens, step)
         meter.compare_gradients(model, reference)
         for one in (model, reference):
             one.zero_grad()
@@ -270,7 +266,7 @@ def finished_by_hand(meter: Meter) -> None:
     reference, model = models.twins()
     run = compiled(meter, shard(model))
     model.set_manual_backward_finalization(True)
-    optims = [torch.optim.SGD(one.parameters(), lr=LR) for one in (model, reference)]
+    optims = optimizers(model, reference)
     for step in range(2):
         for micro in range(2):
             model.set_is_last_backward(micro == 1)
@@ -282,9 +278,7 @@ def finished_by_hand(meter: Meter) -> None:
             assert isinstance(handle, fsdp_compile.GradientReductionHandle)
             handle.wait()
         meter.compare_gradients(model, reference)
-        for optim in optims:
-            optim.step()
-            optim.zero_grad()
+        step_all(optims)
 
 
 def without_a_gpu(meter: Meter) -> None:

@@ -33,8 +33,6 @@ class Row:
     """The fewest that show it: those of the tests."""
     shows: str = "fully_shard"
     """Public names, and methods of sharded modules, that it goes through."""
-    recipe: str = ""
-    """The section of docs/recipes.md that tells of it."""
     warns: tuple[str, ...] = ()
     """What this package says, as patterns, and nothing else."""
     tolerance: float = 1e-4
@@ -50,6 +48,17 @@ def compiled(meter: Meter, model: nn.Module, fullgraph: bool = True) -> Run:
 def seed(step: int, place: int) -> None:
     """Before the forward of that batch, on either side: dropout draws alike."""
     torch.manual_seed(100 * step + place)
+
+
+def optimizers(model: nn.Module, reference: nn.Module, lr: float = LR) -> list[torch.optim.Optimizer]:
+    """One for each."""
+    return [torch.optim.SGD(one.parameters(), lr=lr) for one in (model, reference)]
+
+
+def step_all(optims: list[torch.optim.Optimizer]) -> None:
+    for optim in optims:
+        optim.step()
+        optim.zero_grad()
 
 
 def mode(training: bool, *models: nn.Module) -> None:
@@ -94,7 +103,7 @@ def train(
     """Steps of SGD on both, from the first. ``place`` is this rank's among those with a batch of their own: as a rule
     all."""
     place = dist.get_rank() if place is None else place
-    optims = [torch.optim.SGD(one.parameters(), lr=lr) for one in (model, reference)]
+    optims = optimizers(model, reference, lr)
     for step in range(first, first + num_steps):
         tokens = batches(step)[:num_places]
         with meter.counting() if step == first + num_steps - 1 else nullcontext():
@@ -105,7 +114,5 @@ def train(
         losses = reference_backward(reference, tokens, step)
         meter.compare("loss", loss, losses[place])
         meter.compare_gradients(model, reference)
-        for optim in optims:
-            optim.step()
-            optim.zero_grad()
+        step_all(optims)
     meter.name_eager_modules(model)
