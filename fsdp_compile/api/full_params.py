@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn import functional as F
 
-from .._torch_compat import autograd, dtensors, process_groups
+from .._torch_compat import autograd, dtensors, process_groups, subclasses
 from ..core.param import ShardedParam
+from ..core.spec import stored_spec
 from ..core.unit import Unit, unit_of, units_in
 from ..eager.running import running
-from ..passes.wire.collectives import all_gather_of, c10d
-from ..passes.wire.layout import bucket_limits, split_into_buckets
+from ..passes.schedule.buckets import gather_buckets
+from ..passes.wire import lower
 from .fitting import mark_unwritten
 
 
@@ -39,35 +39,17 @@ def gathered_together(
 
     If there is no memory for all of them at a time, pass a ``keep`` that returns less than the full parameter.
     """
-    fulls: dict[int, Any] = {}
-    travel: dict[tuple[str, torch.dtype], list[int]] = {}
-    for index, (param, local) in enumerate(parts):
-        if param.mesh.group:
-            travel.setdefault((param.mesh.group, local.dtype), []).append(index)
-        else:
-            fulls[index] = keep(param, local.detach().to(param.mesh.device, copy=True))
-    for (group, dtype), indices in travel.items():
-        mesh = parts[indices[0]][0].mesh
-        sizes = [parts[index][0].layout.padded_numel * dtype.itemsize for index in indices]
-        for places in split_into_buckets(sizes, "size", bucket_limits(mesh.backend)):
-            bucket = [indices[place] for place in places]
-            sent = torch.cat([_padded(*parts[index]).flatten() for index in bucket]).unsqueeze(0)
-            of_ranks = c10d.wait_tensor(all_gather_of(mesh.backend)(sent, mesh.num_shards, group))
-            layouts = [parts[index][0].layout for index in bucket]
-            of_params = of_ranks.split([layout.padded_numel for layout in layouts], 1)
-            for index, layout, its in zip(bucket, layouts, of_params, strict=True):
-                full = torch.cat([one.view(layout.padded_size) for one in its.unbind(0)], layout.dim)
-                full = full.narrow(layout.dim, 0, layout.size[layout.dim]).contiguous()
-                fulls[index] = keep(parts[index][0], full)
-    return [fulls[index] for index in range(len(parts))]
-
-
-def _padded(param: ShardedParam, local: Tensor) -> Tensor:
-    """Return this rank's part, padded for the all-gather."""
-    layout = param.layout
-    start, stop = layout.span(param.mesh.rank)
-    padding = [0] * (2 * (local.ndim - layout.dim - 1)) + [0, layout.chunk - (stop - start)]
-    return F.pad(local.detach().to(param.mesh.device), padding)
+    fulls: list[Any] = [None] * len(parts)
+    specs = [stored_spec(param, local.dtype, index) for index, (param, local) in enumerate(parts)]
+    for bucket in gather_buckets(specs):
+        sent = [parts[index][1].detach().to(parts[index][0].mesh.device) for index in bucket]
+        in_bucket = [specs[index] for index in bucket]
+        came = lower.finish_gather(lower.run, lower.launch_gather(lower.run, sent, in_bucket), in_bucket)
+        for index, full in zip(bucket, came, strict=True):
+            param, local = parts[index]
+            is_its_own = param.layout.num_shards == 1 and subclasses.share_storage(full, local)
+            fulls[index] = keep(param, full.clone() if is_its_own else full.contiguous())
+    return fulls
 
 
 def part_of(param: ShardedParam, full: Tensor) -> Tensor:
