@@ -25,6 +25,7 @@ import torch.distributed as dist
 from .._torch_compat import interrupting, process_groups
 from ..core.unit import Unit
 from ..passes import _torch_compat as passes_compat
+from ..passes.ranks.worlds import world_of
 from ..passes.wire.ledger import Called, Issued, ledger
 from .chain import Chain, Hash
 from .judge import Answer, Group, Verdict, judge
@@ -53,7 +54,6 @@ class Lookout:
     def __init__(self) -> None:
         self.timeout_s = float(os.environ.get(ENVIRONMENT, DEFAULT_S))
         self._namer = Namer()
-        self._num_worlds = 0
         self._watch: _Watch | None = None
         self.failure: Exception | None = None  # the error that ended the comparing early
 
@@ -78,8 +78,8 @@ class Lookout:
         if store is None:
             return
         ledger.forget()
-        watch = _Watch(self, self._namer, Post(store, self._num_worlds, dist.get_rank()))
-        self._watch, self._num_worlds = watch, self._num_worlds + 1
+        world = world_of(passes_compat.default_store()).number
+        self._watch = watch = _Watch(self, self._namer, Post(store, world, dist.get_rank()))
         ledger.is_kept = True
         ledger.explain = watch.explain
         atexit.register(watch.stop)
