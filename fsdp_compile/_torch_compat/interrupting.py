@@ -1,4 +1,4 @@
-"""Threads that wait in a collective: where they are, and how to end their waits.
+"""How to end the waits of threads that wait in a collective.
 
 On gloo, tried on torch 2.11 and 2.15, ``abort`` and ``shutdown`` of a process group or its backend do not end a wait,
 which goes on to its own timeout. Closing the group's sockets ends it within milliseconds.
@@ -8,54 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import linecache
 import os
 import signal
 import socket
 import struct
 import sys
 from collections.abc import Iterator
-from types import FrameType
 
 import torch
 
 from ..passes import _torch_compat as passes_compat
-
-# Modules whose frames stand between a collective and the code that called it. The last three do where torch 2.15
-# checks, in the first run of a graph, whether an operator's results share memory.
-_OF_OPERATORS = (
-    "torch._ops", "torch._library.",
-    "torch._functorch._aot_autograd.runtime_wrappers", "torch._dynamo.eval_frame", "torch._compile",
-)  # fmt: skip
-
-
-def stack_of(thread: int, most: int = sys.maxsize) -> list[FrameType]:
-    """Return a thread's frames, the innermost first, from the call of an operator outwards.
-
-    ``torch._ops``, ``torch._library.autograd``: 2.11 to 2.15. While Dynamo compiles, ``f_back`` of one of its frames
-    was seen to be no frame at all (2.15).
-    """
-    frame = sys._current_frames().get(thread)
-    frames: list[FrameType] = []
-    while isinstance(frame, FrameType) and str(frame.f_globals.get("__name__")).startswith(_OF_OPERATORS):
-        frame = frame.f_back
-    while isinstance(frame, FrameType) and len(frames) < most:
-        frames.append(frame)
-        frame = frame.f_back if len(frames) < most else None
-    return frames
-
-
-def waits_in_generated_code(frame: FrameType) -> bool:
-    """Whether a frame of code that Inductor generated is at a wait (``wait_tensor.default(``: 2.11 to 2.15)."""
-    if not passes_compat.is_generated_code(frame):
-        return False
-    return "wait_tensor" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-
-
-def waits_in_torch_distributed(frame: FrameType) -> bool:
-    """Whether a frame is in one of torch's own collectives."""
-    name = str(frame.f_globals.get("__name__", ""))
-    return name.startswith("torch.distributed.") and not name.startswith("torch.distributed.elastic")
 
 
 def raise_in(thread: int, error: type[BaseException]) -> None:

@@ -1,13 +1,16 @@
 """Decide from what ranks say of themselves whether they have parted: data in, a text out.
 
     answers of all ranks  ->  the first place in a group where two of them issue different collectives  ->  parted
-                          ->  somebody waits for one that waits for somebody else, or has left          ->  parted
-                          ->  somebody waits for one that is busy with something else                   ->  slow
+                          ->  somebody is ahead of one that has left, or of one that is ahead of it     ->  parted
+                          ->  somebody is ahead of one that has issued nothing for long                 ->  slow
+
+A rank that is ahead of another one, in a group of both, waits for it or soon will. Ranks that issue the same are never
+ahead of each other in a circle: one of them has issued all that the other one has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from .chain import Link, agree
@@ -16,6 +19,7 @@ ADVICE = (
     "Every rank must run the same units in the same order: where data decides, write the branch with torch.cond, or "
     "have every rank run both sides."
 )
+HAS_LEFT, SAYS_NOTHING = "has left", "says nothing"
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,8 @@ class Group:
 class Answer:
     """What one rank says when it is asked."""
 
-    doing: str  # "waits": for a collective of ours; "waits elsewhere"; "runs"; "has left"; "says nothing"
-    where: str = ""  # the innermost line that is neither torch's nor ours
+    state: str = ""  # HAS_LEFT or SAYS_NOTHING
+    idle_s: float = 0.0  # for so long it has issued nothing
     groups: Mapping[str, Group] = field(default_factory=dict)
 
 
@@ -51,11 +55,11 @@ class Verdict:
     slow: str = ""  # which ranks are busy and keep another one waiting
 
 
-def judge(answers: Mapping[int, Answer], waiting: int | None = None) -> Verdict:
-    """Judge all ranks' answers; ``waiting`` is a rank that has waited for too long, if that is why they were asked."""
+def judge(answers: Mapping[int, Answer], waiting: int | None = None, idle_s: float = 0.0) -> Verdict:
+    """Judge all ranks' answers; if a rank was idle for ``idle_s``, and so they were asked, that one is ``waiting``."""
     nameless = []
     for group in sorted({group for answer in answers.values() for group in answer.groups}):
-        members = {rank: answer.groups[group] for rank, answer in answers.items() if group in answer.groups}
+        members = _members(answers, group)
         place, differ_in_form = _first_difference(members)
         if place is not None:
             return Verdict(_text(answers, group, members, place, "issue different collectives"))
@@ -63,19 +67,23 @@ def judge(answers: Mapping[int, Answer], waiting: int | None = None) -> Verdict:
             nameless.append(group)
     if waiting is None:
         return Verdict(nameless=tuple(nameless))
-    involved = _awaited_by(waiting, answers)
-    busy = sorted(rank for rank in involved if answers[rank].doing in ("runs", "says nothing"))
-    if busy:
-        group = _group_of(answers[waiting])
-        return Verdict(nameless=tuple(nameless), slow=_slow(answers, waiting, group, busy))
+    behind = {rank: _behind(rank, answers) if answer.idle_s >= idle_s else set() for rank, answer in answers.items()}
+    involved = {waiting} | _awaited_by(waiting, behind)
+    stuck = {rank for rank in involved if rank in _awaited_by(rank, behind) or answers[rank].state == HAS_LEFT}
     for group in sorted(answers[waiting].groups):
-        members = {rank: answer.groups[group] for rank, answer in answers.items() if group in answer.groups}
-        # Only of the ranks that are waited for: another rank may have gone on since ``waiting`` said that it waits.
+        members = _members(answers, group)
+        # Only of the ranks that are waited for: another rank may have gone on since ``waiting`` said that it is idle.
         issued = {one.issued for rank, one in members.items() if rank in involved}
-        if len(issued) > 1:
-            place = min(issued)
-            return Verdict(_text(answers, group, members, place, "wait for one another"), tuple(nameless))
-    return Verdict(nameless=tuple(nameless))  # all are in the same place: the network is slow
+        if len(issued) > 1 and not stuck.isdisjoint(members):
+            text = _text(answers, group, members, min(issued), "wait for one another")
+            return Verdict(text, tuple(nameless))
+    idle = [rank for rank in sorted(involved) if answers[rank].idle_s >= idle_s or answers[rank].state]
+    busy = [rank for rank in idle if rank != waiting and not behind[rank]]
+    return Verdict(nameless=tuple(nameless), slow=_slow(answers, waiting, busy) if busy else "")
+
+
+def _members(answers: Mapping[int, Answer], group: str) -> dict[int, Group]:
+    return {rank: answer.groups[group] for rank, answer in answers.items() if group in answer.groups}
 
 
 def _first_difference(members: Mapping[int, Group]) -> tuple[int | None, bool]:
@@ -92,30 +100,25 @@ def _first_difference(members: Mapping[int, Group]) -> tuple[int | None, bool]:
     return None, differ_in_form
 
 
-def _awaited_by(waiting: int, answers: Mapping[int, Answer]) -> set[int]:
-    """Return the rank that waits, and the ranks that it waits for, directly or through others."""
-    involved, work = {waiting}, [waiting]
+def _behind(rank: int, answers: Mapping[int, Answer]) -> set[int]:
+    """Return the ranks that have issued less than this one in a group of both."""
+    return {
+        other
+        for group, mine in answers[rank].groups.items()
+        for other in mine.ranks
+        if group not in answers[other].groups or answers[other].groups[group].issued < mine.issued
+    }
+
+
+def _awaited_by(rank: int, behind: Mapping[int, set[int]]) -> set[int]:
+    """Return the ranks that a rank waits for, directly or through others; itself, if these form a circle."""
+    found: set[int] = set()
+    work = [rank]
     while work:
-        rank = work.pop()
-        answer = answers[rank]
-        if answer.doing == "waits elsewhere":
-            awaited = set(answers)  # in a collective that we know nothing of
-        elif answer.doing == "waits":
-            awaited = {
-                other
-                for group, mine in answer.groups.items()
-                for other in mine.ranks
-                if group not in answers[other].groups or answers[other].groups[group].issued < mine.issued
-            }
-        else:
-            awaited = set()
-        work += awaited - involved
-        involved |= awaited
-    return involved
-
-
-def _group_of(answer: Answer) -> str:
-    return next(iter(sorted(answer.groups)), "")
+        awaited = behind[work.pop()]
+        work += awaited - found
+        found |= awaited
+    return found
 
 
 def _text(answers: Mapping[int, Answer], group: str, members: Mapping[int, Group], place: int, how: str) -> str:
@@ -131,12 +134,12 @@ def _text(answers: Mapping[int, Answer], group: str, members: Mapping[int, Group
     )
 
 
-def _slow(answers: Mapping[int, Answer], waiting: int, group: str, busy: list[int]) -> str:
-    mine = answers[waiting].groups.get(group)
-    return (
-        f"rank {waiting}: {_line(answers[waiting], mine, mine.issued if mine else 0)}; it waits for "
-        f"{_called(busy)}, {answers[busy[0]].doing}{_at(answers[busy[0]])}"
-    )
+def _slow(answers: Mapping[int, Answer], waiting: int, busy: Collection[int]) -> str:
+    group = next(name for name, one in sorted(answers[waiting].groups.items()) if not {*busy}.isdisjoint(one.ranks))
+    mine = answers[waiting].groups[group]
+    slowest = answers[next(iter(busy))]
+    what = slowest.state or f"which has launched nothing for {slowest.idle_s:.0f} s"
+    return f"rank {waiting}: {_line(answers[waiting], mine, mine.issued)}; it waits for {_called([*busy])}, {what}"
 
 
 def _line(answer: Answer, group: Group | None, place: int, at_most: int = 4) -> str:
@@ -147,15 +150,12 @@ def _line(answer: Answer, group: Group | None, place: int, at_most: int = 4) -> 
         shown = [_link(link) for link in group.links[max(start, 0) : start + at_most]]
         more = group.count - place - len(shown)
         issued = f"{group.sources[max(start, 0)]}, {'; '.join(shown)}{f'; and {more} more' if more > 0 else ''}"
-    doing = answer.doing
-    if doing == "waits" and group is not None and group.links:
-        last = group.links[min(max(group.issued - group.first, 1), len(group.links)) - 1]
-        doing = f"waits, the last that it launched being the {_link(last)}"
-    return f"{issued} -- {doing}{_at(answer)}"
-
-
-def _at(answer: Answer) -> str:
-    return f" at {answer.where}" if answer.where else ""
+    if answer.state:
+        return f"{issued} -- {answer.state}"
+    if group is None or not group.links:
+        return issued
+    last = group.links[min(max(group.issued - group.first, 1), len(group.links)) - 1]
+    return f"{issued} -- the last that it launched is the {_link(last)}"
 
 
 def _link(link: Link) -> str:

@@ -6,6 +6,8 @@
                         a hash differs, or it waits for too long  ->  asks all ranks  ->  judge.py  ->  verdict
     every rank          raises RanksParted at its next launch, or in the wait that it is in
 
+It reads counters alone, and no frame of another thread: Python may change or free it meanwhile.
+
 The thread starts with the first collective, in worlds of more than one rank, and ends with the process group.
 """
 
@@ -17,21 +19,19 @@ import os
 import threading
 import time
 import weakref
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
-from .._torch_compat import interrupting, process_groups
+from .._torch_compat import dynamo, interrupting, process_groups
 from ..core.unit import Unit
 from ..passes import _torch_compat as passes_compat
 from ..passes.ranks.worlds import world_of
 from ..passes.wire.ledger import Called, Issued, ledger
 from .chain import Chain, Hash
-from .judge import Answer, Group, Verdict, judge
+from .judge import HAS_LEFT, SAYS_NOTHING, Answer, Group, Verdict, judge
 from .names import Namer
 from .post import At, Post, Question
-from .waiting import Waiting, interrupt, where
 
 log = logging.getLogger("fsdp_compile")
 
@@ -110,7 +110,8 @@ class _Watch:
         self._counters: dict[str, Any] = {}
         self._agreed: dict[tuple[int, str], int] = {}  # by (rank, group): about how many collectives
         self._nameless: set[str] = set()  # groups whose ranks call the same parameters differently
-        self._waiting = Waiting()
+        self._last_issued: dict[str, int] = {}
+        self._since = time.monotonic()  # it has been that
         self._question = 0
         self._ask_again_at = 0.0
         self._stop = threading.Event()
@@ -165,7 +166,14 @@ class _Watch:
         self._be_asked()
 
     def _at(self, left: bool = False) -> At:
-        return At({group: chain.now for group, chain in self._chains.items()}, left)
+        return At({group: chain.now for group, chain in self._chains.items()}, self._issued(left), left)
+
+    def _issued(self, left: bool = False) -> dict[str, int]:
+        """Return how many collectives each group was handed; the groups of a rank that ``left`` may be gone."""
+        return {
+            group: chain.now.count if left else chain.issued(self._counters[group]())
+            for group, chain in self._chains.items()
+        }
 
     def _drain(self) -> None:
         if not self._lookout.is_current(self):
@@ -194,43 +202,45 @@ class _Watch:
             self._chains[group] = Chain()
         return self._chains[group]
 
-    def _progress(self) -> tuple[int, ...]:
-        return tuple(chain.issued(self._counters[group]()) for group, chain in self._chains.items())
+    def _idle_s(self) -> float:
+        """Return for how many seconds this rank has issued nothing, as far as was looked."""
+        issued = self._issued()
+        if issued != self._last_issued:
+            self._last_issued, self._since = issued, time.monotonic()
+        return time.monotonic() - self._since
 
     def _doubt(self) -> Question | None:
-        """Return a question to all ranks if a neighbour differs or has left, or if this rank has waited for long."""
+        """Return a question to all ranks if a neighbour differs or has left, or has been behind for long."""
         if self._lookout.timeout_s <= 0:
             return None  # switched off since
-        doing, _, seconds = self._waiting.look(self._progress())
+        idle_s, issued, is_ahead = self._idle_s(), self._issued(), False
         read: dict[int, At] = {}
         for group, chain in self._chains.items():
             for other in self._neighbours(group):
                 if other not in read:
                     read[other] = self._post.read_at(other)
                 theirs = read[other].hashes.get(group, Hash())
+                is_behind = read[other].issued.get(group, 0) < issued[group]
+                is_ahead |= is_behind
                 ours = chain.at(theirs.count)
                 if ours is None:
                     continue  # the neighbour is ahead, and compares
                 if ours.wire != theirs.wire or (ours.named != theirs.named and group not in self._nameless):
                     return Question(self._rank, {group: self._agreed.get((other, group), 0)})
                 self._agreed[other, group] = theirs.count
-                if read[other].left and theirs.count < chain.now.count and doing == "waits" and seconds > _PAUSE_S:
-                    return Question(self._rank, waited_s=_PAUSE_S)
-        if doing == "waits" and seconds > self._lookout.timeout_s and time.monotonic() > self._ask_again_at:
-            return Question(self._rank, waited_s=self._lookout.timeout_s / 2)
+                if read[other].left and is_behind and idle_s > _PAUSE_S:
+                    return Question(self._rank, idle_s=_PAUSE_S)
+        if is_ahead and idle_s > self._lookout.timeout_s and time.monotonic() > self._ask_again_at:
+            return Question(self._rank, idle_s=self._lookout.timeout_s / 2)
         return None
 
     def _answer(self, question: Question, left: bool = False) -> Answer:
-        doing, thread, seconds = self._waiting.look(self._progress())
-        if seconds < question.waited_s:
-            doing = "runs"
-        groups = {}
+        groups, all_issued = {}, self._issued(left)
         for group, chain in self._chains.items():
             first, found = chain.since(question.since.get(group, chain.now.count - _LAST), _SHOWN)
             links, sources = tuple(link for link, _ in found), tuple(source for _, source in found)
-            issued = chain.issued(self._counters[group]())
-            groups[group] = Group(self._members[group], first, links, sources, issued)
-        return Answer("has left" if left else doing, "" if left else where(thread), groups)
+            groups[group] = Group(self._members[group], first, links, sources, all_issued[group])
+        return Answer(HAS_LEFT if left else "", self._idle_s(), groups)
 
     def _leave(self) -> None:
         """Publish that this rank leaves; if a neighbour waits for what it will not issue, stay until all know of it.
@@ -287,8 +297,8 @@ class _Watch:
                 if answer is not None:
                     answers[rank] = answer
         for rank in self._ranks:
-            answers.setdefault(rank, Answer("says nothing"))
-        verdict = judge(answers, None if question.since else self._rank)
+            answers.setdefault(rank, Answer(SAYS_NOTHING))
+        verdict = judge(answers, None if question.since else self._rank, question.idle_s)
         self._post.write_verdict(self._question, verdict)
         self._ask_again_at = time.monotonic() + self._lookout.timeout_s / 4
         if verdict.slow:
@@ -309,17 +319,29 @@ class _Watch:
 
         parted = self._parted = type(RanksParted.__name__, (RanksParted,), {"__init__": init})
 
+        raised = threading.Event()
+
         def alarm() -> None:
+            raised.set()
             raise parted()
 
         ledger.alarm = alarm
         log.error(text)
-        interrupted: dict[int, FrameType | None] = {}
-        interrupt(parted, interrupted)
+        is_told = self._raise_in_thread(parted)
         self._wait_until_heard(number)
-        while not self._stop.wait(0.2) and self.is_in_this_world():
-            if interrupt(parted, interrupted):
-                interrupting.end_waits()
+        while not self._stop.wait(0.2) and self.is_in_this_world() and not raised.is_set():
+            is_told = is_told or self._raise_in_thread(parted)
+            interrupting.end_waits()
+
+    def _raise_in_thread(self, parted: type[RanksParted]) -> bool:
+        """Have the thread that trains raise, as it may be in a wait that cannot say why it failed.
+
+        A compiler would turn the error into one of its own. It waits for nothing, and the next launch raises.
+        """
+        if ledger.thread is None or dynamo.compiles_now():
+            return False
+        interrupting.raise_in(ledger.thread, parted)
+        return True
 
     def _wait_until_heard(self, number: int) -> None:
         """Wait, but not for long, until all ranks have read the verdict: what this one does next ends their waits."""

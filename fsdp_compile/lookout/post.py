@@ -27,6 +27,7 @@ class At:
     """Where a rank is in each group."""
 
     hashes: Mapping[str, Hash] = field(default_factory=dict)
+    issued: Mapping[str, int] = field(default_factory=dict)  # a graph that runs has not issued all that its hash covers
     left: bool = False
 
 
@@ -36,8 +37,8 @@ class Question:
 
     asks: int  # the rank that asks
     since: Mapping[str, int] = field(default_factory=dict)  # by group: from which collective on to answer
-    # A rank that has been at the same place for less than this does not wait: it may be about to go on.
-    waited_s: float = 0.0
+    # A rank that has been at the same place for less than this may be about to go on.
+    idle_s: float = 0.0
 
 
 class Post:
@@ -53,7 +54,9 @@ class Post:
 
     def read_at(self, rank: int) -> At:
         found = self._get(f"at/{rank}")
-        return At() if found is None else At({k: Hash(**one) for k, one in found["hashes"].items()}, found["left"])
+        if found is None:
+            return At()
+        return At({name: Hash(**one) for name, one in found["hashes"].items()}, found["issued"], found["left"])
 
     def leave(self, answer: Answer) -> None:
         self._set(f"left/{self._rank}", _packed(answer))
@@ -108,7 +111,7 @@ def _packed(answer: Answer) -> dict[str, Any]:
         rows = [table.setdefault(one, len(table)) for one in zip(group.links, group.sources)]
         distinct = [[link.wire, link.names, link.sure, link.places, source] for link, source in table]
         groups[name] = [group.ranks, group.first, distinct, rows, group.issued]
-    return {"doing": answer.doing, "where": answer.where, "groups": groups}
+    return {"state": answer.state, "idle_s": answer.idle_s, "groups": groups}
 
 
 def _unpacked(data: dict[str, Any]) -> Answer:
@@ -118,4 +121,4 @@ def _unpacked(data: dict[str, Any]) -> Answer:
         sources = [source for *_, source in distinct]
         at_rows = tuple(links[row] for row in rows), tuple(sources[row] for row in rows)
         groups[name] = Group(tuple(ranks), first, *at_rows, issued)
-    return Answer(data["doing"], data["where"], groups)
+    return Answer(data["state"], data["idle_s"], groups)
