@@ -113,8 +113,8 @@ def abandon_forward(entry: Entry) -> None:
     run, iteration = entry.run, entry.run.iteration
     begun = run.calls[entry.num_calls :]
     del run.calls[entry.num_calls :]
-    if run.gathered is not None:
-        run.gathered.take_places_back()
+    for call in begun:
+        call.gathered.take_places_back()
     if autograd.backward_task() is None:
         iteration.depth = entry.depth
         for call in begun:
@@ -133,9 +133,9 @@ def end_forward(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
     """Free or keep the gathered parameters, hook the outputs for backward, and return the output."""
     run, iteration, is_recomputed = call.run, call.run.iteration, autograd.backward_task() is not None
     tensors = tensors_in(output)  # if this search raises, the forward has not ended
+    call.gathered.take_places_back()
     run.calls.remove(call)
     iteration.depth -= not is_recomputed
-    call.gathered.take_places_back()
     recorded = autograd.records_now()
     outputs = [tensor for tensor in tensors if tensor.requires_grad] if recorded else []
     if is_recomputed:
