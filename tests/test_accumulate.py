@@ -188,9 +188,10 @@ def test_the_modes_mix() -> None:
     """Gradients that are held back send nothing, and replicas are summed once."""
     unsharded, model = pair(make=small, mesh=mesh_of("replicate", "shard"))
     run = compiled(model, "aot_eager")
+    modes = [(False, True), (True, False), (True, False), (False, False), (True, True)]
     for step in range(3):
         wires = []
-        for micro, (sync, all_reduce) in enumerate([(False, True), (True, False), (False, False), (True, True)]):
+        for micro, (sync, all_reduce) in enumerate(modes):
             model.set_requires_gradient_sync(sync)
             model.set_requires_all_reduce(all_reduce)
             reference_backward(unsharded, batches(10 * step + micro))
@@ -199,9 +200,9 @@ def test_the_modes_mix() -> None:
                 loss.backward()
             wires.append(wire.calls)
         assert_same_grads(model, unsharded)
-    assert [wire["all_reduce"] > 0 for wire in wires] == [False, False, False, True]
-    first, second, third, fourth = (wire["all_to_all"] + wire["reduce_scatter"] for wire in wires)
-    assert first == third == 0 and second == fourth > 0
+    assert [wire["all_reduce"] > 0 for wire in wires] == [False, False, False, False, True]
+    first, second, third, fourth, fifth = (wire["all_to_all"] + wire["reduce_scatter"] for wire in wires)
+    assert first == fourth == 0 and second == third == fifth > 0
 
 
 @on_two_ranks

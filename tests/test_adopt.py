@@ -242,12 +242,13 @@ def test_a_script_that_is_not_there_is_named(
         main(["-m", "nowhere_at_all"])
 
 
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.more)])
 @pytest.mark.parametrize("asked", ["default", "full"])
 @on_two_ranks
-def test_helpers_know_our_wrappers(asked: str) -> None:
+def test_helpers_know_our_wrappers(asked: str, compiles: bool) -> None:
     """Those of ``torch.distributed.checkpoint.state_dict``, as without ``adopt()``."""
     with fsdp_compile.adopt():
-        check_helped(asked, compiles=False)
+        check_helped(asked, compiles)
 
 
 @on_two_ranks

@@ -36,6 +36,14 @@ def test_parameters_of_equal_shape_that_change_places() -> None:
     second.check(_text("c", "d"))
 
 
+@pytest.mark.usefixtures("two_of_them")
+@pytest.mark.parametrize("there", [("weight", "weight@3"), ("weight:0", "weight:1")])
+def test_parameters_that_share_a_name_and_parts_of_one_are_told_apart(there: tuple[str, ...]) -> None:
+    Agreement().check(_text("weight", "weight@2"))
+    with pytest.raises(RuntimeError, match="only here"):
+        Agreement().check(_text(*there))
+
+
 def test_a_rank_that_gathers_from_fewer_ranks_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that keeps a slice: the name of a group says nothing, the number of its ranks does."""
     store = dist.HashStore()

@@ -201,6 +201,8 @@ def test_however_blocks_are_compiled(order: str) -> None:
         loss_of(model(mine())).backward()
         if "wrap" in order:
             assert "layers.0._orig_mod.norm.weight" in model.state_dict()
+            assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
+            model.load_state_dict(model.state_dict())
             _assert_first_gradients(model, unsharded)
         else:
             model.zero_grad()

@@ -57,6 +57,7 @@ AOT = "aot_eager"
     [
         (Branches, False, AOT, True),
         pytest.param(Branches, True, AOT, True, marks=pytest.mark.compat),
+        pytest.param(Branches, True, "inductor", True, marks=pytest.mark.more),
         pytest.param(Scans, False, AOT, True, marks=pytest.mark.more),
         pytest.param(Loops, True, "inductor", False, marks=pytest.mark.more),
     ],

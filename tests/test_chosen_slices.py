@@ -229,6 +229,7 @@ def test_units_that_share_a_name_are_two_to_a_budget(fake_group_of_four: None) -
 @pytest.mark.more
 def test_the_plan_names_its_slices_comes_back_and_may_have_one_taken_out(fake_group_of_four: None) -> None:
     model = shard(Stack(6))
+    before = planned_with(model)
     configure(model, memory_budget=budget_of(model, TOKENS), profile=NODES)
     with inspect(model) as report:
         torch.compile(model, backend="aot_eager", fullgraph=True)(TOKENS).sum().backward()
@@ -236,6 +237,7 @@ def test_the_plan_names_its_slices_comes_back_and_may_have_one_taken_out(fake_gr
     assert {"layers.0.up.weight", "layers.0.down.weight"} <= {*plan.slices}
     assert "memory budget; from the slices that are kept" in text and f" kept, slices of {len(plan.slices)}" in text
     assert plan.choice is not None and f"{len(plan.slices)} sliced" in str(plan.choice)
+    assert planned_with(model, memory_budget=None).id == before.id, "a budget that is taken back leaves no slices"
     other = shard(Stack(6))  # that had no budget: the plan says how many ranks
     assert planned_with(model, plan=plan).id == planned_with(other, plan=plan).id == plan.id
     fewer = dataclasses.replace(plan, slices=tuple(fqn for fqn in plan.slices if "layers.0" not in fqn))

@@ -76,7 +76,7 @@ def test_one_backward_graph() -> None:
 
 
 def _two_steps(unsharded: Stack, model: Stack, set_flag: Callable[[bool], None], evaluates: bool) -> None:
-    """Gradients of three micro-batches, the last of which has the flag set; between them it is evaluated eagerly."""
+    """Gradients of three micro-batches, the last of which has the flag set; behind each it may be evaluated eagerly."""
     run = _step(model, "aot_eager")
     for step in range(2):
         for micro in range(3):
@@ -90,11 +90,12 @@ def _two_steps(unsharded: Stack, model: Stack, set_flag: Callable[[bool], None],
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("evaluates", [False, True])
 @on_two_ranks
-def test_what_is_held_survives_an_eager_evaluation() -> None:
+def test_what_is_held_survives_an_eager_evaluation(evaluates: bool) -> None:
     with compiled_autograd():
         unsharded, model = pair(make=Single)
-        _two_steps(unsharded, model, model.set_requires_gradient_sync, evaluates=True)
+        _two_steps(unsharded, model, model.set_requires_gradient_sync, evaluates)
 
 
 @pytest.mark.more

@@ -47,9 +47,9 @@ from tests.test_around_graphs import saved_full_weights, units_inside
 from tests.test_eager_regions import CheckpointedBlock, DisabledFunctionBlock, ReentrantStack
 
 
-def _train(make: Callable[[], Stack], fullgraph: bool = True, **options: Any) -> None:
+def _train(make: Callable[[], Stack], fullgraph: bool = True, backend: str = "aot_eager", **options: Any) -> None:
     unsharded, model = pair(make=make, **options)
-    compile_blocks(model, fullgraph=fullgraph)
+    compile_blocks(model, backend, fullgraph)
     with no_markers():
         train_and_compare(model, model, unsharded)
 
@@ -102,6 +102,14 @@ def _accumulate(unsharded: nn.Module, model: Any) -> None:
 )  # fmt: skip
 def test_models_of_every_kind(two_ranks: Ranks, make: Callable[[], Stack], fullgraph: bool) -> None:
     two_ranks.run(_train, make, fullgraph)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    "make", [Checkpointed, *(functools.partial(Stack, block=block) for block in (CheckpointedBlock, FrozenBlock))]
+)
+def test_checkpointed_and_frozen_ones_on_inductor(two_ranks: Ranks, make: Callable[[], Stack]) -> None:
+    two_ranks.run(_train, make, True, "inductor")
 
 
 @on_two_ranks
@@ -191,11 +199,12 @@ def test_a_unit_inside_a_compiled_block_gathers_in_its_graph() -> None:
     assert num_graphs() == 1
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
 @on_two_ranks
-def test_mixed_precision_as_on_the_eager_path() -> None:
+def test_mixed_precision_as_on_the_eager_path(backend: str) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     (_, model), (_, eager) = (pair(mp_policy=policy) for _ in range(2))
-    compile_blocks(model)
+    compile_blocks(model, backend)
     for step in range(2):
         for one in (model, eager):
             loss_of(one(mine(step))).backward()

@@ -32,10 +32,10 @@ from tests.comparing import (
     reference_backward,
     train_and_compare,
 )
-from tests.compiling import compile_blocks
+from tests.compiling import compile_blocks, compiled
 from tests.models import Block, HalfUsed, Stack, mesh_of, one_unit, pair, shard, twins
 from tests.on_ranks import on_four_ranks, on_two_ranks
-from tests.recording import GATHER, REDUCE, Collectives, held_bytes, let_threads_rest
+from tests.recording import GATHER, REDUCE, Collectives, Wire, held_bytes, let_threads_rest
 
 
 def assert_same_accumulated(model: nn.Module, unsharded: nn.Module, steps: range) -> None:
@@ -88,6 +88,18 @@ def test_unshard_and_reshard_show_in_reads() -> None:
     assert seen.count(GATHER) > 0
     reference_backward(unsharded, batches(0))
     assert_same_grads(model, unsharded)
+
+
+@on_two_ranks
+def test_a_table_that_is_gathered_anew_is_read_anew() -> None:
+    embed = fully_shard(nn.Embedding(6, 4))
+    embed.unshard()
+    before = embed.weight.sum().item()
+    with torch.no_grad():
+        for param in embed.parameters():
+            param.add_(1)
+    embed.unshard()
+    assert abs(embed.weight.sum().item() - before - 24) < 1e-3
 
 
 @on_two_ranks
@@ -196,7 +208,36 @@ def test_kept_storage_has_stable_addresses() -> None:
     assert_same_accumulated(model, unsharded, range(2))
 
 
+@on_two_ranks
+def test_prefetches_out_of_turn_change_no_number() -> None:
+    unsharded, model = pair(make=lambda: Stack(3))
+    first, second, third = model.layers
+    first.set_modules_to_forward_prefetch([third])
+    third.set_modules_to_backward_prefetch([first, second])
+    backward_on_both(model, unsharded, 0, 1)
+    assert_same_grads(model, unsharded)
+
+
 # --- gradients
+
+
+@on_two_ranks
+def test_a_bucket_is_reduced_when_its_gradients_are_there_as_in_a_graph() -> None:
+    """Of a model whose head is so large that it travels alone."""
+    launches = []
+    for path in ("eager", "passes"):
+        unsharded, model = pair(make=lambda: Stack(2, vocab=1 << 14))
+        run = compiled(model, path)
+        for step in range(3):
+            model.zero_grad()
+            loss = local_loss(run, step)
+            with Wire() as wire:
+                loss.backward()
+        assert_same_accumulated(model, unsharded, range(2, 3))
+        assert wire.calls["all_to_all"] == 5  # head, two layers, embedding, norm
+        launches.append(wire.launches)
+    eagerly, in_graph = launches
+    assert eagerly == in_graph
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -310,6 +351,14 @@ def test_collectives_and_hooks_of_ones_own() -> None:
         param.grad.mul_(3)
     assert_same_grads(model, unsharded)
     assert gather.num_calls and scatter.num_calls and seen
+
+
+@on_two_ranks
+def test_several_reductions_in_a_group_of_their_own() -> None:
+    unsharded, model = pair()
+    model.set_separate_reduce_scatter_group()
+    model.set_reduce_scatter_max_input_buffers(3)
+    train_and_compare(model, model, unsharded)
 
 
 # --- many micro-batches

@@ -31,7 +31,7 @@ from tests.on_ranks import on_two_ranks
 from tests.ranks import Ranks
 from tests.recording import Wire
 
-PATHS = ["eager", pytest.param("aot_eager", marks=pytest.mark.compat)]
+PATHS = ["eager", pytest.param("aot_eager", marks=pytest.mark.compat), pytest.param("passes", marks=pytest.mark.more)]
 
 
 class Spare(Stack):

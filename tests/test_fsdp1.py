@@ -100,7 +100,11 @@ SAME_NUMBERS: dict[str, Arguments] = {
 
 @pytest.mark.parametrize(
     ("case", "backend"),
-    [*((case, None) for case in SAME_NUMBERS), pytest.param("FULL_SHARD", "aot_eager", marks=pytest.mark.compat)],
+    [
+        *((case, None) for case in SAME_NUMBERS),
+        pytest.param("FULL_SHARD", "aot_eager", marks=pytest.mark.compat),
+        *(pytest.param(case, "aot_eager", marks=pytest.mark.more) for case in ("HYBRID_SHARD", "NO_SHARD")),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:When using ``NO_SHARD``")
 @on_two_ranks

@@ -162,6 +162,10 @@ def test_what_is_frozen_inside_stays_frozen() -> None:
         for name, param in model.named_parameters():
             param.requires_grad_("head" in name or "embed" in name)
     assert [name for name, param in model.named_parameters() if param.requires_grad] == ["embed.weight"]
+    with pytest.raises(ZeroDivisionError), OURS.summon_full_params(model):
+        model.embed.weight.data.fill_(2.0)  # which no version counts
+        raise ZeroDivisionError
+    assert (full(model.embed.weight) == 2).all(), "FSDP1 writes back what an error leaves"
 
 
 @on_two_ranks

@@ -46,6 +46,7 @@ def checkpointed(seed: int) -> Any:
     """Checkpointing is applied after wrapping."""
     model = made(OURS, seed)
     apply_activation_checkpointing(model, check_fn=is_block)
+    assert any("_checkpoint_wrapped_module" in module._modules for module in model.modules())
     return model
 
 

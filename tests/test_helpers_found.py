@@ -256,6 +256,9 @@ def test_a_compiled_model_reads_what_was_written_and_compiles_nothing_again() ->
     assert all(now is shard for now, shard in zip(model.parameters(), shards, strict=True))
     with full_params(run), torch.no_grad():
         torch.testing.assert_close(run(IDS), unsharded(IDS))
+    for rank0_only in (True, False):
+        with full_params(model, writeback=False, rank0_only=rank0_only, offload_to_cpu=True):
+            assert isinstance(model.head.weight, DTensor) == (rank0_only and dist.get_rank() != 0)
 
 
 @pytest.mark.parametrize("path", ["eager", pytest.param("aot_eager", marks=pytest.mark.more)])

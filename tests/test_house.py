@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import shutil
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+from fsdp_compile.passes.source import source_hash
 
 ROOT = Path(__file__).parent.parent
 
@@ -153,3 +157,19 @@ def test_private_names_of_torch_stand_with_their_versions() -> None:
                 if any(part.startswith("_") and not part.startswith("__") for part in parts):
                     found.append(f"{name}:{node.lineno} from {node.module}")
     assert found == []
+
+
+def test_the_hash_in_cache_keys_covers_every_folder_of_the_passes(tmp_path: Path) -> None:
+    copied = tmp_path / "passes"
+    shutil.copytree(ROOT / "passes", copied, ignore=shutil.ignore_patterns("__pycache__"))
+    spec = importlib.util.spec_from_file_location("source_of_a_copy", copied / "source.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = {module.source_hash(), source_hash()}
+    assert len(found) == 1
+    for path in sorted(copied.rglob("*.py")):
+        path.write_text(path.read_text() + "# another line\n")
+        module.source_hash.cache_clear()
+        assert module.source_hash() not in found, path
+        found.add(module.source_hash())

@@ -152,6 +152,15 @@ def test_a_folder_of_transformers_is_trained_and_read_by_transformers_again(
 
 
 @pytest.mark.more
+def test_the_round_trip_on_one_rank(tmp_path: Path) -> None:
+    ranks = Ranks(1)
+    try:
+        ranks.run(check_round_trip, "llama", tmp_path, "aot_eager")
+    finally:
+        ranks.stop()
+
+
+@pytest.mark.more
 def test_the_round_trip_on_three_ranks(three_ranks: Ranks, tmp_path: Path) -> None:
     three_ranks.run(check_round_trip, "llama", tmp_path, "aot_eager")
 

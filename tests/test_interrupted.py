@@ -60,16 +60,22 @@ def test_early_stop_in_a_compiled_block_with_a_break() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "error"), [("eager", ValueError), ("blocks", KeyboardInterrupt), ("whole", ValueError)]
+    ("how", "error", "warm"),
+    [
+        ("eager", ValueError, True),
+        ("blocks", ValueError, True),
+        ("blocks", KeyboardInterrupt, False),
+        ("whole", ValueError, False),
+    ],
 )
 @on_two_ranks
-def test_an_error_behind_a_break_that_the_user_catches(how: str, error: type[BaseException]) -> None:
+def test_an_error_behind_a_break_that_the_user_catches(how: str, error: type[BaseException], warm: bool) -> None:
     unsharded, sharded = pair(make=lambda: Stack(block=FailingBlock))
     if how == "blocks":
         compile_blocks(sharded, fullgraph=False)
     run = compiled(sharded, "aot_eager" if how == "whole" else None, fullgraph=False)
     tokens = torch.zeros(2, 5, dtype=torch.long)
-    if how == "eager":
+    if warm:
         run(tokens).sum().backward()
         sharded.zero_grad()
     sharded.layers[1].error = error
@@ -81,7 +87,7 @@ def test_an_error_behind_a_break_that_the_user_catches(how: str, error: type[Bas
     _assert_at_rest(sharded)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
 @on_two_ranks
 def test_steps_after_a_backward_that_raised_have_their_gradients_and_no_others(backend: str | None) -> None:
     """It raises in front of the model, whose gradients are there by then and wait for the end of that backward."""
@@ -122,6 +128,7 @@ class _Fault(nn.Module):
     [
         (None, 3, r"These are kept and have its part: 2 \(Block\): down.bias, "),
         ("aot_eager", 3, r"These are kept and have its part: 2 \(Block\): down.bias, "),
+        pytest.param("inductor", 3, r"These are kept and have its part: 2 \(Block\): down.bias, ", marks=pytest.mark.more),
         (None, 2, r"These are lost: 2 \(Block\): down.bias, "),
     ],
 )

@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_compile
 from fsdp_compile import fully_shard, register_fsdp_forward_method
 from fsdp_compile.core.unit import unit_of
+from tests.compiling import compiled
 
 pytestmark = pytest.mark.usefixtures("fake_group_of_four")
 
 
-def _sharded_once(compile_it: bool) -> dict[str, weakref.ref[Any]]:
+def _sharded_once(backend: str | None) -> dict[str, weakref.ref[Any]]:
     """Train a model of a class of its own for two micro-batches; what to look for when it is gone."""
 
     class Local(nn.Module):
@@ -36,13 +37,14 @@ def _sharded_once(compile_it: bool) -> dict[str, weakref.ref[Any]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
     model = fully_shard(Local(), mesh=mesh, reshard_after_forward=2)
     register_fsdp_forward_method(model, "score")
-    score = torch.compile(model.score, backend="aot_eager") if compile_it else model.score
+    score = compiled(model.score, backend, fullgraph=False)
     for sync in (False, True):
         model.set_requires_gradient_sync(sync)
         score(torch.ones(2, 8)).backward()
     shard, unit = model.linear._parameters["weight"], unit_of(model)
     known = {"model": model, "user's class": Local, "generated class": type(model), "mesh": mesh}
-    known |= {"unit": unit, "its settings": unit.settings, "shard": shard, "gradient": shard.grad}
+    known |= {"unit": unit, "its settings": unit.settings, "shard": shard, "its memory": shard._local_tensor}
+    known |= {"gradient": shard.grad}
     return {name: weakref.ref(one) for name, one in known.items()}
 
 
@@ -53,18 +55,19 @@ def _collect() -> None:
 
 def test_nothing_of_an_eager_model_outlives_it() -> None:
     """Dynamo's caches and torch's are left alone."""
-    known = _sharded_once(compile_it=False)
+    known = _sharded_once(None)
     _collect()
     kept_by_torch = {"mesh"}  # torch keeps the specs of DTensors, and with them their meshes, for good
     assert {name for name, reference in known.items() if reference() is not None} <= kept_by_torch
 
 
-def test_a_compiled_model_goes_and_leaves_what_dynamo_keeps() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", "passes"])
+def test_a_compiled_model_goes_and_leaves_what_dynamo_keeps(backend: str) -> None:
     """Compiled code guards on classes, so these stay until Dynamo forgets it; parameters do not."""
-    known = _sharded_once(compile_it=True)
+    known = _sharded_once(backend)
     _collect()
     alive = {name for name, reference in known.items() if reference() is not None}
-    assert not alive & {"model", "unit", "its settings", "shard", "gradient"}
+    assert not alive & {"model", "unit", "its settings", "shard", "its memory", "gradient"}
     torch._dynamo.reset()
     _collect()
     assert {name for name, reference in known.items() if reference() is not None} <= {"mesh"}

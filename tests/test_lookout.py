@@ -73,7 +73,11 @@ def test_other_parameters_of_other_shapes() -> None:
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("case", "mode", "words"),
-    [("one", "inductor", ("rank 1: ", "a.weight")), ("alone", "aot_eager", ("rank 1: eager, all_gather of ",))],
+    [
+        ("one", "eager", ("rank 1: ", "a.weight")),
+        ("one", "inductor", ("rank 1: ", "a.weight")),
+        ("alone", "aot_eager", ("rank 1: eager, all_gather of ",)),
+    ],
 )
 def test_a_rank_that_launches_what_others_do_not(case: str, mode: str, words: tuple[str, ...]) -> None:
     """One uses a parameter alone; one runs eagerly, while the other compiles where no pass makes buckets."""

@@ -5,8 +5,8 @@ One falls back to Python after some steps, or never compiles, while the others r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ def _tokens(step: int, rank: int) -> Tensor:
 class Case:
     make: Callable[[], nn.Module] = Stack
     options: dict[str, Any] = field(default_factory=dict)
-    how: str = "stance"  # or "limit": that of recompilations; or "never", from the beginning
+    how: str = "stance"  # or "limit": that of recompilations; or "never", or an "error", from the beginning
     blocks: bool = False  # compiled one by one, not the whole model
     both: bool = False  # the whole model, and its blocks
     nested: bool = False  # a unit inside of each block
@@ -51,6 +51,10 @@ class Case:
     evaluates: bool = False  # before each step, without gradients
     tolerance: float = 1e-5
     differs: int = 1  # the rank that falls back, or compiles nothing
+
+
+def _does_not_compile(module: Any, inputs: Any) -> Any:
+    raise AssertionError("does not compile here")
 
 
 def train(case: Case) -> list[int]:
@@ -67,6 +71,8 @@ def train(case: Case) -> list[int]:
     if case.blocks or case.both:
         compile_blocks(model, case.backend, fullgraph=False)
     run = model if case.blocks else compiled(model, case.backend, fullgraph=False)
+    if differs and case.how == "error":
+        run = torch.compile(model, backend=_does_not_compile)
     read: set[Any] = set()
 
     def observe(module: nn.Module, name: str) -> None:
@@ -77,6 +83,8 @@ def train(case: Case) -> list[int]:
             return torch.compiler.set_stance("force_eager")
         if differs and case.how == "limit":  # each step has another length
             return torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False)
+        if differs and case.how == "error":
+            return torch._dynamo.config.patch(suppress_errors=True)
         return nullcontext()
 
     def step(number: int) -> None:
@@ -216,16 +224,24 @@ def test_it_does_in_every_mode(two_ranks: Ranks, case: Case) -> None:
     assert max(differs) > max(stays)
 
 
+@pytest.mark.parametrize("backend", ["passes", pytest.param("inductor", marks=pytest.mark.more)])
 @on_two_ranks
-def test_tables_are_gathered_again_where_a_checkpointed_region_reads_them() -> None:
+def test_tables_are_gathered_again_where_a_checkpointed_region_reads_them(backend: str) -> None:
     for make in (partial(Checkpointed, block=Placed), partial(Stack, block=Placed)):
         unsharded, model = twins(make)
-        train_and_compare(compiled(shard(model, reshard_after_forward=True), "passes"), model, unsharded)
+        train_and_compare(compiled(shard(model, reshard_after_forward=True), backend), model, unsharded)
 
 
-def test_a_rank_that_never_compiles_trains_on(two_ranks: Ranks) -> None:
-    never, compiles = two_ranks.run(train, Case(how="never", differs=0))
+@pytest.mark.parametrize("how", ["never", pytest.param("error", marks=pytest.mark.more)])
+def test_a_rank_that_never_compiles_trains_on(two_ranks: Ranks, how: str) -> None:
+    never, compiles = two_ranks.run(train, Case(how=how, differs=0))
     assert (compiles, never) == ([0] * NUM_STEPS, [3] * NUM_STEPS)
+
+
+@pytest.mark.more
+def test_of_three_ranks(three_ranks: Ranks) -> None:
+    counts = three_ranks.run(train, Case(how="never", differs=0))
+    assert [max(one) > 0 for one in counts] == [True, False, False]
 
 
 def _replicated() -> list[int]:
@@ -275,62 +291,63 @@ def test_where_all_ranks_fall_back_all_is_as_it_was() -> None:
         run(batch(number)).pow(2).mean().backward()
         check(number)
 
-    train_on(0)
-    train_on(1)
-    with torch.compiler.set_stance("force_eager"):
-        # gradients of inputs alone
+    @contextmanager
+    def eagerly() -> Iterator[None]:
+        """Two steps of the graph; then what stands in the block is the first that runs without it, and a step follows."""
+        train_on(0)
+        train_on(1)
+        with torch.compiler.set_stance("force_eager"):
+            yield
+            train_on(4)
+
+    with eagerly():  # gradients of inputs alone
         ours, theirs = (batch(2).requires_grad_() for _ in range(2))
         (grad,) = torch.autograd.grad(run(ours).pow(2).mean(), [ours])
         (expected,) = torch.autograd.grad(unsharded(theirs).pow(2).mean(), [theirs])
         torch.testing.assert_close(grad, expected)
         assert all(param.grad is None for param in model.parameters())
-        train_on(4)
-        # gradients that are asked for
+    with eagerly():  # gradients that are asked for
         grads = torch.autograd.grad(run(batch(2)).pow(2).mean(), list(model.parameters()))
         for param, grad in zip(model.parameters(), grads, strict=True):
             assert param.grad is None
             param.grad = grad
         check(2)
-        train_on(4)
-        # a penalty on gradients
-        inputs = [batch(2, other).requires_grad_() for other in range(world)]
-        slopes = [torch.autograd.grad(unsharded(x).sum(), [x], create_graph=True)[0] for x in inputs]
+    with eagerly():  # a penalty on gradients
         x = batch(2).requires_grad_()
         (slope,) = torch.autograd.grad(run(x).sum(), [x], create_graph=True)
+        inputs = [batch(2, other).requires_grad_() for other in range(world)]
+        slopes = [torch.autograd.grad(unsharded(one).sum(), [one], create_graph=True)[0] for one in inputs]
         torch.testing.assert_close(slope, slopes[rank])
         slope.pow(2).sum().backward()
         for one in slopes:
             (one.pow(2).sum() / world).backward()
         check()
-        train_on(4)
-        # synchronization that is decided between forward and backward
+    with eagerly():  # synchronization that is decided between forward and backward
         model.set_requires_gradient_sync(False)
         loss = run(batch(2)).pow(2).mean()
         model.set_requires_gradient_sync(True)
         loss.backward()
         check(2)
-        # two forwards in front of their backwards
+    with eagerly():  # two forwards in front of their backwards
         losses = [run(batch(number)).pow(2).mean() for number in (2, 3)]
         for loss in losses:
             loss.backward()
         check(2, 3)
-        # an error on the way
+    with eagerly():  # an error on the way
         model.fails = True
         with pytest.raises(KeyError):
             run(batch(2))
         model.fails = False
-        train_on(4)
-    train_on(5)
-    # a block that is called twice, and a parameter that does not train as long as there is a graph
     for one in (unsharded, model):
         one.twice = True
+    with eagerly():  # a block that is called twice
+        pass
+    for one in (unsharded, model):
         one.layers[1].up.weight.requires_grad_(False)
-    train_on(6)
-    with torch.compiler.set_stance("force_eager"):
+    with eagerly():  # a parameter that does not train as long as there is a graph
         for one in (unsharded, model):
             one.layers[1].up.weight.requires_grad_()
-        train_on(7)
-    train_on(8)
+    train_on(5)
 
 
 @pytest.mark.more

@@ -23,6 +23,7 @@ from tests.models import (
     Checkpointed,
     ConvBlock,
     Stack,
+    TwiceBlock,
     loop_of,
     mesh_of,
     shard,
@@ -108,8 +109,10 @@ TOKENS = torch.zeros(2, 5, dtype=torch.long)
 MODELS: dict[str, tuple[Callable[[], Any], Tensor]] = {
     "blocks": (lambda: shard(Stack(4)), TOKENS),
     "a large embedding": (lambda: shard(Stack(2, vocab=8192)), TOKENS),
+    "a tied head": (lambda: shard(Stack(3, tied=True)), TOKENS),
     "checkpointed": (lambda: shard(Checkpointed(3)), TOKENS),
     "replicas of shards": (lambda: shard(Stack(3), mesh=mesh_of("replicate", "shard")), TOKENS),
+    "called twice": (lambda: shard(loop_of(TwiceBlock, 16)()), torch.randn(2, 16)),
     "a user's collectives": (lambda: shard(Stack(3, block=Averages)), TOKENS),
     "convolutions": (lambda: shard(loop_of(ConvBlock, 8)()), torch.randn(2, 8, 6, 8)),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from fsdp_compile.passes.cost.weigh import results_of, saved_by
 from fsdp_compile.passes.ir.provenance import annotate, settle_names
 from fsdp_compile.passes.schedule.activations import activations_of, compute_again
 from tests.comparing import assert_same_grads, train_and_compare
-from tests.models import Stack, pair, twins
+from tests.models import ZOO, Stack, pair, twins
 from tests.ranks import Ranks
 from tests.recording import planned
 from tests.test_budget import GROUPS, _peak_above
@@ -214,6 +215,34 @@ def test_steps_within_small_budgets_take_what_was_predicted_and_train_the_same(t
         assert predicted <= budget
         assert measured <= 1.2 * budget  # 15 % off at the least, where a kernel holds what it concatenates, 11 % at 0.4
     assert here[0][2] < 0.6 * here[2][2]
+
+
+def _of_the_zoo(name: str) -> str:
+    """The plan in which whatever can be is computed again; gradients are as unsharded."""
+    entry = ZOO[name]
+    unsharded, model = twins(entry.build)
+    for block in entry.blocks(model):
+        fully_shard(block)
+    fully_shard(model)
+    configure(model, memory_budget=1)
+    batches = [entry.batch(rank) for rank in range(dist.get_world_size())]
+    with warnings.catch_warnings(), inspect(model) as report:
+        warnings.simplefilter("ignore")  # nothing fits into a byte
+        entry.loss(torch.compile(model, fullgraph=True, backend="passes"), **batches[dist.get_rank()]).backward()
+    buffers = {buffer: value.clone() for buffer, value in unsharded.named_buffers()}
+    for batch in batches:
+        for buffer, value in unsharded.named_buffers():
+            value.copy_(buffers[buffer])
+        (entry.loss(unsharded, **batch) / len(batches)).backward()
+    assert_same_grads(model, unsharded, atol=1e-4, rtol=1e-3)
+    return report.joint.plan.id
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", ["attention", "conv", "frozen", "tied_in_group", "mixtral"])
+def test_models_whose_activations_are_all_computed_again_train_the_same(two_ranks: Ranks, name: str) -> None:
+    here, there = two_ranks.run(_of_the_zoo, name)
+    assert here == there
 
 
 class Noisy(nn.Module):

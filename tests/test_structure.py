@@ -352,6 +352,22 @@ class Joined(nn.Module):
         return h
 
 
+class Cells(nn.Module):
+    """Two layers of torch's own cells, whose state is zeros unless one is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower, self.upper = nn.LSTMCell(WIDTH, WIDTH), nn.GRUCell(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lower, upper = None, None
+        for t in range(x.shape[1]):
+            lower = self.lower(x[:, t], lower)
+            upper = self.upper(lower[0], upper)
+        assert upper is not None
+        return upper
+
+
 class LastNorm(nn.Module):
     """Attention, a residual sum and norms, of which one is the last that computes."""
 
@@ -404,8 +420,9 @@ def _gathered(plan: Plan) -> set[str]:
         (Recurrence, {"w_in", "w_rec"}),
         (lambda: Recurrence().requires_grad_(False), {"w_in", "w_rec"}),
         (Joined, {"w.weight", "w.bias"}),
+        (Cells, {f"{cell}.{one}_{of}" for cell in ("lower", "upper") for one in ("weight", "bias") for of in ("ih", "hh")}),
     ],
-    ids=["by_hand", "frozen", "joined"],
+    ids=["by_hand", "frozen", "joined", "cells"],
 )
 def test_a_sequence_of_one_element_gathers_what_longer_ones_do(
     fake_group_of_four: None, make: Callable[[], nn.Module], expected: set[str]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,6 +26,7 @@ from tests.comparing import (
     local_loss,
     loss_of,
     train_and_compare,
+    train_steps,
 )
 from tests.compiling import PATHS, compiled
 from tests.models import Block, Stack, mesh_of, one_unit, pair, shard, twins
@@ -96,10 +99,15 @@ def test_grad_scaler_skips_a_step_on_every_rank(path: str) -> None:
         scalers[0].scale(local_loss(run, step) * factor).backward()
         expected = torch.stack([loss_of(unsharded(batch)) for batch in batches(step)]).mean()
         scalers[1].scale(expected * (float("inf") if step == 2 else 1.0)).backward()
-        for scaler, optim in zip(scalers, optims):
+        norms = []
+        for scaler, optim, model in zip(scalers, optims, (sharded, unsharded)):
+            scaler.unscale_(optim)
+            norms.append(full(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
             scaler.step(optim)
             scaler.update()
             optim.zero_grad()
+        if step != 2:
+            torch.testing.assert_close(*norms)
     assert_same_params(sharded, unsharded, atol=1e-5, rtol=1.3e-6)
     assert [scaler.get_scale() for scaler in scalers] == [1024.0, 1024.0]  # doubled once, halved once
 
@@ -119,6 +127,23 @@ def test_state_dict_holds_shards_under_the_original_keys() -> None:
     other = shard(Stack(tied=True))
     other.load_state_dict(state)
     assert_same_params(other, unsharded, atol=0, rtol=0)
+
+
+@on_two_ranks
+def test_state_dicts_without_helpers_resume_from_a_distributed_checkpoint(tmp_path: Path) -> None:
+    first, second = (shard(Stack()) for _ in range(2))
+    optim, other = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (first, second))
+    train_steps(torch.compile(first, backend="aot_eager", fullgraph=True), optim, range(2))
+    train_steps(second, other, range(1))  # so that it has a state to load into
+    dcp.save({"model": first.state_dict(), "optim": optim.state_dict()}, checkpoint_id=str(tmp_path))
+    state = {"model": second.state_dict(), "optim": other.state_dict()}
+    dcp.load(state, checkpoint_id=str(tmp_path))
+    second.load_state_dict(state["model"])
+    other.load_state_dict(state["optim"])
+    for model, its_optim in ((first, optim), (second, other)):
+        train_steps(model, its_optim, range(2, 4))
+    for (fqn, ours), theirs in zip(second.named_parameters(), first.parameters(), strict=True):
+        torch.testing.assert_close(ours.to_local(), theirs.to_local(), msg=fqn)
 
 
 @pytest.mark.parametrize("on_meta", [False, True])
