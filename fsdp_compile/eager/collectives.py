@@ -19,6 +19,8 @@ from torch import Tensor
 from .._torch_compat import process_groups
 from ..core.settings import Comms
 from ..core.unit import Unit
+from ..passes import _torch_compat as passes_compat
+from ..passes.wire import lower
 from ..passes.wire.collectives import c10d, gloo_all_gather
 from ..passes.wire.ledger import ledger, note
 
@@ -54,7 +56,7 @@ class Caller:
         if op is note:
             kind, specs, group = args[:3]
             return note(kind, specs, group, unit=self._unit)
-        return op(*args, **kwargs)
+        return lower.run(op, *args, **kwargs)
 
     def _gather(self, op: Callable[..., Any], packed: Tensor, num_ranks: int, group: str) -> Tensor:
         size = [num_ranks * packed.shape[0], *packed.shape[1:]]
@@ -68,8 +70,9 @@ class Caller:
         elif self._comms.allocator is not None:
             out = self._comms.allocator(size, packed.dtype, packed.device)
         else:
-            return op(packed, num_ranks, group)
-        c10d.all_gather_into_tensor_out.default(packed.contiguous(), num_ranks, group, out=out)
+            return lower.run(op, packed, num_ranks, group)
+        gather_into = c10d.all_gather_into_tensor_out.default
+        passes_compat.call_below_autograd(gather_into, packed.contiguous(), num_ranks, group, out=out)
         return out
 
     def _custom_reduce_scatter(self, packed: Tensor, op: str, num_ranks: int, group: str) -> Tensor:
@@ -85,7 +88,7 @@ class Caller:
             self._work = None
             waited = launched
         else:
-            waited = ledger.wait(c10d.wait_tensor.default, launched)
+            waited = lower.run(c10d.wait_tensor.default, launched)
         self._num_waits_before_hook -= 1
         if self._num_waits_before_hook == 0:
             self.show_to_hook(waited)

@@ -148,6 +148,16 @@ def counter_of(name: str) -> Callable[[], int]:
     return count
 
 
+def call_below_autograd(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call an operator that makes new tensors without its autograd formula.
+
+    The formulas of torch's functional collectives are Python, and take longer than small collectives themselves (2.15;
+    ``_AutoDispatchBelowAutograd``: 2.11 to 2.15).
+    """
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args, **kwargs)
+
+
 def default_store() -> torch.distributed.Store | None:
     """Return the rendezvous store of the default process group, or None without one.
 

@@ -62,7 +62,9 @@ def _all_gather_fake(input: Tensor, group_size: int, group_name: str) -> Tensor:
 
 def _all_gather_kernel(input: Tensor, group_size: int, group_name: str) -> Tensor:
     out = _gathered(input, group_size)
-    c10d.all_gather_into_tensor_out(input.contiguous(), group_size, group_name, out=out)
+    compat.call_below_autograd(
+        c10d.all_gather_into_tensor_out.default, input.contiguous(), group_size, group_name, out=out
+    )
     return out
 
 

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from .collectives import all_gather_of, c10d
+from .. import _torch_compat as compat
+from .collectives import KIND_OF, all_gather_of, c10d
 from .copies import to_device, to_host
 from .layout import BucketLayout, ShardLayout
 from .ledger import ledger, note
@@ -35,7 +36,9 @@ Call = Callable[..., Any]
 def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Execute ``op`` now: this is the ``call`` with which the programs below run eagerly."""
     if op is c10d.wait_tensor.default:
-        return ledger.wait(op, *args)
+        return ledger.wait(compat.call_below_autograd, op, *args)
+    if op in KIND_OF:
+        return compat.call_below_autograd(op, *args, **kwargs)
     return op(*args, **kwargs)
 
 
