@@ -202,7 +202,7 @@ def test_the_modes_mix() -> None:
         assert_same_grads(model, unsharded)
     assert [wire["all_reduce"] > 0 for wire in wires] == [False, False, False, False, True]
     first, second, third, fourth, fifth = (wire["all_to_all"] + wire["reduce_scatter"] for wire in wires)
-    assert first == fourth == 0 and second == third == fifth > 0
+    assert first == fourth == 0 < min(second, third, fifth), (first, second, third, fourth, fifth)
 
 
 @on_two_ranks
