@@ -452,29 +452,6 @@ def test_numbers_and_gathers_of_checkpointed_blocks_on_inductor(two_ranks: Any) 
     two_ranks.run(_train, "inductor", functools.partial(Checkpointed, 4), 9)  # in buckets
 
 
-@pytest.mark.more
-@on_two_ranks
-def test_two_backwards_in_one_graph_add_up() -> None:
-    unsharded, sharded = pair()
-
-    @torch.compile(backend="inductor", fullgraph=True)
-    def step(first: Tensor, second: Tensor) -> Tensor:
-        loss = loss_of(sharded(first))
-        loss.backward()
-        other = loss_of(sharded(second))
-        other.backward()
-        return loss.detach() + other.detach()
-
-    for number in (0, 2):
-        with traced():
-            loss = step(mine(number), mine(number + 1))
-        expected = sum(reference_backward(unsharded, batches(number + index)) for index in range(2))
-        torch.testing.assert_close(mean_over_ranks(loss), expected)
-        assert_same_grads(sharded, unsharded)
-        for model in (sharded, unsharded):
-            model.zero_grad()
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
 @on_two_ranks
 def test_it_reduces_what_was_held_back_before(backend: str) -> None:
