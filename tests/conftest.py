@@ -120,3 +120,13 @@ def _fake_group(num_ranks: int) -> Iterator[None]:
     with no_kernels_built():
         yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def limits_for_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let matrices of small models be large enough to travel alone, as those of real models are."""
+    from fsdp_compile.passes.wire import layout
+
+    for backend in ("gloo", "nccl"):
+        limits = layout.BucketLimits(small_bytes=300, bucket_bytes=1200, neighbours_bytes=2400)
+        monkeypatch.setitem(layout._LIMITS, backend, limits)

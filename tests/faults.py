@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from tests.comparing import full
+from tests.comparing import full, loss_of, reference_backward
 from tests.models import Checkpointed, EvenBlock, Stack, pair
 from tests.ranks import Ranks
 
@@ -71,11 +71,11 @@ def survive(mode: str, error: str, every: int, backend: str = "inductor") -> lis
     for layer in model.layers if "blocks" in mode else ():
         layer.compile(backend=backend)
     batches = [torch.randint(0, 32, (2, 5), generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
-    torch.stack([_loss(unsharded, batch) for batch in batches]).mean().backward()
+    reference_backward(unsharded, torch.stack(batches))
     expected = {name: param.grad for name, param in unsharded.named_parameters()}
 
     def step() -> None:
-        _loss(run, batches[dist.get_rank()]).backward()
+        loss_of(run(batches[dist.get_rank()])).backward()
 
     def steps() -> None:
         if "no_sync" in mode:
@@ -112,10 +112,6 @@ def survive(mode: str, error: str, every: int, backend: str = "inductor") -> lis
         if said:
             found.append(f"{place[0]}:{place[1]}, time {place[2]}: {said}")
     return [f"{len(box[0])} places", *found]
-
-
-def _loss(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()  # type: ignore[no-any-return]
 
 
 def main() -> int:

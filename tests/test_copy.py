@@ -46,7 +46,7 @@ def units(model: nn.Module) -> list[Any]:
 
 
 def train_on(x: Tensor, run: Any, twin: nn.Module, reference: nn.Module) -> None:
-    """Two steps with a part of ``x`` for each rank."""
+    """Take two steps, in which each rank trains on its own part of ``x``."""
     for _ in range(2):
         run(x[dist.get_rank()]).pow(2).mean().backward()
         for one in x:

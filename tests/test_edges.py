@@ -372,7 +372,7 @@ def test_shards_made_in_inference_mode_are_read() -> None:
     assert [param for param in runs.model.parameters() if not param.requires_grad] == [frozen]
 
 
-# --- tensor hooks, on one rank alone where a test says nothing else: they change nothing that is sent
+# --- tensor hooks: most tests set them on one rank only, since hooks change no collective
 
 
 def _a_hook_on_one_rank(path: str) -> list[Any]:

@@ -133,7 +133,7 @@ EAGER = [
 @pytest.mark.parametrize(("subclass", "kind"), EAGER)
 @on_two_ranks
 def test_trains_like_the_unsharded_model(subclass: type[Plain], kind: str) -> None:
-    """What is computed again finds the same storages; a lone shard is not what is freed."""
+    """A region that backward computes again reads the same storages. If one rank holds a whole shard, it is not freed."""
     _train(subclass, kind)
 
 

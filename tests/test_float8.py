@@ -1,4 +1,4 @@
-"""Weights of torchao that say themselves what travels: as on torch's FSDP2, eager and compiled."""
+"""Float8 weights of torchao have an all-gather extension; they train as on torch's FSDP2, eager and compiled."""
 
 from __future__ import annotations
 

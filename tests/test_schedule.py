@@ -17,22 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
-from fsdp_compile.passes.wire import layout
-from fsdp_compile.passes.wire.layout import BucketLimits
 from tests.models import HUGGING_FACE, Again, Stack, shard
-from tests.uses import launched, recorded, scheduled, written
+from tests.uses import heard, launched, scheduled, written
 
-pytestmark = pytest.mark.usefixtures("fake_group_of_four")
+pytestmark = pytest.mark.usefixtures("fake_group_of_four", "limits_for_small_models")
 
 TOKENS = torch.arange(6).view(2, 3)
-
-
-@pytest.fixture(autouse=True)
-def _limits_for_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let matrices of these models be large enough to travel alone, as those of real models are."""
-    for backend in ("gloo", "nccl"):
-        limits = BucketLimits(small_bytes=300, bucket_bytes=1200, neighbours_bytes=2400)
-        monkeypatch.setitem(layout._LIMITS, backend, limits)
 
 
 def _of(
@@ -43,7 +33,7 @@ def _of(
     shard(model)
     plan = scheduled(model, plain, loss)
     for run in [torch.compile(model, backend="passes"), *([model] if eager else [])]:
-        with recorded() as found:
+        with heard() as found:
             result = loss(run)
             found.append(("backward",))
             result.backward()

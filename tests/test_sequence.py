@@ -9,21 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compile import fully_shard
-from fsdp_compile.passes.wire import layout
-from fsdp_compile.passes.wire.layout import BucketLimits
 from tests.models import HUGGING_FACE, PLAIN, Entry
-from tests.uses import launched, recorded, scheduled
+from tests.uses import heard, launched, scheduled
 
 # What these launch is not the same: see docs/ranks-that-differ.md.
 PARTS = ("unused", "tied_across_groups")
-
-
-@pytest.fixture(autouse=True)
-def _limits_for_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let weights of the zoo be large enough to travel alone, as those of real models are."""
-    for backend in ("gloo", "nccl"):
-        limits = BucketLimits(small_bytes=300, bucket_bytes=1200, neighbours_bytes=2400)
-        monkeypatch.setitem(layout._LIMITS, backend, limits)
 
 
 def _sharded(entry: Entry, **options: Any) -> tuple[nn.Module, list[nn.Module]]:
@@ -43,7 +33,7 @@ def _launches(entry: Entry, mode: str, step: int, **options: Any) -> list[tuple[
     for block in blocks if mode == "blocks" else ():
         block.compile(backend="passes")
     for number in range(step + 1):
-        with recorded() as found:
+        with heard() as found:
             loss: Tensor = entry.loss(run, **entry.batch(200 * number))
             found.append(("backward",))
             loss.backward()
@@ -51,7 +41,7 @@ def _launches(entry: Entry, mode: str, step: int, **options: Any) -> list[tuple[
 
 
 @pytest.mark.filterwarnings("ignore:.* returned a view tensor")  # T5's blocks do
-@pytest.mark.usefixtures("fake_group_of_four")
+@pytest.mark.usefixtures("fake_group_of_four", "limits_for_small_models")
 @pytest.mark.parametrize(
     "options",
     [

@@ -51,7 +51,7 @@ def scheduled(model: nn.Module, plain: nn.Module, run: Callable[[nn.Module], obj
 
 
 @contextmanager
-def recorded() -> Iterator[list[tuple[str, ...]]]:
+def heard() -> Iterator[list[tuple[str, ...]]]:
     """Yield a list to which each collective is added when it runs: its kind, and the names of its parameters."""
     found: list[tuple[str, ...]] = []
     ledger.hear = lambda entry: found.extend(_sent(entry))

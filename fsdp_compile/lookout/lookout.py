@@ -6,7 +6,8 @@
                         a hash differs, or it waits for too long  ->  asks all ranks  ->  judge.py  ->  verdict
     every rank          raises RanksParted at its next launch, or in the wait that it is in
 
-It reads counters alone, and no frame of another thread: Python may change or free it meanwhile.
+The thread reads counters only. It reads no frames of other threads, because Python may change or free a frame while
+another thread reads it.
 
 The thread starts with the first collective, in worlds of more than one rank, and ends with the process group.
 """
@@ -213,14 +214,14 @@ class _Watch:
         """Return a question to all ranks if a neighbour differs or has left, or has been behind for long."""
         if self._lookout.timeout_s <= 0:
             return None  # switched off since
-        idle_s, issued, is_ahead = self._idle_s(), self._issued(), False
+        idle_s, is_ahead = self._idle_s(), False
         read: dict[int, At] = {}
         for group, chain in self._chains.items():
             for other in self._neighbours(group):
                 if other not in read:
                     read[other] = self._post.read_at(other)
                 theirs = read[other].hashes.get(group, Hash())
-                is_behind = read[other].issued.get(group, 0) < issued[group]
+                is_behind = read[other].issued.get(group, 0) < self._last_issued[group]
                 is_ahead |= is_behind
                 ours = chain.at(theirs.count)
                 if ours is None:
@@ -314,15 +315,16 @@ class _Watch:
     def _part(self, number: int, text: str) -> None:
         """Have every later launch on this rank raise, and end its waits."""
 
+        raised = threading.Event()
+
         def init(error: RanksParted) -> None:
             RuntimeError.__init__(error, text)
+            raised.set()
 
         parted = self._parted = type(RanksParted.__name__, (RanksParted,), {"__init__": init})
 
-        raised = threading.Event()
 
         def alarm() -> None:
-            raised.set()
             raise parted()
 
         ledger.alarm = alarm

@@ -52,11 +52,12 @@ class Agreement:
         names = sorted({re.split("[:@]", name)[0] for launch in text.launches for name in launch.names})
         if any(of == world and eager.issuperset(names) for of, eager in self._ran_eagerly):
             return
+        ours = _launched(text)
         for ranks in sorted({compat.group_ranks(group) for group in text.groups}):
             if len(ranks) == 1:
                 continue
             graph = hashlib.sha256(repr((text.stage, names, ranks)).encode()).hexdigest()[:16]
-            ours, known = _launched(text), self._known.setdefault(graph, [])
+            known = self._known.setdefault(graph, [])
             if ours in known:
                 continue
             try:

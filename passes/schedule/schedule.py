@@ -26,7 +26,7 @@ from .neighbours import with_neighbours
 from .uses import Turn, Use, by_unit, units_around
 
 
-class Member(Protocol):
+class Sent(Protocol):
     """A parameter in a bucket."""
 
     @property
@@ -157,13 +157,13 @@ def _order(
     return tuple((kind, index) for _, _, kind, index in sorted(events))
 
 
-def gather_bucket(unit: str, members: Sequence[Member]) -> Bucket:
+def gather_bucket(unit: str, members: Sequence[Sent]) -> Bucket:
     """Return what travels in one all-gather."""
     spec = members[0].spec
     return _bucket(unit, members, spec.dtype, [one.spec.gather_bytes for one in members], num_replicas=1)
 
 
-def reduce_bucket(unit: str, members: Sequence[Member]) -> Bucket:
+def reduce_bucket(unit: str, members: Sequence[Sent]) -> Bucket:
     """Return what travels in one reduction."""
     spec = members[0].spec
     sizes = [one.spec.reduce_bytes for one in members]
@@ -171,7 +171,7 @@ def reduce_bucket(unit: str, members: Sequence[Member]) -> Bucket:
 
 
 def _bucket(
-    unit: str, members: Sequence[Member], dtype: torch.dtype, sizes: Sequence[int], num_replicas: int
+    unit: str, members: Sequence[Sent], dtype: torch.dtype, sizes: Sequence[int], num_replicas: int
 ) -> Bucket:
     return Bucket(
         unit=unit,

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from ..wire.spec import ParamSpec
 
-# A place, and what tells apart those of one place.
+# Uses are sorted by their turns: a place in the step, and a key that orders the uses of one place.
 Turn = tuple[int, tuple[int | str, ...]]
 
 
@@ -23,7 +23,7 @@ class Use:
 
     @property
     def turn(self) -> Turn:
-        """The place, and what tells those apart that one operation uses."""
+        """The place, and the order of the parameters that one operation uses."""
         return self.place[0], (*self.place[1:], self.spec.order, self.fqn)
 
 

@@ -130,7 +130,7 @@ class Chunk(nn.Module):
 
 
 class SpreadLoss(Spread):
-    """Calling it gives the loss. No dropout: DTensors draw random numbers of their own, a part on each rank."""
+    """The forward returns the loss. The model has no dropout, because each rank draws other random numbers for DTensors."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).pow(2).mean()
