@@ -36,7 +36,7 @@ def accumulate(model: Stack, run: Callable[[Tensor], Tensor], unsharded: Stack, 
         backward_on_both(run, unsharded, 10 * step + micro)
 
 
-@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.more)])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.slow)])
 @on_two_ranks
 def test_micro_batches_without_sync_send_nothing(reshard: bool) -> None:
     unsharded, model = pair(make=small, reshard_after_forward=reshard)

@@ -140,7 +140,7 @@ class Launched:
         assert len(self.losses) == 4
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_an_unchanged_script_trains_alike(tmp_path: Path) -> None:
     theirs = Launched(str(SCRIPT), "4", cwd=tmp_path)
     ours = Launched("-m", "fsdp_compile.run", str(SCRIPT), "4", cwd=tmp_path)
@@ -221,7 +221,7 @@ def test_it(worker_id):
 """
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_pytests_workers_adopt_as_well(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     done = run("-m", "fsdp_compile.run", "-m", "pytest", "-q", "-n", "1", "test_it.py", cwd=tmp_path)

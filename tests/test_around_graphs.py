@@ -157,7 +157,7 @@ def _memory(backend: str) -> list[int]:
     return [*alive, saved_full_weights(model, call)]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_no_full_weight_lives_between_forward_and_backward(two_ranks: Ranks, backend: str) -> None:
     resharded, recomputed, kept, under_autocast = two_ranks.run(_memory, backend)[0]
     assert resharded == recomputed == under_autocast == 0

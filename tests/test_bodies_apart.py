@@ -57,9 +57,9 @@ AOT = "aot_eager"
     [
         (Branches, False, AOT, True),
         pytest.param(Branches, True, AOT, True, marks=pytest.mark.compat),
-        pytest.param(Branches, True, "inductor", True, marks=pytest.mark.more),
-        pytest.param(Scans, False, AOT, True, marks=pytest.mark.more),
-        pytest.param(Loops, True, "inductor", False, marks=pytest.mark.more),
+        pytest.param(Branches, True, "inductor", True, marks=pytest.mark.slow),
+        pytest.param(Scans, False, AOT, True, marks=pytest.mark.slow),
+        pytest.param(Loops, True, "inductor", False, marks=pytest.mark.slow),
     ],
 )
 @on_two_ranks
@@ -86,7 +86,7 @@ class Region(Block):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("backend", [AOT, pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("backend", [AOT, pytest.param("inductor", marks=pytest.mark.slow)])
 @on_two_ranks
 def test_compiled_regions_are_evaluated_and_refuse_to_train(backend: str) -> None:
     unsharded, sharded = pair(make=lambda: Stack(block=Region))

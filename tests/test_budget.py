@@ -386,7 +386,7 @@ def test_the_first_rank_chooses_and_a_rank_that_compiles_again_asks_nobody(two_r
 
 
 @pytest.mark.filterwarnings("ignore:memory_budget is")
-@pytest.mark.more
+@pytest.mark.slow
 def test_what_is_computed_again_is_the_same_for_every_length(two_ranks: Ranks) -> None:
     """One token on one rank where the other has many, and the other way round."""
     shapes = [[(16, 64), (1, 1)], [(1, 1), (2, 9)], [(4, 1), (1, 7)]]
@@ -510,7 +510,7 @@ def _peak_above(step: Callable[[], None]) -> int:
     return max(itertools.accumulate(change for _, change in sorted(changes, key=lambda one: one[0])))
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_what_fsdp2_needs_is_predicted(two_ranks: Ranks) -> None:
     for predicted, chosen, measured in two_ranks.run(_beside_fsdp2):
         # 1 to 10 % off where this was written: autograd holds a result here and there for longer.

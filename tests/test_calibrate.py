@@ -187,7 +187,7 @@ def test_a_worker_measures_all_that_a_profile_takes(tmp_path: Path, monkeypatch:
     assert set(found) == set(samples(2, "gloo"))
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_calibrate_writes_a_profile_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "profile.json"
     assert cli.main(["calibrate", "--out", str(out), "--name", "here"]) == 0

@@ -98,7 +98,7 @@ def _backward_in_the_graph(backend: str) -> None:
             assert_same_grads(sharded, unsharded)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_backward_in_the_graph_of_its_forward(two_ranks: Any, backend: str) -> None:
     if torch.torch_version.TorchVersion(torch.__version__) < (2, 12):
         # torch 2.11 asserts that leaves are no DTensors. Gradients are not lost without a word.

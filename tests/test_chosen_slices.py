@@ -226,7 +226,7 @@ def test_units_that_share_a_name_are_two_to_a_budget(fake_group_of_four: None) -
     assert plan.choice is not None, "the graph was taken for less than the step"
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_the_plan_names_its_slices_comes_back_and_may_have_one_taken_out(fake_group_of_four: None) -> None:
     model = shard(Stack(6))
     before = planned_with(model)
@@ -269,7 +269,7 @@ def _trained() -> tuple[Plan, list[int]]:
     return report.joint.plan, [bucket.num_ranks for bucket in backward.gathers]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_slices_train_like_the_unsharded_model(four_ranks: Ranks) -> None:
     found = four_ranks.run(_trained)
     assert all(plan.slices == found[0][0].slices and plan.slices for plan, _ in found)

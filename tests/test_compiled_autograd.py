@@ -52,7 +52,7 @@ def _step(model: Stack, backend: str) -> Callable[[Tensor], Tensor]:
     return torch.compile(step, backend=backend)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @on_two_ranks
 def test_one_backward_graph() -> None:
     """With graph breaks in forward, too: a row of tests/matrix."""
@@ -89,7 +89,7 @@ def _two_steps(unsharded: Stack, model: Stack, set_flag: Callable[[bool], None],
         assert_same_grads(model, unsharded)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize("evaluates", [False, True])
 @on_two_ranks
 def test_what_is_held_survives_an_eager_evaluation(evaluates: bool) -> None:
@@ -98,7 +98,7 @@ def test_what_is_held_survives_an_eager_evaluation(evaluates: bool) -> None:
         _two_steps(unsharded, model, model.set_requires_gradient_sync, evaluates)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @on_four_ranks
 def test_replicas_accumulate() -> None:
     with compiled_autograd():

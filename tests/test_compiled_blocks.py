@@ -104,7 +104,7 @@ def test_models_of_every_kind(two_ranks: Ranks, make: Callable[[], Stack], fullg
     two_ranks.run(_train, make, fullgraph)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [Checkpointed, *(functools.partial(Stack, block=block) for block in (CheckpointedBlock, FrozenBlock))]
 )
@@ -128,7 +128,7 @@ def test_resharding_and_freezing() -> None:
     train_and_compare(model, model, unsharded)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @on_four_ranks
 def test_hybrid_meshes_slices_and_replicas() -> None:
     hybrid = mesh_of("replicas", "shards")
@@ -199,7 +199,7 @@ def test_a_unit_inside_a_compiled_block_gathers_in_its_graph() -> None:
     assert num_graphs() == 1
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @on_two_ranks
 def test_mixed_precision_as_on_the_eager_path(backend: str) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -226,7 +226,7 @@ class Dropped(nn.Module):
         return nn.functional.dropout(x * self.weight, 0.5, self.training)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @on_two_ranks
 def test_backward_has_the_mask_of_forward() -> None:
     model = nn.Sequential(Dropped(), nn.Linear(64, 3))

@@ -69,13 +69,13 @@ def _train(backend: str | None, compiled_autograd: bool = False, replicas: bool 
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
 @pytest.mark.parametrize(
     ("backend", "compiled_autograd"),
-    [(None, False), ("aot_eager", False), ("aot_eager", True), pytest.param("inductor", False, marks=pytest.mark.more)],
+    [(None, False), ("aot_eager", False), ("aot_eager", True), pytest.param("inductor", False, marks=pytest.mark.slow)],
 )
 def test_complex_parameters_train_as_unsharded(two_ranks: Any, backend: str | None, compiled_autograd: bool) -> None:
     two_ranks.run(_train, backend, compiled_autograd)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @on_two_ranks
 def test_other_reductions_and_buckets() -> None:
     for backend in (None, "aot_eager"):

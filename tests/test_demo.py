@@ -250,7 +250,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, *(pytest.param(one, marks=pytest.mark.more) for one in (signal.SIGTERM, signal.SIGHUP))]
+    "number", [signal.SIGINT, *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGTERM, signal.SIGHUP))]
 )
 def test_an_interrupt_leaves_no_process_behind_and_says_one_sentence(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "fsdp_compile.cli", *SMALL, "--steps", "100000"]

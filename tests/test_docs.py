@@ -91,7 +91,7 @@ def _losses(printed: str) -> list[float]:
     return [float(one) for one in re.findall(r"^step \d+  loss (\S+)$", printed, flags=re.MULTILINE)]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_the_tutorial_trains_and_resumes(tmp_path: Path) -> None:
     """On Inductor, in two processes: the losses of the unsharded script, across a restart, and what the page shows."""
     scripts = ROOT / "examples" / "tutorial"

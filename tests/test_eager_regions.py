@@ -148,7 +148,7 @@ def _train(make: Callable[[], Stack], path: str, reshard: bool | None) -> None:
     train_and_compare(compiled(sharded, path, fullgraph=False), sharded, unsharded)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "path", "reshard"),
     [

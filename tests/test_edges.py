@@ -31,7 +31,7 @@ from tests.on_ranks import on_two_ranks
 from tests.ranks import Ranks
 from tests.recording import Wire
 
-PATHS = ["eager", pytest.param("aot_eager", marks=pytest.mark.compat), pytest.param("passes", marks=pytest.mark.more)]
+PATHS = ["eager", pytest.param("aot_eager", marks=pytest.mark.compat), pytest.param("passes", marks=pytest.mark.slow)]
 
 
 class Spare(Stack):
@@ -240,7 +240,7 @@ def test_a_penalty_on_the_shards_adds_to_their_gradients(path: str) -> None:
     assert_same_grads(runs.model, runs.unsharded)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.compat
 @on_two_ranks
 def test_the_next_call_sees_what_was_frozen_and_replaced() -> None:
@@ -507,7 +507,7 @@ def test_autograd_grad_and_inputs_with_a_hook_on_one_rank() -> None:
     assert chosen.grad is None and len(seen) == (2 if dist.get_rank() == 0 else 0)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @on_two_ranks
 def test_what_a_hook_keeps_stays_as_it_was(backend: str | None) -> None:
     """Whatever becomes of the gradient that the shard has: it is added to, clipped, made zero."""

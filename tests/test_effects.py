@@ -127,7 +127,7 @@ def test_what_is_computed_with_an_input_that_is_written_to_is_not_computed_again
 
 
 @pytest.mark.parametrize("how", ["one by one", "together"])
-@pytest.mark.parametrize("path", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("path", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @on_two_ranks
 def test_a_graph_reads_what_it_has_written_into_shards(path: str, how: str) -> None:
     """As the encoder is that follows another one slowly, or weights that are clipped before each forward."""
@@ -220,7 +220,7 @@ class Overwritten(nn.Module):
         return self.last(hidden + self.table)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @on_two_ranks
 def test_a_gradient_in_flight_is_not_written_to() -> None:
     unsharded, sharded = one_unit(Overwritten)
@@ -266,7 +266,7 @@ class Summed(nn.Module):
         return x @ (self.a + self.b)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @on_two_ranks
 def test_two_parameters_with_one_gradient_get_one_each() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("apart", "alone"))["alone"]

@@ -53,7 +53,7 @@ def _evaluate(atol: float, settings: dict[str, Any]) -> None:
             torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "atol"),
     [
@@ -71,14 +71,14 @@ def _moved() -> None:
         _evaluate(1e-6, {})
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_training_graphs_may_be_reordered_too(two_ranks: Any) -> None:
     if not hasattr(torch._inductor.config, "reorder_for_locality_in_training"):
         return  # torch 2.11 has no such setting
     two_ranks.run(_moved)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", [(), ("layers.1", "head")])
 @on_two_ranks
 def test_frozen_parameters(trained: tuple[str, ...]) -> None:
@@ -112,7 +112,7 @@ def _llamas() -> tuple[Any, Any]:
     return unsharded, sharded
 
 
-@pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("backend", [None, pytest.param("inductor", marks=pytest.mark.slow)])
 @on_two_ranks
 def test_ranks_generate_texts_of_different_lengths(backend: str | None) -> None:
     """One rank's text ends before the other's: transformers runs its forwards on where it knows that others wait."""

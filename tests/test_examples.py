@@ -56,7 +56,7 @@ def saved(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
-@pytest.mark.more
+@pytest.mark.slow
 def test_pre_training_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path) -> None:
     """Bit by bit: the model and the optimizer's state; the first folder of three is gone then."""
     once, twice = tmp_path / "once", tmp_path / "twice"
@@ -98,7 +98,7 @@ def losses_of(model: PeftModel, num_steps: int) -> list[float]:
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # PEFT asks for it
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")  # a load by one process
-@pytest.mark.more
+@pytest.mark.slow
 def test_fine_tuning_goes_on_as_if_it_had_not_been_stopped_and_peft_reads_it(tmp_path: Path) -> None:
     """Losses as without sharding; adapters and optimizer as uninterrupted, bit by bit; no base weight in a checkpoint."""
     once, twice = tmp_path / "once", tmp_path / "twice"

@@ -143,7 +143,7 @@ def test_trains_in_a_graph_like_the_unsharded_model(kind: str) -> None:
     _train(Plain, kind, "aot_eager")
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @on_four_ranks
 def test_trains_over_replicas() -> None:
     _train(Plain, "replicas", "aot_eager")

@@ -19,7 +19,7 @@ from tests.models import EvenBlock
 from tests.on_ranks import on_two_ranks
 from tests.recording import recorded
 
-pytestmark = pytest.mark.more
+pytestmark = pytest.mark.slow
 
 torchao = pytest.importorskip("torchao.float8")
 

@@ -22,9 +22,12 @@ TESTED = {
     if row.package != "torchtitan" and (row.package != "trl" or importlib.util.find_spec("trl") is not None)
 }
 
-# Variants of rows that CI runs. ``pytest -m frameworks`` runs all.
+# Variants of rows that CI runs otherwise. ``pytest -m frameworks`` runs all.
 SLOW = {
     "accelerate, bf16",
+    "accelerate, regions compiled",
+    "transformers.Trainer",
+    "PEFT LoRA",
     "accelerate, FSDP1 plugin, checkpointed activations",
     "accelerate, FSDP1 plugin, bf16",
     "trl.SFTTrainer",

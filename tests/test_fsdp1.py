@@ -103,7 +103,7 @@ SAME_NUMBERS: dict[str, Arguments] = {
     [
         *((case, None) for case in SAME_NUMBERS),
         pytest.param("FULL_SHARD", "aot_eager", marks=pytest.mark.compat),
-        *(pytest.param(case, "aot_eager", marks=pytest.mark.more) for case in ("HYBRID_SHARD", "NO_SHARD")),
+        *(pytest.param(case, "aot_eager", marks=pytest.mark.slow) for case in ("HYBRID_SHARD", "NO_SHARD")),
     ],
 )
 @pytest.mark.filterwarnings("ignore:When using ``NO_SHARD``")
@@ -161,7 +161,7 @@ def with_prefix(model: Any, name: str) -> str:
     ("case", "backend"),
     [
         *((case, None) for case in PRECISIONS),
-        pytest.param("low precision gradients", "aot_eager", marks=pytest.mark.more),
+        pytest.param("low precision gradients", "aot_eager", marks=pytest.mark.slow),
     ],
 )
 @on_two_ranks
@@ -581,7 +581,7 @@ def test_the_examples_script_trains_alike_under_either_class() -> None:
     assert ours[-1] < ours[0]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @on_two_ranks
 def test_a_decoder_trains_in_one_graph_on_inductor() -> None:
     """Biases, norms, dropout and tied weights with ``fullgraph=True``, beside torch's FSDP1 and the unsharded model."""

@@ -58,7 +58,7 @@ def shards_equal(model: Any, unsharded: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "backend"),
-    [*((strategy, None) for strategy in STRATEGIES), pytest.param(STRATEGIES[0], "aot_eager", marks=pytest.mark.more)],
+    [*((strategy, None) for strategy in STRATEGIES), pytest.param(STRATEGIES[0], "aot_eager", marks=pytest.mark.slow)],
 )
 @on_two_ranks
 def test_full_parameters_are_seen_and_written(strategy: ShardingStrategy, backend: str | None) -> None:
@@ -186,7 +186,7 @@ def _compiled(module: nn.Module) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.root. .Stack. runs eagerly inside compiled code")
-@pytest.mark.parametrize("around", [checkpoint_wrapper, pytest.param(_compiled, marks=pytest.mark.more)])
+@pytest.mark.parametrize("around", [checkpoint_wrapper, pytest.param(_compiled, marks=pytest.mark.slow)])
 @on_two_ranks
 def test_what_was_checkpointed_or_compiled_before_it_was_wrapped_is_known(around: Any) -> None:
     unsharded = plain()
@@ -256,7 +256,7 @@ def test_wrappers_know_their_tree() -> None:
     assert [one.check_is_root() for one in OURS.fsdp_modules(copied)] == [True, False, False]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @on_two_ranks
 def test_reports_and_messages_leave_wrappers_out_of_names() -> None:
     """``inspect``, ``explain_breaks``, and what errors call a unit."""
@@ -381,7 +381,7 @@ def test_a_hook_reduces_in_the_place_of_ours(strategy: ShardingStrategy, named: 
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [("bf16", None), ("fp16", None), ("none", None), pytest.param("bf16", "aot_eager", marks=pytest.mark.more)],
+    [("bf16", None), ("fp16", None), ("none", None), pytest.param("bf16", "aot_eager", marks=pytest.mark.slow)],
 )
 @on_two_ranks
 def test_torchs_hooks_are_the_dtype_of_the_reduction(name: str, backend: str | None) -> None:
@@ -412,7 +412,7 @@ def test_parameters_keep_their_shape_and_place_while_they_are_full() -> None:
     assert {param.dtype for param in model.parameters()} == {torch.float64}
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @on_four_ranks
 def test_a_slice_of_a_mesh_leaves_tensor_parallelism_alone(backend: str | None) -> None:

@@ -51,7 +51,7 @@ def _train() -> tuple[Plan, Plan]:
     return edited, followed
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_an_edited_plan_is_followed_and_trains_the_same(two_ranks: Ranks) -> None:
     (edited, followed), (edited_there, _) = two_ranks.run(_train)
     assert edited.id == edited_there.id
@@ -117,7 +117,7 @@ def test_a_plan_that_does_not_fit_is_refused(
         torch.compile(model, backend="aot_eager", fullgraph=True)(torch.zeros(2, 5, dtype=torch.long))
 
 
-@pytest.mark.parametrize("path", ["passes", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("path", ["passes", pytest.param("inductor", marks=pytest.mark.slow)])
 @on_two_ranks
 def test_a_plan_is_followed_where_gradients_are_held_back(path: str) -> None:
     """That backward reduces nothing, so it reads less than the plan gathers."""

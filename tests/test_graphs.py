@@ -89,8 +89,8 @@ FP32 = MixedPrecisionPolicy()
     [
         *((make, "aot_eager", policy) for make in (Stack, Checkpointed) for policy in (FP32, BF16)),
         # Inductor's own joint passes ran between the tags and the partitioner
-        pytest.param(Stack, "inductor", BF16, marks=pytest.mark.more),
-        pytest.param(Checkpointed, "inductor", FP32, marks=pytest.mark.more),
+        pytest.param(Stack, "inductor", BF16, marks=pytest.mark.slow),
+        pytest.param(Checkpointed, "inductor", FP32, marks=pytest.mark.slow),
     ],
 )
 def test_with_resharding_no_full_weight_is_saved(
@@ -107,7 +107,7 @@ def test_with_resharding_no_full_weight_is_saved(
 
 @pytest.mark.parametrize("frozen_in_bf16", [True, False])
 @pytest.mark.parametrize("make", [Stack, Checkpointed])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_no_cast_of_a_full_weight_is_saved_either(backend: str, make: type[Stack], frozen_in_bf16: bool) -> None:
     model = make(2)
     if frozen_in_bf16:
@@ -130,7 +130,7 @@ def _in_the_dtype_of_its_input(linear: nn.Linear, x: Tensor) -> Tensor:
     [
         (Stack, "aot_eager"),
         (Checkpointed, "aot_eager"),
-        pytest.param(Checkpointed, "inductor", marks=pytest.mark.more),
+        pytest.param(Checkpointed, "inductor", marks=pytest.mark.slow),
     ],
 )
 def test_without_resharding_backward_gathers_nothing(
@@ -152,7 +152,7 @@ def test_only_the_root_is_kept_by_default(records: dict[str, GraphRecord]) -> No
     assert set(records["joint"].plan.keep) == {"embed.weight", "norm.weight", "norm.bias", "head.weight"}
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_with_an_int_backward_gathers_what_few_ranks_kept(records: dict[str, GraphRecord]) -> None:
     model = shard(Checkpointed(2, dim=32), reshard_after_forward=2)
     out = torch.compile(model, fullgraph=True)(torch.zeros(2, 5, dtype=torch.long))
@@ -169,7 +169,7 @@ def test_with_an_int_backward_gathers_what_few_ranks_kept(records: dict[str, Gra
     assert in_forward == set(model.state_dict())
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize(("subclass", "dtype"), [(Halved, "bfloat16"), (InEights, "float8_e4m3fn")])
 def test_backward_makes_a_weight_again_from_what_its_subclass_sends(
     subclass: type[Halved], dtype: str, records: dict[str, GraphRecord]

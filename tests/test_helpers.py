@@ -427,7 +427,7 @@ def test_what_another_module_initialized_stays() -> None:
     torch.testing.assert_close(full(model.table.weight), torch.tensor([[0.0] * 4, *[[3.0] * 4] * 5]))
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @on_two_ranks
 def test_weights_of_gpt2_are_spread_as_its_own() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel

@@ -261,7 +261,7 @@ def test_a_compiled_model_reads_what_was_written_and_compiles_nothing_again() ->
             assert isinstance(model.head.weight, DTensor) == (rank0_only and dist.get_rank() != 0)
 
 
-@pytest.mark.parametrize("path", ["eager", pytest.param("aot_eager", marks=pytest.mark.more)])
+@pytest.mark.parametrize("path", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @on_two_ranks
 def test_a_forward_inside_computes_as_one_outside(path: str) -> None:
     """In the dtype of the policy, though full parameters have their own."""

@@ -142,7 +142,7 @@ def _columns(param: nn.Parameter) -> Shard | None:
     [
         ("llama, tied", "aot_eager"),
         pytest.param("llama", "inductor", marks=pytest.mark.more),
-        *(pytest.param(name, "aot_eager", marks=pytest.mark.more) for name in ("gpt2", "mixtral", "t5")),
+        *(pytest.param(name, "aot_eager", marks=pytest.mark.slow) for name in ("gpt2", "mixtral", "t5")),
     ],
 )
 def test_a_folder_of_transformers_is_trained_and_read_by_transformers_again(
@@ -151,7 +151,7 @@ def test_a_folder_of_transformers_is_trained_and_read_by_transformers_again(
     two_ranks.run(check_round_trip, name, tmp_path, backend)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_the_round_trip_on_one_rank(tmp_path: Path) -> None:
     ranks = Ranks(1)
     try:
@@ -160,7 +160,7 @@ def test_the_round_trip_on_one_rank(tmp_path: Path) -> None:
         ranks.stop()
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_the_round_trip_on_three_ranks(three_ranks: Ranks, tmp_path: Path) -> None:
     three_ranks.run(check_round_trip, "llama", tmp_path, "aot_eager")
 

@@ -179,7 +179,7 @@ def printed_by(files: list[str], folder: Path) -> dict[str, str]:
     return {file: text for file, _, text in (part.partition("\n") for part in parts)}
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.compat
 def test_saved_graphs_run(saved: Saved) -> None:
     folder, _ = saved
@@ -234,7 +234,7 @@ symbolic s0, 7 when compiled""",
     )
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.compat
 @on_two_ranks
 def test_one_rank_alone_inspects_a_compiled_model() -> None:
@@ -261,7 +261,7 @@ def _on_a_thread(run: Callable[[], None]) -> None:
     thread.join()
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @on_two_ranks
 @no_kernels_built()
 def test_cached_graphs_are_compiled_afresh_on_any_thread(tmp_path: Path) -> None:
@@ -441,7 +441,7 @@ class Gated(nn.Module):
         return torch.cond(x.abs().mean() < 10, self.near, far, (x,))
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake_group_of_four")
 def test_graphs_with_branches_run_by_themselves(tmp_path: Path) -> None:
     model = fully_shard(Gated())

@@ -63,6 +63,6 @@ def _train() -> None:
     assert num_graphs() == 3 if rank == 0 else num_graphs() < 3
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_ranks_with_other_lengths_launch_the_same(two_ranks: Ranks) -> None:
     two_ranks.run(_train, limit_s=900)

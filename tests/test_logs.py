@@ -100,7 +100,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_torchs_trace_has_plans_and_code(tmp_path: Path) -> None:
     """In the frame that compiles, which is where tlparse lists artifacts; the same after the settings say FSDP_COMPILE_LOGS."""
     env = {**os.environ, "TORCH_TRACE": str(tmp_path), "FSDP_COMPILE_LOGS": "passes"}

@@ -240,7 +240,7 @@ def _predicted_and_measured() -> dict[str, tuple[int, float]] | None:
     return found
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_the_peak_of_what_inductor_compiled_is_near_the_predicted_one(two_ranks: Ranks) -> None:
     for found in two_ranks.run(_predicted_and_measured):
         if found is None:

@@ -137,7 +137,7 @@ def tensor_parallel(block: type[nn.Module]) -> tuple[Stack, Stack]:
 
 @pytest.mark.parametrize(
     "path",
-    [*(pytest.param(path, marks=pytest.mark.compat) for path in PATHS), pytest.param("blocks", marks=pytest.mark.more)],
+    [*(pytest.param(path, marks=pytest.mark.compat) for path in PATHS), pytest.param("blocks", marks=pytest.mark.slow)],
 )
 @on_four_ranks
 def test_tensor_parallel_parameters_train_like_the_unsharded_model(path: str) -> None:

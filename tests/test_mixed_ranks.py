@@ -128,7 +128,7 @@ def train(case: Case) -> list[int]:
     [
         ("limit", "passes", False),
         ("limit", "passes", True),
-        pytest.param("stance", "inductor", False, marks=pytest.mark.more),
+        pytest.param("stance", "inductor", False, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_falls_back_trains_on(two_ranks: Ranks, how: str, backend: str, blocks: bool) -> None:
@@ -206,6 +206,9 @@ CASES = {
 }
 
 
+OFTEN = ("kept behind forward", "synchronizing late", "a parameter with one row", "blocks that accumulate", "units in blocks")
+
+
 class Placed(Block):
     """A block that looks rows of a table up, so that a checkpointed one does it twice."""
 
@@ -217,14 +220,16 @@ class Placed(Block):
         return super().forward(x * self.places(torch.arange(x.shape[1])))
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=pytest.mark.more if name in OFTEN else pytest.mark.slow) for name, case in CASES.items()],
+)
 def test_it_does_in_every_mode(two_ranks: Ranks, case: Case) -> None:
     stays, differs = two_ranks.run(train, case)
     assert max(differs) > max(stays)
 
 
-@pytest.mark.parametrize("backend", ["passes", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("backend", ["passes", pytest.param("inductor", marks=pytest.mark.slow)])
 @on_two_ranks
 def test_tables_are_gathered_again_where_a_checkpointed_region_reads_them(backend: str) -> None:
     for make in (partial(Checkpointed, block=Placed), partial(Stack, block=Placed)):
@@ -248,7 +253,7 @@ def _replicated() -> list[int]:
     return train(Case(options={"mesh": mesh_of("replicate", "shard")}))
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_on_replicated_meshes(four_ranks: Ranks) -> None:
     assert four_ranks.run(_replicated)[1] == [0, 0, 3, 3, 0]
 
@@ -350,7 +355,7 @@ def test_where_all_ranks_fall_back_all_is_as_it_was() -> None:
     train_on(5)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @on_two_ranks
 def test_it_may_compile_after_all() -> None:
     """Then all ranks compile another model whose parameters are called the same: one has made fewer plans."""
@@ -361,7 +366,7 @@ def test_it_may_compile_after_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "inputs_train"), [("passes", False), pytest.param("inductor", True, marks=pytest.mark.more)]
+    ("backend", "inputs_train"), [("passes", False), pytest.param("inductor", True, marks=pytest.mark.slow)]
 )
 @on_two_ranks
 def test_it_runs_a_model_of_which_nothing_trains(backend: str, inputs_train: bool) -> None:

@@ -210,8 +210,9 @@ def reports(two_ranks: Ranks, three_ranks: Ranks) -> Callable[[Case], list[Any]]
 
 
 # Every model of plain torch is on three ranks, where shards are uneven; the first one also on two, where they are even.
-MORE = [Case("llama", 2, "inductor"), Case("conv", 3, "inductor"), Case("mixtral", 3), Case("t5", 3)]
-CASES = [Case("sequential", 2), *(Case(model, 3) for model in PLAIN), Case("llama", 3), *MORE]
+MORE = [Case("llama", 2, "inductor")]
+SLOW = [Case("conv", 3, "inductor"), Case("mixtral", 3), Case("t5", 3)]
+CASES = [Case("sequential", 2), *(Case(model, 3) for model in PLAIN), Case("llama", 3), *MORE, *SLOW]
 COMPAT = [Case("sequential", 2), Case("loop", 3)]
 
 
@@ -219,7 +220,7 @@ def every(*models: str) -> pytest.MarkDecorator:
     """Every case of these models, or of all."""
 
     def marks(case: Case) -> list[pytest.MarkDecorator]:
-        return [mark for mark, cases in ((pytest.mark.compat, COMPAT), (pytest.mark.more, MORE)) if case in cases]
+        return [mark for mark, cases in ((pytest.mark.compat, COMPAT), (pytest.mark.more, MORE), (pytest.mark.slow, SLOW)) if case in cases]
 
     chosen = [case for case in CASES if not models or case.model in models]
     return pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in chosen])
@@ -301,7 +302,7 @@ def train_two_models_with_equal_names() -> list[float]:
     return errors
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_second_model_with_the_same_names_and_other_sizes_trains_in_the_same_process(two_ranks: Ranks) -> None:
     for errors in two_ranks.run(train_two_models_with_equal_names):
         assert max(errors) < 1e-5

@@ -70,7 +70,7 @@ def _pair(names: tuple[str, ...]) -> tuple[Adapters, Adapters]:
     [
         pytest.param(NAMES, "eager", marks=pytest.mark.compat),
         pytest.param(SOME, "aot_eager", marks=pytest.mark.compat),
-        pytest.param(SOME, "inductor", marks=pytest.mark.more),
+        pytest.param(SOME, "inductor", marks=pytest.mark.slow),
     ],
     ids=lambda one: one if isinstance(one, str) else "names",
 )
@@ -98,7 +98,7 @@ def _save(names: tuple[str, ...], backend: str, folder: str) -> list[str]:
     return [name for graph in report.graphs for name in (*graph.plan.regather, *graph.plan.keep)]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_saved_graphs_run_whatever_parameters_are_called(two_ranks: Ranks, tmp_path: Path) -> None:
     names = ("a b", 'a"b', "line\nbreak = 1", '"""', "\N{GRINNING FACE}", "a[0]", "\ud800")
     planned = two_ranks.run(_save, names, "aot_eager", str(tmp_path / "joint"))[0]

@@ -95,7 +95,7 @@ def _trained(backend: str, tied: bool) -> Plan:
 
 @pytest.mark.parametrize(
     ("backend", "tied"),
-    [("aot_eager", False), pytest.param("inductor", True, marks=[pytest.mark.more, pytest.mark.compat])],
+    [("aot_eager", False), pytest.param("inductor", True, marks=[pytest.mark.slow, pytest.mark.compat])],
 )
 def test_they_train_like_the_unsharded_model(two_ranks: Ranks, backend: str, tied: bool) -> None:
     here, there = two_ranks.run(_trained, backend, tied)
@@ -123,7 +123,7 @@ def _says_what_the_pass_does(limit: int) -> None:
     assert apart >= 3
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_explain_says_where_units_could_travel_together(fake_group_of_four: None) -> None:
     torch._dynamo.reset()
     model = shard(Stack(2), reshard_after_forward=True)

@@ -110,7 +110,7 @@ def _tied_and_uneven() -> Stack:
     return Stack(2, dim=17, tied=True)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "make", "options"),
     [
@@ -156,7 +156,7 @@ def _evaluated_and_partly_frozen(model: Stack, run: Any, step: int) -> None:
     local_loss(run, step).backward()
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drive", "backend", "options"),
     [
@@ -188,7 +188,7 @@ def test_the_numbers_are_those_of_resident_shards(drive: Any, backend: str, opti
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @on_four_ranks
 def test_replicas_and_slices() -> None:
     """Sums over the shards alone wait on the device for the one over replicas."""
@@ -204,7 +204,7 @@ def test_replicas_and_slices() -> None:
         train_and_compare(compiled(model, "passes"), model, unsharded, steps=2)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @on_two_ranks
 def test_whoever_reads_a_gradient_at_once_finds_it_complete() -> None:
     """Who reads a gradient at once finds all of it: hooks, an optimizer in backward, ``autograd.grad``."""
@@ -227,7 +227,7 @@ def test_whoever_reads_a_gradient_at_once_finds_it_complete() -> None:
             torch.testing.assert_close(full(asked[fqn]), grad, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @on_two_ranks
 def test_backward_inside_the_compiled_step() -> None:
     with shards_elsewhere() as counts, compiled_autograd():
@@ -246,7 +246,7 @@ def test_backward_inside_the_compiled_step() -> None:
         assert counts["waits"]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @on_two_ranks
 def test_graphs_of_parts_of_the_model() -> None:
     with shards_elsewhere():
@@ -256,7 +256,7 @@ def test_graphs_of_parts_of_the_model() -> None:
         train_and_compare(compile_blocks(model, "inductor", fullgraph=False), model, unsharded, steps=2)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @on_two_ranks
 def test_with_an_extension_the_unit_runs_eagerly_and_says_so() -> None:
     with shards_elsewhere():

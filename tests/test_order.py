@@ -121,7 +121,7 @@ ALWAYS = ("blocks", "replicas of shards", "a user's collectives")
 
 @pytest.mark.usefixtures("fake_group_of_four")
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.more) for name in MODELS])
+@pytest.mark.parametrize("name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
 def test_the_generated_code_launches_and_waits_where_the_plan_does(name: str, deterministic: bool) -> None:
     make, inputs = MODELS[name]
     model = make()

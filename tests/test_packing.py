@@ -82,7 +82,7 @@ def _kernels(model: nn.Module) -> list[int]:
     return [len(set(re.findall(r"cpp_pybinding\(\[.*?\n'''", code, re.DOTALL))) for code in _codes(model)]
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake_group_of_four")
 def test_hardly_more_kernels_are_generated_than_for_the_unsharded_model() -> None:
     """With kernels that pack and unpack, and others for what Inductor fused with these, it was twice as many."""

@@ -171,7 +171,7 @@ def planner_of(target: Target, how: str = NONE) -> Planner:
     return Planner(target.make(2, 128), Configuration((RANKS,), 2, 128, how), hardware())
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.usefixtures("world")
 def test_few_layers_tell_what_the_report_of_all_of_them_says() -> None:
     planner = planner_of(find_target("tests.test_plan_command:tiny"))
@@ -204,7 +204,7 @@ def _config(folder: Path, layers: int) -> Path:
     return path
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.usefixtures("world")
 def test_few_layers_of_a_llama_tell_of_all(tmp_path: Path) -> None:
     planner = planner_of(find_target(str(_config(tmp_path, LLAMAS_LAYERS))), SELECTIVE)
@@ -223,7 +223,7 @@ def assert_alike(one: Forecast, other: Forecast) -> None:
         assert getattr(one, figure) == pytest.approx(getattr(other, figure), rel=0.01), figure
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.usefixtures("world")
 def test_checkpointing_trades_time_for_activations(tmp_path: Path) -> None:
     target = find_target(str(_config(tmp_path, LLAMAS_LAYERS)))
@@ -234,7 +234,7 @@ def test_checkpointing_trades_time_for_activations(tmp_path: Path) -> None:
     assert none.forward_s == pytest.approx(full.forward_s, rel=0.1)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("is_least", [True, False])
 def test_a_budget_is_kept_and_used(is_least: bool) -> None:
@@ -258,7 +258,7 @@ def test_a_budget_is_kept_and_used(is_least: bool) -> None:
     assert one.forward_s + one.backward_s <= min(alike) * 1.03
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.usefixtures("world")
 def test_layers_that_are_kept_tell_of_others_that_are() -> None:
     planner = planner_of(find_target("tests.test_plan_command:tiny"))
@@ -405,7 +405,7 @@ def test_what_is_frozen_or_stored_narrowly_takes_no_more_than_it_does(capsys: An
     assert plan["peak_bytes"] < 16 * params // 4  # what one that is trained in float32 takes before it computes
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_what_fits_is_swept_as_well(capsys: Any) -> None:
     _, data, _ = _plans(capsys, *ADAPTED)
     memory = ("--memory", f"{data['plans'][0]['peak_bytes'] + 100}B")
@@ -438,7 +438,7 @@ def test_layers_that_are_kept_are_counted_as_layers(capsys: Any) -> None:
     assert code == 0 and plan["layers_kept"] == plan["layers"] == LAYERS
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_what_is_too_large_for_its_ranks_asks_for_more_of_them(capsys: Any) -> None:
     params = sum(param.numel() for param in Tiny().parameters())
     # Eight ranks hold 16 bytes a parameter in these: parameter, gradient, two states.
@@ -446,7 +446,7 @@ def test_what_is_too_large_for_its_ranks_asks_for_more_of_them(capsys: Any) -> N
     assert code == 2 and "share the parameters out over at least 8 ranks" in error
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_sweep_marks_the_fastest_that_fits(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[tuple[Any, ...]] = []
     real = show_sweep

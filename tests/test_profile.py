@@ -54,7 +54,7 @@ def record(folder: str, backend: str, *dimensions: str) -> dict[str, Any]:
     return {"path": str(profiled.path), "sizes": {name: tuple(one.shape) for name, one in model.named_parameters()}}
 
 
-@pytest.fixture(scope="module", params=[pytest.param("compiled", marks=pytest.mark.more), "eager"])
+@pytest.fixture(scope="module", params=[pytest.param("compiled", marks=pytest.mark.slow), "eager"])
 def run(request: pytest.FixtureRequest, two_ranks: Ranks) -> Iterator[tuple[str, Path, dict[str, Any]]]:
     with tempfile.TemporaryDirectory() as folder:
         found = two_ranks.run(record, folder, "inductor" if request.param == "compiled" else "eager")
@@ -177,7 +177,7 @@ def test_a_profile_is_refined_from_a_run(run: tuple[str, Path, dict[str, Any]], 
     assert min(products) <= profile.flops["float32"] <= max(products)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["passes", "eager"])
 def test_reductions_over_shards_and_over_copies_are_told_apart(four_ranks: Ranks, tmp_path: Path, backend: str) -> None:
     found = four_ranks.run(record, str(tmp_path), backend, "replicate", "shard")
@@ -284,7 +284,7 @@ def record_two(folder: str, backend: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("passes", marks=pytest.mark.more)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("passes", marks=pytest.mark.slow)])
 def test_two_models_of_one_class_are_told_apart(two_ranks: Ranks, tmp_path: Path, backend: str) -> None:
     two_ranks.run(record_two, str(tmp_path), backend)
     found: dict[str, list[tuple[str, float, tuple[str, ...]]]] = {"Stack": [], "Stack 2": []}
@@ -325,7 +325,7 @@ def test_what_the_plan_does_not_have_is_not_ours(tmp_path: Path) -> None:
     assert "Nothing was planned: these collectives are of no module that fsdp_compile shards." in said
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_torch_tb_profiler_counts_what_is_sent(run: tuple[str, Path, dict[str, Any]]) -> None:
     """Its distributed view: all ranks have as many collectives, and each the bytes of what the launch was given."""
     data = pytest.importorskip("torch_tb_profiler.profiler.data")
@@ -345,7 +345,7 @@ def test_torch_tb_profiler_counts_what_is_sent(run: tuple[str, Path, dict[str, A
     assert counts[0] == counts[1] and set(counts[0]) == {"gloo:all_gather", "gloo:reduce_scatter"}
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_torch_tb_profiler_finds_the_kernels_of_collectives() -> None:
     data = pytest.importorskip("torch_tb_profiler.profiler.data")
     parser = pytest.importorskip("torch_tb_profiler.profiler.event_parser")
@@ -523,7 +523,7 @@ sys.exit(0)
 """
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize("starter", ["--ranks", "torchrun"])  # the second runs it as a module
 def test_a_script_is_profiled_as_it_is(tmp_path: Path, starter: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -746,7 +746,7 @@ def test_reparametrizing_after_sharding_is_refused_by_name() -> None:
         nn.utils.weight_norm(other[0])
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @on_two_ranks
 def test_stages_on_disjoint_ranks_may_differ() -> None:
     """Two ranks, each with a pipeline stage of its own: equal names, other sizes, no group in common."""

@@ -160,7 +160,7 @@ def _by_hand(backend: Any) -> tuple[Plan, Plan]:
     return plan, report.joint.plan
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_user_writes_into_a_plan_what_is_computed_again(two_ranks: Ranks, backend: str) -> None:
     (plan, followed), there = two_ranks.run(_by_hand, backend)
     assert there == (plan, followed)
@@ -206,7 +206,7 @@ def _trained_within(shares: tuple[float, ...]) -> list[tuple[int, int, int, tupl
 
 
 @pytest.mark.filterwarnings("ignore:memory_budget is 1 byte")
-@pytest.mark.more
+@pytest.mark.slow
 def test_steps_within_small_budgets_take_what_was_predicted_and_train_the_same(two_ranks: Ranks) -> None:
     here, there = two_ranks.run(_trained_within, (0.0, 0.4, 1.0))
     assert [one[3] for one in here] == [one[3] for one in there]
@@ -238,7 +238,7 @@ def _of_the_zoo(name: str) -> str:
     return report.joint.plan.id
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention", "conv", "frozen", "tied_in_group", "mixtral"])
 def test_models_whose_activations_are_all_computed_again_train_the_same(two_ranks: Ranks, name: str) -> None:
     here, there = two_ranks.run(_of_the_zoo, name)
@@ -277,7 +277,7 @@ def _noisy(backend: Any) -> tuple[tuple[str, ...], str]:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:memory_budget is 1 bytes")
 def test_random_numbers_are_not_drawn_again(two_ranks: Ranks, backend: str) -> None:
     (recomputed, id_here), (_, id_there) = two_ranks.run(_noisy, backend)

@@ -46,7 +46,7 @@ def _launches(entry: Entry, mode: str, step: int, **options: Any) -> list[tuple[
     "options",
     [
         {"blocks": True, "root": None},
-        pytest.param({"blocks": True, "root": True}, marks=pytest.mark.more),
+        pytest.param({"blocks": True, "root": True}, marks=pytest.mark.slow),
         pytest.param({"blocks": False, "root": False}, marks=pytest.mark.more),
     ],
     ids=["as by default", "all gathered again", "all kept"],

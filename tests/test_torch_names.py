@@ -196,7 +196,7 @@ def test_composable_ddp_beside_units(two_ranks: Ranks, compose: Callable[..., No
     two_ranks.run(_composed, compose)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_composable_ddp_beside_compiled_units(two_ranks: Ranks) -> None:
     two_ranks.run(_composed, _one_in_the_middle, "aot_eager")
 

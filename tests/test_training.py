@@ -302,7 +302,7 @@ def _alone() -> DeviceMesh:
     return DeviceMesh.from_group(dist.new_group([dist.get_rank()], use_local_synchronization=True), "cpu")
 
 
-@pytest.mark.parametrize("path", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("path", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @on_two_ranks
 def test_one_rank_never_hands_out_the_shard(path: str) -> None:
     class Leaky(Block):

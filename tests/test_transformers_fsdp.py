@@ -79,7 +79,7 @@ def test_its_mixtures_of_experts(two_ranks: Ranks, tmp_path: Path, kind: str, si
     two_ranks.run(_trained_by_its_fsdp2, tmp_path, kind, {"fsdp_size": 2, **sizes}, how)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_its_experts_on_some_ranks_are_sharded_over_the_others(four_ranks: Ranks, tmp_path: Path) -> None:
     four_ranks.run(_trained_by_its_fsdp2, tmp_path, "mixtral", {"fsdp_size": 4, "ep_size": 2}, "in parts")
 

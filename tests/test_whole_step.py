@@ -285,7 +285,7 @@ CHECKPOINTED = (Recomputed, ProductsSaved, FrozenBehind, Attends, Pools)
 
 
 @pytest.mark.usefixtures("fake_group_of_four")
-@pytest.mark.parametrize("without", [BY_HAND, pytest.param(CHECKPOINTED, marks=pytest.mark.more)])
+@pytest.mark.parametrize("without", [BY_HAND, pytest.param(CHECKPOINTED, marks=pytest.mark.slow)])
 def test_the_same_matrices_are_gathered_again_as_where_backward_is_a_graph(without: tuple[type[Layer], ...]) -> None:
     """Where a formula reads them, that is: no partitioner is there to compute anything again."""
     model = Net(without)
@@ -447,12 +447,12 @@ def test_numbers_gathers_and_memory(two_ranks: Any) -> None:
     two_ranks.run(functools.partial(_train, reshard_after_forward=True), "aot_eager", make, 27 + 16 + 3)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_numbers_and_gathers_of_checkpointed_blocks_on_inductor(two_ranks: Any) -> None:
     two_ranks.run(_train, "inductor", functools.partial(Checkpointed, 4), 9)  # in buckets
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @on_two_ranks
 def test_it_reduces_what_was_held_back_before(backend: str) -> None:
     """A batch whose gradients wait, then whole steps: the first one takes them along."""

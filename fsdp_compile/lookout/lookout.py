@@ -314,7 +314,6 @@ class _Watch:
 
     def _part(self, number: int, text: str) -> None:
         """Have every later launch on this rank raise, and end its waits."""
-
         raised = threading.Event()
 
         def init(error: RanksParted) -> None:
@@ -322,7 +321,6 @@ class _Watch:
             raised.set()
 
         parted = self._parted = type(RanksParted.__name__, (RanksParted,), {"__init__": init})
-
 
         def alarm() -> None:
             raise parted()
