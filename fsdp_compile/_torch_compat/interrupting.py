@@ -1,8 +1,7 @@
 """How to end the waits of threads that wait in a collective.
 
 On gloo, tried on torch 2.11 and 2.15, ``abort`` and ``shutdown`` of a process group or its backend do not end a wait,
-which goes on to its own timeout. A process whose collectives are in flight does not even exit: their threads are joined
-first. Closing the group's sockets ends it within milliseconds.
+which goes on to its own timeout. Closing the group's sockets ends it within milliseconds.
 """
 
 from __future__ import annotations
