@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile import configure, fully_shard
+from fsdp_compile.passes._torch_compat import default_store
 from fsdp_compile.passes.wire.ledger import ledger
 
 
@@ -51,10 +52,10 @@ def train(case: str, mode: str, rank: int) -> None:
     run = model if mode == "eager" or (case == "alone" and rank == 1) else torch.compile(model, backend=mode)
     for step in range(400 if case == "equal" else 5):
         if case in ("fewer", "first run") and rank == 1 and step == 3:
-            dist.distributed_c10d._get_default_store().wait(["launched"])
+            default_store().wait(["launched"])
             return
         if case in ("fewer", "first run") and step == 3:  # rank 1 leaves when rank 0 has launched, however long that takes
-            ledger.hear = lambda _: dist.distributed_c10d._get_default_store().set("launched", "")
+            ledger.hear = lambda _: default_store().set("launched", "")
         if case == "first run" and step == 3:  # of the graph that evaluates
             with torch.no_grad():
                 run(torch.randn(4, 16), "a")

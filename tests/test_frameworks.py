@@ -22,7 +22,7 @@ TESTED = {
     if row.package != "torchtitan" and (row.package != "trl" or importlib.util.find_spec("trl") is not None)
 }
 
-# Variants of rows that CI runs otherwise. ``pytest -m frameworks`` runs all.
+# CI does not run these rows, each a variant of another row. ``pytest -m frameworks`` runs every row.
 SLOW = {
     "accelerate, bf16",
     "accelerate, regions compiled",

@@ -23,6 +23,11 @@ from tests.matrix.train import Row
 from tests.ranks import Ranks
 
 QUICK = ("fully_shard",)
+SLOW = (
+    "evaluation, inference_mode",
+    "optimizer in backward (hooks), compiled autograd",
+    "6 steps: accumulation, evaluation, two lengths",
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +57,14 @@ def _measure_vectorized(name: str, backend: str) -> dict[str, Any]:
         cpu_vec_isa.valid_vec_isa_list.cache_clear()
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("row", sorted((row for row in ROWS if row.name not in QUICK), key=lambda row: row.ranks), ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row.name, marks=pytest.mark.slow if row.name in SLOW else pytest.mark.more)
+        for row in sorted(ROWS, key=lambda row: row.ranks)
+        if row.name not in QUICK
+    ],
+)
 def test_a_row_holds_on_inductor(holds: Callable[..., None], row: Row) -> None:
     holds(row)
 
@@ -92,4 +103,4 @@ def test_the_rows_use_the_names_that_they_show() -> None:
 
 def test_names_of_rows_are_unique_and_the_quick_ones_are_among_them() -> None:
     names = [row.name for row in ROWS]
-    assert len(set(names)) == len(names) and set(QUICK) <= set(names)
+    assert len(set(names)) == len(names) and {*QUICK, *SLOW} <= set(names)

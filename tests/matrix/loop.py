@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fsdp_compile
+from tests.compiling import num_graphs
 from tests.matrix import models
 from tests.matrix.meter import Meter
 from tests.matrix.train import (
@@ -272,6 +273,32 @@ def two_lengths(meter: Meter) -> None:
         return run(tokens)
 
     train(meter, model, reference, marked, batches=batches)
+
+
+def loop(meter: Meter) -> None:
+    """Accumulation, evaluation and two lengths for 6 steps: nothing is compiled after the first pass through each."""
+    reference, model = models.twins()
+    run = compiled(meter, shard(model))
+    optims = optimizers(model, reference, lr=0.1)
+    for step in range(6):
+        length = models.LENGTH if step % 2 else 4
+        micro_batches = [models.batches(10 * step + micro, length) for micro in range(2)]
+        with meter.counting(2) if step == 5 else nullcontext():
+            for micro, tokens in enumerate(micro_batches):
+                model.set_requires_gradient_sync(micro == 1)
+                backward(run, micro, tokens)
+        for micro, tokens in enumerate(micro_batches):
+            reference_backward(reference, tokens, micro)
+        meter.compare_gradients(model, reference)
+        step_all(optims)
+        mode(False, model, reference)
+        with torch.no_grad():
+            meter.compare("loss", run(micro_batches[0][0]), reference(micro_batches[0][0]))
+        mode(True, model, reference)
+        if step == 1:
+            seen = num_graphs()
+    meter.notes.append(f"{seen} graphs after step 2")
+    meter.require(num_graphs() == seen, "compiled again after step 2")
 
 
 def double_backward(meter: Meter) -> None:

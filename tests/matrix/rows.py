@@ -20,6 +20,7 @@ from tests.matrix.loop import (
     divide_factor,
     double_backward,
     evaluate,
+    loop,
     optimizer_in_backward,
     selectively_checkpointed,
     two_lengths,
@@ -87,6 +88,7 @@ ROWS: tuple[Row, ...] = (
     Row("2 graph breaks, compiled autograd", breaks, 4, 1, True),
     Row("2 graph breaks", breaks, 3, 3),
     Row("optimizer in backward (hooks)", optimizer_in_backward),
+    Row("optimizer in backward (hooks), compiled autograd", optimizer_in_backward, None, None, True),
     Row("backward, clipping and SGD inside, compiled autograd", whole_step, None, 1, True),
     Row("compiled optimizer step", compiled_optimizer, 3),  # the first makes momenta
     Row("LoRA over a frozen base stored in bf16", lora),
@@ -104,12 +106,14 @@ ROWS: tuple[Row, ...] = (
         None,
         None,
         shows="set_custom_all_gather set_custom_reduce_scatter set_all_reduce_hook set_reduce_scatter_unused_params",
-        # One of them is named.
+        # The warning names one of these settings: the first one that the package asks about.
         warns=(r"layers\.1 \(Dropping\) runs eagerly inside compiled code: set_reduce_scatter_unused_params",),
     ),
     Row("set_gradient_divide_factor", divide_factor, shows="set_gradient_divide_factor"),
     Row("evaluation, no_grad", partial(evaluate, without_grad=torch.no_grad, reshard=True), 3),
+    Row("evaluation, inference_mode", partial(evaluate, without_grad=torch.inference_mode), 3),
     Row("two sequence lengths, mark_dynamic", two_lengths),
+    Row("6 steps: accumulation, evaluation, two lengths", loop, 6, 2),
     Row("a penalty on gradients, eagerly", double_backward, None, None),
     Row("adopt", around.adopted, shows="adopt Adoption"),
     Row("a checkpoint, resumed", around.resumed, 2, shows="CheckedReader"),
