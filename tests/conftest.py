@@ -128,5 +128,5 @@ def limits_for_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
     from fsdp_compile.passes.wire import layout
 
     for backend in ("gloo", "nccl"):
-        limits = layout.BucketLimits(small_bytes=300, bucket_bytes=1200, neighbours_bytes=2400)
-        monkeypatch.setitem(layout._LIMITS, backend, limits)
+        monkeypatch.setitem(layout._BYTES_IN_LATENCY, backend, (0, 300, 2400))
+    monkeypatch.setattr(layout, "_SMALL_IN_BUCKET", 4)

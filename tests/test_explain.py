@@ -310,7 +310,7 @@ def test_what_is_gathered_from_slices_says_so_beside_what_is_not() -> None:
 @pytest.mark.parametrize("kind", ["gather", "reduce"])
 def test_units_that_could_be_neighbours_send_alike(kind: str) -> None:
     a, b = (spec(fqn, (64, 64), bucketing="size") for fqn in "ab")
-    small = layout.bucket_limits(a.backend).small_bytes
+    small = layout.bucket_limits(a.backend, a.num_shards).small_bytes // a.num_shards
     allowed = "which bucketing='neighbours' allows"
     assert said_of(kind, a, b, unit="Block:1").endswith(allowed)
     for other in ({"group": "h"}, {"dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}, {"num_shards": 1}):

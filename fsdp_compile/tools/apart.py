@@ -52,16 +52,20 @@ def why_apart(kind: str, buckets: Sequence[Bucket], place: int, specs: Mapping[s
         return f"the next has another process group: {other.num_ranks} ranks, not {one.num_ranks}"
     if a.bucketing == "none":
         return "bucketing='none': each parameter has a collective of its own"
-    limits = bucket_limits(a.backend)
+    limits = bucket_limits(a.backend, a.num_shards)
     for bucket in (one, other):
         if _travels_alone(bucket, limits):
-            size, small = format_bytes(bucket.num_bytes), format_bytes(limits.small_bytes)
-            return f"{bucket.fqns[0]} has {size} a rank, and what has more than {small} travels alone"
+            size, small = format_bytes(_bytes_of_all(bucket)), format_bytes(limits.small_bytes)
+            return f"{bucket.fqns[0]} has {size}, and what has more than {small} travels alone"
     return f"together they would have more than {format_bytes(limits.bucket_bytes)}"
 
 
 def _travels_alone(bucket: Bucket, limits: BucketLimits) -> bool:
-    return len(bucket.fqns) == 1 and bucket.num_bytes > limits.small_bytes
+    return len(bucket.fqns) == 1 and _bytes_of_all(bucket) > limits.small_bytes
+
+
+def _bytes_of_all(bucket: Bucket) -> int:
+    return bucket.num_bytes * bucket.num_ranks
 
 
 def _could_be_neighbours(
@@ -75,7 +79,7 @@ def _could_be_neighbours(
     first = specs[one.fqns[0]]
     if one.num_ranks != other.num_ranks or key(first) != key(specs[other.fqns[0]]):
         return False  # they would not be merged within one unit either
-    if any(_travels_alone(bucket, bucket_limits(first.backend)) for bucket in (one, other)):
+    if any(_travels_alone(bucket, bucket_limits(first.backend, first.num_shards)) for bucket in (one, other)):
         return False
     units: dict[str, list[ParamSpec]] = {}
     for bucket in buckets:

@@ -55,7 +55,8 @@ def _split(
     large: list[list[int]] = []
     for indices in by_key.values():
         first = specs[indices[0]]
-        sizes, limits = [num_bytes(specs[index]) for index in indices], bucket_limits(first.backend)
+        limits = bucket_limits(first.backend, first.num_shards)
+        sizes = [num_bytes(specs[index]) * first.num_shards for index in indices]
         for chosen in split_into_buckets(sizes, first.bucketing, limits):
             is_large = len(chosen) == 1 and sizes[chosen[0]] > limits.small_bytes
             (large if is_large else small).append([indices[place] for place in chosen])

@@ -68,7 +68,7 @@ _MOST = 1 << 20  # more than a unit has parameters: those of one unit stay toget
 def _limit(members: Sequence[ParamSpec], asking: Collection[str]) -> int:
     """Return how many bytes may travel together with these; 0 if one of them asks for another bucketing."""
     asked = all(spec.bucketing in asking for spec in members)
-    return bucket_limits(members[0].backend).neighbours_bytes if asked else 0
+    return bucket_limits(members[0].backend, members[0].num_shards).neighbours_bytes if asked else 0
 
 
 def _called(group: Sequence[str]) -> str:
