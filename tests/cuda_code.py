@@ -1,0 +1,246 @@
+"""Inductor's code for a GPU, generated on a machine without one: what it launches, waits for, copies and computes.
+
+    with gpu_code() as codes:
+        train(torch.compile(model, backend=codes.backend))       a sharded model on the CPU, in a fake process group
+    codes.forward.events, codes.backward.events                   all_gather ..., wait, product, kernel, ...
+
+The model is traced on the CPU, since autograd's engine asks the driver of a GPU for a context. Inductor gets the graphs
+with each tensor on a GPU that a stand-in describes, and its code is kept instead of run. Kernels can be compiled
+all the same: Triton brings its own assembler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._functorch.config
+import torch.utils._triton
+from torch import Tensor, fx
+from torch._inductor import compile_fx
+from torch._inductor import graph as inductor_graph
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.exc import InductorError
+from torch._inductor.runtime import triton_helpers
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+GPU = torch.device("cuda", 0)
+H100 = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=80 << 30,
+    warp_size=32,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448,
+    shared_memory_per_multiprocessor=233472,
+    L2_cache_size=50 << 20,
+    clock_rate=1980000,
+    memory_clock_rate=2619000,
+    gcnArchName="",
+    is_integrated=0,
+    is_multi_gpu_board=0,
+)
+
+_EVENTS = {
+    r"all_gather_into_tensor(_coalesced|_out)*\.default\(": "gather",
+    r"reduce_scatter_tensor(_coalesced)*\.default\(": "reduce",
+    r"all_to_all_single\.default\(": "reduce",
+    r"all_reduce_*\.default\(": "sum",
+    r"wait_tensor\.default\(": "wait",
+    r"fsdpc\.pack\.default\(": "pack",
+    r"fsdpc\.copied\.default\(|aten\.clone\.default\(": "copy",
+    r"fsdpc\.to_device\.default\(": "to device",
+    r"fsdpc\.to_host\.default\(": "to host",
+    r"extern_kernels\.(mm|bmm|addmm|baddbmm)\(|_scaled_mm": "product",
+    r"scaled_dot_product|flash_attention|efficient_attention": "attention",
+    r"\.run\(": "kernel",
+}
+
+
+@dataclass(frozen=True)
+class Code:
+    """What Inductor made of one graph."""
+
+    source: str
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines of the function that runs the graph, without assertions."""
+        body = self.source[self.source.index("def call(") :]
+        return [line.strip() for line in body.splitlines() if "assert_" not in line]
+
+    @property
+    def events(self) -> list[str]:
+        """What the code does, in order."""
+        found = []
+        for line in self.lines:
+            found += [name for pattern, name in _EVENTS.items() if re.search(pattern, line)][:1]
+        return found
+
+
+@dataclass
+class Codes:
+    """The code of each graph that was compiled, in the order in which they were."""
+
+    forwards: list[Code] = field(default_factory=list)
+    backwards: list[Code] = field(default_factory=list)
+
+    def backend(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        """Compile like Inductor, for the GPU; what comes out is not run."""
+        return compile_fx.compile_fx(module, inputs, inner_compile=self._inner, **options)
+
+    def _inner(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        on_gpu = _on_gpu(module, inputs)
+        kept = self.backwards if options.get("is_backward") else self.forwards
+        generate = inductor_graph.GraphLowering.codegen
+
+        def keep(lowering: Any) -> Any:
+            code, *_ = generate(lowering)
+            kept.append(Code(code.value))
+            raise _Kept
+
+        with _pretended(), mock.patch.object(inductor_graph.GraphLowering, "codegen", keep):
+            try:
+                compile_fx.compile_fx_inner(module, on_gpu, **options)
+            except InductorError as error:
+                if not isinstance(error.inner_exception, _Kept):
+                    raise
+        return _not_run
+
+
+class _Kept(Exception):
+    """Ends Inductor's work when the code is there."""
+
+
+class NotRun(Exception):
+    """Raised where the generated code would run."""
+
+
+def _not_run(*inputs: Any) -> Any:
+    raise NotRun
+
+
+def _on_gpu(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """Have the graph compute on the GPU, and return its inputs there: fake tensors, as all of the graph's values."""
+    for node in module.graph.nodes:
+        # Our markers name the device of an offloaded shard by a string, which stays.
+        if node.op == "call_function" and isinstance(node.kwargs.get("device"), torch.device):
+            node.kwargs = {**node.kwargs, "device": GPU}
+    module.recompile()
+    fake_mode = next(one.fake_mode for one in inputs if isinstance(one, FakeTensor))
+
+    def moved(one: Any) -> Any:
+        if not isinstance(one, FakeTensor):
+            return one
+        return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=GPU)
+
+    with fake_mode:
+        on_gpu = [moved(one) for one in inputs]
+    FakeTensorProp(module, fake_mode).propagate_dont_convert_inputs(*on_gpu)
+    return on_gpu
+
+
+@contextlib.contextmanager
+def _pretended() -> Iterator[None]:
+    """Have torch and Triton see one H100. Seen with torch 2.15 and Triton 3.9."""
+    import triton.runtime.driver
+    from triton.backends.compiler import GPUTarget
+
+    torch._C._ensureCUDADeviceGuardSet()
+    state = torch.zeros(16, dtype=torch.uint8)
+    answers: dict[str, Any] = {
+        "torch.cuda.is_available": True,
+        "torch.cuda.device_count": 1,
+        "torch.cuda.current_device": 0,
+        "torch.cuda.get_device_properties": H100,
+        "torch.cuda._get_device_properties": H100,
+        "torch.cuda.get_device_capability": (9, 0),
+        "torch.cuda._lazy_init": None,
+        "torch.cuda.is_initialized": True,
+        "torch.cuda.get_device_name": H100.name,
+        "torch.cuda.set_device": None,
+        "torch.cuda.synchronize": None,
+        "torch.cuda.is_bf16_supported": True,
+        "torch.cuda.get_rng_state": state,
+        "torch.cuda.set_rng_state": None,
+        "torch.cuda._exchange_device": 0,
+        "torch.cuda._maybe_exchange_device": 0,
+        "torch.cuda.is_current_stream_capturing": False,
+        "torch._C._cuda_getDevice": 0,
+        "torch._C._cuda_getCurrentRawStream": 0,
+    }
+    utils = SimpleNamespace(
+        get_device_properties=lambda index: {
+            "max_shared_mem": H100.shared_memory_per_block_optin,
+            "multiprocessor_count": H100.multi_processor_count,
+            "warpSize": H100.warp_size,
+            "max_num_regs": H100.regs_per_multiprocessor,
+        }
+    )
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_active_torch_device=lambda: GPU,
+        get_current_stream=lambda device=0: 0,
+        is_active=lambda: True,
+        get_device_interface=lambda: torch.cuda,
+        utils=utils,
+    )
+    with contextlib.ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch(name, create=True, new=lambda *args, answer=answer, **named: answer))
+        stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
+        # The modules of kernels call it; it looks for the libraries of a real driver.
+        stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
+        _ask_again_for_triton()
+        stack.callback(_ask_again_for_triton)
+        yield
+
+
+def _ask_again_for_triton() -> None:
+    """Have torch forget whether Triton can be used, which it looks up once."""
+    for one in vars(torch.utils._triton).values():
+        if hasattr(one, "cache_clear"):
+            one.cache_clear()
+
+
+@contextlib.contextmanager
+def gpu_code() -> Iterator[Codes]:
+    """Give a backend for ``torch.compile`` that keeps Inductor's code for a GPU, of forward and backward at once."""
+    torch._dynamo.reset()
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        yield Codes()
+
+
+def code_of(model: Any, *batch: Tensor, loss: Callable[[Any], Tensor] = lambda out: out.sum(), **options: Any) -> Codes:
+    """Return the code of a model's forward and backward."""
+    with gpu_code() as codes, contextlib.suppress(NotRun):
+        loss(torch.compile(model, backend=codes.backend, **options)(*batch))
+    return codes
+
+
+def assembled(code: Code, capability: int) -> list[str]:
+    """Compile all Triton kernels of the code, down to machine code for GPUs of this capability; return their names.
+
+    ``CachingAutotuner._precompile_config``: seen with torch 2.15.
+    """
+    pattern = r"(\w+) = async_compile\.triton\('\w+', '''(.*?)''', device_str='cuda'\)"
+    found = re.findall(pattern, code.source, re.DOTALL)
+    with _pretended():
+        for name, source in found:
+            kernel = getattr(PyCodeCache.load(source), name)
+            for config in kernel.configs:
+                kernel._precompile_config(config, cc_override=capability)
+    return [name for name, _ in found]
