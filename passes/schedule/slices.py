@@ -30,18 +30,14 @@ from ..ir import markers
 from ..ir.emit import emit
 from ..ir.plan import Plan
 from ..ir.provenance import find_unshards, unshard_nodes
-from ..wire.spec import NAMESPACE, ParamSpec, library
-
-library.define("keep_slice(Tensor full, int dim, int start, int length) -> Tensor")
-keep_slice = torch.ops.fsdpc.keep_slice.default
+from ..wire.spec import ParamSpec, define_op
 
 
-@torch.library.register_fake(f"{NAMESPACE}::keep_slice")
 def _keep_slice(full: Tensor, dim: int, start: int, length: int) -> Tensor:
     return full.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
 
 
-library.impl("keep_slice", _keep_slice, "CompositeExplicitAutograd")
+keep_slice = define_op("keep_slice(Tensor full, int dim, int start, int length) -> Tensor", _keep_slice)
 
 
 def slices(graph: fx.Graph, plan: Plan) -> int:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .spec import NAMESPACE, ParamSpec, library
+from .spec import ParamSpec, define_op
 
 _DIGEST = 16  # letters in front of a graph's text, which identify it
 _MOST = 4096  # graphs to remember; some of them may belong to models that are gone
@@ -222,13 +222,6 @@ def _address(shard: Tensor) -> int:
 ledger = Ledger()
 note = ledger.note
 
-# It is kept out of CUDA graphs: there is nothing to repeat on the device, and each replay must be counted.
-library.define("begin(Tensor[] shards, str text) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
-begin = torch.ops.fsdpc.begin.default
-torch.fx.node.has_side_effect(begin)
-
-
-@torch.library.register_fake(f"{NAMESPACE}::begin")
 def _begin_fake(shards: Sequence[Tensor], text: str) -> Tensor:
     return torch.empty(0)
 
@@ -238,5 +231,8 @@ def _begin_kernel(shards: Sequence[Tensor], text: str) -> Tensor:
     return torch.empty(0)  # order.py holds the first launch behind it
 
 
-library.impl("begin", _begin_kernel, "CompositeExplicitAutograd")
+# It is kept out of CUDA graphs: there is nothing to repeat on the device, and each replay must be counted.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+begin = define_op("begin(Tensor[] shards, str text) -> Tensor", _begin_kernel, _begin_fake, _TAGS)
+torch.fx.node.has_side_effect(begin)
 compat.leave_all_to_python(_begin_kernel)
