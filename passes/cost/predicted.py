@@ -25,7 +25,7 @@ from ..wire.collectives import KIND_OF, c10d, is_launch
 from .events import events_of
 from .memory import memory_curve
 from .profiles import HardwareProfile
-from .replay import QUEUED, Event, Exposed, Timeline, Wait, as_ms, computed_s, simulate
+from .replay import QUEUED, Event, Exposed, Timeline, as_ms, simulate
 from .roofline import Groups
 from .verdicts import COMPUTE, HIDDEN, MEMORY, Verdict, Verdicts
 from .weigh import saved_by, weigh
@@ -155,22 +155,15 @@ def _predicted(
 ) -> PredictedGraph:
     timeline = simulate(events)
     verdicts = Verdicts(events, timeline, room_bytes)
-    started = {event.name: point.at_s for event, point in zip(events, timeline.memory) if not isinstance(event, Wait)}
-    waiting = {event.name: point.at_s for event, point in zip(events, timeline.memory) if isinstance(event, Wait)}
-    lane_of = {span.name: group for group, spans in timeline.groups.items() for span in spans}
     launches = [node for node in graph.nodes if is_launch(node) and ROLE in node.meta]
-    clock, landmarks = _Clock(events, timeline), _Landmarks(graph)
-    spans = {span.name: span for spans in timeline.groups.values() for span in spans}
-    exposed = {one.name: one for one in timeline.exposed}
+    landmarks = _Landmarks(graph)
     called = landmarks.gradients | {launch.name: _called(launch, plan) for launch in launches}
     found = []
     for launch in launches:
-        bucket = _bucket(launch, plan)
+        flight, bucket = timeline.flights[launch.name], _bucket(launch, plan)
         [wait] = [user for user in launch.users if user.target is c10d.wait_tensor.default]
         launched, waited = landmarks.around(launch), landmarks.around(wait)
-        seconds = spans[launch.name].end_s - spans[launch.name].start_s
-        beside_s = clock.compute_between(launch.name)
-        its = exposed.get(launch.name)
+        its, seconds, beside_s = flight.exposed, flight.end_s - flight.start_s, flight.beside_s
         why = f"{as_ms(beside_s)} of compute stand beside it" if its is None else f"{its.reason}: {its.detail}"
         why = re.sub(r"\w+", lambda word: called.get(word[0], word[0]), why)
         exposed_s = 0.0 if its is None else its.seconds
@@ -179,12 +172,11 @@ def _predicted(
             cause, verdict = _judged(its, verdicts, landmarks, bucket, given_back)
             if its.reason == QUEUED:
                 verdict += f"; queued {as_ms(its.queued_s)} behind {called.get(its.behind, its.behind)}"
-        span = spans[launch.name]
         found.append(
             PredictedCollective(
                 KIND_OF[launch.target], bucket.unit, bucket.fqns, *launched, *waited, seconds, beside_s, exposed_s, why,
-                cause, verdict, launch.name, lane_of[launch.name], bucket.dtype, bucket.num_bytes, bucket.num_ranks,
-                started[launch.name], span.start_s, span.end_s, waiting[launch.name],
+                cause, verdict, launch.name, flight.launch.group, bucket.dtype, bucket.num_bytes, bucket.num_ranks,
+                flight.launched_s, flight.start_s, flight.end_s, flight.waited_s,
             )
         )  # fmt: skip
     return PredictedGraph(plan.stage, timeline.total_s, timeline.exposed_s, tuple(found), timeline)
@@ -217,20 +209,6 @@ def _bucket(launch: fx.Node, plan: Plan) -> Bucket:
 
 def _called(launch: fx.Node, plan: Plan) -> str:
     return f"{KIND_OF[launch.target]} of {named(_bucket(launch, plan).fqns)}"
-
-
-class _Clock:
-    """How much is computed up to each event, and so between a launch and its wait."""
-
-    def __init__(self, events: Sequence[Event], timeline: Timeline) -> None:
-        self._computed = computed_s(events, timeline)
-        self._places: dict[str, list[int]] = {}
-        for place, event in enumerate(events):
-            self._places.setdefault(event.name, []).append(place)  # a wait's event has the name of its launch
-
-    def compute_between(self, launch: str) -> float:
-        begin, end = self._places[launch]
-        return self._computed[end] - self._computed[begin]
 
 
 class _Landmarks:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..ir.choice import as_size
-from .replay import Compute, Event, Exposed, Launch, Timeline, Wait, as_ms, computed_s, simulate
+from .replay import Compute, Event, Exposed, Launch, Timeline, Wait, as_ms, simulate
 
 HIDDEN, COMPUTE, MEMORY, DEPENDENCY, ORDER = "hidden", "compute", "memory", "dependency", "order"
 
@@ -47,14 +47,11 @@ class Verdicts:
     def __init__(self, events: Sequence[Event], timeline: Timeline, room_bytes: int | None = None) -> None:
         self._alive = [point.num_bytes for point in timeline.memory]
         self._room_bytes = room_bytes
-        self._allocs = {one.name: one.allocs for one in events if isinstance(one, Launch)}
-        self._needs = {one.name: one.needs for one in events if isinstance(one, Launch)}
         self._short, self._first, self._short_of = _shortened(events)
         self._launched = {one.name: place for place, one in enumerate(self._short) if isinstance(one, Launch)}
         self._waited = {one.name: place for place, one in enumerate(self._short) if isinstance(one, Wait)}
         self._total_s = simulate(self._short).total_s
-        # Compute as the clock shows it, slowed down by collectives: this is how much of a collective it hides.
-        self._computed_s = computed_s(events, timeline)
+        self._flights = timeline.flights
 
     def of(self, exposed: Exposed, behind: str = "") -> Verdict:
         """Return why computation waits for it; ``behind`` names what is computed last before its launch, if any."""
@@ -71,17 +68,18 @@ class Verdicts:
             assert room is not None
             over = f"; the budget has room for {as_size(room)}"
             return self._said(MEMORY, best, "launched earlier, the step would take", over)
-        launched, waited = (self._computed_s[self._first[at[name]]] for at in (self._launched, self._waited))
-        beside_s = waited - launched
+        # Compute as the clock shows it, slowed down by collectives: this is how much of a collective it hides.
+        flight = self._flights[name]
+        launched, beside_s = flight.computed_s, flight.beside_s
         beside = f"only {as_ms(beside_s)} of compute stand beside it"
         if self._cannot_move(name, _WORTH * exposed.seconds):
-            if self._needs[name]:
+            if flight.launch.needs:
                 rest = "nothing is left to compute" if not beside_s else f"{as_ms(beside_s)} are left to compute"
                 return Verdict(DEPENDENCY, f"launched as soon as what it sends is there, and {rest} beside it")
             where = f"launched behind {behind}, {as_ms(launched)} of compute from" if behind else "launched when"
             begins = "the begin of the graph" if behind else "the graph begins"
             return Verdict(DEPENDENCY, f"{where} {begins}; {beside}")
-        if not behind and not self._needs[name]:
+        if not behind and not flight.launch.needs:
             return Verdict(COMPUTE, f"{beside}, though it is launched before any parameter is read")
         tail = "; launched earlier, the step is no shorter" if tried else ""
         return Verdict(COMPUTE, f"{beside}{tail}")
@@ -117,7 +115,7 @@ class Verdicts:
         return place
 
     def _earliest(self, name: str) -> int:
-        return max((self._done(one) + 1 for one in self._needs[name]), default=0)
+        return max((self._done(one) + 1 for one in self._flights[name].launch.needs), default=0)
 
     def _done(self, name: str) -> int:
         """Return where in the short list a compute has run, or a collective has been waited for."""
@@ -127,7 +125,7 @@ class Verdicts:
         at, end = self._packed(name), self._launched[name] + 1
         moved = [*self._short[:place], *self._short[at:end], *self._short[place:at], *self._short[end:]]
         saves_s = self._total_s - simulate(moved).total_s
-        more = sum(num_bytes for _, num_bytes in self._allocs[name])
+        more = sum(num_bytes for _, num_bytes in self._flights[name].launch.allocs)
         alive = self._alive[self._first[place] : self._first[at]]
         return _Tried(place, saves_s, max(alive, default=0) + more)
 
