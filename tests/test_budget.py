@@ -82,7 +82,7 @@ def test_a_trial_weighs_the_step_as_it_would_be() -> None:
     before = str(graph)
     again, kept = (trial_of(graph, which, TOY, GROUPS) for which in ((), WEIGHTS))
     assert again.plan.again == WEIGHTS  # w0 as well, though x needs no gradient
-    assert (again.held_bytes, again.returned_bytes) == (HELD * KIB, 64 * KIB)
+    assert (again.weight.held_bytes, again.weight.returned_bytes) == (HELD * KIB, 64 * KIB)
     assert again.peak_bytes == PEAK * KIB
     assert kept.peak_bytes == (PEAK + 2 * 16) * KIB  # w1 and w2 would not have been there yet
     assert again.forward.timeline.total_s == kept.forward.timeline.total_s and again.seconds > kept.seconds

@@ -81,7 +81,7 @@ class Budget:
         if self.like_fsdp2:
             return trial_of(graph, told_to_keep(graph), profile, like_fsdp2=True).peak_bytes
         assert self.share is not None
-        return int(self.share * free_bytes(device_of(graph))) + trial.held_bytes
+        return int(self.share * free_bytes(device_of(graph))) + trial.weight.held_bytes
 
 
 def plan_within(budget: Budget, graph: fx.Graph, settled: Settled, budget_id: str) -> Plan:

@@ -157,7 +157,8 @@ def peak_with(again: Trial, residents: Sequence[Resident], kept: Sequence[Reside
 
     If the first unit is kept, the gathers of the next one are launched when backward begins.
     """
-    forward, backward = [0] * (len(again.forward.live_bytes) + 1), [0] * (len(again.backward.live_bytes) + 1)
+    weight = again.weight
+    forward, backward = [0] * (len(weight.forward) + 1), [0] * (len(weight.backward) + 1)
     stays = {*kept}
     buckets = [one for one in residents if one.kind == PARAMETERS]
     steps = [list(step) for _, step in itertools.groupby(buckets, key=lambda one: one.unit)]
@@ -173,9 +174,9 @@ def peak_with(again: Trial, residents: Sequence[Resident], kept: Sequence[Reside
         if one.kind != PARAMETERS:
             backward[0] += one.num_bytes
             backward[one.until] -= one.num_bytes
-    highest = max(map(sum, zip(again.forward.live_bytes, itertools.accumulate(forward))))
-    later = max(map(sum, zip(again.backward.live_bytes, itertools.accumulate(backward))))
-    return again.held_bytes + max(highest, again.returned_bytes + later)
+    highest = max(map(sum, zip(weight.forward, itertools.accumulate(forward))))
+    later = max(map(sum, zip(weight.backward, itertools.accumulate(backward))))
+    return weight.held_bytes + max(highest, weight.returned_bytes + later)
 
 
 def by_worth(residents: Sequence[Resident]) -> list[Resident]:
