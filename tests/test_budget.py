@@ -24,7 +24,7 @@ from fsdp_compile.passes.budget.budget import default_profile
 from fsdp_compile.passes.budget.residency import AGAIN, KEPT, choose
 from fsdp_compile.passes.budget.residents import peak_with, residents_of
 from fsdp_compile.passes.budget.trial import trial_of
-from fsdp_compile.passes.ir.choice import Candidate, Choice
+from fsdp_compile.passes.ir.plan import Candidate, Choice
 from fsdp_compile.passes.ir.provenance import annotate, settle_names
 from fsdp_compile.passes.ranks import agree
 from fsdp_compile.passes.ranks.agree import Agreement

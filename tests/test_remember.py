@@ -18,7 +18,7 @@ from fsdp_compile.passes import _torch_compat as compat
 from fsdp_compile.passes.budget import budget, remember
 from fsdp_compile.passes.budget.remember import remembered
 from fsdp_compile.passes.budget.residency import choose
-from fsdp_compile.passes.ir.choice import Candidate, Choice
+from fsdp_compile.passes.ir.plan import Candidate, Choice
 from fsdp_compile.passes.ir.provenance import annotate, settle_names
 from fsdp_compile.passes.ranks.settle import Decision, Settled
 from tests.models import Stack, shard

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from torch import Tensor, fx
 
-from ..ir.emit import emit
 from ..ir.meta import ROLE, STEP, Role
+from ..ir.nodes import emit
 from ..ir.plan import Plan
 from ..wire.collectives import KIND_OF, is_launch
 from ..wire.ledger import GraphText, Launch, Member, begin

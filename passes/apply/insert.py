@@ -31,12 +31,10 @@ from torch import fx
 from .. import _torch_compat as compat
 from .._torch_compat import kernels as kernels_compat
 from ..ir.aliases import base_of, is_free
-from ..ir.emit import emit
 from ..ir.meta import GRADIENT_OF, PARAMETER, ROLE, STEP, Role
-from ..ir.nodes import closure
+from ..ir.nodes import VIEWS, closure, emit
 from ..ir.plan import Bucket, Plan, num_launches
 from ..ir.provenance import Marker, find_reduces, find_unshards
-from ..ir.views import VIEWS
 from ..schedule.slices import keep_slice
 from ..wire import lower
 from ..wire.collectives import c10d

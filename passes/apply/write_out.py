@@ -20,7 +20,7 @@ from torch import fx
 from .._torch_compat import kernels as kernels_compat
 from ..cost.fusion import is_pointwise
 from ..ir.aliases import base_of, inputs_of, is_free
-from ..ir.emit import emit
+from ..ir.nodes import emit
 from ..ir.phases import phase_of, put_in_phase
 from ..ir.plan import Plan
 from ..ir.provenance import unshard_nodes

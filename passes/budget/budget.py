@@ -20,8 +20,7 @@ from torch import fx
 
 from .. import _torch_compat as compat
 from ..cost.profiles import PROFILES, HardwareProfile
-from ..ir.choice import Choice, as_size
-from ..ir.plan import Plan
+from ..ir.plan import Choice, Plan, as_size
 from ..ir.provenance import find_reduces, find_unshards, groups_of, num_units_of
 from ..ranks.settle import Decision, Settled
 from ..schedule.planner import plan_joint, plan_keeping

@@ -26,8 +26,7 @@ from torch import fx
 
 from ..cost.profiles import HardwareProfile
 from ..cost.roofline import Groups
-from ..ir.choice import Candidate
-from ..ir.plan import Plan
+from ..ir.plan import Candidate, Plan
 from ..ir.provenance import find_unshards
 from ..schedule.activations import activations_of
 from ..schedule.slices import keeps_slice, offers_slice, whole_of

@@ -37,10 +37,10 @@ from ..cost.profiles import HardwareProfile
 from ..cost.replay import Event, Timeline, simulate
 from ..cost.roofline import Groups
 from ..cost.weigh import Weight, results_of, weigh
+from ..ir.meta import tag
 from ..ir.nodes import closure
 from ..ir.plan import Plan
 from ..ir.provenance import reduce_nodes, unshard_nodes
-from ..ir.tags import tag
 from ..schedule.planner import plan_graph, plan_keeping
 from ..schedule.slices import chosen_slices, use_first_gather
 from ..schedule.structure import structure_of

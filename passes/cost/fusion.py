@@ -16,7 +16,7 @@ from torch import fx
 
 from .. import _torch_compat as compat
 from ..ir.aliases import base_of, inputs_of, is_free, tensors_of
-from ..ir.views import CASTS, LOOKUPS
+from ..ir.nodes import CASTS, LOOKUPS
 from ..wire.collectives import is_launch
 
 aten = torch.ops.aten

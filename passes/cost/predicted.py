@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from ..ir.aliases import base_of, is_free, tensors_of
-from ..ir.choice import as_size
 from ..ir.meta import GRADIENT_OF, PARAMETER, ROLE, Role
-from ..ir.plan import Bucket, Plan, named
+from ..ir.plan import Bucket, Plan, as_size, named
 from ..schedule.reasons import AGAIN, BUDGET, Residency
 from ..wire.collectives import KIND_OF, c10d, is_launch
 from .events import events_of

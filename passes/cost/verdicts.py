@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..ir.choice import as_size
+from ..ir.plan import as_size
 from .replay import Compute, Event, Exposed, Launch, Timeline, Wait, as_ms, simulate
 
 HIDDEN, COMPUTE, MEMORY, DEPENDENCY, ORDER = "hidden", "compute", "memory", "dependency", "order"

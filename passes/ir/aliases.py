@@ -26,7 +26,7 @@ from .. import _torch_compat as compat
 from ..wire.collectives import c10d
 from ..wire.copies import wait_for_copies
 from ..wire.ledger import begin
-from .views import VIEWS
+from .nodes import VIEWS
 
 # For a symbolic size that nobody has seen a value of. A constant, so that ranks agree.
 DEFAULT_SIZE = 1024

@@ -25,8 +25,8 @@ from torch import fx
 from ..wire.spec import ParamSpec, with_part
 from . import markers
 from .module_paths import path_of, without_wrappers
+from .nodes import VIEWS
 from .phases import phase_of
-from .views import VIEWS
 
 _FQN = "fsdp_fqn"
 _UNIT = "fsdp_unit"

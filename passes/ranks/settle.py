@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import _torch_compat as compat
-from ..ir.choice import Choice
+from ..ir.plan import Choice
 from .worlds import World, world_of
 
 TIMEOUT_S = 600.0  # until a rank has begun to choose

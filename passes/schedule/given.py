@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from torch import fx
 
 from .. import _torch_compat as compat
-from ..ir.emit import copied
+from ..ir.nodes import copied
 from ..ir.plan import Bucket, Plan
 from ..ir.provenance import Marker, find_reduces, find_unshards
 from .activations import activations_of

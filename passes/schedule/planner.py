@@ -27,12 +27,11 @@ from torch import fx
 
 from .. import _torch_compat as compat
 from ..ir import markers
-from ..ir.emit import copied
 from ..ir.meta import STEP
+from ..ir.nodes import copied, passes_on
 from ..ir.phases import is_backward, phase_of
 from ..ir.plan import Bucket, Plan
 from ..ir.provenance import Marker, find_reduces, find_unshards, reduce_nodes, unshard_nodes
-from ..ir.views import passes_on
 from ..wire.spec import ParamSpec
 from .activations import compute_again
 from .schedule import launches

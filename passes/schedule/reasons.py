@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..ir.emit import copied
+from ..ir.nodes import copied, passes_on
 from ..ir.plan import Plan
 from ..ir.provenance import unshard_nodes
-from ..ir.views import passes_on
 from .slices import is_sliced, whole_of
 from .structure import RECOMPUTED, Structure, structure_of
 

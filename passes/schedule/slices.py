@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from ..ir import markers
-from ..ir.emit import emit
+from ..ir.nodes import emit
 from ..ir.plan import Plan
 from ..ir.provenance import find_unshards, unshard_nodes
 from ..wire.spec import ParamSpec, define_op

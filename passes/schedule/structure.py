@@ -30,10 +30,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .. import _torch_compat as compat
 from ..ir import markers
-from ..ir.nodes import can_be_done_again, closure, is_elementwise, is_random, is_size
+from ..ir.meta import AC_GRAPH_ID
+from ..ir.nodes import aten, can_be_done_again, closure, is_elementwise, is_random, is_size, passes_on
 from ..ir.provenance import Marker, find_reduces, find_unshards, unshard_nodes
-from ..ir.tags import AC_GRAPH_ID
-from ..ir.views import aten, passes_on
 from .slices import is_sliced, keep_slice, whole_of
 from .uses import by_unit, units_around
 
