@@ -23,11 +23,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..cost.memory import lifetimes
+from ..cost.memory import lifetimes, results_of, saved_by
 from ..cost.profiles import HardwareProfile
 from ..cost.replay import Compute, Event, Launch, simulate
 from ..cost.roofline import Groups, collective_seconds, group_of
-from ..cost.weigh import results_of, saved_by
 from ..ir.aliases import Storage, storages_of
 from ..ir.meta import ROLE, Role
 from ..ir.plan import Plan

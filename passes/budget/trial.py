@@ -33,10 +33,10 @@ from ..apply.insert import insert
 from ..apply.keep import keep, let_go
 from ..apply.overlap import overlap
 from ..cost.events import events_of
+from ..cost.memory import Weight, results_of, weigh
 from ..cost.profiles import HardwareProfile
 from ..cost.replay import Event, Timeline, simulate
 from ..cost.roofline import Groups
-from ..cost.weigh import Weight, results_of, weigh
 from ..ir.meta import tag
 from ..ir.nodes import closure
 from ..ir.plan import Plan

@@ -20,8 +20,18 @@ from ..ir.meta import GRADIENT_OF, PARAMETER, ROLE, Role
 from ..ir.module_paths import path_of
 from ..ir.plan import Plan, named
 from ..wire.collectives import is_launch
-from .memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, OTHER, SHARD, kinds_of, lifetimes, storages_given
-from .weigh import results_of
+from .memory import (
+    ACTIVATION,
+    BUFFER,
+    GATHERED,
+    GRADIENT,
+    OTHER,
+    SHARD,
+    kinds_of,
+    lifetimes,
+    results_of,
+    storages_given,
+)
 
 INPUT = "batch and buffers"
 RETURNED = "returned by forward"

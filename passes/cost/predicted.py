@@ -22,12 +22,11 @@ from ..ir.plan import Bucket, Plan, as_size, named
 from ..schedule.reasons import AGAIN, BUDGET, Residency
 from ..wire.collectives import KIND_OF, c10d, is_launch
 from .events import events_of
-from .memory import memory_curve
+from .memory import memory_curve, saved_by, weigh
 from .profiles import HardwareProfile
 from .replay import QUEUED, Event, Exposed, Timeline, as_ms, simulate
 from .roofline import Groups
 from .verdicts import COMPUTE, HIDDEN, MEMORY, Verdict, Verdicts
-from .weigh import saved_by, weigh
 
 BEGIN, END = "begin", "end"
 
