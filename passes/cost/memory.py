@@ -16,6 +16,7 @@ Over the two halves of a step, the caller holds forward's inputs and results:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -98,25 +99,26 @@ def memory_curve(graph: fx.Graph, given_up: Collection[str] = (), fused: bool = 
 
     With ``fused``, count them as Inductor compiles the graph, else as it runs node by node.
     """
-    counted, live_bytes, callers = _counted(graph, given_up, fused)
+    own, callers = own_and_callers(graph, given_up, fused)
+    live_bytes = bytes_alive(own, len(graph.nodes))
     peak = live_bytes.index(max(live_bytes)) if live_bytes else 0
     kinds = kinds_of(graph)
     owners = [
         Owner(life.storage.node.name, life.storage.num_bytes, kinds[life.storage])
-        for life in counted
+        for life in own
         if life.first <= peak <= life.last and life.storage.num_bytes
     ]
     return MemoryCurve(
         names=tuple(node.name for node in graph.nodes),
         live_bytes=tuple(live_bytes),
-        input_bytes=callers,
+        input_bytes=sum(life.storage.num_bytes for life in callers),
         peak_owners=tuple(sorted(owners, key=lambda one: -one.num_bytes)),
     )
 
 
 def weigh(forward: fx.Graph, backward: fx.Graph, num_results: int, fused: bool = True) -> Weight:
     """Weigh two lowered halves; behind its ``num_results`` results, forward returns what backward takes."""
-    _, first, held_bytes = _counted(forward, (), fused)
+    first, callers_lives = own_and_callers(forward, (), fused)
     storages = storages_of(forward)
     results = [storages[one] if isinstance(one, fx.Node) else () for one in results_of(forward)]
     made = {one for these in results[:num_results] for one in these if one.node.op == "call_function"}
@@ -127,8 +129,14 @@ def weigh(forward: fx.Graph, backward: fx.Graph, num_results: int, fused: bool =
         if any(one in made or one.node.op == "placeholder" for one in these)
     }
     given_up = tuple(name for name in saved_inputs(backward) if name not in callers)
-    _, then, _ = _counted(backward, given_up, fused)
-    return Weight(tuple(first), tuple(then), held_bytes, sum(one.num_bytes for one in made), given_up)
+    then, _ = own_and_callers(backward, given_up, fused)
+    return Weight(
+        tuple(bytes_alive(first, len(forward.nodes))),
+        tuple(bytes_alive(then, len(backward.nodes))),
+        sum(life.storage.num_bytes for life in callers_lives),
+        sum(one.num_bytes for one in made),
+        given_up,
+    )
 
 
 def saved_by(forward: fx.Graph, backward: fx.Graph) -> int:
@@ -164,24 +172,26 @@ def _by_kind(nodes: Sequence[fx.Node], are_tensors: bool) -> list[str]:
     return [one.name for one in nodes if bool(tensors_of(one)) == are_tensors]
 
 
-def _counted(graph: fx.Graph, given_up: Collection[str], fused: bool) -> tuple[list[Lifetime], list[int], int]:
+def own_and_callers(
+    graph: fx.Graph, given_up: Collection[str], fused: bool
+) -> tuple[list[Lifetime], list[Lifetime]]:
+    """Return the lifetimes of what a graph allocates and of the inputs in ``given_up``, and those of other inputs."""
     given = storages_given(graph, given_up)
-    counted, callers = [], 0
+    own: list[Lifetime] = []
+    callers: list[Lifetime] = []
     for life in lifetimes(graph, fused):
-        if life.storage.node.op == "call_function" or life.storage in given:
-            counted.append(life)
-        else:
-            callers += life.storage.num_bytes
-    num_nodes = len(graph.nodes)
+        is_own = life.storage.node.op == "call_function" or life.storage in given
+        (own if is_own else callers).append(life)
+    return own, callers
+
+
+def bytes_alive(lives: Iterable[Lifetime], num_nodes: int) -> list[int]:
+    """Return how many bytes of these are alive at each position of their graph."""
     changes = [0] * (num_nodes + 1)
-    for life in counted:
+    for life in lives:
         changes[life.first] += life.storage.num_bytes
         changes[life.last + 1] -= life.storage.num_bytes
-    alive, live_bytes = 0, []
-    for change in changes[:num_nodes]:
-        alive += change
-        live_bytes.append(alive)
-    return counted, live_bytes, callers
+    return [*itertools.accumulate(changes[:num_nodes])]
 
 
 def saved_inputs(graph: fx.Graph) -> list[str]:

@@ -9,7 +9,6 @@ memory.py counts bytes. This module keeps the kinds apart, and tells which param
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,8 +26,10 @@ from .memory import (
     GRADIENT,
     OTHER,
     SHARD,
+    Lifetime,
+    bytes_alive,
     kinds_of,
-    lifetimes,
+    own_and_callers,
     results_of,
     storages_given,
 )
@@ -85,37 +86,24 @@ def owners_of(
             told = (kinds or {}).get(storage.node.name)
             is_callers = found[storage] in (ACTIVATION, OTHER) and storage not in given
             found[storage] = told or (INPUT if is_callers else found[storage])
-    nodes = list(graph.nodes)
-    rise: dict[str, list[int]] = {kind: [0] * (len(nodes) + 1) for kind in KINDS}
-    stays = dict.fromkeys(KINDS, 0)
-    alive = []
-    for life in lifetimes(graph, fused=True):
+    nodes, names = list(graph.nodes), _Names(graph, plan)
+
+    def owned(life: Lifetime) -> Owned:
         storage = life.storage
-        if storage.node.op == "call_function" or storage in given:
-            rise[found[storage]][life.first] += storage.num_bytes
-            rise[found[storage]][life.last + 1] -= storage.num_bytes
-            alive.append(life)
-        elif held is None:
-            stays[found[storage]] += storage.num_bytes
-            alive.append(life)
-    for one in held or ():
-        stays[one.kind] += one.num_bytes
+        return Owned(storage.node.name, names.of(storage), found[storage], storage.num_bytes)
+
+    own, of_callers = own_and_callers(graph, given_up, fused=True)
+    callers = tuple(held if held is not None else (owned(life) for life in of_callers if life.storage.num_bytes))
     calls = [place for place, node in enumerate(nodes) if node.op == "call_function"]
-    levels = {kind: list(itertools.accumulate(rise[kind])) for kind in KINDS}
-    of_kind = {kind: tuple(levels[kind][place] + stays[kind] for place in calls) for kind in KINDS}
+    of_kind = {}
+    for kind in KINDS:
+        alive = bytes_alive([life for life in own if found[life.storage] == kind], len(nodes))
+        stays = sum(one.num_bytes for one in callers if one.kind == kind)
+        of_kind[kind] = tuple(alive[place] + stays for place in calls)
     totals = [sum(column) for column in zip(*of_kind.values())]
     peak = calls[totals.index(max(totals))] if totals else 0
-    names = _Names(graph, plan)
-    owned = {
-        life.storage: Owned(life.storage.node.name, names.of(life.storage), found[life.storage], life.storage.num_bytes)
-        for life in alive
-        if life.storage.num_bytes
-    }
-    callers = tuple(owned[one] for one in owned if _stays(one, given)) if held is None else tuple(held)
-    there = [owned[life.storage] for life in alive if life.storage in owned and life.first <= peak <= life.last]
-    of_callers = set(callers)
-    own = [one for one in there if one not in of_callers]
-    ordered = sorted((*callers, *own), key=lambda one: -one.num_bytes)
+    there = [owned(life) for life in own if life.first <= peak <= life.last and life.storage.num_bytes]
+    ordered = sorted((*callers, *there), key=lambda one: -one.num_bytes)
     events = tuple(nodes[place].name for place in calls)
     return Owners(events, of_kind, tuple(ordered), callers, names.at(nodes[peak]) if calls else "")
 
@@ -132,10 +120,6 @@ def saved_kinds(forward: fx.Graph, plan: Plan, taken_as: Sequence[str], num_resu
         is_whole = node.meta.get(PARAMETER) in kept
         said[name] = GATHERED if is_whole or kind in (GATHERED, BUFFER) else kind
     return said
-
-
-def _stays(storage: Storage, given: Collection[Storage]) -> bool:
-    return storage.node.op != "call_function" and storage not in given
 
 
 class _Names:
