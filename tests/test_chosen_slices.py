@@ -21,8 +21,8 @@ from fsdp_compile.passes.budget import residency
 from fsdp_compile.passes.budget.residency import AGAIN, KEPT, SLICED, choose
 from fsdp_compile.passes.budget.residents import PARAMETERS, SLICES, Resident, residents_of, slices_of
 from fsdp_compile.passes.budget.trial import Trial, trial_of
+from fsdp_compile.passes.ir.markers import keep_slice
 from fsdp_compile.passes.ir.provenance import annotate, find_unshards, reduce_nodes, settle_names, unshard_nodes
-from fsdp_compile.passes.schedule.slices import keep_slice
 from tests.comparing import batches, train_and_compare
 from tests.models import Stack, pair, shard
 from tests.ranks import Ranks

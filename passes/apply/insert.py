@@ -30,12 +30,12 @@ from torch import fx
 
 from .. import _torch_compat as compat
 from .._torch_compat import kernels as kernels_compat
+from ..ir import markers
 from ..ir.aliases import base_of, is_free
 from ..ir.meta import GRADIENT_OF, PARAMETER, ROLE, STEP, Role
 from ..ir.nodes import VIEWS, closure, emit
 from ..ir.plan import Bucket, Plan, num_launches
 from ..ir.provenance import Marker, find_reduces, find_unshards
-from ..schedule.slices import keep_slice
 from ..wire import lower
 from ..wire.collectives import c10d
 from ..wire.copies import to_host, wait_for_copies
@@ -83,7 +83,7 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         reduced = lower.finish_reduce(call, lower.launch_reduce(call, grads, specs), specs)
         _replace(graph, members, reduced)
         num_launched += num_launches(bucket)
-    for node in graph.find_nodes(op="call_function", target=keep_slice):
+    for node in graph.find_nodes(op="call_function", target=markers.keep_slice):
         _cut(graph, node)
     _wait_at_the_end(graph, plan)
     assert not unshards and not reduces, f"markers that the plan leaves out: {[*unshards, *reduces]}"

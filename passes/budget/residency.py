@@ -27,9 +27,9 @@ from torch import fx
 from ..cost.profiles import HardwareProfile
 from ..cost.roofline import Groups
 from ..ir.plan import Candidate, Plan
-from ..ir.provenance import find_unshards
+from ..ir.provenance import find_unshards, whole_of
 from ..schedule.activations import activations_of
-from ..schedule.slices import keeps_slice, offers_slice, whole_of
+from ..schedule.slices import keeps_slice, offers_slice
 from .residents import (
     ACTIVATION,
     PARAMETERS,

@@ -71,6 +71,10 @@ def _reduce_grad_kernel(grad: Tensor, *beside: Any, **kwargs: Any) -> Tensor:
     return reduced.clone() if same else reduced
 
 
+def _keep_slice(full: Tensor, dim: int, start: int, length: int) -> Tensor:
+    return full.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
+
+
 def _beside(grad: Tensor, gathered: list[Tensor]) -> Tensor:
     return grad.clone()
 
@@ -96,6 +100,8 @@ made_of_parts = define_op("made_of_parts(Tensor full) -> Tensor", torch.clone)
 # This calls the ticket's holder when backward runs, which no graph contains: it adds what earlier backwards held back.
 resume = define_op("resume(Tensor grad, Tensor ticket) -> Tensor", _resume_kernel, _resume_fake)
 fx.node.has_side_effect(resume)  # two calls may not become one: the first takes what is pending
+# This stands for a parameter from forward to backward, which gathers it again from such slices (slices.py).
+keep_slice = define_op("keep_slice(Tensor full, int dim, int start, int length) -> Tensor", _keep_slice)
 compat.leave_all_to_python(_unshard_kernel, _reduce_grad_kernel, _resume_kernel)
 
 

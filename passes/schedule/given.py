@@ -16,12 +16,12 @@ from torch import fx
 from .. import _torch_compat as compat
 from ..ir.nodes import copied
 from ..ir.plan import Bucket, Plan
-from ..ir.provenance import Marker, find_reduces, find_unshards
+from ..ir.provenance import Marker, find_reduces, find_unshards, whole_of
 from .activations import activations_of
 from .buckets import gather_key, reduce_key
 from .planner import as_the_whole, only, plan_keeping
 from .schedule import gather_bucket, reduce_bucket
-from .slices import offers_slice, slice_these, whole_of
+from .slices import offers_slice, slice_these
 
 
 def fitted(given: Plan, graph: fx.Graph) -> Plan:

@@ -31,11 +31,11 @@ from ..ir.meta import STEP
 from ..ir.nodes import copied, passes_on
 from ..ir.phases import is_backward, phase_of
 from ..ir.plan import Bucket, Plan
-from ..ir.provenance import Marker, find_reduces, find_unshards, reduce_nodes, unshard_nodes
+from ..ir.provenance import Marker, find_reduces, find_unshards, reduce_nodes, unshard_nodes, whole_of
 from ..wire.spec import ParamSpec
 from .activations import compute_again
 from .schedule import launches
-from .slices import keep_slice, slice_these, whole_of
+from .slices import slice_these
 from .structure import Structure, structure_of
 from .uses import Use
 
@@ -231,7 +231,7 @@ def _first_read(gathered: fx.Node, place: Mapping[fx.Node, int]) -> int:
     first, work = len(place), [gathered]
     while work:
         for user in work.pop().users:
-            if passes_on(user) or user.target in (keep_slice, markers.unshard):
+            if passes_on(user) or user.target in (markers.keep_slice, markers.unshard):
                 work.append(user)
             else:
                 first = min(first, place[user])

@@ -16,8 +16,8 @@ from torch import fx
 
 from ..ir.nodes import copied, passes_on
 from ..ir.plan import Plan
-from ..ir.provenance import unshard_nodes
-from .slices import is_sliced, whole_of
+from ..ir.provenance import unshard_nodes, whole_of
+from .slices import is_sliced
 from .structure import RECOMPUTED, Structure, structure_of
 
 KEPT, AGAIN, UNNEEDED = "kept", "gathered again", "not needed"
