@@ -7,13 +7,13 @@
 A unit is gathered as a whole where it, or a unit inside it, is first used. But in forward the outermost unit comes in
 parts, each bucket where it is first used: the embedding at the begin, the head at the end. Backward gathers a unit as a
 whole where it comes to it, a unit before those inside it. Nothing here knows a graph, a batch or a tensor: the planner
-says which parameters a graph uses and where, ``schedule`` what a step launches that is known by its uses alone.
+says which parameters a graph uses, and where.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Protocol
 
@@ -33,43 +33,6 @@ class Sent(Protocol):
     def spec(self) -> ParamSpec: ...
     @property
     def fqn(self) -> str: ...
-
-
-def schedule(uses: Sequence[Use], trained: Collection[str], lookahead: int = 1) -> Plan:
-    """Return the plan of a step whose forward uses these parameters at these places; ``trained`` take a gradient.
-
-    Backward uses them in the reverse order. It comes to a unit where forward last used it, or a unit inside it, and to
-    none that forward only used before the first parameter that takes a gradient. It does not read tables.
-    """
-    around = units_around({one.unit for one in uses})
-    begins = min((one.place[0] for one in uses if one.fqn in trained), default=0)
-    end = max((one.place[0] for one in uses), default=0)
-    first: dict[str, Use] = {}
-    last: dict[str, int] = {}
-    for one in sorted(uses, key=lambda one: one.turn):
-        first.setdefault(one.fqn, one)
-        last.update(dict.fromkeys((one.unit, *around[one.unit]), one.place[0]))
-    again = [
-        dataclasses.replace(one, place=(2 * (end - last[one.unit]), len(around[one.unit])))
-        for one in first.values()
-        if one.spec.regather and not one.spec.is_table and last[one.unit] >= begins
-    ]
-    reduces = [
-        dataclasses.replace(one, place=(2 * (end - one.place[0]) + 1,)) for one in first.values() if one.fqn in trained
-    ]
-    kept: dict[str, int] = {}
-    for one in reduces:
-        if not one.spec.regather:
-            kept[one.unit] = min(one.place[0], kept.get(one.unit, one.place[0]))
-    return Plan(
-        stage="joint",
-        regather=tuple(one.fqn for one in first.values() if one.spec.regather),
-        again=tuple(one.fqn for one in again),
-        keep=tuple(one.fqn for one in first.values() if not one.spec.regather),
-        lookahead=lookahead,
-        forward=launches("forward", [*first.values()], [], lookahead=lookahead),
-        backward=launches("backward", again, reduces, backwards=True, kept=kept, lookahead=lookahead),
-    )
 
 
 def launches(
