@@ -47,7 +47,7 @@ def announce(graph: fx.Graph, plan: Plan) -> int:
 
 def _as_text(launch: fx.Node, plan: Plan) -> Launch:
     role: Role = launch.meta[ROLE]
-    bucket = (plan.gathers if role.kind == "gather" else plan.reduces)[role.bucket]
+    bucket = plan.buckets(role.kind)[role.bucket]
     kind, group = KIND_OF[launch.target], str(launch.args[-1])
     return Launch(kind, group, bucket.dtype, bucket.num_bytes, bucket.fqns, role.members)
 

@@ -92,7 +92,7 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
 
 
 def _role(kind: str, index: int, plan: Plan, members: Sequence[Marker]) -> Role:
-    bucket = (plan.gathers if kind == "gather" else plan.reduces)[index]
+    bucket = plan.buckets(kind)[index]
     named = tuple(Member(one.unit, with_part(one.spec.fqn, one.spec.part)) for one in members)
     units: dict[str, list[int]] = {}
     for place, one in enumerate(members):

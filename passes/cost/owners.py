@@ -133,8 +133,7 @@ class _Names:
         for node in graph.nodes:
             role = node.meta.get(ROLE)
             if isinstance(role, Role) and role.kind in ("gather", "reduce"):
-                buckets = plan.gathers if role.kind == "gather" else plan.reduces
-                name = named(buckets[role.bucket].fqns)
+                name = named(plan.buckets(role.kind)[role.bucket].fqns)
                 self._of_node[node] = _held(role.kind, is_launch(node), role in sent) + name
                 for storage in storages[node]:
                     if storage.node is node:  # else the node is a view of it

@@ -202,7 +202,7 @@ def _judged(
 
 def _bucket(launch: fx.Node, plan: Plan) -> Bucket:
     role: Role = launch.meta[ROLE]
-    return (plan.gathers if role.kind == "gather" else plan.reduces)[role.bucket]
+    return plan.buckets(role.kind)[role.bucket]
 
 
 def _called(launch: fx.Node, plan: Plan) -> str:

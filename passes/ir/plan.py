@@ -126,6 +126,10 @@ class Plan:
     backward: Plan | None = None
     choice: Choice | None = field(default=None, compare=False)  # joint: why, if a budget chose what is kept
 
+    def buckets(self, kind: str) -> tuple[Bucket, ...]:
+        """Return the buckets that are gathered, or those that are reduced."""
+        return self.gathers if kind == "gather" else self.reduces
+
     def turn(self, kind: str, bucket: int) -> int:
         """Return the place of a bucket's launch among all launches of the graph."""
         return self.order.index((kind, bucket))

@@ -36,7 +36,7 @@ from ..wire.spec import ParamSpec
 from .activations import compute_again
 from .schedule import launches
 from .slices import slice_these
-from .structure import Structure, structure_of
+from .structure import structure_of
 from .uses import Use
 
 
@@ -58,15 +58,25 @@ def plan_joint(graph: fx.Graph, lookahead: int = 1) -> Plan:
     )
     if compat.partitioner_has_a_budget(graph):
         return plan  # it may compute anything again: each graph is planned as it comes
+    in_forward = [one for one in unshards if one.node in structure.in_forward]
+    named = {marker.node: marker.fqn for marker in unshards}
+    again = [as_the_whole(one, named) for one in unshards if one.node in structure.again]
+    found = {one.unit for one in unshards if one.node not in structure.of_weights}
+    first: dict[str, int] = {}
+    for one in reduces:
+        if one.unit in found:  # its first gradient, as where it is first read may depend on a batch of none or one
+            first[one.unit] = min(place[one.node], first.get(one.unit, place[one.node]))
     return dataclasses.replace(
         plan,
-        forward=launches(
-            "forward",
-            _uses([one for one in unshards if one.node in structure.in_forward], lambda one: _first_read(one, place)),
-            [],
+        forward=launches("forward", _uses(in_forward, lambda one: _first_read(one, place)), [], lookahead=lookahead),
+        backward=launches(
+            "backward",
+            [Use(one.unit, one.fqn, one.spec, structure.again[one.node]) for one in again],
+            _uses(reduces, place.__getitem__),  # autograd's order; what stands before it may depend on a batch of one
+            backwards=True,
+            kept=first,
             lookahead=lookahead,
         ),
-        backward=_plan_backward(graph, structure, unshards, reduces, place, lookahead),
     )
 
 
@@ -90,31 +100,6 @@ def plan_keeping(
         slice_these(graph, sliced)
     plan = plan_joint(graph, lookahead)
     return dataclasses.replace(plan, recompute=tuple(sorted(recompute)), slices=tuple(sorted(sliced)))
-
-
-def _plan_backward(
-    graph: fx.Graph,
-    structure: Structure,
-    unshards: Sequence[Marker],
-    reduces: Sequence[Marker],
-    place: Mapping[fx.Node, int],
-    lookahead: int,
-) -> Plan:
-    named = {marker.node: marker.fqn for marker in unshards}
-    again = [as_the_whole(one, named) for one in unshards if one.node in structure.again]
-    found = {one.unit for one in unshards if one.node not in structure.of_weights}
-    kept: dict[str, int] = {}
-    for one in reduces:
-        if one.unit in found:  # its first gradient, as where it is first read may depend on a batch of none or one
-            kept[one.unit] = min(place[one.node], kept.get(one.unit, place[one.node]))
-    return launches(
-        "backward",
-        [Use(one.unit, one.fqn, one.spec, structure.again[one.node]) for one in again],
-        _uses(reduces, place.__getitem__),  # autograd's order; what stands before it may depend on a batch of one
-        backwards=True,
-        kept=kept,
-        lookahead=lookahead,
-    )
 
 
 def plan_whole(graph: fx.Graph) -> Plan:

@@ -17,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Protocol
 
-import torch
-
 from ..ir.plan import Bucket, Plan
 from ..wire.spec import ParamSpec
 from .buckets import gather_buckets, reduce_buckets
@@ -76,7 +74,8 @@ def _placed_gathers(uses: Sequence[Use], backwards: bool) -> list[tuple[int, Buc
         for number, indices in enumerate(gather_buckets([one.spec for one in members])):
             chosen = [members[index] for index in indices]
             turn = min(one.turn for one in chosen) if in_parts else begins[unit]
-            placed.append((turn, len(around[unit]), -number if backwards else number, gather_bucket(unit, chosen)))
+            bucket = bucket_of("gather", unit, chosen)
+            placed.append((turn, len(around[unit]), -number if backwards else number, bucket))
     return [(place, bucket) for (place, _), *_, bucket in sorted(placed, key=lambda one: one[:3])]
 
 
@@ -91,7 +90,7 @@ def _placed_reductions(uses: Sequence[Use]) -> list[tuple[int, Bucket]]:
         for indices in reversed(reduce_buckets([one.spec for one in members])):
             chosen = [members[index] for index in indices]
             ready = max(ready, *(one.turn for one in chosen))
-            placed.append((ready, reduce_bucket(unit, chosen)))
+            placed.append((ready, bucket_of("reduce", unit, chosen)))
     return [(place, bucket) for (place, _), bucket in sorted(placed, key=itemgetter(0))]
 
 
@@ -120,27 +119,15 @@ def _order(
     return tuple((kind, index) for _, _, kind, index in sorted(events))
 
 
-def gather_bucket(unit: str, members: Sequence[Sent]) -> Bucket:
-    """Return what travels in one all-gather."""
-    spec = members[0].spec
-    return _bucket(unit, members, spec.dtype, [one.spec.gather_bytes for one in members], num_replicas=1)
-
-
-def reduce_bucket(unit: str, members: Sequence[Sent]) -> Bucket:
-    """Return what travels in one reduction."""
-    spec = members[0].spec
-    sizes = [one.spec.reduce_bytes for one in members]
-    return _bucket(unit, members, spec.reduce_dtype, sizes, num_replicas=spec.num_replicas)
-
-
-def _bucket(
-    unit: str, members: Sequence[Sent], dtype: torch.dtype, sizes: Sequence[int], num_replicas: int
-) -> Bucket:
+def bucket_of(kind: str, unit: str, members: Sequence[Sent]) -> Bucket:
+    """Return what travels in one all-gather, or in one reduction."""
+    specs = [one.spec for one in members]
+    first, is_gather = specs[0], kind == "gather"
     return Bucket(
         unit=unit,
         fqns=tuple(one.fqn for one in members),
-        dtype=str(dtype).removeprefix("torch."),
-        num_bytes=sum(sizes),
-        num_ranks=members[0].spec.num_shards,
-        num_replicas=num_replicas,
+        dtype=str(first.dtype if is_gather else first.reduce_dtype).removeprefix("torch."),
+        num_bytes=sum(spec.gather_bytes if is_gather else spec.reduce_bytes for spec in specs),
+        num_ranks=first.num_shards,
+        num_replicas=1 if is_gather else first.num_replicas,
     )
