@@ -33,7 +33,7 @@ from .._torch_compat import kernels as kernels_compat
 from ..ir import markers
 from ..ir.aliases import base_of, is_free
 from ..ir.meta import GRADIENT_OF, PARAMETER, ROLE, STEP, Role
-from ..ir.nodes import VIEWS, closure, emit
+from ..ir.nodes import VIEWS, closure, emit, readers_of
 from ..ir.plan import Bucket, Plan, num_launches
 from ..ir.provenance import Marker, find_reduces, find_unshards
 from ..wire import lower
@@ -130,7 +130,7 @@ def _wait_at_the_end(graph: fx.Graph, plan: Plan) -> None:
 
 def _is_read(node: fx.Node) -> bool:
     """Whether a node of the graph reads a tensor, and not only the graph's caller."""
-    return any(user.op != "output" and (user.target not in VIEWS or _is_read(user)) for user in node.users)
+    return any(user.op != "output" for user in readers_of(node, lambda one: one.target in VIEWS))
 
 
 def _cut(graph: fx.Graph, node: fx.Node) -> None:

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from ..ir.aliases import base_of, is_free, tensors_of
+from ..ir.aliases import base_of, is_view
 from ..ir.meta import GRADIENT_OF, PARAMETER, ROLE, Role
+from ..ir.nodes import readers_of
 from ..ir.plan import Bucket, Plan, as_size, named
 from ..schedule.reasons import AGAIN, BUDGET, Residency
 from ..wire.collectives import KIND_OF, c10d, is_launch
@@ -223,9 +224,10 @@ class _Landmarks:
                 self.gradients[made.name] = f"grad {node.meta[GRADIENT_OF]}"
                 names.setdefault(self._position[made], self.gradients[made.name])
             if PARAMETER in node.meta:
-                reader = self._first_reader(node)
-                if reader is not None:
-                    names.setdefault(self._position[reader], node.meta[PARAMETER])
+                readers = (one for one in readers_of(node, is_view) if one.op == "call_function")
+                places = [self._position[one] for one in readers if ROLE not in one.meta]
+                if places:
+                    names.setdefault(min(places), node.meta[PARAMETER])
         self._places = sorted(names)
         self._names = [names[place] for place in self._places]
 
@@ -238,13 +240,3 @@ class _Landmarks:
         place = bisect.bisect(self._places, self._position[node])
         behind = self._names[place - 1] if place else BEGIN
         return behind, self._names[place] if place < len(self._names) else END
-
-    def _first_reader(self, node: fx.Node) -> fx.Node | None:
-        readers, work = set(), [node]
-        while work:
-            for user in work.pop().users:
-                if user.op == "call_function" and is_free(user) and tensors_of(user):
-                    work.append(user)
-                elif user.op == "call_function" and ROLE not in user.meta:
-                    readers.add(user)
-        return min(readers, key=self._position.__getitem__, default=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -75,6 +75,24 @@ def closure(starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Nod
                 reached.add(node)
                 work.append(node)
     return reached
+
+
+def readers_of(node: fx.Node, through: Callable[[fx.Node], object]) -> Iterator[fx.Node]:
+    """Yield what reads a node, or what passes the node on: readers of which ``through`` is true are looked through."""
+    work = [node]
+    while work:
+        for user in work.pop().users:
+            if through(user):
+                work.append(user)
+            else:
+                yield user
+
+
+def source_of(node: fx.Node, through: Callable[[fx.Node], object]) -> fx.Node:
+    """Return the node itself or, if ``through`` is true of it, what it passes on."""
+    while through(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def emit(graph: fx.Graph, op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:

@@ -25,7 +25,7 @@ from torch import fx
 from ..wire.spec import ParamSpec, with_part
 from . import markers
 from .module_paths import path_of, without_wrappers
-from .nodes import VIEWS
+from .nodes import VIEWS, source_of
 from .phases import phase_of
 
 _FQN = "fsdp_fqn"
@@ -138,9 +138,7 @@ def _alike(node: fx.Node) -> tuple[object, ...]:
 
 
 def _behind_views(node: fx.Node) -> fx.Node:
-    while node.target in VIEWS and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
+    return source_of(node, lambda one: one.target in VIEWS)
 
 
 def _named(nodes: list[fx.Node]) -> list[Marker]:

@@ -28,7 +28,7 @@ from torch import fx
 from .. import _torch_compat as compat
 from ..ir import markers
 from ..ir.meta import STEP
-from ..ir.nodes import copied, passes_on
+from ..ir.nodes import copied, passes_on, readers_of, source_of
 from ..ir.phases import is_backward, phase_of
 from ..ir.plan import Bucket, Plan
 from ..ir.provenance import Marker, find_reduces, find_unshards, reduce_nodes, unshard_nodes, whole_of
@@ -151,10 +151,11 @@ def plan_graph(graph: fx.Graph, stage: str) -> Plan:
     if planned is not None:
         return _present(planned, unshards, reduces)
     place = {node: index for index, node in enumerate(graph.nodes)}
+    # Views and casts of a gradient may stand anywhere behind the place where it is computed.
     return launches(
         stage,
         _uses(unshards, lambda one: _first_read(one, place)),
-        [Use(one.unit, one.fqn, one.spec, (_computed(one.shard, place),)) for one in reduces],
+        [Use(one.unit, one.fqn, one.spec, (place[source_of(one.shard, passes_on)],)) for one in reduces],
         backwards=stage == "backward",
     )
 
@@ -213,18 +214,5 @@ def _those_present(
 
 def _first_read(gathered: fx.Node, place: Mapping[fx.Node, int]) -> int:
     """Where a graph first computes with a parameter, looking through views and casts; its end when it never does."""
-    first, work = len(place), [gathered]
-    while work:
-        for user in work.pop().users:
-            if passes_on(user) or user.target in (markers.keep_slice, markers.unshard):
-                work.append(user)
-            else:
-                first = min(first, place[user])
-    return first
-
-
-def _computed(grad: fx.Node, place: Mapping[fx.Node, int]) -> int:
-    """Where a graph has computed a gradient but for views and casts, which may stand anywhere behind that."""
-    while passes_on(grad) and isinstance(grad.args[0], fx.Node):
-        grad = grad.args[0]
-    return place[grad]
+    readers = readers_of(gathered, lambda one: passes_on(one) or one.target in (markers.keep_slice, markers.unshard))
+    return min((place[one] for one in readers), default=len(place))
