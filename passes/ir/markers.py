@@ -16,6 +16,7 @@ lowers them (``aot_eager``, ``eager``, or our passes displaced) the ops run as t
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import warnings
 from collections.abc import Callable
@@ -28,14 +29,8 @@ from .. import _torch_compat as compat
 from ..wire import lower
 from ..wire.spec import NAMESPACE, ParamSpec, define_op, library
 
-_SPEC = (
-    "str fqn, str unit, int order, int[] size, int dim, int num_shards, int local_length, str group, str backend, "
-    "ScalarType dtype, ScalarType reduce_dtype, ScalarType grad_dtype, bool regather, str reduce_op, float predivide, "
-    "float postdivide, str reduction, str bucketing, str replicate_group, int num_replicas, int inner_shards, "
-    "str inner_group, int inner_rank, bool inner_offered, int part, str device, bool pinned, "
-    "bool is_table, str step"
-)
-
+_SCHEMA_TYPES = {"tuple[int, ...]": "int[]", "torch.dtype": "ScalarType"}  # others have one name in both
+_SPEC = ", ".join(f"{_SCHEMA_TYPES.get(str(one.type), one.type)} {one.name}" for one in dataclasses.fields(ParamSpec))
 _BACKWARD = 'Tensor? leaf=None, Tensor? ticket=None, str then="reduce"'
 
 # By the number in a ticket. It is a number and no pointer, since saved tensors may be moved before backward.
