@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -54,6 +54,7 @@ class Resident:
     saved_s: float
     kind: str = PARAMETERS
     own_s: float = 0.0  # of an activation: to compute it, whether or not that is hidden
+    launch: str = ""  # of parameters: the node that launches their gather in backward
 
 
 def residents_of(again: Trial) -> list[Resident]:
@@ -61,24 +62,22 @@ def residents_of(again: Trial) -> list[Resident]:
     backward, forward = again.plan.backward, again.plan.forward
     assert backward is not None and forward is not None
     last_read = _last_reads(again.forward.graph, forward)
-    launched: dict[int, int] = {}
+    launched: dict[int, tuple[int, str]] = {}
     events: dict[int, set[str]] = {}
     for position, node in enumerate(again.backward.graph.nodes):
         if (role := _gathering(node)) is not None:
             events.setdefault(role.bucket, set()).add(node.name)  # a wait's event has the name of its launch
             if is_launch(node):
-                launched[role.bucket] = position
+                launched[role.bucket] = position, node.name
     clock = _Clock(again)
     found = []
     for index, bucket in enumerate(backward.gathers):
         if index not in launched:
             continue  # one rank has all of it
-        since, until = max(last_read.get(fqn, 0) for fqn in bucket.fqns), launched[index]
-        saved_s = clock.seconds_without(events[index])
+        since, (until, launch) = max(last_read.get(fqn, 0) for fqn in bucket.fqns), launched[index]
+        held_s, saved_s = clock.between(since, until), clock.seconds_without(events[index])
         num_bytes = bucket.num_bytes * bucket.num_ranks
-        found.append(
-            Resident(bucket.unit, bucket.fqns, num_bytes, since, until, clock.between(since, until), saved_s)
-        )
+        found.append(Resident(bucket.unit, bucket.fqns, num_bytes, since, until, held_s, saved_s, launch=launch))
     return found
 
 
@@ -93,7 +92,6 @@ def slices_of(
 
     ``offers`` has the specs of the parameters that may be kept so; all parameters of a bucket have to be in it.
     """
-    of_bucket = _launches_of_buckets(again)
     clock = _Clock(again)
     found = []
     for one in residents:
@@ -103,7 +101,7 @@ def slices_of(
         num_bytes = sum(spec.gather_bytes for spec in inner)
         shared = group_of(inner[0].group, profile, groups)
         seconds = collective_seconds("all_gather", num_bytes * inner[0].num_shards, shared, profile)
-        saved_s = clock.seconds_with(of_bucket[one.fqns], seconds, inner[0].group)
+        saved_s = clock.seconds_with(one.launch, seconds, inner[0].group)
         if saved_s > 0:
             found.append(dataclasses.replace(one, num_bytes=num_bytes, saved_s=saved_s, kind=SLICES))
     return found
@@ -254,14 +252,6 @@ def _last_reads(graph: fx.Graph, plan: Plan) -> dict[str, int]:
     return {fqn: last.get(index, 0) for index, bucket in enumerate(plan.gathers) for fqn in bucket.fqns}
 
 
-def _launches_of_buckets(trial: Trial) -> dict[tuple[str, ...], str]:
-    """Return the name of the node that launches each gather of backward, by the gather's parameters."""
-    assert trial.plan.backward is not None
-    gathers = trial.plan.backward.gathers
-    launches = [node for node in trial.backward.graph.nodes if _gathering(node) is not None and is_launch(node)]
-    return {gathers[node.meta[ROLE].bucket].fqns: node.name for node in launches}
-
-
 def _gathering(node: fx.Node) -> Role | None:
     role = node.meta.get(ROLE)
     return role if isinstance(role, Role) and role.kind == "gather" else None
@@ -269,13 +259,12 @@ def _gathering(node: fx.Node) -> Role | None:
 
 def _saved_bytes(trial: Trial) -> dict[str, int]:
     """Return the bytes of each node that forward saves for backward; views of one storage count once, at the first."""
-    return dict(_saved(trial.forward.graph, trial.backward.graph))
-
-
-def _saved(forward: fx.Graph, backward: fx.Graph) -> Iterator[tuple[str, int]]:
+    forward, backward = trial.forward.graph, trial.backward.graph
     storages = storages_of(forward)
+    found: dict[str, int] = {}
     seen: set[Storage] = set()
     for one in results_of(forward)[saved_by(forward, backward) :]:
         if isinstance(one, fx.Node) and one.op == "call_function":
-            yield one.name, sum(storage.num_bytes for storage in storages[one] if storage not in seen)
+            found[one.name] = sum(storage.num_bytes for storage in storages[one] if storage not in seen)
             seen.update(storages[one])
+    return found
