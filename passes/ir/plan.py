@@ -140,7 +140,7 @@ class Plan:
         return hashlib.sha256(dataclasses.replace(self, choice=None).to_json().encode()).hexdigest()[:12]
 
     def to_json(self) -> str:
-        return json.dumps(_without_empty_choices(dataclasses.asdict(self)), indent=1)
+        return json.dumps(self._fields(), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -148,21 +148,19 @@ class Plan:
 
     def packed(self) -> str:
         """Return the whole plan in few letters, a tenth of its JSON, for the code of the graphs that follow it."""
-        fields = json.dumps(_without_empty_choices(dataclasses.asdict(self)), separators=(",", ":"))
+        fields = json.dumps(self._fields(), separators=(",", ":"))
         return base64.b64encode(zlib.compress(fields.encode(), 9)).decode()
+
+    def _fields(self) -> dict[str, Any]:
+        return dataclasses.asdict(self, dict_factory=_without_empty_choices)
 
     @classmethod
     def unpacked(cls, text: str) -> Plan:
         return cls.from_json(zlib.decompress(base64.b64decode(text)).decode())
 
 
-def _without_empty_choices(fields: dict[str, Any]) -> dict[str, Any]:
-    if fields["choice"] is None:
-        del fields["choice"]
-    for name in ("forward", "backward"):
-        if fields[name] is not None:
-            _without_empty_choices(fields[name])
-    return fields
+def _without_empty_choices(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in fields if (name, value) != ("choice", None)}
 
 
 def _from_fields(fields: dict[str, Any]) -> Plan:

@@ -52,7 +52,7 @@ def launch_gather(call: Call, shards: Sequence[Any], specs: Sequence[ParamSpec])
     if not packs or not _pack_casts(here, specs[0].dtype):
         cast = [as_sent(call, _cast(call, shard, spec.dtype)) for shard, spec in zip(here, specs)]
     named, specs = specs, [_gathered_as(spec) for spec in specs]
-    parts = [_on_the_wire(call, shard, spec.layout) for shard, spec in zip(cast, specs)]
+    parts = [_pad(call, shard, spec.dim, spec.layout.chunk) for shard, spec in zip(cast, specs)]
     if specs[0].num_shards == 1:
         return parts
     packed = call(pack, parts, 1, _wire_dtype(specs[0].dtype)) if packs else parts[0]
@@ -239,10 +239,6 @@ def _pad(call: Call, tensor: Any, dim: int, length: int) -> Any:
     return call(aten.constant_pad_nd.default, tensor, behind, 0)
 
 
-def _on_the_wire(call: Call, shard: Any, layout: ShardLayout) -> Any:
-    return _pad(call, shard, layout.dim, layout.chunk)
-
-
 def _unpadded(call: Call, gathered: Any, layout: ShardLayout) -> Any:
     """Return the full parameter from parts ``[num_shards, *part]`` in a bucket, or from the result of its own gather.
 
@@ -281,13 +277,8 @@ def _ranks_first(call: Call, grad: Any, layout: ShardLayout) -> Any:
 
 def _laid_out(call: Call, parts: Any, layout: ShardLayout) -> Any:
     """Lay out the result of ``_ranks_first`` to travel alone: ``[num_shards * part[0], ...]``, as a gather returns."""
-    parts = _contiguous(call, parts)
+    if not _value(parts).is_contiguous():
+        parts = call(aten.clone.default, parts, memory_format=torch.contiguous_format)
     if layout.dim == 0:
         return parts
     return call(aten.reshape.default, parts, [layout.num_shards * layout.padded_size[0], *layout.padded_size[1:]])
-
-
-def _contiguous(call: Call, tensor: Any) -> Any:
-    if _value(tensor).is_contiguous():
-        return tensor
-    return call(aten.clone.default, tensor, memory_format=torch.contiguous_format)
