@@ -60,8 +60,7 @@ class Member(NamedTuple):
     fqn: str  # in its unit; followed by a colon and the number of the part, if an extension sends parts
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """One collective of a graph, as the graph's text lists it."""
 
     kind: str
@@ -88,7 +87,7 @@ class GraphText:
         return tuple(dict.fromkeys(launch.group for launch in self.launches))
 
     def dumps(self) -> str:
-        rows = [self.stage, self.step, self.firsts, _rows(self.launches), self.plan]
+        rows = [self.stage, self.step, self.firsts, self.launches, self.plan]
         said = json.dumps(rows, separators=(",", ":"))
         return hashlib.sha256(said.encode()).hexdigest()[:_DIGEST] + said
 
@@ -97,10 +96,6 @@ class GraphText:
         stage, step, firsts, rows, plan = json.loads(text[_DIGEST:])
         named = tuple((name, Member(*one)) for name, one in firsts)
         return cls(stage, step, named, _launches(rows), plan)
-
-
-def _rows(launches: Iterable[Launch]) -> list[Any]:
-    return [[one.kind, one.group, one.dtype, one.num_bytes, one.names, one.members] for one in launches]
 
 
 def _launches(rows: Iterable[Any]) -> tuple[Launch, ...]:
