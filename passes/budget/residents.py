@@ -28,7 +28,7 @@ from ..cost.profiles import HardwareProfile
 from ..cost.replay import Compute, Event, Launch, simulate
 from ..cost.roofline import Groups, collective_seconds, group_of
 from ..ir.aliases import Storage, storages_of
-from ..ir.meta import ROLE, Role
+from ..ir.meta import ROLE, works_for
 from ..ir.plan import Plan
 from ..schedule.slices import inner_spec
 from ..wire.collectives import is_launch
@@ -65,10 +65,11 @@ def residents_of(again: Trial) -> list[Resident]:
     launched: dict[int, tuple[int, str]] = {}
     events: dict[int, set[str]] = {}
     for position, node in enumerate(again.backward.graph.nodes):
-        if (role := _gathering(node)) is not None:
-            events.setdefault(role.bucket, set()).add(node.name)  # a wait's event has the name of its launch
+        if works_for(node, "gather"):
+            index = node.meta[ROLE].bucket
+            events.setdefault(index, set()).add(node.name)  # a wait's event has the name of its launch
             if is_launch(node):
-                launched[role.bucket] = position, node.name
+                launched[index] = position, node.name
     clock = _Clock(again)
     found = []
     for index, bucket in enumerate(backward.gathers):
@@ -246,15 +247,10 @@ def _last_reads(graph: fx.Graph, plan: Plan) -> dict[str, int]:
     """Return for each parameter the position of the last node of forward that needs what its bucket brought."""
     last: dict[int, int] = {}
     for life in lifetimes(graph, fused=True):
-        role = _gathering(life.storage.node)
-        if role is not None:
-            last[role.bucket] = max(last.get(role.bucket, 0), life.last)
+        if works_for(life.storage.node, "gather"):
+            index = life.storage.node.meta[ROLE].bucket
+            last[index] = max(last.get(index, 0), life.last)
     return {fqn: last.get(index, 0) for index, bucket in enumerate(plan.gathers) for fqn in bucket.fqns}
-
-
-def _gathering(node: fx.Node) -> Role | None:
-    role = node.meta.get(ROLE)
-    return role if isinstance(role, Role) and role.kind == "gather" else None
 
 
 def _saved_bytes(trial: Trial) -> dict[str, int]:

@@ -24,7 +24,7 @@ from torch import fx
 
 from ..ir import markers
 from ..ir.aliases import Storage, storages_of, tensors_of
-from ..ir.meta import ROLE, Role
+from ..ir.meta import ROLE, works_for
 from ..wire.collectives import c10d, is_launch
 from .fusion import fused_away, is_pointwise
 
@@ -283,7 +283,7 @@ def kinds_of(graph: fx.Graph) -> dict[Storage, str]:
                 read = {kinds[one] for source in sources for one in storages[source]}
                 kinds[storage] = _kind(node, read, node in of_tangents)
     for node in graph.nodes:  # kinds that only the readers tell
-        if _is_reduction(node):
+        if node.target is markers.reduce_grad or works_for(node, "reduce"):
             # What is packed for a reduction is a gradient; the packed copy stays a buffer.
             for source in node.all_input_nodes:
                 if ROLE not in source.meta:
@@ -292,7 +292,7 @@ def kinds_of(graph: fx.Graph) -> dict[Storage, str]:
             for source in node.all_input_nodes:
                 for storage in storages[source]:
                     if kinds[storage] == BUFFER and ROLE in storage.node.meta:
-                        kinds[storage] = GATHERED if _role(storage.node).kind == "gather" else GRADIENT
+                        kinds[storage] = GATHERED if works_for(storage.node, "gather") else GRADIENT
     for storage in _shards(graph, storages):
         kinds[storage] = SHARD
     return kinds
@@ -317,16 +317,6 @@ def _kind(node: fx.Node, read: set[str], is_gradient: bool) -> str:
 def _shards(graph: fx.Graph, storages: dict[fx.Node, tuple[Storage, ...]]) -> Iterable[Storage]:
     """Yield the storages of inputs that a gather reads, or its packing."""
     for node in graph.nodes:
-        if node.target is markers.unshard or (ROLE in node.meta and _role(node).kind == "gather"):
+        if node.target is markers.unshard or works_for(node, "gather"):
             for source in node.all_input_nodes:
                 yield from (storage for storage in storages[source] if storage.node.op == "placeholder")
-
-
-def _is_reduction(node: fx.Node) -> bool:
-    return node.target is markers.reduce_grad or (ROLE in node.meta and _role(node).kind == "reduce")
-
-
-def _role(node: fx.Node) -> Role:
-    role = node.meta[ROLE]
-    assert isinstance(role, Role)
-    return role

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..ir.aliases import Storage, storages_of
-from ..ir.meta import GRADIENT_OF, PARAMETER, ROLE, Role
+from ..ir.meta import GRADIENT_OF, PARAMETER, ROLE, Role, works_for
 from ..ir.module_paths import path_of
 from ..ir.plan import Plan, named
 from ..wire.collectives import is_launch
@@ -79,8 +79,7 @@ def owners_of(
     found = dict(kinds_of(graph))
     given = storages_given(graph, given_up)
     for storage in found:
-        role = storage.node.meta.get(ROLE)
-        if isinstance(role, Role) and role.kind == "gather" and is_launch(storage.node):
+        if is_launch(storage.node) and works_for(storage.node, "gather"):
             found[storage] = GATHERED  # also if it is unpacked before it is read
         elif storage.node.op == "placeholder":
             told = (kinds or {}).get(storage.node.name)
@@ -131,8 +130,8 @@ class _Names:
         self._of_node: dict[fx.Node, str] = {}
         sent: set[Role] = set()  # roles whose launch stands in front
         for node in graph.nodes:
-            role = node.meta.get(ROLE)
-            if isinstance(role, Role) and role.kind in ("gather", "reduce"):
+            if works_for(node, "gather") or works_for(node, "reduce"):
+                role: Role = node.meta[ROLE]
                 name = named(plan.buckets(role.kind)[role.bucket].fqns)
                 self._of_node[node] = _held(role.kind, is_launch(node), role in sent) + name
                 for storage in storages[node]:

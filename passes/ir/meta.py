@@ -41,3 +41,9 @@ def tag(node: fx.Node, policy: CheckpointPolicy, region: int = AC_GRAPH_ID) -> N
     """Tell the partitioner what becomes of a node's result, whatever activation checkpointing does around it."""
     node.meta["recompute"] = policy
     node.meta["ac_graph_id"] = region
+
+
+def works_for(node: fx.Node, kind: str) -> bool:
+    """Whether ``insert`` added a node for a "gather", or for a "reduce"."""
+    role: Role | None = node.meta.get(ROLE)
+    return role is not None and role.kind == kind
