@@ -16,8 +16,8 @@ from torch import fx
 
 from ..ir.aliases import Storage, storages_of
 from ..ir.meta import GRADIENT_OF, PARAMETER, ROLE, Role, works_for
-from ..ir.module_paths import path_of
 from ..ir.plan import Plan, named
+from ..ir.provenance import reader_path
 from ..wire.collectives import is_launch
 from .memory import (
     ACTIVATION,
@@ -166,9 +166,5 @@ def _held(kind: str, is_launch: bool, is_behind: bool) -> str:
 
 def module_of(node: fx.Node) -> str:
     """Return the path of the innermost module that a node's code belongs to; empty if it is not known."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    source = next(reversed(list(stack.values())), None)
-    if source is None:
-        return ""
-    model, path = path_of(str(source[0]))
+    model, path = reader_path(node) or ("", [])
     return ".".join([*([model] if model not in ("", "self") else []), *path])

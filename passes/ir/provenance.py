@@ -253,7 +253,7 @@ def _best_prefix(readers: list[fx.Node]) -> tuple[bool, str, str] | None:
     owner: list[str] = []
     best: tuple[int, str, str] | None = None
     for node in readers:
-        found = _reader_path(node)
+        found = reader_path(node)
         if found is None:
             continue
         model, path = found
@@ -273,7 +273,7 @@ def _strip(path: list[str], owner: list[str]) -> tuple[int, str]:
     return 0, ".".join(path)
 
 
-def _reader_path(node: fx.Node) -> tuple[str, list[str]] | None:
+def reader_path(node: fx.Node) -> tuple[str, list[str]] | None:
     """Return the model's name in the frame, and the reader's path in it; None if the reader has no path."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
