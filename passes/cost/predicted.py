@@ -25,7 +25,7 @@ from ..wire.collectives import KIND_OF, c10d, is_launch
 from .events import events_of
 from .memory import memory_curve, saved_by, weigh
 from .profiles import HardwareProfile
-from .replay import QUEUED, Event, Exposed, Timeline, as_ms, simulate
+from .replay import QUEUED, Event, Flight, Timeline, as_ms, simulate
 from .roofline import Groups
 from .verdicts import COMPUTE, HIDDEN, MEMORY, Verdict, Verdicts
 
@@ -162,15 +162,14 @@ def _predicted(
         flight, bucket = timeline.flights[launch.name], _bucket(launch, plan)
         [wait] = [user for user in launch.users if user.target is c10d.wait_tensor.default]
         launched, waited = landmarks.around(launch), landmarks.around(wait)
-        its, seconds, beside_s = flight.exposed, flight.end_s - flight.start_s, flight.beside_s
-        why = f"{as_ms(beside_s)} of compute stand beside it" if its is None else f"{its.reason}: {its.detail}"
+        seconds, beside_s, exposed_s = flight.end_s - flight.start_s, flight.beside_s, flight.exposed_s
+        why = f"{flight.reason}: {flight.detail}" if exposed_s else f"{as_ms(beside_s)} of compute stand beside it"
         why = re.sub(r"\w+", lambda word: called.get(word[0], word[0]), why)
-        exposed_s = 0.0 if its is None else its.seconds
         cause, verdict = HIDDEN, f"hidden behind {as_ms(beside_s)} of compute"
-        if its is not None:
-            cause, verdict = _judged(its, verdicts, landmarks, bucket, given_back)
-            if its.reason == QUEUED:
-                verdict += f"; queued {as_ms(its.queued_s)} behind {called.get(its.behind, its.behind)}"
+        if exposed_s:
+            cause, verdict = _judged(flight, verdicts, landmarks, bucket, given_back)
+            if flight.reason == QUEUED:
+                verdict += f"; queued {as_ms(flight.queued_s)} behind {called.get(flight.behind, flight.behind)}"
         found.append(
             PredictedCollective(
                 KIND_OF[launch.target], bucket.unit, bucket.fqns, *launched, *waited, seconds, beside_s, exposed_s, why,
@@ -187,11 +186,11 @@ def _given_back(residency: Mapping[str, Residency]) -> set[str]:
 
 
 def _judged(
-    exposed: Exposed, verdicts: Verdicts, landmarks: _Landmarks, bucket: Bucket, given_back: set[str]
+    flight: Flight, verdicts: Verdicts, landmarks: _Landmarks, bucket: Bucket, given_back: set[str]
 ) -> tuple[str, str]:
     """Return what keeps a collective from being hidden, and say it with the model's names."""
-    behind, _ = landmarks.around_name(exposed.name)
-    found = verdicts.of(exposed, "" if behind == BEGIN else behind)
+    behind, _ = landmarks.around_name(flight.name)
+    found = verdicts.of(flight, "" if behind == BEGIN else behind)
     if found.cause == COMPUTE and not given_back.isdisjoint(bucket.fqns):
         found = Verdict(MEMORY, f"gathered again, as the memory budget has no room to keep it; {found.words}")
     where = ""

@@ -66,19 +66,6 @@ class Span:
     end_s: float
 
 
-@dataclass(frozen=True)
-class Exposed:
-    """A collective that computation had to wait for."""
-
-    name: str
-    group: str
-    seconds: float
-    reason: str  # LONG, QUEUED or LATE
-    detail: str
-    queued_s: float = 0.0  # between its launch and its turn on the links
-    behind: str = ""  # the collective that it was queued behind
-
-
 @dataclass
 class Flight:
     """A collective, from its launch to the wait for it."""
@@ -93,7 +80,18 @@ class Flight:
     waited: bool = False
     waited_s: float = 0.0  # when computation needs it
     beside_s: float = 0.0  # of compute between its launch and the wait
-    exposed: Exposed | None = None
+    exposed_s: float = 0.0  # that computation waits for it
+    reason: str = ""  # of an exposed one: LONG, QUEUED or LATE
+    detail: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.launch.name
+
+    @property
+    def queued_s(self) -> float:
+        """The seconds between its launch and its turn on the links."""
+        return self.start_s - self.launched_s
 
 
 @dataclass(frozen=True)
@@ -114,13 +112,13 @@ class Timeline:
     copy_s: float  # part of ``compute_s``: packing and unpacking
     compute: tuple[Span, ...]
     groups: Mapping[str, tuple[Span, ...]]
-    exposed: tuple[Exposed, ...]
+    exposed: tuple[Flight, ...]  # in the order of the waits
     memory: tuple[Point, ...]  # one for each event
     flights: Mapping[str, Flight]  # by the collectives' names, in the order of launch
 
     @property
     def exposed_s(self) -> float:
-        return sum(one.seconds for one in self.exposed)
+        return sum(one.exposed_s for one in self.exposed)
 
     @property
     def peak_bytes(self) -> int:
@@ -137,7 +135,7 @@ class Timeline:
             f"{as_ms(self.total_s)}: {as_ms(self.compute_s)} computing, {as_ms(self.exposed_s)} waiting; "
             f"peak {self.peak_bytes:,} bytes at {self.peak_at or 'no event'}"
         ]
-        lines += [f"    {as_ms(one.seconds):>12} for {one.name}: {one.reason} ({one.detail})" for one in self.exposed]
+        lines += [f"    {as_ms(one.exposed_s):>12} for {one.name}: {one.reason} ({one.detail})" for one in self.exposed]
         return "\n".join(lines)
 
 
@@ -149,7 +147,7 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
     lanes: dict[str, list[Span]] = {}
     flights: dict[str, Flight] = {}
     slowing: list[Flight] = []
-    exposed: list[Exposed] = []
+    exposed: list[Flight] = []
     ran: dict[str, int] = {}  # places of computes, and of the waits for collectives
     stood: set[int] = set()  # places of waits that took time
     memory = _Memory(held_bytes)
@@ -185,8 +183,9 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
                 raise ValueError(f"The events wait for {event.name} twice. Take the second wait out.")
             flight.waited, flight.waited_s, flight.beside_s = True, now_s, compute_s - flight.computed_s
             if flight.end_s > now_s:
-                flight.exposed = _exposed(flight, events, ran, stood)
-                exposed.append(flight.exposed)
+                flight.exposed_s = flight.end_s - now_s
+                flight.reason, flight.detail = _why_exposed(flight, events, ran, stood)
+                exposed.append(flight)
                 stood.add(place)
                 now_s = flight.end_s
             ran[event.name] = place
@@ -200,21 +199,17 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
     )  # fmt: skip
 
 
-def _exposed(flight: Flight, events: Sequence[Event], ran: Mapping[str, int], stood: Collection[int]) -> Exposed:
-    """Return how long computation waits for a collective, and why."""
-    launch, queued_s, seconds = flight.launch, flight.start_s - flight.launched_s, flight.end_s - flight.waited_s
-    takes = f"it takes {as_ms(launch.seconds)} and {as_ms(flight.beside_s)} of compute stand beside it"
-    if queued_s > 0 and queued_s >= seconds / 2:
-        reason, detail = QUEUED, f"{as_ms(queued_s)} behind {flight.behind}; {takes}"
-    else:
-        last = max(launch.needs, key=ran.__getitem__, default="")
-        between = range(ran[last] + 1, flight.place) if last else ()
-        moves = any(place in stood or _computes(events[place]) for place in between)
-        if last and not moves:
-            reason, detail = LATE, f"right after {last}; {takes}"
-        else:
-            reason, detail = LONG, takes
-    return Exposed(launch.name, launch.group, seconds, reason, detail, queued_s, flight.behind)
+def _why_exposed(
+    flight: Flight, events: Sequence[Event], ran: Mapping[str, int], stood: Collection[int]
+) -> tuple[str, str]:
+    """Return why computation waits that long for a collective: the reason, and its details."""
+    takes = f"it takes {as_ms(flight.launch.seconds)} and {as_ms(flight.beside_s)} of compute stand beside it"
+    if flight.queued_s > 0 and flight.queued_s >= flight.exposed_s / 2:
+        return QUEUED, f"{as_ms(flight.queued_s)} behind {flight.behind}; {takes}"
+    last = max(flight.launch.needs, key=ran.__getitem__, default="")
+    between = range(ran[last] + 1, flight.place) if last else ()
+    moves = any(place in stood or _computes(events[place]) for place in between)
+    return (LATE, f"right after {last}; {takes}") if last and not moves else (LONG, takes)
 
 
 def _computes(event: Event) -> bool:
