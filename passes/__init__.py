@@ -44,9 +44,9 @@ from .cost.roofline import Group as Group
 from .cost.roofline import collective_seconds as collective_seconds
 from .cost.roofline import graph_seconds as graph_seconds
 from .cost.roofline import node_seconds as node_seconds
-from .ir.choice import Candidate as Candidate
-from .ir.choice import Choice as Choice
 from .ir.plan import Bucket as Bucket
+from .ir.plan import Candidate as Candidate
+from .ir.plan import Choice as Choice
 from .ir.plan import Plan as Plan
 from .manager import JOINT_PASSES as JOINT_PASSES
 from .manager import POST_GRAD_PASSES as POST_GRAD_PASSES

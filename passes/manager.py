@@ -25,7 +25,7 @@ from .apply.write_out import write_out
 from .budget.budget import Budget, plan_within
 from .cost.profiles import HardwareProfile
 from .cost.roofline import sent_by
-from .ir.emit import copied
+from .ir.nodes import copied
 from .ir.phases import has_phases, number_phases
 from .ir.plan import Plan
 from .ir.provenance import (

@@ -24,11 +24,11 @@ from fsdp_compile.passes.budget.budget import default_profile
 from fsdp_compile.passes.budget.residency import AGAIN, KEPT, choose
 from fsdp_compile.passes.budget.residents import peak_with, residents_of
 from fsdp_compile.passes.budget.trial import trial_of
-from fsdp_compile.passes.ir.choice import Candidate, Choice
+from fsdp_compile.passes.ir.plan import Candidate, Choice
 from fsdp_compile.passes.ir.provenance import annotate, settle_names
 from fsdp_compile.passes.ranks import agree
 from fsdp_compile.passes.ranks.agree import Agreement
-from fsdp_compile.passes.ranks.settle import Decision, Settled
+from fsdp_compile.passes.ranks.settle import Settled
 from fsdp_compile.passes.schedule.planner import plan_joint
 from fsdp_compile.passes.wire.ledger import GraphText, Launch
 from tests.comparing import assert_same_grads
@@ -82,7 +82,7 @@ def test_a_trial_weighs_the_step_as_it_would_be() -> None:
     before = str(graph)
     again, kept = (trial_of(graph, which, TOY, GROUPS) for which in ((), WEIGHTS))
     assert again.plan.again == WEIGHTS  # w0 as well, though x needs no gradient
-    assert (again.held_bytes, again.returned_bytes) == (HELD * KIB, 64 * KIB)
+    assert (again.weight.held_bytes, again.weight.returned_bytes) == (HELD * KIB, 64 * KIB)
     assert again.peak_bytes == PEAK * KIB
     assert kept.peak_bytes == (PEAK + 2 * 16) * KIB  # w1 and w2 would not have been there yet
     assert again.forward.timeline.total_s == kept.forward.timeline.total_s and again.seconds > kept.seconds
@@ -425,14 +425,14 @@ def _in_a_corner(slow_s: float) -> tuple[int, float]:
     rank, settled = dist.get_rank(), Settled(timeout_s=slow_s / 3)
     chosen = Candidate("kept", 1, 90, 0.5, 0.25)
 
-    def decide(rank: int) -> Decision:
+    def decide(rank: int) -> Plan:
         time.sleep(slow_s)
-        return Decision(("w",), (), (), 2, Choice(100, "toy", rank, chosen, ()))
+        return Plan("joint", keep=("w",), lookahead=2, choice=Choice(100, "toy", rank, chosen, ()))
 
     dist.barrier()
     began = time.monotonic()
     decision = settled.decision("corner", ("w",), [{rank, rank ^ 1}, {rank, rank ^ 2}], decide)
-    assert decision.choice.chosen == chosen and decision.keep == ("w",)
+    assert decision.choice is not None and decision.choice.chosen == chosen and decision.keep == ("w",)
     return decision.choice.rank, time.monotonic() - began
 
 
@@ -452,9 +452,9 @@ def test_what_was_settled_in_a_world_that_is_gone_does_not_hold(
         store = dist.PrefixStore("", served if outlives else dist.HashStore())
         monkeypatch.setattr(agree.compat, "default_store", lambda: store)
 
-    def decide(rank: int) -> Decision:
+    def decide(rank: int) -> Plan:
         asked.append(rank)
-        return Decision((f"w{len(asked)}",), (), (), 2, Choice(100, "toy", rank, Candidate("kept", 1, 90, 0.5, 0.25), ()))
+        return Plan("joint", keep=(f"w{len(asked)}",), lookahead=2)
 
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(agree.compat, "group_ranks", lambda group: (0, 1))

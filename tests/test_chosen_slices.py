@@ -21,8 +21,8 @@ from fsdp_compile.passes.budget import residency
 from fsdp_compile.passes.budget.residency import AGAIN, KEPT, SLICED, choose
 from fsdp_compile.passes.budget.residents import PARAMETERS, SLICES, Resident, residents_of, slices_of
 from fsdp_compile.passes.budget.trial import Trial, trial_of
+from fsdp_compile.passes.ir.markers import keep_slice
 from fsdp_compile.passes.ir.provenance import annotate, find_unshards, reduce_nodes, settle_names, unshard_nodes
-from fsdp_compile.passes.schedule.slices import keep_slice
 from tests.comparing import batches, train_and_compare
 from tests.models import Stack, pair, shard
 from tests.ranks import Ranks
@@ -74,7 +74,7 @@ def test_a_trial_with_slices_holds_them_and_gathers_among_few() -> None:
     assert [bucket.num_ranks for bucket in again.plan.backward.gathers] == [4, 4, 4]
     assert [bucket.fqns for bucket in sliced.plan.backward.gathers] == [("2.weight",), ("1.weight",), ("0.weight",)]
     # When forward ends two slices are there that were not.
-    assert sliced.forward.live_bytes[-1] - again.forward.live_bytes[-1] == 2 * 8 * KIB
+    assert sliced.weight.forward[-1] - again.weight.forward[-1] == 2 * 8 * KIB
     assert sliced.seconds < again.seconds
 
 

@@ -21,11 +21,11 @@ from fsdp_compile.passes.apply.merge import merge
 from fsdp_compile.passes.apply.overlap import overlap
 from fsdp_compile.passes.apply.parts import parts
 from fsdp_compile.passes.ir import markers
-from fsdp_compile.passes.ir.meta import ROLE
+from fsdp_compile.passes.ir.markers import keep_slice
+from fsdp_compile.passes.ir.meta import AC_GRAPH_ID, ROLE
 from fsdp_compile.passes.ir.provenance import annotate, find_unshards
-from fsdp_compile.passes.ir.tags import AC_GRAPH_ID
 from fsdp_compile.passes.schedule.planner import plan_graph, plan_joint
-from fsdp_compile.passes.schedule.slices import keep_slice, slices, use_first_gather
+from fsdp_compile.passes.schedule.slices import slices, use_first_gather
 from fsdp_compile.passes.wire import sums
 from fsdp_compile.passes.wire.copies import to_host
 

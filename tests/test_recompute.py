@@ -19,7 +19,7 @@ from fsdp_compile.demo.training import Settings, batch_of, build_model, shard_wi
 from fsdp_compile.passes import Plan
 from fsdp_compile.passes.budget.residency import AGAIN, KEPT, LEAN, choose
 from fsdp_compile.passes.budget.trial import Trial, trial_of
-from fsdp_compile.passes.cost.weigh import results_of, saved_by
+from fsdp_compile.passes.cost.memory import results_of, saved_by
 from fsdp_compile.passes.ir.provenance import annotate, settle_names
 from fsdp_compile.passes.schedule.activations import activations_of, compute_again
 from tests.comparing import assert_same_grads, train_and_compare

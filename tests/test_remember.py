@@ -18,17 +18,16 @@ from fsdp_compile.passes import _torch_compat as compat
 from fsdp_compile.passes.budget import budget, remember
 from fsdp_compile.passes.budget.remember import remembered
 from fsdp_compile.passes.budget.residency import choose
-from fsdp_compile.passes.ir.choice import Candidate, Choice
+from fsdp_compile.passes.ir.plan import Candidate, Choice
 from fsdp_compile.passes.ir.provenance import annotate, settle_names
-from fsdp_compile.passes.ranks.settle import Decision, Settled
+from fsdp_compile.passes.ranks.settle import Settled
 from tests.models import Stack, shard
 from tests.recording import plans_made
 from tests.test_passes import Builder, spec
 
 aten = torch.ops.aten
-FOUND = Decision(
-    ("up.weight",), (), (), 2, Choice(100, "toy", 0, Candidate("kept", 1, 90, 0.5, 0.25), (Candidate("again", 0, 60, 1.0, 0.5),))
-)  # fmt: skip
+CHOICE = Choice(100, "toy", 0, Candidate("kept", 1, 90, 0.5, 0.25), (Candidate("again", 0, 60, 1.0, 0.5),))
+FOUND = Plan("joint", keep=("up.weight",), lookahead=2, choice=CHOICE)
 
 
 @pytest.fixture
@@ -57,7 +56,7 @@ class Search:
     def __init__(self) -> None:
         self.times = 0
 
-    def __call__(self) -> Decision:
+    def __call__(self) -> Plan:
         self.times += 1
         return FOUND
 
@@ -66,7 +65,7 @@ def test_the_same_step_is_searched_once(folder: Path) -> None:
     search = Search()
     found = [remembered(product(step=f"budget 0, {process}.1"), "1GiB", search) for process in (7, 8)]
     assert found == [FOUND, FOUND] and search.times == 1
-    assert found[1].choice == FOUND.choice  # which equality leaves out of plans, not of this
+    assert found[1].choice == CHOICE  # which equality leaves out
     assert len(list(folder.iterdir())) == 1
 
 
@@ -171,4 +170,4 @@ def test_a_share_of_what_is_free_is_other_bytes_each_time(said: Budget, searches
     with mock.patch.object(budget, "_search", return_value=FOUND) as searching:
         decided = [budget._decide(said, product(), rank) for rank in (0, 4)]
     assert searching.call_count == searches
-    assert [one.choice.rank for one in decided] == [0, 4]  # whoever decides, from wherever it has that
+    assert [one.choice and one.choice.rank for one in decided] == [0, 4]  # whoever decides, from wherever it has that

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from fsdp_compile.core.spec import spec_of
 from fsdp_compile.core.unit import names_in, paths_in, units_in
 from fsdp_compile.passes import Plan
-from fsdp_compile.passes.schedule.schedule import schedule
-from fsdp_compile.passes.schedule.uses import Use
+from fsdp_compile.passes.schedule.schedule import launches
+from fsdp_compile.passes.schedule.uses import Use, units_around
 from fsdp_compile.passes.wire.ledger import Called, Issued, ledger
 
 _NO_USE = ("__get__", "__set__", "size", "dim", "numel")  # metadata
@@ -48,6 +49,42 @@ def scheduled(model: nn.Module, plain: nn.Module, run: Callable[[nn.Module], obj
         run(plain)
     trained = {known[id(param)][1] for param in plain.parameters() if param.requires_grad and id(param) in known}
     return schedule(reads.uses, trained)
+
+
+def schedule(uses: Sequence[Use], trained: Collection[str]) -> Plan:
+    """Return the plan of a step whose forward uses these parameters at these places; ``trained`` take a gradient.
+
+    Backward uses them in the reverse order. It comes to a unit where forward last used it, or a unit inside it, and to
+    none that forward only used before the first parameter that takes a gradient. It does not read tables.
+    """
+    around = units_around({one.unit for one in uses})
+    begins = min((one.place[0] for one in uses if one.fqn in trained), default=0)
+    end = max((one.place[0] for one in uses), default=0)
+    first: dict[str, Use] = {}
+    last: dict[str, int] = {}
+    for one in sorted(uses, key=lambda one: one.turn):
+        first.setdefault(one.fqn, one)
+        last.update(dict.fromkeys((one.unit, *around[one.unit]), one.place[0]))
+    again = [
+        dataclasses.replace(one, place=(2 * (end - last[one.unit]), len(around[one.unit])))
+        for one in first.values()
+        if one.spec.regather and not one.spec.is_table and last[one.unit] >= begins
+    ]
+    reduces = [
+        dataclasses.replace(one, place=(2 * (end - one.place[0]) + 1,)) for one in first.values() if one.fqn in trained
+    ]
+    kept: dict[str, int] = {}
+    for one in reduces:
+        if not one.spec.regather:
+            kept[one.unit] = min(one.place[0], kept.get(one.unit, one.place[0]))
+    return Plan(
+        stage="joint",
+        regather=tuple(one.fqn for one in first.values() if one.spec.regather),
+        again=tuple(one.fqn for one in again),
+        keep=tuple(one.fqn for one in first.values() if not one.spec.regather),
+        forward=launches("forward", [*first.values()], []),
+        backward=launches("backward", again, reduces, backwards=True, kept=kept),
+    )
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..passes.budget.residency import keepable, told_to_keep
 from ..passes.budget.trial import trial_of
+from ..passes.cost.memory import saved_by, weigh
 from ..passes.cost.profiles import HardwareProfile
 from ..passes.cost.roofline import node_flops
-from ..passes.cost.weigh import saved_by, weigh
 from ..passes.ir.provenance import find_reduces
 from ..passes.schedule.activations import activations_of
 from .extend import Added, added, extended

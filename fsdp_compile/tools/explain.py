@@ -20,8 +20,7 @@ from ..core.containers import tensors_in
 from ..core.unit import units_in
 from ..eager.running import recover
 from ..passes import HardwareProfile, Plan, Prediction
-from ..passes.ir.provenance import Marker, find_unshards
-from ..passes.schedule.slices import whole_of
+from ..passes.ir.provenance import Marker, find_unshards, whole_of
 from .apart import why_apart
 from .breaks import BreakReport, watching
 from .explained import ExplainedBucket, ExplainedMemory, ExplainedParameter, ExplainedStep, Explanation

@@ -11,9 +11,9 @@ import torch
 
 from ..page.picture import Collective, Compute, Difference, Memory, Picture, PicturedGraph, PicturedStep, Storage
 from ..passes import GraphRecord, Plan, Prediction
+from ..passes.cost.memory import saved_by, taken_as, weigh
 from ..passes.cost.owners import RETURNED, Owned, Owners, module_of, owners_of, saved_kinds
 from ..passes.cost.predicted import PredictedCollective, PredictedGraph
-from ..passes.cost.weigh import saved_by, taken_as, weigh
 from ..passes.ir.meta import ROLE
 from .graph_code import node_lines
 from .predicted import Step

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from torch import Tensor, fx
 
-from ..ir.emit import emit
 from ..ir.meta import ROLE, STEP, Role
+from ..ir.nodes import emit
 from ..ir.plan import Plan
 from ..wire.collectives import KIND_OF, is_launch
 from ..wire.ledger import GraphText, Launch, Member, begin
@@ -47,7 +47,7 @@ def announce(graph: fx.Graph, plan: Plan) -> int:
 
 def _as_text(launch: fx.Node, plan: Plan) -> Launch:
     role: Role = launch.meta[ROLE]
-    bucket = (plan.gathers if role.kind == "gather" else plan.reduces)[role.bucket]
+    bucket = plan.buckets(role.kind)[role.bucket]
     kind, group = KIND_OF[launch.target], str(launch.args[-1])
     return Launch(kind, group, bucket.dtype, bucket.num_bytes, bucket.fqns, role.members)
 

@@ -28,8 +28,7 @@ def check(graph: fx.Graph, plan: Plan) -> int:
         waits = [user for user in launch.users if user.target is c10d.wait_tensor.default]
         assert len(waits) == len(launch.users) == 1, f"{launch} is read by {list(launch.users)}, not by one wait alone"
     launched = Counter((launch.meta[ROLE].kind, launch.meta[ROLE].bucket) for launch in launches)
-    buckets = {"gather": plan.gathers, "reduce": plan.reduces}
-    planned = {one: num for one in plan.order if (num := num_launches(buckets[one[0]][one[1]]))}
+    planned = {(kind, at): num for kind, at in plan.order if (num := num_launches(plan.buckets(kind)[at]))}
     assert dict(launched) == planned, f"{dict(launched)} are launched, not the plan's {planned}"
     assert list(launched) == list(planned), f"launched in the order {list(launched)}, not the plan's {list(planned)}"
     for copy in graph.find_nodes(op="call_function", target=to_host):

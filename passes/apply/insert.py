@@ -30,14 +30,12 @@ from torch import fx
 
 from .. import _torch_compat as compat
 from .._torch_compat import kernels as kernels_compat
+from ..ir import markers
 from ..ir.aliases import base_of, is_free
-from ..ir.emit import emit
 from ..ir.meta import GRADIENT_OF, PARAMETER, ROLE, STEP, Role
-from ..ir.nodes import closure
+from ..ir.nodes import VIEWS, closure, emit, readers_of
 from ..ir.plan import Bucket, Plan, num_launches
 from ..ir.provenance import Marker, find_reduces, find_unshards
-from ..ir.views import VIEWS
-from ..schedule.slices import keep_slice
 from ..wire import lower
 from ..wire.collectives import c10d
 from ..wire.copies import to_host, wait_for_copies
@@ -85,7 +83,7 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         reduced = lower.finish_reduce(call, lower.launch_reduce(call, grads, specs), specs)
         _replace(graph, members, reduced)
         num_launched += num_launches(bucket)
-    for node in graph.find_nodes(op="call_function", target=keep_slice):
+    for node in graph.find_nodes(op="call_function", target=markers.keep_slice):
         _cut(graph, node)
     _wait_at_the_end(graph, plan)
     assert not unshards and not reduces, f"markers that the plan leaves out: {[*unshards, *reduces]}"
@@ -94,7 +92,7 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
 
 
 def _role(kind: str, index: int, plan: Plan, members: Sequence[Marker]) -> Role:
-    bucket = (plan.gathers if kind == "gather" else plan.reduces)[index]
+    bucket = plan.buckets(kind)[index]
     named = tuple(Member(one.unit, with_part(one.spec.fqn, one.spec.part)) for one in members)
     units: dict[str, list[int]] = {}
     for place, one in enumerate(members):
@@ -132,7 +130,7 @@ def _wait_at_the_end(graph: fx.Graph, plan: Plan) -> None:
 
 def _is_read(node: fx.Node) -> bool:
     """Whether a node of the graph reads a tensor, and not only the graph's caller."""
-    return any(user.op != "output" and (user.target not in VIEWS or _is_read(user)) for user in node.users)
+    return any(user.op != "output" for user in readers_of(node, lambda one: one.target in VIEWS))
 
 
 def _cut(graph: fx.Graph, node: fx.Node) -> None:

@@ -24,13 +24,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .. import _torch_compat as compat
 from ..ir import markers
 from ..ir.effects import read_what_is_written
-from ..ir.emit import emit
-from ..ir.meta import STEP
-from ..ir.nodes import closure
+from ..ir.meta import STEP, tag
+from ..ir.nodes import closure, emit
 from ..ir.plan import Plan
 from ..ir.provenance import Marker, find_reduces, find_unshards, reduce_nodes, unshard_nodes
-from ..ir.tags import tag
-from ..schedule.slices import keep_slice
 from ..schedule.structure import Structure, made_of_weights, structure_of
 
 
@@ -54,7 +51,7 @@ def keep(graph: fx.Graph, plan: Plan) -> int:
         tag(marker.node, CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE)
     _save_shards_made_here(graph, unshards)
     follow(graph, plan)
-    for node in graph.find_nodes(op="call_function", target=keep_slice):
+    for node in graph.find_nodes(op="call_function", target=markers.keep_slice):
         tag(node, CheckpointPolicy.MUST_SAVE)
     return len(unshards)
 

@@ -23,7 +23,6 @@ Inductor may fuse what stands between two products, unless the plan has activati
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, fx
 
 from .._torch_compat import kernels as compat
@@ -33,23 +32,15 @@ from ..ir.aliases import base_of, inputs_of, is_free
 from ..ir.meta import LARGE_END, ROLE
 from ..wire.collectives import c10d, is_launch
 from ..wire.ledger import begin
-from ..wire.spec import NAMESPACE, library
-
-library.define("behind(Tensor node, Tensor before) -> ()")
-behind = torch.ops.fsdpc.behind.default
-fx.node.has_side_effect(behind)
+from ..wire.spec import define_op
 
 
-@torch.library.register_fake(f"{NAMESPACE}::behind")
-def _behind_fake(node: Tensor, before: Tensor) -> None:
-    return None
-
-
-def _behind_kernel(node: Tensor, before: Tensor) -> None:
+def _behind(node: Tensor, before: Tensor) -> None:
     """Do nothing: without Inductor a graph runs in its own order."""
 
 
-library.impl("behind", _behind_kernel, "CompositeExplicitAutograd")
+behind = define_op("behind(Tensor node, Tensor before) -> ()", _behind)
+fx.node.has_side_effect(behind)
 
 
 def hold_order(graph: fx.Graph, loops: bool) -> int:

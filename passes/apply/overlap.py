@@ -243,16 +243,11 @@ def _gather_steps(items: Items) -> list[tuple[fx.Node | None, list[fx.Node]]]:
                 carried = {item}
             feeding[item] = carried
     steps: list[tuple[fx.Node | None, list[fx.Node]]] = []
-    previous = None
-    for gather in sorted(items.gathers, key=lambda gather: items.gathers[gather].bucket):
-        unit = items.gathers[gather].phase, items.gathers[gather].unit
-        if unit != previous:
-            steps.append((None, []))
-            previous = unit
-        steps[-1][1].append(gather)
-    for index, (_, launches) in enumerate(steps):
+    in_order = sorted(items.gathers, key=lambda gather: items.gathers[gather].bucket)
+    for _, its in groupby(in_order, key=lambda gather: (items.gathers[gather].phase, items.gathers[gather].unit)):
+        launches = [*its]
         readers = [first_reader[launch] for launch in launches if launch in first_reader]
-        steps[index] = min(readers, key=items.position.__getitem__, default=None), launches
+        steps.append((min(readers, key=items.position.__getitem__, default=None), launches))
     return steps
 
 

@@ -15,10 +15,10 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..ir import markers
+from ..ir.meta import tag
 from ..ir.nodes import closure
 from ..ir.plan import Plan
 from ..ir.provenance import find_unshards
-from ..ir.tags import tag
 
 
 def parts(graph: fx.Graph, plan: Plan) -> int:

@@ -15,27 +15,18 @@ writes its results for backward to memory; this pass has the same done in a grap
 from __future__ import annotations
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from .._torch_compat import kernels as kernels_compat
 from ..cost.fusion import is_pointwise
 from ..ir.aliases import base_of, inputs_of, is_free
-from ..ir.emit import emit
+from ..ir.nodes import emit
 from ..ir.phases import phase_of, put_in_phase
 from ..ir.plan import Plan
 from ..ir.provenance import unshard_nodes
-from ..wire.spec import NAMESPACE, library
+from ..wire.spec import define_op
 
-library.define("in_memory(Tensor(a) result) -> Tensor(a)")
-in_memory = torch.ops.fsdpc.in_memory.default
-
-
-@torch.library.register_fake(f"{NAMESPACE}::in_memory")
-def _in_memory(result: Tensor) -> Tensor:
-    return torch.ops.aten.alias.default(result)
-
-
-library.impl("in_memory", _in_memory, "CompositeExplicitAutograd")
+in_memory = define_op("in_memory(Tensor(a) result) -> Tensor(a)", torch.ops.aten.alias.default)
 
 
 def write_out(graph: fx.Graph, plan: Plan) -> int:

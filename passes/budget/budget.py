@@ -20,10 +20,9 @@ from torch import fx
 
 from .. import _torch_compat as compat
 from ..cost.profiles import PROFILES, HardwareProfile
-from ..ir.choice import Choice, as_size
-from ..ir.plan import Plan
+from ..ir.plan import Choice, Plan, as_size
 from ..ir.provenance import find_reduces, find_unshards, groups_of, num_units_of
-from ..ranks.settle import Decision, Settled
+from ..ranks.settle import Settled
 from ..schedule.planner import plan_joint, plan_keeping
 from .remember import remembered
 from .residency import choose, told_to_keep
@@ -81,7 +80,7 @@ class Budget:
         if self.like_fsdp2:
             return trial_of(graph, told_to_keep(graph), profile, like_fsdp2=True).peak_bytes
         assert self.share is not None
-        return int(self.share * free_bytes(device_of(graph))) + trial.held_bytes
+        return int(self.share * free_bytes(device_of(graph))) + trial.weight.held_bytes
 
 
 def plan_within(budget: Budget, graph: fx.Graph, settled: Settled, budget_id: str) -> Plan:
@@ -120,13 +119,14 @@ def plan_within(budget: Budget, graph: fx.Graph, settled: Settled, budget_id: st
     return dataclasses.replace(plan, choice=decision.choice)
 
 
-def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Decision:
+def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Plan:
     profile = budget.profile or default_profile(device_of(graph))
 
-    def search() -> Decision:
+    def search() -> Plan:
         return _search(budget, graph, profile)
 
     decision = search() if budget.share is not None else remembered(graph, (budget, profile), search)
+    assert decision.choice is not None
     choice = dataclasses.replace(decision.choice, rank=rank)
     if not choice.is_met:
         warnings.warn(
@@ -139,7 +139,7 @@ def _decide(budget: Budget, graph: fx.Graph, rank: int) -> Decision:
     return dataclasses.replace(decision, choice=choice)
 
 
-def _search(budget: Budget, graph: fx.Graph, profile: HardwareProfile) -> Decision:
+def _search(budget: Budget, graph: fx.Graph, profile: HardwareProfile) -> Plan:
     found = 0
 
     def allowed(trial: Trial) -> int:
@@ -149,10 +149,14 @@ def _search(budget: Budget, graph: fx.Graph, profile: HardwareProfile) -> Decisi
 
     best, lost = choose(graph, allowed, profile)
     choice = Choice(found, profile.name, 0, best.as_candidate(), tuple(one.as_candidate() for one in lost))
-    keep, recompute, sliced = (
-        tuple(sorted(its)) for its in (best.trial.kept, best.trial.recomputed, best.trial.sliced)
+    return Plan(
+        "joint",
+        keep=tuple(sorted(best.trial.kept)),
+        recompute=tuple(sorted(best.trial.recomputed)),
+        slices=tuple(sorted(best.trial.sliced)),
+        lookahead=best.trial.plan.lookahead,
+        choice=choice,
     )
-    return Decision(keep, recompute, sliced, best.trial.plan.lookahead, choice)
 
 
 def device_of(graph: fx.Graph) -> torch.device:

@@ -23,15 +23,15 @@ from torch import fx
 from .. import _torch_compat as compat
 from .._torch_compat import kernels as kernels_compat
 from ..ir.aliases import hint, tensors_of
+from ..ir.plan import Plan
 from ..ir.provenance import find_reduces, find_unshards, groups_of
-from ..ranks.settle import Decision
 from ..source import source_hash
 
 _OF_THIS_PROCESS = "step"  # the argument of a marker that has the budget's id
 _SAID_TO_THE_PARTITIONER = ("recompute", "ac_graph_id", "partitioner_tag", "desc")
 
 
-def remembered(graph: fx.Graph, said: object, search: Callable[[], Decision]) -> Decision:
+def remembered(graph: fx.Graph, said: object, search: Callable[[], Plan]) -> Plan:
     """Return the cached decision for a joint graph and what else was ``said``; if there is none, search and cache."""
     folder = kernels_compat.cache_folder()
     has_graphs_inside = any(not tensors_of(node) for node in graph.find_nodes(op="get_attr"))  # not in the key
@@ -40,7 +40,7 @@ def remembered(graph: fx.Graph, said: object, search: Callable[[], Decision]) ->
     path = folder / "fsdp_compile" / _key(graph, said)
     # A file that another program wrote, or half a file, is as good as none.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
-        return Decision.from_json(path.read_text())
+        return Plan.from_json(path.read_text())
     decision = search()
     with contextlib.suppress(OSError):  # a full or read-only disk: the next process searches again
         _write(path, decision.to_json())

@@ -26,11 +26,10 @@ from torch import fx
 
 from ..cost.profiles import HardwareProfile
 from ..cost.roofline import Groups
-from ..ir.choice import Candidate
-from ..ir.plan import Plan
-from ..ir.provenance import find_unshards
+from ..ir.plan import Candidate, Plan
+from ..ir.provenance import find_unshards, whole_of
 from ..schedule.activations import activations_of
-from ..schedule.slices import keeps_slice, offers_slice, whole_of
+from ..schedule.slices import keeps_slice, offers_slice
 from .residents import (
     ACTIVATION,
     PARAMETERS,
@@ -133,6 +132,14 @@ def choose(
             if over and over - fits <= 1:
                 break
 
+    def try_lists(base: Trial, residents: Sequence[Resident], worth: str, short: str) -> None:
+        keeping = may_be_kept(base, residents)
+        try_filled(base, residents, by_worth(keeping), budget, worth)
+        try_filled(base, residents, by_life(keeping), budget, short)
+        # In a plan that keeps a little less, collectives may queue less.
+        half = fill(base, residents, by_worth(keeping), (budget + base.peak_bytes) // 2)
+        try_listed(f"{worth}{IN_HALF}", base, half)
+
     def may_be_kept(base: Trial, residents: Sequence[Resident]) -> list[Resident]:
         keeping = [one for one in residents if one.kind == ACTIVATION or {*one.fqns} <= may_stay]
         return [*keeping, *slices_of(base, keeping, offers, profile, groups)]
@@ -141,26 +148,16 @@ def choose(
     budget = budget_bytes(again)
     may_stay = {*keepable(joint, again.plan)}
     offers = {one.fqn: one.spec for one in find_unshards(joint) if one.fqn in may_stay and offers_slice(one.node)}
-    residents = residents_of(again)
-    keeping = may_be_kept(again, residents)
     largest_bytes = try_one(KEPT, may_stay).peak_bytes
     try_one(AS_TOLD, told_to_keep(joint))
-    try_filled(again, residents, by_worth(keeping), budget, WORTH)
-    try_filled(again, residents, by_life(keeping), budget, SHORT)
-    # In a plan that keeps a little less, collectives may queue less.
-    half = fill(again, residents, by_worth(keeping), (budget + again.peak_bytes) // 2)
-    try_listed(f"{WORTH}{IN_HALF}", again, half)
+    try_lists(again, residents_of(again), WORTH, SHORT)
     if offers:
         try_one(SLICED, (), sliced=offers)
     activations = {name: [node.name for node in nodes] for name, nodes in activations_of(joint).items()}
     if largest_bytes > budget and activations:
         base = try_one(LEAN, (), activations)
         residents = [*residents_of(base), *activations_made_again(again, base, activations)]
-        keeping = may_be_kept(base, residents)
-        try_filled(base, residents, by_worth(keeping), budget, LEAN_WORTH)
-        try_filled(base, residents, by_life(keeping), budget, LEAN_SHORT)
-        half = fill(base, residents, by_worth(keeping), (budget + base.peak_bytes) // 2)
-        try_listed(f"{LEAN_WORTH}{IN_HALF}", base, half)
+        try_lists(base, residents, LEAN_WORTH, LEAN_SHORT)
 
     def rank(one: Tried) -> tuple[float, ...]:
         seconds, peak_bytes = one.trial.seconds, one.trial.peak_bytes

@@ -18,18 +18,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from ..cost.memory import lifetimes
+from ..cost.memory import lifetimes, results_of, saved_by
 from ..cost.profiles import HardwareProfile
 from ..cost.replay import Compute, Event, Launch, simulate
 from ..cost.roofline import Groups, collective_seconds, group_of
-from ..cost.weigh import results_of, saved_by
 from ..ir.aliases import Storage, storages_of
-from ..ir.meta import ROLE, Role
+from ..ir.meta import ROLE, works_for
 from ..ir.plan import Plan
 from ..schedule.slices import inner_spec
 from ..wire.collectives import is_launch
@@ -55,6 +54,7 @@ class Resident:
     saved_s: float
     kind: str = PARAMETERS
     own_s: float = 0.0  # of an activation: to compute it, whether or not that is hidden
+    launch: str = ""  # of parameters: the node that launches their gather in backward
 
 
 def residents_of(again: Trial) -> list[Resident]:
@@ -62,24 +62,23 @@ def residents_of(again: Trial) -> list[Resident]:
     backward, forward = again.plan.backward, again.plan.forward
     assert backward is not None and forward is not None
     last_read = _last_reads(again.forward.graph, forward)
-    launched: dict[int, int] = {}
+    launched: dict[int, tuple[int, str]] = {}
     events: dict[int, set[str]] = {}
     for position, node in enumerate(again.backward.graph.nodes):
-        if (role := _gathering(node)) is not None:
-            events.setdefault(role.bucket, set()).add(node.name)  # a wait's event has the name of its launch
+        if works_for(node, "gather"):
+            index = node.meta[ROLE].bucket
+            events.setdefault(index, set()).add(node.name)  # a wait's event has the name of its launch
             if is_launch(node):
-                launched[role.bucket] = position
+                launched[index] = position, node.name
     clock = _Clock(again)
     found = []
     for index, bucket in enumerate(backward.gathers):
         if index not in launched:
             continue  # one rank has all of it
-        since, until = max(last_read.get(fqn, 0) for fqn in bucket.fqns), launched[index]
-        saved_s = clock.seconds_without(events[index])
+        since, (until, launch) = max(last_read.get(fqn, 0) for fqn in bucket.fqns), launched[index]
+        held_s, saved_s = clock.between(since, until), clock.seconds_without(events[index])
         num_bytes = bucket.num_bytes * bucket.num_ranks
-        found.append(
-            Resident(bucket.unit, bucket.fqns, num_bytes, since, until, clock.between(since, until), saved_s)
-        )
+        found.append(Resident(bucket.unit, bucket.fqns, num_bytes, since, until, held_s, saved_s, launch=launch))
     return found
 
 
@@ -94,7 +93,6 @@ def slices_of(
 
     ``offers`` has the specs of the parameters that may be kept so; all parameters of a bucket have to be in it.
     """
-    of_bucket = _launches_of_buckets(again)
     clock = _Clock(again)
     found = []
     for one in residents:
@@ -104,7 +102,7 @@ def slices_of(
         num_bytes = sum(spec.gather_bytes for spec in inner)
         shared = group_of(inner[0].group, profile, groups)
         seconds = collective_seconds("all_gather", num_bytes * inner[0].num_shards, shared, profile)
-        saved_s = clock.seconds_with(of_bucket[one.fqns], seconds, inner[0].group)
+        saved_s = clock.seconds_with(one.launch, seconds, inner[0].group)
         if saved_s > 0:
             found.append(dataclasses.replace(one, num_bytes=num_bytes, saved_s=saved_s, kind=SLICES))
     return found
@@ -157,7 +155,8 @@ def peak_with(again: Trial, residents: Sequence[Resident], kept: Sequence[Reside
 
     If the first unit is kept, the gathers of the next one are launched when backward begins.
     """
-    forward, backward = [0] * (len(again.forward.live_bytes) + 1), [0] * (len(again.backward.live_bytes) + 1)
+    weight = again.weight
+    forward, backward = [0] * (len(weight.forward) + 1), [0] * (len(weight.backward) + 1)
     stays = {*kept}
     buckets = [one for one in residents if one.kind == PARAMETERS]
     steps = [list(step) for _, step in itertools.groupby(buckets, key=lambda one: one.unit)]
@@ -173,9 +172,9 @@ def peak_with(again: Trial, residents: Sequence[Resident], kept: Sequence[Reside
         if one.kind != PARAMETERS:
             backward[0] += one.num_bytes
             backward[one.until] -= one.num_bytes
-    highest = max(map(sum, zip(again.forward.live_bytes, itertools.accumulate(forward))))
-    later = max(map(sum, zip(again.backward.live_bytes, itertools.accumulate(backward))))
-    return again.held_bytes + max(highest, again.returned_bytes + later)
+    highest = max(map(sum, zip(weight.forward, itertools.accumulate(forward))))
+    later = max(map(sum, zip(weight.backward, itertools.accumulate(backward))))
+    return weight.held_bytes + max(highest, weight.returned_bytes + later)
 
 
 def by_worth(residents: Sequence[Resident]) -> list[Resident]:
@@ -248,34 +247,20 @@ def _last_reads(graph: fx.Graph, plan: Plan) -> dict[str, int]:
     """Return for each parameter the position of the last node of forward that needs what its bucket brought."""
     last: dict[int, int] = {}
     for life in lifetimes(graph, fused=True):
-        role = _gathering(life.storage.node)
-        if role is not None:
-            last[role.bucket] = max(last.get(role.bucket, 0), life.last)
+        if works_for(life.storage.node, "gather"):
+            index = life.storage.node.meta[ROLE].bucket
+            last[index] = max(last.get(index, 0), life.last)
     return {fqn: last.get(index, 0) for index, bucket in enumerate(plan.gathers) for fqn in bucket.fqns}
-
-
-def _launches_of_buckets(trial: Trial) -> dict[tuple[str, ...], str]:
-    """Return the name of the node that launches each gather of backward, by the gather's parameters."""
-    assert trial.plan.backward is not None
-    gathers = trial.plan.backward.gathers
-    launches = [node for node in trial.backward.graph.nodes if _gathering(node) is not None and is_launch(node)]
-    return {gathers[node.meta[ROLE].bucket].fqns: node.name for node in launches}
-
-
-def _gathering(node: fx.Node) -> Role | None:
-    role = node.meta.get(ROLE)
-    return role if isinstance(role, Role) and role.kind == "gather" else None
 
 
 def _saved_bytes(trial: Trial) -> dict[str, int]:
     """Return the bytes of each node that forward saves for backward; views of one storage count once, at the first."""
-    return dict(_saved(trial.forward.graph, trial.backward.graph))
-
-
-def _saved(forward: fx.Graph, backward: fx.Graph) -> Iterator[tuple[str, int]]:
+    forward, backward = trial.forward.graph, trial.backward.graph
     storages = storages_of(forward)
+    found: dict[str, int] = {}
     seen: set[Storage] = set()
     for one in results_of(forward)[saved_by(forward, backward) :]:
         if isinstance(one, fx.Node) and one.op == "call_function":
-            yield one.name, sum(storage.num_bytes for storage in storages[one] if storage not in seen)
+            found[one.name] = sum(storage.num_bytes for storage in storages[one] if storage not in seen)
             seen.update(storages[one])
+    return found

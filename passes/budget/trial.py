@@ -8,6 +8,14 @@
 The real graph is cut later, by the same partitioner, so what min-cut saves beside what is kept is known here and not
 guessed. Two things are not known: what Inductor's pattern matchers make of the graph before it is cut, and whatever is
 outside of it (a loss of the caller's, optimizers, gradients of an earlier backward).
+
+With ``like_fsdp2``, the copy is changed into what eager hooks would run, for comparison:
+
+    as compiled     G w0 | G b0 g0    n = norm(x, g0)  y = mm(n, w0)     saved: x, y      n is computed again
+    by hooks        G w0 b0 g0        n = norm(x, g0)  y = mm(n, w0)     saved: x, n, y
+
+Each unit has one gather and one reduction, packed and unpacked. What a gradient's formula reads is saved, unless
+checkpointing recomputes it. The graph is weighed without fusion, so that each operator has its own result.
 """
 
 from __future__ import annotations
@@ -18,21 +26,24 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from .. import _torch_compat as compat
 from ..apply.insert import insert
 from ..apply.keep import keep, let_go
 from ..apply.overlap import overlap
 from ..cost.events import events_of
+from ..cost.memory import Weight, results_of, weigh
 from ..cost.profiles import HardwareProfile
 from ..cost.replay import Event, Timeline, simulate
 from ..cost.roofline import Groups
-from ..cost.weigh import results_of, weigh
+from ..ir.meta import tag
 from ..ir.nodes import closure
 from ..ir.plan import Plan
+from ..ir.provenance import reduce_nodes, unshard_nodes
 from ..schedule.planner import plan_graph, plan_keeping
 from ..schedule.slices import chosen_slices, use_first_gather
-from .by_hooks import pack_units, save_all
+from ..schedule.structure import structure_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,6 @@ class Half:
     """A lowered forward or backward graph, and its prediction."""
 
     graph: fx.Graph
-    live_bytes: tuple[int, ...]  # at each node, without inputs that stay
     events: tuple[Event, ...]  # one for each call, in the graph's order
     timeline: Timeline
 
@@ -59,13 +69,11 @@ class Trial:
     plan: Plan
     forward: Half
     backward: Half
-    held_bytes: int  # from begin to end: the callers' inputs
-    returned_bytes: int  # while backward runs: what forward returned, and its caller may hold
+    weight: Weight
 
     @property
     def peak_bytes(self) -> int:
-        backward = self.returned_bytes + max(self.backward.live_bytes, default=0)
-        return self.held_bytes + max(*self.forward.live_bytes, backward)
+        return self.weight.peak_bytes
 
     @property
     def seconds(self) -> float:
@@ -92,16 +100,17 @@ def trial_of(
 ) -> Trial:
     """Predict the step of a joint graph that has gone through the passes before ``chosen_slices``; it is not changed.
 
-    With ``like_fsdp2``, predict it as FSDP2 runs it eagerly (by_hooks.py), and not as it is compiled.
+    With ``like_fsdp2``, predict it as FSDP2 runs it eagerly, and not as it is compiled.
     """
     module = fx.GraphModule(joint.owning_module or {}, copy.deepcopy(joint))  # type: ignore[arg-type]
     if like_fsdp2:
-        pack_units(module.graph)
+        for node in (*unshard_nodes(module.graph), *reduce_nodes(module.graph)):
+            node.update_kwarg("bucketing", "group")
     plan = plan_keeping(module.graph, kept, recompute, sliced, lookahead)
     chosen_slices(module.graph, plan)
     keep(module.graph, plan)
     if like_fsdp2:
-        save_all(module.graph)
+        _save_all(module.graph)
     num_results = num_forward_results(module.graph)
     forward, backward = compat.cut(module, num_results)
     for graph, stage in ((forward, "forward"), (backward, "backward")):
@@ -111,27 +120,20 @@ def trial_of(
         insert(graph, half)
         overlap(graph, half)
     weight = weigh(forward, backward, num_results, fused=not like_fsdp2)
-    return Trial(
-        frozenset(kept),
-        frozenset(recompute),
-        frozenset(sliced),
-        plan,
-        _half(forward, weight.forward, (), profile, groups),
-        _half(backward, weight.backward, weight.given_up, profile, groups),
-        held_bytes=weight.held_bytes,
-        returned_bytes=weight.returned_bytes,
-    )
+    halves: list[Half] = []
+    for graph, given_up in ((forward, ()), (backward, weight.given_up)):
+        events = events_of(graph, profile, groups, given_up)
+        halves.append(Half(graph, tuple(events), simulate(events)))
+    first, then = halves
+    return Trial(frozenset(kept), frozenset(recompute), frozenset(sliced), plan, first, then, weight)
 
 
-def _half(
-    graph: fx.Graph,
-    live_bytes: tuple[int, ...],
-    given_up: Collection[str],
-    profile: HardwareProfile,
-    groups: Groups | None,
-) -> Half:
-    events = events_of(graph, profile, groups, given_up)
-    return Half(graph, live_bytes, tuple(events), simulate(events))
+def _save_all(graph: fx.Graph) -> None:
+    """In a joint graph that is not cut yet, have only those nodes recomputed that are tagged so already."""
+    structure = structure_of(graph)
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in structure.fed and "recompute" not in node.meta:
+            tag(node, CheckpointPolicy.MUST_SAVE)
 
 
 def num_forward_results(joint: fx.Graph) -> int:

@@ -18,7 +18,7 @@ from ..ir.aliases import base_of, inputs_of
 from ..ir.meta import ROLE
 from ..ir.provenance import has_markers
 from ..wire.collectives import c10d, is_launch
-from .memory import lifetimes, storages_given
+from .memory import own_and_callers
 from .profiles import HardwareProfile
 from .replay import Compute, Event, Launch, Wait
 from .roofline import Groups, collective_seconds, graph_seconds, group_of, sent_by, slowdown
@@ -68,7 +68,6 @@ def _buffers(
     graph: fx.Graph, given_up: Collection[str]
 ) -> tuple[dict[fx.Node, list[tuple[str, int]]], dict[fx.Node, list[str]]]:
     """Return two tables by node: the buffers that each call allocates, with their bytes, and those that it frees."""
-    given = storages_given(graph, given_up)
     nodes = list(graph.nodes)
     first_call = next((node for node in nodes if node.op == "call_function"), None)
     last_until: list[fx.Node | None] = []  # at each position, the last node up to it that can free something
@@ -78,12 +77,12 @@ def _buffers(
     allocs: dict[fx.Node, list[tuple[str, int]]] = {}
     frees: dict[fx.Node, list[str]] = {}
     taken: set[str] = set()
-    for life in lifetimes(graph, fused=True):
+    own, _ = own_and_callers(graph, given_up, fused=True)
+    for life in own:
         owner = life.storage.node
-        is_made_here = owner.op == "call_function"
-        if not life.storage.num_bytes or not (is_made_here or life.storage in given):
+        if not life.storage.num_bytes:
             continue
-        begin = owner if is_made_here else first_call
+        begin = owner if owner.op == "call_function" else first_call
         # A buffer that its last reader writes over ends one position before that reader, where no call may stand.
         last = last_until[life.last] if life.last >= 0 else None
         if begin is None or last is None:

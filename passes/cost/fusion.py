@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from .. import _torch_compat as compat
-from ..ir.aliases import base_of, inputs_of, is_free, tensors_of
-from ..ir.views import CASTS, LOOKUPS
+from ..ir.aliases import base_of, inputs_of, is_free, is_view, tensors_of
+from ..ir.nodes import CASTS, LOOKUPS, readers_of
 from ..wire.collectives import is_launch
 
 aten = torch.ops.aten
@@ -173,12 +173,5 @@ def computes_inputs(node: fx.Node) -> bool:
 
 def _readers(node: fx.Node) -> list[fx.Node]:
     """Return the nodes that read a node's result, or a view of it; nodes that only take sizes do not count."""
-    found: dict[fx.Node, None] = {}
-    work = [node]
-    while work:
-        for user in work.pop().users:
-            if user.op != "call_function" or not is_free(user):
-                found[user] = None
-            elif inputs_of(user) and tensors_of(user):
-                work.append(user)
-    return list(found)
+    readers = (user for user in readers_of(node, is_view) if user.op != "call_function" or not is_free(user))
+    return list(dict.fromkeys(readers))

@@ -7,18 +7,24 @@ A storage lives from the node that allocates it to the last one that reads it, o
 to the end, and the input of a collective lives until the wait. Inputs are the caller's and counted apart, except those
 that the caller gives up, as it gives up saved tensors in backward: they are freed by their last reader. If an
 accelerator computes, only its memory counts, so offloaded shards do not. Scratch memory of kernels does not count.
+
+Over the two halves of a step, the caller holds forward's inputs and results:
+
+    forward     inputs, and what each node needs                       inputs: shards, buffers, the batch
+    backward    inputs, what forward returned, what each node needs    saved activations: until their last reader
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from ..ir import markers
-from ..ir.aliases import Storage, storages_of
-from ..ir.meta import ROLE, Role
+from ..ir.aliases import Storage, storages_of, tensors_of
+from ..ir.meta import ROLE, works_for
 from ..wire.collectives import c10d, is_launch
 from .fusion import fused_away, is_pointwise
 
@@ -72,51 +78,120 @@ class MemoryCurve:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Weight:
+    """The bytes that one rank holds."""
+
+    forward: tuple[int, ...]  # at each node, without inputs that stay
+    backward: tuple[int, ...]
+    held_bytes: int  # from begin to end: the callers' inputs
+    returned_bytes: int  # while backward runs: what forward returned, and its caller may hold
+    given_up: tuple[str, ...]  # inputs of backward that their last readers free
+
+    @property
+    def peak_bytes(self) -> int:
+        backward = self.returned_bytes + max(self.backward, default=0)
+        return self.held_bytes + max(*self.forward, backward)
+
+
 def memory_curve(graph: fx.Graph, given_up: Collection[str] = (), fused: bool = False) -> MemoryCurve:
     """Return the bytes alive at each node; ``given_up`` names the inputs that live no longer than their last reader.
 
     With ``fused``, count them as Inductor compiles the graph, else as it runs node by node.
     """
-    counted, live_bytes, callers = _counted(graph, given_up, fused)
+    own, callers = own_and_callers(graph, given_up, fused)
+    live_bytes = bytes_alive(own, len(graph.nodes))
     peak = live_bytes.index(max(live_bytes)) if live_bytes else 0
     kinds = kinds_of(graph)
     owners = [
         Owner(life.storage.node.name, life.storage.num_bytes, kinds[life.storage])
-        for life in counted
+        for life in own
         if life.first <= peak <= life.last and life.storage.num_bytes
     ]
     return MemoryCurve(
         names=tuple(node.name for node in graph.nodes),
         live_bytes=tuple(live_bytes),
-        input_bytes=callers,
+        input_bytes=sum(life.storage.num_bytes for life in callers),
         peak_owners=tuple(sorted(owners, key=lambda one: -one.num_bytes)),
     )
 
 
-def live_bytes(graph: fx.Graph, given_up: Collection[str] = (), fused: bool = False) -> tuple[tuple[int, ...], int]:
-    """Return the bytes of a memory curve and those of the callers' inputs, without looking for owners."""
-    _, alive, callers = _counted(graph, given_up, fused)
-    return tuple(alive), callers
+def weigh(forward: fx.Graph, backward: fx.Graph, num_results: int, fused: bool = True) -> Weight:
+    """Weigh two lowered halves; behind its ``num_results`` results, forward returns what backward takes."""
+    first, callers_lives = own_and_callers(forward, (), fused)
+    storages = storages_of(forward)
+    results = [storages[one] if isinstance(one, fx.Node) else () for one in results_of(forward)]
+    made = {one for these in results[:num_results] for one in these if one.node.op == "call_function"}
+    # A saved tensor that shares memory with an input or a result of forward is the caller's while backward runs.
+    callers = {
+        name
+        for name, these in zip(taken_as(forward, backward, num_results), results[num_results:])
+        if any(one in made or one.node.op == "placeholder" for one in these)
+    }
+    given_up = tuple(name for name in saved_inputs(backward) if name not in callers)
+    then, _ = own_and_callers(backward, given_up, fused)
+    return Weight(
+        tuple(bytes_alive(first, len(forward.nodes))),
+        tuple(bytes_alive(then, len(backward.nodes))),
+        sum(life.storage.num_bytes for life in callers_lives),
+        sum(one.num_bytes for one in made),
+        given_up,
+    )
 
 
-def _counted(graph: fx.Graph, given_up: Collection[str], fused: bool) -> tuple[list[Lifetime], list[int], int]:
+def saved_by(forward: fx.Graph, backward: fx.Graph) -> int:
+    """Return how many results of a forward graph come before what its backward takes."""
+    return max(len(results_of(forward)) - len(_saved(backward)), 0)
+
+
+def results_of(graph: fx.Graph) -> tuple[object, ...]:
+    """Return the results of a graph."""
+    results = graph.output_node().args[0]
+    assert isinstance(results, (tuple, list))
+    return tuple(results)
+
+
+def taken_as(forward: fx.Graph, backward: fx.Graph, num_results: int) -> list[str]:
+    """Return backward's name for each value that forward saves: forward has tensors first, backward sizes."""
+    saved = [one if isinstance(one, fx.Node) else None for one in results_of(forward)[num_results:]]
+    taken = _saved(backward)
+    names = {one.name for one in taken}
+    if all(one is None or one.name in names for one in saved):
+        return ["" if one is None else one.name for one in saved]
+    # Inductor's passes rename what forward returns.
+    tensors, sizes = iter(_by_kind(taken, True)), iter(_by_kind(taken, False))
+    return [next(tensors if one is not None and tensors_of(one) else sizes, "") for one in saved]
+
+
+def _saved(backward: fx.Graph) -> list[fx.Node]:
+    inputs = backward.find_nodes(op="placeholder")
+    return [one for one in inputs if not one.name.startswith(("tangents", "bwd_"))]
+
+
+def _by_kind(nodes: Sequence[fx.Node], are_tensors: bool) -> list[str]:
+    return [one.name for one in nodes if bool(tensors_of(one)) == are_tensors]
+
+
+def own_and_callers(
+    graph: fx.Graph, given_up: Collection[str], fused: bool
+) -> tuple[list[Lifetime], list[Lifetime]]:
+    """Return the lifetimes of what a graph allocates and of the inputs in ``given_up``, and those of other inputs."""
     given = storages_given(graph, given_up)
-    counted, callers = [], 0
+    own: list[Lifetime] = []
+    callers: list[Lifetime] = []
     for life in lifetimes(graph, fused):
-        if life.storage.node.op == "call_function" or life.storage in given:
-            counted.append(life)
-        else:
-            callers += life.storage.num_bytes
-    num_nodes = len(graph.nodes)
+        is_own = life.storage.node.op == "call_function" or life.storage in given
+        (own if is_own else callers).append(life)
+    return own, callers
+
+
+def bytes_alive(lives: Iterable[Lifetime], num_nodes: int) -> list[int]:
+    """Return how many bytes of these are alive at each position of their graph."""
     changes = [0] * (num_nodes + 1)
-    for life in counted:
+    for life in lives:
         changes[life.first] += life.storage.num_bytes
         changes[life.last + 1] -= life.storage.num_bytes
-    alive, live_bytes = 0, []
-    for change in changes[:num_nodes]:
-        alive += change
-        live_bytes.append(alive)
-    return counted, live_bytes, callers
+    return [*itertools.accumulate(changes[:num_nodes])]
 
 
 def saved_inputs(graph: fx.Graph) -> list[str]:
@@ -208,7 +283,7 @@ def kinds_of(graph: fx.Graph) -> dict[Storage, str]:
                 read = {kinds[one] for source in sources for one in storages[source]}
                 kinds[storage] = _kind(node, read, node in of_tangents)
     for node in graph.nodes:  # kinds that only the readers tell
-        if _is_reduction(node):
+        if node.target is markers.reduce_grad or works_for(node, "reduce"):
             # What is packed for a reduction is a gradient; the packed copy stays a buffer.
             for source in node.all_input_nodes:
                 if ROLE not in source.meta:
@@ -217,7 +292,7 @@ def kinds_of(graph: fx.Graph) -> dict[Storage, str]:
             for source in node.all_input_nodes:
                 for storage in storages[source]:
                     if kinds[storage] == BUFFER and ROLE in storage.node.meta:
-                        kinds[storage] = GATHERED if _role(storage.node).kind == "gather" else GRADIENT
+                        kinds[storage] = GATHERED if works_for(storage.node, "gather") else GRADIENT
     for storage in _shards(graph, storages):
         kinds[storage] = SHARD
     return kinds
@@ -242,16 +317,6 @@ def _kind(node: fx.Node, read: set[str], is_gradient: bool) -> str:
 def _shards(graph: fx.Graph, storages: dict[fx.Node, tuple[Storage, ...]]) -> Iterable[Storage]:
     """Yield the storages of inputs that a gather reads, or its packing."""
     for node in graph.nodes:
-        if node.target is markers.unshard or (ROLE in node.meta and _role(node).kind == "gather"):
+        if node.target is markers.unshard or works_for(node, "gather"):
             for source in node.all_input_nodes:
                 yield from (storage for storage in storages[source] if storage.node.op == "placeholder")
-
-
-def _is_reduction(node: fx.Node) -> bool:
-    return node.target is markers.reduce_grad or (ROLE in node.meta and _role(node).kind == "reduce")
-
-
-def _role(node: fx.Node) -> Role:
-    role = node.meta[ROLE]
-    assert isinstance(role, Role)
-    return role

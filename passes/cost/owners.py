@@ -9,19 +9,30 @@ memory.py counts bytes. This module keeps the kinds apart, and tells which param
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from ..ir.aliases import Storage, storages_of
-from ..ir.meta import GRADIENT_OF, PARAMETER, ROLE, Role
-from ..ir.module_paths import path_of
+from ..ir.meta import GRADIENT_OF, PARAMETER, ROLE, Role, works_for
 from ..ir.plan import Plan, named
+from ..ir.provenance import reader_path
 from ..wire.collectives import is_launch
-from .memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, OTHER, SHARD, kinds_of, lifetimes, storages_given
-from .weigh import results_of
+from .memory import (
+    ACTIVATION,
+    BUFFER,
+    GATHERED,
+    GRADIENT,
+    OTHER,
+    SHARD,
+    Lifetime,
+    bytes_alive,
+    kinds_of,
+    own_and_callers,
+    results_of,
+    storages_given,
+)
 
 INPUT = "batch and buffers"
 RETURNED = "returned by forward"
@@ -68,44 +79,30 @@ def owners_of(
     found = dict(kinds_of(graph))
     given = storages_given(graph, given_up)
     for storage in found:
-        role = storage.node.meta.get(ROLE)
-        if isinstance(role, Role) and role.kind == "gather" and is_launch(storage.node):
+        if is_launch(storage.node) and works_for(storage.node, "gather"):
             found[storage] = GATHERED  # also if it is unpacked before it is read
         elif storage.node.op == "placeholder":
             told = (kinds or {}).get(storage.node.name)
             is_callers = found[storage] in (ACTIVATION, OTHER) and storage not in given
             found[storage] = told or (INPUT if is_callers else found[storage])
-    nodes = list(graph.nodes)
-    rise: dict[str, list[int]] = {kind: [0] * (len(nodes) + 1) for kind in KINDS}
-    stays = dict.fromkeys(KINDS, 0)
-    alive = []
-    for life in lifetimes(graph, fused=True):
+    nodes, names = list(graph.nodes), _Names(graph, plan)
+
+    def owned(life: Lifetime) -> Owned:
         storage = life.storage
-        if storage.node.op == "call_function" or storage in given:
-            rise[found[storage]][life.first] += storage.num_bytes
-            rise[found[storage]][life.last + 1] -= storage.num_bytes
-            alive.append(life)
-        elif held is None:
-            stays[found[storage]] += storage.num_bytes
-            alive.append(life)
-    for one in held or ():
-        stays[one.kind] += one.num_bytes
+        return Owned(storage.node.name, names.of(storage), found[storage], storage.num_bytes)
+
+    own, of_callers = own_and_callers(graph, given_up, fused=True)
+    callers = tuple(held if held is not None else (owned(life) for life in of_callers if life.storage.num_bytes))
     calls = [place for place, node in enumerate(nodes) if node.op == "call_function"]
-    levels = {kind: list(itertools.accumulate(rise[kind])) for kind in KINDS}
-    of_kind = {kind: tuple(levels[kind][place] + stays[kind] for place in calls) for kind in KINDS}
+    of_kind = {}
+    for kind in KINDS:
+        alive = bytes_alive([life for life in own if found[life.storage] == kind], len(nodes))
+        stays = sum(one.num_bytes for one in callers if one.kind == kind)
+        of_kind[kind] = tuple(alive[place] + stays for place in calls)
     totals = [sum(column) for column in zip(*of_kind.values())]
     peak = calls[totals.index(max(totals))] if totals else 0
-    names = _Names(graph, plan)
-    owned = {
-        life.storage: Owned(life.storage.node.name, names.of(life.storage), found[life.storage], life.storage.num_bytes)
-        for life in alive
-        if life.storage.num_bytes
-    }
-    callers = tuple(owned[one] for one in owned if _stays(one, given)) if held is None else tuple(held)
-    there = [owned[life.storage] for life in alive if life.storage in owned and life.first <= peak <= life.last]
-    of_callers = set(callers)
-    own = [one for one in there if one not in of_callers]
-    ordered = sorted((*callers, *own), key=lambda one: -one.num_bytes)
+    there = [owned(life) for life in own if life.first <= peak <= life.last and life.storage.num_bytes]
+    ordered = sorted((*callers, *there), key=lambda one: -one.num_bytes)
     events = tuple(nodes[place].name for place in calls)
     return Owners(events, of_kind, tuple(ordered), callers, names.at(nodes[peak]) if calls else "")
 
@@ -124,10 +121,6 @@ def saved_kinds(forward: fx.Graph, plan: Plan, taken_as: Sequence[str], num_resu
     return said
 
 
-def _stays(storage: Storage, given: Collection[Storage]) -> bool:
-    return storage.node.op != "call_function" and storage not in given
-
-
 class _Names:
     """The parameters and modules that the storages of a graph belong to."""
 
@@ -137,10 +130,9 @@ class _Names:
         self._of_node: dict[fx.Node, str] = {}
         sent: set[Role] = set()  # roles whose launch stands in front
         for node in graph.nodes:
-            role = node.meta.get(ROLE)
-            if isinstance(role, Role) and role.kind in ("gather", "reduce"):
-                buckets = plan.gathers if role.kind == "gather" else plan.reduces
-                name = named(buckets[role.bucket].fqns)
+            if works_for(node, "gather") or works_for(node, "reduce"):
+                role: Role = node.meta[ROLE]
+                name = named(plan.buckets(role.kind)[role.bucket].fqns)
                 self._of_node[node] = _held(role.kind, is_launch(node), role in sent) + name
                 for storage in storages[node]:
                     if storage.node is node:  # else the node is a view of it
@@ -174,9 +166,5 @@ def _held(kind: str, is_launch: bool, is_behind: bool) -> str:
 
 def module_of(node: fx.Node) -> str:
     """Return the path of the innermost module that a node's code belongs to; empty if it is not known."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    source = next(reversed(list(stack.values())), None)
-    if source is None:
-        return ""
-    model, path = path_of(str(source[0]))
+    model, path = reader_path(node) or ("", [])
     return ".".join([*([model] if model not in ("", "self") else []), *path])

@@ -16,19 +16,18 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from ..ir.aliases import base_of, is_free, tensors_of
-from ..ir.choice import as_size
+from ..ir.aliases import base_of, is_view
 from ..ir.meta import GRADIENT_OF, PARAMETER, ROLE, Role
-from ..ir.plan import Bucket, Plan, named
+from ..ir.nodes import readers_of
+from ..ir.plan import Bucket, Plan, as_size, named
 from ..schedule.reasons import AGAIN, BUDGET, Residency
 from ..wire.collectives import KIND_OF, c10d, is_launch
 from .events import events_of
-from .memory import memory_curve
+from .memory import memory_curve, saved_by, weigh
 from .profiles import HardwareProfile
-from .replay import QUEUED, Event, Exposed, Timeline, Wait, as_ms, computed_s, simulate
+from .replay import QUEUED, Event, Flight, Timeline, as_ms, simulate
 from .roofline import Groups
 from .verdicts import COMPUTE, HIDDEN, MEMORY, Verdict, Verdicts
-from .weigh import saved_by, weigh
 
 BEGIN, END = "begin", "end"
 
@@ -155,36 +154,27 @@ def _predicted(
 ) -> PredictedGraph:
     timeline = simulate(events)
     verdicts = Verdicts(events, timeline, room_bytes)
-    started = {event.name: point.at_s for event, point in zip(events, timeline.memory) if not isinstance(event, Wait)}
-    waiting = {event.name: point.at_s for event, point in zip(events, timeline.memory) if isinstance(event, Wait)}
-    lane_of = {span.name: group for group, spans in timeline.groups.items() for span in spans}
     launches = [node for node in graph.nodes if is_launch(node) and ROLE in node.meta]
-    clock, landmarks = _Clock(events, timeline), _Landmarks(graph)
-    spans = {span.name: span for spans in timeline.groups.values() for span in spans}
-    exposed = {one.name: one for one in timeline.exposed}
+    landmarks = _Landmarks(graph)
     called = landmarks.gradients | {launch.name: _called(launch, plan) for launch in launches}
     found = []
     for launch in launches:
-        bucket = _bucket(launch, plan)
+        flight, bucket = timeline.flights[launch.name], _bucket(launch, plan)
         [wait] = [user for user in launch.users if user.target is c10d.wait_tensor.default]
         launched, waited = landmarks.around(launch), landmarks.around(wait)
-        seconds = spans[launch.name].end_s - spans[launch.name].start_s
-        beside_s = clock.compute_between(launch.name)
-        its = exposed.get(launch.name)
-        why = f"{as_ms(beside_s)} of compute stand beside it" if its is None else f"{its.reason}: {its.detail}"
+        seconds, beside_s, exposed_s = flight.end_s - flight.start_s, flight.beside_s, flight.exposed_s
+        why = f"{flight.reason}: {flight.detail}" if exposed_s else f"{as_ms(beside_s)} of compute stand beside it"
         why = re.sub(r"\w+", lambda word: called.get(word[0], word[0]), why)
-        exposed_s = 0.0 if its is None else its.seconds
         cause, verdict = HIDDEN, f"hidden behind {as_ms(beside_s)} of compute"
-        if its is not None:
-            cause, verdict = _judged(its, verdicts, landmarks, bucket, given_back)
-            if its.reason == QUEUED:
-                verdict += f"; queued {as_ms(its.queued_s)} behind {called.get(its.behind, its.behind)}"
-        span = spans[launch.name]
+        if exposed_s:
+            cause, verdict = _judged(flight, verdicts, landmarks, bucket, given_back)
+            if flight.reason == QUEUED:
+                verdict += f"; queued {as_ms(flight.queued_s)} behind {called.get(flight.behind, flight.behind)}"
         found.append(
             PredictedCollective(
                 KIND_OF[launch.target], bucket.unit, bucket.fqns, *launched, *waited, seconds, beside_s, exposed_s, why,
-                cause, verdict, launch.name, lane_of[launch.name], bucket.dtype, bucket.num_bytes, bucket.num_ranks,
-                started[launch.name], span.start_s, span.end_s, waiting[launch.name],
+                cause, verdict, launch.name, flight.launch.group, bucket.dtype, bucket.num_bytes, bucket.num_ranks,
+                flight.launched_s, flight.start_s, flight.end_s, flight.waited_s,
             )
         )  # fmt: skip
     return PredictedGraph(plan.stage, timeline.total_s, timeline.exposed_s, tuple(found), timeline)
@@ -196,11 +186,11 @@ def _given_back(residency: Mapping[str, Residency]) -> set[str]:
 
 
 def _judged(
-    exposed: Exposed, verdicts: Verdicts, landmarks: _Landmarks, bucket: Bucket, given_back: set[str]
+    flight: Flight, verdicts: Verdicts, landmarks: _Landmarks, bucket: Bucket, given_back: set[str]
 ) -> tuple[str, str]:
     """Return what keeps a collective from being hidden, and say it with the model's names."""
-    behind, _ = landmarks.around_name(exposed.name)
-    found = verdicts.of(exposed, "" if behind == BEGIN else behind)
+    behind, _ = landmarks.around_name(flight.name)
+    found = verdicts.of(flight, "" if behind == BEGIN else behind)
     if found.cause == COMPUTE and not given_back.isdisjoint(bucket.fqns):
         found = Verdict(MEMORY, f"gathered again, as the memory budget has no room to keep it; {found.words}")
     where = ""
@@ -212,25 +202,11 @@ def _judged(
 
 def _bucket(launch: fx.Node, plan: Plan) -> Bucket:
     role: Role = launch.meta[ROLE]
-    return (plan.gathers if role.kind == "gather" else plan.reduces)[role.bucket]
+    return plan.buckets(role.kind)[role.bucket]
 
 
 def _called(launch: fx.Node, plan: Plan) -> str:
     return f"{KIND_OF[launch.target]} of {named(_bucket(launch, plan).fqns)}"
-
-
-class _Clock:
-    """How much is computed up to each event, and so between a launch and its wait."""
-
-    def __init__(self, events: Sequence[Event], timeline: Timeline) -> None:
-        self._computed = computed_s(events, timeline)
-        self._places: dict[str, list[int]] = {}
-        for place, event in enumerate(events):
-            self._places.setdefault(event.name, []).append(place)  # a wait's event has the name of its launch
-
-    def compute_between(self, launch: str) -> float:
-        begin, end = self._places[launch]
-        return self._computed[end] - self._computed[begin]
 
 
 class _Landmarks:
@@ -247,9 +223,10 @@ class _Landmarks:
                 self.gradients[made.name] = f"grad {node.meta[GRADIENT_OF]}"
                 names.setdefault(self._position[made], self.gradients[made.name])
             if PARAMETER in node.meta:
-                reader = self._first_reader(node)
-                if reader is not None:
-                    names.setdefault(self._position[reader], node.meta[PARAMETER])
+                readers = (one for one in readers_of(node, is_view) if one.op == "call_function")
+                places = [self._position[one] for one in readers if ROLE not in one.meta]
+                if places:
+                    names.setdefault(min(places), node.meta[PARAMETER])
         self._places = sorted(names)
         self._names = [names[place] for place in self._places]
 
@@ -262,13 +239,3 @@ class _Landmarks:
         place = bisect.bisect(self._places, self._position[node])
         behind = self._names[place - 1] if place else BEGIN
         return behind, self._names[place] if place < len(self._names) else END
-
-    def _first_reader(self, node: fx.Node) -> fx.Node | None:
-        readers, work = set(), [node]
-        while work:
-            for user in work.pop().users:
-                if user.op == "call_function" and is_free(user) and tensors_of(user):
-                    work.append(user)
-                elif user.op == "call_function" and ROLE not in user.meta:
-                    readers.add(user)
-        return min(readers, key=self._position.__getitem__, default=None)

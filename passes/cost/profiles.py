@@ -298,9 +298,9 @@ _H200 = dataclasses.replace(_H100, name="h200", memory_bytes=139 << 30, memory_b
 # sheet: 1,440 GB and 64 TB/s for eight, ConnectX-7 of 400 Gb/s for each, hosts with PCIe Gen5. Matmuls of a model's
 # shapes: 1,448 to 1,562 of 2,250 (arXiv 2604.23466); the best shape 1,745. Attention: nothing was found for the kernel
 # that torch takes, and as fast as matmuls is too fast.
-_B200 = HardwareProfile(
+_B200 = dataclasses.replace(
+    _H100,
     name="b200",
-    backend="nccl",
     flops={
         "float64": 40e12, "float32": 80e12, "tf32": 1100e12, "bfloat16": 2250e12, "float16": 2250e12,
         "float8_e4m3fn": 4500e12, "float8_e5m2": 4500e12,
@@ -308,12 +308,8 @@ _B200 = HardwareProfile(
     matmul_efficiency=0.69,
     memory_bytes=178 << 30,
     memory_bytes_per_s=8e12,
-    host_bytes_per_s=64e9,
-    memory_efficiency=_HBM_EFFICIENCY,
-    kernel_s=_GPU_KERNEL_S,
-    ranks_per_node=8,
     inside=_nvlink(1800e9),
-    between=_infiniband(400),
+    attention_efficiency=1.0,
 )  # fmt: skip
 
 # One core of a server and gloo: no data sheet says what a rank has of a CPU. These are round figures from `fsdp-compile

@@ -12,7 +12,6 @@ same events give the same times anywhere.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,17 +66,32 @@ class Span:
     end_s: float
 
 
-@dataclass(frozen=True)
-class Exposed:
-    """A collective that computation had to wait for."""
+@dataclass
+class Flight:
+    """A collective, from its launch to the wait for it."""
 
-    name: str
-    group: str
-    seconds: float
-    reason: str  # LONG, QUEUED or LATE
-    detail: str
-    queued_s: float = 0.0  # between its launch and its turn on the links
-    behind: str = ""  # the collective that it was queued behind
+    launch: Launch
+    place: int
+    launched_s: float
+    start_s: float  # when the links are free for it
+    end_s: float
+    behind: str  # what ran in its lane when it was launched
+    computed_s: float  # of all compute up to its launch, with the slowdown by collectives, without waiting
+    waited: bool = False
+    waited_s: float = 0.0  # when computation needs it
+    beside_s: float = 0.0  # of compute between its launch and the wait
+    exposed_s: float = 0.0  # that computation waits for it
+    reason: str = ""  # of an exposed one: LONG, QUEUED or LATE
+    detail: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.launch.name
+
+    @property
+    def queued_s(self) -> float:
+        """The seconds between its launch and its turn on the links."""
+        return self.start_s - self.launched_s
 
 
 @dataclass(frozen=True)
@@ -98,12 +112,13 @@ class Timeline:
     copy_s: float  # part of ``compute_s``: packing and unpacking
     compute: tuple[Span, ...]
     groups: Mapping[str, tuple[Span, ...]]
-    exposed: tuple[Exposed, ...]
+    exposed: tuple[Flight, ...]  # in the order of the waits
     memory: tuple[Point, ...]  # one for each event
+    flights: Mapping[str, Flight]  # by the collectives' names, in the order of launch
 
     @property
     def exposed_s(self) -> float:
-        return sum(one.seconds for one in self.exposed)
+        return sum(one.exposed_s for one in self.exposed)
 
     @property
     def peak_bytes(self) -> int:
@@ -120,33 +135,8 @@ class Timeline:
             f"{as_ms(self.total_s)}: {as_ms(self.compute_s)} computing, {as_ms(self.exposed_s)} waiting; "
             f"peak {self.peak_bytes:,} bytes at {self.peak_at or 'no event'}"
         ]
-        lines += [f"    {as_ms(one.seconds):>12} for {one.name}: {one.reason} ({one.detail})" for one in self.exposed]
+        lines += [f"    {as_ms(one.exposed_s):>12} for {one.name}: {one.reason} ({one.detail})" for one in self.exposed]
         return "\n".join(lines)
-
-
-def computed_s(events: Iterable[Event], timeline: Timeline) -> list[float]:
-    """Return the seconds of compute before each event of a replay, and after the last event.
-
-    The seconds include the slowdown by collectives, but no waiting.
-    """
-    spans = iter(timeline.compute)
-    computing = (next(spans) if isinstance(event, Compute) else None for event in events)
-    seconds = (0.0 if span is None else span.end_s - span.start_s for span in computing)
-    return [0.0, *itertools.accumulate(seconds)]
-
-
-@dataclass
-class _Flight:
-    """A launched collective."""
-
-    launch: Launch
-    place: int
-    launched_s: float
-    start_s: float
-    end_s: float
-    behind: str  # what ran in its lane when it was launched
-    compute_s: float  # of all compute up to its launch
-    waited: bool = False
 
 
 def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
@@ -155,9 +145,9 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
     now_s = compute_s = copy_s = 0.0
     compute: list[Span] = []
     lanes: dict[str, list[Span]] = {}
-    flights: dict[str, _Flight] = {}
-    slowing: list[_Flight] = []
-    exposed: list[Exposed] = []
+    flights: dict[str, Flight] = {}
+    slowing: list[Flight] = []
+    exposed: list[Flight] = []
     ran: dict[str, int] = {}  # places of computes, and of the waits for collectives
     stood: set[int] = set()  # places of waits that took time
     memory = _Memory(held_bytes)
@@ -181,7 +171,7 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
             start_s = max([now_s, *[span.end_s for span in lane[-1:]]])
             behind = lane[-1].name if start_s > now_s else ""
             lane.append(Span(event.name, start_s, start_s + event.seconds))
-            flight = _Flight(event, place, now_s, start_s, start_s + event.seconds, behind, compute_s)
+            flight = Flight(event, place, now_s, start_s, start_s + event.seconds, behind, compute_s)
             flights[event.name] = flight
             if event.slows_compute > 0:
                 slowing.append(flight)
@@ -191,9 +181,11 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
             flight = flights[event.name]
             if flight.waited:
                 raise ValueError(f"The events wait for {event.name} twice. Take the second wait out.")
-            flight.waited = True
+            flight.waited, flight.waited_s, flight.beside_s = True, now_s, compute_s - flight.computed_s
             if flight.end_s > now_s:
-                exposed.append(_exposed(flight, flight.end_s - now_s, compute_s, events, ran, stood))
+                flight.exposed_s = flight.end_s - now_s
+                flight.reason, flight.detail = _why_exposed(flight, events, ran, stood)
+                exposed.append(flight)
                 stood.add(place)
                 now_s = flight.end_s
             ran[event.name] = place
@@ -203,32 +195,21 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
             raise ValueError(f"{name} is launched, and nothing waits for it. Add a wait for {name}.")
     return Timeline(
         now_s, compute_s, copy_s, tuple(compute), {group: tuple(spans) for group, spans in lanes.items()},
-        tuple(exposed), tuple(memory.points),
+        tuple(exposed), tuple(memory.points), flights,
     )  # fmt: skip
 
 
-def _exposed(
-    flight: _Flight,
-    seconds: float,
-    compute_s: float,
-    events: Sequence[Event],
-    ran: Mapping[str, int],
-    stood: Collection[int],
-) -> Exposed:
-    """Return why computation waits that long for a collective."""
-    launch, queued_s = flight.launch, flight.start_s - flight.launched_s
-    takes = f"it takes {as_ms(launch.seconds)} and {as_ms(compute_s - flight.compute_s)} of compute stand beside it"
-    if queued_s > 0 and queued_s >= seconds / 2:
-        reason, detail = QUEUED, f"{as_ms(queued_s)} behind {flight.behind}; {takes}"
-    else:
-        last = max(launch.needs, key=ran.__getitem__, default="")
-        between = range(ran[last] + 1, flight.place) if last else ()
-        moves = any(place in stood or _computes(events[place]) for place in between)
-        if last and not moves:
-            reason, detail = LATE, f"right after {last}; {takes}"
-        else:
-            reason, detail = LONG, takes
-    return Exposed(launch.name, launch.group, seconds, reason, detail, queued_s, flight.behind)
+def _why_exposed(
+    flight: Flight, events: Sequence[Event], ran: Mapping[str, int], stood: Collection[int]
+) -> tuple[str, str]:
+    """Return why computation waits that long for a collective: the reason, and its details."""
+    takes = f"it takes {as_ms(flight.launch.seconds)} and {as_ms(flight.beside_s)} of compute stand beside it"
+    if flight.queued_s > 0 and flight.queued_s >= flight.exposed_s / 2:
+        return QUEUED, f"{as_ms(flight.queued_s)} behind {flight.behind}; {takes}"
+    last = max(flight.launch.needs, key=ran.__getitem__, default="")
+    between = range(ran[last] + 1, flight.place) if last else ()
+    moves = any(place in stood or _computes(events[place]) for place in between)
+    return (LATE, f"right after {last}; {takes}") if last and not moves else (LONG, takes)
 
 
 def _computes(event: Event) -> bool:
@@ -236,7 +217,7 @@ def _computes(event: Event) -> bool:
     return isinstance(event, Compute) and event.seconds > 0 and not event.is_copy
 
 
-def _require_launch(launch: Launch, flights: Mapping[str, _Flight], ran: Mapping[str, int]) -> None:
+def _require_launch(launch: Launch, flights: Mapping[str, Flight], ran: Mapping[str, int]) -> None:
     _require_seconds(launch.name, launch.seconds)
     if launch.name in flights:
         raise ValueError(f"{launch.name} is launched twice. Give each collective a name of its own.")
@@ -259,7 +240,7 @@ def _require_seconds(name: str, seconds: float) -> None:
         raise ValueError(f"{name} takes {seconds!r} seconds. Give a number that is at least 0.")
 
 
-def _advance(now_s: float, seconds: float, slowing: Sequence[_Flight]) -> float:
+def _advance(now_s: float, seconds: float, slowing: Sequence[Flight]) -> float:
     """Return when work of so many seconds ends if it begins now, slowed down by the collectives in flight."""
     turns = sorted({turn for one in slowing for turn in (one.start_s, one.end_s) if turn > now_s})
     for turn_s in turns:

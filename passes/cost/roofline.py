@@ -25,7 +25,7 @@ from torch import fx
 
 from .. import _torch_compat as compat
 from ..ir.aliases import base_of, elements, hint, inputs_of, is_free, tensor_bytes, tensors_of
-from ..ir.views import LOOKUPS
+from ..ir.nodes import LOOKUPS
 from ..wire.collectives import KIND_OF, is_launch
 from ..wire.copies import to_device, to_host
 from .fusion import kernels_of

@@ -14,8 +14,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..ir.choice import as_size
-from .replay import Compute, Event, Exposed, Launch, Timeline, Wait, as_ms, computed_s, simulate
+from ..ir.plan import as_size
+from .replay import Compute, Event, Flight, Launch, Timeline, Wait, as_ms, simulate
 
 HIDDEN, COMPUTE, MEMORY, DEPENDENCY, ORDER = "hidden", "compute", "memory", "dependency", "order"
 
@@ -47,20 +47,15 @@ class Verdicts:
     def __init__(self, events: Sequence[Event], timeline: Timeline, room_bytes: int | None = None) -> None:
         self._alive = [point.num_bytes for point in timeline.memory]
         self._room_bytes = room_bytes
-        self._allocs = {one.name: one.allocs for one in events if isinstance(one, Launch)}
-        self._needs = {one.name: one.needs for one in events if isinstance(one, Launch)}
         self._short, self._first, self._short_of = _shortened(events)
         self._launched = {one.name: place for place, one in enumerate(self._short) if isinstance(one, Launch)}
         self._waited = {one.name: place for place, one in enumerate(self._short) if isinstance(one, Wait)}
         self._total_s = simulate(self._short).total_s
-        # Compute as the clock shows it, slowed down by collectives: this is how much of a collective it hides.
-        self._computed_s = computed_s(events, timeline)
 
-    def of(self, exposed: Exposed, behind: str = "") -> Verdict:
+    def of(self, flight: Flight, behind: str = "") -> Verdict:
         """Return why computation waits for it; ``behind`` names what is computed last before its launch, if any."""
-        name = exposed.name
-        tried = [self._try(name, place) for place in self._earlier(name)]
-        worth = [one for one in tried if one.saves_s > _WORTH * exposed.seconds]
+        tried = [self._try(flight.launch, place) for place in self._earlier(flight.launch)]
+        worth = [one for one in tried if one.saves_s > _WORTH * flight.exposed_s]
         room = self._room_bytes
         fitting = [one for one in worth if room is None or one.holds_bytes <= room]
         if fitting:
@@ -71,28 +66,28 @@ class Verdicts:
             assert room is not None
             over = f"; the budget has room for {as_size(room)}"
             return self._said(MEMORY, best, "launched earlier, the step would take", over)
-        launched, waited = (self._computed_s[self._first[at[name]]] for at in (self._launched, self._waited))
-        beside_s = waited - launched
+        # Compute as the clock shows it, slowed down by collectives: this is how much of a collective it hides.
+        launched, beside_s = flight.computed_s, flight.beside_s
         beside = f"only {as_ms(beside_s)} of compute stand beside it"
-        if self._cannot_move(name, _WORTH * exposed.seconds):
-            if self._needs[name]:
+        if self._cannot_move(flight.launch, _WORTH * flight.exposed_s):
+            if flight.launch.needs:
                 rest = "nothing is left to compute" if not beside_s else f"{as_ms(beside_s)} are left to compute"
                 return Verdict(DEPENDENCY, f"launched as soon as what it sends is there, and {rest} beside it")
             where = f"launched behind {behind}, {as_ms(launched)} of compute from" if behind else "launched when"
             begins = "the begin of the graph" if behind else "the graph begins"
             return Verdict(DEPENDENCY, f"{where} {begins}; {beside}")
-        if not behind and not self._needs[name]:
+        if not behind and not flight.launch.needs:
             return Verdict(COMPUTE, f"{beside}, though it is launched before any parameter is read")
         tail = "; launched earlier, the step is no shorter" if tried else ""
         return Verdict(COMPUTE, f"{beside}{tail}")
 
-    def _cannot_move(self, name: str, seconds: float) -> bool:
+    def _cannot_move(self, launch: Launch, seconds: float) -> bool:
         """Whether no more than ``seconds`` are computed between the earliest place for a launch and its own.
 
         The packing of other launches does not count, unless something waits there: in front of it, the launch would
         also be in front of them in the queue.
         """
-        between = self._short[self._earliest(name) : self._packed(name)]
+        between = self._short[self._earliest(launch) : self._packed(launch)]
         waits = any(isinstance(one, Wait) for one in between)
         works = [one for one in between if isinstance(one, Compute) and (waits or not one.is_copy)]
         return sum(one.seconds for one in works) <= seconds
@@ -102,32 +97,32 @@ class Verdicts:
         said = f"{words} {as_ms(found.saves_s)} less, and {holds}{tail}"
         return Verdict(cause, said, self._short[found.place].name, found.saves_s, found.holds_bytes)
 
-    def _earlier(self, name: str) -> list[int]:
+    def _earlier(self, launch: Launch) -> list[int]:
         """Return earlier places for a launch: the earliest of all, and in front of launches close to it."""
-        place, earliest = self._packed(name), self._earliest(name)
+        place, earliest = self._packed(launch), self._earliest(launch)
         others = [at for at in range(earliest, place) if isinstance(self._short[at], Launch)]
         chosen = {earliest, *others[-_TRIED:]} if earliest < place else set()
         return sorted(at for at in chosen if any(_takes_time(one) for one in self._short[at:place]))
 
-    def _packed(self, name: str) -> int:
+    def _packed(self, launch: Launch) -> int:
         """Return where the packing right in front of a launch begins, which moves with it."""
-        place = self._launched[name]
+        place = self._launched[launch.name]
         while place and _is_copy(self._short[place - 1]):
             place -= 1
         return place
 
-    def _earliest(self, name: str) -> int:
-        return max((self._done(one) + 1 for one in self._needs[name]), default=0)
+    def _earliest(self, launch: Launch) -> int:
+        return max((self._done(one) + 1 for one in launch.needs), default=0)
 
     def _done(self, name: str) -> int:
         """Return where in the short list a compute has run, or a collective has been waited for."""
         return self._waited[name] if name in self._waited else self._short_of[name]
 
-    def _try(self, name: str, place: int) -> _Tried:
-        at, end = self._packed(name), self._launched[name] + 1
+    def _try(self, launch: Launch, place: int) -> _Tried:
+        at, end = self._packed(launch), self._launched[launch.name] + 1
         moved = [*self._short[:place], *self._short[at:end], *self._short[place:at], *self._short[end:]]
         saves_s = self._total_s - simulate(moved).total_s
-        more = sum(num_bytes for _, num_bytes in self._allocs[name])
+        more = sum(num_bytes for _, num_bytes in launch.allocs)
         alive = self._alive[self._first[place] : self._first[at]]
         return _Tried(place, saves_s, max(alive, default=0) + more)
 

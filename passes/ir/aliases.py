@@ -26,7 +26,7 @@ from .. import _torch_compat as compat
 from ..wire.collectives import c10d
 from ..wire.copies import wait_for_copies
 from ..wire.ledger import begin
-from .views import VIEWS
+from .nodes import VIEWS
 
 # For a symbolic size that nobody has seen a value of. A constant, so that ranks agree.
 DEFAULT_SIZE = 1024
@@ -101,9 +101,14 @@ def is_free(node: fx.Node) -> bool:
     return all(_source(node, place, value) is not None for place, value in enumerate(tensors))
 
 
+def is_view(node: fx.Node) -> bool:
+    """Whether a node returns tensors and runs no kernel for them."""
+    return node.op == "call_function" and is_free(node) and bool(tensors_of(node))
+
+
 def base_of(node: fx.Node) -> fx.Node:
     """Return the node that a node is a view of, or the node itself; a size is a view of nothing."""
-    while node.op == "call_function" and is_free(node) and tensors_of(node) and (sources := inputs_of(node)):
+    while is_view(node) and (sources := inputs_of(node)):
         node = sources[0]
     return node
 

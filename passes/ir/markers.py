@@ -16,6 +16,7 @@ lowers them (``aot_eager``, ``eager``, or our passes displaced) the ops run as t
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import warnings
 from collections.abc import Callable
@@ -26,39 +27,16 @@ from torch import Tensor, fx
 
 from .. import _torch_compat as compat
 from ..wire import lower
-from ..wire.spec import NAMESPACE, ParamSpec, library
+from ..wire.spec import NAMESPACE, ParamSpec, define_op, library
 
-_SPEC = (
-    "str fqn, str unit, int order, int[] size, int dim, int num_shards, int local_length, str group, str backend, "
-    "ScalarType dtype, ScalarType reduce_dtype, ScalarType grad_dtype, bool regather, str reduce_op, float predivide, "
-    "float postdivide, str reduction, str bucketing, str replicate_group, int num_replicas, int inner_shards, "
-    "str inner_group, int inner_rank, bool inner_offered, int part, str device, bool pinned, "
-    "bool is_table, str step"
-)
-
+_SCHEMA_TYPES = {"tuple[int, ...]": "int[]", "torch.dtype": "ScalarType"}  # others have one name in both
+_SPEC = ", ".join(f"{_SCHEMA_TYPES.get(str(one.type), one.type)} {one.name}" for one in dataclasses.fields(ParamSpec))
 _BACKWARD = 'Tensor? leaf=None, Tensor? ticket=None, str then="reduce"'
-library.define(f"unshard(Tensor shard, {_BACKWARD}, *, {_SPEC}) -> Tensor")
-# Between two passes, ``beside`` lists gathers that backward is to do although no gradient may read them.
-library.define(f"reduce_grad(Tensor grad, Tensor[]? beside=None, *, {_SPEC}) -> Tensor")
-# The same for any other gradient, in a graph without reductions.
-library.define("beside(Tensor grad, Tensor[] gathered) -> Tensor")
-# This wraps each tensor that an all-gather extension made of gathered parts; the pass ``parts`` takes it away.
-library.define("made_of_parts(Tensor full) -> Tensor")
-# This calls the ticket's holder when backward runs, which no graph contains: it adds what earlier backwards held back.
-library.define("resume(Tensor grad, Tensor ticket) -> Tensor")
-
-unshard = torch.ops.fsdpc.unshard.default
-reduce_grad = torch.ops.fsdpc.reduce_grad.default
-made_of_parts = torch.ops.fsdpc.made_of_parts.default
-beside = torch.ops.fsdpc.beside.default
-resume = torch.ops.fsdpc.resume.default
-fx.node.has_side_effect(resume)  # two calls may not become one: the first takes what is pending
 
 # By the number in a ticket. It is a number and no pointer, since saved tensors may be moved before backward.
 ticket_holders: dict[int, Callable[[Tensor], Tensor]] = {}
 
 
-@torch.library.register_fake(f"{NAMESPACE}::unshard")
 def _unshard_fake(shard: Tensor, *backward: Any, **kwargs: Any) -> Tensor:
     require_data(kwargs["fqn"], shard)
     if kwargs["device"]:
@@ -66,7 +44,6 @@ def _unshard_fake(shard: Tensor, *backward: Any, **kwargs: Any) -> Tensor:
     return shard.new_empty(kwargs["size"], dtype=kwargs["dtype"], device=kwargs["device"] or shard.device)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::reduce_grad")
 def _reduce_grad_fake(grad: Tensor, *beside: Any, **kwargs: Any) -> Tensor:
     device = "cpu" if kwargs["device"] else grad.device
     return grad.new_empty(ParamSpec.of(kwargs).local_size, dtype=kwargs["grad_dtype"], device=device)
@@ -89,17 +66,14 @@ def _reduce_grad_kernel(grad: Tensor, *beside: Any, **kwargs: Any) -> Tensor:
     return reduced.clone() if same else reduced
 
 
-@torch.library.register_fake(f"{NAMESPACE}::made_of_parts")
-def _made_of_parts_fake(full: Tensor) -> Tensor:
-    return torch.empty_like(full)
+def _keep_slice(full: Tensor, dim: int, start: int, length: int) -> Tensor:
+    return full.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::beside")
-def _beside_fake(grad: Tensor, gathered: list[Tensor]) -> Tensor:
-    return torch.empty_like(grad)
+def _beside(grad: Tensor, gathered: list[Tensor]) -> Tensor:
+    return grad.clone()
 
 
-@torch.library.register_fake(f"{NAMESPACE}::resume")
 def _resume_fake(grad: Tensor, ticket: Tensor) -> Tensor:
     return torch.empty_like(grad, memory_format=torch.contiguous_format)
 
@@ -108,12 +82,22 @@ def _resume_kernel(grad: Tensor, ticket: Tensor) -> Tensor:
     return ticket_holders[int(ticket)](grad)
 
 
-library.impl("unshard", _unshard_kernel, "CompositeExplicitAutograd")
-library.impl("reduce_grad", _reduce_grad_kernel, "CompositeExplicitAutograd")
-library.impl("resume", _resume_kernel, "CompositeExplicitAutograd")
+unshard = define_op(f"unshard(Tensor shard, {_BACKWARD}, *, {_SPEC}) -> Tensor", _unshard_kernel, _unshard_fake)
+# Between two passes, ``beside`` lists gathers that backward is to do although no gradient may read them.
+reduce_grad = define_op(
+    f"reduce_grad(Tensor grad, Tensor[]? beside=None, *, {_SPEC}) -> Tensor", _reduce_grad_kernel, _reduce_grad_fake
+)
+# The same for any other gradient, in a graph without reductions.
+beside = define_op("beside(Tensor grad, Tensor[] gathered) -> Tensor", _beside)
+# This wraps each tensor that an all-gather extension made of gathered parts; the pass ``parts`` takes it away.
+# It clones, as a functional op may not return its input.
+made_of_parts = define_op("made_of_parts(Tensor full) -> Tensor", torch.clone)
+# This calls the ticket's holder when backward runs, which no graph contains: it adds what earlier backwards held back.
+resume = define_op("resume(Tensor grad, Tensor ticket) -> Tensor", _resume_kernel, _resume_fake)
+fx.node.has_side_effect(resume)  # two calls may not become one: the first takes what is pending
+# This stands for a parameter from forward to backward, which gathers it again from such slices (slices.py).
+keep_slice = define_op("keep_slice(Tensor full, int dim, int start, int length) -> Tensor", _keep_slice)
 compat.leave_all_to_python(_unshard_kernel, _reduce_grad_kernel, _resume_kernel)
-library.impl("made_of_parts", torch.clone, "CompositeExplicitAutograd")  # a functional op may not return its input
-library.impl("beside", lambda grad, gathered: grad.clone(), "CompositeExplicitAutograd")
 
 
 def _save_spec(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:

@@ -1,8 +1,11 @@
-"""What a pass leaves in the ``meta`` of nodes for those that come after it."""
+"""What a pass leaves in the ``meta`` of nodes for those that come after it, and for the partitioner."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ..wire.ledger import Member
 
@@ -14,6 +17,9 @@ LARGE_END = "fsdp_large_end"
 ROLE = "fsdp_role"
 # Parameters' names, for predictions: on the node that readers read, and on the gradient.
 PARAMETER, GRADIENT_OF = "fsdp_parameter", "fsdp_gradient_of"
+# Above every id that activation checkpointing hands out: a recomputed node may only feed recomputed nodes of a
+# lower id, and with id 0 a checkpointed model saved its full weights (seen on 2.11 and 2.15).
+AC_GRAPH_ID = 100_000
 
 
 @dataclass(frozen=True)
@@ -29,3 +35,15 @@ class Role:
     step: str = ""  # id of the plan of the step
     phase: int = 0
     num_bytes: int = 0  # of the bucket
+
+
+def tag(node: fx.Node, policy: CheckpointPolicy, region: int = AC_GRAPH_ID) -> None:
+    """Tell the partitioner what becomes of a node's result, whatever activation checkpointing does around it."""
+    node.meta["recompute"] = policy
+    node.meta["ac_graph_id"] = region
+
+
+def works_for(node: fx.Node, kind: str) -> bool:
+    """Whether ``insert`` added a node for a "gather", or for a "reduce"."""
+    role: Role | None = node.meta.get(ROLE)
+    return role is not None and role.kind == kind

@@ -1,15 +1,36 @@
-"""What a node of a graph is, and what leads to it or from it."""
+"""What a node of a graph is, and what leads to it or from it; new nodes, and copies of graphs."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import fx
 
 from .. import _torch_compat as compat
-from .views import CASTS
+
+aten = torch.ops.aten
+
+# Ops that pass a tensor on in another dtype, or as it is and in part.
+CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+VIEWS = (
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.alias.default,
+    aten.detach.default,
+)
+# They read only as many elements of their first argument as they return.
+LOOKUPS = (aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default)
 
 
 def is_size(node: fx.Node) -> bool:
@@ -20,6 +41,11 @@ def is_size(node: fx.Node) -> bool:
 def is_elementwise(node: fx.Node) -> bool:
     """Whether an operation computes each element of its result from one of each argument, or is none at all."""
     return compat.has_tag(node.target, torch.Tag.pointwise) or compat.may_alias(node.target) or node.target in CASTS
+
+
+def passes_on(node: fx.Node) -> bool:
+    """Whether a node is a view or a cast, which passes on the value of its first input."""
+    return node.target in VIEWS or node.target in CASTS
 
 
 def is_random(node: fx.Node) -> bool:
@@ -49,3 +75,37 @@ def closure(starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Nod
                 reached.add(node)
                 work.append(node)
     return reached
+
+
+def readers_of(node: fx.Node, through: Callable[[fx.Node], object]) -> Iterator[fx.Node]:
+    """Yield what reads a node, or what passes the node on: readers of which ``through`` is true are looked through."""
+    work = [node]
+    while work:
+        for user in work.pop().users:
+            if through(user):
+                work.append(user)
+            else:
+                yield user
+
+
+def source_of(node: fx.Node, through: Callable[[fx.Node], object]) -> fx.Node:
+    """Return the node itself or, if ``through`` is true of it, what it passes on."""
+    while through(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def emit(graph: fx.Graph, op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    """Insert a call of ``op`` where the graph inserts now; its value is the op's result on fake arguments."""
+    node = graph.call_function(op, args, kwargs)
+    fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda used: used.meta["val"])
+    with compat.fake_mode_of(fake_args):
+        node.meta["val"] = op(*fake_args, **fake_kwargs)
+    return node
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    """Return a copy with the nodes' names and metadata; constants stay in the module that owns the graph."""
+    copy = fx.Graph(graph.owning_module)
+    copy.output(copy.graph_copy(graph, {}))
+    return copy

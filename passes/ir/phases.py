@@ -15,7 +15,7 @@ from torch import fx
 
 from .. import _torch_compat as compat
 from . import markers
-from .views import passes_on
+from .nodes import passes_on
 
 _PHASE = "fsdp_phase"
 

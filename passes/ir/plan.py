@@ -1,4 +1,7 @@
-"""The Plan: what the passes will do to one graph, as data that is printed, edited, hashed across ranks, replayed."""
+"""The Plan: what the passes will do to one graph, as data that is printed, edited, hashed across ranks, replayed.
+
+Beside it stands why a plan keeps what it keeps: the memory budget, and the predicted time and memory of each candidate.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,9 @@ import dataclasses
 import hashlib
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from .choice import Choice
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,72 @@ def named(fqns: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """One choice of what to keep from forward to backward, and the predicted time and peak of a step with it."""
+
+    name: str
+    num_kept: int  # parameters
+    peak_bytes: int
+    seconds: float
+    exposed_s: float  # part of ``seconds``: waiting for collectives
+    num_recomputed: int = 0  # parameters whose products backward recomputes
+    num_sliced: int = 0  # parameters of which a slice is kept
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen within a budget. It explains a plan and is no part of it: ranks may predict other figures."""
+
+    budget_bytes: int
+    profile: str  # name of the hardware profile
+    rank: int  # the one that decided, by its own batch
+    chosen: Candidate
+    lost: tuple[Candidate, ...]
+
+    @property
+    def is_met(self) -> bool:
+        return self.chosen.peak_bytes <= self.budget_bytes
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Choice:
+        """Rebuild a choice from the fields that ``dataclasses.asdict`` returned."""
+        lost = tuple(Candidate(**one) for one in fields["lost"])
+        return cls(**{**fields, "chosen": Candidate(**fields["chosen"]), "lost": lost})
+
+    def __str__(self) -> str:
+        budget = f"budget {as_size(self.budget_bytes)}, predicted on {self.profile!r} by rank {self.rank}"
+        rows = [("->", self.chosen), *(("  ", one) for one in self.lost)]
+        width = max(len(one.name) for _, one in rows)
+
+        def besides(one: Candidate) -> str:
+            columns = ((one.num_sliced, "sliced"), (one.num_recomputed, "computed again"))
+            shown = any(row.num_sliced for _, row in rows), any(row.num_recomputed for _, row in rows)
+            return "".join(f"{count:>5} {what}  " for (count, what), is_shown in zip(columns, shown) if is_shown)
+
+        return "\n".join(
+            [
+                budget + ("" if self.is_met else ", which nothing fits into"),
+                *(
+                    f"  {mark} {one.name:<{width}}  {one.num_kept:>5} kept  {besides(one)}"
+                    f"peak {as_size(one.peak_bytes):>10}  "
+                    f"{one.seconds * 1e3:.3f} ms, {one.exposed_s * 1e3:.3f} of them waiting"
+                    + ("" if one.peak_bytes <= self.budget_bytes else "  (over the budget)")
+                    for mark, one in rows
+                ),
+            ]
+        )
+
+
+def as_size(num_bytes: float) -> str:
+    """Format bytes for people: 800.0 MiB."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            return f"{num_bytes:.0f} bytes" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError
+
+
+@dataclass(frozen=True)
 class Plan:
     """Decisions for one graph; a pure function of the markers' arguments and of what computes with them.
 
@@ -59,6 +126,10 @@ class Plan:
     backward: Plan | None = None
     choice: Choice | None = field(default=None, compare=False)  # joint: why, if a budget chose what is kept
 
+    def buckets(self, kind: str) -> tuple[Bucket, ...]:
+        """Return the buckets that are gathered, or those that are reduced."""
+        return self.gathers if kind == "gather" else self.reduces
+
     def turn(self, kind: str, bucket: int) -> int:
         """Return the place of a bucket's launch among all launches of the graph."""
         return self.order.index((kind, bucket))
@@ -69,7 +140,7 @@ class Plan:
         return hashlib.sha256(dataclasses.replace(self, choice=None).to_json().encode()).hexdigest()[:12]
 
     def to_json(self) -> str:
-        return json.dumps(_without_empty_choices(dataclasses.asdict(self)), indent=1)
+        return json.dumps(self._fields(), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -77,21 +148,19 @@ class Plan:
 
     def packed(self) -> str:
         """Return the whole plan in few letters, a tenth of its JSON, for the code of the graphs that follow it."""
-        fields = json.dumps(_without_empty_choices(dataclasses.asdict(self)), separators=(",", ":"))
+        fields = json.dumps(self._fields(), separators=(",", ":"))
         return base64.b64encode(zlib.compress(fields.encode(), 9)).decode()
+
+    def _fields(self) -> dict[str, Any]:
+        return dataclasses.asdict(self, dict_factory=_without_empty_choices)
 
     @classmethod
     def unpacked(cls, text: str) -> Plan:
         return cls.from_json(zlib.decompress(base64.b64decode(text)).decode())
 
 
-def _without_empty_choices(fields: dict[str, Any]) -> dict[str, Any]:
-    if fields["choice"] is None:
-        del fields["choice"]
-    for name in ("forward", "backward"):
-        if fields[name] is not None:
-            _without_empty_choices(fields[name])
-    return fields
+def _without_empty_choices(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in fields if (name, value) != ("choice", None)}
 
 
 def _from_fields(fields: dict[str, Any]) -> Plan:

@@ -25,8 +25,8 @@ from torch import fx
 from ..wire.spec import ParamSpec, with_part
 from . import markers
 from .module_paths import path_of, without_wrappers
+from .nodes import VIEWS, source_of
 from .phases import phase_of
-from .views import VIEWS
 
 _FQN = "fsdp_fqn"
 _UNIT = "fsdp_unit"
@@ -82,7 +82,7 @@ def num_units_of(gathers: Iterable[Marker]) -> int:
     """Return the least number of units of these gathers: units with one name have different shards of equal FQNs."""
     shards: dict[str, dict[tuple[object, ...], set[fx.Node]]] = {}
     for one in gathers:
-        if _cut_from(one.node) is None:
+        if whole_of(one.node) is None:
             alike = shards.setdefault(one.unit, {}).setdefault(_alike(one.node), set())
             alike.add(_behind_views(one.shard))
     return sum(max(map(len, of_unit.values())) for of_unit in shards.values())
@@ -138,9 +138,7 @@ def _alike(node: fx.Node) -> tuple[object, ...]:
 
 
 def _behind_views(node: fx.Node) -> fx.Node:
-    while node.target in VIEWS and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
+    return source_of(node, lambda one: one.target in VIEWS)
 
 
 def _named(nodes: list[fx.Node]) -> list[Marker]:
@@ -150,7 +148,7 @@ def _named(nodes: list[fx.Node]) -> list[Marker]:
     seen: set[str] = set()
     # Gathers from slices come last and get the names that are left: no cut graph has one beside the gather that it was
     # cut from, and a marker must have the same name in a cut graph as here.
-    for node in sorted(nodes, key=lambda node: _cut_from(node) is not None):
+    for node in sorted(nodes, key=lambda node: whole_of(node) is not None):
         spec = ParamSpec.of(dict(node.kwargs))
         fqn, unit = node.meta[_FQN], node.meta[_UNIT]
         fqn = with_part(fqn, spec.part)
@@ -162,12 +160,12 @@ def _named(nodes: list[fx.Node]) -> list[Marker]:
     return [found[node] for node in nodes]
 
 
-def _cut_from(node: fx.Node) -> fx.Node | None:
-    """Return the gather that the slices of a gather were cut from (slices.py); None for any other marker."""
-    source = node.args[0]
-    if node.target is not markers.unshard or not isinstance(source, fx.Node):
-        return None
-    return next((one for one in source.all_input_nodes if one.target is markers.unshard), None)
+def whole_of(marker: fx.Node) -> fx.Node | None:
+    """Return the gather that the slices of this gather were cut from; None for any other marker."""
+    piece = marker.args[0]
+    if isinstance(piece, fx.Node) and piece.target is markers.keep_slice:
+        return piece.all_input_nodes[0]
+    return None
 
 
 def settle_names(graph: fx.Graph) -> None:
@@ -177,7 +175,7 @@ def settle_names(graph: fx.Graph) -> None:
     """
     for marker in (*find_unshards(graph), *find_reduces(graph)):
         part = with_part("", marker.spec.part)
-        whole = _cut_from(marker.node)
+        whole = whole_of(marker.node)
         marker.node.meta[_FQN] = marker.fqn.removesuffix(part) if whole is None else whole.meta[_FQN]
 
 
@@ -255,7 +253,7 @@ def _best_prefix(readers: list[fx.Node]) -> tuple[bool, str, str] | None:
     owner: list[str] = []
     best: tuple[int, str, str] | None = None
     for node in readers:
-        found = _reader_path(node)
+        found = reader_path(node)
         if found is None:
             continue
         model, path = found
@@ -275,7 +273,7 @@ def _strip(path: list[str], owner: list[str]) -> tuple[int, str]:
     return 0, ".".join(path)
 
 
-def _reader_path(node: fx.Node) -> tuple[str, list[str]] | None:
+def reader_path(node: fx.Node) -> tuple[str, list[str]] | None:
     """Return the model's name in the frame, and the reader's path in it; None if the reader has no path."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:

@@ -12,17 +12,15 @@ group with, and these chains end at the corner of the mesh.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from .. import _torch_compat as compat
-from ..ir.choice import Choice
+from ..ir.plan import Plan
 from .worlds import World, world_of
 
 TIMEOUT_S = 600.0  # until a rank has begun to choose
@@ -30,40 +28,21 @@ _PATIENCE = 12  # times TIMEOUT_S until it has chosen: large models take minutes
 _CHOOSING = "/choosing"
 
 
-@dataclass(frozen=True)
-class Decision:
-    """The parameters that are kept from forward to backward, computed with again, or kept as slices; and why."""
-
-    keep: tuple[str, ...]
-    recompute: tuple[str, ...]
-    slices: tuple[str, ...]
-    lookahead: int  # of gathers, in units
-    choice: Choice
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Decision:
-        fields = json.loads(text)
-        if "error" in fields:
-            raise RuntimeError(f"the rank that chooses what is kept for memory_budget could not: {fields['error']}")
-        choice = Choice.of(fields["choice"])
-        names = {which: tuple(fields[which]) for which in ("keep", "recompute", "slices")}
-        return cls(**names, lookahead=fields["lookahead"], choice=choice)
-
-
 class Settled:
-    """Holds the decisions of memory budgets that this rank has made or adopted, keyed by the parameters of a graph."""
+    """Holds the decisions of memory budgets that this rank has made or adopted, keyed by the parameters of a graph.
+
+    A decision is a plan without launches: what is kept, computed with again, or kept as slices, how far ahead gathers
+    are launched, and why.
+    """
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
-        self._decisions: dict[tuple[str, tuple[str, ...]], Decision] = {}
+        self._decisions: dict[tuple[str, tuple[str, ...]], Plan] = {}
         self._world: World | None = None
 
     def decision(
-        self, about: str, names: tuple[str, ...], groups: Iterable[Sequence[int]], decide: Callable[[int], Decision]
-    ) -> Decision:
+        self, about: str, names: tuple[str, ...], groups: Iterable[Sequence[int]], decide: Callable[[int], Plan]
+    ) -> Plan:
         """Return the decision for these parameters; ``about`` names the budget, alike on all ranks."""
         store = compat.default_store()
         world = None if store is None else world_of(store)
@@ -79,8 +58,8 @@ class Settled:
         names: tuple[str, ...],
         groups: list[set[int]],
         store: torch.distributed.Store | None,
-        decide: Callable[[int], Decision],
-    ) -> Decision:
+        decide: Callable[[int], Plan],
+    ) -> Plan:
         rank = torch.distributed.get_rank() if store is not None else 0
         others = {one for group in groups for one in group} - {rank}
         if store is None or not others:
@@ -97,7 +76,9 @@ class Settled:
                 _publish(store, keys[rank], json.dumps({"error": f"rank {rank}: {error}"}))
                 raise
         _publish(store, keys[rank], text)
-        return Decision.from_json(text)
+        if "error" in (fields := json.loads(text)):
+            raise RuntimeError(f"the rank that chooses what is kept for memory_budget could not: {fields['error']}")
+        return Plan.from_json(text)
 
     def _wait(
         self, store: torch.distributed.Store, keys: dict[int, str], rank: int, first: int, names: tuple[str, ...]

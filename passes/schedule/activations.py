@@ -22,10 +22,9 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..ir.effects import read_what_is_written
+from ..ir.meta import tag
 from ..ir.nodes import can_be_done_again, is_elementwise, is_random
-from ..ir.provenance import Marker, find_unshards
-from ..ir.tags import tag
-from .slices import whole_of
+from ..ir.provenance import Marker, find_unshards, whole_of
 from .structure import Structure, follows_a_product, is_matrix, structure_of
 
 # The lowest region id of activation checkpointing: what a checkpointed region reads is saved for it as before.

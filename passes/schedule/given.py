@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import fx
 
 from .. import _torch_compat as compat
-from ..ir.emit import copied
+from ..ir.nodes import copied
 from ..ir.plan import Bucket, Plan
-from ..ir.provenance import Marker, find_reduces, find_unshards
+from ..ir.provenance import Marker, find_reduces, find_unshards, whole_of
 from .activations import activations_of
 from .buckets import gather_key, reduce_key
 from .planner import as_the_whole, only, plan_keeping
-from .schedule import gather_bucket, reduce_bucket
-from .slices import offers_slice, slice_these, whole_of
+from .schedule import bucket_of
+from .slices import offers_slice, slice_these
 
 
 def fitted(given: Plan, graph: fx.Graph) -> Plan:
@@ -116,11 +116,10 @@ def _fitted_half(given: Plan, ours: Plan, gathered: Mapping[str, Marker], reduce
     _require_equal(f"reduces in {given.stage}", _fqns(given.reduces), _fqns(ours.reduces))
     plan = dataclasses.replace(
         given,
-        gathers=_buckets(given.gathers, gathered, lambda one: gather_key(one.spec), gather_bucket),
-        reduces=_buckets(given.reduces, reduced, lambda one: reduce_key(one.spec), reduce_bucket),
+        gathers=_buckets("gather", given.gathers, gathered),
+        reduces=_buckets("reduce", given.reduces, reduced),
     )
-    buckets = {"gather": plan.gathers, "reduce": plan.reduces}
-    launches = [(kind, index) for kind, these in buckets.items() for index in range(len(these))]
+    launches = [(kind, index) for kind in ("gather", "reduce") for index in range(len(plan.buckets(kind)))]
     if not plan.order:
         return dataclasses.replace(plan, order=tuple(sorted(launches, key=lambda one: _turn(one, plan, ours))))
     if sorted(plan.order) != sorted(launches):
@@ -134,24 +133,20 @@ def _fitted_half(given: Plan, ours: Plan, gathered: Mapping[str, Marker], reduce
 def _turn(launch: tuple[str, int], given: Plan, ours: Plan) -> tuple[int, int]:
     """Return the turn in which our plan gathers the first parameter of a given bucket, or reduces the last one."""
     kind, index = launch
-    theirs, own = (given.gathers, ours.gathers) if kind == "gather" else (given.reduces, ours.reduces)
-    turns = [ours.turn(kind, place) for place, bucket in enumerate(own) if {*bucket.fqns} & {*theirs[index].fqns}]
+    fqns = {*given.buckets(kind)[index].fqns}
+    turns = [ours.turn(kind, place) for place, one in enumerate(ours.buckets(kind)) if fqns & {*one.fqns}]
     return (min(turns) if kind == "gather" else max(turns)), index
 
 
-def _buckets(
-    given: Sequence[Bucket],
-    markers: Mapping[str, Marker],
-    key: Callable[[Marker], object],
-    bucket_of: Callable[[str, Sequence[Marker]], Bucket],
-) -> tuple[Bucket, ...]:
+def _buckets(kind: str, given: Sequence[Bucket], markers: Mapping[str, Marker]) -> tuple[Bucket, ...]:
+    key = gather_key if kind == "gather" else reduce_key
     for bucket in given:
-        if len({key(markers[fqn]) for fqn in bucket.fqns}) != 1:
+        if len({key(markers[fqn].spec) for fqn in bucket.fqns}) != 1:
             raise ValueError(
                 f"the given plan has {', '.join(bucket.fqns) or 'nothing'} in one bucket. What shares a bucket travels "
                 "in one dtype, in one process group, and is divided alike: put them into buckets of their own."
             )
-    return tuple(bucket_of(bucket.unit, [markers[fqn] for fqn in bucket.fqns]) for bucket in given)
+    return tuple(bucket_of(kind, bucket.unit, [markers[fqn] for fqn in bucket.fqns]) for bucket in given)
 
 
 def _fqns(buckets: Iterable[Bucket]) -> list[str]:

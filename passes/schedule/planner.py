@@ -27,17 +27,16 @@ from torch import fx
 
 from .. import _torch_compat as compat
 from ..ir import markers
-from ..ir.emit import copied
 from ..ir.meta import STEP
+from ..ir.nodes import copied, passes_on, readers_of, source_of
 from ..ir.phases import is_backward, phase_of
 from ..ir.plan import Bucket, Plan
-from ..ir.provenance import Marker, find_reduces, find_unshards, reduce_nodes, unshard_nodes
-from ..ir.views import passes_on
+from ..ir.provenance import Marker, find_reduces, find_unshards, reduce_nodes, unshard_nodes, whole_of
 from ..wire.spec import ParamSpec
 from .activations import compute_again
 from .schedule import launches
-from .slices import keep_slice, slice_these, whole_of
-from .structure import Structure, structure_of
+from .slices import slice_these
+from .structure import structure_of
 from .uses import Use
 
 
@@ -59,15 +58,25 @@ def plan_joint(graph: fx.Graph, lookahead: int = 1) -> Plan:
     )
     if compat.partitioner_has_a_budget(graph):
         return plan  # it may compute anything again: each graph is planned as it comes
+    in_forward = [one for one in unshards if one.node in structure.in_forward]
+    named = {marker.node: marker.fqn for marker in unshards}
+    again = [as_the_whole(one, named) for one in unshards if one.node in structure.again]
+    found = {one.unit for one in unshards if one.node not in structure.of_weights}
+    first: dict[str, int] = {}
+    for one in reduces:
+        if one.unit in found:  # its first gradient, as where it is first read may depend on a batch of none or one
+            first[one.unit] = min(place[one.node], first.get(one.unit, place[one.node]))
     return dataclasses.replace(
         plan,
-        forward=launches(
-            "forward",
-            _uses([one for one in unshards if one.node in structure.in_forward], lambda one: _first_read(one, place)),
-            [],
+        forward=launches("forward", _uses(in_forward, lambda one: _first_read(one, place)), [], lookahead=lookahead),
+        backward=launches(
+            "backward",
+            [Use(one.unit, one.fqn, one.spec, structure.again[one.node]) for one in again],
+            _uses(reduces, place.__getitem__),  # autograd's order; what stands before it may depend on a batch of one
+            backwards=True,
+            kept=first,
             lookahead=lookahead,
         ),
-        backward=_plan_backward(graph, structure, unshards, reduces, place, lookahead),
     )
 
 
@@ -91,31 +100,6 @@ def plan_keeping(
         slice_these(graph, sliced)
     plan = plan_joint(graph, lookahead)
     return dataclasses.replace(plan, recompute=tuple(sorted(recompute)), slices=tuple(sorted(sliced)))
-
-
-def _plan_backward(
-    graph: fx.Graph,
-    structure: Structure,
-    unshards: Sequence[Marker],
-    reduces: Sequence[Marker],
-    place: Mapping[fx.Node, int],
-    lookahead: int,
-) -> Plan:
-    named = {marker.node: marker.fqn for marker in unshards}
-    again = [as_the_whole(one, named) for one in unshards if one.node in structure.again]
-    found = {one.unit for one in unshards if one.node not in structure.of_weights}
-    kept: dict[str, int] = {}
-    for one in reduces:
-        if one.unit in found:  # its first gradient, as where it is first read may depend on a batch of none or one
-            kept[one.unit] = min(place[one.node], kept.get(one.unit, place[one.node]))
-    return launches(
-        "backward",
-        [Use(one.unit, one.fqn, one.spec, structure.again[one.node]) for one in again],
-        _uses(reduces, place.__getitem__),  # autograd's order; what stands before it may depend on a batch of one
-        backwards=True,
-        kept=kept,
-        lookahead=lookahead,
-    )
 
 
 def plan_whole(graph: fx.Graph) -> Plan:
@@ -167,10 +151,11 @@ def plan_graph(graph: fx.Graph, stage: str) -> Plan:
     if planned is not None:
         return _present(planned, unshards, reduces)
     place = {node: index for index, node in enumerate(graph.nodes)}
+    # Views and casts of a gradient may stand anywhere behind the place where it is computed.
     return launches(
         stage,
         _uses(unshards, lambda one: _first_read(one, place)),
-        [Use(one.unit, one.fqn, one.spec, (_computed(one.shard, place),)) for one in reduces],
+        [Use(one.unit, one.fqn, one.spec, (place[source_of(one.shard, passes_on)],)) for one in reduces],
         backwards=stage == "backward",
     )
 
@@ -229,18 +214,5 @@ def _those_present(
 
 def _first_read(gathered: fx.Node, place: Mapping[fx.Node, int]) -> int:
     """Where a graph first computes with a parameter, looking through views and casts; its end when it never does."""
-    first, work = len(place), [gathered]
-    while work:
-        for user in work.pop().users:
-            if passes_on(user) or user.target in (keep_slice, markers.unshard):
-                work.append(user)
-            else:
-                first = min(first, place[user])
-    return first
-
-
-def _computed(grad: fx.Node, place: Mapping[fx.Node, int]) -> int:
-    """Where a graph has computed a gradient but for views and casts, which may stand anywhere behind that."""
-    while passes_on(grad) and isinstance(grad.args[0], fx.Node):
-        grad = grad.args[0]
-    return place[grad]
+    readers = readers_of(gathered, lambda one: passes_on(one) or one.target in (markers.keep_slice, markers.unshard))
+    return min((place[one] for one in readers), default=len(place))

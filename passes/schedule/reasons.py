@@ -9,16 +9,15 @@ The decision is the plan's (plan.py); this says what it followed from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from ..ir.emit import copied
+from ..ir.nodes import copied, passes_on, readers_of
 from ..ir.plan import Plan
-from ..ir.provenance import unshard_nodes
-from ..ir.views import passes_on
-from .slices import is_sliced, whole_of
+from ..ir.provenance import unshard_nodes, whole_of
+from .slices import is_sliced
 from .structure import RECOMPUTED, Structure, structure_of
 
 KEPT, AGAIN, UNNEEDED = "kept", "gathered again", "not needed"
@@ -75,27 +74,15 @@ def residency_of_whole(plan: Plan) -> dict[str, Residency]:
 def _why_needed(gather: fx.Node, structure: Structure, made: set[fx.Node]) -> str:
     if whole_of(gather) is not None:
         return FROM_SLICES
-    if _reached(gather, lambda user: user in made):
+    readers = [user for user in readers_of(gather, passes_on) if user.op == "call_function"]
+    if any(user in made for user in readers):
         return "what is made of it is made again"
-    if _reached(gather, lambda user: user.meta.get("recompute") in RECOMPUTED):
+    if any(user.meta.get("recompute") in RECOMPUTED for user in readers):
         return "a checkpointed region reads it"
-    reads = _reached(gather, lambda user: user in structure.fed)
-    return "a gradient reads it" if reads else "its unit is gathered again"
+    return "a gradient reads it" if any(user in structure.fed for user in readers) else "its unit is gathered again"
 
 
 def _why_not(gather: fx.Node) -> str:
     if is_sliced(gather):
         return "a slice of it is kept"
     return "its rows are looked up" if gather.kwargs["is_table"] else "no gradient comes to its unit"
-
-
-def _reached(gather: fx.Node, wanted: Callable[[fx.Node], bool]) -> bool:
-    """Whether a reader, looking through views and casts, is of that kind."""
-    work = [gather]
-    while work:
-        for user in work.pop().users:
-            if passes_on(user):
-                work.append(user)
-            elif user.op == "call_function" and wanted(user):
-                return True
-    return False

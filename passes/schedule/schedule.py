@@ -7,17 +7,15 @@
 A unit is gathered as a whole where it, or a unit inside it, is first used. But in forward the outermost unit comes in
 parts, each bucket where it is first used: the embedding at the begin, the head at the end. Backward gathers a unit as a
 whole where it comes to it, a unit before those inside it. Nothing here knows a graph, a batch or a tensor: the planner
-says which parameters a graph uses and where, ``schedule`` what a step launches that is known by its uses alone.
+says which parameters a graph uses, and where.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Protocol
-
-import torch
 
 from ..ir.plan import Bucket, Plan
 from ..wire.spec import ParamSpec
@@ -33,43 +31,6 @@ class Sent(Protocol):
     def spec(self) -> ParamSpec: ...
     @property
     def fqn(self) -> str: ...
-
-
-def schedule(uses: Sequence[Use], trained: Collection[str], lookahead: int = 1) -> Plan:
-    """Return the plan of a step whose forward uses these parameters at these places; ``trained`` take a gradient.
-
-    Backward uses them in the reverse order. It comes to a unit where forward last used it, or a unit inside it, and to
-    none that forward only used before the first parameter that takes a gradient. It does not read tables.
-    """
-    around = units_around({one.unit for one in uses})
-    begins = min((one.place[0] for one in uses if one.fqn in trained), default=0)
-    end = max((one.place[0] for one in uses), default=0)
-    first: dict[str, Use] = {}
-    last: dict[str, int] = {}
-    for one in sorted(uses, key=lambda one: one.turn):
-        first.setdefault(one.fqn, one)
-        last.update(dict.fromkeys((one.unit, *around[one.unit]), one.place[0]))
-    again = [
-        dataclasses.replace(one, place=(2 * (end - last[one.unit]), len(around[one.unit])))
-        for one in first.values()
-        if one.spec.regather and not one.spec.is_table and last[one.unit] >= begins
-    ]
-    reduces = [
-        dataclasses.replace(one, place=(2 * (end - one.place[0]) + 1,)) for one in first.values() if one.fqn in trained
-    ]
-    kept: dict[str, int] = {}
-    for one in reduces:
-        if not one.spec.regather:
-            kept[one.unit] = min(one.place[0], kept.get(one.unit, one.place[0]))
-    return Plan(
-        stage="joint",
-        regather=tuple(one.fqn for one in first.values() if one.spec.regather),
-        again=tuple(one.fqn for one in again),
-        keep=tuple(one.fqn for one in first.values() if not one.spec.regather),
-        lookahead=lookahead,
-        forward=launches("forward", [*first.values()], [], lookahead=lookahead),
-        backward=launches("backward", again, reduces, backwards=True, kept=kept, lookahead=lookahead),
-    )
 
 
 def launches(
@@ -113,7 +74,8 @@ def _placed_gathers(uses: Sequence[Use], backwards: bool) -> list[tuple[int, Buc
         for number, indices in enumerate(gather_buckets([one.spec for one in members])):
             chosen = [members[index] for index in indices]
             turn = min(one.turn for one in chosen) if in_parts else begins[unit]
-            placed.append((turn, len(around[unit]), -number if backwards else number, gather_bucket(unit, chosen)))
+            bucket = bucket_of("gather", unit, chosen)
+            placed.append((turn, len(around[unit]), -number if backwards else number, bucket))
     return [(place, bucket) for (place, _), *_, bucket in sorted(placed, key=lambda one: one[:3])]
 
 
@@ -128,7 +90,7 @@ def _placed_reductions(uses: Sequence[Use]) -> list[tuple[int, Bucket]]:
         for indices in reversed(reduce_buckets([one.spec for one in members])):
             chosen = [members[index] for index in indices]
             ready = max(ready, *(one.turn for one in chosen))
-            placed.append((ready, reduce_bucket(unit, chosen)))
+            placed.append((ready, bucket_of("reduce", unit, chosen)))
     return [(place, bucket) for (place, _), bucket in sorted(placed, key=itemgetter(0))]
 
 
@@ -157,27 +119,15 @@ def _order(
     return tuple((kind, index) for _, _, kind, index in sorted(events))
 
 
-def gather_bucket(unit: str, members: Sequence[Sent]) -> Bucket:
-    """Return what travels in one all-gather."""
-    spec = members[0].spec
-    return _bucket(unit, members, spec.dtype, [one.spec.gather_bytes for one in members], num_replicas=1)
-
-
-def reduce_bucket(unit: str, members: Sequence[Sent]) -> Bucket:
-    """Return what travels in one reduction."""
-    spec = members[0].spec
-    sizes = [one.spec.reduce_bytes for one in members]
-    return _bucket(unit, members, spec.reduce_dtype, sizes, num_replicas=spec.num_replicas)
-
-
-def _bucket(
-    unit: str, members: Sequence[Sent], dtype: torch.dtype, sizes: Sequence[int], num_replicas: int
-) -> Bucket:
+def bucket_of(kind: str, unit: str, members: Sequence[Sent]) -> Bucket:
+    """Return what travels in one all-gather, or in one reduction."""
+    specs = [one.spec for one in members]
+    first, is_gather = specs[0], kind == "gather"
     return Bucket(
         unit=unit,
         fqns=tuple(one.fqn for one in members),
-        dtype=str(dtype).removeprefix("torch."),
-        num_bytes=sum(sizes),
-        num_ranks=members[0].spec.num_shards,
-        num_replicas=num_replicas,
+        dtype=str(first.dtype if is_gather else first.reduce_dtype).removeprefix("torch."),
+        num_bytes=sum(spec.gather_bytes if is_gather else spec.reduce_bytes for spec in specs),
+        num_ranks=first.num_shards,
+        num_replicas=1 if is_gather else first.num_replicas,
     )

@@ -23,25 +23,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from ..ir import markers
-from ..ir.emit import emit
+from ..ir.nodes import emit
 from ..ir.plan import Plan
-from ..ir.provenance import find_unshards, unshard_nodes
-from ..wire.spec import NAMESPACE, ParamSpec, library
-
-library.define("keep_slice(Tensor full, int dim, int start, int length) -> Tensor")
-keep_slice = torch.ops.fsdpc.keep_slice.default
-
-
-@torch.library.register_fake(f"{NAMESPACE}::keep_slice")
-def _keep_slice(full: Tensor, dim: int, start: int, length: int) -> Tensor:
-    return full.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
-
-
-library.impl("keep_slice", _keep_slice, "CompositeExplicitAutograd")
+from ..ir.provenance import find_unshards, unshard_nodes, whole_of
+from ..wire.spec import ParamSpec
 
 
 def slices(graph: fx.Graph, plan: Plan) -> int:
@@ -80,7 +68,7 @@ def offers_slice(gather: fx.Node) -> bool:
 
 def is_sliced(gather: fx.Node) -> bool:
     """Whether forward keeps a slice of what is gathered, from which backward gathers."""
-    return any(user.target is keep_slice for user in gather.users)
+    return any(user.target is markers.keep_slice for user in gather.users)
 
 
 def _read_from_slices(graph: fx.Graph, gather: fx.Node) -> None:
@@ -96,7 +84,7 @@ def gather_from_slice(graph: fx.Graph, gather: fx.Node, reader: fx.Node) -> fx.N
     inner = inner_spec(spec)
     start, stop = inner.layout.span(spec.inner_rank)
     with graph.inserting_after(gather):
-        piece = emit(graph, keep_slice, gather, spec.dim, start, stop - start)
+        piece = emit(graph, markers.keep_slice, gather, spec.dim, start, stop - start)
     with graph.inserting_before(reader):
         again = emit(graph, markers.unshard, piece, **inner.kwargs())
     again.meta = gather.meta | {"val": again.meta["val"]}
@@ -113,16 +101,6 @@ def use_first_gather(graph: fx.Graph) -> None:
             graph.erase_node(node)
             if not piece.users:
                 graph.erase_node(piece)
-
-
-def whole_of(gather: fx.Node) -> fx.Node | None:
-    """Return the gather that the slices of this gather were cut from; None for a gather of shards."""
-    piece = gather.args[0]
-    if isinstance(piece, fx.Node) and piece.target is keep_slice:
-        whole = piece.args[0]
-        assert isinstance(whole, fx.Node)
-        return whole
-    return None
 
 
 def inner_spec(spec: ParamSpec) -> ParamSpec:

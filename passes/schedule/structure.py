@@ -30,15 +30,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .. import _torch_compat as compat
 from ..ir import markers
-from ..ir.nodes import can_be_done_again, closure, is_elementwise, is_random, is_size
-from ..ir.provenance import Marker, find_reduces, find_unshards, unshard_nodes
-from ..ir.tags import AC_GRAPH_ID
-from ..ir.views import aten, passes_on
-from .slices import is_sliced, keep_slice, whole_of
+from ..ir.meta import AC_GRAPH_ID
+from ..ir.nodes import aten, can_be_done_again, closure, is_elementwise, is_random, is_size, passes_on
+from ..ir.provenance import Marker, find_reduces, find_unshards, unshard_nodes, whole_of
+from .slices import is_sliced
 from .uses import by_unit, units_around
 
 RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-_OURS = (markers.unshard, markers.reduce_grad, markers.beside, markers.resume, keep_slice)
+_OURS = (markers.unshard, markers.reduce_grad, markers.beside, markers.resume, markers.keep_slice)
 _NOTHING = -1  # no operation's number
 
 # What a gradient does not flow through.
@@ -309,7 +308,7 @@ def _read_ahead(
 
 def _is_kept(node: fx.Node, forward: set[fx.Node]) -> bool:
     """Whether activation checkpointing, or a slice in a parameter's place, has the partitioner save a node's result."""
-    if node.target is keep_slice:
+    if node.target is markers.keep_slice:
         return True
     policy = node.meta.get("recompute")
     if policy in RECOMPUTED:

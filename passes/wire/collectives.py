@@ -19,12 +19,27 @@ from torch import Tensor, fx
 
 from .. import _torch_compat as compat
 from .._torch_compat import kernels as kernels_compat
-from .spec import NAMESPACE, library
+from .spec import define_op
 
 c10d = torch.ops._c10d_functional
 
-library.define("all_gather_into_tensor(Tensor input, int group_size, str group_name) -> Tensor")
-gloo_all_gather = torch.ops.fsdpc.all_gather_into_tensor.default
+
+def _gathered(input: Tensor, group_size: int, group_name: str) -> Tensor:
+    del group_name
+    return input.new_empty((group_size * input.shape[0], *input.shape[1:]))
+
+
+def _all_gather_kernel(input: Tensor, group_size: int, group_name: str) -> Tensor:
+    out = _gathered(input, group_size, group_name)
+    compat.call_below_autograd(
+        c10d.all_gather_into_tensor_out.default, input.contiguous(), group_size, group_name, out=out
+    )
+    return out
+
+
+gloo_all_gather = define_op(
+    "all_gather_into_tensor(Tensor input, int group_size, str group_name) -> Tensor", _all_gather_kernel, _gathered
+)
 
 # The name of each launch; two ops with one name look the same to other ranks.
 KIND_OF: dict[Any, str] = {
@@ -48,24 +63,3 @@ def is_launch(node: fx.Node) -> bool:
 def let_inductor_see_collectives() -> None:
     """Tell Inductor that our gather is a collective: its input lives until the wait, and it is not fused or dropped."""
     kernels_compat.lower_as_collective(gloo_all_gather)
-
-
-def _gathered(input: Tensor, group_size: int) -> Tensor:
-    return input.new_empty((group_size * input.shape[0], *input.shape[1:]))
-
-
-@torch.library.register_fake(f"{NAMESPACE}::all_gather_into_tensor")
-def _all_gather_fake(input: Tensor, group_size: int, group_name: str) -> Tensor:
-    del group_name
-    return _gathered(input, group_size)
-
-
-def _all_gather_kernel(input: Tensor, group_size: int, group_name: str) -> Tensor:
-    out = _gathered(input, group_size)
-    compat.call_below_autograd(
-        c10d.all_gather_into_tensor_out.default, input.contiguous(), group_size, group_name, out=out
-    )
-    return out
-
-
-library.impl("all_gather_into_tensor", _all_gather_kernel, "CompositeExplicitAutograd")

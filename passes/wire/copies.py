@@ -16,20 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .spec import NAMESPACE, library
-
-_TAGS = (torch.Tag.cudagraph_unsafe,)
-library.define("to_device(Tensor shard, str device) -> Tensor", tags=_TAGS)
-library.define("to_host(Tensor reduced, bool pinned, bool wait=True) -> Tensor", tags=_TAGS)
-# The schema says that it writes to the copies: that keeps it in the graph, and after them.
-library.define("wait_for_copies(Tensor(a!)[] copies, str device) -> ()", tags=_TAGS)
-
-to_device = torch.ops.fsdpc.to_device.default
-to_host = torch.ops.fsdpc.to_host.default
-wait_for_copies = torch.ops.fsdpc.wait_for_copies.default
+from .spec import define_op
 
 
-@torch.library.register_fake(f"{NAMESPACE}::to_device")
 def _to_device_fake(shard: Tensor, device: str) -> Tensor:
     return torch.empty_like(shard, device=device)
 
@@ -38,7 +27,6 @@ def _to_device_kernel(shard: Tensor, device: str) -> Tensor:
     return shard.to(device, non_blocking=True, copy=True)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::to_host")
 def _to_host_fake(reduced: Tensor, pinned: bool, wait: bool = True) -> Tensor:
     return torch.empty_like(reduced, device="cpu")
 
@@ -48,7 +36,6 @@ def _to_host_kernel(reduced: Tensor, pinned: bool, wait: bool = True) -> Tensor:
     return on_host.copy_(reduced, non_blocking=pinned and not wait)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::wait_for_copies")
 def _wait_for_copies_fake(copies: Sequence[Tensor], device: str) -> None:
     return None
 
@@ -59,6 +46,12 @@ def _wait_for_copies_kernel(copies: Sequence[Tensor], device: str) -> None:
         torch.accelerator.current_stream(where).synchronize()
 
 
-library.impl("to_device", _to_device_kernel, "CompositeExplicitAutograd")
-library.impl("to_host", _to_host_kernel, "CompositeExplicitAutograd")
-library.impl("wait_for_copies", _wait_for_copies_kernel, "CompositeExplicitAutograd")
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+to_device = define_op("to_device(Tensor shard, str device) -> Tensor", _to_device_kernel, _to_device_fake, _TAGS)
+to_host = define_op(
+    "to_host(Tensor reduced, bool pinned, bool wait=True) -> Tensor", _to_host_kernel, _to_host_fake, _TAGS
+)
+# The schema says that it writes to the copies: that keeps it in the graph, and after them.
+wait_for_copies = define_op(
+    "wait_for_copies(Tensor(a!)[] copies, str device) -> ()", _wait_for_copies_kernel, _wait_for_copies_fake, _TAGS
+)

@@ -61,26 +61,6 @@ class ShardLayout:
 
 
 @dataclass(frozen=True)
-class BucketLayout:
-    """Several shards end to end: member ``i`` starts at element ``offsets[i]`` of each rank's part."""
-
-    members: tuple[ShardLayout, ...]
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        offsets, total = [], 0
-        for member in self.members:
-            offsets.append(total)
-            total += member.padded_numel
-        return tuple(offsets)
-
-    @property
-    def numel(self) -> int:
-        """Elements that one rank puts on the wire."""
-        return sum(member.padded_numel for member in self.members)
-
-
-@dataclass(frozen=True)
 class BucketLimits:
     """When merging pays: parameters of at most ``small_bytes`` merge, up to ``bucket_bytes`` a bucket.
 

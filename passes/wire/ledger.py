@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .spec import NAMESPACE, ParamSpec, library
+from .spec import ParamSpec, define_op
 
 _DIGEST = 16  # letters in front of a graph's text, which identify it
 _MOST = 4096  # graphs to remember; some of them may belong to models that are gone
@@ -60,8 +60,7 @@ class Member(NamedTuple):
     fqn: str  # in its unit; followed by a colon and the number of the part, if an extension sends parts
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """One collective of a graph, as the graph's text lists it."""
 
     kind: str
@@ -88,7 +87,7 @@ class GraphText:
         return tuple(dict.fromkeys(launch.group for launch in self.launches))
 
     def dumps(self) -> str:
-        rows = [self.stage, self.step, self.firsts, _rows(self.launches), self.plan]
+        rows = [self.stage, self.step, self.firsts, self.launches, self.plan]
         said = json.dumps(rows, separators=(",", ":"))
         return hashlib.sha256(said.encode()).hexdigest()[:_DIGEST] + said
 
@@ -97,10 +96,6 @@ class GraphText:
         stage, step, firsts, rows, plan = json.loads(text[_DIGEST:])
         named = tuple((name, Member(*one)) for name, one in firsts)
         return cls(stage, step, named, _launches(rows), plan)
-
-
-def _rows(launches: Iterable[Launch]) -> list[Any]:
-    return [[one.kind, one.group, one.dtype, one.num_bytes, one.names, one.members] for one in launches]
 
 
 def _launches(rows: Iterable[Any]) -> tuple[Launch, ...]:
@@ -222,13 +217,6 @@ def _address(shard: Tensor) -> int:
 ledger = Ledger()
 note = ledger.note
 
-# It is kept out of CUDA graphs: there is nothing to repeat on the device, and each replay must be counted.
-library.define("begin(Tensor[] shards, str text) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
-begin = torch.ops.fsdpc.begin.default
-torch.fx.node.has_side_effect(begin)
-
-
-@torch.library.register_fake(f"{NAMESPACE}::begin")
 def _begin_fake(shards: Sequence[Tensor], text: str) -> Tensor:
     return torch.empty(0)
 
@@ -238,5 +226,8 @@ def _begin_kernel(shards: Sequence[Tensor], text: str) -> Tensor:
     return torch.empty(0)  # order.py holds the first launch behind it
 
 
-library.impl("begin", _begin_kernel, "CompositeExplicitAutograd")
+# It is kept out of CUDA graphs: there is nothing to repeat on the device, and each replay must be counted.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+begin = define_op("begin(Tensor[] shards, str text) -> Tensor", _begin_kernel, _begin_fake, _TAGS)
+torch.fx.node.has_side_effect(begin)
 compat.leave_all_to_python(_begin_kernel)

@@ -14,7 +14,7 @@ graph has a list of all its launches instead (announce.py), so the emitter leave
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ import torch
 from .. import _torch_compat as compat
 from .collectives import KIND_OF, all_gather_of, c10d
 from .copies import to_device, to_host
-from .layout import BucketLayout, ShardLayout
+from .layout import ShardLayout
 from .ledger import ledger, note
 from .packing import copied, pack
 from .spec import ParamSpec
@@ -52,7 +52,7 @@ def launch_gather(call: Call, shards: Sequence[Any], specs: Sequence[ParamSpec])
     if not packs or not _pack_casts(here, specs[0].dtype):
         cast = [as_sent(call, _cast(call, shard, spec.dtype)) for shard, spec in zip(here, specs)]
     named, specs = specs, [_gathered_as(spec) for spec in specs]
-    parts = [_on_the_wire(call, shard, spec.layout) for shard, spec in zip(cast, specs)]
+    parts = [_pad(call, shard, spec.dim, spec.layout.chunk) for shard, spec in zip(cast, specs)]
     if specs[0].num_shards == 1:
         return parts
     packed = call(pack, parts, 1, _wire_dtype(specs[0].dtype)) if packs else parts[0]
@@ -62,25 +62,25 @@ def launch_gather(call: Call, shards: Sequence[Any], specs: Sequence[ParamSpec])
 
 def finish_gather(call: Call, gathered: Any, specs: Sequence[ParamSpec]) -> list[Any]:
     """Wait for a bucket's all-gather and cut it into full parameters."""
-    sent = [_gathered_as(spec) for spec in specs]
-    fulls = _finish_gather(call, gathered, sent)
+    layouts, num_shards = [_gathered_as(spec).layout for spec in specs], specs[0].num_shards
+    parts: Iterable[Any] = gathered
+    if num_shards > 1:
+        gathered = call(c10d.wait_tensor.default, gathered)
+        parts = [gathered]
+        if len(specs) > 1:
+            num_elements = sum(layout.padded_numel for layout in layouts)
+            parts = _members(call, call(aten.view.default, gathered, [num_shards, num_elements]), layouts, num_shards)
+    fulls = [_unpadded(call, part, layout) for part, layout in zip(parts, layouts)]
     return [_as_read(call, full, spec.dtype) for full, spec in zip(fulls, specs)]
 
 
-def _finish_gather(call: Call, gathered: Any, specs: Sequence[ParamSpec]) -> list[Any]:
-    num_shards = specs[0].num_shards
-    if num_shards == 1:
-        return [_unpadded(call, part, spec.layout) for part, spec in zip(gathered, specs)]
-    gathered = call(c10d.wait_tensor.default, gathered)
-    if len(specs) == 1:
-        return [_unpadded(call, gathered, specs[0].layout)]
-    bucket = BucketLayout(tuple(spec.layout for spec in specs))
-    rows = call(aten.view.default, gathered, [num_shards, bucket.numel])
-    fulls = []
-    for spec, member, offset in zip(specs, bucket.members, bucket.offsets):
-        piece = call(aten.slice.Tensor, rows, 1, offset, offset + member.padded_numel)
-        fulls.append(_unpadded(call, call(aten.view.default, piece, [num_shards, *member.padded_size]), spec.layout))
-    return fulls
+def _members(call: Call, bucket: Any, layouts: Sequence[ShardLayout], *num_ranks: int) -> Iterator[Any]:
+    """Cut a bucket into its members, which stand end to end: in one rank's part, or in each row of all ranks' parts."""
+    offset = 0
+    for layout in layouts:
+        piece = call(aten.slice.Tensor, bucket, len(num_ranks), offset, offset + layout.padded_numel)
+        yield call(aten.view.default, piece, [*num_ranks, *layout.padded_size])
+        offset += layout.padded_numel
 
 
 def launch_reduce(call: Call, grads: Sequence[Any], specs: Sequence[ParamSpec]) -> Any:
@@ -125,38 +125,26 @@ def launch_all_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> A
 def finish_all_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> list[Any]:
     """Wait for what ``launch_all_reduce`` left in flight; return the gradients of the local shards."""
     sent = [_reduced_as(spec) for spec in specs]
-    reduced = _finish_all_reduce(call, pending, sent)
-    return [
-        call(aten.view_as_complex.default, grad) if spec.reduce_dtype.is_complex else grad
-        for grad, spec in zip(reduced, specs)
-    ]
-
-
-def _finish_all_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> list[Any]:
-    first = specs[0]
+    first = sent[0]
     if first.num_replicas == 1:
-        pending = _finish_over_shards(call, pending, specs, first.postdivide)
+        pending = _finish_over_shards(call, pending, sent, first.postdivide)
     else:
         pending = _divided(call, call(c10d.wait_tensor.default, pending), first.postdivide)
     if first.device:
         # The bucket is copied at once, in the dtype of the gradients: only views are left to do on the CPU.
         pending = call(to_host, _cast(call, pending, first.grad_dtype), first.pinned)
-    if len(specs) == 1:
-        pieces = [pending]
-    else:
-        bucket = BucketLayout(tuple(spec.layout for spec in specs))
-        flat = call(aten.view.default, pending, [-1])
-        pieces = [
-            call(aten.view.default, call(aten.slice.Tensor, flat, 0, offset, offset + member.padded_numel),
-                 list(member.padded_size))
-            for member, offset in zip(bucket.members, bucket.offsets)
-        ]  # fmt: skip
+    pieces = [pending]
+    if len(specs) > 1:
+        pieces = [*_members(call, call(aten.view.default, pending, [-1]), [spec.layout for spec in sent])]
     reduced = []
-    for piece, spec in zip(pieces, specs):
+    for piece, spec in zip(pieces, sent):
         if spec.local_length != spec.layout.chunk:
             piece = call(aten.slice.Tensor, piece, spec.dim, 0, spec.local_length)
         reduced.append(_cast(call, piece, spec.grad_dtype))
-    return reduced
+    return [
+        call(aten.view_as_complex.default, grad) if spec.reduce_dtype.is_complex else grad
+        for grad, spec in zip(reduced, specs)
+    ]
 
 
 def _finish_over_shards(call: Call, pending: Any, specs: Sequence[ParamSpec], divisor: float) -> Any:
@@ -251,10 +239,6 @@ def _pad(call: Call, tensor: Any, dim: int, length: int) -> Any:
     return call(aten.constant_pad_nd.default, tensor, behind, 0)
 
 
-def _on_the_wire(call: Call, shard: Any, layout: ShardLayout) -> Any:
-    return _pad(call, shard, layout.dim, layout.chunk)
-
-
 def _unpadded(call: Call, gathered: Any, layout: ShardLayout) -> Any:
     """Return the full parameter from parts ``[num_shards, *part]`` in a bucket, or from the result of its own gather.
 
@@ -293,13 +277,8 @@ def _ranks_first(call: Call, grad: Any, layout: ShardLayout) -> Any:
 
 def _laid_out(call: Call, parts: Any, layout: ShardLayout) -> Any:
     """Lay out the result of ``_ranks_first`` to travel alone: ``[num_shards * part[0], ...]``, as a gather returns."""
-    parts = _contiguous(call, parts)
+    if not _value(parts).is_contiguous():
+        parts = call(aten.clone.default, parts, memory_format=torch.contiguous_format)
     if layout.dim == 0:
         return parts
     return call(aten.reshape.default, parts, [layout.num_shards * layout.padded_size[0], *layout.padded_size[1:]])
-
-
-def _contiguous(call: Call, tensor: Any) -> Any:
-    if _value(tensor).is_contiguous():
-        return tensor
-    return call(aten.clone.default, tensor, memory_format=torch.contiguous_format)

@@ -17,12 +17,7 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._torch_compat import kernels as kernels_compat
-from .spec import NAMESPACE, library
-
-library.define("pack(Tensor[] parts, int num_ranks, ScalarType dtype) -> Tensor")
-library.define("copied(Tensor view) -> Tensor")
-pack = torch.ops.fsdpc.pack.default
-copied = torch.ops.fsdpc.copied.default
+from .spec import define_op
 
 
 def let_inductor_call_copies() -> None:
@@ -30,21 +25,16 @@ def let_inductor_call_copies() -> None:
     kernels_compat.lower_as_call(copied, torch.ops.aten.clone.default, memory_format=torch.contiguous_format)
 
 
-def _bucket(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return parts[0].new_empty(sum(part.numel() for part in parts), dtype=dtype)
-
-
-@torch.library.register_fake(f"{NAMESPACE}::pack")
-def _pack_fake(parts: Sequence[Tensor], num_ranks: int, dtype: torch.dtype) -> Tensor:
+def _bucket(parts: Sequence[Tensor], num_ranks: int, dtype: torch.dtype) -> Tensor:
     del num_ranks
-    return _bucket(parts, dtype)
+    return parts[0].new_empty(sum(part.numel() for part in parts), dtype=dtype)
 
 
 def _pack_kernel(parts: Sequence[Tensor], num_ranks: int, dtype: torch.dtype) -> Tensor:
     if all(part.dtype == dtype and part.is_contiguous() for part in parts):
         # This takes a third of the time of the code below.
         return torch.cat([part.view(num_ranks, -1) for part in parts], 1).view(-1)
-    bucket = _bucket(parts, dtype)
+    bucket = _bucket(parts, num_ranks, dtype)
     by_rank = [part.unflatten(0, (num_ranks, -1)) for part in parts]
     lengths = [part.numel() // num_ranks for part in parts]
     places = bucket.view(num_ranks, -1).split(lengths, 1)
@@ -52,14 +42,9 @@ def _pack_kernel(parts: Sequence[Tensor], num_ranks: int, dtype: torch.dtype) ->
     return bucket
 
 
-@torch.library.register_fake(f"{NAMESPACE}::copied")
-def _copied_fake(view: Tensor) -> Tensor:
-    return _copied_kernel(view)
-
-
-def _copied_kernel(view: Tensor) -> Tensor:
+def _copied(view: Tensor) -> Tensor:
     return view.clone(memory_format=torch.contiguous_format)
 
 
-library.impl("pack", _pack_kernel, "CompositeExplicitAutograd")
-library.impl("copied", _copied_kernel, "CompositeExplicitAutograd")
+pack = define_op("pack(Tensor[] parts, int num_ranks, ScalarType dtype) -> Tensor", _pack_kernel, _bucket)
+copied = define_op("copied(Tensor view) -> Tensor", _copied)

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from .. import _torch_compat as compat
 from .layout import ShardLayout
 
 NAMESPACE = "fsdpc"
 
 library = torch.library.Library(NAMESPACE, "DEF")
+
+
+def define_op(
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any] | None = None,
+    tags: Sequence[torch.Tag] = (),
+) -> compat.OpOverload:
+    """Define an op of ours, and return it; ``fake`` runs in place of the kernel in tracing, if the kernel cannot."""
+    name = schema.partition("(")[0]
+    library.define(schema, tags=tags)
+    library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake or kernel)
+    op: compat.OpOverload = getattr(torch.ops.fsdpc, name).default
+    return op
 
 
 def with_part(name: str, part: int) -> str:

@@ -13,10 +13,7 @@ import time
 import torch
 from torch import Tensor
 
-from .spec import NAMESPACE, library
-
-library.define("sum_of_parts(Tensor received, int num_parts, float divisor) -> Tensor")
-sum_of_parts = torch.ops.fsdpc.sum_of_parts.default
+from .spec import define_op
 
 # A block is summed and divided while it is in the processor's cache. Smaller blocks take more calls than that saves:
 # two parts of 8 MiB take 1.9 ms in blocks of 128 KiB, 1.3 of 512 and 1.2 of these.
@@ -27,14 +24,9 @@ _LARGE_BYTES = 2 << 20
 _LET_GO_S = 20e-6
 
 
-def _one_of(received: Tensor, num_parts: int) -> Tensor:
-    return received.new_empty((received.shape[0] // num_parts, *received.shape[1:]))
-
-
-@torch.library.register_fake(f"{NAMESPACE}::sum_of_parts")
-def _sum_of_parts_fake(received: Tensor, num_parts: int, divisor: float) -> Tensor:
+def _one_of(received: Tensor, num_parts: int, divisor: float = 1.0) -> Tensor:
     del divisor
-    return _one_of(received, num_parts)
+    return received.new_empty((received.shape[0] // num_parts, *received.shape[1:]))
 
 
 def _sum_of_parts_kernel(received: Tensor, num_parts: int, divisor: float) -> Tensor:
@@ -92,4 +84,6 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
-library.impl("sum_of_parts", _sum_of_parts_kernel, "CompositeExplicitAutograd")
+sum_of_parts = define_op(
+    "sum_of_parts(Tensor received, int num_parts, float divisor) -> Tensor", _sum_of_parts_kernel, _one_of
+)
