@@ -257,5 +257,5 @@ def _as_computed_with(full: Any, known: tuple[ShardedParam, Unit, Unit]) -> Any:
 
 def _call_in_backward(run: Running) -> Call | None:
     """Return the forward call that the running backward has reached, if it has reached this unit."""
-    task = autograd.backward_task()
-    return run.backward_call if task is not None and task == run.backward_task else None
+    task, call = autograd.backward_task(), run.backward_call
+    return call if task is not None and call is not None and call.task == task else None

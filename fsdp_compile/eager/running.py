@@ -36,10 +36,9 @@ class Running:
     # For a unit of several modules: the call that its modules share, and the modules that have yet to run in it.
     pass_call: Call | None = None
     not_run_yet: set[nn.Module] = field(default_factory=set)
-    # The forward call whose backward is running, and the number of that backward: forwards that checkpointing
-    # recomputes use this call. After a backward that raised, the number is an old one, and the call is stale.
+    # The forward call whose backward is running: forwards that checkpointing recomputes use it. After a backward that
+    # raised, its ``task`` is an old one, and the call is stale.
     backward_call: Call | None = None
-    backward_task: int | None = None
     in_backward: set[Call] = field(default_factory=set)
     reduced_in: int | None = None
     warned_of_view: bool = False
@@ -65,7 +64,7 @@ class Running:
     def forget(self) -> None:
         """Reset the state to that at the beginning of a step."""
         self.calls.clear()
-        self.held_call = self.pass_call = self.backward_call = self.backward_task = self.reduced_in = None
+        self.held_call = self.pass_call = self.backward_call = self.reduced_in = None
         self.in_backward.clear()
         self.not_run_yet.clear()
         if self.gathered is not None:
