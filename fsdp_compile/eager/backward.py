@@ -51,11 +51,9 @@ def enter_backward(call: Call) -> None:
             ahead = target.current()
             ahead.launch(ahead.gathered_again(range(len(ahead.shards))))
     else:
-        for earlier in iteration.before(call):
-            if earlier.run is not run:
-                if earlier.unit.settings.unshard_in_backward:
-                    earlier.gathered.launch(earlier.gathered.gathered_again(earlier.reached))
-                break
+        coming = iteration.comes_after(call)
+        if coming is not None and coming.unit.settings.unshard_in_backward:
+            coming.gathered.launch(coming.gathered.gathered_again(coming.reached))
 
 
 def leave_backward(call: Call) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -230,18 +230,18 @@ class Iteration:
         call.place = len(self._calls)
         self._calls.append(weakref.ref(call))
 
-    def before(self, call: Call) -> Iterator[Call]:
-        """Yield the calls whose backward comes after that of ``call``, the next one first, of the same root forward.
+    def comes_after(self, call: Call) -> Call | None:
+        """Return the call of another unit whose backward comes next after that of ``call``, of the same root forward.
 
         Calls that another forward left behind may exist on one rank and be gone on the next.
         """
         for place in range(call.place - 1, -1, -1):
             earlier = self._calls[place]()
-            if earlier is None:
-                continue
-            if earlier.forward_number != call.forward_number:
-                return
-            yield earlier
+            if earlier is not None and earlier.forward_number != call.forward_number:
+                break
+            if earlier is not None and earlier.run is not call.run:
+                return earlier
+        return None
 
     def forget_raised(self) -> None:
         """Forget nested backwards that raised: autograd has dropped the callbacks for their ends."""
