@@ -74,7 +74,7 @@ class Reduction:
         self.gathered = gathered
         self._fqns = {gathered.params[index].fqn for index in grads} if alone else None
         self._in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] = []
-        self._advanced = False
+        self.has_advanced = False
         accumulation = gathered.unit.accumulation
         self._replicated_later = joins_partials and (bool(accumulation.held.partials) or not accumulation.all_reduce)
         self.add(grads)
@@ -103,14 +103,14 @@ class Reduction:
 
     def advance(self) -> None:
         """Start the reduction over the replicas, where there are any."""
-        if self._advanced:
+        if self.has_advanced:
             return
-        self._advanced = True
         with torch.no_grad():
             self._in_flight = [
                 (members, specs, lower.launch_all_reduce(call, launched, specs), call)
                 for members, specs, launched, call in self._in_flight
             ]
+        self.has_advanced = True
 
     def finish(self) -> dict[int, Tensor]:
         """Wait, and return the gradients of the local shards by index of the parameter, without those still partial."""
@@ -200,11 +200,10 @@ def deliver(gathered: Gathered, index: int, local: Tensor) -> None:
 
 
 class Traffic:
-    """The reductions in flight, oldest first."""
+    """The reductions in flight, oldest first: the first may have advanced to its sum over the replicas."""
 
     def __init__(self) -> None:
         self._reductions: deque[Reduction] = deque()
-        self._over_replicas: Reduction | None = None  # its sum over shards is done, that over replicas is in flight
         self._offloads = False  # gradients are being copied to the CPU, or will be
 
     def reduce(
@@ -212,31 +211,25 @@ class Traffic:
     ) -> Reduction:
         """Add to the reduction that was ``begun``, if none came after it; else start one, once ``cap`` allows it.
 
-        Fewer than ``cap`` reductions are in flight when another one starts. Return the one that has the gradients.
+        Fewer than ``cap`` sums over shards are in flight when another one starts. Return what has the gradients.
         """
         self._offloads |= gathered.unit.offload
-        if begun is not None and self._reductions and self._reductions[-1] is begun:
+        over_shards = [one for one in self._reductions if not one.has_advanced]
+        if begun is not None and over_shards and over_shards[-1] is begun:
             begun.add(grads)
             return begun
-        while len(self._reductions) >= cap:
-            oldest = self._reductions.popleft()
+        while len(over_shards) >= cap:
+            oldest = over_shards.pop(0)
             oldest.advance()
-            self._complete_over_replicas()
-            if oldest.replicates:
-                self._over_replicas = oldest
-            else:
-                oldest.complete()
+            while self._reductions[0] is not oldest:
+                self._reductions.popleft().complete()
+            if not oldest.replicates:
+                self._reductions.popleft().complete()
         self._reductions.append(Reduction(gathered, grads))
         return self._reductions[-1]
 
-    def _complete_over_replicas(self) -> None:
-        if self._over_replicas is not None:
-            self._over_replicas.complete()
-            self._over_replicas = None
-
     def finish(self) -> None:
         """Wait for all reductions, and give the shards their gradients."""
-        self._complete_over_replicas()
         while self._reductions:
             self._reductions.popleft().complete()
         if self._offloads:
@@ -246,14 +239,7 @@ class Traffic:
     def forget(self, units: Collection[Unit]) -> set[tuple[Unit, str]]:
         """After an error, drop what was launched for ``units``, and return the parameters whose gradients it had."""
         gone: set[tuple[Unit, str]] = set()
-        if self._over_replicas is not None and self._over_replicas.gathered.unit in units:
-            gone |= self._over_replicas.drop()
-            self._over_replicas = None
-        kept: deque[Reduction] = deque()
-        for reduction in self._reductions:
-            if reduction.gathered.unit in units:
-                gone |= reduction.drop()
-            else:
-                kept.append(reduction)
-        self._reductions = kept
+        for reduction in [one for one in self._reductions if one.gathered.unit in units]:
+            gone |= reduction.drop()
+            self._reductions.remove(reduction)
         return gone
