@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dynamo
 from ..core.captures import refuse_run
 from ..core.unit import Unit
 from .forward import Entry, abandon_forward, begin_forward, end_forward, enter
-from .mistakes import read_around
 from .reads import read_all
 from .running import Call
 from .trace import span
@@ -104,9 +105,32 @@ def end(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
 @_not_traced
 def _fail(unit: Unit, entry: Entry, error: BaseException) -> None:
     abandon_forward(entry)
-    mistake = read_around(unit, error)
+    mistake = _read_around(unit, error)
     if mistake is not None:
         raise mistake from error
+
+
+def _read_around(unit: Unit, error: BaseException) -> RuntimeError | None:
+    """Return the error to raise instead, if a forward computed with a shard that it did not read by its attribute.
+
+    DTensor refuses to mix with plain tensors and does not name the parameter; the traceback's frames hold it.
+    """
+    if not isinstance(error, RuntimeError) or "mixed torch.Tensor and DTensor" not in str(error):
+        return None
+    names = {id(shard): param.fqn for param in unit.params for shard in (param.param, param.shard)}
+    traceback: types.TracebackType | None = error.__traceback__
+    found = None
+    while traceback is not None:
+        for value in traceback.tb_frame.f_locals.values():
+            if isinstance(value, DTensor) and id(value) in names:
+                found = names[id(value)]
+        traceback = traceback.tb_next
+    if found is None:
+        return None
+    return RuntimeError(
+        f"{found} was read as a shard inside a forward: from where it was kept before the forward began, or in the "
+        "forward of another unit. Read the attribute, or gather it with .full_tensor()."
+    )
 
 
 @contextmanager
