@@ -21,8 +21,6 @@ from ..core.unit import Unit
 from ..passes import ParamSpec
 from ..passes.schedule.buckets import reduce_buckets
 from ..passes.wire import lower
-from ..passes.wire.collectives import c10d
-from ..passes.wire.ledger import note
 from .collectives import Caller
 from .gathered import Gathered
 
@@ -167,27 +165,22 @@ class Reduction:
     def _all_reduced(self, partial: dict[int, Tensor]) -> dict[int, Tensor]:
         """Sum partial sums over the replicas, with one collective per mesh, dtype and divisor."""
         by_key: dict[tuple[object, ...], list[int]] = {}
-        specs = {index: self.gathered.spec_for(index, local) for index, local in partial.items()}
+        specs = {index: _over_replicas_alone(self.gathered.spec_for(index, partial[index])) for index in partial}
         for index in sorted(partial):
             spec = specs[index]
             key = (spec.replicate_group, partial[index].dtype, spec.reduce_op, spec.postdivide)
             by_key.setdefault(key, []).append(index)
         done: dict[int, Tensor] = {}
         for members in by_key.values():
-            spec = specs[members[0]]
-            packed = torch.cat([lower.as_real(lower.run, partial[index]).reshape(-1) for index in members])
-            call = Caller(self.gathered.unit, num_waits_before_hook=1)
-            call(note, "all_reduce", [self.gathered.specs[index] for index in members], spec.replicate_group)
-            launched = call(c10d.all_reduce.default, packed, spec.reduce_op, spec.replicate_group)
-            summed = call(c10d.wait_tensor.default, launched)
-            if spec.postdivide != 1.0:
-                summed = summed / spec.postdivide
-            if spec.reduce_dtype.is_complex:
-                summed = torch.view_as_complex(summed.view(-1, 2))
-            sizes = [partial[index].numel() for index in members]
-            for index, flat in zip(members, summed.split(sizes)):
-                done[index] = flat.view(partial[index].shape).to(specs[index].grad_dtype)
+            call, sent = Caller(self.gathered.unit, num_waits_before_hook=1), [specs[index] for index in members]
+            launched = lower.launch_reduce(call, [partial[index] for index in members], sent)
+            done.update(zip(members, lower.finish_reduce(call, launched, sent)))
         return done
+
+
+def _over_replicas_alone(spec: ParamSpec) -> ParamSpec:
+    """Return the spec with which a shard's sum over the ranks that shard the parameter is reduced over its replicas."""
+    return dataclasses.replace(spec, size=spec.local_size, num_shards=1, predivide=1.0)
 
 
 def deliver(gathered: Gathered, index: int, local: Tensor) -> None:
