@@ -227,11 +227,12 @@ dynamo.leave_all_to_python(eager_read)
 def call_of(unit: Unit) -> Call | None:
     """Return the eager forward of the unit that surely runs, or of which a part is recomputed for backward.
 
-    Such a part runs with grad enabled. Hooks that are called in backward run without, and are to find shards.
+    Such a part runs with grad enabled. Hooks that are called in backward run without, and are to find shards. A
+    backward that raised may leave calls behind, until the next forward recovers.
     """
     run = running(unit)
     if run.calls:
-        return run.calls[-1] if run.calls[-1].ends_with_errors else None
+        return run.calls[-1] if run.calls[-1].ends_with_errors and not run.iteration.in_stale_backward() else None
     return _call_in_backward(run) if torch.is_grad_enabled() else None
 
 
