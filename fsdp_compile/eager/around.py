@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from .._torch_compat import autograd, dynamo
 from ..core.captures import refuse_run
 from ..core.unit import Unit
-from .forward import Entry, abandon_forward, begin_forward, end_forward, enter
+from .forward import begin_forward, end_forward, enter
 from .reads import read_all
 from .running import Call
 from .trace import span
@@ -37,18 +37,18 @@ def eager_forward(unit: Unit, module: nn.Module, forward: Callable[..., Any], ar
     has_graphs = is_broken or dynamo.forward_is_compiled(module)
     if has_graphs and (is_broken or unit.outer is not None) and can_give(unit):
         return forward_around_graph(unit, module, forward, args, kwargs)
-    entry = enter(unit)
+    abandon = enter(unit)
     try:
         call, args, kwargs = begin(unit, module, args, kwargs, has_graphs)
         return end(unit, module, call, forward(module, *args, **kwargs))
     except BaseException as error:
-        _fail(unit, entry, error)
+        _fail(unit, abandon, error)
         raise
 
 
 def forward_around_graph(unit: Unit, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Like ``eager_forward``, for a ``forward`` that is compiled by itself: its graph takes what is gathered here."""
-    entry, given = enter(unit), unit.given
+    abandon, given = enter(unit), unit.given
     try:
         call, args, kwargs = begin(unit, module, args, kwargs, are_compiled=False)
         _give_all(call)
@@ -57,7 +57,7 @@ def forward_around_graph(unit: Unit, module: nn.Module, forward: Callable[..., A
         return end(unit, module, call, output)
     except BaseException as error:
         unit.give(given)
-        _fail(unit, entry, error)
+        _fail(unit, abandon, error)
         raise
 
 
@@ -103,8 +103,8 @@ def end(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
 
 
 @_not_traced
-def _fail(unit: Unit, entry: Entry, error: BaseException) -> None:
-    abandon_forward(entry)
+def _fail(unit: Unit, abandon: Callable[[], None], error: BaseException) -> None:
+    abandon()
     mistake = _read_around(unit, error)
     if mistake is not None:
         raise mistake from error

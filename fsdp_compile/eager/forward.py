@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,32 +91,25 @@ def _call_of_pass(run: Running) -> Call:
     return run.pass_call
 
 
-class Entry(NamedTuple):
-    """What holds when a forward of a unit begins, and again when it has raised."""
-
-    run: Running
-    num_calls: int
-    depth: int
-
-
-def enter(unit: Unit) -> Entry:
-    """Return what ``abandon_forward`` brings back."""
+def enter(unit: Unit) -> Callable[[], None]:
+    """Return the function to call if the forward of the unit that begins now raises."""
     run = running(unit)
-    return Entry(run, len(run.calls), run.iteration.depth)
+    return functools.partial(_abandon_forward, run, len(run.calls), run.iteration.depth)
 
 
-def abandon_forward(entry: Entry) -> None:
+def _abandon_forward(run: Running, num_calls: int, depth: int) -> None:
     """Clean up after a forward that raised: for an error, or because checkpointing has recomputed enough.
 
-    It may have raised anywhere, before its call was there or when the call had ended.
+    It may have raised anywhere, before its call was there or when the call had ended. ``num_calls`` and ``depth`` are
+    those when it began.
     """
-    run, iteration = entry.run, entry.run.iteration
-    begun = run.calls[entry.num_calls :]
-    del run.calls[entry.num_calls :]
+    iteration = run.iteration
+    begun = run.calls[num_calls:]
+    del run.calls[num_calls:]
     for call in begun:
         call.gathered.take_places_back()
     if autograd.backward_task() is None:
-        iteration.depth = entry.depth
+        iteration.depth = depth
         for call in begun:
             call.forget_reads()
         run.pass_call = None
