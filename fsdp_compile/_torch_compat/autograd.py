@@ -88,10 +88,10 @@ def accumulates(leaf: Any) -> bool | None:
 GRADIENTS_COME_AS_PRODUCED = hasattr(torch.autograd.function.FunctionCtx, "set_output_grad_dtype")
 
 
-def take_gradients_as_produced(ctx: Any) -> None:
-    """Have the backward of an autograd function with one output get its gradient in that dtype, if torch can."""
+def take_gradients_as_produced(ctx: Any, num_outputs: int) -> None:
+    """Have the backward of an autograd function get its gradients in that dtype, if torch can."""
     if GRADIENTS_COME_AS_PRODUCED:
-        ctx.set_output_grad_dtype(None)
+        ctx.set_output_grad_dtype(*[None] * num_outputs)
 
 
 def quick_attributes() -> contextlib.AbstractContextManager[None]:

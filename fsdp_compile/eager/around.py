@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dynamo
 from ..core.captures import refuse_run
 from ..core.unit import Unit
-from .forward import Entry, abandon_forward, begin_forward, end_forward, enter
-from .mistakes import read_around
+from .forward import begin_forward, end_forward, enter
 from .reads import read_all
 from .running import Call
 from .trace import span
@@ -36,18 +37,18 @@ def eager_forward(unit: Unit, module: nn.Module, forward: Callable[..., Any], ar
     has_graphs = is_broken or dynamo.forward_is_compiled(module)
     if has_graphs and (is_broken or unit.outer is not None) and can_give(unit):
         return forward_around_graph(unit, module, forward, args, kwargs)
-    entry = enter(unit)
+    abandon = enter(unit)
     try:
         call, args, kwargs = begin(unit, module, args, kwargs, has_graphs)
         return end(unit, module, call, forward(module, *args, **kwargs))
     except BaseException as error:
-        _fail(unit, entry, error)
+        _fail(unit, abandon, error)
         raise
 
 
 def forward_around_graph(unit: Unit, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Like ``eager_forward``, for a ``forward`` that is compiled by itself: its graph takes what is gathered here."""
-    entry, given = enter(unit), unit.given
+    abandon, given = enter(unit), unit.given
     try:
         call, args, kwargs = begin(unit, module, args, kwargs, are_compiled=False)
         _give_all(call)
@@ -56,7 +57,7 @@ def forward_around_graph(unit: Unit, module: nn.Module, forward: Callable[..., A
         return end(unit, module, call, output)
     except BaseException as error:
         unit.give(given)
-        _fail(unit, entry, error)
+        _fail(unit, abandon, error)
         raise
 
 
@@ -102,11 +103,34 @@ def end(unit: Unit, module: nn.Module, call: Call, output: Any) -> Any:
 
 
 @_not_traced
-def _fail(unit: Unit, entry: Entry, error: BaseException) -> None:
-    abandon_forward(entry)
-    mistake = read_around(unit, error)
+def _fail(unit: Unit, abandon: Callable[[], None], error: BaseException) -> None:
+    abandon()
+    mistake = _read_around(unit, error)
     if mistake is not None:
         raise mistake from error
+
+
+def _read_around(unit: Unit, error: BaseException) -> RuntimeError | None:
+    """Return the error to raise instead, if a forward computed with a shard that it did not read by its attribute.
+
+    DTensor refuses to mix with plain tensors and does not name the parameter; the traceback's frames hold it.
+    """
+    if not isinstance(error, RuntimeError) or "mixed torch.Tensor and DTensor" not in str(error):
+        return None
+    names = {id(shard): param.fqn for param in unit.params for shard in (param.param, param.shard)}
+    traceback: types.TracebackType | None = error.__traceback__
+    found = None
+    while traceback is not None:
+        for value in traceback.tb_frame.f_locals.values():
+            if isinstance(value, DTensor) and id(value) in names:
+                found = names[id(value)]
+        traceback = traceback.tb_next
+    if found is None:
+        return None
+    return RuntimeError(
+        f"{found} was read as a shard inside a forward: from where it was kept before the forward began, or in the "
+        "forward of another unit. Read the attribute, or gather it with .full_tensor()."
+    )
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def enter_backward(call: Call) -> None:
         return  # an output that is an input passed on, as T5's position bias: its gradient comes later
     clean_up_at_end(call.unit)
     iteration.creates_graph |= torch.is_grad_enabled()
-    run.backward_call, run.backward_task = call, task
+    run.backward_call = call
     is_first = call.task != task or task is None
     if call.task != task:
         call.task = task
@@ -51,11 +51,9 @@ def enter_backward(call: Call) -> None:
             ahead = target.current()
             ahead.launch(ahead.gathered_again(range(len(ahead.shards))))
     else:
-        for earlier in iteration.before(call):
-            if earlier.run is not run:
-                if earlier.unit.settings.unshard_in_backward:
-                    earlier.gathered.launch(earlier.gathered.gathered_again(earlier.reached))
-                break
+        coming = iteration.comes_after(call)
+        if coming is not None and coming.unit.settings.unshard_in_backward:
+            coming.gathered.launch(coming.gathered.gathered_again(coming.reached))
 
 
 def leave_backward(call: Call) -> None:
@@ -223,9 +221,8 @@ def end_backward(root: Unit, task: int | None = None) -> None:
     if not iteration.manual_finalization:
         reduce_left_over(root)
     for run in iteration.touched:
-        run.backward_call = run.backward_task = None
+        run.backward_call = run.reduced_in = None
         run.in_backward.clear()
-        run.reduced_in = None
         keeps = iteration.creates_graph or run.calls or not run.unit.settings.reshard_after_backward
         if run.gathered is not None and not keeps:
             run.gathered.free()

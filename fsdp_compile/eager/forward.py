@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,32 +91,25 @@ def _call_of_pass(run: Running) -> Call:
     return run.pass_call
 
 
-class Entry(NamedTuple):
-    """What holds when a forward of a unit begins, and again when it has raised."""
-
-    run: Running
-    num_calls: int
-    depth: int
-
-
-def enter(unit: Unit) -> Entry:
-    """Return what ``abandon_forward`` brings back."""
+def enter(unit: Unit) -> Callable[[], None]:
+    """Return the function to call if the forward of the unit that begins now raises."""
     run = running(unit)
-    return Entry(run, len(run.calls), run.iteration.depth)
+    return functools.partial(_abandon_forward, run, len(run.calls), run.iteration.depth)
 
 
-def abandon_forward(entry: Entry) -> None:
+def _abandon_forward(run: Running, num_calls: int, depth: int) -> None:
     """Clean up after a forward that raised: for an error, or because checkpointing has recomputed enough.
 
-    It may have raised anywhere, before its call was there or when the call had ended.
+    It may have raised anywhere, before its call was there or when the call had ended. ``num_calls`` and ``depth`` are
+    those when it began.
     """
-    run, iteration = entry.run, entry.run.iteration
-    begun = run.calls[entry.num_calls :]
-    del run.calls[entry.num_calls :]
+    iteration = run.iteration
+    begun = run.calls[num_calls:]
+    del run.calls[num_calls:]
     for call in begun:
         call.gathered.take_places_back()
     if autograd.backward_task() is None:
-        iteration.depth = entry.depth
+        iteration.depth = depth
         for call in begun:
             call.forget_reads()
         run.pass_call = None
@@ -227,11 +220,12 @@ dynamo.leave_all_to_python(eager_read)
 def call_of(unit: Unit) -> Call | None:
     """Return the eager forward of the unit that surely runs, or of which a part is recomputed for backward.
 
-    Such a part runs with grad enabled. Hooks that are called in backward run without, and are to find shards.
+    Such a part runs with grad enabled. Hooks that are called in backward run without, and are to find shards. A
+    backward that raised may leave calls behind, until the next forward recovers.
     """
     run = running(unit)
     if run.calls:
-        return run.calls[-1] if run.calls[-1].ends_with_errors else None
+        return run.calls[-1] if run.calls[-1].ends_with_errors and not run.iteration.in_stale_backward() else None
     return _call_in_backward(run) if torch.is_grad_enabled() else None
 
 
@@ -257,5 +251,5 @@ def _as_computed_with(full: Any, known: tuple[ShardedParam, Unit, Unit]) -> Any:
 
 def _call_in_backward(run: Running) -> Call | None:
     """Return the forward call that the running backward has reached, if it has reached this unit."""
-    task = autograd.backward_task()
-    return run.backward_call if task is not None and task == run.backward_task else None
+    task, call = autograd.backward_task(), run.backward_call
+    return call if task is not None and call is not None and call.task == task else None

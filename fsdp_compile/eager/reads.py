@@ -70,7 +70,7 @@ def read(call: Call, fqn: str) -> Any:
         if given is not None and recorded and subclasses.share_storage(given, full):
             full = given
         elif recorded:
-            full = autograd.apply_recorded(_Read, _recording(call), index, _leaf(shard))
+            (full,) = autograd.apply_recorded(_Read, _recording(call), [index], _leaf(shard))
         _have_read(call, index, recorded, full)
     if recorded and has_grad and call.recording is not None and (recording := call.recording()) is not None:
         recording.read.add(index)
@@ -90,8 +90,9 @@ def read_all(call: Call) -> list[Tensor]:
     call.read_frozen |= not all(recorded) and torch.is_grad_enabled()
     new = [index for index in range(len(shards)) if recorded[index] and not call.has_read(index, True, fulls[index])]
     if new:
-        outputs = _ReadAll.apply(_recording(call), new, *[_leaf(shards[index]) for index in new])
-        for index, full in zip(new, outputs):
+        recording = _recording(call)
+        recording.read.update(new)
+        for index, full in zip(new, _Read.apply(recording, new, *[_leaf(shards[index]) for index in new])):
             _have_read(call, index, True, full)
     given = [
         call.tensors[index, True] if recorded[index] else param.as_read(fulls[index])
@@ -135,29 +136,13 @@ def _leaf(shard: DTensor) -> Tensor:
 
 
 class _Read(torch.autograd.Function):
-    """Maps a shard to the full parameter, which is gathered already; backward passes the gradient to ``arrive``."""
-
-    @staticmethod
-    def forward(ctx: Any, recording: Recording, index: int, shard: DTensor) -> Tensor:
-        ctx.recording, ctx.index = recording, index
-        ctx.set_materialize_grads(False)
-        autograd.take_gradients_as_produced(ctx)
-        return recording.call.gathered.full(index).detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:
-        leaf, _ = ctx.next_functions[-1]
-        return None, None, backward.arrive(ctx.recording, ctx.index, grad, leaf)
-
-
-class _ReadAll(torch.autograd.Function):
-    """Like ``_Read``, for all parameters that a graph may read."""
+    """Maps shards to full parameters, which are gathered already; backward passes the gradients to ``arrive``."""
 
     @staticmethod
     def forward(ctx: Any, recording: Recording, indices: list[int], *shards: DTensor) -> tuple[Tensor, ...]:
         ctx.recording, ctx.indices = recording, indices
         ctx.set_materialize_grads(False)
-        recording.read.update(indices)
+        autograd.take_gradients_as_produced(ctx, len(indices))
         fulls = recording.call.gathered.fulls
         return tuple(fulls[index].detach() for index in indices)
 
@@ -183,7 +168,7 @@ class _Inputs(torch.autograd.Function):
         return (None, *grads)
 
 
-dynamo.leave_all_to_python(_Read.backward, _ReadAll.backward, _Inputs.backward)
+dynamo.leave_all_to_python(_Read.backward, _Inputs.backward)
 
 
 def end_at_inputs(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -21,8 +21,6 @@ from ..core.unit import Unit
 from ..passes import ParamSpec
 from ..passes.schedule.buckets import reduce_buckets
 from ..passes.wire import lower
-from ..passes.wire.collectives import c10d
-from ..passes.wire.ledger import note
 from .collectives import Caller
 from .gathered import Gathered
 
@@ -74,7 +72,7 @@ class Reduction:
         self.gathered = gathered
         self._fqns = {gathered.params[index].fqn for index in grads} if alone else None
         self._in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] = []
-        self._advanced = False
+        self.has_advanced = False
         accumulation = gathered.unit.accumulation
         self._replicated_later = joins_partials and (bool(accumulation.held.partials) or not accumulation.all_reduce)
         self.add(grads)
@@ -103,14 +101,14 @@ class Reduction:
 
     def advance(self) -> None:
         """Start the reduction over the replicas, where there are any."""
-        if self._advanced:
+        if self.has_advanced:
             return
-        self._advanced = True
         with torch.no_grad():
             self._in_flight = [
                 (members, specs, lower.launch_all_reduce(call, launched, specs), call)
                 for members, specs, launched, call in self._in_flight
             ]
+        self.has_advanced = True
 
     def finish(self) -> dict[int, Tensor]:
         """Wait, and return the gradients of the local shards by index of the parameter, without those still partial."""
@@ -167,27 +165,22 @@ class Reduction:
     def _all_reduced(self, partial: dict[int, Tensor]) -> dict[int, Tensor]:
         """Sum partial sums over the replicas, with one collective per mesh, dtype and divisor."""
         by_key: dict[tuple[object, ...], list[int]] = {}
-        specs = {index: self.gathered.spec_for(index, local) for index, local in partial.items()}
+        specs = {index: _over_replicas_alone(self.gathered.spec_for(index, partial[index])) for index in partial}
         for index in sorted(partial):
             spec = specs[index]
             key = (spec.replicate_group, partial[index].dtype, spec.reduce_op, spec.postdivide)
             by_key.setdefault(key, []).append(index)
         done: dict[int, Tensor] = {}
         for members in by_key.values():
-            spec = specs[members[0]]
-            packed = torch.cat([lower.as_real(lower.run, partial[index]).reshape(-1) for index in members])
-            call = Caller(self.gathered.unit, num_waits_before_hook=1)
-            call(note, "all_reduce", [self.gathered.specs[index] for index in members], spec.replicate_group)
-            launched = call(c10d.all_reduce.default, packed, spec.reduce_op, spec.replicate_group)
-            summed = call(c10d.wait_tensor.default, launched)
-            if spec.postdivide != 1.0:
-                summed = summed / spec.postdivide
-            if spec.reduce_dtype.is_complex:
-                summed = torch.view_as_complex(summed.view(-1, 2))
-            sizes = [partial[index].numel() for index in members]
-            for index, flat in zip(members, summed.split(sizes)):
-                done[index] = flat.view(partial[index].shape).to(specs[index].grad_dtype)
+            call, sent = Caller(self.gathered.unit, num_waits_before_hook=1), [specs[index] for index in members]
+            launched = lower.launch_reduce(call, [partial[index] for index in members], sent)
+            done.update(zip(members, lower.finish_reduce(call, launched, sent)))
         return done
+
+
+def _over_replicas_alone(spec: ParamSpec) -> ParamSpec:
+    """Return the spec with which a shard's sum over the ranks that shard the parameter is reduced over its replicas."""
+    return dataclasses.replace(spec, size=spec.local_size, num_shards=1, predivide=1.0)
 
 
 def deliver(gathered: Gathered, index: int, local: Tensor) -> None:
@@ -200,11 +193,10 @@ def deliver(gathered: Gathered, index: int, local: Tensor) -> None:
 
 
 class Traffic:
-    """The reductions in flight, oldest first."""
+    """The reductions in flight, oldest first: the first may have advanced to its sum over the replicas."""
 
     def __init__(self) -> None:
         self._reductions: deque[Reduction] = deque()
-        self._over_replicas: Reduction | None = None  # its sum over shards is done, that over replicas is in flight
         self._offloads = False  # gradients are being copied to the CPU, or will be
 
     def reduce(
@@ -212,31 +204,25 @@ class Traffic:
     ) -> Reduction:
         """Add to the reduction that was ``begun``, if none came after it; else start one, once ``cap`` allows it.
 
-        Fewer than ``cap`` reductions are in flight when another one starts. Return the one that has the gradients.
+        Fewer than ``cap`` sums over shards are in flight when another one starts. Return what has the gradients.
         """
         self._offloads |= gathered.unit.offload
-        if begun is not None and self._reductions and self._reductions[-1] is begun:
+        over_shards = [one for one in self._reductions if not one.has_advanced]
+        if begun is not None and over_shards and over_shards[-1] is begun:
             begun.add(grads)
             return begun
-        while len(self._reductions) >= cap:
-            oldest = self._reductions.popleft()
+        while len(over_shards) >= cap:
+            oldest = over_shards.pop(0)
             oldest.advance()
-            self._complete_over_replicas()
-            if oldest.replicates:
-                self._over_replicas = oldest
-            else:
-                oldest.complete()
+            while self._reductions[0] is not oldest:
+                self._reductions.popleft().complete()
+            if not oldest.replicates:
+                self._reductions.popleft().complete()
         self._reductions.append(Reduction(gathered, grads))
         return self._reductions[-1]
 
-    def _complete_over_replicas(self) -> None:
-        if self._over_replicas is not None:
-            self._over_replicas.complete()
-            self._over_replicas = None
-
     def finish(self) -> None:
         """Wait for all reductions, and give the shards their gradients."""
-        self._complete_over_replicas()
         while self._reductions:
             self._reductions.popleft().complete()
         if self._offloads:
@@ -246,14 +232,7 @@ class Traffic:
     def forget(self, units: Collection[Unit]) -> set[tuple[Unit, str]]:
         """After an error, drop what was launched for ``units``, and return the parameters whose gradients it had."""
         gone: set[tuple[Unit, str]] = set()
-        if self._over_replicas is not None and self._over_replicas.gathered.unit in units:
-            gone |= self._over_replicas.drop()
-            self._over_replicas = None
-        kept: deque[Reduction] = deque()
-        for reduction in self._reductions:
-            if reduction.gathered.unit in units:
-                gone |= reduction.drop()
-            else:
-                kept.append(reduction)
-        self._reductions = kept
+        for reduction in [one for one in self._reductions if one.gathered.unit in units]:
+            gone |= reduction.drop()
+            self._reductions.remove(reduction)
         return gone

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,10 +36,9 @@ class Running:
     # For a unit of several modules: the call that its modules share, and the modules that have yet to run in it.
     pass_call: Call | None = None
     not_run_yet: set[nn.Module] = field(default_factory=set)
-    # The forward call whose backward is running, and the number of that backward: forwards that checkpointing
-    # recomputes use this call. After a backward that raised, the number is an old one, and the call is stale.
+    # The forward call whose backward is running: forwards that checkpointing recomputes use it. After a backward that
+    # raised, its ``task`` is an old one, and the call is stale.
     backward_call: Call | None = None
-    backward_task: int | None = None
     in_backward: set[Call] = field(default_factory=set)
     reduced_in: int | None = None
     warned_of_view: bool = False
@@ -65,7 +64,7 @@ class Running:
     def forget(self) -> None:
         """Reset the state to that at the beginning of a step."""
         self.calls.clear()
-        self.held_call = self.pass_call = self.backward_call = self.backward_task = self.reduced_in = None
+        self.held_call = self.pass_call = self.backward_call = self.reduced_in = None
         self.in_backward.clear()
         self.not_run_yet.clear()
         if self.gathered is not None:
@@ -231,18 +230,18 @@ class Iteration:
         call.place = len(self._calls)
         self._calls.append(weakref.ref(call))
 
-    def before(self, call: Call) -> Iterator[Call]:
-        """Yield the calls whose backward comes after that of ``call``, the next one first, of the same root forward.
+    def comes_after(self, call: Call) -> Call | None:
+        """Return the call of another unit whose backward comes next after that of ``call``, of the same root forward.
 
         Calls that another forward left behind may exist on one rank and be gone on the next.
         """
         for place in range(call.place - 1, -1, -1):
             earlier = self._calls[place]()
-            if earlier is None:
-                continue
-            if earlier.forward_number != call.forward_number:
-                return
-            yield earlier
+            if earlier is not None and earlier.forward_number != call.forward_number:
+                break
+            if earlier is not None and earlier.run is not call.run:
+                return earlier
+        return None
 
     def forget_raised(self) -> None:
         """Forget nested backwards that raised: autograd has dropped the callbacks for their ends."""

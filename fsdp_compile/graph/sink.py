@@ -34,7 +34,6 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dtensors, dynamo
 from ..core import grads
-from ..core.accumulation import Mode
 from ..core.hooks import LateHooks
 from ..core.param import ShardedParam
 from ..core.spec import spec_key, spec_of
@@ -64,7 +63,6 @@ class Sink:
         self.takes: Literal["edge", "both"] = "both"  # what a graph takes of the parameter while it trains
         self.spec: Any = None  # the arguments of the markers
         self._key: Any = None  # the ``spec_key`` of ``spec``
-        self._ready: set[Mode] = set()
 
     def prepare(self, unit: Unit) -> None:
         """Make what a marker in the unit's mode needs; what is there already and still fits is kept."""
@@ -72,13 +70,10 @@ class Sink:
         key = spec_key(unit, self.param)
         if key != self._key:
             self.spec, self._key = spec_of(unit, self.param), key
-            self._ready.clear()
             arrives_at = torch.device("cpu") if self.spec.device else device
             arrives_as = self.spec.local_size, self.spec.grad_dtype, arrives_at
             if arrives_as != self.arrives_as:
                 self.arrives_as, self.leaf, self.edge_of = arrives_as, None, None
-        if mode in self._ready:
-            return
         spec, dtype = self.spec, self.spec.reduce_dtype
         if mode == "hold":
             self.full = _leaf(self.full, spec.size, dtype, device, lambda: _holder(unit, spec.fqn, False))
@@ -86,7 +81,6 @@ class Sink:
             self.partial = _leaf(self.partial, spec.local_size, dtype, device, lambda: _holder(unit, spec.fqn, True))
         if mode.startswith("resume") and self.ticket is None:
             self.ticket = _ticket(unit, self.param)
-        self._ready.add(mode)
 
     @property
     def can_train(self) -> bool:

@@ -55,6 +55,13 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         self._said: set[str] = set()  # warnings that were given in the model of which this unit is the root
         self.specs: Any = None  # made again when a guard asks after a change
 
+    @property
+    def unit(self) -> Unit:
+        """The unit; whoever asks for more than ``seen`` keeps it alive."""
+        unit = self._unit()
+        assert unit is not None
+        return unit
+
     def seen(self) -> list[Any]:
         """Return all that the answers below depend on. It changes nothing, since guards may run at any time."""
         unit = self._unit()
@@ -74,7 +81,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
     def takes(self, fqn: str) -> Taken:
         """Return what graphs take of a parameter; None if the user put something else in its place, or into it."""
         dynamo.hide_looks_at_grad()
-        unit, param = self._of(fqn)
+        unit, param = self.unit, self._param(fqn)
         refuse_traced(fqn, unit.mode_of(param))
         param.require_shard()
         if autograd.uses_compiled_autograd():
@@ -103,50 +110,43 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
 
     def replaced(self) -> tuple[int, ...]:
         """Indices in ``unit.params`` of the parameters in whose places traced code registered something else."""
-        unit = self._unit()
-        assert unit is not None
-        return tuple(place for place, param in enumerate(unit.params) if _was_replaced(param))
+        return tuple(place for place, param in enumerate(self.unit.params) if _was_replaced(param))
 
     def mode(self, fqn: str) -> Mode:
         """Return what backward does with a parameter's gradient."""
-        unit, param = self._of(fqn)
-        return unit.mode_of(param)
+        return self.unit.mode_of(self._param(fqn))
 
     def names(self, fqn: str) -> tuple[str, ...] | None:
         """Return the names of the tensors inside a shard that graphs take apart; None for one that they take whole."""
-        _, param = self._of(fqn)
-        return None if param.apart is None else param.apart.names
+        apart = self._param(fqn).apart
+        return None if apart is None else apart.names
 
     def spec(self, fqn: str) -> dict[str, Any]:
         """Return the marker's arguments. They are constants of the graph: a guard on each of them would take long."""
-        _, param = self._of(fqn)
-        return param.sink.spec.kwargs()  # type: ignore[no-any-return]
+        return self._param(fqn).sink.spec.kwargs()  # type: ignore[no-any-return]
 
     def gather(self, fqn: str) -> Callable[..., Any] | None:
         """Return the function that a read calls in place of the marker if the parameter has an all-gather extension."""
-        _, param = self._of(fqn)
-        spec: ReadSpec = param.sink.spec
+        spec: ReadSpec = self._param(fqn).sink.spec
         return None if spec.extension is None else extended_gather(spec)
 
     def wrap(self, fqn: str) -> Callable[..., DTensor] | None:
         """Return the function that makes a DTensor of what is gathered, if the parameter was one before fully_shard."""
-        _, param = self._of(fqn)
-        return None if param.dtensor is None else wrapper(param.dtensor)
+        dtensor = self._param(fqn).dtensor
+        return None if dtensor is None else wrapper(dtensor)
 
     def takes_mesh(self, fqn: str) -> bool:
         """Whether a graph takes that DTensor's mesh as an input."""
-        _, param = self._of(fqn)
-        return dtensors.MESH_IS_GRAPH_INPUT and param.dtensor is not None
+        return dtensors.MESH_IS_GRAPH_INPUT and self._param(fqn).dtensor is not None
 
     def carries(self, fqn: str) -> tuple[str, ...]:
         """Return the names of the attributes that a read copies from the parameter."""
-        _, param = self._of(fqn)
-        return tuple(param.carried)
+        return tuple(self._param(fqn).carried)
 
     def records(self) -> bool:
         """Whether a read under ``no_grad`` is recorded: a training forward may use the tensor outside of it as well."""
-        unit = self._unit()
-        calls = [] if unit is None or unit.running is None else unit.running.calls  # some, if a graph broke
+        run = self.unit.running
+        calls = [] if run is None else run.calls  # some, if a graph broke
         return bool(calls[-1].records) if calls else dynamo.traces_with_grad()
 
     def keep(self, fqn: str, local: str) -> None:
@@ -163,7 +163,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
 
     def _read(self, fqn: str) -> Any:
         """Return what two reads have in common if they give one tensor: parameter, modes, number of writes before."""
-        _, param = self._of(fqn)
+        param = self._param(fqn)
         registered = traced_frames.node_of("param")  # of a read for which ``takes`` returned None
         has_grad = torch.is_grad_enabled() or self.records()
         return param, registered, has_grad, traced_frames.in_inference_mode(), dynamo.num_writes_traced(param.shard)
@@ -176,8 +176,8 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
 
     def say_unheeded(self) -> None:
         """Warn of settings that only the eager path uses, once each in a model, if graphs have read parameters."""
-        unit = self._unit()
-        if unit is None or not self._was_asked:
+        unit = self.unit
+        if not self._was_asked:
             return
         said: set[str] = unit.root.watch._said
         new = [name for name in unit.settings.unheeded_in_graphs if name not in said]
@@ -192,9 +192,9 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
 
     def say_no_plan(self, why: str) -> None:
         """Warn, once in a model, that a plan or budget has no effect: no graph gathers and reduces for this unit."""
-        unit = self._unit()
-        said: set[str] = set() if unit is None else unit.root.watch._said
-        if unit is not None and unit.settings.plan and "plan" not in said:
+        unit = self.unit
+        said: set[str] = unit.root.watch._said
+        if unit.settings.plan and "plan" not in said:
             said.add("plan")
             warnings.warn(
                 f"memory_budget or plan has no effect where {unit.name} {why}. Compile the whole model to have it "
@@ -204,15 +204,12 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
 
     def say_no_plan_eagerly(self) -> None:
         """Warn of that in the model of which this unit is the root, unless a graph has read one of its parameters."""
-        unit = self._unit()
-        if unit is not None and not self._was_asked:
-            for inner in unit.inside():
+        if not self._was_asked:
+            for inner in self.unit.inside():
                 inner.watch.say_no_plan("runs eagerly: it gathers and reduces as reshard_after_forward says")
 
-    def _of(self, fqn: str) -> tuple[Unit, ShardedParam]:
-        unit = self._unit()
-        assert unit is not None
-        return unit, unit.by_fqn[fqn]
+    def _param(self, fqn: str) -> ShardedParam:
+        return self.unit.by_fqn[fqn]
 
     def begin_in_front(self) -> bool:
         """Gather in front of a branch or a loop, as the eager path does; return whether the read is inside one.

@@ -9,9 +9,11 @@ of what the backend sees, where any difference is fatal; and ``named``, of the p
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 _PRIME = (1 << 61) - 1
 _BASE = 1_000_003
@@ -43,6 +45,20 @@ class Hash:
     wire: int = 0
     named: int = 0
 
+    @classmethod
+    def of(cls, links: Iterable[Link]) -> Hash:
+        """Return the hash of these collectives alone."""
+        found = cls()
+        for link in links:
+            found = found.then(cls(1, _number(link.wire), _number(repr(link.whose if link.sure else ()))))
+        return found
+
+    def then(self, more: Hash) -> Hash:
+        """Return the hash of what this one covers, followed by what ``more`` covers."""
+        power = pow(_BASE, more.count, _PRIME)
+        wire, named = self.wire * power + more.wire, self.named * power + more.named
+        return Hash(self.count + more.count, wire % _PRIME, named % _PRIME)
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -50,17 +66,10 @@ class Piece:
 
     links: tuple[Link, ...]
     source: str
-    wire: int = field(init=False)
-    named: int = field(init=False)
-    power: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        after = Hash()
-        for link in self.links:
-            after = _after(after, link)
-        object.__setattr__(self, "wire", after.wire)
-        object.__setattr__(self, "named", after.named)
-        object.__setattr__(self, "power", pow(_BASE, len(self.links), _PRIME))
+    @functools.cached_property
+    def hash(self) -> Hash:
+        return Hash.of(self.links)
 
 
 @dataclass(frozen=True)
@@ -81,13 +90,9 @@ class Chain:
         self._pieces: dict[Piece, Piece] = {}  # one object for all steps that issue the same
 
     def append(self, piece: Piece, sequence: int | None = None) -> None:
-        before, piece = self.now, self._pieces.setdefault(piece, piece)
-        self.steps.append(Step(before, piece, sequence))
-        self.now = Hash(
-            before.count + len(piece.links),
-            (before.wire * piece.power + piece.wire) % _PRIME,
-            (before.named * piece.power + piece.named) % _PRIME,
-        )
+        piece = self._pieces.setdefault(piece, piece)
+        self.steps.append(Step(self.now, piece, sequence))
+        self.now = self.now.then(piece.hash)
         if len(self.steps) > 2 * _KEPT:
             del self.steps[:_KEPT]
             self._pieces = {step.piece: step.piece for step in self.steps}
@@ -99,10 +104,7 @@ class Chain:
         if count > self.now.count or not self.steps or count < self.steps[0].before.count:
             return None
         step = self.steps[bisect_right(self.steps, count, key=lambda step: step.before.count) - 1]
-        found = step.before
-        for link in step.piece.links[: count - found.count]:
-            found = _after(found, link)
-        return found
+        return step.before.then(Hash.of(step.piece.links[: count - step.before.count]))
 
     def since(self, count: int, at_most: int) -> tuple[int, list[tuple[Link, str]]]:
         """Return the collectives from number ``count`` on, each with its source, and the number of the first kept."""
@@ -121,14 +123,6 @@ class Chain:
         if last.sequence is None or sequence is None:
             return self.now.count
         return last.before.count + max(0, min(sequence - last.sequence, len(last.piece.links)))
-
-
-def _after(before: Hash, link: Link) -> Hash:
-    return Hash(
-        before.count + 1,
-        (before.wire * _BASE + _number(link.wire)) % _PRIME,
-        (before.named * _BASE + _number(repr(link.whose if link.sure else ()))) % _PRIME,
-    )
 
 
 def _number(text: str) -> int:

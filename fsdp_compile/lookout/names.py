@@ -8,9 +8,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..core.param import ShardedParam
@@ -26,8 +27,8 @@ _MOST = 4096  # pieces that are remembered; each belongs to a bucket, or to a gr
 class Namer:
     """Knows the units of this process; used by the thread that compares, while others train."""
 
-    def __init__(self) -> None:
-        self._units: weakref.WeakSet[Unit] = weakref.WeakSet()
+    def __init__(self, units: Iterable[Unit] = ()) -> None:
+        self.units: weakref.WeakSet[Unit] = weakref.WeakSet(units)
         self._by_address: dict[int, tuple[weakref.ref[ShardedParam], str, weakref.ref[Unit]]] = {}
         self._places: weakref.WeakKeyDictionary[Unit, tuple[int, dict[str, str]]] = weakref.WeakKeyDictionary()
         self._names: weakref.WeakKeyDictionary[Unit, tuple[int, dict[str, str]]] = weakref.WeakKeyDictionary()
@@ -35,64 +36,51 @@ class Namer:
         self._placed: dict[tuple[Any, ...], tuple[Any, Piece]] = {}  # those whose names were found by an address
 
     def know(self, unit: Unit) -> None:
-        self._units.add(unit)
-
-    def another(self) -> Namer:
-        """Return a namer that knows the same units, for another thread."""
-        made = Namer()
-        made._units.update(self._units)
-        return made
+        self.units.add(unit)
 
     def of_launch(self, issued: Issued) -> Piece:
         """Return what was issued eagerly, as a piece of one link."""
-        address = issued.address
-        unit = issued.unit()
-        key = (issued.kind, address, id(unit), *map(id, issued.specs))
-        pieces = self._placed if address else self._pieces
-        known = pieces.get(key)
-        if known is None:
-            specs, reduces = issued.specs, issued.kind != "all_gather"
+        specs, address, unit = issued.specs, issued.address, issued.unit()
+
+        def make() -> Piece:
+            reduces = issued.kind != "all_gather"
             dtype = specs[0].reduce_dtype if reduces else specs[0].dtype
             num_bytes = sum(spec.reduce_bytes if reduces else spec.gather_bytes for spec in specs)
             wire = _wire(issued.kind, str(dtype).removeprefix("torch."), num_bytes, len(specs))
             names, sure, root = self._eager_names(unit, specs, address)
-            link = Link(wire, names, sure, self._places_of(names, root))
-            # The specs stay alive with the piece, so that their ids stay theirs.
-            known = issued.specs, Piece((link,), "eager")
-            _remember(pieces, key, known)
-        return known[1]
+            return Piece((Link(wire, names, sure, self._places_of(names, root)),), "eager")
+
+        return self._piece((issued.kind, address, id(unit), *map(id, specs)), bool(address), specs, make)
 
     def of_call(self, called: Called) -> dict[str, Piece]:
         """Return what a graph issues, one piece a group."""
         text, addresses = called.text, called.addresses
-        pieces = self._placed if addresses else self._pieces
-        found: dict[str, Piece] = {}
-        for group in text.groups:
-            key = (id(text), group, addresses)
-            known = pieces.get(key)
-            if known is None:
-                shown = {
-                    one.unit: (name, self._at(address)) for (name, one), address in zip(text.firsts, addresses)
-                }
-                launches = [one for one in text.launches if one.group == group]
-                links = []
-                for one in launches:
+
+        def make(group: str) -> Piece:
+            shown = {one.unit: (name, self.at(address)) for (name, one), address in zip(text.firsts, addresses)}
+            links = []
+            for one in text.launches:
+                if one.group == group:
                     first, (name, root) = shown.get(one.members[0].unit, ("", (None, None)))
                     names = _names_of(one, first, name)
                     wire = _wire(one.kind, one.dtype, one.num_bytes, len(names))
                     links.append(Link(wire, names, name is not None, self._places_of(names, root)))
-                # The text stays alive with the piece, so that its id stays its own.
-                known = text, Piece(tuple(links), f"{text.stage} graph of {len(text.launches)}")
-                _remember(pieces, key, known)
-            found[group] = known[1]
-        return found
+            return Piece(tuple(links), f"{text.stage} graph of {len(text.launches)}")
 
-    def root_at(self, address: int) -> Unit | None:
-        """Return the outermost unit around the parameter whose shard is at ``address`` now."""
-        if not address:
-            return None
-        found = (unit for unit in list(self._units) if any(param.address == address for param in unit.params))
-        return next((unit.root for unit in found), None)
+        return {
+            group: self._piece((id(text), group, addresses), bool(addresses), text, functools.partial(make, group))
+            for group in text.groups
+        }
+
+    def _piece(self, key: tuple[Any, ...], by_address: bool, kept: Any, make: Callable[[], Piece]) -> Piece:
+        """Return the piece with this key, made once; with it stays ``kept``, whose ids are in the key."""
+        pieces = self._placed if by_address else self._pieces
+        if key not in pieces:
+            made = make()
+            if len(pieces) >= _MOST:
+                pieces.clear()
+            pieces[key] = kept, made
+        return pieces[key][1]
 
     def forget_addresses(self) -> None:
         """Forget what was found by address: shards may move between two looks, and others take their places."""
@@ -104,7 +92,7 @@ class Namer:
     ) -> tuple[tuple[str, ...], bool, Unit | None]:
         """Return the parameters' names, whether these are certain, and the outermost unit around the parameters."""
         if unit is None:
-            shown, root = self._at(address) if len(specs) == 1 else (None, None)
+            shown, root = self.at(address) if len(specs) == 1 else (None, None)
             return tuple(with_part(shown or spec.fqn, spec.part) for spec in specs), shown is not None, root
         known = self._names_in(unit)
         return tuple(with_part(known.get(spec.fqn, spec.fqn), spec.part) for spec in specs), True, unit.root
@@ -133,30 +121,25 @@ class Namer:
         for one in dict.fromkeys((unit, *(inner for module in paths if (inner := unit_of(module)) is not None))):
             self._names[one] = one.version, names_in(one, paths)
 
-    def _at(self, address: int) -> tuple[str, Unit] | tuple[None, None]:
+    def at(self, address: int) -> tuple[str, Unit] | tuple[None, None]:
         """Return the name of the parameter whose shard is at ``address`` now, and the outermost unit around it."""
         if not address:
             return None, None
-        if address not in self._by_address:
-            self._by_address = dict(self._look())
+        if self._looked_up(address) is None:
+            self._by_address = {}
+            for unit in list(self.units):
+                names = self._names_in(unit)
+                for param in unit.params:
+                    if param.address:
+                        found = weakref.ref(param), names.get(param.fqn, param.fqn), weakref.ref(unit)
+                        self._by_address[param.address] = found
+        return self._looked_up(address) or (None, None)
+
+    def _looked_up(self, address: int) -> tuple[str, Unit] | None:
+        """Return that as the last look at all units found it; None if it is not so any more."""
         ref, name, owner = self._by_address.get(address, (lambda: None, "", lambda: None))
         param, unit = ref(), owner()
-        if param is None or unit is None or param.address != address:
-            return None, None
-        return name, unit.root
-
-    def _look(self) -> Iterable[tuple[int, tuple[weakref.ref[ShardedParam], str, weakref.ref[Unit]]]]:
-        for unit in list(self._units):
-            names = self._names_in(unit)
-            for param in unit.params:
-                if param.address:
-                    yield param.address, (weakref.ref(param), names.get(param.fqn, param.fqn), weakref.ref(unit))
-
-
-def _remember(pieces: dict[tuple[Any, ...], tuple[Any, Piece]], key: tuple[Any, ...], known: tuple[Any, Piece]) -> None:
-    if len(pieces) >= _MOST:
-        pieces.clear()
-    pieces[key] = known
+        return None if param is None or unit is None or param.address != address else (name, unit.root)
 
 
 def _wire(kind: str, dtype: str, num_bytes: int, num_params: int) -> str:

@@ -205,7 +205,7 @@ class _Models:
     def at(self, address: int, namer: Namer) -> str:
         """Return the model of the parameter whose shard is at ``address``; empty where it is not known."""
         if address not in self._at:
-            root = namer.root_at(address)
+            _, root = namer.at(address)
             self._at[address] = "" if root is None else self.of(root)
         return self._at[address]
 
