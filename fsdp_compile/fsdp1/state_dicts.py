@@ -39,7 +39,6 @@ from ..api.full_params import gathered_together, like_shard, shard_of
 from ..core.param import READS, ShardedParam
 from .region import PREFIX, clean, region_of
 
-
 _CONFIGS: dict[StateDictType, tuple[type, type]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
