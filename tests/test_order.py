@@ -117,7 +117,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Tensor]] = {
     "a user's collectives": (lambda: shard(Stack(3, block=Averages)), TOKENS),
     "convolutions": (lambda: shard(loop_of(ConvBlock, 8)()), torch.randn(2, 8, 6, 8)),
 }
-ALWAYS = (("blocks", False), ("replicas of shards", False), ("a user's collectives", True))
+ALWAYS = (("blocks", True), ("replicas of shards", False), ("a user's collectives", False))
 
 
 @pytest.mark.usefixtures("fake_group_of_four")
