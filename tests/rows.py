@@ -563,7 +563,6 @@ ROWS = (
         "`replicate`",
         (
             "test_meshes.py::test_replicated_modules_train_like_the_unreplicated_one",
-            "test_meshes.py::test_replicated_modules_gather_nothing",
             "test_meshes.py::test_tensor_parallel_parameters_may_be_replicated",
             "test_torch_names.py::test_composable_ddp_beside_units",
             "test_torch_names.py::test_composable_ddp_around_a_replicated_unit",
@@ -614,7 +613,7 @@ ROWS = (
         "D3",
         "uneven and empty shards",
         (
-            "test_training.py::test_trains_with_uneven_shards",
+            "test_training.py::test_trains_with_tied_weights_and_uneven_shards",
             "test_models.py::test_gradients_are_the_unsharded_mean_over_ranks_to_rounding",
             "test_passes.py::test_the_cast_comes_before_the_gather_and_padding_goes_after_it",
         ),
@@ -634,7 +633,7 @@ ROWS = (
         "tied parameters",
         (
             "test_models.py::test_a_parameter_is_gathered_and_reduced_once_however_often_it_is_read",
-            "test_training.py::test_trains_like_the_unsharded_model",
+            "test_training.py::test_trains_with_tied_weights_and_uneven_shards",
             "test_accumulate.py::test_a_tied_weight_is_gathered_once_in_every_mode",
             "test_training.py::test_what_is_tied_stays_tied_when_a_state_is_assigned",
             "test_training.py::test_what_is_tied_stays_tied_when_a_model_on_meta_gets_memory",

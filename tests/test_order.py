@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -116,12 +117,17 @@ MODELS: dict[str, tuple[Callable[[], Any], Tensor]] = {
     "a user's collectives": (lambda: shard(Stack(3, block=Averages)), TOKENS),
     "convolutions": (lambda: shard(loop_of(ConvBlock, 8)()), torch.randn(2, 8, 6, 8)),
 }
-ALWAYS = ("blocks", "replicas of shards", "a user's collectives")
+ALWAYS = (("blocks", True), ("replicas of shards", False), ("a user's collectives", False))
 
 
 @pytest.mark.usefixtures("fake_group_of_four")
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
+@pytest.mark.parametrize(
+    ("name", "deterministic"),
+    [
+        pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.slow)
+        for case in itertools.product(MODELS, (False, True))
+    ],
+)
 def test_the_generated_code_launches_and_waits_where_the_plan_does(name: str, deterministic: bool) -> None:
     make, inputs = MODELS[name]
     model = make()
