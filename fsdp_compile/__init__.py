@@ -14,7 +14,6 @@ from .api.auto_shard import auto_shard as auto_shard
 from .api.checked_reader import CheckedReader as CheckedReader
 from .api.clip import clip_grad_norm_ as clip_grad_norm_
 from .api.configure import configure as configure
-from .api.forward_methods import register_fsdp_forward_method as register_fsdp_forward_method
 from .api.full_params import full_params as full_params
 from .api.fully_shard import fully_shard as fully_shard
 from .api.handles import GradientReductionHandle as GradientReductionHandle
@@ -25,6 +24,7 @@ from .api.initialize import sync_module_states as sync_module_states
 from .api.module import FSDPModule as FSDPModule
 from .api.module import share_comm_ctx as share_comm_ctx
 from .api.replicate import replicate as replicate
+from .api.unit_forward import register_fsdp_forward_method as register_fsdp_forward_method
 from .core.mesh import ShardPlacementResult as ShardPlacementResult
 from .graph.install import install_passes as install_passes
 from .hugging_face.load import load_pretrained as load_pretrained

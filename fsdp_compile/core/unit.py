@@ -28,7 +28,6 @@ WRAPPED = "_fsdp_wrapped_module"
 
 STATE = "_fsdp_compile_state"  # the attribute of a module that holds its unit
 INSIDE = "_fsdp_compile_inside"  # a method of generated classes: the forward inside a graph that the eager path feeds
-CALLS: set[str] = set()  # files whose functions call a unit's module: a traced frame of theirs is such a call
 
 
 @dataclass(frozen=True)
