@@ -152,27 +152,19 @@ class FSDPModule(ShardedModule, _FSDP2):
 
     def set_unshard_in_backward(self, unshard_in_backward: bool, recurse: bool = False) -> None:
         """Do not gather again in backward (False): for units whose backward reads no parameter, like an embedding."""
-        for unit in _units(self, recurse):
-            unit.settings.unshard_in_backward = bool(unshard_in_backward)
-            refresh(unit)
+        _set(_units(self, recurse), unshard_in_backward=bool(unshard_in_backward))
 
     def set_keep_unsharded_storage(self, keep: bool, recurse: bool = True) -> None:
         """Keep the memory of gathered parameters when they are freed: their addresses stay, at the price of memory."""
-        for unit in _units(self, recurse):
-            unit.settings.keep_storage = bool(keep)
-            refresh(unit)
+        _set(_units(self, recurse), keep_storage=bool(keep))
 
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
         """Launch the gathers of ``modules`` when this one's forward begins, instead of that of the next in order."""
-        unit = _unit(self)
-        unit.settings.forward_prefetch = _sharded(modules, "set_modules_to_forward_prefetch")
-        refresh(unit)
+        _set([_unit(self)], forward_prefetch=_sharded(modules, "set_modules_to_forward_prefetch"))
 
     def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
         """Launch the gathers of ``modules`` when this one's backward begins, instead of that of the next in order."""
-        unit = _unit(self)
-        unit.settings.backward_prefetch = _sharded(modules, "set_modules_to_backward_prefetch")
-        refresh(unit)
+        _set([_unit(self)], backward_prefetch=_sharded(modules, "set_modules_to_backward_prefetch"))
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather with ``comm``: it has ``allocate(size, dtype=, device=)``, and is called with ``(output, input, group,
@@ -218,9 +210,7 @@ class FSDPModule(ShardedModule, _FSDP2):
         """Divide summed gradients by ``factor`` instead of by the number of ranks."""
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor <= 0:
             raise ValueError(f"set_gradient_divide_factor takes a positive number, but got {factor!r}.")
-        for unit in _units(self, recurse):
-            unit.settings.divide_factor = float(factor)
-            refresh(unit)
+        _set(_units(self, recurse), divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of ``set_gradient_divide_factor``."""
@@ -233,15 +223,11 @@ class FSDPModule(ShardedModule, _FSDP2):
 
     def set_force_sum_reduction_for_comms(self, enable: bool, recurse: bool = False) -> None:
         """Have collectives compute only sums, and divide outside of them."""
-        for unit in _units(self, recurse):
-            unit.settings.force_sum = bool(enable)
-            refresh(unit)
+        _set(_units(self, recurse), force_sum=bool(enable))
 
     def set_reduce_scatter_unused_params(self, enable: bool, recurse: bool = True) -> None:
         """Give parameters that a backward did not use a gradient of zeros, so that all ranks reduce alike."""
-        for unit in _units(self, recurse):
-            unit.settings.reduce_unused = bool(enable)
-            refresh(unit)
+        _set(_units(self, recurse), reduce_unused=bool(enable))
 
     def set_reduce_scatter_max_input_buffers(self, num_buffers: int, recurse: bool = True) -> None:
         """Set how many units' reductions may be in flight; the largest number asked for under a root holds."""
@@ -249,9 +235,7 @@ class FSDPModule(ShardedModule, _FSDP2):
             raise TypeError(f"max_input_buffers must be an int, got {num_buffers!r}. Pass a number from 1 on.")
         if num_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {num_buffers}. Pass at least 1.")
-        for unit in _units(self, recurse):
-            unit.settings.max_reductions = num_buffers
-            refresh(unit)
+        _set(_units(self, recurse), max_reductions=num_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, recurse: bool = True) -> None:
         """Reduce in process groups of their own, so that a reduction does not queue behind a gather; all ranks call it.
@@ -259,16 +243,8 @@ class FSDPModule(ShardedModule, _FSDP2):
         The groups are made for every set of ranks that shards, in one order on all ranks.
         """
         units = _units(self, recurse)
-        if not enable:
-            for unit in units:
-                unit.settings.reduce_groups = {}
-                refresh(unit)
-            return
-        names = {param.mesh.group for unit in units for param in unit.params}
-        made = {name: process_groups.twin_group(name) for name in sorted(names, key=group_ranks)}
-        for unit in units:
-            unit.settings.reduce_groups = made
-            refresh(unit)
+        names = {param.mesh.group for unit in units for param in unit.params} if enable else set()
+        _set(units, reduce_groups={name: process_groups.twin_group(name) for name in sorted(names, key=group_ranks)})
 
     def set_manual_backward_finalization(self, enable: bool) -> None:
         """Leave the end of a backward to ``finalize_backward`` (True): for schedules of many micro-batches.
@@ -351,6 +327,14 @@ def _unit(module: Any) -> Unit:
 
 def _units(module: Any, recurse: bool) -> list[Unit]:
     return units_in(module) if recurse else [_unit(module)]
+
+
+def _set(units: list[Unit], **settings: Any) -> None:
+    """Change settings of units, and have their reads follow."""
+    for unit in units:
+        for name, value in settings.items():
+            setattr(unit.settings, name, value)
+        refresh(unit)
 
 
 def _require_root(module: Any, method: str) -> Unit:
