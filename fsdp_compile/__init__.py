@@ -14,10 +14,10 @@ from .api.auto_shard import auto_shard as auto_shard
 from .api.checked_reader import CheckedReader as CheckedReader
 from .api.clip import clip_grad_norm_ as clip_grad_norm_
 from .api.configure import configure as configure
+from .api.fsdp2_view import GradientReductionHandle as GradientReductionHandle
+from .api.fsdp2_view import UnshardHandle as UnshardHandle
 from .api.full_params import full_params as full_params
 from .api.fully_shard import fully_shard as fully_shard
-from .api.handles import GradientReductionHandle as GradientReductionHandle
-from .api.handles import UnshardHandle as UnshardHandle
 from .api.initialize import cast_buffers as cast_buffers
 from .api.initialize import materialize as materialize
 from .api.initialize import sync_module_states as sync_module_states

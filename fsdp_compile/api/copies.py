@@ -26,7 +26,6 @@ from .._torch_compat import autograd, dtensors, fsdp2
 from ..core.accumulation import Held
 from ..core.param import READS, ShardedParam, Slot
 from ..core.unit import STATE, Unit, original_class, unit_of
-from ..eager.backward import end_backward
 from ..eager.reduction import Traffic
 from ..eager.running import running
 from ..graph.watch import Watch
@@ -97,7 +96,7 @@ class _Copies:
                 self.units[original] = self._unit_like(original)
                 if original.settings.forward_prefetch or original.settings.backward_prefetch:
                     self.prefetching[original] = None
-            memo[id(fsdp2.fsdp2_state(module))] = FSDP2View(self.units[original], end_backward)
+            memo[id(fsdp2.fsdp2_state(module))] = FSDP2View(self.units[original])
         for module in inside:
             for param, owner, reader in module.__dict__.get(READS, {}).values():
                 if param not in self.params:
@@ -118,7 +117,7 @@ class _Copies:
                 del copied.__dict__[key]
             original = unit_of(module)
             if module in self.adopters:
-                fsdp2.register_fsdp2_state(copied, FSDP2View(self.adopters[module], end_backward))
+                fsdp2.register_fsdp2_state(copied, FSDP2View(self.adopters[module]))
             unit = self.adopters.get(module) if original is None else self.units[original]
             if unit is not None:
                 copied.__dict__[STATE] = unit

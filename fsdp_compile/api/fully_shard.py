@@ -21,7 +21,7 @@ from ..core.settings import Settings
 from ..core.spec import protocol_of
 from ..core.undo import AllOrNothing
 from ..core.unit import STATE, Ends, Unit, original_class, unit_of, units_in
-from ..eager.backward import clean_up_at_end, end_backward, note_reduction, reduce_now
+from ..eager.backward import clean_up_at_end, note_reduction, reduce_now
 from ..eager.running import running
 from ..graph.install import install_passes
 from ..graph.watch import Watch
@@ -136,7 +136,7 @@ def make_unit(
     with AllOrNothing([*(child for one in modules for child in one.modules()), *fulls, *parts]):
         for one in modules:
             one.__dict__[STATE] = unit
-            fsdp2.register_fsdp2_state(one, FSDP2View(unit, end_backward))
+            fsdp2.register_fsdp2_state(one, FSDP2View(unit))
         for param in unit.params:
             param.install()
             for slot in param.slots:

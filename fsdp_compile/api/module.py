@@ -13,15 +13,14 @@ from torch import Tensor, nn
 from .._torch_compat import autograd, dynamo, process_groups
 from ..core.accumulation import Held
 from ..core.unit import Unit, unit_of, units_in
-from ..eager.backward import end_backward, reduce_left_over
+from ..eager.backward import reduce_left_over
 from ..eager.reduction import Traffic
 from ..eager.running import Call, is_here, recover, running
 from ..passes._torch_compat import group_ranks
 from .accumulate import set_all_reduce, set_sync
 from .classes import ShardedModule, refresh
 from .compiled import stand_before
-from .fsdp2_view import FSDP2View
-from .handles import GradientReductionHandle, UnshardHandle
+from .fsdp2_view import FSDP2View, GradientReductionHandle, UnshardHandle
 
 _FSDP2: Any = torch_fsdp.FSDPModule  # its methods' types are not ours
 
@@ -316,7 +315,7 @@ class FSDPModule(ShardedModule, _FSDP2):
 
     def _get_fsdp_state(self) -> FSDP2View:
         """Return what FSDP2's callers expect under this name."""
-        return FSDP2View(_unit(self), end_backward)
+        return FSDP2View(_unit(self))
 
 
 def _unit(module: Any) -> Unit:
