@@ -148,10 +148,8 @@ class _Copies:
             unit.settings.backward_prefetch = [self.units[one] for one in said.backward_prefetch if one in self.units]
             outer = next((self.units[one] for one in original.around() if one in self.units), None)
             if outer is not unit.outer:
-                unit.outer = outer
+                unit.put_inside(outer)
                 changed.append(unit)
-            unit.is_root = outer is None or original.is_root
-            unit.takes_inputs_to = _elsewhere(unit) if outer is None else None
             for around in unit.around():
                 around.has_inner |= bool(unit.params)
         return changed
@@ -176,7 +174,6 @@ class _Copies:
             accumulation=accumulation,
             outer=None,
             has_inner=False,
-            is_root=True,
             given=None,
             paths={},
             version=0,
@@ -187,7 +184,6 @@ class _Copies:
             made_after=ledger.num_begun,
         )
         copied.watch = Watch(copied)
-        copied.takes_inputs_to = _elsewhere(copied)
         around, own = running(unit).iteration, running(copied).own_iteration
         own.is_last_backward = around.is_last_backward
         own.manual_finalization = around.manual_finalization
@@ -244,11 +240,6 @@ class _Copies:
 def _is_everywhere(value: Any) -> bool:
     """Whether Python may use one object wherever this value occurs, so that its identity says nothing."""
     return isinstance(value, (bool, int, float, str, type(None))) or (isinstance(value, tuple) and not value)
-
-
-def _elsewhere(unit: Unit) -> torch.device | None:
-    device = unit.mesh.device
-    return None if device.type == "cpu" else device
 
 
 def _clone(shard: DTensor) -> nn.Parameter:

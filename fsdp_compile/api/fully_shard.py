@@ -120,8 +120,6 @@ def make_unit(
     for param in unit.params:
         if has_extension(param.fqn, param.shard):  # type: ignore[arg-type]
             protocol_of(param, param.shard, mp_policy)
-    if target.device.type != "cpu":
-        unit.takes_inputs_to = target.device
     moved = _moved_buffers(managed, target.device)
     install_passes()
     if (store := passes_compat.default_store()) is not None:
@@ -176,12 +174,9 @@ def _demote_inner_roots(unit: Unit) -> None:
         if inner is unit:
             continue
         unit.has_inner |= bool(inner.params)
-        if inner.outer is None:
-            inner.outer = unit
-            inner.takes_inputs_to = None
-            running(unit).iteration.adopt(running(inner).own_iteration)
         if inner.is_root:
-            inner.is_root = False
+            inner.put_inside(unit)
+            running(unit).iteration.adopt(running(inner).own_iteration)
             refresh(inner)
 
 
