@@ -18,12 +18,12 @@ from .api.fsdp2_view import GradientReductionHandle as GradientReductionHandle
 from .api.fsdp2_view import UnshardHandle as UnshardHandle
 from .api.full_params import full_params as full_params
 from .api.fully_shard import fully_shard as fully_shard
+from .api.fully_shard import replicate as replicate
 from .api.initialize import cast_buffers as cast_buffers
 from .api.initialize import materialize as materialize
 from .api.initialize import sync_module_states as sync_module_states
 from .api.module import FSDPModule as FSDPModule
 from .api.module import share_comm_ctx as share_comm_ctx
-from .api.replicate import replicate as replicate
 from .api.unit_forward import register_fsdp_forward_method as register_fsdp_forward_method
 from .core.mesh import ShardPlacementResult as ShardPlacementResult
 from .graph.install import install_passes as install_passes

@@ -1,4 +1,10 @@
-"""fully_shard: validates the arguments, groups the parameters, shards them, and swaps the modules' classes."""
+"""fully_shard and replicate: they group the parameters, shard them, and swap the modules' classes.
+
+    fully_shard   shard -> all_gather -> compute, gradient -> reduce_scatter -> shard's gradient
+    replicate     parameter -----------> compute, gradient -> all_reduce -----> parameter's gradient
+
+``replicate`` has the same machinery with one shard: the same graphs, buckets, casts and methods.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dynamo, fsdp2
 from ..core.extension import has_extension
-from ..core.mesh import ShardMesh, inner_mesh, shard_mesh
+from ..core.mesh import ShardMesh, inner_mesh, replicate_mesh, shard_mesh
 from ..core.param import READS, STAMP, Cut, ShardedParam, Slot, cut_of, shard_param
 from ..core.settings import Settings
 from ..core.spec import protocol_of
@@ -28,7 +34,7 @@ from ..graph.watch import Watch
 from ..lookout.lookout import lookout
 from ..passes import _torch_compat as passes_compat
 from ..passes.ranks.worlds import world_of
-from .arguments import ignored_in, require_kinds
+from .arguments import ignored_in, modules_in, require_kinds
 from .classes import parts_of, refresh
 from .compiled import stand_before, stand_before_wrappers
 from .fsdp2_view import FSDP2View
@@ -74,6 +80,33 @@ def fully_shard(
 
 
 fully_shard.state = fsdp2.fsdp2_state  # type: ignore[attr-defined]  # as torch's has it
+
+
+def replicate(
+    module: ModuleT,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> ModuleT:
+    """Average the gradients of ``module`` over the ranks of ``mesh``, all of which hold all parameters; return it.
+
+    It does what ``DistributedDataParallel`` does, and ``torch.compile`` traces it. Parameters become ``Replicate()``
+    DTensors. They are taken to be equal on every rank already: nothing is broadcast.
+    """
+    given = modules_in(module, "replicate")
+    require_kinds("replicate", mesh, mp_policy, offload_policy)
+    ignored = ignored_in("replicate", ignored_params)
+    target = replicate_mesh(mesh, dp_mesh_dims)
+    unit = make_unit(given, target, False, None, mp_policy, offload_policy, ignored)
+    for one in unit.modules:
+        fsdp2.register_replicate_state(one)
+    return module
+
+
+replicate.state = fsdp2.replicate_state  # type: ignore[attr-defined]  # as torch's has it
 
 
 def make_unit(
@@ -158,16 +191,6 @@ def make_unit(
     return unit
 
 
-def modules_in(module: Any, api: str) -> tuple[Any, ...]:
-    """Return the modules given to ``fully_shard`` or ``replicate``; raise for one that cannot be a unit."""
-    given: tuple[Any, ...] = tuple(module) if isinstance(module, (list, tuple)) else (module,)
-    if not given:
-        raise ValueError(f"{api}([]) has nothing to work on. Pass a module, or a list of at least one.")
-    for one in given:
-        _validate_module(one, api)
-    return given
-
-
 def _demote_inner_roots(unit: Unit) -> None:
     """Note that former outermost units are inside this one now: FSDP2's rule for roots applies to this one alone."""
     for inner in unit.inside():
@@ -184,32 +207,6 @@ def _roots_of_list(modules: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
     """Return the modules that no other one of them contains."""
     inner = {id(child) for module in modules for child in module.modules() if child is not module}
     return tuple(dict.fromkeys(module for module in modules if id(module) not in inner))
-
-
-def _validate_module(module: Any, api: str) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"{api} takes a module or a list of modules, but got {type(module).__name__}.")
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and original_class(module).forward is nn.Module.forward:
-        raise ValueError(
-            f"{api} does not support containers that do not implement forward, and got a {type(module).__name__}. "
-            "Apply it to its members, or pass list(module) to make them one unit."
-        )
-    if "replicate" in fsdp2.composed_by(module):
-        raise ValueError(
-            f"{api}: torch.distributed._composable.replicate was applied to this {original_class(module).__name__}, "
-            "and takes care of its gradients. Apply one of the two."
-        )
-    if unit_of(module) is not None:
-        name = original_class(module).__name__
-        if api == "replicate" and fsdp2.replicate_state(module) is None:
-            raise RuntimeError(
-                f"Cannot apply `replicate()` on a Module already managed by `fully_shard`, this {name}. Apply one of "
-                "the two."
-            )
-        raise AssertionError(  # FSDP2's type
-            "Each distinct composable distributed API can only be applied to a module once, and this "
-            f"{name} is sharded or replicated already. Apply fully_shard or replicate once to each module."
-        )
 
 
 def _validate_reshard(reshard_after_forward: Any) -> None:
