@@ -25,7 +25,7 @@ from ..core.mesh import ShardMesh, inner_mesh, replicate_mesh, shard_mesh
 from ..core.param import READS, STAMP, Cut, ShardedParam, Slot, cut_of, shard_param
 from ..core.settings import Settings
 from ..core.spec import protocol_of
-from ..core.undo import AllOrNothing
+from ..core.undo import all_or_nothing
 from ..core.unit import STATE, Ends, Unit, original_class, unit_of, units_in
 from ..eager.backward import clean_up_at_end, note_reduction, reduce_now
 from ..eager.running import running
@@ -164,7 +164,7 @@ def make_unit(
     fulls = [slots[0].param for slots in unclaimed.values()]
     inner = [*(one for module in modules for one in units_in(module)), *map(_owner_of, claimed.values())]
     parts = [part for one in dict.fromkeys(inner) for part in parts_of(one)]
-    with AllOrNothing([*(child for one in modules for child in one.modules()), *fulls, *parts]):
+    with all_or_nothing([*(child for one in modules for child in one.modules()), *fulls, *parts]):
         for one in modules:
             one.__dict__[STATE] = unit
             fsdp2.register_fsdp2_state(one, FSDP2View(unit))
