@@ -35,11 +35,13 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 def set_sync(unit: Unit, sync: bool) -> None:
     """Set whether backward reduces the unit's gradients, or holds them back."""
-    unit.accumulation.set_sync(sync)
+    unit.accumulation.sync = sync
+    unit.accumulation.may_hold |= not sync
     follow_mode(unit)
 
 
 def set_all_reduce(unit: Unit, all_reduce: bool) -> None:
     """Set whether backward sums gradients over the replicas, or holds back their sums over the shards."""
-    unit.accumulation.set_all_reduce(all_reduce)
+    unit.accumulation.all_reduce = all_reduce
+    unit.accumulation.may_hold_partials |= not all_reduce
     follow_mode(unit)

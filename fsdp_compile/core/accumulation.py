@@ -73,16 +73,6 @@ class Accumulation:
     decides_in_backward: bool = False
     held: Held = field(default_factory=Held)
 
-    def set_sync(self, sync: bool) -> None:
-        """Reduce gradients in backward, or hold them back."""
-        self.sync = sync
-        self.may_hold |= not sync
-
-    def set_all_reduce(self, all_reduce: bool) -> None:
-        """Sum gradients over the replicas in backward, or hold back what is summed over the shards alone."""
-        self.all_reduce = all_reduce
-        self.may_hold_partials |= not all_reduce
-
     def mode_of(self, is_replicated: bool) -> Mode:
         """Return what compiled backwards do with the gradient of a parameter."""
         if not self.sync or self.decides_in_backward:
