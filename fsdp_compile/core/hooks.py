@@ -38,18 +38,15 @@ class _Waiting:
         self.waits = False
 
 
-class _WaitingBehind:
+class _WaitingBehind(_Waiting):
     """A post-accumulate hook that is skipped when no gradient was accumulated."""
 
-    def __init__(self, hook: Callable[[Tensor], None]) -> None:
-        self._hook = hook
-        self._waits = False
-        # The gradient from before, by a weak reference, and how often it had been written to.
-        self._before: weakref.ref[Tensor] | None = None
-        self._version = 0
+    # The gradient from before, by a weak reference, and how often it had been written to.
+    _before: weakref.ref[Tensor] | None
+    _version: int
 
-    def __call__(self, shard: Tensor) -> None:
-        if not self._waits or self._was_added_to(shard):
+    def __call__(self, shard: Any) -> None:
+        if not self.waits or self._was_added_to(shard):
             self._hook(shard)
 
     def _was_added_to(self, shard: Tensor) -> bool:
@@ -57,19 +54,16 @@ class _WaitingBehind:
         return grad is not None and (grad is not before or dtensors.version_of(grad) != self._version)
 
     def wait(self, shard: DTensor) -> None:
-        self._waits, grad = True, shard.grad
+        self.waits, grad = True, shard.grad
         self._before = None if grad is None else weakref.ref(grad)
         self._version = 0 if grad is None else dtensors.version_of(grad)
-
-    def release(self) -> None:
-        self._waits = False
 
 
 class LateHooks:
     """The hooks that wait for a gradient in the backward that runs."""
 
     def __init__(self) -> None:
-        self._waiting: list[_Waiting | _WaitingBehind] = []
+        self._waiting: list[_Waiting] = []
 
     def hold_back(self, shard: DTensor) -> None:
         """Keep autograd from running the shard's tensor hooks before there is a gradient.
@@ -83,7 +77,7 @@ class LateHooks:
         self.hold_back(shard)
         self._put_into(_WaitingBehind, autograd.post_accumulate_grad_hooks(shard), shard)
 
-    def _put_into(self, kind: type[Any], hooks: dict[int, Any] | None, shard: DTensor) -> None:
+    def _put_into(self, kind: type[_Waiting], hooks: dict[int, Any] | None, shard: DTensor) -> None:
         for key, hook in list((hooks or {}).items()):
             if not isinstance(hook, kind):
                 hook = hooks[key] = kind(hook)  # type: ignore[index]
