@@ -22,9 +22,8 @@ from torch.overrides import TorchFunctionMode
 from .._torch_compat import dtensors
 from ..core.unit import Unit, original_class
 from .auto_shard import inside_out
-from .fitting import mark_unwritten
+from .fitting import mark_unwritten, told
 from .full_params import swapped_in
-from .together import told
 
 INITIALIZES = "_init_weights"  # a convention of models, Hugging Face's among them
 Place = tuple[nn.Module, str]  # of a parameter: the module that has it, and its name there

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dtensors
+from ..api.fitting import raised_on_all, told
 from ..api.full_params import gathered
-from ..api.together import raised_on_all, told
 from ..core.param import ShardedParam
 from ..core.unit import original_class
 from ..passes.budget.budget import Budget
