@@ -131,14 +131,12 @@ def initialize_all(
     values to gather before its module, or a module around that, was called. (A user's function may write anywhere, so
     then all are gathered.)
     """
-    owners: dict[Place, Unit] = {}
+    of_module: dict[nn.Module, set[Unit]] = {}  # several, where a weight is tied to another unit's
     for unit in units:
-        owners.update({(slot.module, slot.name): unit for param in unit.params for slot in param.slots})
-    of_module: dict[nn.Module, dict[Unit, None]] = {}  # several, where a weight is tied to another unit's
-    for (module, _), unit in owners.items():
-        of_module.setdefault(module, {})[unit] = None
+        for param in unit.params:
+            for slot in param.slots:
+                of_module.setdefault(slot.module, set()).add(unit)
     order = {place: index for index, place in enumerate(missing)}
-    turns = {unit: index for index, unit in enumerate(units)}
     there: list[Unit] = []
     failed: tuple[nn.Module, Exception] | None = None
     done: set[Place] = set()
@@ -147,7 +145,7 @@ def initialize_all(
         for module, places in steps:
             touched = {module, *(one for one, _ in places)}
             used = {unit for one in touched for unit in of_module.get(one, ())}
-            its = sorted(used, key=turns.__getitem__)
+            its = [unit for unit in units if unit in used]
             if its and its != there:
                 scope.close()
                 params = [param for unit in its if isinstance(initialize, Own) for param in unit.params]
