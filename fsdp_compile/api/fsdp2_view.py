@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from .._torch_compat import dynamo, fsdp2
 from ..core.unit import Unit
+from ..eager.around import begin, end
 from ..eager.backward import end_backward
 from ..eager.gathered import Gathered
 from ..eager.reduction import Traffic
 from ..eager.running import Call, running
-from .unit_forward import begin_unit, end_unit
+from .unit_forward import as_given, as_taken
 
 
 class UnshardHandle(fsdp2.UNSHARD_HANDLE):  # type: ignore[misc, valid-type]  # by name alone, as FSDPModule is
@@ -58,15 +60,25 @@ class FSDP2View:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self._call: Call | None = None  # between the two ends of a forward
+        self._call: Call | None = None  # an eager one, between the two ends of a forward
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        self._call, args, kwargs = begin_unit(self._unit, module, args, kwargs)
+        """Run the first half of ``unit_forward``, for code that calls the module itself."""
+        self._call = None
+        args, kwargs = as_taken(self._unit, args, kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return args, kwargs
+        reads_are_compiled = dynamo.is_at_work() or dynamo.forward_is_compiled(module)
+        self._call, args, kwargs = begin(self._unit, module, args, kwargs, reads_are_compiled)
+        self._call.ends_with_errors = False
         return args, kwargs
 
     def _post_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """Run the second half of ``unit_forward``."""
         call, self._call = self._call, None
-        return end_unit(self._unit, module, call, output)
+        if call is not None:
+            output = end(self._unit, module, call, output)
+        return as_given(self._unit, output)
 
     @property
     def _state_ctx(self) -> FSDP2View:

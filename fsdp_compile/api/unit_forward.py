@@ -25,8 +25,7 @@ from .._torch_compat import dynamo, fsdp2
 from ..core.containers import cast_floating, move
 from ..core.shared import shared
 from ..core.unit import STATE, Unit, unit_of
-from ..eager.around import begin, eager_forward, end
-from ..eager.running import Call
+from ..eager.around import eager_forward
 from .compiled import stand_before_wrappers
 
 
@@ -85,26 +84,6 @@ def as_given(unit: Unit, output: Any) -> Any:
     return output if dtype is None else cast_floating(output, dtype)
 
 
-def begin_unit(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Call | None, Any, Any]:
-    """Run the first half of ``unit_forward``, for code that calls the module itself; return an eager one's ``Call``."""
-    args, kwargs = as_taken(unit, args, kwargs)
-    if torch.compiler.is_dynamo_compiling():
-        return None, args, kwargs
-    reads_are_compiled = dynamo.is_at_work() or dynamo.forward_is_compiled(module)
-    call, args, kwargs = begin(unit, module, args, kwargs, reads_are_compiled)
-    call.ends_with_errors = False
-    return call, args, kwargs
-
-
-def end_unit(unit: Unit, module: nn.Module, call: Call | None, output: Any) -> Any:
-    """Run the second half of ``unit_forward``."""
-    if call is not None:
-        output = end(unit, module, call, output)
-    return as_given(unit, output)
-
-
-for _skipped in (begin_unit, end_unit):
-    dynamo.leave_to_python(_skipped)
 dynamo.leave_all_to_python(as_taken, as_given)
 
 
