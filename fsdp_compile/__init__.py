@@ -9,7 +9,6 @@ from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 from ._torch_compat.fsdp2 import DataParallelMeshDims as DataParallelMeshDims
 from .adoption import Adoption as Adoption
 from .adoption import adopt as adopt
-from .api.accumulate import no_sync as no_sync
 from .api.auto_shard import auto_shard as auto_shard
 from .api.checked_reader import CheckedReader as CheckedReader
 from .api.clip import clip_grad_norm_ as clip_grad_norm_
@@ -23,6 +22,7 @@ from .api.initialize import cast_buffers as cast_buffers
 from .api.initialize import materialize as materialize
 from .api.initialize import sync_module_states as sync_module_states
 from .api.module import FSDPModule as FSDPModule
+from .api.module import no_sync as no_sync
 from .api.module import share_comm_ctx as share_comm_ctx
 from .api.unit_forward import register_fsdp_forward_method as register_fsdp_forward_method
 from .core.mesh import ShardPlacementResult as ShardPlacementResult

@@ -14,13 +14,44 @@ import torch
 from torch import nn
 
 from .._torch_compat import dynamo, fsdp2
-from ..core.unit import Unit
+from ..core.unit import STATE, Unit
 from ..eager.around import begin, end
 from ..eager.backward import end_backward
 from ..eager.gathered import Gathered
 from ..eager.reduction import Traffic
-from ..eager.running import Call, running
+from ..eager.running import Call, is_here, running
 from .unit_forward import as_given, as_taken
+
+
+class Managed:
+    """Whether ranks wait for one another in a module's forward: transformers asks, and keeps ``generate`` in step.
+
+    A framework may set it itself, as transformers does on a model that it has sharded. Dynamo always reads False: with
+    True, it leaves out guards or refuses the module. From torch 2.14 on, Dynamo reads this object off the class, not
+    the module's own dict, since an attribute that can be set comes first.
+    """
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        module.__dict__[self.name] = value
+
+    def __delete__(self, module: nn.Module) -> None:
+        module.__dict__.pop(self.name, None)
+
+    def __set_name__(self, cls: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, module: nn.Module | None, cls: type) -> Any:
+        if module is None:
+            return self
+        if torch.compiler.is_compiling() or dynamo.is_tracing():
+            return False
+        if self.name in module.__dict__:
+            return module.__dict__[self.name]
+        unit: Unit = module.__dict__[STATE]
+        return unit.mesh.num_shards > 1 and not all(map(is_here, unit.inside()))
 
 
 class UnshardHandle(fsdp2.UNSHARD_HANDLE):  # type: ignore[misc, valid-type]  # by name alone, as FSDPModule is

@@ -3,57 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
-from .._torch_compat import autograd, dynamo, process_groups
+from .._torch_compat import autograd, process_groups
 from ..core.accumulation import Held
 from ..core.unit import Unit, unit_of, units_in
 from ..eager.backward import reduce_left_over
 from ..eager.reduction import Traffic
-from ..eager.running import Call, is_here, recover, running
+from ..eager.running import Call, recover, running
+from ..graph.sink import follow_mode
 from ..passes._torch_compat import group_ranks
-from .accumulate import set_all_reduce, set_sync
 from .classes import ShardedModule, refresh
 from .compiled import stand_before
-from .fsdp2_view import FSDP2View, GradientReductionHandle, UnshardHandle
+from .fsdp2_view import FSDP2View, GradientReductionHandle, Managed, UnshardHandle
 
 _FSDP2: Any = torch_fsdp.FSDPModule  # its methods' types are not ours
-
-
-class _Managed:
-    """Whether ranks wait for one another in a module's forward: transformers asks, and keeps ``generate`` in step.
-
-    A framework may set it itself, as transformers does on a model that it has sharded. Dynamo always reads False: with
-    True, it leaves out guards or refuses the module. From torch 2.14 on, Dynamo reads this object off the class, not
-    the module's own dict, since an attribute that can be set comes first.
-    """
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __set__(self, module: nn.Module, value: Any) -> None:
-        module.__dict__[self.name] = value
-
-    def __delete__(self, module: nn.Module) -> None:
-        module.__dict__.pop(self.name, None)
-
-    def __set_name__(self, cls: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, module: nn.Module | None, cls: type) -> Any:
-        if module is None:
-            return self
-        if torch.compiler.is_compiling() or dynamo.is_tracing():
-            return False
-        if self.name in module.__dict__:
-            return module.__dict__[self.name]
-        unit = _unit(module)
-        return unit.mesh.num_shards > 1 and not all(map(is_here, unit.inside()))
 
 
 class FSDPModule(ShardedModule, _FSDP2):
@@ -63,7 +33,7 @@ class FSDPModule(ShardedModule, _FSDP2):
     inherited.
     """
 
-    _is_fsdp_managed_module = _Managed()
+    _is_fsdp_managed_module = Managed()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile this module's forward in place, as ``nn.Module`` does."""
@@ -387,3 +357,39 @@ def share_comm_ctx(modules: list[nn.Module]) -> None:
     traffic = Traffic()
     for root in roots:
         running(root).iteration.traffic = traffic
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards in this context add gradients up and send nothing; the first one after it reduces the sum.
+
+    with no_sync(model):
+        for batch in batches[:-1]:
+            model(batch).sum().backward()
+    model(batches[-1]).sum().backward()
+    """
+    units = units_in(model)
+    if not units:
+        raise ValueError(f"no_sync got a {type(model).__name__} without sharded modules. Call fully_shard first.")
+    before = [(unit, unit.accumulation.sync) for unit in units]
+    try:
+        for unit, _ in before:
+            set_sync(unit, False)
+        yield
+    finally:
+        for unit, sync in before:
+            set_sync(unit, sync)
+
+
+def set_sync(unit: Unit, sync: bool) -> None:
+    """Set whether backward reduces the unit's gradients, or holds them back."""
+    unit.accumulation.sync = sync
+    unit.accumulation.may_hold |= not sync
+    follow_mode(unit)
+
+
+def set_all_reduce(unit: Unit, all_reduce: bool) -> None:
+    """Set whether backward sums gradients over the replicas, or holds back their sums over the shards."""
+    unit.accumulation.all_reduce = all_reduce
+    unit.accumulation.may_hold_partials |= not all_reduce
+    follow_mode(unit)
