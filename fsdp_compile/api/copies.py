@@ -29,7 +29,6 @@ from ..core.unit import STATE, Unit, original_class, unit_of
 from ..eager.reduction import Traffic
 from ..eager.running import running
 from ..graph.watch import Watch
-from ..passes.wire.ledger import ledger
 from .compiled import stand_before_wrappers
 from .fsdp2_view import FSDP2View
 
@@ -165,23 +164,19 @@ class _Copies:
             backward_prefetch=[],
         )
         accumulation = dataclasses.replace(unit.accumulation, held=Held())
-        copied = dataclasses.replace(
-            unit,
+        copied = Unit(
             modules=(),
-            params=[],
-            overrides={},
+            label=unit.label,
+            mesh=unit.mesh,
+            mp_policy=unit.mp_policy,
+            mixin=unit.mixin,
+            ends=unit.ends,
+            offload=unit.offload,
+            pins=unit.pins,
+            post_forward=unit.post_forward,
+            may_slice=unit.may_slice,
             settings=settings,
             accumulation=accumulation,
-            outer=None,
-            has_inner=False,
-            given=None,
-            paths={},
-            version=0,
-            warned_of_eager=False,
-            knows_wrappers=False,
-            watch=None,
-            running=None,
-            made_after=ledger.num_begun,
         )
         copied.watch = Watch(copied)
         around, own = running(unit).iteration, running(copied).own_iteration
