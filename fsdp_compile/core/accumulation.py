@@ -21,11 +21,6 @@ from torch import Tensor
 Mode = Literal["reduce", "hold", "resume", "resume_over_shards"]
 
 
-def delivers_in(mode: Mode) -> bool:
-    """Whether shards get their gradients in this mode."""
-    return mode == "reduce" or mode == "resume"
-
-
 @dataclass
 class Held:
     """A unit's gradients that are held back, by FQN, and those of them that the running backward has added to."""
