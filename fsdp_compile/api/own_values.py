@@ -100,7 +100,8 @@ def _foreseen(own: Own, module: nn.Module) -> frozenset[Place]:
     for one in module.modules():
         for name, param in one._parameters.items():
             if param is not None:
-                stand_in = stand_ins.setdefault(id(param), nn.Parameter(_on_meta(param), param.requires_grad))
+                on_meta = torch.empty(param.shape, dtype=param.dtype, device="meta")
+                stand_in = stand_ins.setdefault(id(param), nn.Parameter(on_meta, param.requires_grad))
                 places.setdefault(id(stand_in), []).append((one, name))
                 registered.append((one, name, param))
     for one, name, param in registered:
@@ -115,10 +116,6 @@ def _foreseen(own: Own, module: nn.Module) -> frozenset[Place]:
         for one, name, param in registered:
             one._parameters[name] = param
     return frozenset(writes.written)
-
-
-def _on_meta(param: Tensor) -> Tensor:
-    return torch.empty(param.shape, dtype=param.dtype, device="meta")
 
 
 @torch.no_grad()
