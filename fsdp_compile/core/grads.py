@@ -1,4 +1,4 @@
-"""The one place where a shard gets its gradient, from either path, and its hooks run.
+"""The one place where a shard gets its gradient, from either path, and where its hooks run.
 
     eager reduction ---------------------+-> give_through_hooks -+
     compiled backward, by a unit's edges +-----------------------+-> give --> shard.grad, then post-accumulate hooks
