@@ -22,10 +22,9 @@ from typing import Any
 
 from ._torch_compat import fsdp1 as torch_fsdp1
 from ._torch_compat import fsdp2 as torch_fsdp2
-from .api.forward_methods import register_fsdp_forward_method
-from .api.fully_shard import fully_shard
+from .api.fully_shard import fully_shard, replicate
 from .api.module import share_comm_ctx
-from .api.replicate import replicate
+from .api.unit_forward import register_fsdp_forward_method
 from .fsdp1.grad_scaler import ShardedGradScaler
 from .fsdp1.helpers import state_of_wrapper
 from .fsdp1.wrapper import FullyShardedDataParallel

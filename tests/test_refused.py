@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("fake_group_of_four")
 
 PACKAGE = str(Path(fsdp_compile.__file__).parent)
 _SOURCE, _FIRST = inspect.getsourcelines(make_unit)
-ALL_OR_NOTHING = _FIRST + next(number for number, line in enumerate(_SOURCE) if "with AllOrNothing(" in line)
+ALL_OR_NOTHING = _FIRST + next(number for number, line in enumerate(_SOURCE) if "with all_or_nothing(" in line)
 
 
 class Fault(Exception):

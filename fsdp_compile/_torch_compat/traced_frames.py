@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,13 @@ _ENTER = torch.autograd.grad_mode._enter_inference_mode
 _kept: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-def traces_call_of(modules: Sequence[nn.Module], files: Collection[str]) -> bool:
-    """Whether a function from one of ``files`` is being traced whose ``self`` is one of ``modules``.
+def traces_call_of(modules: Sequence[nn.Module], file: str) -> bool:
+    """Whether a function from ``file`` is being traced whose ``self`` is one of ``modules``.
 
     ``f_code``, ``symbolic_locals``, ``VariableTracker.realize`` and ``value``: 2.11 to 2.15.
     """
     for frame in _frames():
-        if frame.f_code.co_filename in files and "self" in frame.symbolic_locals:
+        if frame.f_code.co_filename == file and "self" in frame.symbolic_locals:
             called = getattr(frame.symbolic_locals["self"].realize(), "value", None)
             if any(called is module for module in modules):
                 return True

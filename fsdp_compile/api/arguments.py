@@ -1,4 +1,4 @@
-"""Checks the arguments of fully_shard and replicate besides modules: a wrong one raises an error that names it."""
+"""Checks the arguments of fully_shard and replicate: a wrong one raises an error that names it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,45 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
+
+from .._torch_compat import fsdp2
+from ..core.unit import original_class, unit_of
+
+
+def modules_in(module: Any, api: str) -> tuple[Any, ...]:
+    """Return the modules given to ``fully_shard`` or ``replicate``; raise for one that cannot be a unit."""
+    given: tuple[Any, ...] = tuple(module) if isinstance(module, (list, tuple)) else (module,)
+    if not given:
+        raise ValueError(f"{api}([]) has nothing to work on. Pass a module, or a list of at least one.")
+    for one in given:
+        _validate_module(one, api)
+    return given
+
+
+def _validate_module(module: Any, api: str) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{api} takes a module or a list of modules, but got {type(module).__name__}.")
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and original_class(module).forward is nn.Module.forward:
+        raise ValueError(
+            f"{api} does not support containers that do not implement forward, and got a {type(module).__name__}. "
+            "Apply it to its members, or pass list(module) to make them one unit."
+        )
+    if "replicate" in fsdp2.composed_by(module):
+        raise ValueError(
+            f"{api}: torch.distributed._composable.replicate was applied to this {original_class(module).__name__}, "
+            "and takes care of its gradients. Apply one of the two."
+        )
+    if unit_of(module) is not None:
+        name = original_class(module).__name__
+        if api == "replicate" and fsdp2.replicate_state(module) is None:
+            raise RuntimeError(
+                f"Cannot apply `replicate()` on a Module already managed by `fully_shard`, this {name}. Apply one of "
+                "the two."
+            )
+        raise AssertionError(  # FSDP2's type
+            "Each distinct composable distributed API can only be applied to a module once, and this "
+            f"{name} is sharded or replicated already. Apply fully_shard or replicate once to each module."
+        )
 
 
 def require_kinds(api: str, mesh: Any, mp_policy: Any, offload_policy: Any, placement_fn: Any = None) -> None:

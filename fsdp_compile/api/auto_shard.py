@@ -24,6 +24,8 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 Options = dict[str, Any]
 Chosen = dict[nn.Module, Options]
 
+_KNOWN_OPTIONS = sorted(set(inspect.signature(fully_shard).parameters) - {"module"})
+
 
 def auto_shard(model: ModelT, policy: Any = None, **options: Any) -> ModelT:
     """Call ``fully_shard`` on the modules inside ``model`` that ``policy`` chooses, and on ``model``; return it.
@@ -40,10 +42,9 @@ def auto_shard(model: ModelT, policy: Any = None, **options: Any) -> ModelT:
     if not isinstance(model, nn.Module):
         raise TypeError(f"auto_shard takes a module, but got {type(model).__name__}.")
     ignored = ignored_in("auto_shard", options.get("ignored_params"))
-    unknown = sorted(set(options) - _known_options())
+    unknown = sorted(set(options) - set(_KNOWN_OPTIONS))
     if unknown:
-        takes = ", ".join(sorted(_known_options()))
-        raise TypeError(f"auto_shard: no option {', '.join(unknown)}. fully_shard takes {takes}.")
+        raise TypeError(f"auto_shard: no option {', '.join(unknown)}. fully_shard takes {', '.join(_KNOWN_OPTIONS)}.")
     chosen = _choose(model, policy, ignored, options)
     chosen.pop(model, None)
     _require_units(model, chosen)
@@ -60,24 +61,19 @@ def auto_shard(model: ModelT, policy: Any = None, **options: Any) -> ModelT:
     return fully_shard(model, **options)
 
 
-def _known_options() -> set[str]:
-    return set(inspect.signature(fully_shard).parameters) - {"module"}
-
-
 def _has_params(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
 def _require_units(model: nn.Module, chosen: Chosen) -> None:
     """Raise for unknown options and modules that cannot be units, before anything is sharded."""
-    known = _known_options()
     for path, module in model.named_modules():
         here = path or f"the {original_class(model).__name__} itself"
-        unknown = sorted(set(chosen.get(module, ())) - known)
+        unknown = sorted(set(chosen.get(module, ())) - set(_KNOWN_OPTIONS))
         if unknown:
             raise ValueError(
                 f"auto_shard: policy returned {', '.join(unknown)} for {here}. fully_shard takes "
-                f"{', '.join(sorted(known))}."
+                f"{', '.join(_KNOWN_OPTIONS)}."
             )
         is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not _can_be_a_unit(module)
         if (module in chosen or module is model) and is_list and _has_params(module):

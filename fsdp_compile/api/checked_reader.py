@@ -49,7 +49,7 @@ def _metadata_in(path: Path) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise ValueError(f"{path} holds a {type(metadata).__name__}, and is not the metadata of a checkpoint.")
     for index, place in (metadata.storage_data or {}).items():
-        if not _is_inside(place.relative_path):
+        if os.path.isabs(place.relative_path) or ".." in Path(place.relative_path).parts:
             raise ValueError(f"{path} says that {index.fqn} is in {place.relative_path}, outside of the folder.")
     return metadata
 
@@ -83,7 +83,3 @@ class _CheckedPlanner:
             raise pickle.UnpicklingError(f"{fqn} in {self._folder} is more than data: {error} {_REMEDY}") from error
         value.seek(0)
         self._planner.load_bytes(read_item, value)
-
-
-def _is_inside(relative: str) -> bool:
-    return not os.path.isabs(relative) and ".." not in Path(relative).parts

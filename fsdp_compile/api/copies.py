@@ -26,11 +26,9 @@ from .._torch_compat import autograd, dtensors, fsdp2
 from ..core.accumulation import Held
 from ..core.param import READS, ShardedParam, Slot
 from ..core.unit import STATE, Unit, original_class, unit_of
-from ..eager.backward import end_backward
 from ..eager.reduction import Traffic
 from ..eager.running import running
 from ..graph.watch import Watch
-from ..passes.wire.ledger import ledger
 from .compiled import stand_before_wrappers
 from .fsdp2_view import FSDP2View
 
@@ -97,7 +95,7 @@ class _Copies:
                 self.units[original] = self._unit_like(original)
                 if original.settings.forward_prefetch or original.settings.backward_prefetch:
                     self.prefetching[original] = None
-            memo[id(fsdp2.fsdp2_state(module))] = FSDP2View(self.units[original], end_backward)
+            memo[id(fsdp2.fsdp2_state(module))] = FSDP2View(self.units[original])
         for module in inside:
             for param, owner, reader in module.__dict__.get(READS, {}).values():
                 if param not in self.params:
@@ -118,7 +116,7 @@ class _Copies:
                 del copied.__dict__[key]
             original = unit_of(module)
             if module in self.adopters:
-                fsdp2.register_fsdp2_state(copied, FSDP2View(self.adopters[module], end_backward))
+                fsdp2.register_fsdp2_state(copied, FSDP2View(self.adopters[module]))
             unit = self.adopters.get(module) if original is None else self.units[original]
             if unit is not None:
                 copied.__dict__[STATE] = unit
@@ -149,10 +147,8 @@ class _Copies:
             unit.settings.backward_prefetch = [self.units[one] for one in said.backward_prefetch if one in self.units]
             outer = next((self.units[one] for one in original.around() if one in self.units), None)
             if outer is not unit.outer:
-                unit.outer = outer
+                unit.put_inside(outer)
                 changed.append(unit)
-            unit.is_root = outer is None or original.is_root
-            unit.takes_inputs_to = _elsewhere(unit) if outer is None else None
             for around in unit.around():
                 around.has_inner |= bool(unit.params)
         return changed
@@ -168,27 +164,21 @@ class _Copies:
             backward_prefetch=[],
         )
         accumulation = dataclasses.replace(unit.accumulation, held=Held())
-        copied = dataclasses.replace(
-            unit,
+        copied = Unit(
             modules=(),
-            params=[],
-            overrides={},
+            label=unit.label,
+            mesh=unit.mesh,
+            mp_policy=unit.mp_policy,
+            mixin=unit.mixin,
+            ends=unit.ends,
+            offload=unit.offload,
+            pins=unit.pins,
+            post_forward=unit.post_forward,
+            may_slice=unit.may_slice,
             settings=settings,
             accumulation=accumulation,
-            outer=None,
-            has_inner=False,
-            is_root=True,
-            given=None,
-            paths={},
-            version=0,
-            warned_of_eager=False,
-            knows_wrappers=False,
-            watch=None,
-            running=None,
-            made_after=ledger.num_begun,
         )
         copied.watch = Watch(copied)
-        copied.takes_inputs_to = _elsewhere(copied)
         around, own = running(unit).iteration, running(copied).own_iteration
         own.is_last_backward = around.is_last_backward
         own.manual_finalization = around.manual_finalization
@@ -245,11 +235,6 @@ class _Copies:
 def _is_everywhere(value: Any) -> bool:
     """Whether Python may use one object wherever this value occurs, so that its identity says nothing."""
     return isinstance(value, (bool, int, float, str, type(None))) or (isinstance(value, tuple) and not value)
-
-
-def _elsewhere(unit: Unit) -> torch.device | None:
-    device = unit.mesh.device
-    return None if device.type == "cpu" else device
 
 
 def _clone(shard: DTensor) -> nn.Parameter:

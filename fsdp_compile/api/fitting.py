@@ -1,4 +1,6 @@
-"""Checks that the values for a model fit it on every rank, before anything is sent; a misfit raises on every rank.
+"""Has all ranks raise if one does, and checks that the values for a model fit it on every rank before anything is sent.
+
+Ranks raise together because one that went on would wait for the others.
 
     state dict of rank 0   --names, shapes-->  the same as the model's, or a ValueError everywhere
     parameters of a rank   --names, shapes-->  the same as those of the rank that sends
@@ -7,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,11 +20,35 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dtensors
 from ..passes.ir.module_paths import plain_name
-from .together import told
 
 # Bit patterns that no initialization writes: as floats, they are NaNs that no computation produces.
 _MARKS = {2: (torch.int16, 0x7FDE), 4: (torch.int32, 0x7FDEADDE), 8: (torch.int64, 0x7FFDEADDEADDEADD)}
 _MOST_NAMES = 5
+
+
+@contextmanager
+def raised_on_all(function: str) -> Iterator[None]:
+    """At the end of the block, raise on every rank if one raised: there its own error, elsewhere a RuntimeError."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    said = told(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, text in enumerate(said):
+        if text is not None:
+            raise RuntimeError(f"{function}: rank {rank} raised {text}")
+
+
+def told(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the ``mine`` of every rank, by rank; in a process without others, only its own."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [mine]
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, mine, group=group)
+    return said
 
 
 def require_module(function: str, model: Any) -> None:

@@ -27,17 +27,13 @@ from ..passes.wire import lower
 from .fitting import mark_unwritten
 
 
-def gathered(param: ShardedParam, local: Tensor) -> Tensor:
-    """Return the whole tensor of which every rank passes its ``local`` part: a copy on the device of the mesh."""
-    return gathered_together([(param, local)])[0]
-
-
 def gathered_together(
     parts: Sequence[tuple[ShardedParam, Tensor]], keep: Callable[[ShardedParam, Tensor], Any] = lambda _, full: full
 ) -> list[Any]:
-    """Like ``gathered`` for several parameters, of which small ones share an all-gather, as in a forward.
+    """Return whole tensors, of which every rank passes its local parts: copies on the device of the mesh.
 
-    If there is no memory for all of them at a time, pass a ``keep`` that returns less than the full parameter.
+    Small ones share an all-gather, as in a forward. If there is no memory for all of them at a time, pass a ``keep``
+    that returns less than the full parameter.
     """
     fulls: list[Any] = [None] * len(parts)
     specs = [stored_spec(param, local.dtype, index) for index, (param, local) in enumerate(parts)]

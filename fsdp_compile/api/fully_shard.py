@@ -1,4 +1,10 @@
-"""fully_shard: validates the arguments, groups the parameters, shards them, and swaps the modules' classes."""
+"""fully_shard and replicate: they group the parameters, shard them, and swap the modules' classes.
+
+    fully_shard   shard -> all_gather -> compute, gradient -> reduce_scatter -> shard's gradient
+    replicate     parameter -----------> compute, gradient -> all_reduce -----> parameter's gradient
+
+``replicate`` has the same machinery with one shard: the same graphs, buckets, casts and methods.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +21,20 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dynamo, fsdp2
 from ..core.extension import has_extension
-from ..core.mesh import ShardMesh, inner_mesh, shard_mesh
+from ..core.mesh import ShardMesh, inner_mesh, replicate_mesh, shard_mesh
 from ..core.param import READS, STAMP, Cut, ShardedParam, Slot, cut_of, shard_param
 from ..core.settings import Settings
 from ..core.spec import protocol_of
-from ..core.undo import AllOrNothing
+from ..core.undo import all_or_nothing
 from ..core.unit import STATE, Ends, Unit, original_class, unit_of, units_in
-from ..eager.backward import clean_up_at_end, end_backward, note_reduction, reduce_now
+from ..eager.backward import clean_up_at_end, note_reduction, reduce_now
 from ..eager.running import running
 from ..graph.install import install_passes
 from ..graph.watch import Watch
 from ..lookout.lookout import lookout
 from ..passes import _torch_compat as passes_compat
 from ..passes.ranks.worlds import world_of
-from .arguments import ignored_in, require_kinds
+from .arguments import ignored_in, modules_in, require_kinds
 from .classes import parts_of, refresh
 from .compiled import stand_before, stand_before_wrappers
 from .fsdp2_view import FSDP2View
@@ -76,6 +82,33 @@ def fully_shard(
 fully_shard.state = fsdp2.fsdp2_state  # type: ignore[attr-defined]  # as torch's has it
 
 
+def replicate(
+    module: ModuleT,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> ModuleT:
+    """Average the gradients of ``module`` over the ranks of ``mesh``, all of which hold all parameters; return it.
+
+    It does what ``DistributedDataParallel`` does, and ``torch.compile`` traces it. Parameters become ``Replicate()``
+    DTensors. They are taken to be equal on every rank already: nothing is broadcast.
+    """
+    given = modules_in(module, "replicate")
+    require_kinds("replicate", mesh, mp_policy, offload_policy)
+    ignored = ignored_in("replicate", ignored_params)
+    target = replicate_mesh(mesh, dp_mesh_dims)
+    unit = make_unit(given, target, False, None, mp_policy, offload_policy, ignored)
+    for one in unit.modules:
+        fsdp2.register_replicate_state(one)
+    return module
+
+
+replicate.state = fsdp2.replicate_state  # type: ignore[attr-defined]  # as torch's has it
+
+
 def make_unit(
     given: tuple[Any, ...],
     target: ShardMesh,
@@ -120,8 +153,6 @@ def make_unit(
     for param in unit.params:
         if has_extension(param.fqn, param.shard):  # type: ignore[arg-type]
             protocol_of(param, param.shard, mp_policy)
-    if target.device.type != "cpu":
-        unit.takes_inputs_to = target.device
     moved = _moved_buffers(managed, target.device)
     install_passes()
     if (store := passes_compat.default_store()) is not None:
@@ -133,10 +164,10 @@ def make_unit(
     fulls = [slots[0].param for slots in unclaimed.values()]
     inner = [*(one for module in modules for one in units_in(module)), *map(_owner_of, claimed.values())]
     parts = [part for one in dict.fromkeys(inner) for part in parts_of(one)]
-    with AllOrNothing([*(child for one in modules for child in one.modules()), *fulls, *parts]):
+    with all_or_nothing([*(child for one in modules for child in one.modules()), *fulls, *parts]):
         for one in modules:
             one.__dict__[STATE] = unit
-            fsdp2.register_fsdp2_state(one, FSDP2View(unit, end_backward))
+            fsdp2.register_fsdp2_state(one, FSDP2View(unit))
         for param in unit.params:
             param.install()
             for slot in param.slots:
@@ -160,28 +191,15 @@ def make_unit(
     return unit
 
 
-def modules_in(module: Any, api: str) -> tuple[Any, ...]:
-    """Return the modules given to ``fully_shard`` or ``replicate``; raise for one that cannot be a unit."""
-    given: tuple[Any, ...] = tuple(module) if isinstance(module, (list, tuple)) else (module,)
-    if not given:
-        raise ValueError(f"{api}([]) has nothing to work on. Pass a module, or a list of at least one.")
-    for one in given:
-        _validate_module(one, api)
-    return given
-
-
 def _demote_inner_roots(unit: Unit) -> None:
     """Note that former outermost units are inside this one now: FSDP2's rule for roots applies to this one alone."""
     for inner in unit.inside():
         if inner is unit:
             continue
         unit.has_inner |= bool(inner.params)
-        if inner.outer is None:
-            inner.outer = unit
-            inner.takes_inputs_to = None
-            running(unit).iteration.adopt(running(inner).own_iteration)
         if inner.is_root:
-            inner.is_root = False
+            inner.put_inside(unit)
+            running(unit).iteration.adopt(running(inner).own_iteration)
             refresh(inner)
 
 
@@ -189,32 +207,6 @@ def _roots_of_list(modules: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
     """Return the modules that no other one of them contains."""
     inner = {id(child) for module in modules for child in module.modules() if child is not module}
     return tuple(dict.fromkeys(module for module in modules if id(module) not in inner))
-
-
-def _validate_module(module: Any, api: str) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"{api} takes a module or a list of modules, but got {type(module).__name__}.")
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and original_class(module).forward is nn.Module.forward:
-        raise ValueError(
-            f"{api} does not support containers that do not implement forward, and got a {type(module).__name__}. "
-            "Apply it to its members, or pass list(module) to make them one unit."
-        )
-    if "replicate" in fsdp2.composed_by(module):
-        raise ValueError(
-            f"{api}: torch.distributed._composable.replicate was applied to this {original_class(module).__name__}, "
-            "and takes care of its gradients. Apply one of the two."
-        )
-    if unit_of(module) is not None:
-        name = original_class(module).__name__
-        if api == "replicate" and fsdp2.replicate_state(module) is None:
-            raise RuntimeError(
-                f"Cannot apply `replicate()` on a Module already managed by `fully_shard`, this {name}. Apply one of "
-                "the two."
-            )
-        raise AssertionError(  # FSDP2's type
-            "Each distinct composable distributed API can only be applied to a module once, and this "
-            f"{name} is sharded or replicated already. Apply fully_shard or replicate once to each module."
-        )
 
 
 def _validate_reshard(reshard_after_forward: Any) -> None:

@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dtensors, dynamo, process_groups
+from ..core.mesh import device_of_type, device_type_here
 from ..core.param import READS, ShardedParam
-from ..core.unit import Unit, original_class, units_in
+from ..core.unit import original_class, units_in
 from .fitting import loaded_from_first, mark_unwritten, require_alike, require_module, require_written
 from .own_values import Own, initialize_all, own_places
 
@@ -74,7 +75,8 @@ def fill_in(
 ) -> None:
     """Give meta tensors memory, and all but those that will be ``loaded`` (ids of tensors) their values."""
     units = units_in(module)
-    to = torch.device(device) if device is not None else _device_for(units)
+    of_units = units[0].mesh.device if units else device_of_type(device_type_here())
+    to = of_units if device is None else torch.device(device)
     offloaded = {id(param.shard) for unit in units if unit.offload for param in unit.params}
     initialize = init_fn or Own(module)
     missing = list(_on_meta(module, loaded, initialize))
@@ -133,15 +135,6 @@ def _allocate(
                 module._buffers[other] = first._buffers[name]
     now = dict([*model.named_parameters(), *model.named_buffers()])
     return [name for name in names if name in now and mark_unwritten(now[name])]
-
-
-def _device_for(units: list[Unit]) -> torch.device:
-    if units:
-        return units[0].mesh.device
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

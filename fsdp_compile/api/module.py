@@ -3,58 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
-from .._torch_compat import autograd, dynamo, process_groups
+from .._torch_compat import autograd, process_groups
 from ..core.accumulation import Held
 from ..core.unit import Unit, unit_of, units_in
-from ..eager.backward import end_backward, reduce_left_over
+from ..eager.backward import reduce_left_over
 from ..eager.reduction import Traffic
-from ..eager.running import Call, is_here, recover, running
+from ..eager.running import Call, recover, running
+from ..graph.sink import follow_mode
 from ..passes._torch_compat import group_ranks
-from .accumulate import set_all_reduce, set_sync
 from .classes import ShardedModule, refresh
 from .compiled import stand_before
-from .fsdp2_view import FSDP2View
-from .handles import GradientReductionHandle, UnshardHandle
+from .fsdp2_view import FSDP2View, GradientReductionHandle, Managed, UnshardHandle
 
 _FSDP2: Any = torch_fsdp.FSDPModule  # its methods' types are not ours
-
-
-class _Managed:
-    """Whether ranks wait for one another in a module's forward: transformers asks, and keeps ``generate`` in step.
-
-    A framework may set it itself, as transformers does on a model that it has sharded. Dynamo always reads False: with
-    True, it leaves out guards or refuses the module. From torch 2.14 on, Dynamo reads this object off the class, not
-    the module's own dict, since an attribute that can be set comes first.
-    """
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __set__(self, module: nn.Module, value: Any) -> None:
-        module.__dict__[self.name] = value
-
-    def __delete__(self, module: nn.Module) -> None:
-        module.__dict__.pop(self.name, None)
-
-    def __set_name__(self, cls: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, module: nn.Module | None, cls: type) -> Any:
-        if module is None:
-            return self
-        if torch.compiler.is_compiling() or dynamo.is_tracing():
-            return False
-        if self.name in module.__dict__:
-            return module.__dict__[self.name]
-        unit = _unit(module)
-        return unit.mesh.num_shards > 1 and not all(map(is_here, unit.inside()))
 
 
 class FSDPModule(ShardedModule, _FSDP2):
@@ -64,7 +33,7 @@ class FSDPModule(ShardedModule, _FSDP2):
     inherited.
     """
 
-    _is_fsdp_managed_module = _Managed()
+    _is_fsdp_managed_module = Managed()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile this module's forward in place, as ``nn.Module`` does."""
@@ -152,27 +121,19 @@ class FSDPModule(ShardedModule, _FSDP2):
 
     def set_unshard_in_backward(self, unshard_in_backward: bool, recurse: bool = False) -> None:
         """Do not gather again in backward (False): for units whose backward reads no parameter, like an embedding."""
-        for unit in _units(self, recurse):
-            unit.settings.unshard_in_backward = bool(unshard_in_backward)
-            refresh(unit)
+        _set(_units(self, recurse), unshard_in_backward=bool(unshard_in_backward))
 
     def set_keep_unsharded_storage(self, keep: bool, recurse: bool = True) -> None:
         """Keep the memory of gathered parameters when they are freed: their addresses stay, at the price of memory."""
-        for unit in _units(self, recurse):
-            unit.settings.keep_storage = bool(keep)
-            refresh(unit)
+        _set(_units(self, recurse), keep_storage=bool(keep))
 
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
         """Launch the gathers of ``modules`` when this one's forward begins, instead of that of the next in order."""
-        unit = _unit(self)
-        unit.settings.forward_prefetch = _sharded(modules, "set_modules_to_forward_prefetch")
-        refresh(unit)
+        _set([_unit(self)], forward_prefetch=_sharded(modules, "set_modules_to_forward_prefetch"))
 
     def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
         """Launch the gathers of ``modules`` when this one's backward begins, instead of that of the next in order."""
-        unit = _unit(self)
-        unit.settings.backward_prefetch = _sharded(modules, "set_modules_to_backward_prefetch")
-        refresh(unit)
+        _set([_unit(self)], backward_prefetch=_sharded(modules, "set_modules_to_backward_prefetch"))
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather with ``comm``: it has ``allocate(size, dtype=, device=)``, and is called with ``(output, input, group,
@@ -218,9 +179,7 @@ class FSDPModule(ShardedModule, _FSDP2):
         """Divide summed gradients by ``factor`` instead of by the number of ranks."""
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor <= 0:
             raise ValueError(f"set_gradient_divide_factor takes a positive number, but got {factor!r}.")
-        for unit in _units(self, recurse):
-            unit.settings.divide_factor = float(factor)
-            refresh(unit)
+        _set(_units(self, recurse), divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of ``set_gradient_divide_factor``."""
@@ -233,15 +192,11 @@ class FSDPModule(ShardedModule, _FSDP2):
 
     def set_force_sum_reduction_for_comms(self, enable: bool, recurse: bool = False) -> None:
         """Have collectives compute only sums, and divide outside of them."""
-        for unit in _units(self, recurse):
-            unit.settings.force_sum = bool(enable)
-            refresh(unit)
+        _set(_units(self, recurse), force_sum=bool(enable))
 
     def set_reduce_scatter_unused_params(self, enable: bool, recurse: bool = True) -> None:
         """Give parameters that a backward did not use a gradient of zeros, so that all ranks reduce alike."""
-        for unit in _units(self, recurse):
-            unit.settings.reduce_unused = bool(enable)
-            refresh(unit)
+        _set(_units(self, recurse), reduce_unused=bool(enable))
 
     def set_reduce_scatter_max_input_buffers(self, num_buffers: int, recurse: bool = True) -> None:
         """Set how many units' reductions may be in flight; the largest number asked for under a root holds."""
@@ -249,9 +204,7 @@ class FSDPModule(ShardedModule, _FSDP2):
             raise TypeError(f"max_input_buffers must be an int, got {num_buffers!r}. Pass a number from 1 on.")
         if num_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {num_buffers}. Pass at least 1.")
-        for unit in _units(self, recurse):
-            unit.settings.max_reductions = num_buffers
-            refresh(unit)
+        _set(_units(self, recurse), max_reductions=num_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, recurse: bool = True) -> None:
         """Reduce in process groups of their own, so that a reduction does not queue behind a gather; all ranks call it.
@@ -259,16 +212,8 @@ class FSDPModule(ShardedModule, _FSDP2):
         The groups are made for every set of ranks that shards, in one order on all ranks.
         """
         units = _units(self, recurse)
-        if not enable:
-            for unit in units:
-                unit.settings.reduce_groups = {}
-                refresh(unit)
-            return
-        names = {param.mesh.group for unit in units for param in unit.params}
-        made = {name: process_groups.twin_group(name) for name in sorted(names, key=group_ranks)}
-        for unit in units:
-            unit.settings.reduce_groups = made
-            refresh(unit)
+        names = {param.mesh.group for unit in units for param in unit.params} if enable else set()
+        _set(units, reduce_groups={name: process_groups.twin_group(name) for name in sorted(names, key=group_ranks)})
 
     def set_manual_backward_finalization(self, enable: bool) -> None:
         """Leave the end of a backward to ``finalize_backward`` (True): for schedules of many micro-batches.
@@ -340,7 +285,7 @@ class FSDPModule(ShardedModule, _FSDP2):
 
     def _get_fsdp_state(self) -> FSDP2View:
         """Return what FSDP2's callers expect under this name."""
-        return FSDP2View(_unit(self), end_backward)
+        return FSDP2View(_unit(self))
 
 
 def _unit(module: Any) -> Unit:
@@ -351,6 +296,14 @@ def _unit(module: Any) -> Unit:
 
 def _units(module: Any, recurse: bool) -> list[Unit]:
     return units_in(module) if recurse else [_unit(module)]
+
+
+def _set(units: list[Unit], **settings: Any) -> None:
+    """Change settings of units, and have their reads follow."""
+    for unit in units:
+        for name, value in settings.items():
+            setattr(unit.settings, name, value)
+        refresh(unit)
 
 
 def _require_root(module: Any, method: str) -> Unit:
@@ -404,3 +357,39 @@ def share_comm_ctx(modules: list[nn.Module]) -> None:
     traffic = Traffic()
     for root in roots:
         running(root).iteration.traffic = traffic
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards in this context add gradients up and send nothing; the first one after it reduces the sum.
+
+    with no_sync(model):
+        for batch in batches[:-1]:
+            model(batch).sum().backward()
+    model(batches[-1]).sum().backward()
+    """
+    units = units_in(model)
+    if not units:
+        raise ValueError(f"no_sync got a {type(model).__name__} without sharded modules. Call fully_shard first.")
+    before = [(unit, unit.accumulation.sync) for unit in units]
+    try:
+        for unit, _ in before:
+            set_sync(unit, False)
+        yield
+    finally:
+        for unit, sync in before:
+            set_sync(unit, sync)
+
+
+def set_sync(unit: Unit, sync: bool) -> None:
+    """Set whether backward reduces the unit's gradients, or holds them back."""
+    unit.accumulation.sync = sync
+    unit.accumulation.may_hold |= not sync
+    follow_mode(unit)
+
+
+def set_all_reduce(unit: Unit, all_reduce: bool) -> None:
+    """Set whether backward sums gradients over the replicas, or holds back their sums over the shards."""
+    unit.accumulation.all_reduce = all_reduce
+    unit.accumulation.may_hold_partials |= not all_reduce
+    follow_mode(unit)

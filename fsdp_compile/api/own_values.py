@@ -22,9 +22,8 @@ from torch.overrides import TorchFunctionMode
 from .._torch_compat import dtensors
 from ..core.unit import Unit, original_class
 from .auto_shard import inside_out
-from .fitting import mark_unwritten
+from .fitting import mark_unwritten, told
 from .full_params import swapped_in
-from .together import told
 
 INITIALIZES = "_init_weights"  # a convention of models, Hugging Face's among them
 Place = tuple[nn.Module, str]  # of a parameter: the module that has it, and its name there
@@ -101,7 +100,8 @@ def _foreseen(own: Own, module: nn.Module) -> frozenset[Place]:
     for one in module.modules():
         for name, param in one._parameters.items():
             if param is not None:
-                stand_in = stand_ins.setdefault(id(param), nn.Parameter(_on_meta(param), param.requires_grad))
+                on_meta = torch.empty(param.shape, dtype=param.dtype, device="meta")
+                stand_in = stand_ins.setdefault(id(param), nn.Parameter(on_meta, param.requires_grad))
                 places.setdefault(id(stand_in), []).append((one, name))
                 registered.append((one, name, param))
     for one, name, param in registered:
@@ -118,10 +118,6 @@ def _foreseen(own: Own, module: nn.Module) -> frozenset[Place]:
     return frozenset(writes.written)
 
 
-def _on_meta(param: Tensor) -> Tensor:
-    return torch.empty(param.shape, dtype=param.dtype, device="meta")
-
-
 @torch.no_grad()
 def initialize_all(
     units: list[Unit], steps: list[Step], missing: Sequence[Place], initialize: Callable[[nn.Module], Any]
@@ -132,14 +128,12 @@ def initialize_all(
     values to gather before its module, or a module around that, was called. (A user's function may write anywhere, so
     then all are gathered.)
     """
-    owners: dict[Place, Unit] = {}
+    of_module: dict[nn.Module, set[Unit]] = {}  # several, where a weight is tied to another unit's
     for unit in units:
-        owners.update({(slot.module, slot.name): unit for param in unit.params for slot in param.slots})
-    of_module: dict[nn.Module, dict[Unit, None]] = {}  # several, where a weight is tied to another unit's
-    for (module, _), unit in owners.items():
-        of_module.setdefault(module, {})[unit] = None
+        for param in unit.params:
+            for slot in param.slots:
+                of_module.setdefault(slot.module, set()).add(unit)
     order = {place: index for index, place in enumerate(missing)}
-    turns = {unit: index for index, unit in enumerate(units)}
     there: list[Unit] = []
     failed: tuple[nn.Module, Exception] | None = None
     done: set[Place] = set()
@@ -148,7 +142,7 @@ def initialize_all(
         for module, places in steps:
             touched = {module, *(one for one, _ in places)}
             used = {unit for one in touched for unit in of_module.get(one, ())}
-            its = sorted(used, key=turns.__getitem__)
+            its = [unit for unit in units if unit in used]
             if its and its != there:
                 scope.close()
                 params = [param for unit in its if isinstance(initialize, Own) for param in unit.params]

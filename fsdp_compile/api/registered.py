@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from .._torch_compat import dynamo, traced_frames
 from ..core.extension import halves_of
 from ..core.param import READS, ShardedParam, beside
-from ..core.unit import CALLS, Unit
+from ..core.unit import Unit
 from ..eager.forward import call_of
+from . import unit_forward
 
 
 class Registered(dict):  # type: ignore[type-arg]
@@ -176,7 +177,9 @@ class UnitRuns(dynamo.OpaqueBase):  # type: ignore[misc]
     def traced(self, name: str) -> bool:
         """Whether a forward of the unit runs or is traced, while Dynamo traces the code that asks."""
         owner = self._owner(name)
-        return owner is not None and (call_of(owner) is not None or traced_frames.traces_call_of(owner.modules, CALLS))
+        if owner is None:
+            return False
+        return call_of(owner) is not None or traced_frames.traces_call_of(owner.modules, unit_forward.__file__)
 
     def traced_gave(self, name: str) -> bool:
         """Whether traced code writes back to a parameter's name what a read of it gave."""

@@ -14,20 +14,20 @@ from __future__ import annotations
 
 import types
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from .._torch_compat import dynamo
+from .._torch_compat import dynamo, fsdp2
 from ..core.containers import cast_floating, move
-from ..core.unit import CALLS, STATE, Unit
-from ..eager.around import begin, eager_forward, end
-from ..eager.running import Call
+from ..core.shared import shared
+from ..core.unit import STATE, Unit, unit_of
+from ..eager.around import eager_forward
 from .compiled import stand_before_wrappers
 
-CALLS.add(__file__)
 
 def unit_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a unit's module: cast, gather when something eager reads, call, free or keep, cast."""
@@ -84,26 +84,6 @@ def as_given(unit: Unit, output: Any) -> Any:
     return output if dtype is None else cast_floating(output, dtype)
 
 
-def begin_unit(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Call | None, Any, Any]:
-    """Run the first half of ``unit_forward``, for code that calls the module itself; return an eager one's ``Call``."""
-    args, kwargs = as_taken(unit, args, kwargs)
-    if torch.compiler.is_dynamo_compiling():
-        return None, args, kwargs
-    reads_are_compiled = dynamo.is_at_work() or dynamo.forward_is_compiled(module)
-    call, args, kwargs = begin(unit, module, args, kwargs, reads_are_compiled)
-    call.ends_with_errors = False
-    return call, args, kwargs
-
-
-def end_unit(unit: Unit, module: nn.Module, call: Call | None, output: Any) -> Any:
-    """Run the second half of ``unit_forward``."""
-    if call is not None:
-        output = end(unit, module, call, output)
-    return as_given(unit, output)
-
-
-for _skipped in (begin_unit, end_unit):
-    dynamo.leave_to_python(_skipped)
 dynamo.leave_all_to_python(as_taken, as_given)
 
 
@@ -140,3 +120,53 @@ def with_code_of_its_own(function: Any, name: str) -> Callable[..., Any]:
     """Return the function with a code object of its own: Dynamo counts recompilations by code object."""
     code = function.__code__.replace(co_name=name)
     return types.FunctionType(code, function.__globals__, name.rpartition(".")[2], closure=function.__closure__)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make ``module.method_name`` a second forward: parameters are gathered before it and freed after it."""
+    module = dynamo.behind_compile(module)  # where the wrapper looks for its methods
+    if unit_of(module) is None:
+        if isinstance(module, fsdp2.TORCH_FSDP_MODULE):
+            raise TypeError(
+                f"register_fsdp_forward_method({method_name!r}): this {type(module).__name__} was sharded by "
+                "torch.distributed.fsdp.fully_shard before fsdp_compile.adopt(). Adopt first, then shard."
+            )
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module).__name__} does not have a method {method_name!r}. Define it before.")
+    known = getattr(module, method_name)
+    if getattr(known, "__func__", None) in _forwards:
+        return  # registered before
+    forward: Any
+    if getattr(known, "__self__", None) is module:
+        forward = _forward_by(known.__func__)
+    else:
+        forward = _forward_by(lambda self, *args, **kwargs: known(*args, **kwargs))
+    _forwards.add(forward)
+    setattr(module, method_name, forward.__get__(module, type(module)))
+
+
+# The functions that ``_forward_by`` returned.
+_forwards: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@shared
+def _forward_by(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does for ``method`` what ``unit_forward`` does for a forward.
+
+    It is one for all modules that have the method, so that they can share compiled code.
+    """
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        unit: Unit = self.__dict__[STATE]
+        args, kwargs = as_taken(unit, args, kwargs)
+        try:
+            if torch.compiler.is_dynamo_compiling():
+                output = method(self, *args, **kwargs)
+            else:
+                output = eager_forward(unit, self, method, args, kwargs)
+        except BaseException:
+            raise
+        return as_given(unit, output)
+
+    return with_code_of_its_own(forward, getattr(method, "__qualname__", "forward"))

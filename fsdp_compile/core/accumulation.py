@@ -21,11 +21,6 @@ from torch import Tensor
 Mode = Literal["reduce", "hold", "resume", "resume_over_shards"]
 
 
-def delivers_in(mode: Mode) -> bool:
-    """Whether shards get their gradients in this mode."""
-    return mode == "reduce" or mode == "resume"
-
-
 @dataclass
 class Held:
     """A unit's gradients that are held back, by FQN, and those of them that the running backward has added to."""
@@ -72,16 +67,6 @@ class Accumulation:
     # The user turned sync off between a forward and its backward, so only backward knows whether to reduce.
     decides_in_backward: bool = False
     held: Held = field(default_factory=Held)
-
-    def set_sync(self, sync: bool) -> None:
-        """Reduce gradients in backward, or hold them back."""
-        self.sync = sync
-        self.may_hold |= not sync
-
-    def set_all_reduce(self, all_reduce: bool) -> None:
-        """Sum gradients over the replicas in backward, or hold back what is summed over the shards alone."""
-        self.all_reduce = all_reduce
-        self.may_hold_partials |= not all_reduce
 
     def mode_of(self, is_replicated: bool) -> Mode:
         """Return what compiled backwards do with the gradient of a parameter."""

@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 
 from .._torch_compat import dynamo, inductor
-from .accumulation import Mode, delivers_in
+from .accumulation import Mode
 
 _UNSHARDED = (
     "an unsharded model that has loaded the full state dict "
@@ -35,7 +35,7 @@ def refuse_traced(fqn: str, mode: Mode) -> None:
             "(in torch 2.15 those of unsharded models too). Compile each block by itself, with block.compile(): "
             "equal blocks share their graphs. Under torch.no_grad a region may stay."
         )
-    if dynamo.traces_backward() and not delivers_in(mode):
+    if dynamo.traces_backward() and mode in ("hold", "resume_over_shards"):
         raise RuntimeError(
             f"{fqn}: torch._dynamo.config.trace_autograd_ops traces backward into the graph of forward, where a "
             "gradient cannot be held back. Set it to False for steps without set_requires_gradient_sync or "

@@ -181,7 +181,7 @@ def _with_roles(
     assert some is not None
     return ShardMesh(
         mesh=mesh,
-        device=_device(mesh.device_type),
+        device=device_of_type(mesh.device_type),
         backend=process_groups.backend_of(some, mesh.device_type),
         group="" if shard is None else shard.group_name,
         num_shards=1 if shard is None else shard.size(),
@@ -235,15 +235,20 @@ def _names(dims: Any) -> tuple[str, ...]:
     return () if dims is None else (dims,) if isinstance(dims, str) else tuple(dims)
 
 
+def device_type_here() -> str:
+    """Return the type of this machine's accelerator; that of the CPU without one."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if accelerator is None else accelerator.type
+
+
 def _world_mesh() -> DeviceMesh:
-    accelerator = torch.accelerator.current_accelerator()
-    device_type = "cpu" if accelerator is None or not torch.accelerator.is_available() else accelerator.type
     if not dist.is_initialized():
         dist.init_process_group()
-    return init_device_mesh(device_type, (dist.get_world_size(),))
+    return init_device_mesh(device_type_here(), (dist.get_world_size(),))
 
 
-def _device(device_type: str) -> torch.device:
+def device_of_type(device_type: str) -> torch.device:
+    """Return the device of a type that this process uses."""
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_type, torch.accelerator.current_device_index())

@@ -19,8 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .._torch_compat import autograd, dtensors, subclasses
 from ..passes.ir.markers import ParamSpec
 from ..passes.wire.layout import ShardLayout
-from .extension import Protocol
-from .inner import Apart, taken_apart
+from .extension import Apart, Protocol, taken_apart
 from .mesh import ShardMesh, placement_and_mesh
 from .stored import ReadAs, read_as, stored_on
 

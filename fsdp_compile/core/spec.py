@@ -21,7 +21,8 @@ def spec_of(unit: Unit, param: ShardedParam) -> ReadSpec:
     """Return the arguments of the parameter's marker, for the dtype that its shard has now."""
     stored = param.shard.dtype
     floating = stored.is_floating_point
-    dtype = _param_dtype(unit, param, stored) if floating else stored
+    asked = unit.overrides.get(param.fqn) or unit.mp_policy.param_dtype
+    dtype = (asked or stored) if floating else stored
     grad_dtype = param.shard.grad_dtype or dtype  # an explicit None means as autograd produces it
     reduce_dtype = (unit.mp_policy.reduce_dtype or grad_dtype) if floating else stored
     mesh, settings, inner = param.mesh, unit.settings, unit.post_forward or _may_slice(unit, param)
@@ -148,10 +149,6 @@ def _traced_protocol(unit: Unit, param: ShardedParam) -> Protocol | None:
     if not any(halves_of(param.shard)) or why_not_traced(param.fqn, param.shard) is not None:
         return None
     return protocol_of(param, param.shard, unit.mp_policy)
-
-
-def _param_dtype(unit: Unit, param: ShardedParam, stored: torch.dtype) -> torch.dtype:
-    return unit.overrides.get(param.fqn) or unit.mp_policy.param_dtype or stored
 
 
 def division(

@@ -12,7 +12,6 @@ says. Reads give what was there before: a tensor, or a DTensor on its own mesh.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,7 +103,8 @@ def stored_on(fqn: str, full: nn.Parameter, dim: int, mesh: ShardMesh) -> tuple[
             f"{fqn} is a DTensor on {model}, which cannot be combined with fully_shard's mesh {mesh.mesh}: {error}. "
             "Slice both from one mesh, by different dimension names, and pass the data-parallel slice as mesh."
         ) from error
-    ours = (_cut(dim, full.placements, model),) if mesh.group else ()
+    later = [(placement, model.size(place)) for place, placement in enumerate(full.placements)]
+    ours = (_cut(dim, later),) if mesh.group else ()
     return both, (*replicas, *ours, *full.placements)
 
 
@@ -137,10 +137,9 @@ def _on_whole_mesh(
         if name == spmd.shard[0]:
             first = spmd.names.index(name)
             later = [other for other in range(first + 1, len(spmd.names)) if spmd.names[other] not in spmd.shard]
-            factor = _num_shards(dim, [(full.placements[other], spmd.mesh.size(other)) for other in later])
             assert spmd.flat_shard is not None
             meshes.append(spmd.flat_shard)
-            placements.append(_cut_in(dim, factor))
+            placements.append(_cut(dim, [(full.placements[other], spmd.mesh.size(other)) for other in later]))
         elif name not in spmd.shard:
             meshes.append(spmd.mesh[name])
             placements.append(placement)
@@ -148,21 +147,14 @@ def _on_whole_mesh(
     return mesh, tuple(placements)
 
 
-def _cut(dim: int, placements: Sequence[Placement], mesh: DeviceMesh) -> Placement:
-    return _cut_in(dim, _num_shards(dim, [(placement, mesh.size(place)) for place, placement in enumerate(placements)]))
-
-
-def _cut_in(dim: int, num_shards: int) -> Placement:
-    """Return the placement that cuts ``dim`` after later mesh dimensions have cut it into ``num_shards``."""
+def _cut(dim: int, later: Sequence[tuple[Placement, int]]) -> Placement:
+    """Return the placement that cuts ``dim`` after mesh dimensions of these placements and sizes have cut it."""
+    num_shards = 1
+    for placement, size in later:
+        is_strided = isinstance(placement, dtensors.StridedShard) and placement.dim == dim
+        if placement.is_shard(dim) or is_strided:
+            num_shards *= size
     return Shard(dim) if num_shards == 1 else dtensors.StridedShard(dim, split_factor=num_shards)
-
-
-def _num_shards(dim: int, placements: Sequence[tuple[Placement, int]]) -> int:
-    return math.prod(size for placement, size in placements if placement.is_shard(dim) or _is_strided(placement, dim))
-
-
-def _is_strided(placement: Placement, dim: int) -> bool:
-    return isinstance(placement, dtensors.StridedShard) and placement.dim == dim
 
 
 @shared

@@ -28,7 +28,6 @@ WRAPPED = "_fsdp_wrapped_module"
 
 STATE = "_fsdp_compile_state"  # the attribute of a module that holds its unit
 INSIDE = "_fsdp_compile_inside"  # a method of generated classes: the forward inside a graph that the eager path feeds
-CALLS: set[str] = set()  # files whose functions call a unit's module: a traced frame of theirs is such a call
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,7 @@ class Unit:
     # The unit around this one, and whether there are units with parameters inside it.
     outer: Unit | None = None
     has_inner: bool = False
-    is_root: bool = True
-    takes_inputs_to: torch.device | None = None  # where inputs are moved: only for the outermost unit, on accelerators
+    takes_inputs_to: torch.device | None = field(init=False)  # set by ``put_inside``
     eager_only: str | None = None  # the name of a setting or an extension that a graph cannot honour
     # Whether graphs can take its full parameters. What an all-gather extension makes is made inside the graph.
     gives_to_graphs: bool = True
@@ -83,6 +81,19 @@ class Unit:
     # The state that each path keeps of the unit: graph.watch.Watch, and eager.running.Running.
     watch: Any = field(default=None, repr=False)
     running: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.put_inside(self.outer)
+
+    def put_inside(self, outer: Unit | None) -> None:
+        """Note the unit around this one. Only the outermost unit moves inputs, to an accelerator."""
+        self.outer = outer
+        moves = outer is None and self.mesh.device.type != "cpu"
+        self.takes_inputs_to = self.mesh.device if moves else None
+
+    @property
+    def is_root(self) -> bool:
+        return self.outer is None
 
     @property
     def name(self) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from .._torch_compat import autograd
-from ..core.hooks import LateHooks
+from ..core.grads import LateHooks
 from ..core.unit import Unit
 from .gathered import Bucket, Gathered
 from .reduction import Reduction, Traffic

@@ -33,10 +33,9 @@ from torch.distributed.fsdp import (
 )
 
 from .._torch_compat import dynamo, fsdp1
-from ..api.arguments import require_dtypes
+from ..api.arguments import modules_in, require_dtypes
 from ..api.classes import refresh
-from ..api.fully_shard import make_unit, modules_in
-from ..api.replicate import replicate
+from ..api.fully_shard import make_unit, replicate
 from ..core.containers import cast_floating, tensors_in
 from ..core.mesh import hybrid_mesh, replicate_mesh, shard_mesh
 from ..core.unit import Unit, unit_of

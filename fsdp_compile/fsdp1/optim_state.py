@@ -21,7 +21,7 @@ from torch.distributed.fsdp import StateDictSettings
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import fsdp1
-from ..api.together import told
+from ..api.fitting import told
 from ..core.param import ShardedParam
 from ..core.unit import units_in
 from .region import clean

@@ -30,9 +30,9 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from ..api.accumulate import no_sync
 from ..api.clip import clip_grad_norm
 from ..api.full_params import require_idle, swapped_in
+from ..api.module import no_sync
 from .comm_hooks import hook_reductions
 from .construct import Constructed
 from .older import OlderOptimState

@@ -17,7 +17,7 @@ gradient's shape, without memory for it. Under compiled autograd, which cannot m
 takes the edge's place.
 
 The edges of a unit have one node, since a node costs 4 microseconds. Autograd runs the hooks of all shards that a node
-leads to, also of those that got no gradient. Our node keeps autograd from running these (core/hooks.py).
+leads to, also of those that got no gradient. Our node keeps autograd from running these (core/grads.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dtensors, dynamo
 from ..core import grads
-from ..core.hooks import LateHooks
+from ..core.grads import LateHooks
 from ..core.param import ShardedParam
 from ..core.spec import spec_key, spec_of
 from ..core.unit import Unit

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from .._torch_compat import dtensors
+from ..api.fitting import raised_on_all
 from ..api.full_params import part_of, swapped_in
 from ..api.initialize import fill_in, random_numbers_of_first
-from ..api.together import raised_on_all
 from ..core.param import ShardedParam
 from ..core.unit import original_class, units_in
 from ..passes.wire.layout import ShardLayout

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import dtensors
-from ..api.full_params import gathered
-from ..api.together import raised_on_all, told
+from ..api.fitting import raised_on_all, told
+from ..api.full_params import gathered_together
 from ..core.param import ShardedParam
 from ..core.unit import original_class
 from ..passes.budget.budget import Budget
@@ -203,7 +203,7 @@ def _to_save(model: nn.Module) -> dict[str, Tensor]:
 def _whole(tensor: Tensor, param: ShardedParam | None) -> Tensor:
     """Return the whole of a tensor; every rank must call this for it."""
     if param is not None and param.dtensor is None:
-        return gathered(param, dtensors.local_tensor(tensor))  # type: ignore[arg-type]
+        return gathered_together([(param, dtensors.local_tensor(tensor))])[0]  # type: ignore[arg-type]
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

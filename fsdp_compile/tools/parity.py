@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dynamo
-from ..api.accumulate import set_all_reduce, set_sync
 from ..api.classes import parts_of
+from ..api.module import set_all_reduce, set_sync
 from ..core.accumulation import Held
 from ..core.containers import map_tensors
 from ..core.undo import Before
