@@ -14,8 +14,7 @@ from rich.console import Console
 from . import __version__
 from .demo.report import missing_tools, run_demo
 from .demo.training import Settings
-from .forecast.command import run_plan
-from .forecast.options import add_options
+from .forecast.command import add_options, run_plan
 from .profiling import command as profiling
 from .tools import calibrate, link
 from .tools.files import may_write

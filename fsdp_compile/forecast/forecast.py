@@ -17,10 +17,9 @@ from ..passes.cost.roofline import node_flops
 from ..passes.cost.weigh import saved_by, weigh
 from ..passes.ir.provenance import find_reduces
 from ..passes.schedule.activations import activations_of
-from .extend import Added, added, extended
 from .joint import PRECISIONS, device_mesh, joint_graph
 from .layers import Run, find_run, with_fewer
-from .steps import KINDS, Bytes, Half, half_of, kinds_by_name, peak, plus, replay
+from .steps import KINDS, Added, Bytes, Half, added, extended, half_of, kinds_by_name, peak, plus, replay
 from .target import Made
 
 OPTIMIZER = "optimizer state"
