@@ -1,7 +1,17 @@
-"""The parent's half of the demo: start the workers, follow them, compare and print what they found."""
+"""The parent's half of the demo: start the workers, follow them, compare and print what they found.
+
+Each stage of the work has a line: its name when it begins, its duration when it ends.
+
+    start 2 ranks ... 6 s
+    fsdp_compile: C++ kernels of the forward graph ... 14 s
+    train all four in turn: step 12 of 30 ... 0:00:07          <- a terminal shows the last line's clock
+
+In a file the lines are the same, without the clock.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -9,15 +19,16 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .._torch_compat import inductor
 from ..workers import Workers
-from .progress import following
 from .training import FSDP2, FSDP2_BLOCKS, OURS, UNSHARDED, Settings, has_gpus_for
 
 TOLERANCE = 5e-4  # largest difference of a step's mean loss from the unsharded model's; about 2e-5 is rounding
@@ -25,6 +36,8 @@ WORK = "fsdp_compile.demo.training:work"
 SILENCE_S = 400.0  # workers send nothing for longest while they compile; gloo gives up on a lost peer after 300
 _VARIANTS = (UNSHARDED, FSDP2, FSDP2_BLOCKS, OURS)
 _NONE = "-"
+
+Stage = tuple[str, int, int]  # its name, the step that begins, the number of its steps (0: it has none)
 
 
 def run_demo(settings: Settings, console: Console) -> int:
@@ -98,6 +111,58 @@ def _train(settings: Settings, scratch: Path, console: Console) -> list[dict[str
                 else:
                     stages.at(message["stage"])
     return results
+
+
+class Stages:
+    """Prints the lines of the stages; ``following`` makes it."""
+
+    def __init__(self, console: Console, clock: Progress) -> None:
+        self._console = console
+        self._clock = clock
+        self._name = ""
+        self._began = 0.0
+
+    def at(self, stage: Stage) -> None:
+        """Begin this stage, or its next step; a new name ends the stage before."""
+        name, step, num_steps = stage
+        if name != self._name:
+            self.end()
+            self._name, self._began = name, time.monotonic()
+            if not self._console.is_terminal:
+                self._console.print(f"{name} ... ", end="", highlight=False)
+            self._clock.add_task(name)
+        for task in self._clock.task_ids:
+            self._clock.update(task, description=f"{name}: step {step} of {num_steps}" if num_steps else name)
+
+    def end(self) -> None:
+        """End the last stage, which took until now."""
+        if not self._name:
+            return
+        for task in list(self._clock.task_ids):
+            self._clock.remove_task(task)
+        took = f"{time.monotonic() - self._began:.0f} s"
+        said = f"{self._name} ... " if self._console.is_terminal else ""
+        self._console.print(f"{said}{took}", highlight=False)
+        self._name = ""
+
+    def break_off(self) -> None:
+        """End a stage that failed: its line stays, without a time."""
+        self._console.print(f"{self._name} ..." if self._console.is_terminal else "", highlight=False)
+
+
+@contextlib.contextmanager
+def following(console: Console) -> Iterator[Stages]:
+    """Show stages while the block runs; an exception leaves the line of its stage unfinished."""
+    columns = (SpinnerColumn(), TextColumn("{task.description} ..."), TimeElapsedColumn())
+    clock = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    stages = Stages(console, clock)
+    with clock:
+        try:
+            yield stages
+        except BaseException:
+            stages.break_off()
+            raise
+        stages.end()
 
 
 def mean_losses(results: list[dict[str, Any]], variant: str) -> list[float]:
