@@ -355,7 +355,7 @@ def test_a_budget_that_nothing_meets_is_said(capsys: Any) -> None:
 def test_where_no_plan_fits_the_smallest_is_taken_that_keeps_least() -> None:
     def whole(num_bytes: int, seconds: float) -> Whole:
         half = Half((num_bytes, 0, 0, 0, 0, 0), NO_BYTES, (dataclasses.replace(_step("mm"), seconds=seconds),))
-        return Whole(half, half, NO_BYTES)
+        return Whole(half, half)
 
     fast_and_kept, slow, large = (whole(9, 1.0), 4, 4), (whole(9, 2.0), 0, 4), (whole(10, 0.5), 0, 4)
     assert min((large, fast_and_kept, slow), key=lambda one: rank(one, 8)) is slow

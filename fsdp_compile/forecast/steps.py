@@ -54,7 +54,7 @@ class Step:
 class Half:
     """A forward or a backward."""
 
-    held: Bytes  # inputs that the caller holds from begin to end
+    held: Bytes  # by the caller, from begin to end: inputs, and in backward what forward returned
     given: Bytes  # inputs that are freed after their last readers
     steps: tuple[Step, ...]
 
@@ -112,9 +112,9 @@ def replay(half: Half) -> Timeline:
     return simulate(events)
 
 
-def peak(half: Half, beside: Bytes = NO_BYTES) -> Bytes:
-    """Return the bytes by kind when most are alive; those of ``beside`` are alive all the time."""
-    alive = plus(plus(half.held, half.given), beside)
+def peak(half: Half) -> Bytes:
+    """Return the bytes by kind when most are alive."""
+    alive = plus(half.held, half.given)
     most, highest = sum(alive), alive
     for step in half.steps:
         alive = plus(alive, step.adds)
