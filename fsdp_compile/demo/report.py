@@ -28,8 +28,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .._torch_compat import inductor
+from ..tools.measure import device_of
 from ..workers import Workers
-from .training import FSDP2, FSDP2_BLOCKS, OURS, UNSHARDED, Settings, has_gpus_for
+from .training import FSDP2, FSDP2_BLOCKS, OURS, UNSHARDED, Settings
 
 TOLERANCE = 5e-4  # largest difference of a step's mean loss from the unsharded model's; about 2e-5 is rounding
 WORK = "fsdp_compile.demo.training:work"
@@ -43,7 +44,7 @@ Stage = tuple[str, int, int]  # its name, the step that begins, the number of it
 def run_demo(settings: Settings, console: Console) -> int:
     """Train, print, and return whether the numbers agree: 0 if they do, 1 if not."""
     start = time.monotonic()
-    where = "GPUs, over NCCL" if has_gpus_for(settings) else "the CPU, over gloo"
+    where = "GPUs, over NCCL" if device_of(settings.ranks, 0).type == "cuda" else "the CPU, over gloo"
     console.print(f"{settings.ranks} processes on {where}.", _how_long(settings.backend), highlight=False)
     with tempfile.TemporaryDirectory(prefix="fsdp-compile-demo-") as scratch:
         results = _train(settings, Path(scratch), console)
@@ -68,7 +69,7 @@ def missing_tools(settings: Settings) -> str | None:
     """Say what this machine lacks for the demo, what to install and what runs without it; None if it lacks nothing."""
     if settings.backend != "inductor":
         return None
-    missing = inductor.missing_compiler("cuda" if has_gpus_for(settings) else "cpu")
+    missing = inductor.missing_compiler(device_of(settings.ranks, 0).type)
     if missing is None:
         return None
     return (

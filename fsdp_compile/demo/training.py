@@ -11,7 +11,6 @@ parent's half, processes and tables, is ``report``.
 
 from __future__ import annotations
 
-import datetime
 import statistics
 import tempfile
 import time
@@ -32,6 +31,7 @@ from ..api.fully_shard import fully_shard
 from ..graph.install import manager
 from ..passes import GraphRecord
 from ..tools.inspect import Report
+from ..tools.measure import device_of, join_group
 from ..tools.memory import PeakMeter
 from ..workers import Send
 
@@ -252,7 +252,9 @@ def draw(report: Report, settings: Settings) -> str:
 def work(job: dict[str, Any], rank: int, send: Send) -> None:
     """One rank: build and warm up each variant, train all of them in turn, weigh them, send the results."""
     settings = Settings(**job["settings"])
-    device, group_backend = join_group(settings, rank, job["rendezvous"])
+    torch.set_num_threads(1)
+    device = device_of(settings.ranks, rank)
+    join_group(device, settings.ranks, rank, f"file://{job['rendezvous']}", timeout_s=300)
     mesh = init_device_mesh(device.type, (settings.ranks,))
     batches = [batch_of(settings, peer).to(device) for peer in range(settings.ranks)]
     num_warmup = min(WARMUP_STEPS, settings.steps)
@@ -298,7 +300,7 @@ def work(job: dict[str, Any], rank: int, send: Send) -> None:
         {
             "result": {
                 "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, one thread a rank",
-                "group": group_backend,
+                "group": dist.get_backend(),
                 "num_params": sum(param.numel() for param in build_model(settings).parameters()),
                 "runs": {run.name: run.result() for run in runs},
                 "captured": captured,
@@ -308,26 +310,3 @@ def work(job: dict[str, Any], rank: int, send: Send) -> None:
     )
     dist.barrier()
     dist.destroy_process_group()
-
-
-def has_gpus_for(settings: Settings) -> bool:
-    """Whether each rank gets a GPU of its own; if not, all are on the CPU."""
-    return torch.cuda.is_available() and torch.cuda.device_count() >= settings.ranks
-
-
-def join_group(settings: Settings, rank: int, rendezvous: str) -> tuple[torch.device, str]:
-    """Join the group: over NCCL with a GPU for each rank, where there are enough, else over gloo on the CPU."""
-    torch.set_num_threads(1)
-    on_gpus = has_gpus_for(settings)
-    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
-    backend = "nccl" if on_gpus else "gloo"
-    if on_gpus:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=settings.ranks,
-        timeout=datetime.timedelta(seconds=300),
-    )
-    return device, backend
