@@ -14,11 +14,9 @@ from rich.console import Console
 from . import __version__
 from .demo.report import missing_tools, run_demo
 from .demo.training import Settings
-from .forecast.command import run_plan
-from .forecast.options import add_options
+from .forecast.command import add_options, run_plan
 from .profiling import command as profiling
 from .tools import calibrate, link
-from .tools.files import may_write
 from .workers import WorkerError, interruptible
 
 INTERRUPTED = 130
@@ -111,7 +109,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         return 2
     for option, given, is_right in (("--save", arguments.save, Path.is_dir), ("--page", arguments.page, Path.is_file)):
         path = Path(given or ".")
-        if given is not None and not (may_write(path) and (is_right(path) or not path.exists())):
+        if given is not None and not (profiling.may_write(path) and (is_right(path) or not path.exists())):
             what = "folder" if option == "--save" else "file"
             print(f"{option} {given} is not a {what} that can be written: give another one.", file=sys.stderr)
             return 2
@@ -148,7 +146,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         problem = "--link joins two namespaces, one a rank: leave --ranks out."
     elif out.is_dir() or not out.resolve().parent.is_dir():
         problem = f"--out {arguments.out} is not a file in a folder that exists."
-    elif not may_write(out):
+    elif not profiling.may_write(out):
         problem = f"--out {arguments.out} cannot be written: give a file in a folder that is yours."
     elif not arguments.name:
         problem = "--name is empty: give the profile a name, such as 'h100', or leave --name out."

@@ -24,7 +24,7 @@ from rich.console import Console
 import fsdp_compile
 from fsdp_compile import cli
 from fsdp_compile.demo import report as demo_report
-from fsdp_compile.demo.progress import following
+from fsdp_compile.demo.report import following
 from fsdp_compile.demo.training import OURS, UNSHARDED
 from fsdp_compile.workers import Send
 from tests.processes import alive, children, in_session, wait_until

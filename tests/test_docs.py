@@ -139,7 +139,7 @@ def _check_command(words: list[str]) -> None:
     elif name == "fsdp-compile":
         _has_help(arguments[0])
         package = ROOT / "fsdp_compile"
-        options = ("cli.py", "forecast/options.py", "profiling/command.py")
+        options = ("cli.py", "forecast/command.py", "profiling/command.py")
         _require_options(arguments, [package / one for one in options])
     else:
         assert name in ("mkdocs", "pytest") and shutil.which(name), f"no such command: {name}"

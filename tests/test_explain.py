@@ -21,7 +21,7 @@ from fsdp_compile.passes.cost.verdicts import COMPUTE, DEPENDENCY, HIDDEN, MEMOR
 from fsdp_compile.passes.ir.aliases import storages_of
 from fsdp_compile.passes.ir.meta import ROLE
 from fsdp_compile.passes.wire import layout
-from fsdp_compile.tools.apart import why_apart
+from fsdp_compile.tools.explain import why_apart
 from tests.compiling import passes
 from tests.models import Apart
 from tests.test_cost import TOY

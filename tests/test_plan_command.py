@@ -21,19 +21,15 @@ import fsdp_compile
 from fsdp_compile import MixedPrecisionPolicy, cli, fully_shard
 from fsdp_compile._torch_compat.process_groups import pretended_world
 from fsdp_compile.forecast import command
-from fsdp_compile.forecast.choose import _rank as rank
-from fsdp_compile.forecast.choose import forecast_of
-from fsdp_compile.forecast.extend import added, extended
-from fsdp_compile.forecast.figures import count, size, unit_for
+from fsdp_compile.forecast.command import add_options
 from fsdp_compile.forecast.forecast import OPTIMIZER, Configuration, Forecast, Hardware, Planner, Whole, as_told
 from fsdp_compile.forecast.joint import FULL, NONE, SELECTIVE
 from fsdp_compile.forecast.layers import Run, find_run, with_fewer
-from fsdp_compile.forecast.options import add_options
-from fsdp_compile.forecast.show import show_one, show_sweep
-from fsdp_compile.forecast.steps import NO_BYTES, Half, Step, peak, replay
-from fsdp_compile.forecast.sweep import Sweep, around, best_of
+from fsdp_compile.forecast.show import count, show_one, show_sweep, size, unit_for
+from fsdp_compile.forecast.steps import NO_BYTES, Half, Step, added, extended, peak, replay
+from fsdp_compile.forecast.sweep import Sweep, Weights, around, best_of, forecast_of, weights_of
+from fsdp_compile.forecast.sweep import _rank as rank
 from fsdp_compile.forecast.target import Target, find_target
-from fsdp_compile.forecast.weights import Weights, weights_of
 from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import GraphRecord, load_profile
 from fsdp_compile.passes.budget.residency import choose
@@ -359,7 +355,7 @@ def test_a_budget_that_nothing_meets_is_said(capsys: Any) -> None:
 def test_where_no_plan_fits_the_smallest_is_taken_that_keeps_least() -> None:
     def whole(num_bytes: int, seconds: float) -> Whole:
         half = Half((num_bytes, 0, 0, 0, 0, 0), NO_BYTES, (dataclasses.replace(_step("mm"), seconds=seconds),))
-        return Whole(half, half, NO_BYTES)
+        return Whole(half, half)
 
     fast_and_kept, slow, large = (whole(9, 1.0), 4, 4), (whole(9, 2.0), 0, 4), (whole(10, 0.5), 0, 4)
     assert min((large, fast_and_kept, slow), key=lambda one: rank(one, 8)) is slow

@@ -25,7 +25,7 @@ from fsdp_compile.passes.cost.profiles import PROFILES
 from fsdp_compile.passes.wire.ledger import ledger
 from fsdp_compile.profiling.annotate import Facts, annotate
 from fsdp_compile.profiling.listen import Expected, Heard
-from fsdp_compile.profiling.summarize import summarize
+from fsdp_compile.profiling.summary import summarize
 from fsdp_compile.profiling.traces import read
 from tests.comparing import local_loss
 from tests.compiling import compiled

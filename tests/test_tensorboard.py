@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fsdp_compile.profiling.summarize import summarize
-from fsdp_compile.profiling.summary import Summary
+from fsdp_compile.profiling.summary import Summary, summarize
 from tests.browser import Browser, Page
 from tests.ranks import Ranks
 from tests.test_profile import ranges, record, traces_in

@@ -1,7 +1,17 @@
-"""The parent's half of the demo: start the workers, follow them, compare and print what they found."""
+"""The parent's half of the demo: start the workers, follow them, compare and print what they found.
+
+Each stage of the work has a line: its name when it begins, its duration when it ends.
+
+    start 2 ranks ... 6 s
+    fsdp_compile: C++ kernels of the forward graph ... 14 s
+    train all four in turn: step 12 of 30 ... 0:00:07          <- a terminal shows the last line's clock
+
+In a file the lines are the same, without the clock.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -9,16 +19,18 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .._torch_compat import inductor
+from ..tools.measure import device_of
 from ..workers import Workers
-from .progress import following
-from .training import FSDP2, FSDP2_BLOCKS, OURS, UNSHARDED, Settings, has_gpus_for
+from .training import FSDP2, FSDP2_BLOCKS, OURS, UNSHARDED, Settings
 
 TOLERANCE = 5e-4  # largest difference of a step's mean loss from the unsharded model's; about 2e-5 is rounding
 WORK = "fsdp_compile.demo.training:work"
@@ -26,11 +38,13 @@ SILENCE_S = 400.0  # workers send nothing for longest while they compile; gloo g
 _VARIANTS = (UNSHARDED, FSDP2, FSDP2_BLOCKS, OURS)
 _NONE = "-"
 
+Stage = tuple[str, int, int]  # its name, the step that begins, the number of its steps (0: it has none)
+
 
 def run_demo(settings: Settings, console: Console) -> int:
     """Train, print, and return whether the numbers agree: 0 if they do, 1 if not."""
     start = time.monotonic()
-    where = "GPUs, over NCCL" if has_gpus_for(settings) else "the CPU, over gloo"
+    where = "GPUs, over NCCL" if device_of(settings.ranks, 0).type == "cuda" else "the CPU, over gloo"
     console.print(f"{settings.ranks} processes on {where}.", _how_long(settings.backend), highlight=False)
     with tempfile.TemporaryDirectory(prefix="fsdp-compile-demo-") as scratch:
         results = _train(settings, Path(scratch), console)
@@ -55,7 +69,7 @@ def missing_tools(settings: Settings) -> str | None:
     """Say what this machine lacks for the demo, what to install and what runs without it; None if it lacks nothing."""
     if settings.backend != "inductor":
         return None
-    missing = inductor.missing_compiler("cuda" if has_gpus_for(settings) else "cpu")
+    missing = inductor.missing_compiler(device_of(settings.ranks, 0).type)
     if missing is None:
         return None
     return (
@@ -98,6 +112,58 @@ def _train(settings: Settings, scratch: Path, console: Console) -> list[dict[str
                 else:
                     stages.at(message["stage"])
     return results
+
+
+class Stages:
+    """Prints the lines of the stages; ``following`` makes it."""
+
+    def __init__(self, console: Console, clock: Progress) -> None:
+        self._console = console
+        self._clock = clock
+        self._name = ""
+        self._began = 0.0
+
+    def at(self, stage: Stage) -> None:
+        """Begin this stage, or its next step; a new name ends the stage before."""
+        name, step, num_steps = stage
+        if name != self._name:
+            self.end()
+            self._name, self._began = name, time.monotonic()
+            if not self._console.is_terminal:
+                self._console.print(f"{name} ... ", end="", highlight=False)
+            self._clock.add_task(name)
+        for task in self._clock.task_ids:
+            self._clock.update(task, description=f"{name}: step {step} of {num_steps}" if num_steps else name)
+
+    def end(self) -> None:
+        """End the last stage, which took until now."""
+        if not self._name:
+            return
+        for task in list(self._clock.task_ids):
+            self._clock.remove_task(task)
+        took = f"{time.monotonic() - self._began:.0f} s"
+        said = f"{self._name} ... " if self._console.is_terminal else ""
+        self._console.print(f"{said}{took}", highlight=False)
+        self._name = ""
+
+    def break_off(self) -> None:
+        """End a stage that failed: its line stays, without a time."""
+        self._console.print(f"{self._name} ..." if self._console.is_terminal else "", highlight=False)
+
+
+@contextlib.contextmanager
+def following(console: Console) -> Iterator[Stages]:
+    """Show stages while the block runs; an exception leaves the line of its stage unfinished."""
+    columns = (SpinnerColumn(), TextColumn("{task.description} ..."), TimeElapsedColumn())
+    clock = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    stages = Stages(console, clock)
+    with clock:
+        try:
+            yield stages
+        except BaseException:
+            stages.break_off()
+            raise
+        stages.end()
 
 
 def mean_losses(results: list[dict[str, Any]], variant: str) -> list[float]:

@@ -11,7 +11,6 @@ parent's half, processes and tables, is ``report``.
 
 from __future__ import annotations
 
-import datetime
 import statistics
 import tempfile
 import time
@@ -32,6 +31,7 @@ from ..api.fully_shard import fully_shard
 from ..graph.install import manager
 from ..passes import GraphRecord
 from ..tools.inspect import Report
+from ..tools.measure import device_of, join_group
 from ..tools.memory import PeakMeter
 from ..workers import Send
 
@@ -206,41 +206,6 @@ def shard_with_ours(model: Transformer, mesh: DeviceMesh) -> Transformer:
     return model
 
 
-@dataclass
-class Captured:
-    """The records of what Dynamo and the passes did with our variant."""
-
-    num_graphs: int
-    num_graph_breaks: int
-    records: list[GraphRecord]
-
-    def result(self) -> dict[str, Any]:
-        stages = {}
-        for record in self.records:
-            plan = record.plan
-            stages[record.stage] = {
-                "gathers": [record.num_unshards, len(plan.gathers)],
-                "reduces": [record.num_reduces, len(plan.reduces)],
-                "params": len(plan.regather) + len(plan.keep),
-            }
-        return {"num_graphs": self.num_graphs, "num_graph_breaks": self.num_graph_breaks, "stages": stages}
-
-    def save(self, folder: Path) -> None:
-        """Save the files of ``inspect``."""
-        self._report.save(folder)
-
-    def draw(self, settings: Settings) -> str:
-        """Write the page of ``inspect`` for the step as it was planned; return its path."""
-        kept = settings.save or (tempfile.mkdtemp(prefix="fsdp-compile-step-") if settings.page is None else "")
-        return str(self._report.html(Path(settings.page or Path(kept) / "step.html")))
-
-    @property
-    def _report(self) -> Report:
-        report = Report(Transformer.__name__)
-        report.records = self.records
-        return report
-
-
 # The work that begins when the passes are done with a graph of this stage.
 _AFTER_PASSES = {
     "joint": "cut forward from backward",
@@ -249,42 +214,60 @@ _AFTER_PASSES = {
 }
 
 
-def train_ours(run: Run, num_steps: int, report: Callable[[str], None]) -> Captured:
-    """Run the first steps of our variant, in which it compiles."""
+def train_ours(run: Run, num_steps: int, say: Callable[[str], None]) -> tuple[Report, dict[str, Any]]:
+    """Run the first steps of our variant, in which it compiles; return what the passes did, and counts of it."""
     num_graphs, num_breaks = dynamo.num_dynamo_graphs(), dynamo.num_graph_breaks()
-    records: list[GraphRecord] = []
+    report = Report(Transformer.__name__)
 
     def observe(record: GraphRecord) -> None:
-        records.append(record)
-        report(f"{run.name}: {_AFTER_PASSES[record.stage]}")
+        report.records.append(record)
+        say(f"{run.name}: {_AFTER_PASSES[record.stage]}")
 
-    report(f"{run.name}: trace the model")
+    say(f"{run.name}: trace the model")
     manager.observers.append(observe)
     try:
         run.train(num_steps, timed=False)
     finally:
         manager.observers.remove(observe)
-    return Captured(dynamo.num_dynamo_graphs() - num_graphs, dynamo.num_graph_breaks() - num_breaks, records)
+    stages = {record.stage: _counts(record) for record in report.records}
+    num_graphs, num_breaks = dynamo.num_dynamo_graphs() - num_graphs, dynamo.num_graph_breaks() - num_breaks
+    return report, {"num_graphs": num_graphs, "num_graph_breaks": num_breaks, "stages": stages}
+
+
+def _counts(record: GraphRecord) -> dict[str, Any]:
+    plan = record.plan
+    return {
+        "gathers": [record.num_unshards, len(plan.gathers)],
+        "reduces": [record.num_reduces, len(plan.reduces)],
+        "params": len(plan.regather) + len(plan.keep),
+    }
+
+
+def draw(report: Report, settings: Settings) -> str:
+    """Write the page of ``inspect`` for the step as it was planned; return its path."""
+    kept = settings.save or (tempfile.mkdtemp(prefix="fsdp-compile-step-") if settings.page is None else "")
+    return str(report.html(Path(settings.page or Path(kept) / "step.html")))
 
 
 def work(job: dict[str, Any], rank: int, send: Send) -> None:
     """One rank: build and warm up each variant, train all of them in turn, weigh them, send the results."""
     settings = Settings(**job["settings"])
-    device, group_backend = join_group(settings, rank, job["rendezvous"])
+    torch.set_num_threads(1)
+    device = device_of(settings.ranks, rank)
+    join_group(device, settings.ranks, rank, f"file://{job['rendezvous']}", timeout_s=300)
     mesh = init_device_mesh(device.type, (settings.ranks,))
     batches = [batch_of(settings, peer).to(device) for peer in range(settings.ranks)]
     num_warmup = min(WARMUP_STEPS, settings.steps)
     runs: list[Run] = []
-    captured: Captured | None = None
 
-    def report(name: str, done: int = 0, total: int = 0) -> None:
+    def say(name: str, done: int = 0, total: int = 0) -> None:
         if rank == 0:
             send({"stage": (name, done, total)})
 
     # Ours is last: its passes are in Inductor's settings from then on, and torch's variants must run without them.
     for name in (UNSHARDED, FSDP2, FSDP2_BLOCKS, OURS):
         if name != OURS:  # train_ours reports more for ours
-            report(f"{name}: compile" if name == FSDP2_BLOCKS else f"{name}: first steps")
+            say(f"{name}: compile" if name == FSDP2_BLOCKS else f"{name}: first steps")
         model = build_model(settings).to(device)
         compiled: Callable[[Tensor], Tensor] = model
         if name == FSDP2:
@@ -297,57 +280,33 @@ def work(job: dict[str, Any], rank: int, send: Send) -> None:
         run = Run(name, compiled, list(model.parameters()), own, settings.learning_rate)
         runs.append(run)
         if name == OURS:
-            captured = train_ours(run, num_warmup, report)
+            report, captured = train_ours(run, num_warmup, say)
         else:
             run.train(num_warmup, timed=False)
     for step in range(num_warmup, settings.steps):
-        report("train all four in turn", step + 1, settings.steps)
+        say("train all four in turn", step + 1, settings.steps)
         for run in runs:
             dist.barrier()
             run.train(1, timed=True)
-    report("weigh their memory")
+    say("weigh their memory")
     meter = PeakMeter(device)
     for run in runs:
         dist.barrier()
         run.weigh(meter, batches[rank])
-    assert captured is not None
-    page = captured.draw(settings) if rank == 0 else None
+    page = draw(report, settings) if rank == 0 else None
     if settings.save is not None:
-        captured.save(Path(settings.save) / f"rank{rank}")
+        report.save(Path(settings.save) / f"rank{rank}")
     send(
         {
             "result": {
                 "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, one thread a rank",
-                "group": group_backend,
+                "group": dist.get_backend(),
                 "num_params": sum(param.numel() for param in build_model(settings).parameters()),
                 "runs": {run.name: run.result() for run in runs},
-                "captured": captured.result(),
+                "captured": captured,
                 "page": page,
             }
         }
     )
     dist.barrier()
     dist.destroy_process_group()
-
-
-def has_gpus_for(settings: Settings) -> bool:
-    """Whether each rank gets a GPU of its own; if not, all are on the CPU."""
-    return torch.cuda.is_available() and torch.cuda.device_count() >= settings.ranks
-
-
-def join_group(settings: Settings, rank: int, rendezvous: str) -> tuple[torch.device, str]:
-    """Join the group: over NCCL with a GPU for each rank, where there are enough, else over gloo on the CPU."""
-    torch.set_num_threads(1)
-    on_gpus = has_gpus_for(settings)
-    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
-    backend = "nccl" if on_gpus else "gloo"
-    if on_gpus:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=settings.ranks,
-        timeout=datetime.timedelta(seconds=300),
-    )
-    return device, backend

@@ -1,9 +1,10 @@
-"""Run the command: read its arguments, plan, show."""
+"""Run the command: define its arguments, read them, refuse those that are wrong, plan, show."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import warnings
 from collections.abc import Iterator
@@ -13,17 +14,43 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .._torch_compat.process_groups import pretended_world
+from ..passes import Budget, load_profile
 from ..tools.tables import console_for_output
-from .figures import count
-from .forecast import Forecast, Hardware
-from .mistake import Mistake
-from .options import read_batch, read_configuration, read_hardware
-from .show import as_data, show_one, show_sweep, why_none
-from .sweep import Sweep, Told, TooLarge, around, best_of
-from .target import find_target
-from .weights import weights_of
+from .forecast import OPTIMIZERS, Configuration, Forecast, Hardware
+from .joint import FULL, NONE, PRECISIONS, SELECTIVE, Mistake
+from .show import as_data, count, show_one, show_sweep, size, why_none
+from .sweep import Sweep, Told, TooLarge, Weights, around, best_of, weights_of
+from .target import Made, find_target
 
+_BATCH = (1, 4096)
+_FEWEST_BYTES = 1 << 20  # a number below it that has no unit was meant in GiB
 _TURNS = 6  # the bar's estimate of how many graphs a configuration traces and plans
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Plan a training step on ranks that are not there: whether it fits, bytes by kind, step time, communication "
+        "that computation waits for, tokens a second. Nothing is allocated or sent; layers that repeat are traced a "
+        "few times and extended to all. Exit code 2 where the model does not fit or meet its budget, or has no plan."
+    )
+    add = parser.add_argument
+    add("target", metavar="MODEL", help="module:function, which returns a model, or a model and its batch (it may take "
+        "batch_size and sequence); or the path of a Hugging Face config.json")  # fmt: skip
+    add("--world-size", metavar="N", help="ranks in all; default: those of --mesh")
+    add("--mesh", metavar="REPLICASxSHARDS", help="such as 8x64, or 512; default: all ranks share parameters out")
+    add("--hardware", metavar="NAME", default="h100", help="a100, h100, h200, b200, cpu, or a file that `fsdp-compile "
+        "calibrate` wrote; default: %(default)s")  # fmt: skip
+    add("--batch", metavar="BATCHxSEQUENCE", help=f"of one rank; default: {_BATCH[0]}x{_BATCH[1]}")
+    add("--memory", metavar="BYTES", help="what a rank may use, such as 70GiB; default: what the hardware has")
+    add("--mp", choices=[*PRECISIONS], default="bf16", help="bf16, fp16: computed in it, stored as the model has it, "
+        "gradients reduced in float32; bf16-only, fp32: all in one; default: %(default)s")  # fmt: skip
+    add("--checkpointing", nargs="?", const=FULL, default=NONE, choices=(NONE, SELECTIVE, FULL),
+        help="of each layer: all of it (full, or no word), or all but attention and every second product")  # fmt: skip
+    add("--budget", metavar="BYTES", help="what forward and backward may hold: layers stay gathered for backward as "
+        "far as that saves time; or 'rest', what --memory leaves beside the optimizer")  # fmt: skip
+    add("--optimizer", choices=[*OPTIMIZERS], default="adamw", help="whose states are counted; default: %(default)s")
+    add("--sweep", action="store_true", help="other meshes, batches, checkpointing and budgets too, the best marked")
+    add("--json", action="store_true", help="print data in place of tables")
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
@@ -36,14 +63,14 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    hardware = read_hardware(arguments)
-    batch, sequence = read_batch(arguments.batch)
+    hardware = _read_hardware(arguments)
+    batch, sequence = _read_batch(arguments.batch)
     target = find_target(arguments.target)
     with warnings.catch_warnings(), pretended_world(hardware.num_ranks, hardware.profile.backend):
         warnings.simplefilter("ignore")  # they are meant for a process that trains
         made = target.make(batch, sequence)
         weights = weights_of(made.model, hardware.precision)
-        said = read_configuration(arguments, made, hardware, weights)
+        said = _read_configuration(arguments, made, hardware, weights)
         many = len(around(said, hardware, made)) if arguments.sweep else 1
         with _bar(many) as told:
             planned = Sweep(target, hardware, weights, told)
@@ -98,3 +125,93 @@ def _bar(num_configurations: int) -> Iterator[Told]:
             progress.update(task, description=what, advance=1)
 
         yield told
+
+
+def _read_hardware(arguments: argparse.Namespace) -> Hardware:
+    try:
+        profile = load_profile(arguments.hardware)
+    except (ValueError, TypeError) as error:
+        raise Mistake(f"--hardware: {error}") from error
+    memory = profile.memory_bytes
+    if arguments.memory is not None:
+        memory = _bytes("--memory", arguments.memory)
+    if memory > profile.memory_bytes:
+        raise Mistake(
+            f"--memory {arguments.memory} is more than the {size(profile.memory_bytes)} of {profile.name}: "
+            "give less, or other --hardware."
+        )
+    return Hardware(profile, memory, math.prod(_mesh(arguments)), arguments.mp, arguments.optimizer)
+
+
+def _read_configuration(
+    arguments: argparse.Namespace, made: Made, hardware: Hardware, weights: Weights
+) -> Configuration:
+    """Read the configuration for a model that has these parameters."""
+    if arguments.batch is not None and made.has_own_batch:
+        raise Mistake(
+            f"{arguments.target} returns a batch of its own, so --batch {arguments.batch} changes nothing: leave it "
+            "out, or have the function take batch_size and sequence."
+        )
+    batch, sequence = made.size if made.has_own_batch else _read_batch(arguments.batch)
+    budget = None
+    if arguments.budget is not None:
+        rest = weights.rest_bytes(_mesh(arguments), hardware)
+        budget = rest if arguments.budget == "rest" else _bytes("--budget", arguments.budget)
+        if budget <= 0:
+            raise Mistake(
+                "--budget rest leaves nothing, as shards and the optimizer's states take all of --memory: share the "
+                "parameters out over more ranks, with a larger last number in --mesh."
+            )
+    return Configuration(_mesh(arguments), batch, sequence, arguments.checkpointing, budget)
+
+
+def _mesh(arguments: argparse.Namespace) -> tuple[int, ...]:
+    num_ranks = None if arguments.world_size is None else _whole("--world-size", arguments.world_size)
+    if arguments.mesh is None:
+        if num_ranks is None:
+            raise Mistake("say how many ranks there are: --world-size 512, or --mesh 8x64.")
+        return (num_ranks,)
+    sizes = arguments.mesh.split("x")
+    if len(sizes) > 2 or not all(one.isdecimal() and int(one) for one in sizes):
+        raise Mistake(
+            f"--mesh {arguments.mesh} is no mesh: give how many ranks share parameters out (512), or replicas times "
+            "shards (8x64)."
+        )
+    mesh = tuple(int(one) for one in sizes)
+    if num_ranks is not None and math.prod(mesh) != num_ranks:
+        fitting = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+        shards = min(fitting, key=lambda size: abs(size - mesh[-1]))
+        fits = str(num_ranks) if len(mesh) == 1 else f"{num_ranks // shards}x{shards}"
+        raise Mistake(
+            f"--mesh {arguments.mesh} is {math.prod(mesh)} ranks and --world-size says {num_ranks}: give a mesh of as "
+            f"many, such as {fits}."
+        )
+    return mesh
+
+
+def _read_batch(said: str | None) -> tuple[int, int]:
+    """Return the number of sequences, and their length."""
+    if said is None:
+        return _BATCH
+    sizes = said.split("x")
+    if len(sizes) != 2 or not all(one.isdecimal() and int(one) for one in sizes):
+        raise Mistake(f"--batch {said} is no batch: give sequences times their length, such as 2x8192.")
+    return int(sizes[0]), int(sizes[1])
+
+
+def _whole(option: str, said: str) -> int:
+    if not said.isdecimal() or int(said) < 1:
+        raise Mistake(f"{option} {said} is no number of ranks: give a whole number above 0.")
+    return int(said)
+
+
+def _bytes(option: str, said: str) -> int:
+    try:
+        found = Budget.of(int(said) if said.isdecimal() else said).num_bytes
+    except ValueError:
+        found = None
+    if found is None:
+        raise Mistake(f"{option} {said} is no number of bytes: give one such as 70GiB.")
+    if said.isdecimal() and found < _FEWEST_BYTES:
+        raise Mistake(f"{option} {said} has no unit, so it is {said} bytes: write {said}GiB, or {said}B for so few.")
+    return found

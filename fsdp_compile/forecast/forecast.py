@@ -17,10 +17,9 @@ from ..passes.cost.profiles import HardwareProfile
 from ..passes.cost.roofline import node_flops
 from ..passes.ir.provenance import find_reduces
 from ..passes.schedule.activations import activations_of
-from .extend import Added, added, extended
 from .joint import PRECISIONS, device_mesh, joint_graph
 from .layers import Run, find_run, with_fewer
-from .steps import KINDS, Bytes, Half, half_of, kinds_by_name, peak, plus, replay
+from .steps import KINDS, Added, Bytes, Half, added, extended, half_of, kinds_by_name, peak, plus, replay
 from .target import Made
 
 OPTIMIZER = "optimizer state"
@@ -119,14 +118,13 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Whole:
-    """Both halves of a step, and what forward returned, which its caller holds during backward."""
+    """Both halves of a step."""
 
     forward: Half
     backward: Half
-    returned: Bytes
 
     def peak(self) -> Bytes:
-        return max(peak(self.forward), peak(self.backward, self.returned), key=sum)
+        return max(peak(self.forward), peak(self.backward), key=sum)
 
     def seconds(self) -> float:
         return replay(self.forward).total_s + replay(self.backward).total_s
@@ -263,32 +261,20 @@ def whole_of(joint: fx.Graph, kept: Collection[str], profile: HardwareProfile, a
     first = half_of(forward, profile)
     then = half_of(backward, profile, weight.given_up, kinds_by_name(forward))
     returned = tuple(weight.returned_bytes if kind == "activations" else 0 for kind in KINDS)
-    # What the caller holds in backward, it held in forward as well.
-    return Whole(first, dataclasses.replace(then, held=first.held), returned)
+    # What the caller holds in backward, it held in forward as well, or forward returned it.
+    return Whole(first, dataclasses.replace(then, held=plus(first.held, returned)))
 
 
-@dataclass(frozen=True)
-class _More:
-    forward: Added
-    backward: Added
-    returned: Bytes
-
-
-def _added(shorter: Whole, longer: Whole) -> _More | None:
+def _added(shorter: Whole, longer: Whole) -> tuple[Added, Added] | None:
+    """Return what a longer step adds to forward and to backward; None where one of the two cannot be extended."""
     forward, backward = added(shorter.forward, longer.forward), added(shorter.backward, longer.backward)
-    if forward is None or backward is None:
-        return None
-    return _More(forward, backward, plus(longer.returned, shorter.returned, -1))
+    return None if forward is None or backward is None else (forward, backward)
 
 
-def _extended(whole: Whole, more: Collection[tuple[_More, int]]) -> Whole:
-    returned = whole.returned
-    for one, times in more:
-        returned = plus(returned, one.returned, times)
+def _extended(whole: Whole, more: Collection[tuple[tuple[Added, Added], int]]) -> Whole:
     return Whole(
-        extended(whole.forward, [(one.forward, times) for one, times in more]),
-        extended(whole.backward, [(one.backward, times) for one, times in more]),
-        returned,
+        extended(whole.forward, [(forward, times) for (forward, _), times in more]),
+        extended(whole.backward, [(backward, times) for (_, backward), times in more]),
     )
 
 

@@ -20,7 +20,6 @@ from ..graph.install import manager
 from ..passes import GraphRecord
 from ..passes.ir.provenance import settle_names
 from .layers import Run
-from .mistake import Mistake
 
 # The dtypes in which parameters are stored (None: as the model has them) and computed with, and gradients are reduced.
 PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]] = {
@@ -34,6 +33,10 @@ NONE, SELECTIVE, FULL = "none", "selective", "full"
 _LONGEST_LINE = 400  # of what Dynamo says
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+
+
+class Mistake(ValueError):
+    """An error of one sentence that says what to change; messages of other software may follow on further lines."""
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,30 @@
-"""Show forecasts as tables or data, and say what to change where one does not fit."""
+"""Show forecasts as tables or data, and say what to change where one does not fit.
+
+Each figure has three digits, however large or small it is. In a narrow window the columns get narrower, then some are
+left out; digits are never cut.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
-from .figures import in_unit, seconds, size, unit_for
+from ..tools.tables import ANY_WIDTH
 from .forecast import Forecast
 from .joint import FULL, NONE
-from .sweep import TooLarge
-from .tables import Column, print_columns, print_whole
-from .weights import Weights
+from .sweep import TooLarge, Weights
 
 _WIDEST = len("1,234,567,890")  # the widest cell in the tables of a single plan
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+_COUNTS = {"T": 10**12, "B": 10**9, "M": 10**6, "K": 10**3}
 
 
 def show_one(one: Forecast, title: str, console: Console) -> None:
@@ -37,7 +43,7 @@ def show_one(one: Forecast, title: str, console: Console) -> None:
     if budget is not None:
         grid.add_row("forward and backward", size(one.held_bytes))
         grid.add_row(f"of a budget of {size(budget)}", f"[bold]{'met' if one.is_met else 'not met'}[/bold]")
-    print_whole(grid, console)
+    _print_whole(grid, console)
     grid = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     grid.add_column("")
     grid.add_column("", justify="right", no_wrap=True, min_width=_WIDEST)
@@ -49,7 +55,7 @@ def show_one(one: Forecast, title: str, console: Console) -> None:
     grid.add_row("tokens/s", f"{one.tokens_per_s:,.0f}")
     grid.add_row("tokens/s a rank", f"[bold]{one.tokens_per_s_per_rank:,.0f}[/bold]")
     grid.add_row("MFU", f"{one.mfu:.1%}")
-    print_whole(grid, console)
+    _print_whole(grid, console)
     kept = f", {one.num_kept} of {one.num_periods} layers kept gathered for backward" if one.num_kept else ""
     traced = f"{one.num_traced} of {one.num_periods} repeated layers traced" if one.num_periods > 1 else "all traced"
     console.print(f"Predicted on {one.hardware.profile.name!r}; {traced}{kept}.", highlight=False)
@@ -63,26 +69,26 @@ def show_sweep(found: Sequence[Forecast | TooLarge], best: Forecast | None, titl
     budgets = [one.budget for one in said if one.budget is not None]
     unit = unit_for([*(one.peak_bytes for one in planned), *budgets])
     columns = (
-        Column("", "", ["-> " if one is best else "   " for one in planned]),
-        Column("mesh", "mesh", ["x".join(map(str, one.mesh)) for one in said]),
-        Column("batch", "batch", [f"{one.batch}x{one.sequence}" for one in said]),
-        Column("checkpointing", "check-\npointing", [one.checkpointing for one in said]),
-        Column(f"budget {unit}", f"budget\n{unit}", [_budget(one, unit) for one in planned]),
-        Column("kept", "kept", [str(one.num_kept) if one.num_kept else "-" for one in planned], is_figure=True),
-        Column(f"peak {unit}", f"peak\n{unit}", [_peak(one, unit) for one in planned], is_figure=True),
-        Column("step", "step", [seconds(one.step_s) for one in planned], is_figure=True),
-        Column("waiting", "waiting", [seconds(one.exposed_s) for one in planned], is_figure=True),
-        Column(
+        _Column("", "", ["-> " if one is best else "   " for one in planned]),
+        _Column("mesh", "mesh", ["x".join(map(str, one.mesh)) for one in said]),
+        _Column("batch", "batch", [f"{one.batch}x{one.sequence}" for one in said]),
+        _Column("checkpointing", "check-\npointing", [one.checkpointing for one in said]),
+        _Column(f"budget {unit}", f"budget\n{unit}", [_budget(one, unit) for one in planned]),
+        _Column("kept", "kept", [str(one.num_kept) if one.num_kept else "-" for one in planned], is_figure=True),
+        _Column(f"peak {unit}", f"peak\n{unit}", [_peak(one, unit) for one in planned], is_figure=True),
+        _Column("step", "step", [seconds(one.step_s) for one in planned], is_figure=True),
+        _Column("waiting", "waiting", [seconds(one.exposed_s) for one in planned], is_figure=True),
+        _Column(
             "tokens/s a rank",
             "tokens/s\na rank",
             [f"{one.tokens_per_s_per_rank:,.0f}" for one in planned],
             is_figure=True,
         ),
-        Column("MFU", "MFU", [f"{one.mfu:.1%}" for one in planned], is_figure=True),
+        _Column("MFU", "MFU", [f"{one.mfu:.1%}" for one in planned], is_figure=True),
     )
     styles = ["bold green" if one is best else None if one.fits else "dim" for one in planned]
     if planned:
-        print_columns(columns, styles, ("waiting", "kept", "MFU", f"budget {unit}"), console)
+        _print_columns(columns, styles, ("waiting", "kept", "MFU", f"budget {unit}"), console)
     too_large = {(one.configuration.mesh, one.num_bytes) for one in found if isinstance(one, TooLarge)}
     for mesh, num_bytes in sorted(too_large, key=lambda one: one[1]):
         shown = "x".join(map(str, mesh))
@@ -170,3 +176,96 @@ def as_data(one: Forecast | TooLarge) -> dict[str, Any]:
         "layers_traced": one.num_traced,
         "layers": one.num_periods,
     }
+
+
+@dataclass(frozen=True)
+class _Column:
+    """One column: its heading in a wide window and in a narrow one, and its cells."""
+
+    heading: str
+    narrow: str  # may have several lines
+    cells: Sequence[str]
+    is_figure: bool = False
+
+
+def _print_columns(
+    columns: Sequence[_Column], styles: Sequence[str | None], left_out_first: Sequence[str], console: Console
+) -> None:
+    """Print a table; where it is too wide, leave out columns of ``left_out_first``, one by one, until it fits."""
+    left_out: list[str] = []
+    table = _table(columns, styles, is_narrow=False)
+    if _least_width(table) > console.width:
+        table = _table(columns, styles, is_narrow=True)
+        for heading in left_out_first:
+            if _least_width(table) <= console.width:
+                break
+            left_out.append(heading)
+            table = _table(columns, styles, is_narrow=True, left_out=left_out)
+    _print_whole(table, console)
+    if left_out:
+        console.print(f"Left out, as the window is narrow: {', '.join(left_out)}; --json has all.", highlight=False)
+
+
+def _print_whole(table: Table, console: Console) -> None:
+    """Print a table with unbroken cells, if need be wider than the window, so that nothing is left out of a line."""
+    window = console.width
+    console.width = max(window, _least_width(table))
+    console.print(table)
+    console.width = window
+
+
+def _table(
+    columns: Sequence[_Column], styles: Sequence[str | None], is_narrow: bool, left_out: Collection[str] = ()
+) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0) if is_narrow else (0, 1))
+    shown = [one for one in columns if one.heading not in left_out]
+    for one in shown:
+        heading = one.narrow if is_narrow else one.heading
+        widest = max(map(len, (*heading.split("\n"), *one.cells)))
+        table.add_column(heading, justify="right" if one.is_figure else "left", no_wrap=True, min_width=widest)
+    for cells, style in zip(zip(*(one.cells for one in shown)), styles):
+        table.add_row(*cells, style=style)
+    return table
+
+
+def _least_width(table: Table) -> int:
+    console = Console(width=ANY_WIDTH)
+    return Measurement.get(console, console.options, table).minimum
+
+
+def count(number: int) -> str:
+    """Format a number of parameters: 919K, 8.03B."""
+    for letter, scale in _COUNTS.items():
+        shown = f"{number / scale:.3g}"
+        if float(shown) >= 1:  # 999,999 are 1M
+            return shown + letter
+    return str(number)
+
+
+def size(num_bytes: int) -> str:
+    """Format a number of bytes in the unit that fits it: 6.13 MiB."""
+    if num_bytes < 1024:
+        return f"{num_bytes} bytes"
+    unit = next(name for name, scale in _UNITS.items() if num_bytes >= scale)
+    return f"{in_unit(num_bytes, unit)} {unit}"
+
+
+def unit_for(sizes: Iterable[int]) -> str:
+    """Return one unit for a whole column, by the smallest figure in it."""
+    least = min(sizes, default=0)
+    return next((name for name, scale in _UNITS.items() if least >= scale / 10), "KiB")
+
+
+def in_unit(num_bytes: int, unit: str) -> str:
+    return _digits(num_bytes / _UNITS[unit])
+
+
+def seconds(number: float) -> str:
+    return f"{number:.3f} s" if number >= 1 else f"{number * 1e3:.3f} ms"
+
+
+def _digits(value: float) -> str:
+    if value <= 0:
+        return "0"
+    before = math.floor(math.log10(value)) + 1  # digits before the point
+    return f"{value:.{max(3 - before, 1)}f}"

@@ -6,6 +6,13 @@
     view                          nothing: left out
 
 A wait says how many launches ago its own launch was. So equal layers have equal steps, whatever is computed in between.
+The steps of a model with many layers are made from two with few, by repeating what one more layer added:
+
+    3 layers    E a a b1 b2 b3 z s s s
+    4 layers    E a a b1 b2 b3 c z s s s s          added: c, and an s at the end
+    9 layers    E a a b1 b2 b3 c c c c c c z s s s s s s s s s
+
+Where the longer is not the shorter with a few blocks inserted, layers do not repeat, and nothing is extended.
 """
 
 from __future__ import annotations
@@ -27,6 +34,7 @@ KINDS = ("shards", "gathered weights", "gradients", "activations", "buffers", "o
 _PLACES = {SHARD: 0, GATHERED: 1, GRADIENT: 2, ACTIVATION: 3, BUFFER: 4}
 Bytes = tuple[int, ...]  # by kind
 NO_BYTES: Bytes = (0,) * len(KINDS)
+_MOST_BLOCKS = 4  # that one more layer may add
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class Step:
 class Half:
     """A forward or a backward."""
 
-    held: Bytes  # inputs that the caller holds from begin to end
+    held: Bytes  # by the caller, from begin to end: inputs, and in backward what forward returned
     given: Bytes  # inputs that are freed after their last readers
     steps: tuple[Step, ...]
 
@@ -104,9 +112,9 @@ def replay(half: Half) -> Timeline:
     return simulate(events)
 
 
-def peak(half: Half, beside: Bytes = NO_BYTES) -> Bytes:
-    """Return the bytes by kind when most are alive; those of ``beside`` are alive all the time."""
-    alive = plus(plus(half.held, half.given), beside)
+def peak(half: Half) -> Bytes:
+    """Return the bytes by kind when most are alive."""
+    alive = plus(half.held, half.given)
     most, highest = sum(alive), alive
     for step in half.steps:
         alive = plus(alive, step.adds)
@@ -161,3 +169,94 @@ def _add(to: dict[int, int], kind: int, num_bytes: int) -> None:
 
 def _as_bytes(some: Mapping[int, int]) -> Bytes:
     return tuple(some.get(place, 0) for place in range(len(KINDS)))
+
+
+@dataclass(frozen=True)
+class Added:
+    """The steps and bytes that a longer half has and a shorter one lacks."""
+
+    blocks: tuple[tuple[int, tuple[Step, ...]], ...]  # each with its place in the steps of the shorter half
+    held: Bytes
+    given: Bytes
+
+
+def added(shorter: Half, longer: Half) -> Added | None:
+    """Return what the longer half adds to the shorter; None where it is not the shorter with a few blocks inserted."""
+    blocks = _blocks(shorter.steps, longer.steps)
+    if not blocks or len(blocks) > _MOST_BLOCKS:
+        return None
+    before = 0  # steps in the blocks before this one
+    for place, block in sorted(blocks):
+        if not _is_one(place + before, len(block), longer.steps):
+            return None
+        before += len(block)
+    return Added(tuple(blocks), plus(longer.held, shorter.held, -1), plus(longer.given, shorter.given, -1))
+
+
+def extended(half: Half, more: Sequence[tuple[Added, int]]) -> Half:
+    """Return a half with each of these additions inserted its number of times."""
+    steps, held, given = list(half.steps), half.held, half.given
+    blocks = [(place, block * times) for one, times in more for place, block in one.blocks]
+    for place, block in sorted(blocks, key=lambda found: -found[0]):
+        steps[place:place] = block
+    for one, times in more:
+        held, given = plus(held, one.held, times), plus(given, one.given, times)
+    return Half(held, given, tuple(steps))
+
+
+def _is_one(place: int, length: int, steps: Sequence[Step]) -> bool:
+    """Whether a block is one repeating pattern, which can be inserted any number of times.
+
+    Where two repeating patterns touch (c d c d s s, and one more of each), the inserted block is c d s, which does not
+    repeat. A block that repeats waits as often as it launches, since a model of more layers has no more collectives in
+    flight.
+    """
+    names = [step.what for step in steps]
+    block = names[place : place + length]
+    if block.count("launch") != block.count("wait"):
+        return False
+    if block in (names[max(place - length, 0) : place], names[place + length : place + 2 * length]):
+        return True
+    return not any(
+        names[max(place - first, 0) : place] == block[:first]
+        and names[place + length : place + length + length - first] == block[first:]
+        for first in range(1, length)
+    )
+
+
+def _blocks(shorter: Sequence[Step], longer: Sequence[Step]) -> list[tuple[int, tuple[Step, ...]]]:
+    """Return the fewest blocks that make the longer when inserted in the shorter; none where that is impossible."""
+    num_added = len(longer) - len(shorter)
+    if num_added <= 0:
+        return []
+    begin = 0
+    while begin < len(shorter) and shorter[begin] == longer[begin]:
+        begin += 1
+    # By place in the shorter, and by number of steps inserted before: how many blocks that takes, after a step that
+    # both have (alike), and within a block (inside).
+    far = len(longer) + 1
+    alike = [0] + [far] * num_added
+    before: list[tuple[list[int], list[int]]] = []
+    for place in range(begin, len(shorter) + 1):
+        inside = [far] * (num_added + 1)
+        for put_in in range(1, num_added + 1):
+            inside[put_in] = min(inside[put_in - 1], alike[put_in - 1] + 1)
+        before.append((alike, inside))
+        if place < len(shorter):
+            goes_on = [shorter[place] == longer[place + put_in] for put_in in range(num_added + 1)]
+            alike = [min(*both) if same else far for same, *both in zip(goes_on, alike, inside)]
+    if min(before[-1][0][num_added], before[-1][1][num_added]) >= far:
+        return []
+    ends: list[tuple[int, int]] = []  # the place of a block, and how many steps are inserted up to its end
+    begins: list[int] = []
+    put_in, place = num_added, len(shorter)
+    while put_in:
+        alike, inside = before[place - begin]
+        if inside[put_in] < alike[put_in]:
+            ends.append((place, put_in))
+            while inside[put_in] < far and inside[put_in] == inside[put_in - 1]:
+                put_in -= 1
+            put_in -= 1
+            begins.append(put_in)
+        place -= 1
+    return [(place, tuple(longer[place + first : place + last])) for (place, last), first in zip(ends, begins)]

@@ -1,4 +1,10 @@
-"""Plan many configurations of one model on the same ranks, and find the best of them."""
+"""Plan many configurations of one model on the same ranks, and find the best of them.
+
+A budget decides what stays gathered until backward: as many of the last layers as save time and fit. Where the step
+does not fit even with no layer kept, the forecast computes again all that a plan within a budget may. Plans in between
+(some activations saved and others not, or layers kept beside recomputation) are not tried. A model that compiles with
+the budget does find them, and is faster than the forecast.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +14,48 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from .choose import forecast_of
-from .forecast import Configuration, Forecast, Hardware, Planner
-from .joint import FULL, NONE
+from torch import nn
+
+from .forecast import OPTIMIZERS, Configuration, Forecast, Hardware, Keeps, Planner, Whole, as_told, nothing
+from .joint import FULL, NONE, PRECISIONS
 from .layers import find_run
 from .target import Made, Target
-from .weights import Weights
 
 _MESHES = 4
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The sizes of a whole model's parameters, as they are stored while it trains."""
+
+    num_params: int
+    stored_bytes: int
+    trained_bytes: int  # of those that get gradients
+
+    def standing_bytes(self, mesh: tuple[int, ...], hardware: Hardware) -> int:
+        """Return the bytes of a rank's shards, their gradients and the optimizer's states."""
+        states, _ = OPTIMIZERS[hardware.optimizer]
+        return (self.stored_bytes + self.trained_bytes * (1 + states)) // mesh[-1]
+
+    def rest_bytes(self, mesh: tuple[int, ...], hardware: Hardware) -> int:
+        """Return the bytes that the memory leaves to forward and backward beside the optimizer's states."""
+        states, _ = OPTIMIZERS[hardware.optimizer]
+        return hardware.memory_bytes - self.trained_bytes * states // mesh[-1]
+
+
+def weights_of(model: nn.Module, precision: str) -> Weights:
+    """Return the sizes of a model that is trained in one of ``PRECISIONS``."""
+    stored, _, _ = PRECISIONS[precision]
+    params = list(model.parameters())
+    num_bytes = {
+        param: param.numel() * (param if stored is None or not param.is_floating_point() else stored).itemsize
+        for param in params
+    }
+    return Weights(
+        sum(param.numel() for param in params),
+        sum(num_bytes.values()),
+        sum(num_bytes[param] for param in params if param.requires_grad),
+    )
 
 
 @dataclass(frozen=True)
@@ -101,3 +141,61 @@ def _meshes(given: Configuration, hardware: Hardware) -> list[tuple[int, ...]]:
     sizes = [size for size in range(node, num_ranks, node) if num_ranks % size == 0]
     replicated = [(num_ranks // size, size) for size in reversed(sizes)]
     return list(dict.fromkeys([given.mesh, (num_ranks,), *replicated]))[:_MESHES]
+
+
+def forecast_of(planner: Planner) -> Forecast:
+    """Forecast by the budget of the planner's configuration; without one, by the settings of the units."""
+    budget = planner.configuration.budget
+    if budget is None:
+        whole, num_traced = planner.all_alike(as_told)
+        return planner.forecast(whole, 0, num_traced)
+    return planner.forecast(*min(_candidates(planner, budget), key=lambda found: _rank(found, budget)))
+
+
+def _rank(candidate: tuple[Whole, int, int], budget: int) -> tuple[float, ...]:
+    whole, num_kept, _ = candidate
+    num_bytes = sum(whole.peak())
+    if num_bytes <= budget:
+        return 0, whole.seconds(), num_bytes
+    return 1, num_bytes, num_kept, whole.seconds()  # over the budget: fewest bytes, then fewest layers kept
+
+
+def _candidates(planner: Planner, budget: int) -> list[tuple[Whole, int, int]]:
+    """Return the steps to choose from, with how many periods each keeps gathered, and how many were traced."""
+    found: list[tuple[Whole, int, int]] = []
+    for root in (as_told, nothing):
+        if any(sum(whole.peak()) <= budget for whole, *_ in found):
+            break  # parameters outside of the layers are read last, so they are the first to keep
+        none, num_traced = planner.all_alike(planner.keeping(0, root))
+        found.append((none, 0, num_traced))
+        if planner.run is None:
+            continue
+        every, every_traced = planner.all_alike(planner.keeping(None, root))
+        found.append((every, planner.num_periods, every_traced))
+        if sum(none.peak()) <= budget < sum(every.peak()):
+            most = _most_that_fit(planner, root, budget)
+            for num_kept in {most, most // 2}:
+                whole = planner.last_kept(num_kept, root)
+                if whole is not None:
+                    found.append((whole, num_kept, num_traced))
+    if not any(sum(whole.peak()) <= budget for whole, *_ in found):
+        lean, num_traced = planner.all_alike(nothing, is_lean=True)
+        found.append((lean, 0, num_traced))
+    return found
+
+
+def _most_that_fit(planner: Planner, root: Keeps, budget: int) -> int:
+    """Find by bisection how many of the last periods may stay gathered."""
+    fits, over = 0, planner.num_periods
+    while over - fits > 1:
+        middle = (fits + over) // 2
+        whole = planner.last_kept(middle, root)
+        if whole is None:  # too few are kept, or too few are not, to see what repeats
+            if middle < planner.num_periods // 2:
+                return fits
+            over = middle
+        elif sum(whole.peak()) <= budget:
+            fits = middle
+        else:
+            over = middle
+    return fits

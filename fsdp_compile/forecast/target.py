@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .joint import Call
-from .mistake import Mistake
+from .joint import Call, Mistake
 
 _SIZES = ("batch_size", "sequence")
 _MOST_NAMES = 5

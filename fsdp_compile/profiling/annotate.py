@@ -20,10 +20,9 @@ from typing import Any
 from ..passes import HardwareProfile
 from ..passes.cost.roofline import Group, collective_seconds
 from ..passes.ir.plan import named
-from .listen import Expected, Heard, number_of_mark
+from .listen import EAGER, Expected, Heard, number_of_mark
 from .match import Flight, flights_of
 from .record import Event, events_of
-from .summary import EAGER
 
 KEY = "fsdp_compile"
 COLLECTIVE, WAIT, GRAPH = "collective", "wait", "graph"

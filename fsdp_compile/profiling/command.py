@@ -27,12 +27,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..passes import load_profile
 from ..tools import script
-from ..tools.files import may_write
 from ..tools.tables import console_for_output, plural
 from .refine import doubts_of, refine, table_of
 from .session import NothingRecordedError, Profile, recording, refuse_old_traces
-from .summarize import summarize
-from .summary import Summary
+from .summary import Summary, summarize
 from .traces import SUFFIXES
 
 # Set for processes that --ranks starts, because their parent prints for them.
@@ -164,6 +162,14 @@ def _problem_of(arguments: argparse.Namespace) -> str | None:
     except (ValueError, TypeError, OSError) as error:
         return str(error)
     return None
+
+
+def may_write(path: Path) -> bool:
+    """Whether a file or folder can be written, or created together with its missing parent folders."""
+    path = path.resolve()
+    while not path.exists():
+        path = path.parent
+    return os.access(path, os.W_OK | os.X_OK if path.is_dir() else os.W_OK)
 
 
 def _start_ranks(arguments: argparse.Namespace) -> int:

@@ -9,10 +9,10 @@ by the number of the mark. It also keeps the predictions for graphs that compile
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +28,8 @@ from ..passes.budget.budget import default_profile
 from ..passes.cost.predicted import PredictedGraph
 from ..passes.wire.ledger import Called, GraphText, Issued, begin, ledger
 from ..tools.predicted import steps_of
-from .summary import EAGER
 
+EAGER = "eager"  # takes the place of a graph's stage
 _MARK = re.compile(r"FSDP::\w+ #(\d+)")
 
 
@@ -68,10 +68,9 @@ class Listener:
 
     def __init__(self, hardware: HardwareProfile | None) -> None:
         self._hardware = hardware
-        self._heard: list[Heard | GraphText] = []
-        self._names: list[dict[str, Iterator[tuple[str, ...]]]] = []
+        self._heard: list[Heard] = []
+        self._texts: dict[int, GraphText] = {}  # of graphs, by the numbers of their marks
         self._models = _Models()
-        self._models_of: dict[int, list[str]] = {}  # of each launch of a graph, by the number of its mark
         self._known: dict[tuple[int, tuple[int, ...]], int] = {}
         self._records: list[GraphRecord] = []
         self._ranks: dict[str, tuple[int, ...]] = {}
@@ -109,10 +108,9 @@ class Listener:
     def heard(self) -> list[Heard]:
         """Return what the marks stand for, in the order of their numbers."""
         predicted = self._predicted()
+        graphs = {number: predicted[text] for number, text in self._texts.items() if text in predicted}
         return [
-            one
-            if isinstance(one, Heard)
-            else _of_graph(one, self._names[number], self._models_of[number], predicted.get(one))
+            _planned(one, graphs[number]) if number in graphs else one
             for number, one in enumerate(self._heard)
         ]
 
@@ -139,19 +137,22 @@ class Listener:
         model = self._models.of(unit.root) if unit is not None else self._models.at(entry.address, namer)
         expected = Expected(entry.kind, entry.group, dtype, num_bytes, link.names, model=model)
         self._heard.append(Heard(EAGER, (expected,)))
-        self._names.append({})
         return len(self._heard) - 1
 
     def _call(self, entry: Called, namer: Namer) -> int:
-        key = id(entry.text), entry.addresses
+        text = entry.text
+        key = id(text), entry.addresses
         if key not in self._known:
             self._see(*entry.memory)
-            self._meet(*entry.text.groups)
+            self._meet(*text.groups)
+            names = {group: iter([link.names for link in piece.links]) for group, piece in namer.of_call(entry).items()}
+            launches = tuple(
+                Expected(one.kind, one.group, one.dtype, one.num_bytes, next(names[one.group]), model=model)
+                for one, model in zip(text.launches, self._models.of_call(entry, namer), strict=True)
+            )
             self._known[key] = len(self._heard)
-            self._heard.append(entry.text)
-            pieces = namer.of_call(entry)
-            self._models_of[self._known[key]] = self._models.of_call(entry, namer)
-            self._names.append({group: iter([link.names for link in piece.links]) for group, piece in pieces.items()})
+            self._texts[len(self._heard)] = text
+            self._heard.append(Heard(text.stage, launches))
         return self._known[key]
 
     def _see(self, *memory: object) -> None:
@@ -210,19 +211,10 @@ class _Models:
         return self._at[address]
 
 
-def _of_graph(
-    text: GraphText,
-    names: dict[str, Iterator[tuple[str, ...]]],
-    models: Sequence[str],
-    graph: PredictedGraph | None,
-) -> Heard:
-    planned = [(None, None)] * len(text.launches) if graph is None else _planned(graph)
+def _planned(heard: Heard, graph: PredictedGraph) -> Heard:
+    """Return the mark of a graph, with what was predicted for it."""
     launches = tuple(
-        Expected(one.kind, one.group, one.dtype, one.num_bytes, next(names[one.group]), *takes, model)
-        for one, takes, model in zip(text.launches, planned, models, strict=True)
+        dataclasses.replace(one, planned_s=its.seconds, planned_exposed_s=its.exposed_s)
+        for one, its in zip(heard.launches, graph.collectives, strict=True)
     )
-    return Heard(text.stage, launches, *((None, None) if graph is None else (graph.seconds, graph.exposed_s)))
-
-
-def _planned(graph: PredictedGraph) -> list[tuple[float | None, float | None]]:
-    return [(one.seconds, one.exposed_s) for one in graph.collectives]
+    return Heard(heard.stage, launches, graph.seconds, graph.exposed_s)

@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..passes.wire.collectives import KIND_OF
-from .listen import Expected, Heard, number_of_mark
+from .listen import EAGER, Expected, Heard, number_of_mark
 from .record import Event, Interval, union, without
-from .summary import EAGER
 
 _KINDS = {op.name().partition("::")[2]: kind for op, kind in KIND_OF.items()}
 _LAUNCH = re.compile(rf"(?:fsdpc|_c10d_functional)::({'|'.join(_KINDS)})(?:_out|_)?")

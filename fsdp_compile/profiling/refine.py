@@ -25,7 +25,7 @@ from ..tools.calibrate import fit_line, measured_link
 from ..tools.measure import slowdown_share
 from .printed import Column, Rows
 from .record import Interval, common, union
-from .summarize import together
+from .summary import together
 from .traces import Trace, read_folder
 
 _LEAST_SHARE = 0.02  # of the time in products; sizes that take less say little of what large products reach

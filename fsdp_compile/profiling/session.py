@@ -32,8 +32,7 @@ from ..passes import _torch_compat as compat
 from .annotate import Facts, annotate
 from .listen import Listener
 from .record import load
-from .summarize import summarize
-from .summary import Summary
+from .summary import Summary, summarize
 from .traces import SUFFIXES
 
 _OF_RANK = re.compile(r".*_(\d+)\.\d+\.pt\.trace\.json")

@@ -1,14 +1,27 @@
-"""The summary of recorded steps, as data and as tables for the terminal."""
+"""Sum up recorded steps: exposed communication, overlap, and each collective beside its plan, as data and as tables.
+
+    communication   a link is busy      |--------|   |-----|
+    waiting         nothing computes           |=|   |==|
+    exposed         all of the waiting  overlap: the share of communication during which nothing waits
+
+Seconds are those of one step, the mean of the recorded ones. A collective that a rank began early also waits for the
+other ranks. So its time is that of the rank that came last, and its exposed time that of the rank that waited longest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..tools.tables import format_bytes, on_one_line, plural
+from .listen import EAGER
 from .printed import Column, Rows
+from .record import common, length, union
+from .traces import Ran, Trace, read_folder
 
 if TYPE_CHECKING:  # else it is imported in functions, because most programs never print a table
     from rich.console import RenderableType
@@ -16,7 +29,6 @@ if TYPE_CHECKING:  # else it is imported in functions, because most programs nev
 _WORST = 5
 _WIDTH = 110
 _OF_RANKS = ("rank", "step", "communication", "exposed", "of the step", "overlap")
-EAGER = "eager"  # takes the place of a graph's stage
 _NOT_SEEN = (
     "the graphs had been compiled before the profile began, or came from a cache; run it anew with "
     "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1, which reads none"
@@ -187,3 +199,98 @@ def _ms(seconds: float | None) -> str:
 def _named(ranks: Sequence[int]) -> str:
     first, *others = map(str, ranks)
     return f"rank {first}" if not others else f"ranks {', '.join([first, *others[:-1]])} and {others[-1]}"
+
+
+def summarize(folder: str | Path) -> Summary:
+    """Return the summary of all ranks whose traces are in a folder; ValueError where there are none."""
+    traces = read_folder(folder)
+    first = traces[0]
+    collectives = tuple(_collectives(traces))
+    takes = [(one.seconds * one.count, one.planned_s * one.count) for one in collectives if one.planned_s is not None]
+    return Summary(
+        folder=Path(folder),
+        num_steps=len(first.steps),
+        world_size=first.world_size,
+        hardware=first.hardware.name,
+        ranks=tuple(map(_of_rank, traces)),
+        collectives=collectives,
+        takes=_total(takes, num_steps=1),
+        waits=_largest(traces, _waits),
+        graphs=_largest(traces, _graphs),
+    )
+
+
+def _of_rank(trace: Trace) -> OfRank:
+    busy = union((one.start_s, one.end_s) for one in trace.collectives)
+    waited = union(interval for one in trace.collectives for interval in one.waited)
+    communication = length(busy)
+    return OfRank(
+        rank=trace.rank,
+        step_s=length(trace.steps) / trace.num_steps,
+        communication_s=communication / trace.num_steps,
+        exposed_s=length(waited) / trace.num_steps,
+        overlap=1 - length(common(busy, waited)) / communication if communication else 1.0,
+    )
+
+
+def _collectives(traces: Sequence[Trace]) -> Iterable[OfCollective]:
+    for runs in together(traces):
+        one = runs[0][0][1]
+        yield OfCollective(
+            name=one.name,
+            kind=one.kind,
+            stage=one.stage,
+            parameters=one.parameters,
+            num_bytes=one.num_bytes,
+            num_ranks=len(one.ranks),
+            count=max(Counter(rank for run in runs for rank, _ in run).values()) / traces[0].num_steps,
+            seconds=statistics.mean(min(each.seconds for _, each in run) for run in runs),
+            exposed_s=statistics.mean(max(each.exposed_s for _, each in run) for run in runs),
+            planned_s=_mean([each.planned_s for run in runs for _, each in run]),
+            planned_exposed_s=_mean([each.planned_exposed_s for run in runs for _, each in run]),
+        )
+
+
+def together(traces: Sequence[Trace]) -> list[list[list[tuple[int, Ran]]]]:
+    """Return for each collective its runs, and for each run what the ranks of its group recorded, as (rank, record).
+
+    Ranks of a group launch the same collectives in the same order: the n-th of a name in a step is the n-th on all.
+    """
+    found: dict[tuple[object, ...], dict[tuple[object, ...], list[tuple[int, Ran]]]]
+    found = defaultdict(lambda: defaultdict(list))
+    for trace in traces:
+        seen: dict[tuple[object, ...], int] = defaultdict(int)
+        for one in trace.collectives:
+            turn = one.step, one.identity
+            # Ranks of other groups run a different collective of the same name.
+            found[one.identity][one.step, one.ranks, seen[turn]].append((trace.rank, one))
+            seen[turn] += 1
+    return [list(runs.values()) for runs in found.values()]
+
+
+def _waits(trace: Trace) -> list[tuple[float, float]]:
+    """Return the exposed seconds, measured and planned, of each run of a collective whose wait was planned."""
+    return [(one.exposed_s, one.planned_exposed_s) for one in trace.collectives if one.planned_exposed_s is not None]
+
+
+def _graphs(trace: Trace) -> list[tuple[float, float]]:
+    """Return the seconds of each call of a graph, measured and planned; none where a graph was not planned."""
+    calls = [(call.seconds, call.planned_s) for call in trace.calls if call.planned_s is not None]
+    return calls if len(calls) == len(trace.calls) else []
+
+
+def _largest(traces: Sequence[Trace], planned: Callable[[Trace], list[tuple[float, float]]]) -> Total | None:
+    """Return the total of one step on the rank on which it took longest."""
+    totals = [_total(planned(trace), trace.num_steps) for trace in traces]
+    return max(filter(None, totals), key=lambda one: one.measured_s, default=None)
+
+
+def _total(pairs: Sequence[tuple[float, float]], num_steps: int) -> Total | None:
+    if not pairs:
+        return None
+    return Total(sum(took for took, _ in pairs) / num_steps, sum(planned for _, planned in pairs) / num_steps)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.mean(known) if known else None

@@ -89,6 +89,11 @@ class Trace:
     calls: tuple[Call, ...]
     products: tuple[Product, ...]
 
+    @property
+    def num_steps(self) -> int:
+        """The number to divide by for the figures of one step: at least 1."""
+        return max(len(self.steps), 1)
+
 
 def paths_in(folder: Path) -> list[Path]:
     """Return the paths of the traces; ValueError where there are none."""

@@ -11,9 +11,11 @@ One rank may use it alone: compiling issues no collective. Outside the block not
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
@@ -21,16 +23,17 @@ from torch import nn
 from .._torch_compat import dynamo, inductor
 from ..core.unit import Unit, original_class
 from ..eager.around import around_observers
+from ..eager.running import running
 from ..graph.install import manager
 from ..page.page import page_of
 from ..page.picture import Picture
 from ..page.trace import trace_events
 from ..passes import GraphRecord, Plan
-from .around import Around, around, table_of
+from ..passes.schedule.buckets import gather_buckets, reduce_buckets
 from .pictured import pictured
 from .predicted import steps_of
 from .report import GraphReport
-from .tables import format_bytes, plural
+from .tables import format_bytes, format_unit, plural, table
 
 
 @contextlib.contextmanager
@@ -61,6 +64,40 @@ def inspect(model: nn.Module) -> Iterator[Report]:
         report.num_dynamo_graphs = dynamo.num_dynamo_graphs() - num_graphs_before
 
 
+@dataclass(frozen=True)
+class Around:
+    """What the eager path launches around the graphs of a unit that is compiled by itself or in parts.
+
+    These are the collectives of one forward and one backward, if the unit trains and its gradients are reduced.
+    """
+
+    unit: str  # "layers.0 (Block)"
+    num_params: int
+    num_gathers: int  # in forward
+    num_again: int  # in backward
+    gathered_bytes: int  # one rank's part
+    num_reductions: int
+    reduced_bytes: int
+
+
+def _around(unit: Unit) -> Around:
+    """Count the collectives that the eager path launches around the unit's graphs."""
+    gathered = running(unit).current()
+    specs = gathered.specs
+    train = [spec for spec, shard in zip(specs, gathered.shards) if shard.requires_grad]
+    sent = [spec for spec in specs if spec.num_shards > 1]
+    reduced = [spec for spec in train if spec.num_shards > 1 or spec.num_replicas > 1]
+    return Around(
+        unit=format_unit(f"{unit.label}:{unit.path_of(unit.modules[0])}"),  # as plans write it: class and path
+        num_params=len(specs),
+        num_gathers=len(gather_buckets(sent)),
+        num_again=len(gather_buckets([spec for spec in sent if not spec.is_table])) if unit.regather else 0,
+        gathered_bytes=sum(spec.gather_bytes for spec in sent),
+        num_reductions=len(reduce_buckets(reduced)),
+        reduced_bytes=sum(spec.reduce_bytes for spec in reduced),
+    )
+
+
 class Report:
     """The graphs, plans and collectives that ``inspect`` recorded."""
 
@@ -76,7 +113,7 @@ class Report:
     def stood_around(self, unit: Unit) -> None:
         """Note the collectives that the eager path launches around the unit's graph."""
         if unit not in self.around:
-            self.around[unit] = around(unit)
+            self.around[unit] = _around(unit)
 
     @property
     def graphs(self) -> list[GraphReport]:
@@ -183,7 +220,7 @@ class Report:
             reductions = sum(one.num_reductions for one in self.around.values())
             title += f"; {plural(gathers, 'gather')} and {plural(reductions, 'reduction')} a step around "
             title += plural(len(self.around), "compiled unit")
-        tables = [*map(str, graphs), *([table_of(self.around.values())] if self.around else [])]
+        tables = [*map(str, graphs), *([_table_around(self.around.values())] if self.around else [])]
         return "\n\n".join([title, *tables, "\n".join(textwrap.fill(note, 110) for note in self.notes)])
 
     def html(self, path: str | Path) -> Path:
@@ -220,6 +257,29 @@ class Report:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         return list(files)
+
+
+def _table_around(units: Iterable[Around]) -> str:
+    """Return a table with one line for all units that differ only in their names."""
+    alike: dict[Around, list[str]] = {}
+    for one in units:
+        alike.setdefault(dataclasses.replace(one, unit=""), []).append(one.unit)
+    rows = [["unit", "params", "gathers", "bytes/rank", "in backward", "reductions", "bytes/rank"]]
+    for one, names in alike.items():
+        more = f" and {len(names) - 1} like it" if len(names) > 1 else ""
+        rows.append(
+            [
+                names[0] + more,
+                str(one.num_params),
+                str(one.num_gathers),
+                format_bytes(one.gathered_bytes),
+                "again" if one.num_again else "kept",
+                str(one.num_reductions),
+                format_bytes(one.reduced_bytes),
+            ]
+        )
+    lines = table(rows, right=(1, 2, 3, 5, 6))
+    return "\n".join(["around graphs, by the eager path:", *[f"  {line}" for line in lines]])
 
 
 def _written(path: str | Path, text: str) -> Path:

@@ -25,7 +25,7 @@ from ..graph.install import manager
 from ..passes import GraphRecord
 from ..passes.manager import Listener
 from .predicted import Step
-from .report import GraphReport
+from .report import GraphReport, what_becomes
 from .tables import format_bytes, plural, table
 
 VARIABLE = "FSDP_COMPILE_LOGS"
@@ -94,11 +94,7 @@ def start_logging_as_environment_says() -> None:
 def _line(report: GraphReport) -> str:
     plan, record = report.plan, report.record
     if report.stage == "joint":
-        what = f"{plural(len(plan.again), 'parameter')} gathered again in backward, {len(plan.keep)} kept"
-        if plan.slices:
-            what += f", slices of {len(plan.slices)}"
-        if plan.recompute:
-            what += f", activations of {len(plan.recompute)} computed again"
+        what = what_becomes(plan, plural(len(plan.again), "parameter"))
     else:
         gathers = f"{plural(len(plan.gathers), 'gather')} of {_size(plan.gathers)}"
         what = f"{gathers}, {plural(len(plan.reduces), 'reduction')} of {_size(plan.reduces)} a rank"

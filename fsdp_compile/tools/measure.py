@@ -67,7 +67,11 @@ def work(settings: dict[str, Any], rank: int, send: Send) -> None:
     """Measure on one rank: report each step as it begins, and send all samples at the end."""
     job = Job(**settings)
     device = device_of(job.ranks, rank, has_link=bool(job.interfaces))
-    _join(job, rank, device)
+    if job.interfaces:
+        os.environ["GLOO_SOCKET_IFNAME"] = job.interfaces[rank]
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, _num_cpus() // job.ranks))
+    join_group(device, job.ranks, rank, job.rendezvous, timeout_s=120)
     meter = _Meter(device)
 
     def at(step: str) -> None:
@@ -103,19 +107,16 @@ def work(settings: dict[str, Any], rank: int, send: Send) -> None:
     dist.destroy_process_group()
 
 
-def _join(job: Job, rank: int, device: torch.device) -> None:
-    if job.interfaces:
-        os.environ["GLOO_SOCKET_IFNAME"] = job.interfaces[rank]
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, _num_cpus() // job.ranks))
+def join_group(device: torch.device, ranks: int, rank: int, rendezvous: str, timeout_s: float) -> None:
+    """Join the group of all workers: over NCCL on GPUs, over gloo on the CPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method=job.rendezvous,
+        init_method=rendezvous,
         rank=rank,
-        world_size=job.ranks,
-        timeout=datetime.timedelta(seconds=120),
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=timeout_s),
     )
 
 

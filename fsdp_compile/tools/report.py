@@ -83,15 +83,10 @@ class GraphReport:
         passes = ", ".join(f"{one.name} {one.count} ({one.seconds * 1e3:.1f} ms)" for one in record.passes)
         markers = f"{plural(record.num_unshards, 'unshard')} and {plural(record.num_reduces, 'reduce_grad')}"
         if self.stage == "joint":
-            plan = self.plan
-            became = f"{len(plan.again)} gathered again in backward, {len(plan.keep)} kept"
-            if plan.slices:
-                became += f", slices of {len(plan.slices)}"
-            if plan.recompute:
-                became += f", activations of {len(plan.recompute)} computed again"
+            became = what_becomes(self.plan, str(len(self.plan.again)))
             rows = self._joint_rows()
-            if plan.choice is not None:
-                rows += str(plan.choice).splitlines()
+            if self.plan.choice is not None:
+                rows += str(self.plan.choice).splitlines()
             if self._step.graphs:
                 rows.append(self._said(lambda: [str(self.predicted)])[0])
         else:
@@ -153,3 +148,13 @@ class GraphReport:
             rows.append([unit, str(len(fqns)), shorten(fqns, unit), policy, str(num_reduced), format_bytes(size), why])
         header = ["unit", "params", "names", "in backward", "reduced", "gathered", "why"]
         return table([header, *rows], right=(1, 4, 5))
+
+
+def what_becomes(plan: Plan, again: str) -> str:
+    """Say what becomes of parameters after forward; ``again`` says how many are gathered again."""
+    said = f"{again} gathered again in backward, {len(plan.keep)} kept"
+    if plan.slices:
+        said += f", slices of {len(plan.slices)}"
+    if plan.recompute:
+        said += f", activations of {len(plan.recompute)} computed again"
+    return said
