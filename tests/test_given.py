@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -87,6 +88,11 @@ def _ahead(plan: Plan, num_units: int, in_halves: int) -> Plan:
     return dataclasses.replace(plan, lookahead=num_units, **halves)
 
 
+@functools.cache
+def _plan_of_two_blocks() -> Plan:
+    return planned(shard(Stack(2), reshard_after_forward=True))
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -111,8 +117,9 @@ def _ahead(plan: Plan, num_units: int, in_halves: int) -> Plan:
 def test_a_plan_that_does_not_fit_is_refused(
     fake_group_of_four: None, edit: Callable[[Plan], Plan], message: str
 ) -> None:
+    plan = _plan_of_two_blocks()
     model = shard(Stack(2), reshard_after_forward=True)
-    configure(model, plan=edit(planned(model)))
+    configure(model, plan=edit(plan))
     with pytest.raises(Exception, match=message):
         torch.compile(model, backend="aot_eager", fullgraph=True)(torch.zeros(2, 5, dtype=torch.long))
 
