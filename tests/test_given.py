@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import pytest
@@ -88,11 +87,6 @@ def _ahead(plan: Plan, num_units: int, in_halves: int) -> Plan:
     return dataclasses.replace(plan, lookahead=num_units, **halves)
 
 
-@functools.cache
-def _plan_of_two_blocks() -> Plan:
-    return planned(shard(Stack(2), reshard_after_forward=True))
-
-
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -117,9 +111,8 @@ def _plan_of_two_blocks() -> Plan:
 def test_a_plan_that_does_not_fit_is_refused(
     fake_group_of_four: None, edit: Callable[[Plan], Plan], message: str
 ) -> None:
-    plan = _plan_of_two_blocks()
     model = shard(Stack(2), reshard_after_forward=True)
-    configure(model, plan=edit(plan))
+    configure(model, plan=edit(planned(model)))
     with pytest.raises(Exception, match=message):
         torch.compile(model, backend="aot_eager", fullgraph=True)(torch.zeros(2, 5, dtype=torch.long))
 
