@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -39,17 +40,27 @@ def records() -> Iterator[dict[str, GraphRecord]]:
         yield by_stage
 
 
+@pytest.mark.parametrize("order", ["compile, shard", "shard, compile", "wrapped"])
 @pytest.mark.parametrize(("block", "num_graphs"), [(Block, 1), (BreakBlock, 2)])
 @pytest.mark.compat
-def test_32_equal_blocks_share_their_graphs(block: type[Block], num_graphs: int) -> None:
+def test_32_equal_blocks_share_their_graphs(block: type[Block], num_graphs: int, order: str) -> None:
     model = Stack(32, block=block)
-    for layer in model.layers:
-        fully_shard(layer).compile(backend="aot_eager")
+    for index, layer in enumerate(model.layers):
+        if order == "compile, shard":
+            layer.compile(backend="aot_eager")
+            fully_shard(layer)
+        elif order == "shard, compile":
+            fully_shard(layer).compile(backend="aot_eager")
+        else:
+            model.layers[index] = fully_shard(torch.compile(layer, backend="aot_eager"))
     fully_shard(model)
     for _ in range(2):
         model(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_graphs
-    assert list(model.state_dict()) == list(Stack(32).state_dict())
+    keys = list(Stack(32).state_dict())
+    if order == "wrapped":
+        keys = [re.sub(r"^(layers\.\d+\.)", r"\1_orig_mod.", key) for key in keys]
+    assert list(model.state_dict()) == keys
 
 
 def saved_tensors(out: Tensor) -> list[Tensor]:
