@@ -37,7 +37,6 @@ from tests.models import Apart, Stack, pair, shard
 from tests.ranks import Ranks
 from tests.recording import planned, plans_made
 from tests.test_cost import TOY
-from tests.test_explain import Steps
 from tests.test_passes import Builder, spec
 
 aten = torch.ops.aten
@@ -520,6 +519,17 @@ def test_what_fsdp2_needs_is_predicted(two_ranks: Ranks) -> None:
 
 
 # --- how far ahead ---------------------------------------------------------------------------------------------------
+
+
+class Steps(nn.Module):
+    """What takes long, then what takes nothing, then a weight that is large for what is done with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.long, self.tiny, self.large = nn.Linear(256, 256), nn.LayerNorm(256), nn.Linear(256, 2048, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.large(self.tiny(self.long(x)[:4])).sum()
 
 
 class Wide(Steps):
