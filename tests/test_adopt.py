@@ -151,7 +151,7 @@ def test_an_unchanged_script_trains_alike(tmp_path: Path) -> None:
     assert as_module.losses == ours.losses
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_an_unchanged_fsdp1_script_trains_alike(tmp_path: Path) -> None:
     theirs = Launched(str(WRAPPED_SCRIPT), "4", cwd=tmp_path)
     assert theirs.lines["engine"].startswith("torch.distributed.fsdp.")

@@ -129,7 +129,7 @@ WAYS: dict[str, tuple[int, Callable[[Saved], Any]]] = {
     "3 ranks, one unit": (3, fully_shard),
     "2 replicas of 2 shards": (4, lambda model: shard(model, mesh=mesh_of("replicate", "shard"))),
 }
-OFTEN = ("2 ranks, compiled", "3 ranks, one unit", "2 replicas of 2 shards")
+OFTEN = ("3 ranks, one unit", "2 replicas of 2 shards")
 
 
 @pytest.fixture(scope="module")

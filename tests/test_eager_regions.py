@@ -177,25 +177,6 @@ def test_outside_of_a_forward_a_parameter_is_its_shard() -> None:
         assert isinstance(sharded.head.weight, DTensor)
 
 
-@on_two_ranks
-def test_a_compiled_function_that_calls_the_model() -> None:
-    unsharded, sharded = pair()
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def run(tokens: Tensor) -> Tensor:
-        return sharded(tokens) * 1.0
-
-    train_and_compare(run, sharded, unsharded)
-
-
-@on_two_ranks
-def test_compile_of_the_model_in_place() -> None:
-    unsharded, sharded = pair()
-    sharded.compile(backend="aot_eager", fullgraph=True)
-    train_and_compare(sharded, sharded, unsharded)
-    assert num_graphs() == 1
-
-
 # --- what a graph cannot honour
 
 CHANGES: dict[str, Callable[[Any], Any]] = {

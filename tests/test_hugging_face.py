@@ -141,7 +141,7 @@ def _columns(param: nn.Parameter) -> Shard | None:
     ("name", "backend"),
     [
         ("llama, tied", "aot_eager"),
-        pytest.param("llama", "inductor", marks=pytest.mark.more),
+        pytest.param("llama", "inductor", marks=pytest.mark.slow),
         *(pytest.param(name, "aot_eager", marks=pytest.mark.slow) for name in ("gpt2", "mixtral", "t5")),
     ],
 )

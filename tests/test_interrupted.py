@@ -87,7 +87,7 @@ def test_an_error_behind_a_break_that_the_user_catches(how: str, error: type[Bas
     _assert_at_rest(sharded)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @on_two_ranks
 def test_steps_after_a_backward_that_raised_have_their_gradients_and_no_others(backend: str | None) -> None:
     """It raises in front of the model, whose gradients are there by then and wait for the end of that backward."""
@@ -128,7 +128,7 @@ class _Fault(nn.Module):
     [
         (None, 3, r"These are kept and have its part: 2 \(Block\): down.bias, "),
         ("aot_eager", 3, r"These are kept and have its part: 2 \(Block\): down.bias, "),
-        pytest.param("inductor", 3, r"These are kept and have its part: 2 \(Block\): down.bias, ", marks=pytest.mark.more),
+        pytest.param("inductor", 3, r"These are kept and have its part: 2 \(Block\): down.bias, ", marks=pytest.mark.slow),
         (None, 2, r"These are lost: 2 \(Block\): down.bias, "),
     ],
 )
