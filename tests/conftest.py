@@ -43,7 +43,7 @@ _TORCH_WARNS_OF_ITSELF = version("torch").startswith("2.11")
 _LONG_FILES = (
     "test_matrix", "test_models", "test_meshes", "test_recipes", "test_training", "test_inspect",
     "test_cache", "test_demo", "test_parity", "test_refused", "test_adopt", "test_interrupted",
-    "test_eager_regions", "test_compiled_autograd", "test_evaluation", "test_lengths",
+    "test_eager_regions", "test_compiled_autograd", "test_evaluation",
     "test_mixed_ranks", "test_budget", "test_names", "test_structure", "test_lookout", "test_float8", "test_frameworks",
     "test_whole_step", "test_fsdp1", "test_checkpoints", "test_docs", "test_recompute", "test_plan_command",
     "test_chosen_slices", "test_examples", "test_transformers_fsdp", "test_fuzz", "test_graphs",

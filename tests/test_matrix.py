@@ -22,7 +22,7 @@ from tests.matrix.runner import measure, problems
 from tests.matrix.train import Row
 from tests.ranks import Ranks
 
-QUICK = ("fully_shard",)
+(PLAIN,) = (row for row in ROWS if row.name == "fully_shard")
 SLOW = (
     "evaluation, inference_mode",
     "optimizer in backward (hooks), compiled autograd",
@@ -57,28 +57,23 @@ def _measure_vectorized(name: str, backend: str) -> dict[str, Any]:
         cpu_vec_isa.valid_vec_isa_list.cache_clear()
 
 
+def _marks(row: Row) -> tuple[pytest.MarkDecorator, ...]:
+    if row is PLAIN:
+        return ()
+    return (pytest.mark.slow if row.name in SLOW else pytest.mark.more,)
+
+
 @pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(row, id=row.name, marks=pytest.mark.slow if row.name in SLOW else pytest.mark.more)
-        for row in sorted(ROWS, key=lambda row: row.ranks)
-        if row.name not in QUICK
-    ],
+    "row", [pytest.param(row, id=row.name, marks=_marks(row)) for row in sorted(ROWS, key=lambda row: row.ranks)]
 )
 def test_a_row_holds_on_inductor(holds: Callable[..., None], row: Row) -> None:
     holds(row)
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("row", [row for row in ROWS if row.name in QUICK], ids=lambda row: row.name)
-def test_a_row_holds_with_vectorized_kernels(holds: Callable[..., None], row: Row) -> None:
+def test_a_row_holds_with_vectorized_kernels(holds: Callable[..., None]) -> None:
     """The other tests compile without them, and several at once: see tests/conftest.py and building.py."""
-    holds(row, _measure_vectorized)
-
-
-@pytest.mark.parametrize("row", [row for row in ROWS if row.name in QUICK], ids=lambda row: row.name)
-def test_training_and_evaluation_hold_on_inductor(holds: Callable[..., None], row: Row) -> None:
-    holds(row)
+    holds(PLAIN, _measure_vectorized)
 
 
 def test_every_public_name_has_a_row() -> None:
@@ -101,6 +96,6 @@ def test_the_rows_use_the_names_that_they_show() -> None:
     assert {name for row in ROWS for name in row.shows.split()} <= used
 
 
-def test_names_of_rows_are_unique_and_the_quick_ones_are_among_them() -> None:
+def test_names_of_rows_are_unique_and_the_slow_ones_are_among_them() -> None:
     names = [row.name for row in ROWS]
-    assert len(set(names)) == len(names) and {*QUICK, *SLOW} <= set(names)
+    assert len(set(names)) == len(names) and {*SLOW} <= set(names)
