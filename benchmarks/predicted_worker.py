@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 import fsdp_compile
 from benchmarks.settings import Job
-from benchmarks.worker import status_bytes
 from benchmarks.worker_process import Progress, finish, join_group, prime_compiler
 from benchmarks.workload import batch_of, blocks, build_model, loss_of, optimizer_for
 from fsdp_compile.passes.budget.residency import KEPT
@@ -103,8 +101,7 @@ def measure(job: PredictedJob, rank: int, progress: Progress) -> Figures:
     planned = Counter(launch.kind for graph in report.graphs for launch in graph.launches)
     del report
     progress("weighed steps")
-    weigh = _weigh_gpu if settings.device == "cuda" else _weigh
-    peaks = weigh(lambda: forward(tokens).backward(), lambda: optimizer.zero_grad(set_to_none=True))
+    peaks = _weigh(settings.device, lambda: forward(tokens).backward(), lambda: optimizer.zero_grad(set_to_none=True))
     progress("warm-up")
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
@@ -177,31 +174,21 @@ def _between(model: nn.Module, tokens: Tensor, job: PredictedJob) -> int:
     return int(least + job.between * (peaks[KEPT] - least))
 
 
-def _weigh_gpu(step: Callable[[], object], after: Callable[[], object]) -> list[int]:
-    """Return the peak bytes of PyTorch's allocator in each step, above what is held between steps."""
-    peaks = []
-    for turn in range(4):
-        gc.collect()
-        peak = PeakMeter(torch.device("cuda")).peak_above(step)
-        assert peak is not None
-        if turn:
-            peaks.append(peak)
-        after()
-    return peaks
+def _weigh(device: str, step: Callable[[], object], after: Callable[[], object]) -> list[int]:
+    """Return by how many bytes each step raises memory above what is held between steps.
 
-
-def _weigh(step: Callable[[], object], after: Callable[[], object]) -> list[int]:
-    """Return the peak bytes in each step. M_PERTURB fills new memory, so the buffers of gathers in flight count too."""
+    On the CPU, M_PERTURB fills new memory, so the buffers of gathers in flight count too.
+    """
     peaks = []
     ctypes.CDLL(None).mallopt(_M_PERTURB, 1)
+    meter = PeakMeter(torch.device(device))
     for turn in range(4):
         gc.collect()
         dist.barrier()
-        standing = status_bytes("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM to the present VmRSS
-        step()
+        peak = meter.peak_above(step)
+        assert peak is not None
         if turn:
-            peaks.append(status_bytes("VmHWM") - standing)
+            peaks.append(peak)
         after()
     ctypes.CDLL(None).mallopt(_M_PERTURB, 0)
     return peaks
