@@ -1,6 +1,6 @@
 """The wrapper's constructor and forward. The constructor's arguments are handled in these files:
 
-    module, ignored_*                 ignored.py    what is not sharded
+    module, ignored_*                 region.py     what is not sharded
     device_id, process_group,
       device_mesh, sharding_strategy  ranks.py      the mesh
     auto_wrap_policy                  policies.py   wrappers around modules below
@@ -41,7 +41,6 @@ from ..core.containers import cast_floating, tensors_in
 from ..core.mesh import hybrid_mesh, replicate_mesh, shard_mesh
 from ..core.unit import Unit, unit_of
 from .helpers import known_to_helpers
-from .ignored import ignored_in
 from .optimizers import hand_over
 from .policies import choose, wrap_children
 from .prepare import (
@@ -54,7 +53,7 @@ from .prepare import (
     unsharded_params,
 )
 from .ranks import KEEPS_GATHERED, device_for, mesh_for
-from .region import WRAPPED, Wrapper, wrappers_in
+from .region import WRAPPED, Wrapper, ignored_in, wrappers_in
 from .settings import default_settings
 from .state_dicts import has_clean_state_dicts
 

@@ -17,8 +17,7 @@ from torch import nn
 from .._torch_compat import fsdp1
 from ..api.auto_shard import Chosen, ask_from_root_down
 from ..core.unit import unit_of
-from .ignored import Ignored
-from .region import Wrapper
+from .region import Ignored, Wrapper
 
 
 def choose(root: nn.Module, policy: Any, ignored: Ignored, kwargs: dict[str, Any]) -> tuple[Chosen, set[nn.Module]]:

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd
 from ..core.param import READS
-from .ignored import Ignored
-from .region import region_of, tensors_of
+from .region import Ignored, region_of, tensors_of
 
 
 def unsharded_params(module: nn.Module, ignored: Ignored) -> Iterator[tuple[str, nn.Module, str, Any]]:

@@ -1,4 +1,4 @@
-"""A wrapper's region: the modules below it that are in no inner wrapper, and the names by which users know them.
+"""A wrapper's region: the modules below it that are in no inner wrapper, what of it is not sharded, and its names.
 
     FSDP                                   root's region: Model, Linear "head"
       _fsdp_wrapped_module: Model
@@ -6,26 +6,38 @@
           _fsdp_wrapped_module: Block
         head: Linear
 
-Names leave out ``_fsdp_wrapped_module``: a state dict has the names that the model had before it was wrapped.
+What is ignored, modules with all that is in them or single parameters, is not sharded. The names by which users know
+modules leave out ``_fsdp_wrapped_module``: a state dict has the names that the model had before it was wrapped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import warnings
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..core.unit import WRAPPED as WRAPPED
+from ..core.unit import unit_of
 
 PREFIX = f"{WRAPPED}."
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """The modules and parameters that a wrapper, or a wrapper inside it, does not shard."""
+
+    modules: frozenset[nn.Module]
+    params: frozenset[nn.Parameter]
 
 
 class Wrapper(nn.Module):
     """The module that has a wrapped module's place in the tree."""
 
     _fsdp_wrapped_module: nn.Module
-    _ignored: Any  # ignored.Ignored
+    _ignored: Ignored
 
 
 def clean(name: str) -> str:
@@ -61,3 +73,57 @@ def tensors_of(
         for name, tensor in ((name, tensor) for some in held for name, tensor in some.items()):
             if tensor is not None:
                 yield (f"{path}.{name}" if path else name), one, name, tensor
+
+
+def ignored_in(module: nn.Module, ignored_modules: Any, ignored_states: Any) -> Ignored:
+    """Return what the two arguments name, with what the wrappers in ``module`` ignore."""
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError(
+            "Cannot pass both ignored_modules and ignored_states at the same time. Pass ignored_states, which takes "
+            "either."
+        )
+    named: list[Any] = _listed("ignored_modules", ignored_modules) or _listed("ignored_states", ignored_states)
+    if ignored_modules is not None:
+        _require("ignored_modules", named, nn.Module)
+    elif named:
+        _require("ignored_states", named, nn.Parameter if isinstance(named[0], nn.Parameter) else nn.Module)
+    tops = [one for one in named if isinstance(one, nn.Module)]
+    for top in tops:
+        if isinstance(top, Wrapper) or unit_of(top) is not None:
+            raise ValueError(
+                f"`ignored_modules` should not include FSDP modules, and a {type(top).__name__} among them is wrapped "
+                "already. Name it where the wrapper around it is made, before it is wrapped itself."
+            )
+    modules = {one for top in tops for one in top.modules() if not isinstance(one, Wrapper)}
+    if module in modules:
+        warnings.warn(
+            "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
+            f"parameters being ignored: nothing of this {type(module).__name__} is sharded. Leave it unwrapped "
+            "instead.",
+            stacklevel=4,
+        )
+    params = {one for one in named if isinstance(one, nn.Parameter)}
+    params.update(param for one in modules for param in one.parameters(recurse=False))
+    for inner in wrappers_in(module):
+        modules |= inner._ignored.modules
+        params |= inner._ignored.params
+    return Ignored(frozenset(modules), frozenset(params))
+
+
+def _listed(argument: str, given: Any) -> list[Any]:
+    if given is None:
+        return []
+    if isinstance(given, (nn.Module, nn.Parameter)) or not isinstance(given, Iterable):
+        what = "modules" if argument == "ignored_modules" else "parameters or modules"
+        raise TypeError(f"{argument} is a {type(given).__name__}, which is not iterable. Pass a list of {what}.")
+    return list(given)
+
+
+def _require(argument: str, named: list[Any], kind: type) -> None:
+    others = sorted({type(one).__name__ for one in named if not isinstance(one, kind)})
+    if others:
+        what = "all nn.Parameter or all nn.Module list" if argument == "ignored_states" else "nn.Module list"
+        beside = f" beside {kind.__name__}" if argument == "ignored_states" else ""
+        raise ValueError(
+            f"{argument} expects {what} elements but got types {', '.join(others)}{beside}. Leave those out."
+        )
