@@ -54,8 +54,7 @@ from .prepare import (
 )
 from .ranks import KEEPS_GATHERED, device_for, mesh_for
 from .region import WRAPPED, Wrapper, ignored_in, wrappers_in
-from .settings import default_settings
-from .state_dicts import has_clean_state_dicts
+from .state_dicts import default_settings, has_clean_state_dicts
 
 # True while a constructor makes the wrappers of its policy: only that constructor then looks for optimizers.
 _IS_WRAPPING: ContextVar[bool] = ContextVar("wraps what a policy chose", default=False)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullOptimStateDictConfig, OptimStateKeyType, StateDictSettings, StateDictType
 
 from .optim_state import OptimState, numbers_of, optim_state, optim_state_to_load
-from .settings import settings_of
+from .state_dicts import settings_of
 
 
 class OlderOptimState:

@@ -25,8 +25,7 @@ from ..api.together import told
 from ..core.param import ShardedParam
 from ..core.unit import units_in
 from .region import clean
-from .settings import rank0_only
-from .state_dicts import loaded_as, saved_as
+from .state_dicts import loaded_as, rank0_only, saved_as
 
 OptimState = dict[str, Any]
 

@@ -39,7 +39,7 @@ from .older import OlderOptimState
 from .optim_state import OptimState, optim_state, optim_state_to_load
 from .ranks import HYBRID
 from .region import clean, wrappers_in
-from .settings import common, default_settings, first_of_one_type, settings_of
+from .state_dicts import common, default_settings, first_of_one_type, settings_of
 
 
 class FullyShardedDataParallel(Constructed, OlderOptimState):
