@@ -7,8 +7,8 @@ optimizer.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import amp, dtensors
+from .._torch_compat import dtensors
 
 
 class ShardedGradScaler(GradScaler):
@@ -62,9 +62,9 @@ class ShardedGradScaler(GradScaler):
     ) -> dict[torch.device, Tensor]:
         """Divide gradients by the scale in place; return, by device, whether any is infinite.
 
-        ``unscale_`` calls it (2.11 to 2.15).
+        ``unscale_`` calls it, and torch's own works on tensors with gradients, here the local parts (2.11 to 2.15).
         """
-        by_kind: dict[Any, list[Tensor]] = defaultdict(list)
+        parts = []
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if param.grad is None:
@@ -74,10 +74,11 @@ class ShardedGradScaler(GradScaler):
                     grad = param.grad.values()
                 else:
                     grad = dtensors.local_tensor(param.grad) if isinstance(param.grad, DTensor) else param.grad
-                by_kind[grad.device, grad.dtype].append(grad)
-        for (device, _), grads in by_kind.items():
-            found_here = torch.zeros_like(found_inf, device=device)
-            amp.unscale(grads, found_here, inv_scale.to(device))
+                part = grad.detach()
+                part.grad = grad.detach()
+                parts.append(part)
+        local: Any = SimpleNamespace(param_groups=[{"params": parts}])
+        for found_here in super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16=True).values():
             found_inf += found_here.to(found_inf.device)
         dist.all_reduce(found_inf, group=self.process_group)
         return {found_inf.device: found_inf}
