@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from .._torch_compat.tracing import trace_joint_graph
+from .._torch_compat.inductor import trace_joint_graph
 from ..api.auto_shard import auto_shard
 from ..core.unit import original_class, units_in
 from ..graph.install import manager
