@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import statistics
 import sys
@@ -23,6 +22,7 @@ from rich.table import Table
 from benchmarks.boundary_worker import SHARDERS
 from benchmarks.launch import launch
 from benchmarks.records import Record
+from benchmarks.report import write
 from benchmarks.settings import Job, Settings
 from benchmarks.train_step import exit_on_sigterm, software_and_machine
 
@@ -51,7 +51,6 @@ def main() -> int:
     _check_losses(records)
     grid = _table(records, options)
     Console(width=max(120, Console().width)).print(grid)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
     rows = [
         dataclasses.asdict(record)
         | {"step_s": record.step_s, "over_unsharded_us": _over_us(records, record, options.params)}
@@ -62,8 +61,7 @@ def main() -> int:
         "options": {name: str(value) for name, value in vars(options).items()},
         "rows": rows,
     }
-    options.json.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"wrote {options.json}")
+    write(options.json, document)
     return int(any(record.problems for record in records.values()))
 
 

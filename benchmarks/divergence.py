@@ -26,6 +26,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.divergence_worker import TOLERANCE
+from benchmarks.report import write
 from benchmarks.train_step import exit_on_sigterm, software_and_machine
 
 _DEFAULT_JSON = Path(__file__).resolve().parent / "results" / "divergence.json"
@@ -82,9 +83,7 @@ def main() -> int:
             for case in [case for case in options.cases if case in cases]:
                 table.add_row(str(world), cases[case], *cells[f"{world} {case}"].values())
         console.print(table)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({"environment": environment, "cells": cells}, indent=1) + "\n")
-    print(f"wrote {options.json}")
+    write(options.json, {"environment": environment, "cells": cells})
     return 0
 
 

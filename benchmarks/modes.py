@@ -7,7 +7,6 @@ rest. The rows are those that the tests run on fewer ranks (tests/matrix).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.report import write
 from benchmarks.train_step import software_and_machine
 from fsdp_compile.workers import Crew, Message, WorkerError, interruptible
 from tests.matrix.meter import describe
@@ -141,10 +141,6 @@ def _write(
     path: Path, grid: Table, outcomes: dict[str, Outcome], tolerance: float, environment: dict[str, Any]
 ) -> None:
     """Write every rank's figures as JSON, and the table as text beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = path.with_suffix(".txt")
-    with text.open("w") as file:
-        Console(file=file, width=_WIDTH).print(grid)
     rows = [
         {
             "mode": name,
@@ -156,9 +152,7 @@ def _write(
         }
         for name, outcome in outcomes.items()
     ]
-    document = {"environment": environment, "tolerance": tolerance, "rows": rows}
-    path.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"wrote {path} and {text}")
+    write(path, {"environment": environment, "tolerance": tolerance, "rows": rows}, grid, _WIDTH)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -27,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_compile
 from benchmarks.worker_process import prime_compiler
+from fsdp_compile._torch_compat.process_groups import pretended_world
 from fsdp_compile.graph.install import JointPass, manager
 from fsdp_compile.passes import PassManager
 
@@ -116,10 +116,7 @@ def llama(size: Size, dtype: torch.dtype) -> nn.Module:
 
 
 def sharded(size: Size, ranks: int, dtype: torch.dtype) -> nn.Module:
-    """Make a Llama with one unit for each layer, on a fake group of ``ranks`` ranks."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    """Make a Llama with one unit for each layer, on the pretended group of ``ranks`` ranks."""
     mesh = init_device_mesh("cpu", (ranks,))
     model = llama(size, dtype)
     for layer in model.get_submodule("model.layers").children():
@@ -178,7 +175,6 @@ def plan_large(size: Size, ranks: int, budget: str | None, console: Console) -> 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     grid.add_row("peak of this process", f"{peak / _GIB:.1f} GiB")
     console.print(grid)
-    dist.destroy_process_group()
 
 
 def weigh_passes(size: Size, ranks: int, console: Console) -> None:
@@ -207,7 +203,6 @@ def weigh_passes(size: Size, ranks: int, console: Console) -> None:
     grid.add_section()
     grid.add_row("our passes", f"{clock.total(*OURS):.2f} s", f"{clock.total(*OURS) / compile_s:.1%}")
     console.print(grid)
-    dist.destroy_process_group()
 
 
 def _grid(title: str) -> Table:
@@ -227,10 +222,12 @@ def main() -> None:
     options = parser.parse_args()
     console = Console()
     if options.layers:
-        plan_large(dataclasses.replace(LARGE, layers=options.layers), options.ranks, options.budget, console)
+        with pretended_world(options.ranks):
+            plan_large(dataclasses.replace(LARGE, layers=options.layers), options.ranks, options.budget, console)
     if options.inductor_layers:
         torch._dynamo.reset()
-        weigh_passes(dataclasses.replace(NARROW, layers=options.inductor_layers), 2, console)
+        with pretended_world(2):
+            weigh_passes(dataclasses.replace(NARROW, layers=options.inductor_layers), 2, console)
 
 
 if __name__ == "__main__":

@@ -88,11 +88,7 @@ def save(
     reference: Sequence[float],
     environment: Mapping[str, Any],
 ) -> None:
-    """Write the figures as JSON to ``path``, and the table as text beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = path.with_suffix(".txt")
-    with text.open("w") as file:
-        Console(file=file, width=_WIDTH).print(grid)
+    """Write everything behind the table, and the table."""
     rows = []
     for record in records.values():
         row = dataclasses.asdict(record)
@@ -106,7 +102,19 @@ def save(
         }
         rows.append(row)
     document = {"environment": environment, "reference_losses": list(reference), "rows": rows}
+    write(path, document, grid)
+
+
+def write(path: Path, document: Mapping[str, Any], grid: Table | None = None, width: int = _WIDTH) -> None:
+    """Write figures as JSON to ``path``; a table, where one is given, as text beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
+    if grid is None:
+        print(f"wrote {path}")
+        return
+    text = path.with_suffix(".txt")
+    with text.open("w") as file:
+        Console(file=file, width=width).print(grid)
     print(f"wrote {path} and {text}")
 
 
