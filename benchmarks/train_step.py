@@ -14,7 +14,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -99,18 +98,14 @@ class Bench:
         return self._run("reference", "reference", self._settings, self._work / "cache" / "reference")
 
     def measure(self, records: dict[str, Record]) -> None:
-        for repeat, record in self._plan(records):
-            if not record.problems:  # a variant that failed once is not given its time-out again
-                self._time(record, repeat)
+        for repeat in range(self._options.repeat):
+            for record in records.values():
+                if not record.problems:  # a variant that failed once is not given its time-out again
+                    self._time(record, repeat)
         for _ in range(self._options.memory):
             for record in records.values():
                 if not record.problems:
                     self._weigh(record)
-
-    def _plan(self, records: dict[str, Record]) -> Iterator[tuple[int, Record]]:
-        for repeat in range(self._options.repeat):
-            for record in records.values():
-                yield repeat, record
 
     def _time(self, record: Record, repeat: int) -> None:
         """The first run compiles into an empty cache; later ones find it filled, unless --cache cold."""
