@@ -1,11 +1,17 @@
-"""Tensors inside of tensors, and where their memory is."""
+"""Tensors inside of modules and of tensors, and where their memory is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable  # 2.11 to 2.15
+
+
+def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the module's own buffers that are in state dicts (``_non_persistent_buffers_set``: 2.11 to 2.15)."""
+    return {name: one for name, one in module._buffers.items() if name not in module._non_persistent_buffers_set}
 
 
 def addresses_in(*tensors: torch.Tensor) -> set[int]:

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._torch_compat import dynamo, fsdp1, modules
+from .._torch_compat import dynamo, fsdp1, subclasses
 from ..api.full_params import require_idle
 from ..core.param import ShardedParam
 from ..core.unit import WRAPPED, original_class, units_in
@@ -116,7 +116,7 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        for name, tensor in (*module._parameters.items(), *modules.saved_buffers(module).items()):
+        for name, tensor in (*module._parameters.items(), *subclasses.saved_buffers(module).items()):
             if tensor is not None:
                 found[plain_name(f"{path}.{name}" if path else name)] = tensor
     return found
