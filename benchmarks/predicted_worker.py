@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 import fsdp_compile
 from benchmarks.settings import Job
-from benchmarks.worker import peaks_of
 from benchmarks.worker_process import Progress, finish, join_group, prime_compiler
 from benchmarks.workload import batch_of, blocks, build_model, loss_of, optimizer_for
 from fsdp_compile.passes.budget.residency import KEPT
 from fsdp_compile.profiling.session import Profile
+from fsdp_compile.tools.memory import PeakMeter
 
 # The parent has malloc give back what is freed. Weighing needs that, and it would slow timing down. So before the timed
 # steps, malloc gets the thresholds that it would adapt to by itself in a process that frees large tensors.
@@ -175,11 +175,20 @@ def _between(model: nn.Module, tokens: Tensor, job: PredictedJob) -> int:
 
 
 def _weigh(device: str, step: Callable[[], object], after: Callable[[], object]) -> list[int]:
-    """Return the peak bytes in each step. M_PERTURB fills new memory, so the buffers of gathers in flight count too."""
+    """Return by how many bytes each step raises memory above what is held between steps.
+
+    On the CPU, M_PERTURB fills new memory, so the buffers of gathers in flight count too.
+    """
+    peaks = []
     ctypes.CDLL(None).mallopt(_M_PERTURB, 1)
-    peaks: list[int] = []
-    for _ in range(4):
-        peaks += peaks_of(device, step, 1)
+    meter = PeakMeter(torch.device(device))
+    for turn in range(4):
+        gc.collect()
+        dist.barrier()
+        peak = meter.peak_above(step)
+        assert peak is not None
+        if turn:
+            peaks.append(peak)
         after()
     ctypes.CDLL(None).mallopt(_M_PERTURB, 0)
-    return peaks[1:]
+    return peaks

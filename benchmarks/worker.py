@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import mmap
 import re
 import time
 from collections import Counter
@@ -18,7 +17,6 @@ from benchmarks.settings import Job, RankResult, Settings
 from benchmarks.variants import VARIANTS
 from benchmarks.worker_process import Progress, finish, join_group, prime_compiler
 from benchmarks.workload import autocast, batch_of, build_model, loss_of, optimizer_for
-from fsdp_compile.tools.memory import PeakMeter
 
 Step = Callable[[], "float | None"]
 
@@ -115,29 +113,22 @@ def _time(step: Step, setup_s: float, job: Job, rank: int, progress: Progress) -
 def _weigh(step: Step, settings: Settings, progress: Progress) -> RankResult:
     """Measure the peak memory of a step above what is held between steps, as the kernel counts it.
 
-    The parent set MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_, so that also what was freed before leaves the
-    process.
+    The parent set MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_, so that freed tensors leave the process;
+    without them the high-water mark shows what malloc keeps and not what the step needs.
     """
     progress("warm-up")
     for _ in range(1 + settings.warmup):
         step()
+    dist.barrier()
     progress("weighed steps")
-    peaks = peaks_of(settings.device, step, settings.steps)
-    resident_pages = Path("/proc/self/statm").read_text().split()[1]
-    return RankResult(standing_bytes=int(resident_pages) * mmap.PAGESIZE, peak_bytes=peaks)
-
-
-def peaks_of(device: str, step: Callable[[], object], num_steps: int) -> list[int]:
-    """Return by how many bytes each of several steps raised memory above what was held before it."""
-    meter = PeakMeter(torch.device(device))
-    peaks = []
-    for _ in range(num_steps):
+    peaks, standing_bytes = [], 0
+    for _ in range(settings.steps):
         gc.collect()
-        dist.barrier()
-        peak = meter.peak_above(step)
-        assert peak is not None, "this kernel does not count the peak of a process"
-        peaks.append(peak)
-    return peaks
+        standing_bytes = status_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM to the present VmRSS
+        step()
+        peaks.append(status_bytes("VmHWM") - standing_bytes)
+    return RankResult(standing_bytes=standing_bytes, peak_bytes=peaks)
 
 
 def _reference_losses(settings: Settings) -> list[float]:
@@ -189,3 +180,10 @@ def _sent_bytes(interface: str) -> int:
         if name.strip() == interface:
             return int(counters.split()[8])
     return 0
+
+
+def status_bytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(f"/proc/self/status has no {name}")
