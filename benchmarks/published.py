@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fsdp_compile._torch_compat.process_groups import pretended_world
-from fsdp_compile.forecast.choose import forecast_of
 from fsdp_compile.forecast.forecast import Configuration, Forecast, Hardware, Planner
 from fsdp_compile.forecast.joint import FULL, SELECTIVE
+from fsdp_compile.forecast.sweep import forecast_of
 from fsdp_compile.forecast.target import find_target
 from fsdp_compile.passes import HardwareProfile, load_profile
 
