@@ -24,6 +24,7 @@ from fsdp_compile.passes.ir import markers
 from fsdp_compile.passes.ir.markers import keep_slice
 from fsdp_compile.passes.ir.meta import AC_GRAPH_ID, ROLE
 from fsdp_compile.passes.ir.provenance import annotate, find_unshards
+from fsdp_compile.passes.schedule.buckets import gather_buckets
 from fsdp_compile.passes.schedule.planner import plan_graph, plan_joint
 from fsdp_compile.passes.schedule.slices import slices, use_first_gather
 from fsdp_compile.passes.wire import sums
@@ -42,6 +43,32 @@ def spec(fqn: str = "up.weight", size: tuple[int, ...] = (4, 3), **changes: Any)
         reduce_op="sum", predivide=1.0, postdivide=2.0, reduction="reduce_scatter", bucketing="size",
     )  # fmt: skip
     return ParamSpec(**{**fields, **changes})
+
+
+LAYER = {"norm": (4096,), "wk": (1024, 4096), "wq": (4096, 4096), "up": (14336, 4096)}  # of Llama 3 8B
+
+
+@pytest.mark.parametrize(
+    ("backend", "num_ranks", "alone"),
+    [
+        # Merging saves one collective, which takes longer on more ranks, and copies all ranks' parts.
+        ("nccl", 8, ["wq", "up"]),  # 32 and 112 MiB; wk has 8
+        ("nccl", 64, ["up"]),
+        ("nccl", 512, []),
+        ("gloo", 8, ["wk", "wq", "up"]),
+        ("gloo", 64, ["wq", "up"]),  # gloo's all-gather takes turns, so its time is the ranks'
+        ("gloo", 512, []),
+    ],
+)
+def test_what_travels_alone_depends_on_the_bytes_of_all_ranks_and_on_their_number(
+    backend: str, num_ranks: int, alone: list[str]
+) -> None:
+    specs = [
+        spec(fqn, size, order=order, num_shards=num_ranks, backend=backend, dtype=BF16, local_length=size[0] // num_ranks)
+        for order, (fqn, size) in enumerate(LAYER.items())
+    ]
+    together, *others = [[specs[index].fqn for index in bucket] for bucket in gather_buckets(specs)]
+    assert others == [[one] for one in alone] and together == [one for one in LAYER if one not in alone]
 
 
 class Builder:

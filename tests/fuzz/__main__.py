@@ -30,11 +30,13 @@ def main() -> int:
             return bool(trouble)
         drawn = cases(tuple(args.ranks), tuple(args.backends), tuple(args.modes), args.mixed)
         for place in range(0, args.cases, WITH_ONE_SEED):
+            seed, num_cases = args.seed + place // WITH_ONE_SEED, min(WITH_ONE_SEED, args.cases - place)
             try:
-                check(crews, drawn, min(WITH_ONE_SEED, args.cases - place), args.seed + place // WITH_ONE_SEED)
+                check(crews, drawn, num_cases, seed)
+                print(f"seed {seed}: {num_cases} cases are as unsharded", flush=True)
             except AssertionError as error:
                 failed = True
-                print(f"seed {args.seed + place // WITH_ONE_SEED}: {error}\n", flush=True)
+                print(f"seed {seed}: {error}\n", flush=True)
     finally:
         crews.stop()
     return failed
