@@ -141,21 +141,18 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if getattr(known, "__self__", None) is module:
         forward = _forward_by(known.__func__)
     else:
-        forward = _forward_by(lambda self, *args, **kwargs: known(*args, **kwargs))
+        # No cache may hold this function, which holds ``known``, and so perhaps the module.
+        forward = _made_by(lambda self, *args, **kwargs: known(*args, **kwargs))
     _forwards.add(forward)
     setattr(module, method_name, forward.__get__(module, type(module)))
 
 
-# The functions that ``_forward_by`` returned.
+# The functions that ``_made_by`` returned.
 _forwards: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-@shared
-def _forward_by(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that does for ``method`` what ``unit_forward`` does for a forward.
-
-    It is one for all modules that have the method, so that they can share compiled code.
-    """
+def _made_by(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does for ``method`` what ``unit_forward`` does for a forward."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         unit: Unit = self.__dict__[STATE]
@@ -170,3 +167,7 @@ def _forward_by(method: Callable[..., Any]) -> Callable[..., Any]:
         return as_given(unit, output)
 
     return with_code_of_its_own(forward, getattr(method, "__qualname__", "forward"))
+
+
+# One function for all modules that have the method, so that they can share compiled code.
+_forward_by = shared(_made_by)
