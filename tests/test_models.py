@@ -210,9 +210,8 @@ def reports(two_ranks: Ranks, three_ranks: Ranks) -> Callable[[Case], list[Any]]
 
 
 # Every model of plain torch is on three ranks, where shards are uneven; the first one also on two, where they are even.
-MORE = [Case("llama", 2, "inductor")]
-SLOW = [Case("conv", 3, "inductor"), Case("mixtral", 3), Case("t5", 3)]
-CASES = [Case("sequential", 2), *(Case(model, 3) for model in PLAIN), Case("llama", 3), *MORE, *SLOW]
+SLOW = [Case("llama", 2, "inductor"), Case("conv", 3, "inductor"), Case("mixtral", 3), Case("t5", 3)]
+CASES = [Case("sequential", 2), *(Case(model, 3) for model in PLAIN), Case("llama", 3), *SLOW]
 COMPAT = [Case("sequential", 2), Case("loop", 3)]
 
 
@@ -220,7 +219,7 @@ def every(*models: str) -> pytest.MarkDecorator:
     """Every case of these models, or of all."""
 
     def marks(case: Case) -> list[pytest.MarkDecorator]:
-        return [mark for mark, cases in ((pytest.mark.compat, COMPAT), (pytest.mark.more, MORE), (pytest.mark.slow, SLOW)) if case in cases]
+        return [mark for mark, cases in ((pytest.mark.compat, COMPAT), (pytest.mark.slow, SLOW)) if case in cases]
 
     chosen = [case for case in CASES if not models or case.model in models]
     return pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in chosen])
