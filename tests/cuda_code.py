@@ -7,6 +7,8 @@
 The model is traced on the CPU, since autograd's engine asks the driver of a GPU for a context. Inductor gets the graphs
 with each tensor on a GPU that a stand-in describes, and its code is kept instead of run. Kernels can be compiled
 all the same: Triton brings its own assembler.
+
+``compile_fx`` is imported where it is used: on torch 2.11 its import warns, which fails where tests are collected.
 """
 
 from __future__ import annotations
@@ -23,8 +25,6 @@ import torch
 import torch._functorch.config
 import torch.utils._triton
 from torch import Tensor, fx
-from torch._inductor import compile_fx
-from torch._inductor import graph as inductor_graph
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.exc import InductorError
 from torch._inductor.runtime import triton_helpers
@@ -99,21 +99,26 @@ class Codes:
 
     def backend(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Compile like Inductor, for the GPU; what comes out is not run."""
-        return compile_fx.compile_fx(module, inputs, inner_compile=self._inner, **options)
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(module, inputs, inner_compile=self._inner, **options)
 
     def _inner(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx_inner
+        from torch._inductor.graph import GraphLowering
+
         on_gpu = _on_gpu(module, inputs)
         kept = self.backwards if options.get("is_backward") else self.forwards
-        generate = inductor_graph.GraphLowering.codegen
+        generate = GraphLowering.codegen
 
         def keep(lowering: Any) -> Any:
             code, *_ = generate(lowering)
             kept.append(Code(code.value))
             raise _Kept
 
-        with _pretended(), mock.patch.object(inductor_graph.GraphLowering, "codegen", keep):
+        with _pretended(), mock.patch.object(GraphLowering, "codegen", keep):
             try:
-                compile_fx.compile_fx_inner(module, on_gpu, **options)
+                compile_fx_inner(module, on_gpu, **options)
             except InductorError as error:
                 if not isinstance(error.inner_exception, _Kept):
                     raise
