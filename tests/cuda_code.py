@@ -1,8 +1,7 @@
-"""Inductor's code for a GPU, generated on a machine without one: what it launches, waits for, copies and computes.
+"""Inductor's code for a GPU, generated on a machine without one.
 
-    with gpu_code() as codes:
-        train(torch.compile(model, backend=codes.backend))       a sharded model on the CPU, in a fake process group
-    codes.forward.events, codes.backward.events                   all_gather ..., wait, product, kernel, ...
+    codes = code_of(model, batch)         a sharded model on the CPU, in a fake process group
+    codes.forwards, codes.backwards       Python source, with the Triton kernels in it
 
 The model is traced on the CPU, since autograd's engine asks the driver of a GPU for a context. Inductor gets the graphs
 with each tensor on a GPU that a stand-in describes, and its code is kept instead of run. Kernels can be compiled
@@ -53,49 +52,13 @@ H100 = SimpleNamespace(
     is_multi_gpu_board=0,
 )
 
-_EVENTS = {
-    r"all_gather_into_tensor(_coalesced|_out)*\.default\(": "gather",
-    r"reduce_scatter_tensor(_coalesced)*\.default\(": "reduce",
-    r"all_to_all_single\.default\(": "reduce",
-    r"all_reduce_*\.default\(": "sum",
-    r"wait_tensor\.default\(": "wait",
-    r"fsdpc\.pack\.default\(": "pack",
-    r"fsdpc\.copied\.default\(|aten\.clone\.default\(": "copy",
-    r"fsdpc\.to_device\.default\(": "to device",
-    r"fsdpc\.to_host\.default\(": "to host",
-    r"extern_kernels\.(mm|bmm|addmm|baddbmm)\(|_scaled_mm": "product",
-    r"scaled_dot_product|flash_attention|efficient_attention": "attention",
-    r"\.run\(": "kernel",
-}
-
-
-@dataclass(frozen=True)
-class Code:
-    """What Inductor made of one graph."""
-
-    source: str
-
-    @property
-    def lines(self) -> list[str]:
-        """The lines of the function that runs the graph, without assertions."""
-        body = self.source[self.source.index("def call(") :]
-        return [line.strip() for line in body.splitlines() if "assert_" not in line]
-
-    @property
-    def events(self) -> list[str]:
-        """What the code does, in order."""
-        found = []
-        for line in self.lines:
-            found += [name for pattern, name in _EVENTS.items() if re.search(pattern, line)][:1]
-        return found
-
 
 @dataclass
 class Codes:
     """The code of each graph that was compiled, in the order in which they were."""
 
-    forwards: list[Code] = field(default_factory=list)
-    backwards: list[Code] = field(default_factory=list)
+    forwards: list[str] = field(default_factory=list)
+    backwards: list[str] = field(default_factory=list)
 
     def backend(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Compile like Inductor, for the GPU; what comes out is not run."""
@@ -113,7 +76,7 @@ class Codes:
 
         def keep(lowering: Any) -> Any:
             code, *_ = generate(lowering)
-            kept.append(Code(code.value))
+            kept.append(code.value)
             raise _Kept
 
         with _pretended(), mock.patch.object(GraphLowering, "codegen", keep):
@@ -126,7 +89,7 @@ class Codes:
 
 
 class _Kept(Exception):
-    """Ends Inductor's work when the code is there."""
+    """This exception stops Inductor once it has generated the code, which cannot run here."""
 
 
 class NotRun(Exception):
@@ -221,28 +184,23 @@ def _ask_again_for_triton() -> None:
             one.cache_clear()
 
 
-@contextlib.contextmanager
-def gpu_code() -> Iterator[Codes]:
-    """Give a backend for ``torch.compile`` that keeps Inductor's code for a GPU, of forward and backward at once."""
+def code_of(model: Any, *batch: Tensor, **options: Any) -> Codes:
+    """Return the code of a model's forward and backward, which Inductor generates at once."""
     torch._dynamo.reset()
-    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-        yield Codes()
-
-
-def code_of(model: Any, *batch: Tensor, loss: Callable[[Any], Tensor] = lambda out: out.sum(), **options: Any) -> Codes:
-    """Return the code of a model's forward and backward."""
-    with gpu_code() as codes, contextlib.suppress(NotRun):
-        loss(torch.compile(model, backend=codes.backend, **options)(*batch))
+    codes = Codes()
+    at_once = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
+    with at_once, contextlib.suppress(NotRun):
+        torch.compile(model, backend=codes.backend, **options)(*batch)
     return codes
 
 
-def assembled(code: Code, capability: int) -> list[str]:
+def assembled(code: str, capability: int) -> list[str]:
     """Compile all Triton kernels of the code, down to machine code for GPUs of this capability; return their names.
 
     ``CachingAutotuner._precompile_config``: seen with torch 2.15.
     """
     pattern = r"(\w+) = async_compile\.triton\('\w+', '''(.*?)''', device_str='cuda'\)"
-    found = re.findall(pattern, code.source, re.DOTALL)
+    found = re.findall(pattern, code, re.DOTALL)
     with _pretended():
         for name, source in found:
             kernel = getattr(PyCodeCache.load(source), name)

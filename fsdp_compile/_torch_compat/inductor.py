@@ -169,7 +169,7 @@ def missing_compiler(device_type: str) -> str | None:
 
 
 class _JointGraphIsThere(Exception):
-    """Raised to leave AOTAutograd before it cuts, compiles or runs anything."""
+    """This exception stops AOTAutograd before it partitions, compiles or runs the graph."""
 
 
 def trace_joint_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Checks the arguments of fully_shard and replicate: a wrong one raises an error that names it."""
+"""Functions that check the arguments of fully_shard and replicate. A wrong argument raises an error that names it."""
 
 from __future__ import annotations
 

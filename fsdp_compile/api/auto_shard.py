@@ -42,7 +42,7 @@ def auto_shard(model: ModelT, policy: Any = None, **options: Any) -> ModelT:
     if not isinstance(model, nn.Module):
         raise TypeError(f"auto_shard takes a module, but got {type(model).__name__}.")
     ignored = ignored_in("auto_shard", options.get("ignored_params"))
-    unknown = sorted(set(options) - set(_KNOWN_OPTIONS))
+    unknown = sorted(set(options).difference(_KNOWN_OPTIONS))
     if unknown:
         raise TypeError(f"auto_shard: no option {', '.join(unknown)}. fully_shard takes {', '.join(_KNOWN_OPTIONS)}.")
     chosen = _choose(model, policy, ignored, options)
@@ -69,7 +69,7 @@ def _require_units(model: nn.Module, chosen: Chosen) -> None:
     """Raise for unknown options and modules that cannot be units, before anything is sharded."""
     for path, module in model.named_modules():
         here = path or f"the {original_class(model).__name__} itself"
-        unknown = sorted(set(chosen.get(module, ())) - set(_KNOWN_OPTIONS))
+        unknown = sorted(set(chosen.get(module, ())).difference(_KNOWN_OPTIONS))
         if unknown:
             raise ValueError(
                 f"auto_shard: policy returned {', '.join(unknown)} for {here}. fully_shard takes "

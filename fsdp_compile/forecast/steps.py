@@ -6,7 +6,8 @@
     view                          nothing: left out
 
 A wait says how many launches ago its own launch was. So equal layers have equal steps, whatever is computed in between.
-The steps of a model with many layers are made from two with few, by repeating what one more layer added:
+Two models with few layers are traced. The steps of a model with many layers are those of the shorter one, and the steps
+that one more layer added, repeated:
 
     3 layers    E a a b1 b2 b3 z s s s
     4 layers    E a a b1 b2 b3 c z s s s s          added: c, and an s at the end
@@ -173,7 +174,7 @@ def _as_bytes(some: Mapping[int, int]) -> Bytes:
 
 @dataclass(frozen=True)
 class Added:
-    """The steps and bytes that a longer half has and a shorter one lacks."""
+    """The difference between the same half of a step with one more layer and without it, in steps and bytes."""
 
     blocks: tuple[tuple[int, tuple[Step, ...]], ...]  # each with its place in the steps of the shorter half
     held: Bytes

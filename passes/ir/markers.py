@@ -89,8 +89,8 @@ reduce_grad = define_op(
 )
 # The same for any other gradient, in a graph without reductions.
 beside = define_op("beside(Tensor grad, Tensor[] gathered) -> Tensor", _beside)
-# This wraps each tensor that an all-gather extension made of gathered parts; the pass ``parts`` takes it away.
-# It clones, as a functional op may not return its input.
+# This op marks each tensor that an all-gather extension made from gathered parts. The pass ``parts`` removes the op.
+# Its kernel clones, since a functional op may not return its input.
 made_of_parts = define_op("made_of_parts(Tensor full) -> Tensor", torch.clone)
 # This calls the ticket's holder when backward runs, which no graph contains: it adds what earlier backwards held back.
 resume = define_op("resume(Tensor grad, Tensor ticket) -> Tensor", _resume_kernel, _resume_fake)

@@ -161,7 +161,7 @@ def _named(nodes: list[fx.Node]) -> list[Marker]:
 
 
 def whole_of(marker: fx.Node) -> fx.Node | None:
-    """Return the gather that the slices of this gather were cut from; None for any other marker."""
+    """If this marker gathers slices of a parameter, return the marker that gathered the whole parameter; else None."""
     piece = marker.args[0]
     if isinstance(piece, fx.Node) and piece.target is markers.keep_slice:
         return piece.all_input_nodes[0]
