@@ -10,7 +10,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_tra
 
 
 def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the buffers of this module alone that its state dict has (``_non_persistent_buffers_set``: 2.11 to 2.15)."""
+    """Return the buffers of this module alone that its state dict has.
+
+    ``_non_persistent_buffers_set``: 2.11 to 2.15.
+    """
     return {name: one for name, one in module._buffers.items() if name not in module._non_persistent_buffers_set}
 
 
