@@ -16,7 +16,6 @@ from tests.comparing import (
     batches,
     local_loss,
     loss_of,
-    mine,
     reference_backward,
 )
 from tests.compiling import compiled, num_graphs
@@ -36,45 +35,65 @@ def accumulate(model: Stack, run: Callable[[Tensor], Tensor], unsharded: Stack, 
         backward_on_both(run, unsharded, 10 * step + micro)
 
 
-@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.slow)])
+def assert_same_and_clear(model: Stack, unsharded: Stack) -> None:
+    assert_same_grads(model, unsharded)
+    model.zero_grad()
+    unsharded.zero_grad()
+
+
+class ReadTwice(Block):
+    """Both reads of the shift get the very same gradient."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__(dim)
+        self.shift = nn.Parameter(torch.randn(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.shift) + (self.down(torch.relu(self.up(self.norm(x)))) + self.shift)
+
+
 @on_two_ranks
-def test_micro_batches_without_sync_send_nothing(reshard: bool) -> None:
-    unsharded, model = pair(make=small, reshard_after_forward=reshard)
+def test_micro_batches_without_sync_send_nothing() -> None:
+    """Of a weight that is tied, and a parameter whose two reads get the very same gradient."""
+    unsharded, model = pair(make=lambda: Stack(1, tied=True, block=ReadTwice))
     run = compiled(model, "aot_eager")
     optims = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, unsharded)]
-    for step in range(4):
+    for step in range(2):
         accumulate(model, run, unsharded, step, num=3)
         assert_same_grads(model, unsharded)
-        assert num_graphs() == 2  # the first micro-batches hold, the last resumes; nothing is compiled again
+        assert num_graphs() == 2, "the first micro-batches hold, the last resumes; nothing is compiled again"
         for optim in optims:
             optim.step()
             optim.zero_grad()
     assert_same_params(model, unsharded, atol=1e-4, rtol=1e-3)
     reductions, gathers = [], []
-    for micro in range(4):
-        model.set_requires_gradient_sync(micro == 3)
-        loss = local_loss(run, micro)
+    for micro in range(3):
+        model.set_requires_gradient_sync(micro == 2)
+        with Wire() as wire:
+            loss = local_loss(run, micro)
+        assert wire.calls["gather"] == 7 + 3, "a block, then the tied weight, once, and two of the norm"
         with Wire() as wire:
             loss.backward()
-        if micro < 3:
+        if micro < 2:
             assert all(param.grad is None for param in model.parameters())
         reductions.append(wire.reductions)
         gathers.append(wire.calls["gather"])
     with Wire() as alone:
         local_loss(run, 9).backward()
-    assert reductions == [0, 0, 0, alone.reductions] and alone.reductions > 0
-    assert len(set(gathers)) == 1 and (gathers[0] > 0) == reshard
+    assert reductions == [0, 0, alone.reductions] and alone.reductions > 0
+    assert len(set(gathers)) == 1 and gathers[0] > 0
+    for one in (model, unsharded):
+        one.zero_grad()
+    accumulate(model, torch.compile(model, backend="eager", fullgraph=True), unsharded, 3, num=2)
+    assert_same_grads(model, unsharded)
 
 
-@pytest.mark.parametrize("replicated", [False, True])
-@on_four_ranks
-def test_steps_after_an_accumulation_copy_nothing(replicated: bool) -> None:
+def assert_steps_after_an_accumulation_copy_nothing(
+    model: Stack, run: Callable[[Tensor], Tensor], unsharded: Stack, wait: Callable[[bool], None]
+) -> None:
     """Gradients ask what waits for them in the step after an accumulation, and not before it or later."""
-    unsharded, model = pair(make=small, mesh=mesh_of("replicate", "shard") if replicated else None)
-    run = compiled(model, "aot_eager")
-    wait = model.set_requires_all_reduce if replicated else model.set_requires_gradient_sync
     num_asked = []
-    for step in range(5):
+    for step in range(4):
         wait(step != 1)
         reference_backward(unsharded, batches(step))
         loss = local_loss(run, step)
@@ -83,15 +102,79 @@ def test_steps_after_an_accumulation_copy_nothing(replicated: bool) -> None:
         num_asked.append(sum(event.name == "fsdpc::resume" for event in profile.events()))
         if step != 1:
             assert_same_grads(model, unsharded)
-    plain, _, first, *later = num_asked
-    assert first > 0 and [plain, *later] == [0, 0, 0]
+    plain, _, first, later = num_asked
+    assert first > 0 and [plain, later] == [0, 0]
 
 
+def assert_the_flag_that_holds_is_that_of_backward(
+    model: Stack, run: Callable[[Tensor], Tensor], unsharded: Stack
+) -> None:
+    """As pipelines do it: forwards run ahead, and the flag is set around each backward."""
+    reductions = []
+    for step in range(3):
+        with Wire() as wire:
+            losses = [local_loss(run, 10 * step + micro) for micro in range(2)]
+            for micro in range(4):
+                model.set_requires_gradient_sync(micro == 3)
+                losses[micro].backward()
+                if micro < 2:
+                    losses.append(local_loss(run, 10 * step + micro + 2))
+        reductions.append(wire.reductions)
+        for micro in range(4):
+            reference_backward(unsharded, batches(10 * step + micro))
+        assert_same_and_clear(model, unsharded)
+    first, second, third = reductions
+    # Until it is known that the flag changes between forward and backward, backward reduces more often.
+    assert first > third and second >= third
+
+
+@pytest.mark.parametrize("path", ["eager", "aot_eager"])
 @on_two_ranks
-def test_what_is_held_back_behind_a_forward_is_reduced_by_its_backward() -> None:
-    """A backward that holds back comes behind one that left nothing waiting, as in a pipeline."""
+def test_what_is_held_back_is_reduced_once_whatever_comes_between(path: str) -> None:
+    """zero_grad and gradients that are asked for leave what is held back; reset_iter_state drops it."""
     unsharded, model = pair(make=small)
-    run = compiled(model, "aot_eager")
+    run = compiled(model, path)
+    if path != "eager":
+        assert_steps_after_an_accumulation_copy_nothing(model, run, unsharded, model.set_requires_gradient_sync)
+        model.zero_grad()
+        unsharded.zero_grad()
+    # As with FSDP2, zero_grad clears what is registered: gradients that are there, and not those held back.
+    for micro, sync in enumerate((True, False, True)):
+        model.set_requires_gradient_sync(sync)
+        local_loss(run, micro).backward()
+        if micro < 2:
+            model.zero_grad()
+    for micro in (1, 2):  # the first one's were there, and are gone
+        reference_backward(unsharded, batches(micro))
+    assert_same_and_clear(model, unsharded)
+
+    # A loss is weighed by the gradient of the last layer, among micro-batches.
+    losses = [torch.stack([loss_of(unsharded(batch)) for batch in batches(micro)]).mean() for micro in range(3)]
+    with fsdp_compile.no_sync(model):
+        local_loss(run, 0).backward()
+    (grad,) = torch.autograd.grad(local_loss(run, 1), [model.head.weight])
+    (expected,) = torch.autograd.grad(losses[1], [unsharded.head.weight])
+    torch.testing.assert_close(grad.full_tensor(), expected, atol=1e-6, rtol=1e-4)
+    local_loss(run, 2).backward()
+    (losses[0] + losses[2]).backward()
+    assert_same_and_clear(model, unsharded)
+
+    with fsdp_compile.no_sync(model):
+        local_loss(run, 0).backward()
+    model.reset_iter_state()
+    backward_on_both(run, unsharded, 1)
+    assert_same_and_clear(model, unsharded)
+
+    # Compiled and eager micro-batches add up.
+    for micro, forward in enumerate((run, model, run, model)):
+        model.set_requires_gradient_sync(micro == 3)
+        backward_on_both(forward, unsharded, micro)
+    assert_same_and_clear(model, unsharded)
+
+    if path != "eager":
+        assert_the_flag_that_holds_is_that_of_backward(model, run, unsharded)
+
+    # A backward that holds back comes behind one that left nothing waiting, as in a pipeline.
     with fsdp_compile.no_sync(model):
         late = local_loss(run, 0)
     local_loss(run, 1).backward()
@@ -101,24 +184,33 @@ def test_what_is_held_back_behind_a_forward_is_reduced_by_its_backward() -> None
     last.backward()
     for micro in range(3):
         reference_backward(unsharded, batches(micro))
-    assert_same_grads(model, unsharded)
+    assert_same_and_clear(model, unsharded)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-@on_two_ranks
-def test_autograd_grad_leaves_alone_what_was_held_back(backend: str | None) -> None:
-    """As a loss that is weighed by the gradient of the last layer asks for it, among micro-batches."""
-    unsharded, model = pair(make=small)
-    run = compiled(model, backend)
-    losses = [torch.stack([loss_of(unsharded(batch)) for batch in batches(micro)]).mean() for micro in range(3)]
-    with fsdp_compile.no_sync(model):
-        local_loss(run, 0).backward()
-    (grad,) = torch.autograd.grad(local_loss(run, 1), [model.head.weight])
-    (expected,) = torch.autograd.grad(losses[1], [unsharded.head.weight])
-    torch.testing.assert_close(grad.full_tensor(), expected, atol=1e-6, rtol=1e-4)
-    local_loss(run, 2).backward()
-    (losses[0] + losses[2]).backward()
-    assert_same_grads(model, unsharded)
+@on_four_ranks
+def test_the_modes_mix() -> None:
+    """Gradients that are held back send nothing, and replicas are summed once."""
+    unsharded, model = pair(make=small, mesh=mesh_of("replicate", "shard"))
+    run = compiled(model, "aot_eager")
+    modes = [(False, True), (True, False), (True, False), (False, False), (True, True)]
+    for step in range(2):
+        wires = []
+        for micro, (sync, all_reduce) in enumerate(modes):
+            model.set_requires_gradient_sync(sync)
+            model.set_requires_all_reduce(all_reduce)
+            reference_backward(unsharded, batches(10 * step + micro))
+            loss = local_loss(run, 10 * step + micro)
+            with Wire() as wire:
+                loss.backward()
+            wires.append(wire.calls)
+        assert_same_grads(model, unsharded)
+    assert [wire["all_reduce"] > 0 for wire in wires] == [False, False, False, False, True]
+    first, second, third, fourth, fifth = (wire["all_to_all"] + wire["reduce_scatter"] for wire in wires)
+    assert first == fourth == 0 < min(second, third, fifth), (first, second, third, fourth, fifth)
+    local_loss(run, 0).backward()
+    for one in (model, unsharded):
+        one.zero_grad()
+    assert_steps_after_an_accumulation_copy_nothing(model, run, unsharded, model.set_requires_all_reduce)
 
 
 @pytest.mark.parametrize("how", ["grad", "factor"])
@@ -142,78 +234,6 @@ def test_partial_sums_are_left_alone_and_divided_as_is_said_last(how: str) -> No
     for param in unsharded.parameters():
         param.grad.mul_(0.5 if how == "factor" else 1.0)
     assert_same_grads(model, unsharded)
-
-
-@pytest.mark.parametrize("path", ["eager", "aot_eager"])
-@on_two_ranks
-def test_zero_grad_leaves_what_is_held_back(path: str) -> None:
-    """As with FSDP2, zero_grad clears what is registered: gradients that are there, and not those held back."""
-    unsharded, model = pair(make=small)
-    run = compiled(model, path)
-    for micro, sync in enumerate((True, False, True)):
-        model.set_requires_gradient_sync(sync)
-        local_loss(run, micro).backward()
-        if micro < 2:
-            model.zero_grad()
-    for micro in (1, 2):  # the first one's were there, and are gone
-        reference_backward(unsharded, batches(micro))
-    assert_same_grads(model, unsharded)
-
-
-@on_two_ranks
-def test_the_flag_that_holds_is_that_of_backward() -> None:
-    """As pipelines do it: forwards run ahead, and the flag is set around each backward."""
-    unsharded, model = pair(make=small)
-    run = compiled(model, "aot_eager")
-    reductions = []
-    for step in range(3):
-        with Wire() as wire:
-            losses = [local_loss(run, 10 * step + micro) for micro in range(2)]
-            for micro in range(4):
-                model.set_requires_gradient_sync(micro == 3)
-                losses[micro].backward()
-                if micro < 2:
-                    losses.append(local_loss(run, 10 * step + micro + 2))
-        reductions.append(wire.reductions)
-        for micro in range(4):
-            reference_backward(unsharded, batches(10 * step + micro))
-        assert_same_grads(model, unsharded)
-    first, second, third = reductions
-    # Until it is known that the flag changes between forward and backward, backward reduces more often.
-    assert first > third and second >= third
-
-
-@on_four_ranks
-def test_the_modes_mix() -> None:
-    """Gradients that are held back send nothing, and replicas are summed once."""
-    unsharded, model = pair(make=small, mesh=mesh_of("replicate", "shard"))
-    run = compiled(model, "aot_eager")
-    modes = [(False, True), (True, False), (True, False), (False, False), (True, True)]
-    for step in range(3):
-        wires = []
-        for micro, (sync, all_reduce) in enumerate(modes):
-            model.set_requires_gradient_sync(sync)
-            model.set_requires_all_reduce(all_reduce)
-            reference_backward(unsharded, batches(10 * step + micro))
-            loss = local_loss(run, 10 * step + micro)
-            with Wire() as wire:
-                loss.backward()
-            wires.append(wire.calls)
-        assert_same_grads(model, unsharded)
-    assert [wire["all_reduce"] > 0 for wire in wires] == [False, False, False, False, True]
-    first, second, third, fourth, fifth = (wire["all_to_all"] + wire["reduce_scatter"] for wire in wires)
-    assert first == fourth == 0 < min(second, third, fifth), (first, second, third, fourth, fifth)
-
-
-@on_two_ranks
-def test_compiled_and_eager_micro_batches_add_up() -> None:
-    unsharded, model = pair(make=small)
-    run = compiled(model, "aot_eager")
-    for step in range(2):
-        for micro, forward in enumerate([run, model, run, model, run][step:]):
-            model.set_requires_gradient_sync(micro == 4 - step)
-            backward_on_both(forward, unsharded, 10 * step + micro)
-        assert_same_grads(model, unsharded)
 
 
 @on_two_ranks
@@ -241,50 +261,3 @@ def test_what_the_last_backward_did_not_reach_is_reduced(path: str) -> None:
         model.set_requires_gradient_sync(micro == 2)
         backward_on_both(run, unsharded, micro)
     assert_same_grads(model, unsharded)
-
-
-@on_two_ranks
-def test_reset_drops_what_was_held() -> None:
-    unsharded, model = pair(make=small)
-    run = compiled(model, "aot_eager")
-    model.set_requires_gradient_sync(False)
-    local_loss(run, 0).backward()
-    model.reset_iter_state()
-    model.set_requires_gradient_sync(True)
-    backward_on_both(run, unsharded, 1)
-    assert_same_grads(model, unsharded)
-
-
-class ReadTwice(Block):
-    """Both reads of the shift get the very same gradient."""
-
-    def __init__(self, dim: int = 16) -> None:
-        super().__init__(dim)
-        self.shift = nn.Parameter(torch.randn(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x + self.shift) + (self.down(torch.relu(self.up(self.norm(x)))) + self.shift)
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@on_two_ranks
-def test_what_waits_joins_once_however_often_a_parameter_is_read(backend: str) -> None:
-    unsharded, model = pair(make=lambda: Stack(1, block=ReadTwice))
-    run = torch.compile(model, backend=backend, fullgraph=True)
-    for step in range(2):
-        accumulate(model, run, unsharded, step, num=2)
-        assert_same_grads(model, unsharded)
-
-
-@on_two_ranks
-def test_a_tied_weight_is_gathered_once_in_every_mode() -> None:
-    unsharded, model = pair(make=lambda: Stack(1, tied=True))
-    run = compiled(model, "aot_eager")
-    for step in range(2):
-        accumulate(model, run, unsharded, step, num=2)
-        assert_same_grads(model, unsharded)
-    for sync in (False, True):
-        model.set_requires_gradient_sync(sync)
-        with Wire() as wire:
-            run(mine())
-        assert wire.calls["gather"] == 6 + 3  # a block, then the weight and two of the norm
