@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
-from fsdp_compile import configure, fully_shard
+from fsdp_compile import configure, fully_shard, no_sync
 from fsdp_compile.core.unit import Unit, unit_of
 from fsdp_compile.eager import around, backward, forward, gathered, reduction
 from tests.comparing import batches, full, loss_of, mine, reference_backward, train_and_compare
 from tests.compiling import compile_blocks, num_graphs
 from tests.matrix.models import ReduceByHand
-from tests.models import Block, BreakBlock, Stack, pair, shard, twins
+from tests.models import Block, Stack, pair, shard, twins
 from tests.on_ranks import on_two_ranks
 from tests.ranks import Ranks
 from tests.recording import no_markers
-from tests.test_eager_regions import CheckpointedBlock
 
 # --- what is launched when, and what is freed -------------------------------------------------------------------------
 
@@ -142,13 +142,23 @@ def saved_full_weights(model: Any, call: Callable[..., Tensor] | None = None) ->
     return sum(storages.values())
 
 
-def _memory(backend: str) -> list[int]:
+class CheckpointedBlock(Block):
+    """Recomputed in backward."""
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._inner, x, use_reentrant=False)
+
+
+def _memory() -> list[int]:
     alive = []
-    for make, reshard in ((Stack, None), (functools.partial(Stack, block=CheckpointedBlock), None), (Stack, False)):
-        model = compile_blocks(pair(make=make, reshard_after_forward=reshard)[1], backend)
+    for block, reshard in ((Block, None), (CheckpointedBlock, None), (Block, False)):
+        model = compile_blocks(pair(make=functools.partial(Stack, 1, block=block), reshard_after_forward=reshard)[1])
         alive.append(saved_full_weights(model))
     torch._dynamo.reset()  # or another width makes sizes dynamic
-    model = compile_blocks(pair(make=functools.partial(Stack, 2, 40))[1], backend)
+    model = compile_blocks(pair(make=functools.partial(Stack, 1, 40))[1])
 
     def call(tokens: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -157,9 +167,8 @@ def _memory(backend: str) -> list[int]:
     return [*alive, saved_full_weights(model, call)]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_no_full_weight_lives_between_forward_and_backward(two_ranks: Ranks, backend: str) -> None:
-    resharded, recomputed, kept, under_autocast = two_ranks.run(_memory, backend)[0]
+def test_no_full_weight_lives_between_forward_and_backward(two_ranks: Ranks) -> None:
+    resharded, recomputed, kept, under_autocast = two_ranks.run(_memory)[0]
     assert resharded == recomputed == under_autocast == 0
     assert kept > 0
 
@@ -175,50 +184,51 @@ def _assert_first_gradients(model: nn.Module, unsharded: nn.Module) -> None:
         torch.testing.assert_close(full(ours[name].grad), param.grad, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("order", ["compile, shard", "shard, compile", "forward", "wrap, shard", "shard, wrap", "wrap last"])
+WAYS = ("compile, shard", "shard, compile", "forward", "wrap, shard", "shard, wrap", "wrap last")
+
+
 @on_two_ranks
-def test_however_blocks_are_compiled(order: str) -> None:
-    unsharded, model = twins(functools.partial(Stack, 4))
+def test_however_blocks_are_compiled() -> None:
+    unsharded, model = twins(functools.partial(Stack, len(WAYS)))
     options: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
-    names = list(unsharded.state_dict())
-    for index, layer in enumerate(model.layers):
-        if order == "compile, shard":
+    for index, way in enumerate(WAYS):
+        layer = model.layers[index]
+        if way == "compile, shard":
             layer.compile(**options)
-        elif order == "wrap, shard":
+        elif way == "wrap, shard":
             model.layers[index] = torch.compile(layer, **options)
         fully_shard(model.layers[index])
-        if order == "shard, compile":
+        if way == "shard, compile":
             layer.compile(**options)
-        elif order == "shard, wrap":
+        elif way == "shard, wrap":
             model.layers[index] = torch.compile(layer, **options)
     fully_shard(model)
-    for index, layer in enumerate(model.layers):
-        if order == "wrap last":
+    for index, way in enumerate(WAYS):
+        layer = model.layers[index]
+        if way == "wrap last":
             model.layers[index] = torch.compile(layer, **options)
-        elif order == "forward":
+        elif way == "forward":
             layer.forward = torch.compile(layer.forward, **options)
     with no_markers():
         loss_of(model(mine())).backward()
-        if "wrap" in order:
-            assert "layers.0._orig_mod.norm.weight" in model.state_dict()
-            assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
-            model.load_state_dict(model.state_dict())
-            _assert_first_gradients(model, unsharded)
-        else:
-            model.zero_grad()
-            assert list(model.state_dict()) == names
-            train_and_compare(model, model, unsharded)
-        assert num_graphs() == 1
+    _assert_first_gradients(model, unsharded)
+    wrapped = [f"layers.{index}._orig_mod.norm.weight" in model.state_dict() for index in range(len(WAYS))]
+    assert wrapped == ["wrap" in way for way in WAYS]
+    assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
+    model.load_state_dict(model.state_dict())
+    model.zero_grad()
+    with no_markers():
+        loss_of(model(mine())).backward()
+    unsharded.zero_grad()
+    _assert_first_gradients(model, unsharded)
 
 
-@pytest.mark.parametrize("breaks", [False, True])
 @on_two_ranks
-def test_a_model_compiled_whole_is_one_graph_whatever_its_blocks_are(breaks: bool) -> None:
-    """Nor do the numbers change where it breaks."""
-    unsharded, model = pair(make=functools.partial(Stack, 3, block=BreakBlock if breaks else Block))
-    compile_blocks(model, fullgraph=not breaks)
-    train_and_compare(torch.compile(model, backend="aot_eager", fullgraph=not breaks), model, unsharded)
-    assert breaks or num_graphs() == 1
+def test_a_model_compiled_whole_is_one_graph_whatever_its_blocks_are() -> None:
+    unsharded, model = pair()
+    compile_blocks(model)
+    train_and_compare(torch.compile(model, backend="aot_eager", fullgraph=True), model, unsharded, steps=2)
+    assert num_graphs() == 1
 
 
 class Calling(Block):
@@ -282,57 +292,44 @@ def test_an_error_in_a_compiled_block_leaves_nothing_gathered() -> None:
 
 
 @on_two_ranks
-def test_other_tensors_in_place_of_parameters() -> None:
+def test_gradients_that_are_asked_for_hooks_and_other_tensors_in_place_of_parameters() -> None:
     unsharded, model = pair()
     compile_blocks(model)
-    loss_of(model(mine())).backward()
-    others = {name: param.detach() * 0.5 for name, param in unsharded.named_parameters()}
-    out = torch.func.functional_call(model, others, (mine(),))
-    torch.testing.assert_close(out, torch.func.functional_call(unsharded, others, (mine(),)))
-    model.zero_grad()
-    train_and_compare(model, model, unsharded)
-    low = {name: param.detach().clone() for name, param in unsharded.state_dict().items()}
-    for name, param in model.state_dict().items():
-        low[name] = torch.distributed.tensor.distribute_tensor(low[name] * 0.5, param.device_mesh, param.placements)
-    model.load_state_dict(low, assign=True)
-    unsharded.load_state_dict({name: param * 0.5 for name, param in unsharded.state_dict().items()})
-    train_and_compare(model, model, unsharded)
-
-
-@on_two_ranks
-def test_gradients_that_are_asked_for_and_hooks() -> None:
-    unsharded, model = pair()
-    compile_blocks(model)
-    loss = loss_of(model(mine()))
     params = list(model.parameters())
-    grads = torch.autograd.grad(loss, params)
+    grads = torch.autograd.grad(loss_of(model(mine())), params)
     reference_backward(unsharded, batches(0))
     for grad, theirs in zip(grads, unsharded.parameters()):
         torch.testing.assert_close(grad.full_tensor(), theirs.grad, atol=1e-6, rtol=1e-4)
     assert all(param.grad is None for param in params)
+
+    # What others accumulated stays where one gradient is asked for.
+    with no_sync(model):
+        loss_of(model(mine())).backward()
+    torch.autograd.grad(loss_of(model(mine())), [model.layers[0].up.bias])
+    loss_of(model(mine())).backward()
+    for param, theirs in zip(params, unsharded.parameters()):
+        if param is not model.layers[0].up.bias:  # whose held gradient went to who asked
+            torch.testing.assert_close(param.grad.full_tensor(), 2 * theirs.grad, atol=1e-6, rtol=1e-4)
+    model.zero_grad()
+
+    others = {name: param.detach() * 0.5 for name, param in unsharded.named_parameters()}
+    out = torch.func.functional_call(model, others, (mine(),))
+    torch.testing.assert_close(out, torch.func.functional_call(unsharded, others, (mine(),)))
+    low = {name: value.detach() * 0.5 for name, value in model.state_dict().items()}
+    model.load_state_dict(low, assign=True)
+    unsharded.load_state_dict(others)
+    unsharded.zero_grad()
+    train_and_compare(model, model, unsharded, steps=2)
+
     seen: list[str] = []
     for name, param in model.named_parameters():
         param.register_post_accumulate_grad_hook(lambda param, name=name: seen.append(name))
         param.register_hook(lambda grad: grad * 2)
     loss_of(model(mine())).backward()
-    assert sorted(seen) == sorted(name for name, _ in model.named_parameters())
-    for param, theirs in zip(params, unsharded.parameters()):
-        torch.testing.assert_close(param.grad.full_tensor(), theirs.grad * 2, atol=1e-6, rtol=1e-4)
-
-
-@on_two_ranks
-def test_what_others_accumulated_stays_where_one_gradient_is_asked_for() -> None:
-    unsharded, model = pair()
-    compile_blocks(model)
-    model.set_requires_gradient_sync(False)
-    loss_of(model(mine())).backward()
-    model.set_requires_gradient_sync(True)
-    torch.autograd.grad(loss_of(model(mine())), [model.layers[0].up.bias])
-    loss_of(model(mine())).backward()
     reference_backward(unsharded, batches(0))
+    assert sorted(seen) == sorted(name for name, _ in model.named_parameters())
     for param, theirs in zip(model.parameters(), unsharded.parameters()):
-        if param is not model.layers[0].up.bias:  # whose held gradient went to who asked
-            torch.testing.assert_close(param.grad.full_tensor(), 2 * theirs.grad, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(param.grad.full_tensor(), theirs.grad * 2, atol=1e-6, rtol=1e-4)
 
 
 @on_two_ranks
@@ -345,7 +342,7 @@ def test_blocks_of_other_sizes_are_graphs_of_their_own() -> None:
         one.layers.append(Block(16))
         one.layers[2].up, one.layers[2].down = nn.Linear(16, 50), nn.Linear(50, 16)
     compile_blocks(shard(model))
-    train_and_compare(model, model, unsharded)
+    train_and_compare(model, model, unsharded, steps=2)
     assert num_graphs() == 2
 
 
@@ -359,20 +356,20 @@ class Counting(ReduceByHand):
 
 @on_two_ranks
 def test_what_only_the_eager_path_can_honour_keeps_no_block_from_being_compiled() -> None:
+    """And what only a graph of the whole model can heed is said, once."""
     unsharded, model = pair()
     compile_blocks(model)
     comm = Counting()
     for layer in model.layers:
         layer.set_custom_reduce_scatter(comm)
-    train_and_compare(model, model, unsharded, steps=2)
+    _is_told_of_a_budget(model, unsharded, ".* is compiled by itself")
     assert num_graphs() == 1 and comm.num_calls > 0
-
-
-@pytest.mark.parametrize(("blocks", "why"), [(True, ".* is compiled by itself"), (False, ".root. .* runs eagerly")])
-@on_two_ranks
-def test_a_budget_that_only_a_graph_of_the_whole_model_can_heed_is_said(blocks: bool, why: str) -> None:
     unsharded, model = pair()
-    configure(compile_blocks(model) if blocks else model, memory_budget="1GiB")
+    _is_told_of_a_budget(model, unsharded, ".root. .* runs eagerly")
+
+
+def _is_told_of_a_budget(model: nn.Module, unsharded: nn.Module, why: str) -> None:
+    configure(model, memory_budget="1GiB")
     with pytest.warns(UserWarning, match=f"memory_budget or plan has no effect where {why}") as caught:
         train_and_compare(model, model, unsharded, steps=2)
     assert sum("memory_budget" in str(one.message) for one in caught) == 1, "said once"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -14,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compile import MixedPrecisionPolicy, fully_shard, replicate
+from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from tests.comparing import (
     assert_same_grads,
-    backward_on_both,
     batches,
     loss_of,
     mine,
@@ -26,42 +24,31 @@ from tests.comparing import (
 )
 from tests.compiling import compile_blocks, num_graphs
 from tests.models import (
-    Again,
     Block,
     BreakBlock,
-    Checkpointed,
     FrozenBlock,
     PartlyUsedBlock,
     Stack,
     TiedInBlock,
     TwiceBlock,
-    mesh_of,
     pair,
     shard,
     twins,
 )
-from tests.on_ranks import on_four_ranks, on_two_ranks
-from tests.ranks import Ranks
+from tests.on_ranks import on_two_ranks
 from tests.recording import no_markers
-from tests.test_around_graphs import saved_full_weights, units_inside
-from tests.test_eager_regions import CheckpointedBlock, DisabledFunctionBlock, ReentrantStack
-
-
-def _train(make: Callable[[], Stack], fullgraph: bool = True, backend: str = "aot_eager", **options: Any) -> None:
-    unsharded, model = pair(make=make, **options)
-    compile_blocks(model, backend, fullgraph)
-    with no_markers():
-        train_and_compare(model, model, unsharded)
+from tests.test_around_graphs import CheckpointedBlock, saved_full_weights, units_inside
+from tests.test_eager_regions import DisabledFunctionBlock
 
 
 @pytest.mark.compat
 @on_two_ranks
 def test_many_equal_blocks_train_as_unsharded_with_one_graph() -> None:
     """And with one more for evaluation."""
-    unsharded, model = pair(make=functools.partial(Stack, 12))
+    unsharded, model = pair(make=functools.partial(Stack, 4))
     compile_blocks(model)
     with no_markers():
-        train_and_compare(model, model, unsharded)
+        train_and_compare(model, model, unsharded, steps=1)
         assert num_graphs() == 1
         for training in (False, True):
             model.train(training), unsharded.train(training)
@@ -86,67 +73,58 @@ def _accumulate(unsharded: nn.Module, model: Any) -> None:
         assert_same_grads(model, unsharded)
 
 
-@pytest.mark.parametrize(
-    ("make", "fullgraph"),
-    [
-        *((make, True) for make in (functools.partial(Stack, tied=True), functools.partial(Again, 3))),
-        *((make, True) for make in (Checkpointed, ReentrantStack)),
-        *(
-            (functools.partial(Stack, block=block), block not in (BreakBlock, DisabledFunctionBlock))
-            for block in (
-                FrozenBlock, PartlyUsedBlock, TiedInBlock, TwiceBlock, CheckpointedBlock,
-                BreakBlock, DisabledFunctionBlock,
-            )
-        ),
-    ],
-)  # fmt: skip
-def test_models_of_every_kind(two_ranks: Ranks, make: Callable[[], Stack], fullgraph: bool) -> None:
-    two_ranks.run(_train, make, fullgraph)
+class OfEveryKind(Stack):
+    """Tied outside of its blocks; the first one is called twice, and the last one is recomputed with its unit."""
+
+    def __init__(self) -> None:
+        super().__init__(0, tied=True)
+        kinds = (
+            FrozenBlock, PartlyUsedBlock, TiedInBlock, TwiceBlock, CheckpointedBlock, BreakBlock, DisabledFunctionBlock,
+            Block,
+        )  # fmt: skip
+        self.layers = nn.ModuleList(kind(16) for kind in kinds)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in [*self.layers[:-1], self.layers[0]]:
+            x = layer(x)
+        return self.head(self.norm(checkpoint(self.layers[-1], x, use_reentrant=False)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "make", [Checkpointed, *(functools.partial(Stack, block=block) for block in (CheckpointedBlock, FrozenBlock))]
-)
-def test_checkpointed_and_frozen_ones_on_inductor(two_ranks: Ranks, make: Callable[[], Stack]) -> None:
-    two_ranks.run(_train, make, True, "inductor")
+class ReentrantStack(Stack):
+    """Checkpointing around whole units, with backwards inside of backward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("make", [OfEveryKind, ReentrantStack])
+@on_two_ranks
+def test_blocks_of_every_kind(make: type[Stack]) -> None:
+    unsharded, model = pair(make=make)
+    compile_blocks(model, fullgraph=False)
+    with no_markers():
+        train_and_compare(model, model, unsharded, steps=2)
 
 
 @on_two_ranks
 def test_resharding_and_freezing() -> None:
     for reshard in (True, False):
-        _train(Stack, reshard_after_forward=reshard)
+        unsharded, model = pair(reshard_after_forward=reshard)
+        compile_blocks(model)
+        with no_markers():
+            train_and_compare(model, model, unsharded, steps=2)
     # the frozen parts of a model that trains none of a block's parameters but a bias
-    unsharded, model = pair()
     for one in (unsharded, model):
         one.layers[0].requires_grad_(False)
         one.layers[1].up.weight.requires_grad_(False)
-    compile_blocks(model)
-    train_and_compare(model, model, unsharded)
+    train_and_compare(model, model, unsharded, steps=2)
     for one in (unsharded, model):
         one.requires_grad_(True)
-    train_and_compare(model, model, unsharded)
-
-
-@pytest.mark.slow
-@on_four_ranks
-def test_hybrid_meshes_slices_and_replicas() -> None:
-    hybrid = mesh_of("replicas", "shards")
-    unsharded, model = pair(mesh=hybrid)
-    compile_blocks(model)
-    with no_markers():
-        train_and_compare(model, model, unsharded)
-        for number, sync in enumerate((False, True)):
-            model.set_requires_all_reduce(sync)
-            backward_on_both(model, unsharded, number)
-        assert_same_grads(model, unsharded)
-    _train(Stack, reshard_after_forward=2)
-    unsharded, copied = twins()
-    for layer in copied.layers:
-        replicate(layer)
-    compile_blocks(replicate(copied))
-    with no_markers():
-        train_and_compare(copied, copied, unsharded)
+    train_and_compare(model, model, unsharded, steps=2)
 
 
 @on_two_ranks
@@ -159,7 +137,7 @@ def test_evaluation_before_training_and_after_it() -> None:
                 torch.testing.assert_close(model(mine()), unsharded(mine()), atol=1e-5, rtol=1e-4)
             for unit in units_inside(model):
                 assert all(full.untyped_storage().nbytes() == 0 for full in unit.running.gathered.fulls)
-        train_and_compare(model, model, unsharded)
+        train_and_compare(model, model, unsharded, steps=1)
         with torch.inference_mode():
             torch.testing.assert_close(model(mine()), unsharded(mine()), atol=1e-4, rtol=1e-3)
 
@@ -169,10 +147,9 @@ def test_units_of_two_blocks() -> None:
     unsharded, model = twins(functools.partial(Stack, 4))
     for first in (0, 2):
         fully_shard(list(model.layers[first : first + 2]))
-    fully_shard(model)
-    compile_blocks(model)
+    compile_blocks(fully_shard(model))
     with no_markers():
-        train_and_compare(model, model, unsharded)
+        train_and_compare(model, model, unsharded, steps=2)
 
 
 class Inner(Block):
@@ -188,23 +165,22 @@ class Inner(Block):
 
 @on_two_ranks
 def test_a_unit_inside_a_compiled_block_gathers_in_its_graph() -> None:
-    unsharded, model = twins(lambda: Stack(4, block=Inner))
+    unsharded, model = twins(lambda: Stack(3, block=Inner))
     for layer in model.layers:
         fully_shard(layer.mlp)
     compile_blocks(shard(model))
     model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])  # which is heeded: no word of it
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "set_modules_to_forward_prefetch")
-        train_and_compare(model, model, unsharded)
+        train_and_compare(model, model, unsharded, steps=2)
     assert num_graphs() == 1
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @on_two_ranks
-def test_mixed_precision_as_on_the_eager_path(backend: str) -> None:
+def test_mixed_precision_as_on_the_eager_path() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     (_, model), (_, eager) = (pair(mp_policy=policy) for _ in range(2))
-    compile_blocks(model, backend)
+    compile_blocks(model)
     for step in range(2):
         for one in (model, eager):
             loss_of(one(mine(step))).backward()

@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
-from tests.comparing import assert_same_grads, backward_on_both, local_loss, mine, train_and_compare
+from tests.comparing import assert_same_grads, backward_on_both, local_loss, train_and_compare
 from tests.compiling import compiled, num_graphs
-from tests.models import Block, BreakBlock, Checkpointed, Stack, pair, shard, twins
+from tests.models import Block, BreakBlock, Stack, pair, shard, twins
 from tests.on_ranks import on_two_ranks
 from tests.test_eager import PlainAllGather, PlainReduceScatter
 from tests.test_extension import Opaque
@@ -53,42 +52,37 @@ class DisabledUnit(Block):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("block", [BreakBlock, DisabledFunctionBlock, DisabledModuleBlock, DisabledUnit])
+class Mixed(Stack):
+    """A block of each kind, and a root that reads a weight of its own, and a parameter twice."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        kinds = (BreakBlock, DisabledFunctionBlock, DisabledModuleBlock, DisabledUnit)
+        self.layers = nn.ModuleList(kind(16) for kind in kinds)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out = super().forward(tokens)
+        penalty = self.embed.weight.square().mean() + self.norm.weight.mean()
+        return out + penalty
+
+
 @on_two_ranks
-def test_parameters_are_read_behind_a_break_and_where_dynamo_never_looks(block: type[Block]) -> None:
+def test_parameters_are_read_behind_a_break_and_where_dynamo_never_looks() -> None:
     models = []
     for _ in range(2):  # made twice: in a copy, a function in the place of a forward is still that of the original
         torch.manual_seed(0)
-        models.append(Stack(block=block))
+        models.append(Mixed())
     unsharded, sharded = models
     shard(sharded)
-    train_and_compare(compiled(sharded, "aot_eager", fullgraph=False), sharded, unsharded)
+    train_and_compare(compiled(sharded, "aot_eager", fullgraph=False), sharded, unsharded, steps=2)
 
 
 @on_two_ranks
-def test_compiled_blocks_in_an_eager_model() -> None:
-    unsharded, sharded = pair(make=lambda: Stack(3))
-    for index in (0, 2):
-        sharded.layers[index].compile(backend="aot_eager", fullgraph=True)
-    train_and_compare(sharded, sharded, unsharded)
-
-
-@on_two_ranks
-def test_force_eager_in_every_other_step() -> None:
+def test_steps_may_be_eager_and_frames_reach_the_recompile_limit() -> None:
+    """Compiled blocks in an eager model; a stance that changes; a guard that fails at each call."""
     unsharded, sharded = pair()
     compiled_one = compiled(sharded, "aot_eager", fullgraph=False)
     steps = iter(range(100))
-
-    def run(tokens: Tensor) -> Tensor:
-        with torch.compiler.set_stance("force_eager" if next(steps) % 2 else "default"):
-            return compiled_one(tokens)
-
-    train_and_compare(run, sharded, unsharded, steps=4)
-
-
-@on_two_ranks
-def test_a_frame_that_reached_the_recompile_limit() -> None:
-    unsharded, sharded = pair()
 
     class Counting(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -99,78 +93,27 @@ def test_a_frame_that_reached_the_recompile_limit() -> None:
         def forward(self, tokens: Tensor) -> Tensor:
             return self.inner(tokens) + 0.0 * self.step  # the guard on step fails at each call
 
-    with torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False, specialize_int=True):
+    def every_other(tokens: Tensor) -> Tensor:
+        with torch.compiler.set_stance("force_eager" if next(steps) % 2 else "default"):
+            return compiled_one(tokens)
+
+    train_and_compare(every_other, sharded, unsharded)
+    with torch._dynamo.config.patch(recompile_limit=1, automatic_dynamic_shapes=False, specialize_int=True):
         wrapped = Counting(sharded)
-        compiled_one = compiled(wrapped, "aot_eager", fullgraph=False)
+        counted = compiled(wrapped, "aot_eager", fullgraph=False)
 
         def run(tokens: Tensor) -> Tensor:
             wrapped.step += 1
-            return compiled_one(tokens)
+            return counted(tokens)
 
-        train_and_compare(run, sharded, unsharded, steps=5)
-
-
-class CheckpointedBlock(Block):
-    """Recomputed in backward."""
-
-    def _inner(self, x: Tensor) -> Tensor:
-        return super().forward(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self._inner, x, use_reentrant=False)
+        train_and_compare(run, sharded, unsharded)
+    sharded.layers[1].compile(backend="aot_eager", fullgraph=True)
+    train_and_compare(sharded, sharded, unsharded, steps=1)
 
 
-class ReentrantStack(Stack):
-    """Checkpointing around whole units, with backwards inside of backward."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=True)
-        return self.head(self.norm(x))
-
-
-def _checkpointed_inside() -> Stack:
-    return Stack(block=CheckpointedBlock)
-
-
-class WeightReader(Stack):
-    """The root reads a weight of its own, and a parameter twice."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        out = super().forward(tokens)
-        penalty = self.embed.weight.square().mean() + self.norm.weight.mean()
-        return out + penalty
-
-
-def _train(make: Callable[[], Stack], path: str, reshard: bool | None) -> None:
-    unsharded, sharded = pair(make=make, reshard_after_forward=reshard)
-    train_and_compare(compiled(sharded, path, fullgraph=False), sharded, unsharded)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "path", "reshard"),
-    [
-        *((_checkpointed_inside, path, None) for path in ("eager", "aot_eager")),
-        *((Checkpointed, path, reshard) for path in ("eager", "aot_eager") for reshard in (True, False)),
-        (ReentrantStack, "eager", True),
-    ],
-)
-@on_two_ranks
-def test_checkpointing_inside_and_outside_of_units(make: Callable[[], Stack], path: str, reshard: bool | None) -> None:
-    _train(make, path, reshard)
-
-
-@pytest.mark.parametrize("path", ["eager", "aot_eager"])
-@on_two_ranks
-def test_the_root_reads_weights_itself(path: str) -> None:
-    _train(WeightReader, path, None)
-
-
-@on_two_ranks
+@pytest.mark.usefixtures("fake_group_of_four")
 def test_outside_of_a_forward_a_parameter_is_its_shard() -> None:
-    _, sharded = pair()
+    _, sharded = pair(make=lambda: Stack(1))
     for run in (sharded, torch.compile(sharded, backend="aot_eager")):
         run(torch.zeros(1, 3, dtype=torch.long)).sum().backward()
         assert isinstance(sharded.layers[0].up.weight, DTensor)
@@ -190,28 +133,32 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("reason", CHANGES)
 @on_two_ranks
-def test_one_warning_names_the_module_and_the_reason(reason: str) -> None:
-    reference, model = twins()
-    if "extension" in reason:
-        CHANGES[reason](model.layers[1])
-        with torch.no_grad():
-            down = reference.layers[1].down.weight
-            down.copy_(down.to(torch.bfloat16))
-        shard(model)
-    else:
-        CHANGES[reason](shard(model).layers[1])
+def test_one_warning_names_the_module_and_the_reason() -> None:
+    """Of each block but the first, which has a reason of its own; with a full graph, that is the error."""
+    reference, model = twins(lambda: Stack(1 + len(CHANGES)))
+    for reason, ours, theirs in zip(CHANGES, model.layers[1:], reference.layers[1:]):
+        if "extension" in reason:
+            CHANGES[reason](ours)
+            with torch.no_grad():
+                theirs.down.weight.copy_(theirs.down.weight.to(torch.bfloat16))
+    shard(model)
+    for reason, ours in zip(CHANGES, model.layers[1:]):
+        if "extension" not in reason:
+            CHANGES[reason](ours)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         backward_on_both(compiled(model, "aot_eager", fullgraph=False), reference, 0, 1)
     assert_same_grads(model, reference)
     said = [str(one.message) for one in caught if "eagerly inside compiled code" in str(one.message)]
-    assert len(said) == 1 and said[0].startswith(f"layers.1 (Block) runs eagerly inside compiled code: {reason}"), said
-    assert num_graphs() >= 2  # what stands around it is compiled
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=reason):
-        torch._dynamo.reset()
-        compiled(model, "aot_eager")(mine())
+    assert len(said) == len(CHANGES), said
+    for number, reason in enumerate(CHANGES):
+        assert said[number].startswith(f"layers.{number + 1} (Block) runs eagerly inside compiled code: {reason}")
+    assert num_graphs() >= 2  # what stands around them is compiled
+    torch._dynamo.reset()
+    for reason, layer in zip(CHANGES, model.layers[1:]):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=reason):
+            torch.compile(lambda x, layer=layer: layer(x), backend="aot_eager", fullgraph=True)(torch.ones(2, 16))
 
 
 @on_two_ranks
