@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -9,7 +10,6 @@ from torch._dynamo.utils import counters
 from fsdp_compile import no_sync
 from tests.comparing import loss_of, mine
 from tests.models import Stack, pair
-from tests.on_ranks import on_two_ranks
 
 
 def _num_breaks(model: nn.Module, breaks: bool = True) -> int:
@@ -28,7 +28,7 @@ def _num_breaks(model: nn.Module, breaks: bool = True) -> int:
     return sum(counters["graph_break"].values())
 
 
-@on_two_ranks
+@pytest.mark.usefixtures("fake_group_of_four")
 def test_as_many_breaks_as_without_sharding() -> None:
     unsharded, sharded = pair(make=lambda: Stack(num_blocks=1))
     expected = _num_breaks(unsharded)
