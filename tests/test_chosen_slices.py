@@ -248,7 +248,7 @@ def test_the_plan_names_its_slices_comes_back_and_may_have_one_taken_out(fake_gr
 
 
 def test_a_slice_may_be_put_into_a_plan_where_a_budget_has_made_groups(fake_group_of_four: None) -> None:
-    model = shard(Stack(2), reshard_after_forward=True)
+    model = shard(Stack(1), reshard_after_forward=True)
     plan = planned_with(model)
     assert plan.backward is not None
     [fqns] = [bucket.fqns for bucket in plan.backward.gathers if "layers.0.up.weight" in bucket.fqns]

@@ -24,6 +24,7 @@ from fsdp_compile.passes.wire import layout
 from fsdp_compile.tools.explain import why_apart
 from tests.compiling import passes
 from tests.models import Apart
+from tests.test_budget import Steps
 from tests.test_cost import TOY
 from tests.test_passes import spec
 
@@ -79,17 +80,6 @@ def test_a_queue_is_the_orders_fault_where_going_first_helps() -> None:
     events = [Compute("a", 1.0), Launch("r", 9.0, "g", needs=("a",)), gather("w", 1.0), Compute("b", 2.0), Wait("w")]
     found = verdict(*events, Compute("c", 9.0), Wait("r"))
     assert found.cause == ORDER and found.earlier in ("a", "r")
-
-
-class Steps(nn.Module):
-    """A product that takes long, a unit that takes nothing, and a weight that is large for what is done with it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.long, self.tiny, self.large = nn.Linear(256, 256), nn.LayerNorm(256), nn.Linear(256, 2048, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.large(self.tiny(self.long(x)[:4])).sum()
 
 
 def explained(model: nn.Module, batch: Tensor, profile: Any = TOY, **options: Any) -> Explanation:

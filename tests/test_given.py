@@ -7,15 +7,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import fx
 
 from fsdp_compile import configure
 from fsdp_compile.passes import Plan
-from tests.comparing import assert_same_grads, batches, loss_of, mine, reference_backward, train_and_compare
+from fsdp_compile.passes.schedule.given import fitted
+from fsdp_compile.passes.schedule.planner import plan_joint
+from tests.comparing import assert_same_grads, batches, loss_of, mine, reference_backward
 from tests.compiling import compiled
 from tests.models import Stack, pair, shard
 from tests.on_ranks import on_two_ranks
-from tests.ranks import Ranks
-from tests.recording import planned
+from tests.recording import planned, plans_made
+from tests.test_budget import five_products
 
 
 def _half(half: Plan | None, **changes: object) -> Plan:
@@ -42,20 +45,23 @@ def _edited(plan: Plan) -> Plan:
     )
 
 
-def _train() -> tuple[Plan, Plan]:
+@on_two_ranks
+def test_an_edited_plan_is_followed_and_trains_the_same() -> None:
+    """Also where gradients are held back: that backward reduces nothing, so it reads less than the plan gathers."""
     unsharded, sharded = pair(reshard_after_forward=True)
-    edited = _edited(planned(sharded, backend="inductor"))
+    plan = planned(sharded, backend="passes")
+    names = [fqn for fqn in plan.again if fqn.startswith("layers.0.") and fqn.endswith("weight") and "norm" not in fqn]
+    edited = dataclasses.replace(_edited(plan), recompute=(names[-1],))
     configure(sharded, plan=Plan.from_json(edited.to_json()))
-    followed = planned(sharded, backend="inductor")
-    train_and_compare(compiled(sharded, "inductor"), sharded, unsharded)
-    return edited, followed
-
-
-@pytest.mark.slow
-def test_an_edited_plan_is_followed_and_trains_the_same(two_ranks: Ranks) -> None:
-    (edited, followed), (edited_there, _) = two_ranks.run(_train)
-    assert edited.id == edited_there.id
-    assert followed.keep and set(followed.keep) == set(edited.keep)
+    run = compiled(sharded, "passes")
+    with plans_made() as plans:
+        for step in range(4):  # the first two and the last two together
+            sharded.set_requires_gradient_sync(step % 2 == 1)
+            loss_of(run(mine(step))).backward()
+            reference_backward(unsharded, batches(step))
+    assert_same_grads(sharded, unsharded)
+    followed = plans[-1]
+    assert followed.keep and set(followed.keep) == set(edited.keep) and followed.recompute == edited.recompute
     forward, backward = _half(followed.forward), _half(followed.backward)
     assert [bucket.fqns for bucket in forward.gathers] == [bucket.fqns for bucket in _half(edited.forward).gathers]
     assert not {fqn for bucket in backward.gathers for fqn in bucket.fqns} & set(followed.keep)
@@ -87,78 +93,56 @@ def _ahead(plan: Plan, num_units: int, in_halves: int) -> Plan:
     return dataclasses.replace(plan, lookahead=num_units, **halves)
 
 
+@pytest.fixture
+def graph() -> fx.Graph:
+    """A step of five units, one of which lets nobody share its bucket."""
+    graph = five_products()
+    graph.find_nodes(op="call_function", target=torch.ops.fsdpc.unshard.default)[0].update_kwarg("bucketing", "none")
+    return graph
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
         (_without_one, r"too many are \[\], and there should be \['.*'\]"),
         (_twice, r"gathers in forward each of its parameters once: too many are \['"),
         (_short_order, "does not name each of its buckets once"),
+        (_mixed, r"in one bucket\. What shares a bucket travels in one dtype"),
         (lambda plan: plan.forward, "a plan of a forward graph was given"),
         (lambda plan: dataclasses.replace(plan, order=(("gather", 0),)), "those of a step are in its `forward` and `backward`"),
         (lambda plan: _ahead(plan, 0, 0), r"lookahead=0, 0 in forward .* give 1 or more"),
         (lambda plan: _ahead(plan, 1, 0), r"lookahead=1, 0 in forward .* give 1 or more"),
         (lambda plan: _ahead(plan, 2, 1), r"lookahead=2, 1 in forward .* all three the same, and leave `order`"),
         (
-            lambda plan: dataclasses.replace(plan, recompute=("layers.0.up.weight", "layers.7.up.weight")),
-            r"computed with layers\.7\.up\.weight, .*here that can have .*layers\.1\.up\.weight",
+            lambda plan: dataclasses.replace(plan, recompute=("7.weight",)),
+            r"computed with 7\.weight, .*here that can have nothing",
         ),
         (
-            lambda plan: dataclasses.replace(plan, slices=("layers.0.up.weight",)),
-            r"keeps slices of layers\.0\.up\.weight, and the ranks .* no groups for that",
+            lambda plan: dataclasses.replace(plan, slices=("0.weight",)),
+            r"keeps slices of 0\.weight, and the ranks .* no groups for that",
         ),
     ],
 )
-def test_a_plan_that_does_not_fit_is_refused(
-    fake_group_of_four: None, edit: Callable[[Plan], Plan], message: str
-) -> None:
-    model = shard(Stack(2), reshard_after_forward=True)
-    configure(model, plan=edit(planned(model)))
-    with pytest.raises(Exception, match=message):
-        torch.compile(model, backend="aot_eager", fullgraph=True)(torch.zeros(2, 5, dtype=torch.long))
+def test_a_plan_that_does_not_fit_is_refused(graph: fx.Graph, edit: Callable[[Plan], Plan], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fitted(edit(plan_joint(graph)), graph)
 
 
-@pytest.mark.parametrize("path", ["passes", pytest.param("inductor", marks=pytest.mark.slow)])
-@on_two_ranks
-def test_a_plan_is_followed_where_gradients_are_held_back(path: str) -> None:
-    """That backward reduces nothing, so it reads less than the plan gathers."""
-    unsharded, sharded = pair(reshard_after_forward=True)
-    plan = planned(sharded, backend=path)
-    names = [fqn for fqn in plan.again if fqn.startswith("layers.0.") and fqn.endswith("weight") and "norm" not in fqn]
-    configure(sharded, plan=dataclasses.replace(plan, recompute=(names[-1],)))
-    run = compiled(sharded, path)
-    for step in range(4):  # the first two and the last two together
-        sharded.set_requires_gradient_sync(step % 2 == 1)
-        loss_of(run(mine(step))).backward()
-        reference_backward(unsharded, batches(step))
-    assert_same_grads(sharded, unsharded)
-
-
-def test_no_plan_is_followed_where_the_partitioner_has_a_budget_of_its_own(fake_group_of_four: None) -> None:
-    model = shard(Stack(2))
-    configure(model, plan=planned(model))
+def test_no_plan_is_followed_where_the_partitioner_has_a_budget_of_its_own(graph: fx.Graph) -> None:
+    plan = plan_joint(graph)
     message = "a plan was given, and torch's activation_memory_budget is set"
-    with torch._functorch.config.patch(activation_memory_budget=0.5), pytest.raises(Exception, match=message):
-        planned(model)
+    with torch._functorch.config.patch(activation_memory_budget=0.5), pytest.raises(ValueError, match=message):
+        fitted(plan, graph)
 
 
-def test_a_plan_may_have_gathers_launched_further_ahead(fake_group_of_four: None) -> None:
-    model = shard(Stack(4), reshard_after_forward=True)
-    plan = planned(model)
-    configure(model, plan=_ahead(plan, 2, 2))
-    followed = planned(model)
+def test_a_plan_may_have_gathers_launched_further_ahead(graph: fx.Graph) -> None:
+    plan = plan_joint(graph)
+    followed = fitted(_ahead(plan, 2, 2), graph)
     for ours, theirs in ((plan.forward, followed.forward), (plan.backward, followed.backward)):
         ours, theirs = _half(ours), _half(theirs)
         assert (theirs.lookahead, theirs.gathers, theirs.reduces) == (2, ours.gathers, ours.reduces)
     # In forward there are nothing but gathers, and they have one order.
     assert _half(followed.backward).order != _half(plan.backward).order
-
-
-def test_what_cannot_share_a_bucket_is_refused(fake_group_of_four: None) -> None:
-    model = shard(Stack(2), reshard_after_forward=True)
-    configure(model.layers[0], bucketing="none")
-    configure(model, plan=_mixed(planned(model)))
-    with pytest.raises(Exception, match=r"in one bucket\. What shares a bucket travels in one dtype"):
-        torch.compile(model, backend="aot_eager", fullgraph=True)(torch.zeros(2, 5, dtype=torch.long))
 
 
 def test_a_plan_is_a_plan(fake_group_of_four: None) -> None:
