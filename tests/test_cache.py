@@ -11,6 +11,7 @@ import torch
 
 from fsdp_compile.passes import Plan
 from fsdp_compile.workers import Workers
+from tests.ranks import PRELOAD
 
 
 def start(caches: list[Path], **options: str) -> list[dict[str, Any]]:
@@ -18,7 +19,7 @@ def start(caches: list[Path], **options: str) -> list[dict[str, Any]]:
     folder = caches[0].parent
     rendezvous = f"file://{folder}/rendezvous-{uuid.uuid4().hex}"
     settings = {"caches": caches, "options": options, "rendezvous": rendezvous}
-    with Workers("tests.cache_worker:work", settings, num_ranks=len(caches), log_dir=folder) as workers:
+    with Workers("tests.cache_worker:work", settings, num_ranks=len(caches), log_dir=folder, preload=PRELOAD) as workers:
         sent = dict(workers.messages(silence_s=300))
     return [sent[rank] for rank in range(len(caches))]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import json
 import os
@@ -26,17 +27,24 @@ from fsdp_compile import cli
 from fsdp_compile.demo import report as demo_report
 from fsdp_compile.demo.report import following
 from fsdp_compile.demo.training import OURS, UNSHARDED
-from fsdp_compile.workers import Send
+from fsdp_compile.workers import Send, Workers
 from tests.processes import alive, children, in_session, wait_until
+from tests.ranks import PRELOAD
 
 SMALL = ["demo", "--backend", "aot_eager", "--layers", "1", "--dim", "64", "--steps", "4"]
+
+
+def fork_workers(patch: pytest.MonkeyPatch) -> None:
+    """Workers are forked from a process that has imported torch: one test starts them as users do."""
+    patch.setattr(demo_report, "Workers", functools.partial(Workers, preload=PRELOAD))
 
 
 @pytest.fixture(scope="module")
 def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One small run's results on disk, and what it printed."""
     folder = tmp_path_factory.mktemp("demo")
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        fork_workers(patch)
         assert cli.main([*SMALL, "--save", str(folder)]) == 0
     (folder / "printed.txt").write_text(printed.getvalue())
     return folder
@@ -181,6 +189,7 @@ def _raises(settings: dict[str, Any], rank: int, send: Send) -> None:
 def test_a_crashed_worker_ends_the_run_with_its_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    fork_workers(monkeypatch)
     monkeypatch.setattr(demo_report, "WORK", f"{__name__}:_raises")
     assert cli.main(SMALL) == 2
     error = capsys.readouterr().err
