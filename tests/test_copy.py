@@ -31,7 +31,7 @@ from tests.comparing import (
     reference_backward,
     train_and_compare,
 )
-from tests.compiling import PATHS, compiled, num_graphs
+from tests.compiling import compiled, num_graphs
 from tests.models import Block, EvenBlock, Stack, mesh_of, pair, shard, twins
 from tests.on_ranks import on_four_ranks, on_two_ranks
 from tests.test_extension import Halved
@@ -60,7 +60,7 @@ def train_on(x: Tensor, run: Any, twin: nn.Module, reference: nn.Module) -> None
 @pytest.mark.parametrize("path", ["eager", pytest.param("aot_eager", marks=pytest.mark.compat)])
 @on_two_ranks
 def test_a_copy_and_the_original_train_like_two_models(path: str) -> None:
-    unsharded, model = pair(make=lambda: Stack(2, tied=True))
+    unsharded, model = pair(make=lambda: Stack(1, tied=True))
     theirs = copy.deepcopy(unsharded)
     run = compiled(model, path)
     loss_of(run(mine())).backward()
@@ -129,9 +129,8 @@ def test_a_copy_has_the_settings_of_the_original() -> None:
     assert not unit_of(second).accumulation.sync
 
 
-@pytest.mark.parametrize("path", PATHS)
 @on_two_ranks
-def test_a_part_of_a_model_is_copied_as_a_model(path: str) -> None:
+def test_a_part_of_a_model_is_copied_as_a_model() -> None:
     unsharded, model = pair()
     x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(1))
     container = nn.Sequential(*model.layers)
@@ -143,8 +142,8 @@ def test_a_part_of_a_model_is_copied_as_a_model(path: str) -> None:
     for name, (part, reference) in parts.items():
         twin, reference = copy.deepcopy(part), copy.deepcopy(reference)
         assert units(twin) and all(unit.outer is None and unit.is_root for unit in units(twin)), name
-        train_on(x, compiled(twin, path), twin, reference)
-    train_and_compare(compiled(model, path), model, unsharded, steps=1)
+        train_on(x, twin, twin, reference)
+    train_and_compare(model, model, unsharded, steps=1)
 
 
 @on_two_ranks
@@ -233,30 +232,28 @@ def test_modules_with_a_copy_of_their_own() -> None:
         train_on(x, twin, twin, reference)
 
 
-@pytest.mark.parametrize("kind", ["replicas", "offload", "tensor parallel"])
 @on_four_ranks
-def test_a_copy_is_on_the_meshes_of_the_original(kind: str) -> None:
-    unsharded, model = twins(lambda: Stack(block=EvenBlock if kind == "tensor parallel" else Block))
-    place, places = dist.get_rank(), 4
-    if kind == "replicas":
-        shard(model, mesh=mesh_of("replicate", "shard"))
-    elif kind == "offload":
-        shard(model, offload_policy=fsdp_compile.CPUOffloadPolicy(), reshard_after_forward=2)
-    else:
-        mesh = mesh_of("dp", "tp")
-        for layer in model.layers:
-            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        shard(model, mesh=mesh["dp"])
-        place, places = dist.get_rank() // 2, 2
-    twin = copy.deepcopy(model)
-    assert [param.placements for param in twin.parameters()] == [param.placements for param in model.parameters()]
-    for path in ("eager", "aot_eager"):
-        train_and_compare(compiled(twin, path), twin, unsharded, steps=1, place=place, num_places=places)
+def test_a_copy_is_on_the_meshes_of_the_original() -> None:
+    for kind in ("replicas", "offload", "tensor parallel"):
+        unsharded, model = twins(lambda: Stack(1, block=EvenBlock))
+        place, places = dist.get_rank(), 4
+        if kind == "replicas":
+            shard(model, mesh=mesh_of("replicate", "shard"))
+        elif kind == "offload":
+            shard(model, offload_policy=fsdp_compile.CPUOffloadPolicy(), reshard_after_forward=2)
+        else:
+            mesh = mesh_of("dp", "tp")
+            for layer in model.layers:
+                parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            shard(model, mesh=mesh["dp"])
+            place, places = dist.get_rank() // 2, 2
+        twin = copy.deepcopy(model)
+        assert [param.placements for param in twin.parameters()] == [param.placements for param in model.parameters()], kind
+        train_and_compare(twin, twin, unsharded, steps=1, place=place, num_places=places)
 
 
-@pytest.mark.parametrize("path", ["eager", "aot_eager"])
 @on_two_ranks
-def test_a_copy_of_a_subclass_says_what_travels_too(path: str) -> None:
+def test_a_copy_of_a_subclass_says_what_travels_too() -> None:
     unsharded, model = twins(lambda: Stack(1))
     model.layers[0].down.weight = nn.Parameter(Halved(model.layers[0].down.weight.detach()))
     with torch.no_grad():
@@ -264,13 +261,13 @@ def test_a_copy_of_a_subclass_says_what_travels_too(path: str) -> None:
         unsharded.layers[0].down.weight.copy_(sent.to(torch.bfloat16).float() * 2)
     twin = copy.deepcopy(shard(model))
     assert type(twin.layers[0].down.weight.to_local()) is Halved
-    backward_on_both(compiled(twin, path), unsharded, 0)
+    backward_on_both(twin, unsharded, 0)
     assert_same_grads(twin, unsharded)
 
 
 @on_two_ranks
 def test_copies_of_compiled_models_are_what_torch_makes_of_plain_ones() -> None:
-    unsharded, model = pair()
+    unsharded, model = pair(make=lambda: Stack(1))
     wrapper = torch.compile(model, backend="aot_eager", fullgraph=True)
     loss_of(wrapper(mine())).backward()
     before = num_graphs()
@@ -290,25 +287,22 @@ def test_copies_of_compiled_models_are_what_torch_makes_of_plain_ones() -> None:
     assert num_graphs() <= before + 1
 
 
-@pytest.mark.parametrize("path", PATHS)
 @on_two_ranks
-def test_a_moving_average_of_a_sharded_model(path: str) -> None:
+def test_a_moving_average_of_a_sharded_model() -> None:
     unsharded, model = pair(make=lambda: Stack(tied=True))
-    run = compiled(model, path)
-    average, expected = (AveragedModel(one, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for one in (run, unsharded))
+    average, expected = (AveragedModel(one, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for one in (model, unsharded))
     optims = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, unsharded)]
     for step in range(3):
-        backward_on_both(run, unsharded, step)
+        backward_on_both(model, unsharded, step)
         for optim in optims:
             optim.step()
             optim.zero_grad()
-        average.update_parameters(run)
+        average.update_parameters(model)
         expected.update_parameters(unsharded)
     with torch.no_grad():
         torch.testing.assert_close(average(mine()), expected(mine()), atol=1e-4, rtol=1e-3)
     assert not torch.allclose(average(mine()), unsharded(mine()), atol=1e-3)
-    averaged = getattr(average.module, "_orig_mod", average.module)
-    assert_same_params(averaged, expected.module, atol=1e-5, rtol=1e-4)
+    assert_same_params(average.module, expected.module, atol=1e-5, rtol=1e-4)
     assert_same_params(model, unsharded, atol=1e-4, rtol=1e-3)
 
 
