@@ -64,7 +64,7 @@ class Fault:
             sys.settrace(None)
 
 
-def survive(mode: str, error: str, every: int, backend: str = "inductor") -> list[str]:
+def survive(mode: str, error: str, every: int, backend: str = "aot_eager") -> list[str]:
     """Return the places after which the next step was not right; run it on two ranks."""
     unsharded, model = pair(make=lambda: (Checkpointed if "checkpointed" in mode else Stack)(vocab=32, block=EvenBlock))
     run: nn.Module = torch.compile(model, backend=backend) if mode == "whole" else model

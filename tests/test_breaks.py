@@ -37,7 +37,7 @@ def nothing_compiled() -> None:
 
 
 def test_one_graph_has_nothing_to_explain() -> None:
-    report = explain_breaks(shard(Stack()), TOKENS)
+    report = explain_breaks(shard(Stack(1)), TOKENS)
     assert report
     assert str(report) == "1 graph, 0 breaks, 0 modules with parameters that are read outside of graphs"
 
@@ -70,7 +70,7 @@ def test_what_is_read_outside_of_graphs_is_named() -> None:
 
 
 def test_a_compiled_model_is_compiled_again_afterwards() -> None:
-    model = shard(Stack())
+    model = shard(Stack(1))
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     expected = run(TOKENS)
     assert explain_breaks(run, TOKENS)  # type: ignore[arg-type]

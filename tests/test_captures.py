@@ -110,7 +110,7 @@ def test_a_backward_in_the_graph_of_its_forward(two_ranks: Any, backend: str) ->
 
 @on_two_ranks
 def test_the_setting_changes_nothing_for_a_backward_outside() -> None:
-    unsharded, sharded = pair()
+    unsharded, sharded = pair(make=lambda: Stack(1))
     with _traces_backward():
         backward_on_both(torch.compile(sharded, backend="aot_eager"), unsharded, 0)
     assert_same_grads(sharded, unsharded)

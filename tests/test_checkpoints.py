@@ -260,7 +260,7 @@ def test_what_any_of_them_saved_ours_loads_and_the_reverse(reader: str, saved_by
 @on_two_ranks
 def test_an_async_save_has_what_was_there_when_it_began(tmp_path: Path) -> None:
     folder = str(tmp_path / "async")
-    run = made(_compiled, 0, 1)
+    run = made(shard, 0, 1)
     model, optim = get_state_dict(run.model, run.optim)
     # A group of its own: another thread talks while this one trains.
     group = dist.new_group(backend="gloo")

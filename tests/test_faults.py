@@ -11,8 +11,7 @@ from tests.ranks import Ranks
 @pytest.mark.parametrize(
     ("mode", "error", "every"),
     [
-        ("eager", "KeyError", 151),
-        ("eager, no_sync", "KeyboardInterrupt", 307),
+        ("eager, no_sync", "KeyError", 601),
         ("eager, checkpointed", "KeyboardInterrupt", 307),
         pytest.param("blocks", "KeyError", 67, marks=pytest.mark.more),
         pytest.param("whole", "KeyboardInterrupt", 11, marks=pytest.mark.more),

@@ -103,7 +103,6 @@ SAME_NUMBERS: dict[str, Arguments] = {
     [
         *((case, None) for case in SAME_NUMBERS),
         pytest.param("FULL_SHARD", "aot_eager", marks=pytest.mark.compat),
-        *(pytest.param(case, "aot_eager", marks=pytest.mark.slow) for case in ("HYBRID_SHARD", "NO_SHARD")),
     ],
 )
 @pytest.mark.filterwarnings("ignore:When using ``NO_SHARD``")
@@ -157,15 +156,9 @@ def with_prefix(model: Any, name: str) -> str:
     return next(one for one, _ in model.named_buffers() if one.replace("_fsdp_wrapped_module.", "") == name)
 
 
-@pytest.mark.parametrize(
-    ("case", "backend"),
-    [
-        *((case, None) for case in PRECISIONS),
-        pytest.param("low precision gradients", "aot_eager", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("case", PRECISIONS)
 @on_two_ranks
-def test_mixed_precision_is_torchs(case: str, backend: str | None) -> None:
+def test_mixed_precision_is_torchs(case: str) -> None:
     """Computing, reducing, buffers, gradients; batch norms stay in fp32, and buffers are saved as they were."""
     original = Buffered()
     seen = []
@@ -174,7 +167,7 @@ def test_mixed_precision_is_torchs(case: str, backend: str | None) -> None:
             model = wrapper(
                 copy.deepcopy(original), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), mixed_precision=PRECISIONS[case]
             )
-        seen.append(train(model, backend if wrapper is OURS else None, inputs=features))
+        seen.append(train(model, inputs=features))
     ours, theirs = seen
     # Gradients in bf16 are within a rounding of one another.
     assert_alike(ours, theirs, atol=4e-3, rtol=2e-2)
@@ -461,9 +454,8 @@ def test_the_wrapper_hides_no_attribute_of_the_users() -> None:
     assert (model.unit, model.device_mesh, model.ignored) == ("kelvin", "coarse", "none")
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
 @on_two_ranks
-def test_an_optimizer_that_was_built_before_wrapping_trains_the_model(backend: str | None) -> None:
+def test_an_optimizer_that_was_built_before_wrapping_trains_the_model() -> None:
     """Beside torch's, whose parameters stay the objects that they were."""
     losses: list[list[float]] = []
     for fsdp in (under_theirs, OURS):
@@ -472,8 +464,7 @@ def test_an_optimizer_that_was_built_before_wrapping_trains_the_model(backend: s
         optim = torch.optim.AdamW([{"params": [one]} for one in module.parameters()], lr=1e-2)
         with silenced():
             model = fsdp(module, auto_wrap_policy=BLOCKS)
-        run = torch.compile(model, backend=backend) if backend and fsdp is OURS else model
-        losses.append(train_steps(run, optim, range(3)))
+        losses.append(train_steps(model, optim, range(3)))
     torch.testing.assert_close(*losses, atol=1e-5, rtol=1e-4)
     # One that goes on by state of whole parameters cannot train shards, and says so.
     module = Stack(2)

@@ -222,7 +222,7 @@ def test_what_was_checkpointed_or_compiled_before_it_was_wrapped_is_known(around
 
 @pytest.mark.parametrize(
     ("strategy", "backend"),
-    [(ShardingStrategy.NO_SHARD, None), (ShardingStrategy.FULL_SHARD, "inductor")],
+    [(ShardingStrategy.NO_SHARD, None), (ShardingStrategy.FULL_SHARD, "aot_eager")],
 )
 @on_two_ranks
 def test_full_parameters_are_seen_before_backward(strategy: ShardingStrategy, backend: str | None) -> None:

@@ -503,8 +503,9 @@ def _around(model: Any) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.more)])
-@pytest.mark.parametrize("asked", HELPED)
+@pytest.mark.parametrize(
+    ("asked", "compiles"), [*((asked, False) for asked in HELPED), pytest.param("default", True, marks=pytest.mark.more)]
+)
 def test_helpers_of_checkpoints_know_our_class_by_its_import_alone(
     two_ranks: Ranks, asked: str, compiles: bool
 ) -> None:
