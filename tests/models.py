@@ -225,7 +225,7 @@ class AttentionBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, num_heads=2, batch_first=True)
+        self.attention = nn.MultiheadAttention(width, num_heads=5, batch_first=True)
 
     def forward(self, input: Tensor) -> Tensor:
         normed = self.norm(input)

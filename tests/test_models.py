@@ -1,4 +1,4 @@
-"""Every model of the zoo: sharded, compiled into one graph, and trained as if it were not sharded.
+"""Models with layers of every kind: sharded, compiled into one graph, and trained as if they were not sharded.
 
 A case (model, ranks, backend) is trained once, five steps of AdamW; each test reads a part of what came out.
 """
@@ -23,10 +23,37 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard, passes
 from tests.compiling import num_graphs
-from tests.models import PLAIN, ZOO, Batch, Entry
+from tests.models import (
+    ZOO,
+    AttentionBlock,
+    Batch,
+    Block,
+    DictBlock,
+    Entry,
+    FrozenBlock,
+    ListBlock,
+    Loop,
+    PartlyUsedBlock,
+    TiedInBlock,
+    TwiceBlock,
+    layers,
+    rows,
+    squared_error,
+)
 from tests.ranks import Ranks
 from tests.recording import recorded
 
+BLOCKS = (Block, AttentionBlock, ListBlock, DictBlock, TwiceBlock, FrozenBlock, PartlyUsedBlock, TiedInBlock, Block)
+
+
+def blocks_of_every_kind() -> nn.Module:
+    """Five features, which two ranks do not share evenly; the last block's weight is the first one's."""
+    model = Loop([block(5) for block in BLOCKS], 5)
+    model.layers[-1].down.weight = model.layers[0].down.weight
+    return model
+
+
+MODELS = ZOO | {"every kind": Entry(blocks_of_every_kind, layers, rows(5, 5), squared_error)}
 NUM_STEPS = 5
 EPS = torch.finfo(torch.float32).eps
 
@@ -36,11 +63,10 @@ class Case:
     """What is trained, where, and by which backend."""
 
     model: str
-    num_ranks: int
     backend: str = "aot_eager"
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.num_ranks}-{self.backend}"
+        return f"{self.model}-{self.backend}"
 
 
 # --- on the ranks -----------------------------------------------------------------------------------------------
@@ -71,13 +97,14 @@ class Unsharded:
 
 def train(model_name: str, backend: str) -> SimpleNamespace:
     """Train sharded and compiled beside unsharded and eager; this rank's account of it."""
-    entry = ZOO[model_name]
+    entry = MODELS[model_name]
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     model = entry.build()
     exact, unsharded = Unsharded(entry, model, torch.float64), Unsharded(entry, model, torch.float32)
     for block in entry.blocks(model):
         fully_shard(block)
     fully_shard(model)
+    owned = _names_by_unit([*entry.blocks(model), model])
     compiled: Any = torch.compile(model, fullgraph=True, backend=backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     unsharded_optimizer = torch.optim.AdamW(unsharded.model.parameters(), lr=1e-2)
@@ -106,8 +133,9 @@ def train(model_name: str, backend: str) -> SimpleNamespace:
     return SimpleNamespace(
         graphs=Counter(record.stage for record in records),  # joint, forward, backward
         dynamo_graphs=num_graphs(),
-        num_params=len(list(model.parameters())),
-        # FQNs in the joint graph's markers, relative to their units
+        owned=[fqn for fqn, _ in owned],
+        trainable=[fqn for fqn, param in owned if param.requires_grad],
+        # FQNs in the joint graph's markers, as in ``owned``
         gathered=[fqn for graph in joint_graphs for fqn in _fqns(passes.ir.provenance.unshard_nodes(graph))],
         reduced=[fqn for graph in joint_graphs for fqn in _fqns(passes.ir.provenance.reduce_nodes(graph))],
         compared=compared,  # parameters whose first gradient was compared
@@ -154,6 +182,13 @@ def _compare(model: nn.Module, unsharded: nn.Module, exact: nn.Module) -> tuple[
     return compared, off
 
 
+def _names_by_unit(units: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """Each parameter once, under its name in the innermost unit that has it, or in the first such one."""
+    seen: set[nn.Parameter] = set()
+    found = [pair for unit in units for pair in unit.named_parameters() if not (pair[1] in seen or seen.add(pair[1]))]  # type: ignore[func-returns-value]
+    return found
+
+
 def _trained(model: nn.Module) -> set[str]:
     return {fqn for fqn, param in model.named_parameters() if param.grad is not None}
 
@@ -189,14 +224,13 @@ def _floating_to(dtype: torch.dtype, batch: Batch) -> Batch:
 
 
 @pytest.fixture(scope="module")
-def reports(two_ranks: Ranks, three_ranks: Ranks) -> Callable[[Case], list[Any]]:
+def reports(two_ranks: Ranks) -> Callable[[Case], list[Any]]:
     """Every rank's report of a case, trained when it is first asked for."""
 
     @functools.cache
     def trained_or_failed(case: Case) -> list[Any] | AssertionError:
-        ranks = {2: two_ranks, 3: three_ranks}[case.num_ranks]
         try:
-            return ranks.run(train, case.model, case.backend)
+            return two_ranks.run(train, case.model, case.backend)
         except AssertionError as failure:
             return failure
 
@@ -209,17 +243,17 @@ def reports(two_ranks: Ranks, three_ranks: Ranks) -> Callable[[Case], list[Any]]
     return report
 
 
-# Every model of plain torch is on three ranks, where shards are uneven; the first one also on two, where they are even.
-SLOW = [Case("llama", 2, "inductor"), Case("conv", 3, "inductor"), Case("mixtral", 3), Case("t5", 3)]
-CASES = [Case("sequential", 2), *(Case(model, 3) for model in PLAIN), Case("llama", 3), *SLOW]
-COMPAT = [Case("sequential", 2), Case("loop", 3)]
+# What each model of the zoo launches, by itself and on every path: tests/test_sequence.py.
+SLOW = [Case("llama", "inductor"), Case("conv", "inductor"), Case("mixtral"), Case("t5")]
+EVERY_KIND = Case("every kind")
+CASES = [EVERY_KIND, Case("conv"), Case("sometimes"), *SLOW]
 
 
 def every(*models: str) -> pytest.MarkDecorator:
     """Every case of these models, or of all."""
 
     def marks(case: Case) -> list[pytest.MarkDecorator]:
-        return [mark for mark, cases in ((pytest.mark.compat, COMPAT), (pytest.mark.slow, SLOW)) if case in cases]
+        return [mark for mark, cases in ((pytest.mark.compat, [EVERY_KIND]), (pytest.mark.slow, SLOW)) if case in cases]
 
     chosen = [case for case in CASES if not models or case.model in models]
     return pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in chosen])
@@ -254,23 +288,22 @@ def test_five_adamw_steps_have_the_unsharded_losses(reports: Any, case: Case) ->
         assert report.trained == report.unsharded_trained
 
 
-@every("used_twice", "tied_in_group", "tied_across_groups", "t5")
+@every("every kind", "t5")
 def test_a_parameter_is_gathered_and_reduced_once_however_often_it_is_read(reports: Any, case: Case) -> None:
     for report in reports(case):
-        assert len(report.gathered) == report.num_params
-        assert len(report.reduced) == report.num_params
+        assert sorted(report.gathered) == sorted(fqn for fqn in report.owned if "unused" not in fqn)
+        assert sorted(report.reduced) == sorted(fqn for fqn in report.trainable if "unused" not in fqn)
 
 
-@every("frozen")
+@every("every kind")
 def test_frozen_parameters_are_gathered_but_not_reduced(reports: Any, case: Case) -> None:
+    frozen = f"layers.{BLOCKS.index(FrozenBlock)}.up."
     for report in reports(case):
-        assert report.gathered.count("up.weight") == 2
-        assert report.reduced.count("down.weight") == 2
-        assert report.reduced.count("up.weight") == report.reduced.count("up.bias") == 0
-        assert not any(".up." in fqn for step in report.trained for fqn in step)
+        assert report.gathered.count("up.weight") == report.reduced.count("up.weight") + 1
+        assert not any(fqn.startswith(frozen) for step in report.trained for fqn in step)
 
 
-@every("unused")
+@every("every kind")
 def test_unused_parameters_are_not_gathered_and_have_no_gradient(reports: Any, case: Case) -> None:
     for report in reports(case):
         assert not any("unused" in fqn for fqn in report.gathered)
