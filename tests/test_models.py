@@ -319,22 +319,3 @@ def test_batch_norm_statistics_stay_plain_tensors_of_each_rank(reports: Any, cas
             assert values == pytest.approx(report.unsharded_buffers[name], rel=1e-4, abs=1e-6), name
     first, second = reports(case)[:2]
     assert first.buffers["1.norm.running_mean"] != second.buffers["1.norm.running_mean"]
-
-
-def train_two_models_with_equal_names() -> list[float]:
-    """Linears only: Inductor has next to nothing to generate for them."""
-    errors = []
-    for width in (7, 10):
-        model: Any = nn.Sequential(nn.Linear(5, width, bias=False), nn.Linear(width, 5, bias=False))
-        batches = [torch.randn(3, 5) for _ in range(dist.get_world_size())]
-        expected = sum(torch.autograd.grad(model(batch).sum(), model[0].weight)[0] for batch in batches) / len(batches)
-        fully_shard(model)
-        torch.compile(model, fullgraph=True)(batches[dist.get_rank()]).sum().backward()
-        errors.append((model[0].weight.grad.full_tensor() - expected).abs().max().item())
-    return errors
-
-
-@pytest.mark.slow
-def test_a_second_model_with_the_same_names_and_other_sizes_trains_in_the_same_process(two_ranks: Ranks) -> None:
-    for errors in two_ranks.run(train_two_models_with_equal_names):
-        assert max(errors) < 1e-5

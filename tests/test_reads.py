@@ -181,21 +181,22 @@ def _compare(make: Callable[[], nn.Module], backend: str | None) -> None:
     assert all(isinstance(param, DTensor) for param in sharded.parameters())
 
 
+READERS = (
+    Recurrent, normed, orthogonal, parametrized, AsParameters, TakenWithoutGrad, TargetWithoutGrad, TakenInInference, Mapped
+)  # fmt: skip
+
+
+# Compiled, the first one is in test_what_an_eager_read_runs_is_not_compiled.
 @pytest.mark.compat
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize(
-    "make",
-    [
-        Recurrent, normed, orthogonal, parametrized,
-        AsParameters, TakenWithoutGrad, TargetWithoutGrad, TakenInInference, Mapped,
-    ],
+    ("make", "backend"), [*((make, None) for make in READERS), *((make, "aot_eager") for make in READERS[1:])]
 )
 def test_reads_through_lists_and_parametrizations(two_ranks: Ranks, make: Any, backend: str | None) -> None:
     two_ranks.run(_compare, make, backend)
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("backend", [None, "inductor"])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize("make", [ComputedAgain, WeighsLosses, TakesOtherData])
 def test_what_a_forward_was_given_is_one_tensor_across_breaks(two_ranks: Ranks, make: Any, backend: str | None) -> None:
     two_ranks.run(_compare, make, backend)
@@ -421,7 +422,7 @@ class HooksADTensor(nn.Linear):
         return functional.linear(x, weight, bias)
 
 
-@pytest.mark.parametrize("backend", [None, "inductor"])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
 @on_two_ranks
 def test_a_hook_on_a_dtensor_in_a_forward_that_breaks(backend: str | None) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
@@ -456,7 +457,7 @@ class Same(nn.Module):
 
 
 @pytest.mark.skipif(find_spec("torch._higher_order_ops.register_hook") is None, reason="torch 2.11 has no op for hooks")
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
 @on_two_ranks
 def test_all_reads_of_a_forward_give_one_tensor(backend: str | None) -> None:
     unsharded, sharded = one_unit(Same)
@@ -598,7 +599,7 @@ def test_what_is_read_has_the_attributes_of_the_users_parameter(how: str) -> Non
             block.compile(backend="aot_eager", fullgraph=True)
         fully_shard(block)
     fully_shard(sharded)
-    run = torch.compile(sharded, backend="inductor", fullgraph=True) if how == "whole" else sharded
+    run = torch.compile(sharded, backend="aot_eager", fullgraph=True) if how == "whole" else sharded
     for step in range(2):
         for model in (run, unsharded):
             model(torch.full((3, 6), step + 1.0)).pow(2).sum().backward()

@@ -124,7 +124,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("preload", [pytest.param((), id="fresh"), pytest.param(("fsdp_compile",), id="forked")])
+@pytest.mark.parametrize("preload", [pytest.param((), id="fresh"), pytest.param(("tests.worker_functions",), id="forked")])
 def test_workers_die_with_their_parent(preload: tuple[str, ...], tmp_path: Path) -> None:
     script = tmp_path / "is_killed.py"
     script.write_text(IS_KILLED)
