@@ -65,7 +65,11 @@ def inputs(*shape: int) -> Tensor:
 @pytest.mark.compat
 @pytest.mark.parametrize(
     ("path", "options"),
-    [("eager", {}), ("eager", {"reduction": "reduce_scatter"}), ("passes", {"reduction": "reduce_scatter", "bucketing": "group"})],
+    [
+        ("eager", {}),
+        ("eager", {"reduction": "reduce_scatter"}),
+        ("passes", {"reduction": "reduce_scatter", "bucketing": "group"}),
+    ],
 )
 @on_four_ranks
 def test_replicas_of_shards_train_like_the_unsharded_model(path: str, options: dict[str, str]) -> None:
@@ -164,7 +168,7 @@ RETURNS_VIEWS = pytest.mark.filterwarnings("ignore:.*returned a view tensor")
 @RETURNS_VIEWS
 @on_four_ranks
 def test_partial_gradients_are_summed_before_the_reduction() -> None:
-    """Norms whose weights are replicated over tp, and whose gradients are partial there; compiled, it is a row of the matrix."""
+    """Norms whose weights are replicated over tp, and whose gradients are partial there. The matrix has it compiled."""
     mesh = mesh_of("dp", "tp")
     unsharded, sharded = twins(EvenBlock)
     plan = {
@@ -229,7 +233,8 @@ SPMD = {
 
 @pytest.mark.compat
 @pytest.mark.parametrize(
-    ("path", "case"), [*(("eager", case) for case in SPMD), *(("aot_eager", case) for case in ("TP in front", "two dimensions to shard over"))]
+    ("path", "case"),
+    [*(("eager", case) for case in SPMD), ("aot_eager", "TP in front"), ("aot_eager", "two dimensions to shard over")],
 )
 @RETURNS_VIEWS
 @on_four_ranks
@@ -266,7 +271,7 @@ def test_flattened_dimensions_leave_room_for_the_others(fake_group_of_four: None
 @pytest.mark.compat
 @on_four_ranks
 def test_a_parameter_may_have_a_mesh_of_its_own() -> None:
-    """The experts' gradients are averaged over the inner ranks only, everything else over all; the matrix has it compiled."""
+    """The experts' gradients are averaged over the inner ranks, everything else over all. The matrix has it compiled."""
     mesh = mesh_of("outer", "inner")
     unsharded, sharded = twins(Block)
     expert_shapes = {unsharded.up.weight.shape, unsharded.down.weight.shape}
