@@ -45,6 +45,13 @@ def _of_tokens(model: nn.Module) -> Tensor:
     return model(TOKENS).sum()  # type: ignore[no-any-return]
 
 
+class Thin(nn.Linear):
+    """A block of one matrix: what is said of it is one line."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim, dim, bias=False)
+
+
 class Skips(Stack):
     """Leaves its second layer out."""
 
@@ -125,7 +132,7 @@ backward
 
 def test_a_tied_table_is_gathered_again_for_the_head() -> None:
     assert_expected_inline(
-        _of(Stack(1, tied=True), lambda model: shard(model, reshard_after_forward=True), _of_tokens),
+        _of(Stack(1, tied=True, block=Thin), lambda model: shard(model, reshard_after_forward=True), _of_tokens),
         """\
 forward
   gather  embed.weight  (512 bytes of float32, 4 ranks)
@@ -151,7 +158,7 @@ backward
 def test_a_unit_that_is_called_again_is_gathered_once() -> None:
     """But eagerly once a call: a forward does not know what comes next."""
     assert_expected_inline(
-        _of(Again(), shard, _of_tokens, eager=False),
+        _of(Again(block=Thin), shard, _of_tokens, eager=False),
         """\
 forward
   gather  embed.weight  (512 bytes of float32, 4 ranks)
@@ -185,7 +192,7 @@ backward
 
 def test_a_unit_that_a_step_skips_is_not_gathered() -> None:
     assert_expected_inline(
-        _of(Skips(num_blocks=3), shard, _of_tokens),
+        _of(Skips(num_blocks=3, block=Thin), shard, _of_tokens),
         """\
 forward
   gather  embed.weight  (512 bytes of float32, 4 ranks)

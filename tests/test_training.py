@@ -284,20 +284,3 @@ def test_one_rank_never_hands_out_the_shard() -> None:
     run(x)[0].sum().backward()
     unsharded(x)[0].sum().backward()
     assert_same_grads(sharded, unsharded)
-
-
-@on_two_ranks
-def test_one_rank_trains_eagerly_and_keeps_its_shards() -> None:
-    # Nothing travels: each rank has a model of its own.
-    unsharded, sharded = pair(seed=dist.get_rank(), mesh=_alone(), reshard_after_forward=True)
-    optims = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (sharded, unsharded)]
-    for step in range(3):
-        for one in (sharded, unsharded):
-            local_loss(one, step).backward()
-        assert_same_grads(sharded, unsharded)
-        for optim in optims:
-            optim.step()
-            optim.zero_grad()
-        # Freeing what was gathered must not free the shard.
-        assert all(param.to_local().untyped_storage().nbytes() > 0 for param in sharded.parameters())
-    assert_same_params(sharded, unsharded)
