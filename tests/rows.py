@@ -732,7 +732,7 @@ ROWS = (
             "test_pipelining.py::test_schedules_of_two_stages_a_rank",
             "test_pipelining.py::test_zero_bubble_schedules",
         ),
-        "Compiled blocks in a stage: `test_pipelining.py::test_compiled_blocks_in_a_stage`.",
+        "Compiled stages: a row of `test_matrix.py::test_a_row_holds_on_inductor`.",
     ),
     Row(
         "D15",
