@@ -416,11 +416,11 @@ def test_a_model_without_layers_is_swept_without_checkpointing(capsys: Any) -> N
 
 
 class Alternating(Tiny):
-    """Every third layer differs, so that three of them repeat."""
+    """Every second layer differs, so that two of them repeat."""
 
     def __init__(self) -> None:
         super().__init__()
-        for layer in self.layers[::3]:
+        for layer in self.layers[::2]:
             layer.window = 8
 
 
