@@ -70,7 +70,6 @@ def _pair(names: tuple[str, ...]) -> tuple[Adapters, Adapters]:
     [
         pytest.param(NAMES, "eager", marks=pytest.mark.compat),
         pytest.param(SOME, "aot_eager", marks=pytest.mark.compat),
-        pytest.param(SOME, "inductor", marks=pytest.mark.slow),
     ],
     ids=lambda one: one if isinstance(one, str) else "names",
 )

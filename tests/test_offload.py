@@ -33,19 +33,16 @@ from fsdp_compile.passes.ir.provenance import unshard_nodes
 from tests.comparing import (
     assert_same_grads,
     backward_on_both,
-    batches,
     full,
     local_loss,
     loss_of,
     mine,
-    reference_backward,
     train_and_compare,
 )
 from tests.compiling import compiled
 from tests.models import Checkpointed, Stack, mesh_of, pair, shard
 from tests.on_ranks import on_four_ranks, on_two_ranks
 from tests.recording import recorded
-from tests.test_compiled_autograd import Single, compiled_autograd
 from tests.test_extension import InEights
 from tests.test_passes import spec
 
@@ -221,25 +218,6 @@ def test_whoever_reads_a_gradient_at_once_finds_it_complete() -> None:
         for fqn, grad in expected.items():
             torch.testing.assert_close(seen[fqn], grad, atol=1e-6, rtol=1e-4)
             torch.testing.assert_close(full(asked[fqn]), grad, atol=1e-6, rtol=1e-4)
-
-
-@pytest.mark.slow
-@on_two_ranks
-def test_backward_inside_the_compiled_step() -> None:
-    with shards_elsewhere() as counts, compiled_autograd():
-        unsharded, model = offloaded(Single)
-
-        @torch.compile(backend="passes")
-        def step(tokens: Tensor) -> Tensor:
-            loss = loss_of(model(tokens))
-            loss.backward()
-            return loss
-
-        for number in range(2):
-            step(mine(number))
-            reference_backward(unsharded, batches(number))
-            assert_same_grads(model, unsharded)
-        assert counts["waits"]
 
 
 @pytest.mark.slow

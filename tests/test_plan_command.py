@@ -200,17 +200,6 @@ def _config(folder: Path, layers: int) -> Path:
     return path
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("world")
-def test_few_layers_of_a_llama_tell_of_all(tmp_path: Path) -> None:
-    planner = planner_of(find_target(str(_config(tmp_path, LLAMAS_LAYERS))), SELECTIVE)
-    few, num_traced = planner.all_alike(as_told)
-    all_of_it = planner.few(LLAMAS_LAYERS, as_told)
-    assert num_traced < LLAMAS_LAYERS
-    one, other = planner.forecast(few, 0, num_traced), planner.forecast(all_of_it, 0, LLAMAS_LAYERS)
-    assert_alike(one, other)
-
-
 def assert_alike(one: Forecast, other: Forecast) -> None:
     assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.01)
     for kind, num_bytes in other.peak.items():
@@ -399,15 +388,6 @@ def test_what_is_frozen_or_stored_narrowly_takes_no_more_than_it_does(capsys: An
     assert code == 0 and held["shards"] == 2 * params // 4 and held[OPTIMIZER] == 2 * 2 * trained // 4
     assert plan["budget"] == (100 << 20) - held[OPTIMIZER]
     assert plan["peak_bytes"] < 16 * params // 4  # what one that is trained in float32 takes before it computes
-
-
-@pytest.mark.slow
-def test_what_fits_is_swept_as_well(capsys: Any) -> None:
-    _, data, _ = _plans(capsys, *ADAPTED)
-    memory = ("--memory", f"{data['plans'][0]['peak_bytes'] + 100}B")
-    assert _plans(capsys, *ADAPTED, *memory)[0] == 0
-    code, data, _ = _plans(capsys, *ADAPTED, *memory, "--sweep")
-    assert code == 0 and data["plans"][data["best"]]["fits"]
 
 
 def test_a_model_without_layers_is_swept_without_checkpointing(capsys: Any) -> None:
