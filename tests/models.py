@@ -460,8 +460,6 @@ HUGGING_FACE = {
     "t5": Entry(t5, lambda model: [*model.encoder.block, *model.decoder.block], token_pairs, cross_entropy),
 }
 
-ZOO = PLAIN | HUGGING_FACE
-
 
 # --- one unit, and a stack of which a part is left out -------------------------------------------------------------
 
