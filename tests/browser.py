@@ -134,7 +134,8 @@ class Page:
     def click(self, selector: str) -> None:
         """A press of the mouse in the middle of the first such element."""
         box = self.run(
-            f"(() => {{ const one = document.querySelector({json.dumps(selector)}); one.scrollIntoView({{block: 'center'}});"
+            f"(() => {{ const one = document.querySelector({json.dumps(selector)});"
+            " one.scrollIntoView({block: 'center'});"
             " const box = one.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; })()"
         )
         for kind in ("mousePressed", "mouseReleased"):

@@ -271,7 +271,7 @@ def test_flattened_dimensions_leave_room_for_the_others(fake_group_of_four: None
 @pytest.mark.compat
 @on_four_ranks
 def test_a_parameter_may_have_a_mesh_of_its_own() -> None:
-    """The experts' gradients are averaged over the inner ranks, everything else over all. The matrix has it compiled."""
+    """The experts' gradients are averaged over the inner ranks, all others over all. The matrix has it compiled."""
     mesh = mesh_of("outer", "inner")
     unsharded, sharded = twins(Block)
     expert_shapes = {unsharded.up.weight.shape, unsharded.down.weight.shape}
@@ -301,7 +301,8 @@ def test_norms_of_several_meshes_are_combined_by_hand() -> None:
     mesh = mesh_of("outer", "inner")
     unsharded, sharded = twins(Block)
     inner = {sharded.up.weight, sharded.down.weight}
-    fully_shard(sharded, shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), mesh["inner"]) if p in inner else None)
+    inside = ShardPlacementResult(Shard(0), mesh["inner"])
+    fully_shard(sharded, shard_placement_fn=lambda param: inside if param in inner else None)
     x = torch.ones(3, 16).cumsum(0)  # the same on all ranks: averages over few and over many are equal
     for one in (sharded, unsharded):
         loss_of(one(x)).backward()

@@ -166,9 +166,11 @@ def _compare(model: nn.Module, unsharded: nn.Module, exact: nn.Module) -> tuple[
 
 def _names_by_unit(units: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     """Each parameter once, under its name in the innermost unit that has it, or in the first such one."""
-    seen: set[nn.Parameter] = set()
-    found = [pair for unit in units for pair in unit.named_parameters() if not (pair[1] in seen or seen.add(pair[1]))]  # type: ignore[func-returns-value]
-    return found
+    named: dict[nn.Parameter, str] = {}
+    for unit in units:
+        for fqn, param in unit.named_parameters():
+            named.setdefault(param, fqn)
+    return [(fqn, param) for param, fqn in named.items()]
 
 
 def _trained(model: nn.Module) -> set[str]:

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining runs sharded stages: two stages, each over two ranks. Compiled ones are in the matrix."""
+"""torch.distributed.pipelining runs sharded stages: two, each over two ranks. Compiled ones are in the matrix."""
 
 from __future__ import annotations
 

@@ -182,7 +182,8 @@ def _compare(make: Callable[[], nn.Module], backend: str | None) -> None:
 
 
 READERS = (
-    Recurrent, normed, orthogonal, parametrized, AsParameters, TakenWithoutGrad, TargetWithoutGrad, TakenInInference, Mapped
+    Recurrent, normed, orthogonal, parametrized,
+    AsParameters, TakenWithoutGrad, TargetWithoutGrad, TakenInInference, Mapped,
 )  # fmt: skip
 
 

@@ -385,7 +385,8 @@ class LastNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(WIDTH, WIDTH)
-        self.block, self.again = (nn.TransformerEncoderLayer(WIDTH, 3, 2 * WIDTH, 0.0, batch_first=True) for _ in range(2))
+        layers = [nn.TransformerEncoderLayer(WIDTH, 3, 2 * WIDTH, 0.0, batch_first=True) for _ in range(2)]
+        self.block, self.again = layers
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -423,7 +424,9 @@ def _gathered(plan: Plan) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "make", [pytest.param(States, marks=pytest.mark.compat), lambda: Recurrence().requires_grad_(False)], ids=["trained", "frozen"]
+    "make",
+    [pytest.param(States, marks=pytest.mark.compat), lambda: Recurrence().requires_grad_(False)],
+    ids=["trained", "frozen"],
 )
 def test_a_sequence_of_one_element_gathers_what_longer_ones_do(
     fake_group_of_four: None, make: Callable[[], nn.Module]

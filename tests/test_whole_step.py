@@ -47,6 +47,7 @@ from tests.test_structure import (
     NORM,
     WIDTH,
     Attends,
+    BehindTheSum,
     ByHand,
     FrozenBehind,
     Fused,
@@ -58,6 +59,8 @@ from tests.test_structure import (
     Positioned,
     Positions,
     ProductsSaved,
+    Projections,
+    Pruned,
     Recomputed,
 )
 
@@ -282,10 +285,11 @@ def traced() -> Any:
 # torch refuses what is to be computed again where custom functions stand in backward ("2 disjoint backward regions").
 BY_HAND = (ByHand, Fused)
 CHECKPOINTED = (Recomputed, ProductsSaved, FrozenBehind, Attends, Pools)
+ALIKE = (Projections, Pruned, BehindTheSum)  # to this pass, and to what LowRank and Layer are
 
 
 @pytest.mark.usefixtures("fake_group_of_four")
-@pytest.mark.parametrize("without", [BY_HAND, pytest.param(CHECKPOINTED, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("without", [(*BY_HAND, *ALIKE), pytest.param((*CHECKPOINTED, *ALIKE), marks=pytest.mark.slow)])
 def test_the_same_matrices_are_gathered_again_as_where_backward_is_a_graph(without: tuple[type[Layer], ...]) -> None:
     """Where a formula reads them, that is: no partitioner is there to compute anything again."""
     model = Net(without)

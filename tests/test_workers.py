@@ -119,7 +119,8 @@ IS_KILLED = """
 import os
 if __name__ == "__main__":
     from fsdp_compile.workers import Crew
-    crews = [Crew("tests.worker_functions:join", {}, num_ranks=2, preload=one) for one in ((), ("tests.worker_functions",))]
+    of = "tests.worker_functions"
+    crews = [Crew(f"{of}:join", {}, num_ranks=2, preload=preload) for preload in ((), (of,))]
     print(*(pid for crew in crews for pid in crew.run(os.getpid)), flush=True)
     os.kill(os.getpid(), 9)
 """
