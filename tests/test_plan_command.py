@@ -22,7 +22,7 @@ from fsdp_compile import MixedPrecisionPolicy, cli, fully_shard
 from fsdp_compile._torch_compat.process_groups import pretended_world
 from fsdp_compile.forecast import command
 from fsdp_compile.forecast.command import add_options
-from fsdp_compile.forecast.forecast import OPTIMIZER, Configuration, Forecast, Hardware, Planner, Whole, as_told
+from fsdp_compile.forecast.forecast import OPTIMIZER, Configuration, Forecast, Hardware, Planner, Whole
 from fsdp_compile.forecast.joint import FULL, NONE, SELECTIVE
 from fsdp_compile.forecast.layers import Run, find_run, with_fewer
 from fsdp_compile.forecast.show import count, show_one, show_sweep, size, unit_for
@@ -200,14 +200,6 @@ def _config(folder: Path, layers: int) -> Path:
     return path
 
 
-def assert_alike(one: Forecast, other: Forecast) -> None:
-    assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.01)
-    for kind, num_bytes in other.peak.items():
-        assert one.peak[kind] == pytest.approx(num_bytes, rel=0.01), kind
-    for figure in ("forward_s", "backward_s", "optimizer_s", "exposed_s", "flops", "num_tokens"):
-        assert getattr(one, figure) == pytest.approx(getattr(other, figure), rel=0.01), figure
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("world")
 def test_checkpointing_trades_time_for_activations(tmp_path: Path) -> None:
@@ -241,19 +233,6 @@ def test_a_budget_is_kept_and_used(is_least: bool) -> None:
     lean = max((trial for trial in tried if not trial.kept), key=lambda trial: len(trial.recomputed))
     alike = [lean.seconds] if is_least else [trial.seconds for trial in fitting if not trial.recomputed]
     assert one.forward_s + one.backward_s <= min(alike) * 1.03
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("world")
-def test_layers_that_are_kept_tell_of_others_that_are() -> None:
-    planner = planner_of(find_target("tests.test_plan_command:tiny"))
-    for num_kept in (4, 6, 8):
-        few = planner.last_kept(num_kept, as_told)
-        assert few is not None
-        assert_alike(
-            planner.forecast(few, num_kept, LAYERS),
-            planner.forecast(planner.few(LAYERS, planner.keeping(num_kept, as_told)), num_kept, LAYERS),
-        )
 
 
 @pytest.mark.parametrize(("name", "reduction", "op"), [("cpu", "all_to_all", "sum"), ("h100", "reduce_scatter", "avg")])
