@@ -610,37 +610,6 @@ def test_what_is_read_has_the_attributes_of_the_users_parameter(how: str) -> Non
             assert not hasattr(block[1]._parameters["weight"], "scale")  # or it would be saved beside the shard
 
 
-@dataclass
-class Out:
-    y: Tensor
-
-
-class Dataclassy(nn.Linear):
-    """Its output is a dataclass that pytree does not know."""
-
-    def forward(self, x: Tensor) -> Out:  # type: ignore[override]
-        return Out(super().forward(x))
-
-
-class GivesItsWeight(nn.Linear):
-    def forward(self) -> Tensor:  # type: ignore[override]
-        return self.weight
-
-
-@on_two_ranks
-def test_outputs_in_dataclasses_and_outputs_that_are_parameters() -> None:
-    unsharded, sharded = twins(lambda: nn.ModuleList([Dataclassy(6, 6), GivesItsWeight(6, 6, bias=False)]))
-    for unit in sharded:
-        fully_shard(unit, reshard_after_forward=True)
-    x = torch.ones(3, 6)
-    for model in (sharded, unsharded):
-        (model[0](x).y @ model[1]()).pow(2).sum().backward()
-    assert_same_grads(sharded, unsharded)
-    with torch.no_grad():
-        torch.testing.assert_close(x @ sharded[1](), x @ unsharded[1]())
-        torch.testing.assert_close(sharded[1]().sum(), unsharded[1]().sum())
-
-
 @pytest.mark.parametrize("reshard", [True, False])
 @on_two_ranks
 def test_no_gathered_parameter_outlives_its_step(reshard: bool) -> None:
