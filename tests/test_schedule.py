@@ -200,23 +200,17 @@ def test_replicas_of_shards() -> None:
         shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), mp_policy=policy)
 
     assert_expected_inline(
-        _of(Stack(num_blocks=1), replicated, _of_tokens),
+        _of(Stack(1, block=Thin), replicated, _of_tokens),
         """\
 forward
   gather  embed.weight  (512 bytes of bfloat16, 2 ranks)
-  gather  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (82 bytes of bfloat16, 2 ranks)
-  gather  layers.0.up.weight  (544 bytes of bfloat16, 2 ranks)
-  gather  layers.0.down.weight  (528 bytes of bfloat16, 2 ranks)
+  gather  layers.0.weight  (256 bytes of bfloat16, 2 ranks)
   gather  norm.weight norm.bias  (32 bytes of bfloat16, 2 ranks)
   gather  head.weight  (512 bytes of bfloat16, 2 ranks)
 backward
-  gather  layers.0.down.weight  (528 bytes of bfloat16, 2 ranks)
-  gather  layers.0.up.weight  (544 bytes of bfloat16, 2 ranks)
-  gather  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (82 bytes of bfloat16, 2 ranks)
+  gather  layers.0.weight  (256 bytes of bfloat16, 2 ranks)
   reduce  head.weight  (1024 bytes of float32, 2 ranks, 2 replicas)
-  reduce  layers.0.down.weight  (1056 bytes of float32, 2 ranks, 2 replicas)
-  reduce  layers.0.up.weight  (1088 bytes of float32, 2 ranks, 2 replicas)
-  reduce  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (164 bytes of float32, 2 ranks, 2 replicas)
+  reduce  layers.0.weight  (512 bytes of float32, 2 ranks, 2 replicas)
   reduce  embed.weight  (1024 bytes of float32, 2 ranks, 2 replicas)
   reduce  norm.weight norm.bias  (64 bytes of float32, 2 ranks, 2 replicas)
 """,
