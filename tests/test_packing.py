@@ -95,7 +95,7 @@ def test_hardly_more_kernels_are_generated_than_for_the_unsharded_model() -> Non
 @pytest.mark.parametrize("vocab", [8192, 31])
 def test_nothing_is_in_flight_beside_a_large_embeddings_gradient(vocab: int) -> None:
     """Its kernel stands behind the waits; one of a small embedding hides what is on its way."""
-    _, code = _codes(shard(Stack(1, block=Attends, vocab=vocab)))
+    _, code = _codes(shard(Stack(2, block=Attends, vocab=vocab)))
     behind = code[code.rindex(f"empty_strided_cpu(({vocab}, 16)") :]
     num_launched = len(re.findall(r"= torch.ops._c10d_functional.(?:reduce_scatter|all_to_all)", behind))
     num_awaited = behind.count("_c10d_functional.wait_tensor.default(")
