@@ -1,7 +1,7 @@
 """Headless Chromium, spoken to over its DevTools protocol through two pipes: no package, no port, no driver.
 
     with Browser() as browser:
-        page = browser.open(path, width=390, dark=True)  # or visit(url, answers), of a server on this machine
+        page = browser.open(path, width=390, dark=True)
         page.run("document.title")
         page.click("#theme")
         assert page.errors == []
@@ -9,18 +9,13 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
 import subprocess
 import tempfile
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -46,7 +41,6 @@ class Browser:
         os.close(answers)
         self._read = b""
         self._number = 0
-        self._sites: dict[str, _Site] = {}
         self.events: list[dict[str, Any]] = []
         return self
 
@@ -71,10 +65,7 @@ class Browser:
                     raise RuntimeError(f"{method}: {answer['error']}")
                 result: dict[str, Any] = answer["result"]
                 return result
-            if answer.get("method") == "Fetch.requestPaused":
-                self._serve(answer["sessionId"], answer["params"])
-            elif "id" not in answer:  # else it says that a request went on
-                self.events.append(answer)
+            self.events.append(answer)
 
     def _send(self, method: str, session: str, given: dict[str, Any]) -> int:
         self._number += 1
@@ -83,19 +74,6 @@ class Browser:
             message["sessionId"] = session
         os.write(self._commands, json.dumps(message).encode() + b"\0")
         return self._number
-
-    def _serve(self, session: str, asked: dict[str, Any]) -> None:
-        """Let a request go to the page's own server, answer it in another's place, or let it fail."""
-        site, url, given = self._sites[session], asked["request"]["url"], {"requestId": asked["requestId"]}
-        if url in site.answers:
-            headers = [{"name": "Content-Type", "value": "text/javascript"}]
-            body = base64.b64encode(site.answers[url].encode()).decode()
-            given |= {"responseCode": 200, "responseHeaders": headers, "body": body}
-            self._send("Fetch.fulfillRequest", session, given)
-        elif site.is_its_own(url):
-            self._send("Fetch.continueRequest", session, given)
-        else:
-            self._send("Fetch.failRequest", session, given | {"errorReason": "InternetDisconnected"})
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._read:
@@ -109,24 +87,15 @@ class Browser:
 
     def open(self, path: Path, width: int = 1280, height: int = 900, dark: bool = False) -> Page:
         """Load a file, offline, in a window of that size."""
-        page = self._tab(_Site("file:", {}))
+        page = self._tab()
         page.call("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=-1, uploadThroughput=-1)
         self._load(page, path.resolve().as_uri(), width, height, dark)
         return page
 
-    def visit(self, url: str, answers: Mapping[str, str], width: int = 1280, height: int = 900) -> Page:
-        """Load a page of a server on this machine; scripts that it asks of others are `answers`, by address, or fail."""
-        server = urlsplit(url)
-        page = self._tab(_Site(f"{server.scheme}://{server.netloc}/", answers))
-        page.call("Fetch.enable")
-        self._load(page, url, width, height)
-        return page
-
-    def _tab(self, site: _Site) -> Page:
+    def _tab(self) -> Page:
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        self._sites[session] = site
-        page = Page(self, session, site)
+        page = Page(self, session)
         for domain in ("Page", "Runtime", "Log", "Network"):
             page.call(f"{domain}.enable")
         return page
@@ -145,58 +114,28 @@ class Browser:
         )
 
 
-@dataclass(frozen=True)
-class _Site:
-    """Where a page comes from, and what stands in for scripts of other servers, by address."""
-
-    origin: str
-    answers: Mapping[str, str]
-
-    def is_its_own(self, url: str) -> bool:
-        return url.startswith((self.origin, "data:", f"blob:{self.origin}"))
-
-
 class Page:
     """One tab."""
 
-    def __init__(self, browser: Browser, session: str, site: _Site) -> None:
+    def __init__(self, browser: Browser, session: str) -> None:
         self._browser = browser
         self._session = session
-        self._site = site
 
     def call(self, method: str, **given: Any) -> dict[str, Any]:
         return self._browser.call(method, self._session, **given)
 
     def run(self, script: str) -> Any:
         """What an expression gives; RuntimeError where it raises."""
-        for _ in range(50):
-            try:
-                found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-                break
-            except RuntimeError as error:  # the page before this one went away
-                if "navigat" not in str(error) and "destroyed" not in str(error):
-                    raise
+        found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in found:
             raise RuntimeError(found["exceptionDetails"].get("exception", {}).get("description", str(found)))
         return found["result"].get("value")
 
-    def wait(self, script: str, limit_s: float = 60) -> Any:
-        """What an expression gives as soon as that is true; TimeoutError where it stays false, null or missing."""
-        end = time.monotonic() + limit_s
-        while not (found := self.run(script)):
-            if time.monotonic() > end:
-                raise TimeoutError(f"after {limit_s} s there still was no {script}; said so far: {self.errors}")
-            time.sleep(0.05)
-        return found
-
     def click(self, selector: str) -> None:
         """A press of the mouse in the middle of the first such element."""
-        self.press(f"document.querySelector({json.dumps(selector)})")
-
-    def press(self, script: str) -> None:
-        """A press of the mouse in the middle of the element that an expression gives."""
         box = self.run(
-            f"(() => {{ const one = {script}; one.scrollIntoView({{block: 'center'}});"
+            f"(() => {{ const one = document.querySelector({json.dumps(selector)});"
+            " one.scrollIntoView({block: 'center'});"
             " const box = one.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; })()"
         )
         for kind in ("mousePressed", "mouseReleased"):
@@ -232,6 +171,6 @@ class Page:
                 said.append(str(given["entry"]["text"]))
             elif event["method"] == "Network.requestWillBeSent":
                 url = given["request"]["url"]
-                if not self._site.is_its_own(url) and url not in self._site.answers:
+                if not url.startswith(("file:", "data:", "blob:file:")):
                     said.append(f"asked for {url}")
         return said

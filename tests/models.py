@@ -225,7 +225,7 @@ class AttentionBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, num_heads=2, batch_first=True)
+        self.attention = nn.MultiheadAttention(width, num_heads=5, batch_first=True)
 
     def forward(self, input: Tensor) -> Tensor:
         normed = self.norm(input)
@@ -459,8 +459,6 @@ HUGGING_FACE = {
     "mixtral": Entry(mixtral, lambda model: list(model.model.layers), tokens, cross_entropy),
     "t5": Entry(t5, lambda model: [*model.encoder.block, *model.decoder.block], token_pairs, cross_entropy),
 }
-
-ZOO = PLAIN | HUGGING_FACE
 
 
 # --- one unit, and a stack of which a part is left out -------------------------------------------------------------

@@ -613,11 +613,11 @@ ROWS = (
         "D3",
         "uneven and empty shards",
         (
-            "test_training.py::test_trains_with_tied_weights_and_uneven_shards",
+            "test_fuzz.py::test_eager_models_train_as_unsharded",
             "test_models.py::test_gradients_are_the_unsharded_mean_over_ranks_to_rounding",
             "test_passes.py::test_the_cast_comes_before_the_gather_and_padding_goes_after_it",
         ),
-        "Models with one and two rows on three ranks.",
+        "Models with one and two rows on two ranks, and drawn ones on up to four.",
     ),
     Row(
         "D4",
@@ -633,7 +633,7 @@ ROWS = (
         "tied parameters",
         (
             "test_models.py::test_a_parameter_is_gathered_and_reduced_once_however_often_it_is_read",
-            "test_training.py::test_trains_with_tied_weights_and_uneven_shards",
+            "test_training.py::test_trains_like_the_unsharded_model",
             "test_accumulate.py::test_micro_batches_without_sync_send_nothing",
             "test_training.py::test_what_is_tied_stays_tied_when_a_state_is_assigned",
             "test_training.py::test_what_is_tied_stays_tied_when_a_model_on_meta_gets_memory",
@@ -731,7 +731,7 @@ ROWS = (
             "test_pipelining.py::test_schedules_of_two_stages_a_rank",
             "test_pipelining.py::test_zero_bubble_schedules",
         ),
-        "Compiled blocks in a stage: `test_pipelining.py::test_compiled_blocks_in_a_stage`.",
+        "Compiled stages: a row of `test_matrix.py::test_a_row_holds_on_inductor`.",
     ),
     Row(
         "D15",
@@ -820,7 +820,7 @@ ROWS = (
         (
             "test_training.py::test_clip_grad_norm_gives_the_unsharded_norm",
             "test_matrix.py::test_a_row_holds_on_inductor",
-            "test_training.py::test_norms_of_several_meshes_are_combined_by_hand",
+            "test_meshes.py::test_norms_of_several_meshes_are_combined_by_hand",
         ),
         "Several meshes: `clip_grad_norm_` raises in torch; per-mesh norms with `get_total_norm`, then `clip_grads_with_norm_`.",
     ),
@@ -909,7 +909,7 @@ ROWS = (
         (
             "test_training.py::test_one_rank_never_hands_out_the_shard",
             "test_passes.py::test_with_one_rank_the_parameter_itself_stands_there_and_outputs_get_a_copy",
-            "test_training.py::test_one_rank_trains_eagerly_and_keeps_its_shards",
+            "test_fuzz.py::test_eager_models_train_as_unsharded",
         ),
         "Compiled and eager, without collectives.",
     ),

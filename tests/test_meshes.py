@@ -37,7 +37,7 @@ from fsdp_compile.passes.wire.ledger import GraphText, Launch
 from tests.comparing import assert_same_grads, batches, full, loss_of, reference_backward, train_and_compare
 from tests.compiling import PATHS, compile_blocks, compiled, num_graphs
 from tests.models import Block, EvenBlock, Spread, Stack, mesh_of, pair, shard, twins
-from tests.on_ranks import on_four_ranks, on_two_ranks
+from tests.on_ranks import on_four_ranks
 from tests.ranks import Ranks
 from tests.recording import Wire
 
@@ -63,14 +63,20 @@ def inputs(*shape: int) -> Tensor:
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("path", "options"),
+    [
+        ("eager", {}),
+        ("eager", {"reduction": "reduce_scatter"}),
+        ("passes", {"reduction": "reduce_scatter", "bucketing": "group"}),
+    ],
+)
 @on_four_ranks
-def test_replicas_of_shards_train_like_the_unsharded_model(path: str) -> None:
-    for options in ({}, {"reduction": "reduce_scatter", "bucketing": "group"}):
-        unsharded, sharded = pair(make=lambda: Stack(tied=True), mesh=mesh_of("replicate", "shard"))
-        assert sharded.embed.weight.placements == (Replicate(), Shard(0))
-        fsdp_compile.configure(sharded, **options)
-        train_and_compare(compiled(sharded, path), sharded, unsharded)
+def test_replicas_of_shards_train_like_the_unsharded_model(path: str, options: dict[str, str]) -> None:
+    unsharded, sharded = pair(make=lambda: Stack(1, tied=True), mesh=mesh_of("replicate", "shard"))
+    assert sharded.embed.weight.placements == (Replicate(), Shard(0))
+    fsdp_compile.configure(sharded, **options)
+    train_and_compare(compiled(sharded, path), sharded, unsharded)
 
 
 class Scale(nn.Module):
@@ -84,8 +90,10 @@ class Scale(nn.Module):
         return (x * self.weight).sum()
 
 
-@pytest.mark.parametrize(("dtype", "value"), [(BF16, 3.0), (FP16, 30000.0), (FP32, 0.1)])
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("path", "dtype", "value"),
+    [("eager", BF16, 3.0), ("eager", FP16, 30000.0), ("eager", FP32, 0.1), ("aot_eager", FP16, 30000.0)],
+)
 @on_four_ranks
 def test_the_mean_is_over_all_ranks_and_fp16_does_not_overflow(path: str, dtype: torch.dtype, value: float) -> None:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
@@ -127,23 +135,21 @@ class WideBlock(Block):
         self.down = nn.Linear(2 * dim + 2, dim)
 
 
-def tensor_parallel(block: type[nn.Module]) -> tuple[Stack, Stack]:
+def tensor_parallel(num_blocks: int, block: type[nn.Module]) -> tuple[Stack, Stack]:
     """(unsharded, sharded), the second on a mesh of "dp" and "tp"."""
     mesh = mesh_of("dp", "tp")
-    unsharded, sharded = twins(lambda: Stack(2, block=block))
+    unsharded, sharded = twins(lambda: Stack(num_blocks, block=block))
     for layer in sharded.layers:
         parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return unsharded, shard(sharded, mesh=mesh["dp"])
 
 
-@pytest.mark.parametrize(
-    "path",
-    [*(pytest.param(path, marks=pytest.mark.compat) for path in PATHS), pytest.param("blocks", marks=pytest.mark.slow)],
-)
+@pytest.mark.compat
+@pytest.mark.parametrize("path", PATHS)
 @on_four_ranks
 def test_tensor_parallel_parameters_train_like_the_unsharded_model(path: str) -> None:
     """Also where ranks have uneven parts of them."""
-    unsharded, sharded = tensor_parallel(WideBlock)
+    unsharded, sharded = tensor_parallel(1, WideBlock)
     up, down = sharded.layers[0].up, sharded.layers[0].down
     assert str(up.weight.placements[0]) == "_S(0, 2)" and up.weight.placements[1] == Shard(0)
     assert str(up.bias.placements[0]) == "_S(0, 2)" and up.bias.placements[1] == Shard(0)
@@ -152,19 +158,17 @@ def test_tensor_parallel_parameters_train_like_the_unsharded_model(path: str) ->
     assert sharded.layers[0].norm.weight.placements == (Shard(0),)
     for (fqn, ours), theirs in zip(sharded.named_parameters(), unsharded.parameters()):
         torch.testing.assert_close(full(ours), theirs, msg=fqn)
-    run = compile_blocks(sharded) if path == "blocks" else compiled(sharded, path)
-    train_and_compare(run, sharded, unsharded, place=dist.get_rank() // 2, num_places=2)
+    train_and_compare(compiled(sharded, path), sharded, unsharded, place=dist.get_rank() // 2, num_places=2)
 
 
 #: ``DTensor.to_local()`` gives a view: of a unit that returns one ours warns, as FSDP2 does.
 RETURNS_VIEWS = pytest.mark.filterwarnings("ignore:.*returned a view tensor")
 
 
-@pytest.mark.parametrize("path", PATHS)
 @RETURNS_VIEWS
 @on_four_ranks
-def test_partial_gradients_are_summed_before_the_reduction(path: str) -> None:
-    """Norms whose weights are replicated over tp, and whose gradients are partial there."""
+def test_partial_gradients_are_summed_before_the_reduction() -> None:
+    """Norms whose weights are replicated over tp, and whose gradients are partial there. The matrix has it compiled."""
     mesh = mesh_of("dp", "tp")
     unsharded, sharded = twins(EvenBlock)
     plan = {
@@ -180,7 +184,7 @@ def test_partial_gradients_are_summed_before_the_reduction(path: str) -> None:
     fully_shard(sharded, mesh=mesh["dp"])
     assert sharded.norm.weight.placements == (Shard(0), Replicate())
     x = inputs(2, 3, 4, 16)  # [dp, batch, sequence, features]
-    assert_gradients(path, sharded, unsharded, mesh.get_local_rank("dp"), x)
+    assert_gradients("eager", sharded, unsharded, mesh.get_local_rank("dp"), x)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -209,7 +213,7 @@ def test_a_read_gives_the_dtensor_that_the_parameter_was(path: str) -> None:
 
 def test_blocks_of_tensor_parallel_parameters_share_one_graph(fake_group_of_four: None) -> None:
     torch._dynamo.utils.counters.clear()
-    _, sharded = tensor_parallel(EvenBlock)
+    _, sharded = tensor_parallel(2, EvenBlock)
     compile_blocks(sharded)(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
     assert num_graphs() == 1
 
@@ -228,8 +232,10 @@ SPMD = {
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("case", SPMD)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("path", "case"),
+    [*(("eager", case) for case in SPMD), ("aot_eager", "TP in front"), ("aot_eager", "two dimensions to shard over")],
+)
 @RETURNS_VIEWS
 @on_four_ranks
 def test_dp_mesh_dims_say_what_is_data_parallel(path: str, case: str) -> None:
@@ -263,10 +269,9 @@ def test_flattened_dimensions_leave_room_for_the_others(fake_group_of_four: None
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("path", PATHS)
 @on_four_ranks
-def test_a_parameter_may_have_a_mesh_of_its_own(path: str) -> None:
-    """The experts' gradients are averaged over the inner ranks only, everything else over all."""
+def test_a_parameter_may_have_a_mesh_of_its_own() -> None:
+    """The experts' gradients are averaged over the inner ranks, all others over all. The matrix has it compiled."""
     mesh = mesh_of("outer", "inner")
     unsharded, sharded = twins(Block)
     expert_shapes = {unsharded.up.weight.shape, unsharded.down.weight.shape}
@@ -280,16 +285,40 @@ def test_a_parameter_may_have_a_mesh_of_its_own(path: str) -> None:
     assert len(seen) == len(set(seen)) == len(list(unsharded.parameters()))
     assert sharded.up.weight.device_mesh == mesh["inner"] and sharded.up.bias.device_mesh.size() == 4
     x = inputs(4, 3, 16)
-    run = compiled(sharded, path)
     for _ in range(2):
         sharded.zero_grad()
-        loss_of(run(x[dist.get_rank()])).backward()
+        loss_of(sharded(x[dist.get_rank()])).backward()
     inner = [rank for rank in range(4) if rank // 2 == dist.get_rank() // 2]
     for fqn, param in sharded.named_parameters():
         members = inner if param.shape in expert_shapes else range(4)
         unsharded.zero_grad()
         reference_backward(unsharded, x[list(members)])
         torch.testing.assert_close(full(param.grad), unsharded.get_parameter(fqn).grad, msg=fqn)
+
+
+@on_four_ranks
+def test_norms_of_several_meshes_are_combined_by_hand() -> None:
+    mesh = mesh_of("outer", "inner")
+    unsharded, sharded = twins(Block)
+    inner = {sharded.up.weight, sharded.down.weight}
+    inside = ShardPlacementResult(Shard(0), mesh["inner"])
+    fully_shard(sharded, shard_placement_fn=lambda param: inside if param in inner else None)
+    x = torch.ones(3, 16).cumsum(0)  # the same on all ranks: averages over few and over many are equal
+    for one in (sharded, unsharded):
+        loss_of(one(x)).backward()
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for param in sharded.parameters():
+        by_mesh.setdefault(param.device_mesh, []).append(param)
+    assert len(by_mesh) == 2
+    with pytest.raises((RuntimeError, NotImplementedError, ValueError)):
+        torch.nn.utils.clip_grad_norm_(sharded.parameters(), 0.01)  # torch stacks the norms, which are on two meshes
+    norms = [full(torch.nn.utils.get_total_norm([param.grad for param in params])) for params in by_mesh.values()]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    for params in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(params, 0.01, norm)
+    expected = torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 0.01)
+    torch.testing.assert_close(norm, expected)
+    assert_same_grads(sharded, unsharded)
 
 
 def test_torchs_mesh_infos_are_understood(fake_group_of_four: None) -> None:
@@ -308,9 +337,9 @@ def test_torchs_mesh_infos_are_understood(fake_group_of_four: None) -> None:
 
 @pytest.mark.compat
 @pytest.mark.parametrize("path", PATHS)
-@on_two_ranks
+@on_four_ranks
 def test_replicated_modules_train_like_the_unreplicated_one(path: str) -> None:
-    unsharded, replicated = twins(lambda: Stack(tied=True))
+    unsharded, replicated = twins(lambda: Stack(1, tied=True))
     for layer in replicated.layers:
         assert replicate(layer) is layer
     replicate(replicated)
@@ -322,18 +351,17 @@ def test_replicated_modules_train_like_the_unreplicated_one(path: str) -> None:
         loss_of(run(batches(0)[0])).backward()
     assert set(wire.calls) == {"all_reduce"}
     with torch.no_grad():
-        torch.testing.assert_close(run(batches(0)[0]), unsharded(batches(0)[0]), atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(replicated(batches(0)[0]), unsharded(batches(0)[0]), atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("path", PATHS)
 @on_four_ranks
-def test_tensor_parallel_parameters_may_be_replicated(path: str) -> None:
+def test_tensor_parallel_parameters_may_be_replicated() -> None:
     mesh = mesh_of("dp", "tp")
     unsharded, replicated = twins(EvenBlock)
     parallelize_module(replicated, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     replicate(replicated, mesh=mesh["dp"])
     assert replicated.up.weight.placements == (Replicate(), Shard(0))
-    assert_gradients(path, replicated, unsharded, mesh.get_local_rank("dp"), inputs(2, 3, 16))
+    assert_gradients("eager", replicated, unsharded, mesh.get_local_rank("dp"), inputs(2, 3, 16))
 
 
 # What stands in the graphs
@@ -350,7 +378,7 @@ def test_a_bucket_is_all_reduced_before_the_next_unit_is_reduced(fake_group_of_f
     root = "embed.weight norm.weight norm.bias head.weight"
     block = " ".join(f"layers.0.{name}" for name, _ in Block().named_parameters())
     with fsdp_compile.inspect(model) as report:
-        torch.compile(model, fullgraph=True)(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
+        torch.compile(model, fullgraph=True, backend="passes")(torch.zeros(2, 5, dtype=torch.long)).sum().backward()
     assert collectives(report.forward) == f"all_gather {root}\nall_gather {block}"
     assert collectives(report.backward) == (
         f"reduce_scatter {block}\nall_reduce {block}\nreduce_scatter {root}\nall_reduce {root}"

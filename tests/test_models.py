@@ -1,19 +1,16 @@
-"""Every model of the zoo: sharded, compiled into one graph, and trained as if it were not sharded.
+"""Models with layers of every kind: sharded, compiled into one graph, and trained as if they were not sharded.
 
-A case (model, ranks, backend) is trained once, five steps of AdamW; each test reads a part of what came out.
+A model is trained once, five steps of AdamW; each test reads a part of what came out. What each layer launches by
+itself, and on every path, is in test_sequence.py, and transformers' models are trained in test_hugging_face.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -23,24 +20,43 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compile import fully_shard, passes
 from tests.compiling import num_graphs
-from tests.models import PLAIN, ZOO, Batch, Entry
+from tests.models import (
+    PLAIN,
+    AttentionBlock,
+    Batch,
+    Block,
+    DictBlock,
+    Entry,
+    FrozenBlock,
+    ListBlock,
+    Loop,
+    PartlyUsedBlock,
+    TiedInBlock,
+    TwiceBlock,
+    layers,
+    rows,
+    squared_error,
+)
 from tests.ranks import Ranks
 from tests.recording import recorded
 
+BLOCKS = (Block, AttentionBlock, ListBlock, DictBlock, TwiceBlock, FrozenBlock, PartlyUsedBlock, TiedInBlock, Block)
+
+
+def blocks_of_every_kind() -> nn.Module:
+    """Five features, which two ranks do not share evenly; the last block's weight is the first one's."""
+    model = Loop([block(5) for block in BLOCKS], 5)
+    model.layers[-1].down.weight = model.layers[0].down.weight
+    return model
+
+
+MODELS = {
+    "every kind": Entry(blocks_of_every_kind, layers, rows(5, 5), squared_error),
+    "conv": PLAIN["conv"],
+    "sometimes": PLAIN["sometimes"],
+}
 NUM_STEPS = 5
 EPS = torch.finfo(torch.float32).eps
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is trained, where, and by which backend."""
-
-    model: str
-    num_ranks: int
-    backend: str = "aot_eager"
-
-    def __str__(self) -> str:
-        return f"{self.model}-{self.num_ranks}-{self.backend}"
 
 
 # --- on the ranks -----------------------------------------------------------------------------------------------
@@ -69,16 +85,17 @@ class Unsharded:
         return losses
 
 
-def train(model_name: str, backend: str) -> SimpleNamespace:
+def train(model_name: str) -> SimpleNamespace:
     """Train sharded and compiled beside unsharded and eager; this rank's account of it."""
-    entry = ZOO[model_name]
+    entry = MODELS[model_name]
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     model = entry.build()
     exact, unsharded = Unsharded(entry, model, torch.float64), Unsharded(entry, model, torch.float32)
     for block in entry.blocks(model):
         fully_shard(block)
     fully_shard(model)
-    compiled: Any = torch.compile(model, fullgraph=True, backend=backend)
+    owned = _names_by_unit([*entry.blocks(model), model])
+    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     unsharded_optimizer = torch.optim.AdamW(unsharded.model.parameters(), lr=1e-2)
 
@@ -92,8 +109,7 @@ def train(model_name: str, backend: str) -> SimpleNamespace:
             losses.append(loss.item())
             unsharded_losses.append(unsharded.backward(batches)[rank])
             if step == 0:
-                with _float32_means_float64():
-                    exact.backward(batches)
+                exact.backward(batches)
                 compared, off = _compare(model, unsharded.model, exact.model)
                 misplaced = [fqn for fqn, param in model.named_parameters() if not _grad_is_placed_like(param)]
             trained.append(_trained(model))
@@ -104,10 +120,11 @@ def train(model_name: str, backend: str) -> SimpleNamespace:
 
     joint_graphs = [record.graph for record in records if record.stage == "joint" and record.graph]
     return SimpleNamespace(
-        graphs=Counter(record.stage for record in records),  # joint, forward, backward
+        joint_graphs=len(joint_graphs),
         dynamo_graphs=num_graphs(),
-        num_params=len(list(model.parameters())),
-        # FQNs in the joint graph's markers, relative to their units
+        owned=[fqn for fqn, _ in owned],
+        trainable=[fqn for fqn, param in owned if param.requires_grad],
+        # FQNs in the joint graph's markers, as in ``owned``
         gathered=[fqn for graph in joint_graphs for fqn in _fqns(passes.ir.provenance.unshard_nodes(graph))],
         reduced=[fqn for graph in joint_graphs for fqn in _fqns(passes.ir.provenance.reduce_nodes(graph))],
         compared=compared,  # parameters whose first gradient was compared
@@ -121,13 +138,6 @@ def train(model_name: str, backend: str) -> SimpleNamespace:
         unsharded_buffers=_values(unsharded.buffers[rank]),
         buffer_types={type(buffer) for buffer in model.buffers()},
     )
-
-
-@contextlib.contextmanager
-def _float32_means_float64() -> Iterator[None]:
-    """transformers computes norms and rotations in float32, whatever the dtype of the model."""
-    with mock.patch.object(torch, "float32", torch.float64), mock.patch.object(Tensor, "float", Tensor.double):
-        yield
 
 
 def _compare(model: nn.Module, unsharded: nn.Module, exact: nn.Module) -> tuple[set[str], list[str]]:
@@ -152,6 +162,15 @@ def _compare(model: nn.Module, unsharded: nn.Module, exact: nn.Module) -> tuple[
         if not error <= 2 * unsharded_error + 4 * EPS:
             off.append(f"{fqn}: {error}, and unsharded {unsharded_error}")
     return compared, off
+
+
+def _names_by_unit(units: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """Each parameter once, under its name in the innermost unit that has it, or in the first such one."""
+    named: dict[nn.Parameter, str] = {}
+    for unit in units:
+        for fqn, param in unit.named_parameters():
+            named.setdefault(param, fqn)
+    return [(fqn, param) for param, fqn in named.items()]
 
 
 def _trained(model: nn.Module) -> set[str]:
@@ -189,119 +208,68 @@ def _floating_to(dtype: torch.dtype, batch: Batch) -> Batch:
 
 
 @pytest.fixture(scope="module")
-def reports(two_ranks: Ranks, three_ranks: Ranks) -> Callable[[Case], list[Any]]:
-    """Every rank's report of a case, trained when it is first asked for."""
-
-    @functools.cache
-    def trained_or_failed(case: Case) -> list[Any] | AssertionError:
-        ranks = {2: two_ranks, 3: three_ranks}[case.num_ranks]
-        try:
-            return ranks.run(train, case.model, case.backend)
-        except AssertionError as failure:
-            return failure
-
-    def report(case: Case) -> list[Any]:
-        outcome = trained_or_failed(case)
-        if isinstance(outcome, AssertionError):
-            raise outcome
-        return outcome
-
-    return report
+def reports(two_ranks: Ranks) -> Callable[[str], list[Any]]:
+    """Every rank's report of a model, trained when it is first asked for."""
+    return functools.cache(lambda model: two_ranks.run(train, model))
 
 
-# Every model of plain torch is on three ranks, where shards are uneven; the first one also on two, where they are even.
-SLOW = [Case("llama", 2, "inductor"), Case("conv", 3, "inductor"), Case("mixtral", 3), Case("t5", 3)]
-CASES = [Case("sequential", 2), *(Case(model, 3) for model in PLAIN), Case("llama", 3), *SLOW]
-COMPAT = [Case("sequential", 2), Case("loop", 3)]
+each_model = pytest.mark.parametrize(
+    "model", [pytest.param(model, marks=[pytest.mark.compat] * (model == "every kind")) for model in MODELS]
+)
 
 
-def every(*models: str) -> pytest.MarkDecorator:
-    """Every case of these models, or of all."""
-
-    def marks(case: Case) -> list[pytest.MarkDecorator]:
-        return [mark for mark, cases in ((pytest.mark.compat, COMPAT), (pytest.mark.slow, SLOW)) if case in cases]
-
-    chosen = [case for case in CASES if not models or case.model in models]
-    return pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in chosen])
-
-
-@every()
-def test_a_step_is_one_forward_and_one_backward_graph(reports: Any, case: Case) -> None:
+@each_model
+def test_a_step_is_one_forward_and_one_backward_graph(reports: Any, model: str) -> None:
     """A branch that some steps take is one more graph."""
-    expected = {"joint": 1} | ({"forward": 1, "backward": 1} if case.backend == "inductor" else {})
-    for report in reports(case):
-        if case.model == "sometimes":
+    for report in reports(model):
+        if model == "sometimes":
             assert report.dynamo_graphs == 2
             has_gradient = [any("sometimes" in fqn for fqn in step) for step in report.trained]
             assert has_gradient == [True, False, True, False, True]
         else:
-            assert report.dynamo_graphs == 1
-            assert dict(report.graphs) == expected
+            assert report.dynamo_graphs == report.joint_graphs == 1
 
 
-@every()
-def test_gradients_are_the_unsharded_mean_over_ranks_to_rounding(reports: Any, case: Case) -> None:
-    for report in reports(case):
+@each_model
+def test_gradients_are_the_unsharded_mean_over_ranks_to_rounding(reports: Any, model: str) -> None:
+    for report in reports(model):
         assert report.compared == report.unsharded_trained[0]
         assert report.off == report.misplaced == []
 
 
-@every()
-def test_five_adamw_steps_have_the_unsharded_losses(reports: Any, case: Case) -> None:
+@each_model
+def test_five_adamw_steps_have_the_unsharded_losses(reports: Any, model: str) -> None:
     """In every step the same parameters have a gradient."""
-    for report in reports(case):
+    for report in reports(model):
         assert report.losses == pytest.approx(report.unsharded_losses, rel=1e-5)
         assert report.trained == report.unsharded_trained
 
 
-@every("used_twice", "tied_in_group", "tied_across_groups", "t5")
-def test_a_parameter_is_gathered_and_reduced_once_however_often_it_is_read(reports: Any, case: Case) -> None:
-    for report in reports(case):
-        assert len(report.gathered) == report.num_params
-        assert len(report.reduced) == report.num_params
+@pytest.mark.compat
+def test_a_parameter_is_gathered_and_reduced_once_however_often_it_is_read(reports: Any) -> None:
+    for report in reports("every kind"):
+        assert sorted(report.gathered) == sorted(fqn for fqn in report.owned if "unused" not in fqn)
+        assert sorted(report.reduced) == sorted(fqn for fqn in report.trainable if "unused" not in fqn)
 
 
-@every("frozen")
-def test_frozen_parameters_are_gathered_but_not_reduced(reports: Any, case: Case) -> None:
-    for report in reports(case):
-        assert report.gathered.count("up.weight") == 2
-        assert report.reduced.count("down.weight") == 2
-        assert report.reduced.count("up.weight") == report.reduced.count("up.bias") == 0
-        assert not any(".up." in fqn for step in report.trained for fqn in step)
+def test_frozen_parameters_are_gathered_but_not_reduced(reports: Any) -> None:
+    frozen = f"layers.{BLOCKS.index(FrozenBlock)}.up."
+    for report in reports("every kind"):
+        assert report.gathered.count("up.weight") == report.reduced.count("up.weight") + 1
+        assert not any(fqn.startswith(frozen) for step in report.trained for fqn in step)
 
 
-@every("unused")
-def test_unused_parameters_are_not_gathered_and_have_no_gradient(reports: Any, case: Case) -> None:
-    for report in reports(case):
+def test_unused_parameters_are_not_gathered_and_have_no_gradient(reports: Any) -> None:
+    for report in reports("every kind"):
         assert not any("unused" in fqn for fqn in report.gathered)
         assert not any("unused" in fqn for step in report.trained for fqn in step)
 
 
-@every("conv")
-def test_batch_norm_statistics_stay_plain_tensors_of_each_rank(reports: Any, case: Case) -> None:
-    for report in reports(case):
+def test_batch_norm_statistics_stay_plain_tensors_of_each_rank(reports: Any) -> None:
+    first, second = reports("conv")
+    for report in (first, second):
         assert report.buffer_types == {Tensor}
         assert len(report.buffers) == 6
         for name, values in report.buffers.items():
             assert values == pytest.approx(report.unsharded_buffers[name], rel=1e-4, abs=1e-6), name
-    first, second = reports(case)[:2]
     assert first.buffers["1.norm.running_mean"] != second.buffers["1.norm.running_mean"]
-
-
-def train_two_models_with_equal_names() -> list[float]:
-    """Linears only: Inductor has next to nothing to generate for them."""
-    errors = []
-    for width in (7, 10):
-        model: Any = nn.Sequential(nn.Linear(5, width, bias=False), nn.Linear(width, 5, bias=False))
-        batches = [torch.randn(3, 5) for _ in range(dist.get_world_size())]
-        expected = sum(torch.autograd.grad(model(batch).sum(), model[0].weight)[0] for batch in batches) / len(batches)
-        fully_shard(model)
-        torch.compile(model, fullgraph=True)(batches[dist.get_rank()]).sum().backward()
-        errors.append((model[0].weight.grad.full_tensor() - expected).abs().max().item())
-    return errors
-
-
-@pytest.mark.slow
-def test_a_second_model_with_the_same_names_and_other_sizes_trains_in_the_same_process(two_ranks: Ranks) -> None:
-    for errors in two_ranks.run(train_two_models_with_equal_names):
-        assert max(errors) < 1e-5

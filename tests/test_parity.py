@@ -6,6 +6,7 @@ check_parity is a trial: training goes on as if it had not been called, and it s
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.comparing import (
     mine,
     reference_backward,
 )
-from tests.compiling import compiled
+from tests.compiling import PATHS, compiled
 from tests.models import Block, BreakBlock, Stack, pair, shard
 from tests.on_ranks import on_two_ranks
 from tests.ranks import Ranks
@@ -45,17 +46,15 @@ class Experts(nn.Module):
         return x + sum(chosen[..., index, None] * torch.tanh(expert(x)) for index, expert in enumerate(self.experts))
 
 
-MODELS = {"mlp": Stack, "tied": lambda: Stack(tied=True), "experts": lambda: Stack(block=Experts)}
+MODELS = {"tied": lambda: Stack(1, tied=True), "experts": lambda: Stack(1, block=Experts)}
 
 
-def _train(kind: str, dtype: torch.dtype, bucketing: str | None, backend: str) -> None:
+def _train(kind: str, dtype: torch.dtype, bucketing: str, backend: str) -> None:
     torch.manual_seed(0)
     eager = MODELS[kind]().to(dtype)
     graph = copy.deepcopy(eager)
     for model in (eager, graph):
-        shard(model)
-        if bucketing is not None:
-            configure(model, bucketing=bucketing)
+        configure(shard(model), bucketing=bucketing)
     _train_alike(eager, graph, [compiled(graph, backend)])
 
 
@@ -79,17 +78,14 @@ FP32, BF16 = torch.float32, torch.bfloat16
 @pytest.mark.parametrize(
     ("kind", "dtype", "bucketing", "backend"),
     [
-        ("mlp", FP32, None, "aot_eager"),
-        ("mlp", BF16, "group", "passes"),  # one bucket a group
-        ("tied", BF16, "none", "aot_eager"),  # one collective a parameter
-        ("experts", FP32, None, "aot_eager"),
-        pytest.param("tied", FP32, "group", "passes", marks=pytest.mark.more),
-        pytest.param("experts", FP32, "group", "passes", marks=pytest.mark.more),
+        ("tied", BF16, "group", "passes"),  # one bucket a group
+        ("experts", FP32, "none", "aot_eager"),  # one collective a parameter
     ],
 )
 def test_three_ranks_are_bit_equal(
-    three_ranks: Ranks, kind: str, dtype: torch.dtype, bucketing: str | None, backend: str
+    three_ranks: Ranks, kind: str, dtype: torch.dtype, bucketing: str, backend: str
 ) -> None:
+    """A sum of two is the same in either order; one of three is not."""
     three_ranks.run(_train, kind, dtype, bucketing, backend)
 
 
@@ -97,12 +93,12 @@ def test_three_ranks_are_bit_equal(
 def test_a_step_that_mixes_everything() -> None:
     """Compiled blocks in an eager model, an eager block in a compiled one, a break inside a unit, compile toggled."""
     torch.manual_seed(0)
-    base = Stack(num_blocks=4)
-    base.layers[3] = BreakBlock()
+    base = Stack(num_blocks=3)
+    base.layers[2] = BreakBlock()
     eager, mixed = shard(copy.deepcopy(base)), copy.deepcopy(base)
     mixed.layers[0].compile(backend="aot_eager")
     shard(mixed)
-    mixed.layers[2].forward = torch._dynamo.disable(mixed.layers[2].forward)
+    mixed.layers[1].forward = torch._dynamo.disable(mixed.layers[1].forward)
     run = compiled(mixed, "aot_eager", fullgraph=False)
     _train_alike(eager, mixed, [mixed, run, run])
 
@@ -130,39 +126,37 @@ class Ungated(Block):
 
 def _with_last(block: Block) -> Any:
     torch.manual_seed(0)
-    model = Stack()
-    model.layers[1] = block
+    model = Stack(1)
+    model.layers[0] = block
     return shard(model)
 
 
 @on_two_ranks
 def test_check_parity_names_what_differs_first() -> None:
-    _, model = pair()
-    good = check_parity(model, mine(), loss=loss_of)
-    assert good and good.first is None
-    assert all(param.grad is None for param in model.parameters())
+    lying = _with_last(Lying())
     with pytest.raises(ValueError, match="Pass check_parity a"):
-        check_parity(model, (mine(),))
+        check_parity(lying, (mine(),))
     with pytest.raises(ValueError, match="holds no module"):
         check_parity(nn.Linear(2, 2), {"input": torch.ones(2)})
-    lying = _with_last(Lying())
     bad = check_parity(lying, mine(), loss=loss_of)
     assert not bad and bad.first is not None
     close = check_parity(lying, mine(), loss=loss_of, atol=1e3)
-    assert str(good) == str(close) == "eager and aot_eager agree: the loss and the gradients of 16 parameters"
+    assert close and close.first is None
+    assert all(param.grad is None for param in lying.parameters())
+    assert str(close) == "eager and aot_eager agree: the loss and the gradients of 10 parameters"
     assert str(bad).startswith("eager and aot_eager differ, first at loss: differs by up to")
     lying.set_requires_gradient_sync(False)
     unsynced = check_parity(lying, mine(), loss=loss_of)
-    assert not unsynced and "layers.1.up.weight" in {one.name for one in unsynced.differences}
+    assert not unsynced and "layers.0.up.weight" in {one.name for one in unsynced.differences}
     ungated = check_parity(_with_last(Ungated()), mine(), loss=loss_of)
     assert ungated.first is not None and ungated.first.name == "embed.weight"
 
 
-@pytest.mark.parametrize("path", ["eager", "aot_eager"])
+@pytest.mark.parametrize("path", PATHS)
 @on_two_ranks
 def test_an_accumulation_goes_on(path: str) -> None:
-    """Between two backwards, also where the first one was not synchronized; and between a forward and its backward."""
-    unsharded, model = pair()
+    """Between two backwards, also where the first one was not synchronized."""
+    unsharded, model = pair(make=functools.partial(Stack, 1))
     run = compiled(model, path, fullgraph=False)
     for step, sync in enumerate((False, True)):
         model.set_requires_gradient_sync(sync)
@@ -170,8 +164,11 @@ def test_an_accumulation_goes_on(path: str) -> None:
         parity = check_parity(model, mine(2), loss=loss_of)
         assert parity and parity.num_params == len(list(model.parameters()))
     assert_same_grads(model, unsharded)
-    for one in (model, unsharded):
-        one.zero_grad()
+
+
+@on_two_ranks
+def test_a_forward_is_followed_by_its_backward_afterwards() -> None:
+    unsharded, model = pair(make=functools.partial(Stack, 1))
     loss = local_loss(model, 0)
     assert check_parity(model, mine(1), loss=loss_of)
     loss.backward()
@@ -181,7 +178,7 @@ def test_an_accumulation_goes_on(path: str) -> None:
 
 @on_two_ranks
 def test_what_was_gathered_by_hand_stays_and_an_optimizer_in_backward_does_not_step() -> None:
-    _, model = pair()
+    _, model = pair(make=functools.partial(Stack, 1))
     model.unshard()
     whole = model.head.weight
     assert check_parity(model, mine(1), loss=loss_of)

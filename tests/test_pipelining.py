@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining runs sharded stages: two stages, each over two ranks."""
+"""torch.distributed.pipelining runs sharded stages: two, each over two ranks. Compiled ones are in the matrix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).pow(2).mean()
 
 
-def _pipeline(name: str, num_chunks: int, reshard: bool, compiled: bool) -> None:
+def _pipeline(name: str, num_chunks: int, reshard: bool) -> None:
     mesh = mesh_of("pp", "dp")
     stage_rank, dp_rank = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     torch.manual_seed(0)
@@ -36,8 +36,6 @@ def _pipeline(name: str, num_chunks: int, reshard: bool, compiled: bool) -> None
     for index in indices:
         chunk = copy.deepcopy(unsharded[index])
         for layer in chunk:
-            if compiled:
-                layer.compile(backend="aot_eager")
             fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=reshard)
         chunks.append(fully_shard(chunk, mesh=mesh["dp"], reshard_after_forward=reshard))
     stages = [
@@ -75,13 +73,13 @@ def _pipeline(name: str, num_chunks: int, reshard: bool, compiled: bool) -> None
     ("name", "reshard"), [("ScheduleGPipe", True), ("Schedule1F1B", True), ("Schedule1F1B", False)]
 )
 def test_schedules_of_one_stage_a_rank(four_ranks: Ranks, name: str, reshard: bool) -> None:
-    four_ranks.run(_pipeline, name, 1, reshard, False)
+    four_ranks.run(_pipeline, name, 1, reshard)
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleLoopedBFS"])
 def test_schedules_of_two_stages_a_rank(four_ranks: Ranks, name: str) -> None:
-    four_ranks.run(_pipeline, name, 2, False, False)
+    four_ranks.run(_pipeline, name, 2, False)
 
 
 # Their weight backward takes parameters one by one: on torch 2.11 it counts gradients twice where several share a node.
@@ -90,8 +88,4 @@ def test_schedules_of_two_stages_a_rank(four_ranks: Ranks, name: str) -> None:
     "name", [pytest.param("ScheduleInterleavedZeroBubble", marks=pytest.mark.compat), "ScheduleZBVZeroBubble"]
 )
 def test_zero_bubble_schedules(four_ranks: Ranks, name: str) -> None:
-    four_ranks.run(_pipeline, name, 2, False, False)
-
-
-def test_compiled_blocks_in_a_stage(four_ranks: Ranks) -> None:
-    four_ranks.run(_pipeline, "Schedule1F1B", 1, False, True)
+    four_ranks.run(_pipeline, name, 2, False)

@@ -22,7 +22,7 @@ from fsdp_compile import MixedPrecisionPolicy, cli, fully_shard
 from fsdp_compile._torch_compat.process_groups import pretended_world
 from fsdp_compile.forecast import command
 from fsdp_compile.forecast.command import add_options
-from fsdp_compile.forecast.forecast import OPTIMIZER, Configuration, Forecast, Hardware, Planner, Whole, as_told
+from fsdp_compile.forecast.forecast import OPTIMIZER, Configuration, Forecast, Hardware, Planner, Whole
 from fsdp_compile.forecast.joint import FULL, NONE, SELECTIVE
 from fsdp_compile.forecast.layers import Run, find_run, with_fewer
 from fsdp_compile.forecast.show import count, show_one, show_sweep, size, unit_for
@@ -202,25 +202,6 @@ def _config(folder: Path, layers: int) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("world")
-def test_few_layers_of_a_llama_tell_of_all(tmp_path: Path) -> None:
-    planner = planner_of(find_target(str(_config(tmp_path, LLAMAS_LAYERS))), SELECTIVE)
-    few, num_traced = planner.all_alike(as_told)
-    all_of_it = planner.few(LLAMAS_LAYERS, as_told)
-    assert num_traced < LLAMAS_LAYERS
-    one, other = planner.forecast(few, 0, num_traced), planner.forecast(all_of_it, 0, LLAMAS_LAYERS)
-    assert_alike(one, other)
-
-
-def assert_alike(one: Forecast, other: Forecast) -> None:
-    assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.01)
-    for kind, num_bytes in other.peak.items():
-        assert one.peak[kind] == pytest.approx(num_bytes, rel=0.01), kind
-    for figure in ("forward_s", "backward_s", "optimizer_s", "exposed_s", "flops", "num_tokens"):
-        assert getattr(one, figure) == pytest.approx(getattr(other, figure), rel=0.01), figure
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("world")
 def test_checkpointing_trades_time_for_activations(tmp_path: Path) -> None:
     target = find_target(str(_config(tmp_path, LLAMAS_LAYERS)))
     none, selective, full = (forecast_of(planner_of(target, how)) for how in (NONE, SELECTIVE, FULL))
@@ -252,19 +233,6 @@ def test_a_budget_is_kept_and_used(is_least: bool) -> None:
     lean = max((trial for trial in tried if not trial.kept), key=lambda trial: len(trial.recomputed))
     alike = [lean.seconds] if is_least else [trial.seconds for trial in fitting if not trial.recomputed]
     assert one.forward_s + one.backward_s <= min(alike) * 1.03
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("world")
-def test_layers_that_are_kept_tell_of_others_that_are() -> None:
-    planner = planner_of(find_target("tests.test_plan_command:tiny"))
-    for num_kept in (4, 6, 8):
-        few = planner.last_kept(num_kept, as_told)
-        assert few is not None
-        assert_alike(
-            planner.forecast(few, num_kept, LAYERS),
-            planner.forecast(planner.few(LAYERS, planner.keeping(num_kept, as_told)), num_kept, LAYERS),
-        )
 
 
 @pytest.mark.parametrize(("name", "reduction", "op"), [("cpu", "all_to_all", "sum"), ("h100", "reduce_scatter", "avg")])
@@ -401,26 +369,17 @@ def test_what_is_frozen_or_stored_narrowly_takes_no_more_than_it_does(capsys: An
     assert plan["peak_bytes"] < 16 * params // 4  # what one that is trained in float32 takes before it computes
 
 
-@pytest.mark.slow
-def test_what_fits_is_swept_as_well(capsys: Any) -> None:
-    _, data, _ = _plans(capsys, *ADAPTED)
-    memory = ("--memory", f"{data['plans'][0]['peak_bytes'] + 100}B")
-    assert _plans(capsys, *ADAPTED, *memory)[0] == 0
-    code, data, _ = _plans(capsys, *ADAPTED, *memory, "--sweep")
-    assert code == 0 and data["plans"][data["best"]]["fits"]
-
-
 def test_a_model_without_layers_is_swept_without_checkpointing(capsys: Any) -> None:
     code, data, _ = _plans(capsys, "tests.test_plan_command:one_layer", "--world-size", "2", "--sweep")
     assert code == 0 and {one["checkpointing"] for one in data["plans"]} == {NONE}
 
 
 class Alternating(Tiny):
-    """Every third layer differs, so that three of them repeat."""
+    """Every second layer differs, so that two of them repeat."""
 
     def __init__(self) -> None:
         super().__init__()
-        for layer in self.layers[::3]:
+        for layer in self.layers[::2]:
             layer.window = 8
 
 

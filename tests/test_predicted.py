@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -126,6 +127,11 @@ def inspected(reshard_after_forward: bool | int | None = None, **options: Any) -
     return report
 
 
+@functools.cache
+def inspected_once() -> Report:
+    return inspected()
+
+
 def becomes(report: Report) -> dict[str, tuple[str, str]]:
     return {fqn: (one.becomes, one.why) for fqn, one in report.joint.predicted.residency.items()}
 
@@ -136,7 +142,7 @@ def test_each_parameter_says_why_it_stays_or_comes_again() -> None:
     made = ("gathered again", "what is made of it is made again")
     region = ("gathered again", "a checkpointed region reads it")
     unit = ("gathered again", "its unit is gathered again")
-    assert becomes(inspected()) == {
+    assert becomes(inspected_once()) == {
         "frozen.weight": ("not needed", "no gradient comes to its unit"),
         "frozen.bias": ("not needed", "no gradient comes to its unit"),
         "first.weight": unit,
@@ -165,7 +171,7 @@ def test_slices_say_so() -> None:
 
 @pytest.mark.usefixtures("fake_group_of_four")
 def test_what_a_user_or_a_budget_decided_is_said() -> None:
-    ours = inspected().joint.plan
+    ours = inspected_once().joint.plan
     kept = ("layer.up.weight",)
     edited = dataclasses.replace(ours, keep=ours.keep + kept, regather=tuple({*ours.regather} - {*kept}))
     given = becomes(inspected(plan=edited))

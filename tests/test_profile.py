@@ -345,6 +345,23 @@ def test_torch_tb_profiler_counts_what_is_sent(run: tuple[str, Path, dict[str, A
     assert counts[0] == counts[1] and set(counts[0]) == {"gloo:all_gather", "gloo:reduce_scatter"}
 
 
+@pytest.mark.more
+def test_torch_tb_profiler_reads_the_folder_as_one_run_with_all_ranks(run: tuple[str, Path, dict[str, Any]]) -> None:
+    loader = pytest.importorskip("torch_tb_profiler.profiler.loader")
+    caches = pytest.importorskip("torch_tb_profiler.io").Cache()
+    _, folder, _ = run
+    workers = sorted(path.name.partition(".")[0] for path in folder.iterdir())
+    with caches:
+        loaded = loader.RunLoader("traces", str(folder), caches).load()
+    assert loaded.workers == ["All", *workers]
+    assert [view.display_name for view in loaded.views] == ["Overview", "Operator", "Trace", "Distributed"]
+    assert loaded.get_workers("Overview") == workers and loaded.get_workers("Distributed") == ["All"]
+    for worker, rank in zip(workers, summarize(folder).ranks, strict=True):
+        [profile] = loaded.get_profiles(worker=worker)
+        assert [row[0] for row in profile.overview["steps"]["rows"]] == ["2", "3"]
+        assert profile.overview["performance"][0]["value"] == pytest.approx(rank.step_s * 1e6, abs=1)
+
+
 @pytest.mark.slow
 def test_torch_tb_profiler_finds_the_kernels_of_collectives() -> None:
     data = pytest.importorskip("torch_tb_profiler.profiler.data")

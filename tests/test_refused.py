@@ -146,10 +146,9 @@ def _raise_everywhere(kind: str, step: int, lines: bool) -> list[str]:
         place += step
 
 
-@pytest.mark.parametrize("call", ["one module", pytest.param("replicas", marks=pytest.mark.slow)])
-def test_every_step_may_raise_and_nothing_has_changed(call: str) -> None:
-    raised = _raise_everywhere(call, 7, lines=False)
-    assert len(raised) > 50
+def test_every_step_may_raise_and_nothing_has_changed() -> None:
+    raised = _raise_everywhere("one module", 13, lines=False)
+    assert len(raised) > 30
     assert {"call", "return"} == {one.partition(" ")[0] for one in raised}
 
 

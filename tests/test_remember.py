@@ -148,7 +148,7 @@ def test_a_model_is_planned_as_it_was_before(tmp_path: Path, monkeypatch: pytest
     def plan(profile: str) -> Plan:
         """As another process would: nothing is left of what this one settled."""
         manager.settled = Settled()
-        model = shard(Stack(1))
+        model = shard(Stack(0))
         configure(model, memory_budget="fsdp2", profile=profile)
         torch._dynamo.reset()
         with plans_made() as plans:

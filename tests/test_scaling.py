@@ -27,7 +27,7 @@ from fsdp_compile.api.classes import sharded_class
 from fsdp_compile.core.unit import unit_of, units_in
 from fsdp_compile.lookout.names import Namer
 
-FEW = 10
+FEW = 7
 FOLDERS = tuple(str(Path(one.__file__).parent) for one in (fsdp_compile, passes))
 
 
@@ -98,7 +98,7 @@ def test_no_loop_over_all_parameters_is_inside_another(kind: type[Subject], layo
     grown = {}
     for name, last in thrice.items():
         first, middle = once[name], twice[name]
-        if last.total() - middle.total() > 1.03 * (middle.total() - first.total()):
+        if last.total() - middle.total() > 1.02 * (middle.total() - first.total()):
             grown[name] = (last + first - middle - middle).most_common(3)
     assert sum(map(Counter.total, thrice.values())) > 1000 * len(thrice)  # lines were counted
     assert grown == {}

@@ -45,6 +45,13 @@ def _of_tokens(model: nn.Module) -> Tensor:
     return model(TOKENS).sum()  # type: ignore[no-any-return]
 
 
+class Thin(nn.Linear):
+    """A block of one matrix: what is said of it is one line."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim, dim, bias=False)
+
+
 class Skips(Stack):
     """Leaves its second layer out."""
 
@@ -125,23 +132,17 @@ backward
 
 def test_a_tied_table_is_gathered_again_for_the_head() -> None:
     assert_expected_inline(
-        _of(Stack(1, tied=True), lambda model: shard(model, reshard_after_forward=True), _of_tokens),
+        _of(Stack(1, tied=True, block=Thin), lambda model: shard(model, reshard_after_forward=True), _of_tokens),
         """\
 forward
   gather  embed.weight  (512 bytes of float32, 4 ranks)
-  gather  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (84 bytes of float32, 4 ranks)
-  gather  layers.0.up.weight  (576 bytes of float32, 4 ranks)
-  gather  layers.0.down.weight  (528 bytes of float32, 4 ranks)
+  gather  layers.0.weight  (256 bytes of float32, 4 ranks)
   gather  norm.weight norm.bias  (32 bytes of float32, 4 ranks)
 backward
   gather  embed.weight  (512 bytes of float32, 4 ranks)
   gather  norm.weight norm.bias  (32 bytes of float32, 4 ranks)
-  gather  layers.0.down.weight  (528 bytes of float32, 4 ranks)
-  gather  layers.0.up.weight  (576 bytes of float32, 4 ranks)
-  gather  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (84 bytes of float32, 4 ranks)
-  reduce  layers.0.down.weight  (528 bytes of float32, 4 ranks)
-  reduce  layers.0.up.weight  (576 bytes of float32, 4 ranks)
-  reduce  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (84 bytes of float32, 4 ranks)
+  gather  layers.0.weight  (256 bytes of float32, 4 ranks)
+  reduce  layers.0.weight  (256 bytes of float32, 4 ranks)
   reduce  embed.weight  (512 bytes of float32, 4 ranks)
   reduce  norm.weight norm.bias  (32 bytes of float32, 4 ranks)
 """,
@@ -151,32 +152,20 @@ backward
 def test_a_unit_that_is_called_again_is_gathered_once() -> None:
     """But eagerly once a call: a forward does not know what comes next."""
     assert_expected_inline(
-        _of(Again(), shard, _of_tokens, eager=False),
+        _of(Again(block=Thin), shard, _of_tokens, eager=False),
         """\
 forward
   gather  embed.weight  (512 bytes of float32, 4 ranks)
-  gather  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (84 bytes of float32, 4 ranks)
-  gather  layers.0.up.weight  (576 bytes of float32, 4 ranks)
-  gather  layers.0.down.weight  (528 bytes of float32, 4 ranks)
-  gather  layers.1.norm.weight layers.1.norm.bias layers.1.up.bias layers.1.down.bias  (84 bytes of float32, 4 ranks)
-  gather  layers.1.up.weight  (576 bytes of float32, 4 ranks)
-  gather  layers.1.down.weight  (528 bytes of float32, 4 ranks)
+  gather  layers.0.weight  (256 bytes of float32, 4 ranks)
+  gather  layers.1.weight  (256 bytes of float32, 4 ranks)
   gather  norm.weight norm.bias  (32 bytes of float32, 4 ranks)
   gather  head.weight  (512 bytes of float32, 4 ranks)
 backward
-  gather  layers.0.down.weight  (528 bytes of float32, 4 ranks)
-  gather  layers.0.up.weight  (576 bytes of float32, 4 ranks)
-  gather  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (84 bytes of float32, 4 ranks)
+  gather  layers.0.weight  (256 bytes of float32, 4 ranks)
   reduce  head.weight  (512 bytes of float32, 4 ranks)
-  gather  layers.1.down.weight  (528 bytes of float32, 4 ranks)
-  gather  layers.1.up.weight  (576 bytes of float32, 4 ranks)
-  gather  layers.1.norm.weight layers.1.norm.bias layers.1.up.bias layers.1.down.bias  (84 bytes of float32, 4 ranks)
-  reduce  layers.1.down.weight  (528 bytes of float32, 4 ranks)
-  reduce  layers.1.up.weight  (576 bytes of float32, 4 ranks)
-  reduce  layers.1.norm.weight layers.1.norm.bias layers.1.up.bias layers.1.down.bias  (84 bytes of float32, 4 ranks)
-  reduce  layers.0.down.weight  (528 bytes of float32, 4 ranks)
-  reduce  layers.0.up.weight  (576 bytes of float32, 4 ranks)
-  reduce  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (84 bytes of float32, 4 ranks)
+  gather  layers.1.weight  (256 bytes of float32, 4 ranks)
+  reduce  layers.1.weight  (256 bytes of float32, 4 ranks)
+  reduce  layers.0.weight  (256 bytes of float32, 4 ranks)
   reduce  embed.weight  (512 bytes of float32, 4 ranks)
   reduce  norm.weight norm.bias  (32 bytes of float32, 4 ranks)
 """,
@@ -185,32 +174,20 @@ backward
 
 def test_a_unit_that_a_step_skips_is_not_gathered() -> None:
     assert_expected_inline(
-        _of(Skips(num_blocks=3), shard, _of_tokens),
+        _of(Skips(num_blocks=3, block=Thin), shard, _of_tokens),
         """\
 forward
   gather  embed.weight  (512 bytes of float32, 4 ranks)
-  gather  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (84 bytes of float32, 4 ranks)
-  gather  layers.0.up.weight  (576 bytes of float32, 4 ranks)
-  gather  layers.0.down.weight  (528 bytes of float32, 4 ranks)
-  gather  layers.2.norm.weight layers.2.norm.bias layers.2.up.bias layers.2.down.bias  (84 bytes of float32, 4 ranks)
-  gather  layers.2.up.weight  (576 bytes of float32, 4 ranks)
-  gather  layers.2.down.weight  (528 bytes of float32, 4 ranks)
+  gather  layers.0.weight  (256 bytes of float32, 4 ranks)
+  gather  layers.2.weight  (256 bytes of float32, 4 ranks)
   gather  norm.weight norm.bias  (32 bytes of float32, 4 ranks)
   gather  head.weight  (512 bytes of float32, 4 ranks)
 backward
-  gather  layers.2.down.weight  (528 bytes of float32, 4 ranks)
-  gather  layers.2.up.weight  (576 bytes of float32, 4 ranks)
-  gather  layers.2.norm.weight layers.2.norm.bias layers.2.up.bias layers.2.down.bias  (84 bytes of float32, 4 ranks)
+  gather  layers.2.weight  (256 bytes of float32, 4 ranks)
   reduce  head.weight  (512 bytes of float32, 4 ranks)
-  gather  layers.0.down.weight  (528 bytes of float32, 4 ranks)
-  gather  layers.0.up.weight  (576 bytes of float32, 4 ranks)
-  gather  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (84 bytes of float32, 4 ranks)
-  reduce  layers.2.down.weight  (528 bytes of float32, 4 ranks)
-  reduce  layers.2.up.weight  (576 bytes of float32, 4 ranks)
-  reduce  layers.2.norm.weight layers.2.norm.bias layers.2.up.bias layers.2.down.bias  (84 bytes of float32, 4 ranks)
-  reduce  layers.0.down.weight  (528 bytes of float32, 4 ranks)
-  reduce  layers.0.up.weight  (576 bytes of float32, 4 ranks)
-  reduce  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (84 bytes of float32, 4 ranks)
+  gather  layers.0.weight  (256 bytes of float32, 4 ranks)
+  reduce  layers.2.weight  (256 bytes of float32, 4 ranks)
+  reduce  layers.0.weight  (256 bytes of float32, 4 ranks)
   reduce  embed.weight  (512 bytes of float32, 4 ranks)
   reduce  norm.weight norm.bias  (32 bytes of float32, 4 ranks)
 """,
@@ -223,23 +200,17 @@ def test_replicas_of_shards() -> None:
         shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), mp_policy=policy)
 
     assert_expected_inline(
-        _of(Stack(num_blocks=1), replicated, _of_tokens),
+        _of(Stack(1, block=Thin), replicated, _of_tokens),
         """\
 forward
   gather  embed.weight  (512 bytes of bfloat16, 2 ranks)
-  gather  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (82 bytes of bfloat16, 2 ranks)
-  gather  layers.0.up.weight  (544 bytes of bfloat16, 2 ranks)
-  gather  layers.0.down.weight  (528 bytes of bfloat16, 2 ranks)
+  gather  layers.0.weight  (256 bytes of bfloat16, 2 ranks)
   gather  norm.weight norm.bias  (32 bytes of bfloat16, 2 ranks)
   gather  head.weight  (512 bytes of bfloat16, 2 ranks)
 backward
-  gather  layers.0.down.weight  (528 bytes of bfloat16, 2 ranks)
-  gather  layers.0.up.weight  (544 bytes of bfloat16, 2 ranks)
-  gather  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (82 bytes of bfloat16, 2 ranks)
+  gather  layers.0.weight  (256 bytes of bfloat16, 2 ranks)
   reduce  head.weight  (1024 bytes of float32, 2 ranks, 2 replicas)
-  reduce  layers.0.down.weight  (1056 bytes of float32, 2 ranks, 2 replicas)
-  reduce  layers.0.up.weight  (1088 bytes of float32, 2 ranks, 2 replicas)
-  reduce  layers.0.norm.weight layers.0.norm.bias layers.0.up.bias layers.0.down.bias  (164 bytes of float32, 2 ranks, 2 replicas)
+  reduce  layers.0.weight  (512 bytes of float32, 2 ranks, 2 replicas)
   reduce  embed.weight  (1024 bytes of float32, 2 ranks, 2 replicas)
   reduce  norm.weight norm.bias  (64 bytes of float32, 2 ranks, 2 replicas)
 """,

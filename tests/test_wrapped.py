@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from tests.comparing import assert_same_params, local_loss, mine, train_and_comp
 from tests.models import Stack, twins
 from tests.on_ranks import on_two_ranks
 
+small = functools.partial(Stack, 1)
+
 
 def wrapped(fully_shard: Any, model: Stack) -> Any:
     whole = torch.compile(model, backend="aot_eager")
@@ -29,7 +32,7 @@ def wrapped(fully_shard: Any, model: Stack) -> Any:
 @pytest.mark.compat
 @on_two_ranks
 def test_a_wrapped_models_names_agree(tmp_path: Path) -> None:
-    unsharded, model = twins()
+    unsharded, model = twins(small)
     theirs = wrapped(torch_fsdp.fully_shard, copy.deepcopy(unsharded))
     model = wrapped(fsdp_compile.fully_shard, model)
     names = [f"_orig_mod.{fqn}" for fqn, _ in unsharded.named_parameters()]
@@ -39,7 +42,7 @@ def test_a_wrapped_models_names_agree(tmp_path: Path) -> None:
     train_and_compare(model, model._orig_mod, unsharded)
     # Saved and loaded by name, as RAM-efficient loading does.
     whole = {fqn: param.full_tensor() for fqn, param in model.state_dict().items()}
-    fresh = wrapped(fsdp_compile.fully_shard, Stack())
+    fresh = wrapped(fsdp_compile.fully_shard, small())
     shards = fresh.state_dict()
     assert list(whole) == list(shards)
     placed = {
@@ -55,7 +58,7 @@ def test_a_wrapped_models_names_agree(tmp_path: Path) -> None:
     assert list(state) == [fqn for fqn, _ in unsharded.named_parameters()]
     assert list(helpers.get_model_state_dict(theirs)) == list(state)
     dcp.save({"model": state, "optim": optim_state}, checkpoint_id=str(tmp_path))
-    resumed = wrapped(fsdp_compile.fully_shard, Stack())
+    resumed = wrapped(fsdp_compile.fully_shard, small())
     other = torch.optim.AdamW(resumed.parameters(), lr=1e-2)
     state, optim_state = helpers.get_state_dict(resumed, other)
     loaded = {"model": state, "optim": optim_state}
@@ -71,7 +74,7 @@ def test_a_wrapped_models_names_agree(tmp_path: Path) -> None:
 
 @on_two_ranks
 def test_a_method_of_the_wrapped_model_gathers() -> None:
-    model = wrapped(fsdp_compile.fully_shard, Stack())
+    model = wrapped(fsdp_compile.fully_shard, small())
     fsdp_compile.register_fsdp_forward_method(model, "forward")
     output = model._orig_mod.forward(mine())  # not through __call__
     assert output.shape == (4, 7, 31)

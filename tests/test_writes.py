@@ -29,7 +29,7 @@ def whole(model: nn.Module, name: str = "0.weight") -> Any:
 
 
 @pytest.mark.parametrize(
-    ("backend", "reshard"), [(None, True), (None, False), (None, None), ("aot_eager", None), ("inductor", True)]
+    ("backend", "reshard"), [(None, True), (None, False), (None, None), ("aot_eager", None), ("aot_eager", True)]
 )
 @on_two_ranks
 def test_data_that_is_set_is_what_is_trained(backend: str | None, reshard: bool | None) -> None:
