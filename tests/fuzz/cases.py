@@ -63,7 +63,7 @@ class Case(_Short):
     blocks: tuple[Block, ...] = (Block(),)
     steps: tuple[Step, ...] = (Step(), Step())
     modes: tuple[str, ...] = ("eager", "eager")  # of each rank
-    backend: Literal["aot_eager", "inductor", "eager"] = "aot_eager"
+    backend: Literal["aot_eager", "passes", "inductor", "eager"] = "aot_eager"
     dim: int = 4
     tied_head: bool = False
     returns: str = "tensor"  # the model
