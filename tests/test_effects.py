@@ -169,8 +169,7 @@ class ClampedAsData(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.compat), "inductor"])
 @on_two_ranks
 def test_what_a_forward_writes_into_a_gathered_parameter_it_reads_again(backend: str | None) -> None:
     for kind in (Clamped, ClampedAsData):
