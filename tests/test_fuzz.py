@@ -24,10 +24,10 @@ def test_eager_models_train_as_unsharded(crews: Crews) -> None:
 @pytest.mark.more
 def test_compiled_models_train_as_unsharded(crews: Crews) -> None:
     """On the graphs that Inductor gets."""
-    check(crews, cases(ranks=(1, 2, 3), backends=("passes",), among=MODES[1:]), 12)
+    check(crews, cases(ranks=(1, 2, 3), backends=("passes",), among=MODES[1:], most=3), 12)
 
 
 @pytest.mark.more
 def test_models_on_inductor_train_as_unsharded(crews: Crews) -> None:
     """Two of them, since what Inductor adds to those above is its code, which each row of tests/matrix runs."""
-    check(crews, cases(ranks=(2,), backends=("inductor",), among=("whole", "blocks")), 2)
+    check(crews, cases(ranks=(2,), backends=("inductor",), among=("whole", "blocks"), most=2), 2)

@@ -111,7 +111,7 @@ def test_a_rank_that_ends_earlier(part: Part, case: str, mode: str) -> None:
 
 @pytest.mark.more
 def test_a_slow_rank_with_other_lengths_is_none_that_parted(part: Part) -> None:
-    outcomes = part("slow", "inductor")
+    outcomes = part("slow", "aot_eager")
     for status, said, err in outcomes:
         assert (status, said["raised"]) == (0, ""), err
     assert "it waits for rank 1, which has launched nothing for " in outcomes[0][2]

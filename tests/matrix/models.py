@@ -1,6 +1,7 @@
 """The model and the data of the matrix: a tiny tied transformer's MLP, and what single rows put in its place.
 
-One block is enough for most rows: it and the root are two units. A second one is compiled for as long again.
+One block is enough for most rows: it and the root are two units. A second one is compiled for as long again. Nor is
+there a norm in front of the head: norms are much code, and the block has one.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Tiny(Stack):
 
     def __init__(self, block: type[Block] = Dropping, num_blocks: int = 1) -> None:
         super().__init__(num_blocks, DIM, VOCAB, tied=True, block=block)
+        self.norm = nn.Identity()
 
     def forward(self, tokens: Tensor) -> Tensor:
         return loss_of(super().forward(tokens))

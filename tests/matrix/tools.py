@@ -179,7 +179,7 @@ def done_by_hand(meter: Meter) -> None:
     handle = model.unshard(async_op=True)
     assert isinstance(handle, fsdp_compile.UnshardHandle)
     handle.wait()
-    meter.compare("norm.weight", model.norm.weight.detach().clone(), reference.norm.weight.detach())
+    meter.compare("head.weight", model.head.weight.detach().clone(), reference.head.weight.detach())
     model.reshard()
     meter.require(isinstance(model, fsdp_compile.FSDPModule), "a sharded model is no FSDPModule")
     train(meter, model, reference, run, first=1, num_steps=1)
