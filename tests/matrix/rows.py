@@ -48,7 +48,7 @@ _UNHEEDED = (
 
 ROWS: tuple[Row, ...] = (
     # name, function, most graphs captured, most compiled regions in backward, compiled autograd
-    Row("fully_shard", partial(plain, num_blocks=2), shows="fully_shard FSDPModule"),
+    Row("fully_shard", plain, shows="fully_shard FSDPModule"),
     Row("blocks compiled one by one", block_by_block, 1, 2, shows="compile"),
     Row(  # held back, reduced with what was held back, and reduced by itself
         "4 micro-batches, set_requires_gradient_sync and no_sync",

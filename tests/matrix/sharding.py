@@ -37,9 +37,9 @@ from tests.models import mesh_of, shard, twins
 from tests.test_extension import Halved
 
 
-def plain(meter: Meter, num_blocks: int = 1, **kwargs: Any) -> None:
-    """Every block and the root sharded, the whole model compiled."""
-    reference, model = models.twins(num_blocks=num_blocks)
+def plain(meter: Meter, **kwargs: Any) -> None:
+    """The block and the root sharded, the whole model compiled."""
+    reference, model = models.twins()
     shard(model, **kwargs)
     train(meter, model, reference, compiled(meter, model))
 
