@@ -35,19 +35,19 @@ from tests.models import shard
 # Accumulation.
 
 
-def accumulate(meter: Meter, *ways: str, **kwargs: Any) -> None:
-    """Four micro-batches a step, the last of which reduces, each step told so in its way; then one backward by itself,
-    to compare what was sent. The first step compiles, and is not counted."""
+def accumulate(meter: Meter, *ways: Callable[..., Any], **kwargs: Any) -> None:
+    """Four micro-batches a step, the last of which reduces, each step told so in its way: by a method, or no_sync. Then
+    one backward by itself, to compare what was sent. The first step compiles, and is not counted."""
     reference, model = models.twins()
     shard(model, **kwargs)
     run = compiled(meter, model)
     optims = optimizers(model, reference)
 
-    def micro_batch(way: str, step: int, micro: int) -> None:
+    def micro_batch(way: Callable[..., Any], step: int, micro: int) -> None:
         last = micro == models.NUM_MICRO - 1
-        if way != "no_sync":
-            getattr(model, way)(last)
-        with nullcontext() if last or way != "no_sync" else fsdp_compile.no_sync(model):
+        if way is not fsdp_compile.no_sync:
+            way(model, last)
+        with nullcontext() if last or way is not fsdp_compile.no_sync else way(model):
             backward(run, 10 * step + micro, models.batches(10 * step + micro))
 
     counted = []
@@ -63,7 +63,7 @@ def accumulate(meter: Meter, *ways: str, **kwargs: Any) -> None:
     with meter.counting() as of_one:
         backward(run, 0, models.batches(0))
     meter.wire = counted[-1]
-    if "set_requires_all_reduce" in ways:
+    if fsdp_compile.FSDPModule.set_requires_all_reduce in ways:
         what, sent = "sums over replicas", [wire.backward["all_reduce"] for wire in (*counted, of_one)]
     else:
         what, sent = "bytes reduced", [wire.reduced_bytes for wire in (*counted, of_one)]

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from fsdp_compile import CPUOffloadPolicy
+from fsdp_compile import CPUOffloadPolicy, FSDPModule, no_sync
 from tests.matrix import around, tools
 from tests.matrix.loop import (
     accumulate,
@@ -52,14 +52,16 @@ ROWS: tuple[Row, ...] = (
     Row("blocks compiled one by one", block_by_block, 1, 2, shows="compile"),
     Row(  # held back, reduced with what was held back, and reduced by itself
         "4 micro-batches, set_requires_gradient_sync and no_sync",
-        lambda meter: accumulate(meter, "set_requires_gradient_sync", "set_requires_gradient_sync", "no_sync"),
+        lambda meter: accumulate(meter, *2 * [FSDPModule.set_requires_gradient_sync], no_sync),
         3,
         NUM_MICRO,
         shows="set_requires_gradient_sync no_sync",
     ),
     Row(
         "HSDP 2x2, 4 micro-batches, set_requires_all_reduce",
-        lambda meter: accumulate(meter, *2 * ["set_requires_all_reduce"], mesh=mesh_of("replicate", "shard")),
+        lambda meter: accumulate(
+            meter, *2 * [FSDPModule.set_requires_all_reduce], mesh=mesh_of("replicate", "shard")
+        ),
         2,
         NUM_MICRO,
         ranks=4,
