@@ -47,7 +47,7 @@ CHECKS: dict[str, tuple[int, Check]] = {}
 QUICK = ("Replicas alone", "Evaluate", "Lengths that change")
 # Sections that say what a graph saves or reduces, or that differentiate something else than Dynamo's graph.
 WITH_PASSES = (
-    "Activation checkpointing", "Gather from few ranks in backward", "Pipeline stages", "Branches and loops",
+    "Activation checkpointing", "Gather from few ranks in backward", "Pipeline stages", "Evaluate", "Branches and loops",
     "Gradients of gradients",
 )  # fmt: skip
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fsdp_compile
-from tests.compiling import num_graphs
 from tests.matrix import models
 from tests.matrix.meter import Meter
 from tests.matrix.train import (
@@ -121,10 +120,7 @@ def optimizer_in_backward(meter: Meter) -> None:
     for one in (model, reference):
         for param in one.parameters():
             param.register_post_accumulate_grad_hook(_descend)
-    run = _step(model, meter.backend) if meter.backward_inside else compiled(meter, model)
-    _train_by_updates(meter, model, reference, run, lambda: None)
-    if meter.wire.num_backwards > 1:
-        meter.notes.append("the hooks run eagerly, and each breaks the backward graph")
+    _train_by_updates(meter, model, reference, compiled(meter, model), lambda: None)
 
 
 def _descend(param: Tensor) -> None:
@@ -233,7 +229,7 @@ def custom(meter: Meter) -> None:
 # Evaluation and lengths.
 
 
-def evaluate(meter: Meter, without_grad: Callable[[], Any]) -> None:
+def evaluate(meter: Meter) -> None:
     """Training, evaluation without gradients, training: the second round compiles nothing, and each has its plan."""
     reference, model = models.twins()
     run = compiled(meter, shard(model))
@@ -243,7 +239,7 @@ def evaluate(meter: Meter, without_grad: Callable[[], Any]) -> None:
         meter.require({*plan.keep, *plan.regather} == {name for name, _ in reference.named_parameters()}, str(plan))
     for start in (1, 2):
         mode(False, model, reference)
-        with without_grad(), meter.counting():
+        with torch.no_grad(), meter.counting():
             tokens = models.batches(start)[dist.get_rank()]
             meter.compare("loss", run(tokens), reference(tokens))
         if plan is not None:
@@ -279,32 +275,6 @@ def two_lengths(meter: Meter) -> None:
         return run(tokens)
 
     train(meter, model, reference, marked, batches=batches)
-
-
-def loop(meter: Meter) -> None:
-    """Accumulation, evaluation and two lengths for 6 steps: nothing is compiled after the first pass through each."""
-    reference, model = models.twins()
-    run = compiled(meter, shard(model))
-    optims = optimizers(model, reference, lr=0.1)
-    for step in range(6):
-        length = models.LENGTH if step % 2 else 4
-        micro_batches = [models.batches(10 * step + micro, length) for micro in range(2)]
-        with meter.counting(2) if step == 5 else nullcontext():
-            for micro, tokens in enumerate(micro_batches):
-                model.set_requires_gradient_sync(micro == 1)
-                backward(run, micro, tokens)
-        for micro, tokens in enumerate(micro_batches):
-            reference_backward(reference, tokens, micro)
-        meter.compare_gradients(model, reference)
-        step_all(optims)
-        mode(False, model, reference)
-        with torch.no_grad():
-            meter.compare("loss", run(micro_batches[0][0]), reference(micro_batches[0][0]))
-        mode(True, model, reference)
-        if step == 1:
-            seen = num_graphs()
-    meter.notes.append(f"{seen} graphs after step 2")
-    meter.require(num_graphs() == seen, "compiled again after step 2")
 
 
 def double_backward(meter: Meter) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
 from fsdp_compile import CPUOffloadPolicy, FSDPModule, no_sync
 from tests.matrix import around, tools
 from tests.matrix.loop import (
@@ -20,7 +18,6 @@ from tests.matrix.loop import (
     custom,
     double_backward,
     evaluate,
-    loop,
     optimizer_in_backward,
     two_lengths,
     whole_step,
@@ -85,7 +82,6 @@ ROWS: tuple[Row, ...] = (
     # explain_breaks captures three graphs as well.
     Row("2 graph breaks, explain_breaks", breaks, 6, 3, shows="explain_breaks BreakReport GraphBreak"),
     Row("optimizer in backward (hooks)", optimizer_in_backward),
-    Row("optimizer in backward (hooks), compiled autograd", optimizer_in_backward, None, None, True),
     Row("backward, clipping and SGD inside, compiled autograd", whole_step, None, 1, True),
     Row("compiled optimizer step", compiled_optimizer, 3),  # the first makes momenta
     Row("LoRA over a frozen base stored in bf16", lora),
@@ -113,10 +109,8 @@ ROWS: tuple[Row, ...] = (
         # The warning names one of these settings: the first one that the package asks about.
         warns=(r"layers\.0 \(Dropping\) runs eagerly inside compiled code: set_reduce_scatter_unused_params",),
     ),
-    Row("evaluation, no_grad, plan_of", partial(evaluate, without_grad=torch.no_grad), 3, shows="plan_of"),
-    Row("evaluation, inference_mode", partial(evaluate, without_grad=torch.inference_mode), 3),
+    Row("evaluation, plan_of", evaluate, 3, shows="plan_of"),
     Row("two sequence lengths, mark_dynamic", two_lengths),
-    Row("6 steps: accumulation, evaluation, two lengths", loop, 6, 2),
     Row("a penalty on gradients, eagerly", double_backward, None, None),
     Row("adopt", around.adopted, shows="adopt Adoption"),
     Row("a checkpoint, resumed", around.resumed, 2, shows="CheckedReader"),
