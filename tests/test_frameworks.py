@@ -45,16 +45,13 @@ SLOW = {
 REASONS = {row.name: row for row in REFUSED}
 
 
-# All others run the graphs that Inductor gets: what its code computes has nothing to do with who called it.
-ON_INDUCTOR = ("loop by hand, FSDP1",)
-
-
 def _train(row: str, column: int, folder: str) -> Trained | None:
+    """On the graphs that Inductor gets: what its code computes has nothing to do with who called it."""
     importlib.import_module(TESTED[row].package)  # Lightning puts a function of its own in the place of torch.compile
     compile = torch.compile
 
     def with_passes(*args: Any, backend: str = "inductor", **kwargs: Any) -> Any:
-        return compile(*args, backend=backend if row in ON_INDUCTOR else "passes", **kwargs)
+        return compile(*args, backend="passes", **kwargs)
 
     with mock.patch.object(torch, "compile", with_passes):
         return train(row, COLUMNS[column].name, Path(folder) / str(column))
