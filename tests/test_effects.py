@@ -169,7 +169,8 @@ class ClampedAsData(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.compat), "inductor"])
+@pytest.mark.compat
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 @on_two_ranks
 def test_what_a_forward_writes_into_a_gathered_parameter_it_reads_again(backend: str | None) -> None:
     for kind in (Clamped, ClampedAsData):

@@ -62,7 +62,8 @@ def inputs(*shape: int) -> Tensor:
 # HSDP: dim 0 replicates, dim 1 shards
 
 
-@pytest.mark.parametrize("path", [pytest.param("eager", marks=pytest.mark.compat), "aot_eager"])
+@pytest.mark.compat
+@pytest.mark.parametrize("path", PATHS)
 @on_four_ranks
 def test_replicas_of_shards_train_like_the_unsharded_model(path: str) -> None:
     for options in ({}, {"reduction": "reduce_scatter", "bucketing": "group"}):
@@ -305,7 +306,8 @@ def test_torchs_mesh_infos_are_understood(fake_group_of_four: None) -> None:
 # replicate: no shards at all
 
 
-@pytest.mark.parametrize("path", [pytest.param("eager", marks=pytest.mark.compat), "aot_eager"])
+@pytest.mark.compat
+@pytest.mark.parametrize("path", PATHS)
 @on_two_ranks
 def test_replicated_modules_train_like_the_unreplicated_one(path: str) -> None:
     unsharded, replicated = twins(lambda: Stack(tied=True))

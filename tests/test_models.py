@@ -212,7 +212,7 @@ def reports(two_ranks: Ranks, three_ranks: Ranks) -> Callable[[Case], list[Any]]
 # Every model of plain torch is on three ranks, where shards are uneven; the first one also on two, where they are even.
 SLOW = [Case("llama", 2, "inductor"), Case("conv", 3, "inductor"), Case("mixtral", 3), Case("t5", 3)]
 CASES = [Case("sequential", 2), *(Case(model, 3) for model in PLAIN), Case("llama", 3), *SLOW]
-COMPAT = [Case("loop", 3)]
+COMPAT = [Case("sequential", 2), Case("loop", 3)]
 
 
 def every(*models: str) -> pytest.MarkDecorator:

@@ -94,7 +94,7 @@ def _trained(backend: str, tied: bool) -> Plan:
 
 @pytest.mark.parametrize(
     ("backend", "tied"),
-    [("aot_eager", False), pytest.param("inductor", True, marks=pytest.mark.slow)],
+    [("aot_eager", False), pytest.param("inductor", True, marks=[pytest.mark.slow, pytest.mark.compat])],
 )
 def test_they_train_like_the_unsharded_model(two_ranks: Ranks, backend: str, tied: bool) -> None:
     here, there = two_ranks.run(_trained, backend, tied)

@@ -276,9 +276,8 @@ def _noisy(backend: Any) -> tuple[tuple[str, ...], str]:
     return report.joint.plan.recompute, report.joint.plan.id
 
 
-@pytest.mark.parametrize(
-    "backend", [pytest.param("aot_eager", marks=pytest.mark.compat), pytest.param("inductor", marks=pytest.mark.slow)]
-)
+@pytest.mark.compat
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:memory_budget is 1 bytes")
 def test_random_numbers_are_not_drawn_again(two_ranks: Ranks, backend: str) -> None:
     (recomputed, id_here), (_, id_there) = two_ranks.run(_noisy, backend)

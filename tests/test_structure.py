@@ -301,6 +301,7 @@ def _step(length: int, dynamic: bool) -> tuple[Stages, list[tuple[int, ...]]]:
     return stages, saved
 
 
+@pytest.mark.compat
 @pytest.mark.usefixtures("fake_group_of_four")
 def test_backward_gathers_the_same_for_every_length() -> None:
     expected = {f"layers.{index}.{name}" for index, layer in enumerate(LAYERS) for name in LAYERS[layer]}
@@ -412,11 +413,12 @@ def _gathered(plan: Plan) -> set[str]:
     return {fqn for bucket in plan.gathers for fqn in bucket.fqns}
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        pytest.param(Recurrence, {"w_in", "w_rec"}, marks=pytest.mark.compat),
-        pytest.param(lambda: Recurrence().requires_grad_(False), {"w_in", "w_rec"}, marks=pytest.mark.compat),
+        (Recurrence, {"w_in", "w_rec"}),
+        (lambda: Recurrence().requires_grad_(False), {"w_in", "w_rec"}),
         (Joined, {"w.weight", "w.bias"}),
         (Cells, {f"{cell}.{one}_{of}" for cell in ("lower", "upper") for one in ("weight", "bias") for of in ("ih", "hh")}),
     ],

@@ -39,6 +39,7 @@ def _train(path: str, tied: bool) -> None:
     train_and_compare(compiled(sharded, path), sharded, unsharded)
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("path", PATHS)
 def test_trains_like_the_unsharded_model(two_ranks: Ranks, path: str) -> None:
     two_ranks.run(_train, path, False)
