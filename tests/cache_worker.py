@@ -13,11 +13,13 @@ import fsdp_compile
 from fsdp_compile.graph.install import manager
 from fsdp_compile.passes import GraphRecord
 from fsdp_compile.workers import Send
+from tests.building import build_graphs_at_once
 
 
 def work(settings: dict[str, Any], rank: int, send: Send) -> None:
     caches = settings["caches"]
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(caches[rank])
+    build_graphs_at_once()
     dist.init_process_group("gloo", init_method=settings["rendezvous"], rank=rank, world_size=len(caches))
     torch.manual_seed(0)
     # Little code to generate, and several parameters to bucket.

@@ -19,6 +19,7 @@ from fsdp_compile.workers import Workers
 from tests.comparing import assert_same_grads
 from tests.models import twins
 from tests.on_ranks import on_two_ranks
+from tests.ranks import PRELOAD
 
 
 def start(caches: list[Path]) -> list[dict[str, Any]]:
@@ -26,7 +27,7 @@ def start(caches: list[Path]) -> list[dict[str, Any]]:
     folder = caches[0].parent
     rendezvous = f"file://{folder}/rendezvous-{uuid.uuid4().hex}"
     settings = {"caches": caches, "rendezvous": rendezvous}
-    with Workers("tests.cache_worker:work", settings, num_ranks=len(caches), log_dir=folder) as workers:
+    with Workers("tests.cache_worker:work", settings, num_ranks=len(caches), log_dir=folder, preload=PRELOAD) as workers:
         sent = dict(workers.messages(silence_s=300))
     return [sent[rank] for rank in range(len(caches))]
 
