@@ -98,7 +98,7 @@ def _table(
     outcomes: dict[str, Outcome], options: argparse.Namespace, environment: dict[str, Any], seconds: float
 ) -> Table:
     grid = Table(
-        title=f"Ways of training: two blocks of width {DIM} with dropout, tied embeddings, {_RANKS} ranks over gloo",
+        title=f"Ways of training: blocks of width {DIM} with dropout, tied embeddings, {_RANKS} ranks over gloo",
         caption=f"torch {environment['versions']['torch']}; {seconds:.0f} s; backend {options.backend}.\n"
         "graphs: captured by Dynamo; backward: compiled regions that backward entered in the counted step.\n"
         "collectives: what rank 0 asked its process groups for in one step, from graphs or eagerly.\n"

@@ -17,16 +17,14 @@ from tests.building import build_graphs_at_once
 
 
 def work(settings: dict[str, Any], rank: int, send: Send) -> None:
-    caches, options = settings["caches"], settings["options"]
+    caches = settings["caches"]
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(caches[rank])
     build_graphs_at_once()
     dist.init_process_group("gloo", init_method=settings["rendezvous"], rank=rank, world_size=len(caches))
     torch.manual_seed(0)
     # Little code to generate, and several parameters to bucket.
     model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 5))
-    fsdp_compile.fully_shard(model, reshard_after_forward=options.pop("reshard", None) == "yes")
-    then = options.pop("then", None)
-    fsdp_compile.configure(model, **options)
+    fsdp_compile.fully_shard(model)
     graphs: list[str] = []
     planned: list[str] = []
 
@@ -41,9 +39,6 @@ def work(settings: dict[str, Any], rank: int, send: Send) -> None:
         generator = torch.Generator().manual_seed(10 * step + rank)
         run(torch.randn(4, 6, generator=generator)).pow(2).mean().backward()
     plan = fsdp_compile.plan_of(run)
-    if then is not None:  # another plan for the same parameters
-        fsdp_compile.configure(model, bucketing=then)
-        run(torch.ones(4, 6)).pow(2).mean().backward()
     squares = torch.stack([param.grad.to_local().pow(2).sum() for param in model.parameters()])
     dist.all_reduce(squares)
     norms = squares.sqrt().tolist()

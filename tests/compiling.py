@@ -4,6 +4,8 @@
 "aot_eager"  joint graphs with our markers, run as they are: one collective a parameter
 "passes"     the same, then our passes on the forward and the backward graph, as under Inductor; no code is generated
 "decomposed" the same, with Inductor's decompositions of ops
+"as needed"  "passes" while something looks at what passes do, else torch's "eager": a graph, and neither AOTAutograd nor
+             passes. For the code of docs, whose ways of training have their rows in tests/matrix
 "inductor"   what users have by default, and seconds of g++ a graph: a row of tests/matrix for each way of training
 """
 
@@ -59,6 +61,11 @@ def decomposed(module: fx.GraphModule, inputs: Any) -> Any:
     from torch._inductor.decomposition import select_decomp_table
 
     return _aot_with_passes(decompositions=select_decomp_table())(module, inputs)
+
+
+@register_backend(name="as needed")
+def as_needed(module: fx.GraphModule, inputs: Any) -> Any:
+    return passes(module, inputs) if manager.observers else module.forward
 
 
 def _aot_with_passes(**settings: Any) -> Any:

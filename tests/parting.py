@@ -1,22 +1,26 @@
-"""A rank of a world whose ranks part in one way or another: ``python -m tests.parting CASE MODE RANK WORLD PORT``.
-
-Prints one line of JSON when it has trained, or raised.
+"""A rank of a world whose ranks part in one way or another. It ends as a process does, however that is: test_lookout.py
+forks one for each rank of each case.
 """
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import json
+import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compile import configure, fully_shard
+from fsdp_compile.lookout.lookout import lookout
 from fsdp_compile.passes._torch_compat import default_store
 from fsdp_compile.passes.wire.ledger import ledger
+from tests.building import build_graphs_at_once
 
 
 class Branching(nn.Module):
@@ -69,8 +73,13 @@ def train(case: str, mode: str, rank: int) -> None:
             time.sleep(0.02)  # a step that somebody would wait for
 
 
-def main(case: str, mode: str, rank: int, world: int, port: int) -> None:
+def main(case: str, mode: str, rank: int, world: int, port: int, watch_s: float, said_to: Path, log: Path) -> None:
+    """Write JSON to ``said_to`` when it has trained, or raised; ``log`` has what it writes to stderr."""
+    with log.open("w") as output:
+        os.dup2(output.fileno(), sys.stderr.fileno())
     torch.set_num_threads(1)
+    build_graphs_at_once()
+    lookout.timeout_s = watch_s
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
@@ -85,8 +94,5 @@ def main(case: str, mode: str, rank: int, world: int, port: int) -> None:
     except Exception as error:
         said = {"raised": type(error).__name__, "text": str(error)}
     said["seconds"] = time.monotonic() - start
-    print(json.dumps(said), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
+    said_to.write_text(json.dumps(said))
+    atexit._run_exitfuncs()  # a forked process ends without them

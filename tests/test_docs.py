@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,9 +27,9 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_compile
-from fsdp_compile import FSDPModule, fully_shard
+from fsdp_compile import FSDPModule, cli, fully_shard
 from tests.comparing import assert_same_grads, assert_same_params, batches, full, mine, reference_backward
-from tests.compiling import no_kernels_built, num_graphs
+from tests.compiling import num_graphs
 from tests.models import Block, BreakBlock, Stack, pair, shard, twins
 from tests.pages import DOCS, blocks, pattern, pieces, plain, play
 from tests.ranks import Ranks
@@ -43,6 +44,10 @@ PLAYED = [one for one in PAGES if one not in ("recipes.md", "tutorial.md", *WITH
 QUICK = ("index.md",)
 
 
+def _compiling_as_needed() -> contextlib.AbstractContextManager[object]:
+    return mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="as needed"))
+
+
 def _play(page: str) -> None:
     names = {
         "torch": torch, "nn": nn, "dist": dist, "fsdp_compile": fsdp_compile, "device": "cpu",
@@ -52,7 +57,7 @@ def _play(page: str) -> None:
     }  # fmt: skip
     folder = shared_folder()
     try:
-        with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="passes")):
+        with _compiling_as_needed():
             play(page, folder=folder, **names)
         dist.barrier()  # not where a rank failed: the others would wait for it
     finally:
@@ -62,7 +67,7 @@ def _play(page: str) -> None:
 
 @pytest.mark.parametrize("page", [one if one in QUICK else pytest.param(one, marks=pytest.mark.more) for one in PLAYED])
 def test_a_page_does_what_it_says(two_ranks: Ranks, page: str) -> None:
-    """Its blocks run in order, on the graphs that Inductor gets, and say what is shown behind them."""
+    """Its blocks run in order, and say what is shown behind them."""
     two_ranks.run(_play, page)
 
 
@@ -137,17 +142,9 @@ def _check_command(words: list[str]) -> None:
         for wanted in re.findall(r"\[(.*?)\]", " ".join(arguments)):
             assert set(wanted.split(",")) <= set(extras)
     elif name == "fsdp-compile":
-        _has_help(arguments[0])
-        package = ROOT / "fsdp_compile"
-        options = ("cli.py", "forecast/command.py", "profiling/command.py")
-        _require_options(arguments, [package / one for one in options])
+        assert cli._parser().parse_args(arguments).run is not None
     else:
         assert name in ("mkdocs", "pytest") and shutil.which(name), f"no such command: {name}"
-
-
-@functools.cache
-def _has_help(command: str) -> None:
-    subprocess.run([sys.executable, "-m", "fsdp_compile.cli", command, "--help"], check=True, capture_output=True)
 
 
 def _check_program(arguments: list[str]) -> None:
@@ -272,8 +269,17 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 # --- README.md, and the pages that stood in it ------------------------------------------------------------------------
 
 
-@no_kernels_built()  # what a step computes is for the recipes' rows in tests/matrix
-def _run_examples(folder: str) -> None:
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_the_examples_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step computes is for the rows of tests/matrix."""
+    monkeypatch.chdir(tmp_path)
+    with _compiling_as_needed():
+        _run_examples()
+    assert list(Path("graphs").glob("*backward*/*.py"))
+    assert Path("step.html").exists() and Path("step.json").exists()
+
+
+def _run_examples() -> None:
     shard_and_compile, fsdp1 = blocks("../README.md", "python")
     of_pages = [code for page in WITH_README for code in blocks(page, "python")]
     inspect, edit, page, why, costs, budget, again, accumulate, explain, whole_step, compare = of_pages
@@ -281,28 +287,20 @@ def _run_examples(folder: str) -> None:
     names = {"torch": torch, "fsdp_compile": fsdp_compile, "model": Stack(1), "batch": batch, "batches": [batch, batch]}
     exec(shard_and_compile, names)
     assert isinstance(names["model"]._orig_mod, FSDPModule)
-    if dist.get_rank() == 0:
-        os.chdir(folder)
-    exec(inspect if dist.get_rank() == 0 else "import fsdp_compile; model(batch).sum().backward()", names)
-    if dist.get_rank() == 0:
-        exec(edit, names)
-        exec(page, names)
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            exec(costs, names)
-        assert printed.getvalue().startswith("predicted on 'cpu': forward ") and " waiting; peak " in printed.getvalue()
-        assert "of compute stand beside it" in printed.getvalue() and "Residency(becomes=" in printed.getvalue()
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(why, names)
+    for code in (inspect, edit, page):
+        exec(code, names)
+    printed = _printed(costs, names)
+    assert printed.startswith("predicted on 'cpu': forward ") and " waiting; peak " in printed
+    assert "of compute stand beside it" in printed and "Residency(becomes=" in printed
     section = (DOCS / "inspect.md").read_text().split("\n## Why it waits\n")[1]
     shown = re.findall(r"^```text\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)[0]
-    assert pattern(shown).search(plain(printed.getvalue())), printed.getvalue()
-    budgeted = names | {"model": fully_shard(Stack(1))}
-    exec(budget, budgeted)
-    torch.compile(budgeted["model"])(batch).sum().backward()
+    printed = _printed(why, names)
+    assert pattern(shown).search(plain(printed)), printed
+    budgeted = fully_shard(Stack(1))
+    exec(budget, names | {"model": budgeted})
+    torch.compile(budgeted, backend="passes")(batch).sum().backward()
     planned = shard(Stack(1))
-    with fsdp_compile.inspect(planned) as report:
-        torch.compile(planned)(batch).sum().backward()
-    exec(again, {"fsdp_compile": fsdp_compile, "model": planned, "report": report})
+    exec(again, {"fsdp_compile": fsdp_compile, "model": planned, "report": names["report"]})
     with fsdp_compile.inspect(planned) as report:
         torch.compile(planned)(batch).sum().backward()
     assert report.joint.plan.recompute == ("layers.0.up.weight",)
@@ -319,11 +317,10 @@ def _run_examples(folder: str) -> None:
     assert names["model"](batch).shape == (2, 5, 31)
 
 
-@pytest.mark.more
-def test_the_examples_run_as_they_stand(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(_run_examples, str(tmp_path))
-    assert list((tmp_path / "graphs").glob("*backward*/*.py"))
-    assert (tmp_path / "step.html").exists() and (tmp_path / "step.json").exists()
+def _printed(code: str, names: dict[str, Any]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(code, names)
+    return printed.getvalue()
 
 
 def test_two_commands_set_up_all_they_need_and_are_those_that_ci_runs() -> None:

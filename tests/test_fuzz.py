@@ -18,14 +18,16 @@ def crews() -> Iterator[Crews]:
 
 
 def test_eager_models_train_as_unsharded(crews: Crews) -> None:
-    check(crews, cases(among=("eager",)), 80)
+    check(crews, cases(among=("eager",)), 60)
 
 
 @pytest.mark.more
 def test_compiled_models_train_as_unsharded(crews: Crews) -> None:
-    check(crews, cases(among=MODES[1:]), 16)
+    """On the graphs that Inductor gets."""
+    check(crews, cases(ranks=(1, 2, 3), backends=("passes",), among=MODES[1:], most=3), 12)
 
 
 @pytest.mark.more
 def test_models_on_inductor_train_as_unsharded(crews: Crews) -> None:
-    check(crews, cases(ranks=(1, 2), backends=("inductor",)), 4)
+    """Two of them, since what Inductor adds to those above is its code, which each row of tests/matrix runs."""
+    check(crews, cases(ranks=(2,), backends=("inductor",), among=("whole", "blocks"), most=2), 2)

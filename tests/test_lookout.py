@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,39 +18,50 @@ import pytest
 
 from fsdp_compile.lookout.chain import Chain, Link, Piece
 from fsdp_compile.lookout.judge import Answer, Group, Verdict, judge
-from fsdp_compile.lookout.lookout import _Watch
+from fsdp_compile.lookout.lookout import ENVIRONMENT, Lookout, _Watch
+from tests import parting
+from tests.ranks import PRELOAD
 
-WATCH_S = 3
-ROOT = Path(__file__).parent.parent
+WATCH_S = 3.0
 
 
-def part(case: str, mode: str, world: int = 2) -> list[tuple[int, dict[str, str], str]]:
-    """Exit status, last words and errors of each rank."""
-    env = {**os.environ, "FSDP_COMPILE_WATCH_S": str(WATCH_S), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.parting", case, mode]
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), str(port)],
-            env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-        )
-        for rank in range(world)
-    ]  # fmt: skip
-    try:
-        outcomes = [(process.communicate(timeout=200), process) for process in processes]
-        return [
-            (process.returncode, json.loads(out.strip().splitlines()[-1]) if out.strip() else {}, err)
-            for (out, err), process in outcomes
+Outcome = tuple[int, dict[str, str], str]
+Part = Callable[..., list[Outcome]]
+
+
+@pytest.fixture
+def part(tmp_path: Path) -> Part:
+    """Runs a case; gives the exit status, last words and errors of each rank."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+
+    def run(case: str, mode: str, world: int = 2) -> list[Outcome]:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        files = [(tmp_path / f"said-{rank}", tmp_path / f"log-{rank}") for rank in range(world)]
+        processes = [
+            context.Process(target=parting.main, args=(case, mode, rank, world, port, WATCH_S, *files[rank]), daemon=True)
+            for rank in range(world)
         ]
-    finally:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        end = time.monotonic() + 200
+        try:
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join(max(0.0, end - time.monotonic()))
+            logs = [log.read_text() for _, log in files]
+            assert all(process.exitcode is not None for process in processes), logs
+            last_words = [json.loads(said.read_text()) if said.exists() else {} for said, _ in files]
+            return list(zip([process.exitcode for process in processes], last_words, logs))
+        finally:
+            for process in processes:
+                process.kill()
+
+    return run
 
 
 @pytest.mark.parametrize(("mode", "world"), [("eager", 3), pytest.param("inductor", 2, marks=pytest.mark.more)])
-def test_other_parameters_of_equal_shapes(mode: str, world: int) -> None:
+def test_other_parameters_of_equal_shapes(part: Part, mode: str, world: int) -> None:
     """Which train wrong, without a word, where nobody compares: all ranks raise."""
     for status, said, err in part("equal", mode, world):
         assert (status, said["raised"]) == (0, "RanksParted"), err
@@ -62,7 +72,7 @@ def test_other_parameters_of_equal_shapes(mode: str, world: int) -> None:
 
 
 @pytest.mark.more
-def test_other_parameters_of_other_shapes() -> None:
+def test_other_parameters_of_other_shapes(part: Part) -> None:
     """Gloo aborts the rank that receives more than it expects; it says why before it dies, and the others raise."""
     outcomes = part("sizes", "eager")
     assert {status for status, _, _ in outcomes} <= {0, -signal.SIGABRT}
@@ -80,7 +90,7 @@ def test_other_parameters_of_other_shapes() -> None:
         ("alone", "aot_eager", ("rank 1: eager, all_gather of ",)),
     ],
 )
-def test_a_rank_that_launches_what_others_do_not(case: str, mode: str, words: tuple[str, ...]) -> None:
+def test_a_rank_that_launches_what_others_do_not(part: Part, case: str, mode: str, words: tuple[str, ...]) -> None:
     """One uses a parameter alone; one runs eagerly, while the other compiles where no pass makes buckets."""
     for status, said, err in part(case, mode):
         assert all(one in err for one in ("rank 0: ", *words)), err
@@ -89,7 +99,7 @@ def test_a_rank_that_launches_what_others_do_not(case: str, mode: str, words: tu
 
 @pytest.mark.more
 @pytest.mark.parametrize(("case", "mode"), [("fewer", "eager"), ("first run", "inductor")])
-def test_a_rank_that_ends_earlier(case: str, mode: str) -> None:
+def test_a_rank_that_ends_earlier(part: Part, case: str, mode: str) -> None:
     """Also where another one runs a graph for the first time."""
     (_, raised, err), (_, ended, _) = part(case, mode)
     assert ended["raised"] == ""
@@ -100,16 +110,21 @@ def test_a_rank_that_ends_earlier(case: str, mode: str) -> None:
 
 
 @pytest.mark.more
-def test_a_slow_rank_with_other_lengths_is_none_that_parted() -> None:
-    outcomes = part("slow", "inductor")
+def test_a_slow_rank_with_other_lengths_is_none_that_parted(part: Part) -> None:
+    outcomes = part("slow", "aot_eager")
     for status, said, err in outcomes:
         assert (status, said["raised"]) == (0, ""), err
     assert "it waits for rank 1, which has launched nothing for " in outcomes[0][2]
 
 
-def test_what_was_switched_off_after_the_first_step_says_nothing() -> None:
+def test_what_was_switched_off_after_the_first_step_says_nothing(part: Part) -> None:
     for status, said, err in part("off", "eager"):
         assert (status, said["raised"], "waits for" in err) == (0, "", False), err
+
+
+def test_the_environment_says_how_long_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT, "7")
+    assert Lookout().timeout_s == 7
 
 
 def _lines(text: str) -> list[str]:

@@ -22,12 +22,7 @@ from tests.matrix.runner import measure, problems
 from tests.matrix.train import Row
 from tests.ranks import Ranks
 
-(PLAIN,) = (row for row in ROWS if row.name == "fully_shard")
-SLOW = (
-    "evaluation, inference_mode",
-    "optimizer in backward (hooks), compiled autograd",
-    "6 steps: accumulation, evaluation, two lengths",
-)
+(PLAIN, BLOCK) = (next(row for row in ROWS if row.name == name) for name in ("fully_shard", "a penalty on gradients, eagerly"))
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +52,12 @@ def _measure_vectorized(name: str, backend: str) -> dict[str, Any]:
         cpu_vec_isa.valid_vec_isa_list.cache_clear()
 
 
-def _marks(row: Row) -> tuple[pytest.MarkDecorator, ...]:
-    if row is PLAIN:
-        return ()
-    return (pytest.mark.slow if row.name in SLOW else pytest.mark.more,)
-
-
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, id=row.name, marks=_marks(row)) for row in sorted(ROWS, key=lambda row: row.ranks)]
+    "row",
+    [
+        pytest.param(row, id=row.name, marks=() if row is PLAIN else pytest.mark.more)
+        for row in sorted(ROWS, key=lambda row: row.ranks)
+    ],
 )
 def test_a_row_holds_on_inductor(holds: Callable[..., None], row: Row) -> None:
     holds(row)
@@ -73,7 +66,7 @@ def test_a_row_holds_on_inductor(holds: Callable[..., None], row: Row) -> None:
 @pytest.mark.more
 def test_a_row_holds_with_vectorized_kernels(holds: Callable[..., None]) -> None:
     """The other tests compile without them, and several at once: see tests/conftest.py and building.py."""
-    holds(PLAIN, _measure_vectorized)
+    holds(BLOCK, _measure_vectorized)
 
 
 def test_every_public_name_has_a_row() -> None:
@@ -96,6 +89,5 @@ def test_the_rows_use_the_names_that_they_show() -> None:
     assert {name for row in ROWS for name in row.shows.split()} <= used
 
 
-def test_names_of_rows_are_unique_and_the_slow_ones_are_among_them() -> None:
-    names = [row.name for row in ROWS]
-    assert len(set(names)) == len(names) and {*SLOW} <= set(names)
+def test_names_of_rows_are_unique() -> None:
+    assert len({row.name for row in ROWS}) == len(ROWS)

@@ -228,7 +228,6 @@ def test_one_walk_of_the_model_names_all_its_units(fake_group_of_four: None, mon
     assert units[3].name == "ups.1 (Linear), norms.0 (LayerNorm)"
 
 
-@pytest.mark.compat
 @pytest.mark.parametrize(
     ("make", "units"),
     [

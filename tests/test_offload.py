@@ -285,7 +285,6 @@ def test_markers_say_where_a_shard_must_be_copied_to(policy: Any, mesh: str, cop
 
 
 @pytest.mark.usefixtures("fake_group_of_four")
-@pytest.mark.compat
 def test_edges_and_gradients_are_on_the_cpu_and_what_is_held_back_on_the_device() -> None:
     """Training over two devices in earnest, numbers apart: ``meta`` takes the GPU's part once more."""
     torch._dynamo.reset()

@@ -45,6 +45,11 @@ SECTIONS = {
 Check = Callable[[list[str]], Any]
 CHECKS: dict[str, tuple[int, Check]] = {}
 QUICK = ("Replicas alone", "Evaluate", "Lengths that change")
+# Sections that say what a graph saves or reduces, or that differentiate something else than Dynamo's graph.
+WITH_PASSES = (
+    "Activation checkpointing", "Gather from few ranks in backward", "Pipeline stages", "Evaluate", "Branches and loops",
+    "Gradients of gradients",
+)  # fmt: skip
 
 
 def section(title: str, ranks: int = 2) -> Callable[[Check], Check]:
@@ -106,12 +111,12 @@ def _replicas_of_shards(blocks: list[str]) -> None:
 
 @section("Gather from few ranks in backward", ranks=4)
 def _reshard_to_few(blocks: list[str]) -> None:
-    unsharded, model = twins()
+    unsharded, model = twins(lambda: Stack(1))
     run = play(*blocks, model=model)["model"]
     out = run(mine())
     saved = [tuple(tensor.shape) for tensor in out.grad_fn.saved_tensors]
-    # Of the 33 rows of each block's first linear; a shard has 9 at most.
-    assert [saved.count((rows, 16)) for rows in (33, 17, 16)] == [[0, 2, 0], [0, 0, 2]][dist.get_rank() % 2]
+    # Of the 33 rows of the block's first linear; a shard has 9 at most.
+    assert [saved.count((rows, 16)) for rows in (33, 17, 16)] == [[0, 1, 0], [0, 0, 1]][dist.get_rank() % 2]
     trains(run, unsharded)
 
 
@@ -186,17 +191,17 @@ def _checkpointing(blocks: list[str]) -> None:
     saved = []
     for block in blocks:
         torch._dynamo.reset()
-        unsharded, model = twins()
+        unsharded, model = twins(lambda: Stack(1))
         out = play(block, model=model)["model"](mine())
         assert not {(16, 33), (33, 16)} & set(saved_weights(model, out))
         saved.append(sum(tensor.shape == (28, 33) for tensor in out.grad_fn.saved_tensors))
         with Wire() as wire:
             loss_of(out).backward()
-        assert wire.calls["gather"] <= 2 * 6  # of the blocks' parameters each once at most; the root keeps its own
+        assert wire.calls["gather"] <= 6  # of the block's parameters each once at most; the root keeps its own
         reference_backward(unsharded, batches(0))
         for ours, theirs in zip(model.parameters(), unsharded.parameters()):
             torch.testing.assert_close(full(ours.grad), theirs.grad, atol=1e-6, rtol=1e-4)
-    assert saved == [0, 2]  # the product of each block's first linear
+    assert saved == [0, 1]  # the product of the block's first linear
 
 
 @section("Clipping and the optimizer in the compiled step")
@@ -293,7 +298,7 @@ def _hugging_face(blocks: list[str]) -> None:
     import transformers
 
     folder = shared_folder()
-    sizes = {"hidden_size": 16, "intermediate_size": 33, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 33, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(0)
     unsharded = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=31, use_cache=False, **sizes))
     try:
@@ -512,7 +517,8 @@ def _branches_part(blocks: list[str]) -> None:
 
 def _run(title: str) -> None:
     _, check = CHECKS[title]
-    with mock.patch.object(torch, "compile", partial(torch.compile, backend="passes")):
+    backend = "passes" if title in WITH_PASSES else "eager"
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):
         check(SECTIONS[title])
 
 
@@ -521,7 +527,7 @@ def _run(title: str) -> None:
     "title", [title if title in QUICK else pytest.param(title, marks=pytest.mark.more) for title in SECTIONS]
 )
 def test_a_recipe_does_what_it_says(two_ranks: Ranks, four_ranks: Ranks, title: str) -> None:
-    """With the graphs that Inductor gets, and none of its code."""
+    """Each way of training has its row on Inductor in tests/matrix: here the code has to do what the section says."""
     assert title in CHECKS, f"no test runs the section {title!r} of docs/recipes.md"
     ranks, _ = CHECKS[title]
     {2: two_ranks, 4: four_ranks}[ranks].run(_run, title)

@@ -15,6 +15,11 @@ from tests.uses import heard, launched, scheduled
 # What these launch is not the same: see docs/ranks-that-differ.md.
 PARTS = ("unused", "tied_across_groups")
 
+BY_DEFAULT, ALL_KEPT, NONE_KEPT = (
+    {"blocks": blocks, "root": root} for blocks, root in ((True, None), (False, False), (True, True))
+)
+OF_EACH_KIND = ("loop", "tied_in_group", "frozen", "used_twice")  # what is kept depends on how parameters are read
+
 
 def _sharded(entry: Entry, **options: Any) -> tuple[nn.Module, list[nn.Module]]:
     torch.manual_seed(0)
@@ -43,17 +48,13 @@ def _launches(entry: Entry, mode: str, step: int, **options: Any) -> list[tuple[
 @pytest.mark.filterwarnings("ignore:.* returned a view tensor")  # T5's blocks do
 @pytest.mark.usefixtures("fake_group_of_four", "limits_for_small_models")
 @pytest.mark.parametrize(
-    "options",
+    "name, options",
     [
-        {"blocks": True, "root": None},
-        pytest.param({"blocks": True, "root": True}, marks=pytest.mark.slow),
-        pytest.param({"blocks": False, "root": False}, marks=pytest.mark.more),
+        *(pytest.param(name, BY_DEFAULT, id=name) for name in (*PLAIN, "llama") if name not in PARTS),
+        *(pytest.param(name, BY_DEFAULT, id=name, marks=pytest.mark.more) for name in HUGGING_FACE if name != "llama"),
+        *(pytest.param(name, ALL_KEPT, id=f"{name}-all kept", marks=pytest.mark.more) for name in OF_EACH_KIND),
+        *(pytest.param(name, NONE_KEPT, id=f"{name}-none kept", marks=pytest.mark.slow) for name in OF_EACH_KIND),
     ],
-    ids=["as by default", "all gathered again", "all kept"],
-)
-@pytest.mark.parametrize(
-    "name",
-    [*(name for name in PLAIN if name not in PARTS), "llama", *(pytest.param(name, marks=pytest.mark.more) for name in HUGGING_FACE if name != "llama")],
 )
 def test_each_path_launches_the_same(name: str, options: dict[str, Any]) -> None:
     entry = (PLAIN | HUGGING_FACE)[name]

@@ -22,7 +22,7 @@ from tests.compiling import num_graphs
 from tests.on_ranks import on_two_ranks
 from tests.ranks import Ranks
 
-TINY = {"vocab_size": 38, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY = {"vocab_size": 38, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 TINY |= {"num_key_value_heads": 2}
 KINDS: dict[str, tuple[Any, Any, dict[str, int]]] = {
     "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, {}),
@@ -116,8 +116,10 @@ class Experts(nn.Module):
         return torch.einsum("td,edf->tef", x, self.weight).sum(1)
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize("backend, breaks", [(None, False), ("aot_eager", False), ("inductor", False), ("aot_eager", True)])
+@pytest.mark.parametrize(
+    "backend, breaks",
+    [(None, False), *(pytest.param(*one, marks=pytest.mark.compat) for one in (("passes", False), ("aot_eager", True)))],
+)
 @on_two_ranks
 def test_layers_that_write_local_tensors_into_parameters(backend: str | None, breaks: bool) -> None:
     """The mesh that shards the experts has two ranks, then one; their gradients are divided by a factor.

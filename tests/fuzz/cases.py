@@ -63,7 +63,7 @@ class Case(_Short):
     blocks: tuple[Block, ...] = (Block(),)
     steps: tuple[Step, ...] = (Step(), Step())
     modes: tuple[str, ...] = ("eager", "eager")  # of each rank
-    backend: Literal["aot_eager", "inductor", "eager"] = "aot_eager"
+    backend: Literal["aot_eager", "passes", "inductor", "eager"] = "aot_eager"
     dim: int = 4
     tied_head: bool = False
     returns: str = "tensor"  # the model
@@ -122,7 +122,9 @@ def cases(
     backends: tuple[str, ...] = ("aot_eager",),
     among: tuple[str, ...] = MODES,
     mixed: bool = False,
+    most: int = 4,
 ) -> Case:
+    """One with so many blocks and steps at most."""
     num_ranks = draw(st.sampled_from(ranks))
     backend = draw(st.sampled_from(backends))
     mode = draw(st.sampled_from(among))
@@ -133,8 +135,8 @@ def cases(
     shards = num_ranks // 2 if replicas else num_ranks
     reshard = draw(st.sampled_from([None, True, False, *(one for one in range(2, shards) if shards % one == 0)]))
     return Case(
-        blocks=tuple(draw(st.lists(blocks(), min_size=1, max_size=4))),
-        steps=tuple(draw(st.lists(steps(), min_size=1, max_size=4))),
+        blocks=tuple(draw(st.lists(blocks(), min_size=1, max_size=most))),
+        steps=tuple(draw(st.lists(steps(), min_size=1, max_size=most))),
         modes=modes,
         backend=backend,  # type: ignore[arg-type]
         dim=draw(st.sampled_from([4, 4, 6, 10])),

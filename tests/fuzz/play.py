@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard
 import fsdp_compile
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from fsdp_compile.workers import WorkerError
+from tests import compiling  # noqa: F401  which registers the backend "passes"
 from tests.comparing import full
 from tests.fuzz.cases import Case, Step
 from tests.fuzz.model import VOCAB, Fault, Model, Residual, unpacked

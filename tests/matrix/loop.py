@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fsdp_compile
-from tests.compiling import num_graphs
 from tests.matrix import models
 from tests.matrix.meter import Meter
 from tests.matrix.train import (
@@ -35,60 +34,53 @@ from tests.models import shard
 # Accumulation.
 
 
-def accumulate(meter: Meter, how: str, **kwargs: Any) -> None:
-    """Four micro-batches, the last of which reduces; then one backward by itself, to compare what was sent."""
+def accumulate(meter: Meter, *ways: Callable[..., Any], **kwargs: Any) -> None:
+    """Four micro-batches a step, the last of which reduces, each step told so in its way: by a method, or no_sync. Then
+    one backward by itself, to compare what was sent. The first step compiles, and is not counted."""
     reference, model = models.twins()
     shard(model, **kwargs)
     run = compiled(meter, model)
-    setter = model.set_requires_all_reduce if how == "all_reduce" else model.set_requires_gradient_sync
     optims = optimizers(model, reference)
 
-    def micro_batch(step: int, micro: int) -> None:
+    def micro_batch(way: Callable[..., Any], step: int, micro: int) -> None:
         last = micro == models.NUM_MICRO - 1
-        if how != "no_sync":
-            setter(last)
-        with nullcontext() if last or how != "no_sync" else fsdp_compile.no_sync(model):
+        if way is not fsdp_compile.no_sync:
+            way(model, last)
+        with nullcontext() if last or way is not fsdp_compile.no_sync else way(model):
             backward(run, 10 * step + micro, models.batches(10 * step + micro))
 
-    for step in range(3):
-        with meter.counting(models.NUM_MICRO) if step == 2 else nullcontext():
+    counted = []
+    for step, way in enumerate(ways):
+        with meter.counting(models.NUM_MICRO) if step else nullcontext():
             for micro in range(models.NUM_MICRO):
-                micro_batch(step, micro)
+                micro_batch(way, step, micro)
+        counted += [meter.wire] if step else []
         for micro in range(models.NUM_MICRO):
             reference_backward(reference, models.batches(10 * step + micro), 10 * step + micro)
         meter.compare_gradients(model, reference)
         step_all(optims)
-    of_four = meter.wire
     with meter.counting() as of_one:
         backward(run, 0, models.batches(0))
-    meter.wire = of_four
-    if how == "all_reduce":
-        sums = [wire.backward["all_reduce"] for wire in (of_four, of_one)]
-        meter.notes.append(f"sums over replicas: {sums[0]} in {models.NUM_MICRO} micro-batches, {sums[1]} in one")
-        meter.require(sums[0] == sums[1] > 0, "replicas are not summed once")
-        return
-    four, one = (wire.reduced_bytes for wire in (of_four, of_one))
-    meter.notes.append(
-        f"reduced: {four / 1024:.1f} KiB in {models.NUM_MICRO} micro-batches, {one / 1024:.1f} KiB in one"
-    )
-    meter.require(four == one > 0, "micro-batches do not cost exactly one reduction")
+    meter.wire = counted[-1]
+    if fsdp_compile.FSDPModule.set_requires_all_reduce in ways:
+        what, sent = "sums over replicas", [wire.backward["all_reduce"] for wire in (*counted, of_one)]
+    else:
+        what, sent = "bytes reduced", [wire.reduced_bytes for wire in (*counted, of_one)]
+    *four, one = sent
+    meter.notes.append(f"{what}: {four[0]} in {models.NUM_MICRO} micro-batches, {one} in one")
+    meter.require({*four} == {one} and one > 0, f"micro-batches do not cost exactly one reduction: {what} {sent}")
 
 
 # Activation checkpointing.
 
 
-def selectively_checkpointed(meter: Meter) -> None:
-    """torch.utils.checkpoint around each block, whose policy saves matrix products."""
-    reference, model = models.twins(block=models.SelectivelyCheckpointed)
-    shard(model, reshard_after_forward=True)
-    train(meter, model, reference, compiled(meter, model))
-
-
-def wrapped_checkpoints(meter: Meter) -> None:
-    """torch's checkpoint_wrapper, as FSDP1 and trainers apply it."""
-    reference, model = models.twins()
-    for index, layer in enumerate(model.layers):
-        model.layers[index] = checkpoint_wrapper(layer)
+def checkpointed(meter: Meter) -> None:
+    """One block in torch.utils.checkpoint, with a policy that saves matrix products; another one in torch's
+    checkpoint_wrapper, as FSDP1 and trainers apply it."""
+    reference, model = models.twins(num_blocks=2)
+    for one in (reference, model):
+        one.layers[0].__class__ = models.SelectivelyCheckpointed
+    model.layers[1] = checkpoint_wrapper(model.layers[1])
     shard(model, reshard_after_forward=True)
     train(meter, model, reference, compiled(meter, model))
 
@@ -97,11 +89,18 @@ def wrapped_checkpoints(meter: Meter) -> None:
 
 
 def breaks(meter: Meter) -> None:
-    """Two graph breaks in forward. With backward inside the compiled step and compiled autograd, one backward graph."""
+    """Two graph breaks in forward, which explain_breaks sees. With backward inside the compiled step and compiled
+    autograd, one backward graph."""
     reference, model = models.twins(models.Broken)
     shard(model)
-    run = _step(model, meter.backend) if meter.backward_inside else compiled(meter, model, fullgraph=False)
-    train(meter, model, reference, run)
+    if meter.backward_inside:
+        train(meter, model, reference, _step(model, meter.backend))
+        return
+    report = fsdp_compile.explain_breaks(model, models.batches(0)[dist.get_rank()])
+    meter.require(isinstance(report, fsdp_compile.BreakReport) and not report, "two breaks were not seen")
+    meter.require((len(report.breaks), report.num_graphs) == (1, 3), str(report))  # one line of code breaks it twice
+    meter.require(isinstance(report.breaks[0], fsdp_compile.GraphBreak), "a break is no GraphBreak")
+    train(meter, model, reference, compiled(meter, model, fullgraph=False))
 
 
 def _step(model: nn.Module, backend: str) -> Run:
@@ -121,10 +120,7 @@ def optimizer_in_backward(meter: Meter) -> None:
     for one in (model, reference):
         for param in one.parameters():
             param.register_post_accumulate_grad_hook(_descend)
-    run = _step(model, meter.backend) if meter.backward_inside else compiled(meter, model)
-    _train_by_updates(meter, model, reference, run, lambda: None)
-    if meter.wire.num_backwards > 1:
-        meter.notes.append("the hooks run eagerly, and each breaks the backward graph")
+    _train_by_updates(meter, model, reference, compiled(meter, model), lambda: None)
 
 
 def _descend(param: Tensor) -> None:
@@ -216,13 +212,13 @@ def _train_by_updates(
     meter.name_eager_modules(model)
 
 
-# Collectives and factors of the user's own.
+# Collectives of the user's own.
 
 
 def custom(meter: Meter) -> None:
-    """One block with collectives and hooks of the user's own, which take it out of graphs."""
+    """The block with collectives and hooks of the user's own, which take it out of graphs."""
     reference, model = models.twins()
-    block = shard(model).layers[1]
+    block = shard(model).layers[0]
     block.set_custom_all_gather(models.GatherByHand())
     block.set_custom_reduce_scatter(models.ReduceByHand())
     block.set_all_reduce_hook(lambda summed: None)
@@ -230,33 +226,39 @@ def custom(meter: Meter) -> None:
     train(meter, model, reference, compiled(meter, model, fullgraph=False))
 
 
-def divide_factor(meter: Meter) -> None:
-    """Gradients divided by half the number of ranks: twice the mean, in the graph."""
-    reference, model = models.twins()
-    shard(model).set_gradient_divide_factor(dist.get_world_size() / 2, recurse=True)
-    for param in reference.parameters():
-        param.register_hook(lambda grad: 2 * grad)
-    train(meter, model, reference, compiled(meter, model), lr=LR / 2)
-
-
 # Evaluation and lengths.
 
 
-def evaluate(meter: Meter, without_grad: Callable[[], Any], reshard: bool | None = None) -> None:
-    """Training, evaluation without gradients, training: the second round compiles nothing."""
+def evaluate(meter: Meter) -> None:
+    """Training, evaluation without gradients, training: the second round compiles nothing, and each has its plan."""
     reference, model = models.twins()
-    shard(model, reshard_after_forward=reshard)
-    run = compiled(meter, model)
+    run = compiled(meter, shard(model))
     train(meter, model, reference, run, num_steps=1)
+    plan = _plan_of(meter, run)
+    if plan is not None:
+        meter.require({*plan.keep, *plan.regather} == {name for name, _ in reference.named_parameters()}, str(plan))
     for start in (1, 2):
         mode(False, model, reference)
-        with without_grad(), meter.counting():
+        with torch.no_grad(), meter.counting():
             tokens = models.batches(start)[dist.get_rank()]
             meter.compare("loss", run(tokens), reference(tokens))
+        if plan is not None:
+            of_evaluation = fsdp_compile.plan_of(model, training=False)
+            meter.require(of_evaluation.stage == "inference", "no plan of the evaluation")
+            meter.require(fsdp_compile.plan_of(model).id == plan.id, "an evaluation is in the place of the step")
         mode(True, model, reference)
         train(meter, model, reference, run, first=start, num_steps=1)
     mode(False, model, reference)  # with gradients, as adversarial training and tuning of frozen layers do
     train(meter, model, reference, run, first=3, num_steps=1)
+
+
+def _plan_of(meter: Meter, run: Any) -> Any:
+    """None where no graph has collectives of ours: it says so then."""
+    try:
+        return fsdp_compile.plan_of(run)
+    except LookupError:
+        meter.require(meter.backend != "inductor", "there is no plan")
+        return None
 
 
 def two_lengths(meter: Meter) -> None:
@@ -273,32 +275,6 @@ def two_lengths(meter: Meter) -> None:
         return run(tokens)
 
     train(meter, model, reference, marked, batches=batches)
-
-
-def loop(meter: Meter) -> None:
-    """Accumulation, evaluation and two lengths for 6 steps: nothing is compiled after the first pass through each."""
-    reference, model = models.twins()
-    run = compiled(meter, shard(model))
-    optims = optimizers(model, reference, lr=0.1)
-    for step in range(6):
-        length = models.LENGTH if step % 2 else 4
-        micro_batches = [models.batches(10 * step + micro, length) for micro in range(2)]
-        with meter.counting(2) if step == 5 else nullcontext():
-            for micro, tokens in enumerate(micro_batches):
-                model.set_requires_gradient_sync(micro == 1)
-                backward(run, micro, tokens)
-        for micro, tokens in enumerate(micro_batches):
-            reference_backward(reference, tokens, micro)
-        meter.compare_gradients(model, reference)
-        step_all(optims)
-        mode(False, model, reference)
-        with torch.no_grad():
-            meter.compare("loss", run(micro_batches[0][0]), reference(micro_batches[0][0]))
-        mode(True, model, reference)
-        if step == 1:
-            seen = num_graphs()
-    meter.notes.append(f"{seen} graphs after step 2")
-    meter.require(num_graphs() == seen, "compiled again after step 2")
 
 
 def double_backward(meter: Meter) -> None:

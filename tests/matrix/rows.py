@@ -8,24 +8,19 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
-from fsdp_compile import CPUOffloadPolicy
+from fsdp_compile import CPUOffloadPolicy, FSDPModule, no_sync
 from tests.matrix import around, tools
 from tests.matrix.loop import (
     accumulate,
     breaks,
+    checkpointed,
     compiled_optimizer,
     custom,
-    divide_factor,
     double_backward,
     evaluate,
-    loop,
     optimizer_in_backward,
-    selectively_checkpointed,
     two_lengths,
     whole_step,
-    wrapped_checkpoints,
 )
 from tests.matrix.models import NUM_MICRO
 from tests.matrix.sharding import (
@@ -33,7 +28,6 @@ from tests.matrix.sharding import (
     expert_meshes,
     lora,
     mixed_precision,
-    own_random_numbers,
     pipeline,
     plain,
     replicated,
@@ -52,19 +46,19 @@ _UNHEEDED = (
 ROWS: tuple[Row, ...] = (
     # name, function, most graphs captured, most compiled regions in backward, compiled autograd
     Row("fully_shard", plain, shows="fully_shard FSDPModule"),
-    Row("random numbers of the backend's own", own_random_numbers, 2, own_random=True),
     Row("blocks compiled one by one", block_by_block, 1, 2, shows="compile"),
     Row(  # held back, reduced with what was held back, and reduced by itself
-        "4 micro-batches, set_requires_gradient_sync",
-        partial(accumulate, how="sync"),
+        "4 micro-batches, set_requires_gradient_sync and no_sync",
+        lambda meter: accumulate(meter, *2 * [FSDPModule.set_requires_gradient_sync], no_sync),
         3,
         NUM_MICRO,
-        shows="set_requires_gradient_sync",
+        shows="set_requires_gradient_sync no_sync",
     ),
-    Row("4 micro-batches, no_sync", partial(accumulate, how="no_sync"), 3, NUM_MICRO, shows="no_sync"),
     Row(
         "HSDP 2x2, 4 micro-batches, set_requires_all_reduce",
-        lambda meter: accumulate(meter, "all_reduce", mesh=mesh_of("replicate", "shard")),
+        lambda meter: accumulate(
+            meter, *2 * [FSDPModule.set_requires_all_reduce], mesh=mesh_of("replicate", "shard")
+        ),
         2,
         NUM_MICRO,
         ranks=4,
@@ -83,12 +77,11 @@ ROWS: tuple[Row, ...] = (
         ranks=4,
         warns=("set_reshard_after_backward has no effect where",),  # torch's schedule calls it
     ),
-    Row("checkpoint, selective policy", selectively_checkpointed),
-    Row("checkpoint_wrapper", wrapped_checkpoints),
+    Row("checkpoint with a selective policy, checkpoint_wrapper", checkpointed),
     Row("2 graph breaks, compiled autograd", breaks, 4, 1, True),
-    Row("2 graph breaks", breaks, 3, 3),
+    # explain_breaks captures three graphs as well.
+    Row("2 graph breaks, explain_breaks", breaks, 6, 3, shows="explain_breaks BreakReport GraphBreak"),
     Row("optimizer in backward (hooks)", optimizer_in_backward),
-    Row("optimizer in backward (hooks), compiled autograd", optimizer_in_backward, None, None, True),
     Row("backward, clipping and SGD inside, compiled autograd", whole_step, None, 1, True),
     Row("compiled optimizer step", compiled_optimizer, 3),  # the first makes momenta
     Row("LoRA over a frozen base stored in bf16", lora),
@@ -99,7 +92,14 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("subclass with an all-gather extension", subclass),
     # Kernels that are fused otherwise than the reference's round in other places: 0.04 where a gradient nearly cancels.
-    Row("bf16, reduced in fp32", mixed_precision, 2, tolerance=0.1, shows="MixedPrecisionPolicy"),
+    Row(
+        "bf16, reduced in fp32, with the backend's own random numbers",
+        mixed_precision,
+        2,
+        tolerance=0.1,
+        own_random=True,
+        shows="MixedPrecisionPolicy",
+    ),
     Row(
         "collectives and hooks of the user's own",
         custom,
@@ -107,13 +107,10 @@ ROWS: tuple[Row, ...] = (
         None,
         shows="set_custom_all_gather set_custom_reduce_scatter set_all_reduce_hook set_reduce_scatter_unused_params",
         # The warning names one of these settings: the first one that the package asks about.
-        warns=(r"layers\.1 \(Dropping\) runs eagerly inside compiled code: set_reduce_scatter_unused_params",),
+        warns=(r"layers\.0 \(Dropping\) runs eagerly inside compiled code: set_reduce_scatter_unused_params",),
     ),
-    Row("set_gradient_divide_factor", divide_factor, shows="set_gradient_divide_factor"),
-    Row("evaluation, no_grad", partial(evaluate, without_grad=torch.no_grad, reshard=True), 3),
-    Row("evaluation, inference_mode", partial(evaluate, without_grad=torch.inference_mode), 3),
+    Row("evaluation, plan_of", evaluate, 3, shows="plan_of"),
     Row("two sequence lengths, mark_dynamic", two_lengths),
-    Row("6 steps: accumulation, evaluation, two lengths", loop, 6, 2),
     Row("a penalty on gradients, eagerly", double_backward, None, None),
     Row("adopt", around.adopted, shows="adopt Adoption"),
     Row("a checkpoint, resumed", around.resumed, 2, shows="CheckedReader"),
@@ -123,44 +120,36 @@ ROWS: tuple[Row, ...] = (
         around.made_of_nothing,
         shows="auto_shard materialize sync_module_states cast_buffers clip_grad_norm_ full_params",
     ),
-    Row("inspect", tools.inspected, 2, shows="inspect Report"),
-    Row("plan_of", tools.planned, 2, shows="plan_of"),
-    Row("profile", tools.profiled, 2, shows="profile Profile Summary"),
     Row(
-        "explain",
-        tools.reasons,
-        2,
-        shows="explain Explanation ExplainedStep ExplainedBucket ExplainedParameter ExplainedMemory",
+        "inspect, explain, profile, check_parity",
+        tools.looked_at,
+        None,
+        shows="inspect Report explain Explanation ExplainedStep ExplainedBucket ExplainedParameter ExplainedMemory "
+        "profile Profile Summary check_parity Parity",
     ),
-    Row("explain_breaks", tools.explained, None, shows="explain_breaks BreakReport GraphBreak"),
-    Row("check_parity", tools.parity, None, shows="check_parity Parity"),
-    Row("configure", tools.configured, shows="configure"),
-    Row("install_passes", tools.bounced, shows="install_passes"),
+    Row("configure, install_passes", tools.configured, shows="configure install_passes"),
     Row("a second forward method", tools.forward_method, 2, shows="register_fsdp_forward_method"),
     Row("two roots, share_comm_ctx", tools.shared_context, shows="share_comm_ctx"),
-    Row("unshard by hand", tools.gathered_by_hand, shows="unshard reshard UnshardHandle reset_iter_state"),
+    Row(
+        "unshard, reshard and the end of a backward by hand",
+        tools.done_by_hand,
+        shows="unshard reshard UnshardHandle reset_iter_state set_is_last_backward set_manual_backward_finalization "
+        "finalize_backward GradientReductionHandle",
+        warns=("set_is_last_backward has no effect where",),
+    ),
     Row(
         "settings that a graph heeds",
         tools.settings_of_graphs,
         2,
-        shows="set_reshard_after_forward set_force_sum_reduction_for_comms set_reduce_scatter_divide_factor",
+        shows="set_reshard_after_forward set_force_sum_reduction_for_comms set_reduce_scatter_divide_factor "
+        "set_gradient_divide_factor",
         warns=("set_reduce_scatter_divide_factor has a new name",),
     ),
     Row(
-        "settings that a graph does not heed",
-        tools.settings_of_eager_units,
-        shows=" ".join(_UNHEEDED).replace(",", ""),
+        "settings that have no effect in a graph, or without a GPU",
+        tools.settings_without_effect,
+        shows=" ".join(_UNHEEDED).replace(",", "")
+        + " set_symm_mem_for_comm set_allocate_memory_from_process_group_for_comm set_post_optim_event",
         warns=tuple(f"{names} has no effect where" for names in _UNHEEDED),
-    ),
-    Row(
-        "the end of a backward, said by hand",
-        tools.finished_by_hand,
-        shows="set_is_last_backward set_manual_backward_finalization finalize_backward GradientReductionHandle",
-        warns=("set_is_last_backward has no effect where",),
-    ),
-    Row(
-        "settings of GPUs, without one",
-        tools.without_a_gpu,
-        shows="set_symm_mem_for_comm set_allocate_memory_from_process_group_for_comm set_post_optim_event",
     ),
 )
