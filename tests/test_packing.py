@@ -10,12 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
+from torch.distributed.tensor import Shard
 
+import fsdp_compile
+from fsdp_compile import fully_shard
+from fsdp_compile.passes.wire import layout
 from fsdp_compile.passes.wire.collectives import all_gather_of, c10d
 from fsdp_compile.passes.wire.packing import copied, pack
-from tests.compiling import no_kernels_built
+from tests.comparing import train_and_compare
+from tests.compiling import compiled, no_kernels_built
 from tests.models import Stack, shard
-from tests.on_ranks import on_two_ranks
+from tests.on_ranks import on_three_ranks, on_two_ranks
 
 BF16 = torch.bfloat16
 
@@ -119,3 +124,35 @@ def test_many_gathers_in_flight_on_gloo() -> None:
             expected = torch.arange(num_ranks).repeat_interleave(8 + index) + 100.0 * turn + index
             wrong += not torch.equal(full, expected[:, None].expand(-1, 2))
     assert wrong == 0
+
+
+class Cut(nn.Module):
+    """Small matrices that are cut evenly, unevenly and hardly at all, a table, a frozen weight and a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(31, 6)
+        self.first, self.second, self.third = nn.Linear(6, 5), nn.Linear(5, 9), nn.Linear(9, 6)
+        self.norm, self.scale = nn.LayerNorm(6), nn.Parameter(torch.ones(1))
+        self.second.weight.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        return self.norm(x + self.third(torch.tanh(self.second(self.first(x)))) * self.scale)
+
+
+@pytest.mark.parametrize("path", ["eager", "inductor"])
+@pytest.mark.parametrize("dim", [0, 1])
+@on_three_ranks
+def test_members_of_a_bucket_travel_side_by_side(path: str, dim: int) -> None:
+    """As on NCCL, where one launch sends all members; gloo has one launch after another."""
+    unsharded, model = (nn.Sequential(Cut(), nn.Linear(6, 3)) for _ in range(2))
+    model.load_state_dict(unsharded.state_dict())
+    layout._AT_ONCE.add("gloo")
+    try:
+        for one in (model[0], model):
+            fully_shard(one, shard_placement_fn=lambda param: Shard(dim if param.shape[-1] % 3 == 0 and param.ndim > 1 else 0))
+        fsdp_compile.configure(model, reduction="reduce_scatter")
+        train_and_compare(compiled(model, path), model, unsharded)
+    finally:
+        layout._AT_ONCE.remove("gloo")

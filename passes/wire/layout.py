@@ -89,6 +89,26 @@ def bucket_limits(backend: str, num_shards: int) -> BucketLimits:
     return BucketLimits(small_bytes, _SMALL_IN_BUCKET * small_bytes, neighbours_bytes)
 
 
+# Backends that start several collectives in one launch. Each member of a bucket has a collective of its own there: a
+# parameter arrives in one piece, a gradient is sent from where it was computed, and no member is copied.
+_AT_ONCE = {"nccl"}
+_ALIGNED_BYTES = 128  # where members begin, so that kernels can read them as they read memory of their own
+
+
+def sends_members(backend: str) -> bool:
+    """Whether a bucket's members travel side by side in one launch, or packed into one tensor."""
+    return backend in _AT_ONCE
+
+
+def places_of_members(lengths: Sequence[int], itemsize: int) -> list[int]:
+    """Return where each member begins, and the end of the last one, in elements; the members have these lengths."""
+    unit = max(_ALIGNED_BYTES // itemsize, 1)
+    places = [0]
+    for length in lengths:
+        places.append(places[-1] + -(-length // unit) * unit)
+    return places
+
+
 NEIGHBOURS = "neighbours"
 BUCKETINGS = ("size", NEIGHBOURS, "group", "none")
 
