@@ -13,7 +13,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed.tensor import Shard
 
 import fsdp_compile
-from fsdp_compile import fully_shard
+from fsdp_compile import MixedPrecisionPolicy, fully_shard
 from fsdp_compile.passes.wire import layout
 from fsdp_compile.passes.wire.collectives import all_gather_of, c10d
 from fsdp_compile.passes.wire.packing import copied, pack
@@ -21,6 +21,7 @@ from tests.comparing import train_and_compare
 from tests.compiling import compiled, no_kernels_built
 from tests.models import Stack, shard
 from tests.on_ranks import on_three_ranks, on_two_ranks
+from tests.test_eager import PlainAllGather, PlainReduceScatter
 
 BF16 = torch.bfloat16
 
@@ -141,18 +142,27 @@ class Cut(nn.Module):
         return self.norm(x + self.third(torch.tanh(self.second(self.first(x)))) * self.scale)
 
 
-@pytest.mark.parametrize("path", ["eager", "inductor"])
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(
+    ("path", "dim", "computes_in"),
+    [("eager", 0, None), ("eager", 1, torch.float64), ("inductor", 1, None), ("own collectives", 1, None)],
+)
 @on_three_ranks
-def test_members_of_a_bucket_travel_side_by_side(path: str, dim: int) -> None:
+def test_members_of_a_bucket_travel_side_by_side(path: str, dim: int, computes_in: torch.dtype | None) -> None:
     """As on NCCL, where one launch sends all members; gloo has one launch after another."""
     unsharded, model = (nn.Sequential(Cut(), nn.Linear(6, 3)) for _ in range(2))
     model.load_state_dict(unsharded.state_dict())
     layout._AT_ONCE.add("gloo")
     try:
         for one in (model[0], model):
-            fully_shard(one, shard_placement_fn=lambda param: Shard(dim if param.shape[-1] % 3 == 0 and param.ndim > 1 else 0))
+            fully_shard(
+                one,
+                mp_policy=MixedPrecisionPolicy(param_dtype=computes_in),
+                shard_placement_fn=lambda param: Shard(dim if param.shape[-1] % 3 == 0 and param.ndim > 1 else 0),
+            )
         fsdp_compile.configure(model, reduction="reduce_scatter")
-        train_and_compare(compiled(model, path), model, unsharded)
+        if path == "own collectives":
+            model[0].set_custom_all_gather(PlainAllGather())
+            model[0].set_custom_reduce_scatter(PlainReduceScatter())
+        train_and_compare(compiled(model, "inductor" if path == "inductor" else None), model, unsharded)
     finally:
         layout._AT_ONCE.remove("gloo")

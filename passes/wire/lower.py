@@ -82,7 +82,7 @@ def finish_gather(call: Call, gathered: Any, specs: Sequence[ParamSpec]) -> list
 
 
 def _parts_of_members(call: Call, gathered: Any, layouts: Sequence[ShardLayout], backend: str) -> Iterable[Any]:
-    """Cut what a bucket's gather brought into its members, each ``[num_shards, *part]``."""
+    """Cut what a bucket's gather brought into its members: all ranks' parts of each."""
     num_shards = layouts[0].num_shards
     if not sends_members(backend):
         num_elements = sum(layout.padded_numel for layout in layouts)
@@ -91,8 +91,7 @@ def _parts_of_members(call: Call, gathered: Any, layouts: Sequence[ShardLayout],
         return gathered
     lengths = [layout.padded_numel * num_shards for layout in layouts]
     places = places_of_members(lengths, _value(gathered).itemsize)
-    pieces = [call(aten.slice.Tensor, gathered, 0, place, place + length) for place, length in zip(places, lengths)]
-    return [call(aten.view.default, one, [num_shards, *layout.padded_size]) for one, layout in zip(pieces, layouts)]
+    return [call(aten.slice.Tensor, gathered, 0, at, at + length) for at, length in zip(places, lengths)]
 
 
 def _members(call: Call, bucket: Any, layouts: Sequence[ShardLayout], *num_ranks: int) -> Iterator[Any]:
