@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from torch.distributed.tensor import Shard
 
 import fsdp_compile
 from fsdp_compile import MixedPrecisionPolicy, fully_shard
+from fsdp_compile._torch_compat import process_groups
+from fsdp_compile.passes import _torch_compat as compat
 from fsdp_compile.passes.wire import layout
-from fsdp_compile.passes.wire.collectives import all_gather_of, c10d
+from fsdp_compile.passes.wire.collectives import all_gather_members, all_gather_of, c10d, reduce_scatter_members
 from fsdp_compile.passes.wire.packing import copied, pack
 from tests.comparing import train_and_compare
 from tests.compiling import compiled, no_kernels_built
@@ -148,10 +151,10 @@ class Cut(nn.Module):
 )
 @on_three_ranks
 def test_members_of_a_bucket_travel_side_by_side(path: str, dim: int, computes_in: torch.dtype | None) -> None:
-    """As on NCCL, where one launch sends all members; gloo has one launch after another."""
+    """As on NCCL, where one launch sends them all; here there is one after another."""
     unsharded, model = (nn.Sequential(Cut(), nn.Linear(6, 3)) for _ in range(2))
     model.load_state_dict(unsharded.state_dict())
-    layout._AT_ONCE.add("gloo")
+    layout._PACK.remove("gloo")
     try:
         for one in (model[0], model):
             fully_shard(
@@ -165,4 +168,24 @@ def test_members_of_a_bucket_travel_side_by_side(path: str, dim: int, computes_i
             model[0].set_custom_reduce_scatter(PlainReduceScatter())
         train_and_compare(compiled(model, "inductor" if path == "inductor" else None), model, unsharded)
     finally:
-        layout._AT_ONCE.remove("gloo")
+        layout._PACK.add("gloo")
+
+
+@pytest.mark.compat
+@on_two_ranks
+def test_one_launch_starts_a_collective_for_each_member() -> None:
+    """gloo can do what NCCL does, if one launch is in flight at a time."""
+    rank, name = dist.get_rank(), dist.group.WORLD.group_name
+    parts = [torch.full((size,), float(10 * size + rank)) for size in (3, 1, 40)]
+    group = process_groups.process_group(name)
+    with mock.patch.object(compat, "_that_starts_many", return_value=group) as asked:
+        gathered = c10d.wait_tensor(all_gather_members(parts, 2, name))
+        reduced = c10d.wait_tensor(reduce_scatter_members([part.repeat(2) for part in parts], "sum", 2, name))
+    assert asked.call_count == 2
+    places = layout.places_of_members([2 * len(part) for part in parts], 4)
+    for at, part in zip(places, parts):
+        size = len(part)
+        expected = torch.tensor([10.0 * size, 10.0 * size + 1]).repeat_interleave(size)
+        torch.testing.assert_close(gathered[at : at + 2 * size], expected, rtol=0, atol=0)
+    sums = [torch.full((len(part),), 20.0 * len(part) + 1) for part in parts]
+    torch.testing.assert_close(reduced, torch.cat(sums), rtol=0, atol=0)

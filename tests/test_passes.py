@@ -45,19 +45,20 @@ def spec(fqn: str = "up.weight", size: tuple[int, ...] = (4, 3), **changes: Any)
     return ParamSpec(**{**fields, **changes})
 
 
-LAYER = {"norm": (4096,), "wk": (1024, 4096), "wq": (4096, 4096), "up": (14336, 4096)}  # of Llama 3 8B
+# Of Llama 3 8B; the last one is of 70B.
+LAYER = {"norm": (4096,), "wk": (1024, 4096), "wq": (4096, 4096), "up": (14336, 4096), "large up": (28672, 8192)}
 
 
 @pytest.mark.parametrize(
     ("backend", "num_ranks", "alone"),
     [
-        # Merging saves one collective, which takes longer on more ranks, and copies all ranks' parts.
-        ("nccl", 8, ["wq", "up"]),  # 32 and 112 MiB; wk has 8
-        ("nccl", 64, ["up"]),
-        ("nccl", 512, []),
-        ("gloo", 8, ["wk", "wq", "up"]),
-        ("gloo", 64, ["wq", "up"]),  # gloo's all-gather takes turns, so its time is the ranks'
-        ("gloo", 512, []),
+        ("nccl", 8, ["large up"]),  # 448 MiB, and the others have up to 112
+        ("nccl", 512, ["large up"]),
+        # Where buckets are packed, merging saves one collective, which takes longer on more ranks, and copies all
+        # ranks' parts. gloo's all-gather takes turns, so its time is the ranks'.
+        ("gloo", 8, ["wk", "wq", "up", "large up"]),
+        ("gloo", 64, ["wq", "up", "large up"]),
+        ("gloo", 512, ["large up"]),
     ],
 )
 def test_what_travels_alone_depends_on_the_bytes_of_all_ranks_and_on_their_number(

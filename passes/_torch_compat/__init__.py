@@ -183,12 +183,12 @@ def reduce_at_once(outs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], 
 
 
 def _that_starts_many(name: str, device: torch.device) -> torch.distributed.ProcessGroup | None:
-    """Return the group called ``name``; None on gloo, which has the methods, and corrupts the heap with two in flight.
+    """Return the group called ``name``; None unless it is NCCL's: gloo has the methods, and corrupts the heap.
 
     ``_resolve_process_group``, ``_get_backend``: 2.11 to 2.15.
     """
     group: Any = torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-    return None if group._get_backend(device).name() == "gloo" else group
+    return group if group._get_backend(device).name() == "nccl" else None
 
 
 def _register(outs: Sequence[torch.Tensor], work: torch.distributed.Work) -> None:

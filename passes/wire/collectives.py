@@ -2,8 +2,7 @@
 
     group's backend     gather                                     of a bucket with several members
     gloo                fsdpc::all_gather_into_tensor              the same
-    nccl                _c10d_functional::all_gather_into_tensor   fsdpc::all_gather_members; reduce_scatter_members
-    any other           _c10d_functional::all_gather_into_tensor   the same
+    any other           _c10d_functional::all_gather_into_tensor   fsdpc::all_gather_members; reduce_scatter_members
 
 torch's functional all-gather reaches gloo as a coalesced one, and two of those in flight corrupt the heap: a loop of
 launches and waits dies within some thousand turns (torch 2.11 and 2.15). Overlap needs several in flight, so on gloo an
