@@ -21,7 +21,13 @@ from ..core.settings import Comms
 from ..core.unit import Unit
 from ..passes import _torch_compat as passes_compat
 from ..passes.wire import lower
-from ..passes.wire.collectives import all_gather_members, c10d, gather_into, gloo_all_gather, reduce_scatter_members
+from ..passes.wire.collectives import (
+    all_gather_members,
+    all_gather_members_out,
+    c10d,
+    gloo_all_gather,
+    reduce_scatter_members,
+)
 from ..passes.wire.ledger import ledger, note
 from ..passes.wire.packing import pack
 
@@ -86,7 +92,7 @@ class Caller:
             self._lengths = [shard.numel() for shard in shards]
             return self._gather(all_gather_members, pack(shards, 1, shards[0].dtype), num_ranks, group)
         outs = [self._out(place, shard, [num_ranks * shard.numel()]) for place, shard in enumerate(shards)]
-        gather_into(outs, shards, num_ranks, group)
+        passes_compat.call_below_autograd(all_gather_members_out, shards, num_ranks, group, outs)
         return outs
 
     def _out(self, place: int, sent: Tensor, size: list[int]) -> Tensor:

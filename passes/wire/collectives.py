@@ -61,12 +61,14 @@ def _all_gather_members_kernel(shards: Sequence[Tensor], group_size: int, group_
     out = _members_gathered(shards, group_size, group_name)
     lengths = [shard.numel() * group_size for shard in shards]
     places = places_of_members(lengths, out.itemsize)
-    gather_into([out[at : at + length] for at, length in zip(places, lengths)], shards, group_size, group_name)
+    outs = [out[at : at + length] for at, length in zip(places, lengths)]
+    _all_gather_members_out_kernel(shards, group_size, group_name, outs)
     return out
 
 
-def gather_into(outs: Sequence[Tensor], shards: Sequence[Tensor], group_size: int, group_name: str) -> None:
-    """Gather each shard into its own tensor, all in one launch; ``wait_tensor`` of each of them waits for it."""
+def _all_gather_members_out_kernel(
+    shards: Sequence[Tensor], group_size: int, group_name: str, outs: Sequence[Tensor]
+) -> None:
     shards = [shard.contiguous().view(-1) for shard in shards]
     if not compat.gather_at_once(outs, shards, group_name):
         for out, shard in zip(outs, shards):
@@ -96,6 +98,11 @@ all_gather_members = define_op(
     _members_gathered,
 )
 
+# The same into tensors that exist already; ``wait_tensor`` of each of them waits for it.
+all_gather_members_out = define_op(
+    "all_gather_members_out(Tensor[] shards, int group_size, str group_name, Tensor(a!)[] outs) -> ()",
+    _all_gather_members_out_kernel,
+)
 reduce_scatter_members = define_op(
     "reduce_scatter_members(Tensor[] grads, str reduce_op, int group_size, str group_name) -> Tensor",
     _reduce_scatter_members_kernel,
