@@ -129,5 +129,4 @@ def limits_for_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
     from fsdp_compile.passes.wire import layout
 
     for backend in ("gloo", "nccl"):
-        monkeypatch.setitem(layout._BYTES_IN_LATENCY, backend, (0, 300, 2400))
-    monkeypatch.setattr(layout, "_SMALL_IN_BUCKET", 4)
+        monkeypatch.setitem(layout._LIMITS, backend, (0, 300, 4, 2400))

@@ -243,7 +243,8 @@ def test_rows_tell_layers_apart_and_fit_the_terminal(monkeypatch: pytest.MonkeyP
         assert sorted(numbers.findall(" ".join(" ".join(lines).split()))) == wide, "a number is cut"
 
 
-def test_owners_at_the_peak_are_called_by_what_they_hold() -> None:
+def test_owners_at_the_peak_are_called_by_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_PACK", {"fake"})
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(3)])
     found = explained(model, torch.randn(4, 64), reduction="all_to_all")
     said: set[str] = set()

@@ -24,7 +24,7 @@ KIB = 1 << 10
 
 def together(num_bytes: int) -> Any:
     """Units travel together up to so many bytes."""
-    return {"gloo": (0, 256 << 10, num_bytes), "nccl": (16 << 20, 512 << 10, num_bytes)}
+    return {"gloo": (0, 256 << 10, 16, num_bytes), "nccl": (256 << 20, 0, 4, num_bytes)}
 
 
 def units_of(plan: Plan | None, of: str = "gathers") -> list[str]:
@@ -38,7 +38,7 @@ def test_small_units_travel_together_but_for_what_nothing_hides_and_large_ones_d
     model = shard(Stack(4), reshard_after_forward=True)
     apart = planned(model)
     configure(model, bucketing="neighbours")
-    monkeypatch.setattr(layout, "_BYTES_IN_LATENCY", together(15 * KIB))
+    monkeypatch.setattr(layout, "_LIMITS", together(15 * KIB))
     plan = planned(model)
     sizes = {unit: 0 for unit in units_of(plan.forward)}
     for bucket in plan.forward.gathers:  # type: ignore[union-attr]
@@ -49,7 +49,7 @@ def test_small_units_travel_together_but_for_what_nothing_hides_and_large_ones_d
     reduces = [unit.split(":")[1] for unit in units_of(plan.backward, "reduces")]
     assert reduces == ["layers.3", "layers.2 to layers.0", ""]  # nothing hides the last one, so it is a unit alone
     assert {*apart.regather} == {*plan.regather} and apart.again == plan.again
-    monkeypatch.setattr(layout, "_BYTES_IN_LATENCY", together(4))
+    monkeypatch.setattr(layout, "_LIMITS", together(4))
     large = planned(model)
     assert (units_of(large.forward), units_of(large.backward)) == (units_of(apart.forward), units_of(apart.backward))
     everything = sorted(fqn for bucket in plan.backward.reduces for fqn in bucket.fqns)  # type: ignore[union-attr]
@@ -62,7 +62,7 @@ def test_reductions_do_not_wait_for_the_last_gradient_of_a_unit_that_has_its_fir
     model = shard(Stack(4), reshard_after_forward=True)
     configure(model, bucketing="neighbours")
     # The root would fit beside three of the layers, whose gradients come soon after that of its head.
-    monkeypatch.setattr(layout, "_BYTES_IN_LATENCY", together(20 * KIB))
+    monkeypatch.setattr(layout, "_LIMITS", together(20 * KIB))
     reduces = planned(model).backward.reduces  # type: ignore[union-attr]
     assert [bucket.unit.split(":")[1] for bucket in reduces] == ["layers.3 to layers.0", ""]
     assert {"embed.weight", "head.weight"} <= {*reduces[-1].fqns}
@@ -87,7 +87,7 @@ def test_who_did_not_ask_travels_alone(fake_group_of_four: None) -> None:
 def _trained() -> Plan:
     unsharded, model = pair(make=lambda: Stack(3, tied=True), reshard_after_forward=True)
     configure(model, bucketing="neighbours")
-    with mock.patch.object(layout, "_BYTES_IN_LATENCY", together(24 * KIB)), inspect(model) as report:
+    with mock.patch.object(layout, "_LIMITS", together(24 * KIB)), inspect(model) as report:
         train_and_compare(torch.compile(model, backend=passes, fullgraph=True), model, unsharded)
     return report.joint.plan
 

@@ -32,8 +32,8 @@ from tests.models import (
 from tests.recording import recorded
 
 LETTERS = {
-    r"all_gather_into_tensor\.default\(": "G",
-    r"(reduce_scatter_tensor|all_to_all_single)\.default\(": "R",
+    r"all_gather_(into_tensor|members)\.default\(": "G",
+    r"(reduce_scatter_tensor|reduce_scatter_members|all_to_all_single)\.default\(": "R",
     r"all_reduce_?\.default\(": "S",
     r"wait_tensor\.default\(": "w",
     r"(extern_kernels\.\w*(mm|convolution)\w*|mkldnn\w*|aten\._scaled_dot\w*\.default|aten.convolution_backward\.default)\(": "M",

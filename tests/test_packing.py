@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
+from torch.distributed.tensor import Shard
 
-from fsdp_compile.passes.wire.collectives import all_gather_of, c10d
+import fsdp_compile
+from fsdp_compile import MixedPrecisionPolicy, fully_shard
+from fsdp_compile._torch_compat import process_groups
+from fsdp_compile.passes import _torch_compat as compat
+from fsdp_compile.passes.wire import layout
+from fsdp_compile.passes.wire.collectives import all_gather_members, all_gather_of, c10d, reduce_scatter_members
 from fsdp_compile.passes.wire.packing import copied, pack
-from tests.compiling import no_kernels_built
+from tests.comparing import train_and_compare
+from tests.compiling import compiled, no_kernels_built
 from tests.models import Stack, shard
-from tests.on_ranks import on_two_ranks
+from tests.on_ranks import on_three_ranks, on_two_ranks
+from tests.test_eager import PlainAllGather, PlainReduceScatter
 
 BF16 = torch.bfloat16
 
@@ -120,3 +129,64 @@ def test_many_gathers_in_flight_on_gloo() -> None:
             c10d.wait_tensor(full)
             wrong += not torch.equal(full, expected[index] + 100.0 * turn)
     assert wrong == 0
+
+
+class Cut(nn.Module):
+    """Small matrices that are cut evenly, unevenly and hardly at all, a table, a frozen weight and a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(31, 6)
+        self.first, self.second, self.third = nn.Linear(6, 5), nn.Linear(5, 9), nn.Linear(9, 6)
+        self.norm, self.scale = nn.LayerNorm(6), nn.Parameter(torch.ones(1))
+        self.second.weight.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        return self.norm(x + self.third(torch.tanh(self.second(self.first(x)))) * self.scale)
+
+
+@pytest.mark.parametrize(
+    ("path", "dim", "computes_in"),
+    [("eager", 0, None), ("eager", 1, torch.float64), ("inductor", 1, None), ("own collectives", 1, None)],
+)
+@on_three_ranks
+def test_members_of_a_bucket_travel_side_by_side(path: str, dim: int, computes_in: torch.dtype | None) -> None:
+    """As on NCCL, where one launch sends them all; here there is one after another."""
+    unsharded, model = (nn.Sequential(Cut(), nn.Linear(6, 3)) for _ in range(2))
+    model.load_state_dict(unsharded.state_dict())
+    layout._PACK.remove("gloo")
+    try:
+        for one in (model[0], model):
+            fully_shard(
+                one,
+                mp_policy=MixedPrecisionPolicy(param_dtype=computes_in),
+                shard_placement_fn=lambda param: Shard(dim if param.shape[-1] % 3 == 0 and param.ndim > 1 else 0),
+            )
+        fsdp_compile.configure(model, reduction="reduce_scatter")
+        if path == "own collectives":
+            model[0].set_custom_all_gather(PlainAllGather())
+            model[0].set_custom_reduce_scatter(PlainReduceScatter())
+        train_and_compare(compiled(model, "inductor" if path == "inductor" else None), model, unsharded)
+    finally:
+        layout._PACK.add("gloo")
+
+
+@pytest.mark.compat
+@on_two_ranks
+def test_one_launch_starts_a_collective_for_each_member() -> None:
+    """gloo can do what NCCL does, if one launch is in flight at a time."""
+    rank, name = dist.get_rank(), dist.group.WORLD.group_name
+    parts = [torch.full((size,), float(10 * size + rank)) for size in (3, 1, 40)]
+    group = process_groups.process_group(name)
+    with mock.patch.object(compat, "_that_starts_many", return_value=group) as asked:
+        gathered = c10d.wait_tensor(all_gather_members(parts, 2, name))
+        reduced = c10d.wait_tensor(reduce_scatter_members([part.repeat(2) for part in parts], "sum", 2, name))
+    assert asked.call_count == 2
+    places = layout.places_of_members([2 * len(part) for part in parts], 4)
+    for at, part in zip(places, parts):
+        size = len(part)
+        expected = torch.tensor([10.0 * size, 10.0 * size + 1]).repeat_interleave(size)
+        torch.testing.assert_close(gathered[at : at + 2 * size], expected, rtol=0, atol=0)
+    sums = [torch.full((len(part),), 20.0 * len(part) + 1) for part in parts]
+    torch.testing.assert_close(reduced, torch.cat(sums), rtol=0, atol=0)

@@ -45,19 +45,20 @@ def spec(fqn: str = "up.weight", size: tuple[int, ...] = (4, 3), **changes: Any)
     return ParamSpec(**{**fields, **changes})
 
 
-LAYER = {"norm": (4096,), "wk": (1024, 4096), "wq": (4096, 4096), "up": (14336, 4096)}  # of Llama 3 8B
+# Of Llama 3 8B; the last one is of 70B.
+LAYER = {"norm": (4096,), "wk": (1024, 4096), "wq": (4096, 4096), "up": (14336, 4096), "large up": (28672, 8192)}
 
 
 @pytest.mark.parametrize(
     ("backend", "num_ranks", "alone"),
     [
-        # Merging saves one collective, which takes longer on more ranks, and copies all ranks' parts.
-        ("nccl", 8, ["wq", "up"]),  # 32 and 112 MiB; wk has 8
-        ("nccl", 64, ["up"]),
-        ("nccl", 512, []),
-        ("gloo", 8, ["wk", "wq", "up"]),
-        ("gloo", 64, ["wq", "up"]),  # gloo's all-gather takes turns, so its time is the ranks'
-        ("gloo", 512, []),
+        ("nccl", 8, ["large up"]),  # 448 MiB, and the others have up to 112
+        ("nccl", 512, ["large up"]),
+        # Where buckets are packed, merging saves one collective, which takes longer on more ranks, and copies all
+        # ranks' parts. gloo's all-gather takes turns, so its time is the ranks'.
+        ("gloo", 8, ["wk", "wq", "up", "large up"]),
+        ("gloo", 64, ["wq", "up", "large up"]),
+        ("gloo", 512, ["large up"]),
     ],
 )
 def test_what_travels_alone_depends_on_the_bytes_of_all_ranks_and_on_their_number(
@@ -481,30 +482,28 @@ def test_offloaded_shards_are_copied_as_they_are_stored_and_gradients_as_one() -
 to_device_default = to_device(weight, cuda:0)
 to_device_default_1 = to_device(bias, cuda:0)
 pack_default = pack([to_device_default, to_device_default_1], 1, torch.bfloat16)
-all_gather_into_tensor_default = all_gather_into_tensor(pack_default, 2, g)
-wait_tensor_default = wait_tensor(all_gather_into_tensor_default)
-view_default = view(wait_tensor_default, [2, 8])
-slice_tensor = slice.Tensor(view_default, 1, 0, 6)
-view_default_1 = view(slice_tensor, [2, 2, 3])
-copied_default = copied(view_default_1)
-view_default_2 = view(copied_default, [4, 3])
-slice_tensor_1 = slice.Tensor(view_default, 1, 6, 8)
-view_default_3 = view(slice_tensor_1, [2, 2])
-copied_default_1 = copied(view_default_3)
-view_default_4 = view(copied_default_1, [4])
+slice_tensor = slice.Tensor(pack_default, 0, 0, 6)
+view_default = view(slice_tensor, [2, 3])
+slice_tensor_1 = slice.Tensor(pack_default, 0, 6, 8)
+view_default_1 = view(slice_tensor_1, [2])
+all_gather_members_default = all_gather_members([view_default, view_default_1], 2, g)
+wait_tensor_default = wait_tensor(all_gather_members_default)
+slice_tensor_2 = slice.Tensor(wait_tensor_default, 0, 0, 12)
+slice_tensor_3 = slice.Tensor(wait_tensor_default, 0, 64, 68)
+view_default_2 = view(slice_tensor_2, [4, 3])
 relu_default = relu(view_default_2)
-relu_default_1 = relu(view_default_4)
+relu_default_1 = relu(slice_tensor_3)
 pack_default_1 = pack([relu_default, relu_default_1], 2, torch.float32)
 reduce_scatter_tensor_default = reduce_scatter_tensor(pack_default_1, avg, 2, g)
 wait_tensor_default_1 = wait_tensor(reduce_scatter_tensor_default)
 to_host_default = to_host(wait_tensor_default_1, True)
-view_default_5 = view(to_host_default, [-1])
-slice_tensor_2 = slice.Tensor(view_default_5, 0, 0, 6)
-view_default_6 = view(slice_tensor_2, [2, 3])
-slice_tensor_3 = slice.Tensor(view_default_5, 0, 6, 8)
-view_default_7 = view(slice_tensor_3, [2])
+view_default_3 = view(to_host_default, [-1])
+slice_tensor_4 = slice.Tensor(view_default_3, 0, 0, 6)
+view_default_4 = view(slice_tensor_4, [2, 3])
+slice_tensor_5 = slice.Tensor(view_default_3, 0, 6, 8)
+view_default_5 = view(slice_tensor_5, [2])
 wait_for_copies_default = wait_for_copies([to_host_default], cuda:0)
-return view_default_6, view_default_7""")
+return view_default_4, view_default_5""")
     values = {node: node.meta["val"] for node in graph.nodes if node.op != "output" and node.meta["val"] is not None}
     on_cpu = [node for node, value in values.items() if value.device.type == "cpu"]
     # The shards, and views of what has been copied: no work for the CPU.

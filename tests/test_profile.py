@@ -203,10 +203,10 @@ def event(name: str, cat: str, ts: float, dur: float, tid: int = 1, **args: Any)
     return {"ph": "X", "name": name, "cat": cat, "pid": 7, "tid": tid, "ts": ts, "dur": dur, "args": args}
 
 
-def launch(ts: float, correlation: int, rows: int, external: int) -> list[dict[str, Any]]:
-    sizes = {"Input Dims": [[rows, 10], [], []], "Input type": ["c10::BFloat16", "Scalar", ""], "Concrete Inputs": ["", "8", ""]}
+def launch(ts: float, correlation: int, external: int, op: str, given: list[Any], dtype: str) -> list[dict[str, Any]]:
+    sizes = {"Input Dims": [given, [], []], "Input type": [dtype, "Scalar", ""], "Concrete Inputs": ["", "8", ""]}
     return [
-        event("_c10d_functional::all_gather_into_tensor", "cpu_op", ts, 30, **sizes),
+        event(op, "cpu_op", ts, 30, **sizes),
         event("nccl:_all_gather_base", "user_annotation", ts + 5, 20, **{"External id": external + 100}),
         event("cudaLaunchKernelExC", "cuda_runtime", ts + 10, 5, correlation=correlation),
     ]
@@ -217,10 +217,10 @@ def a_gpu() -> dict[str, Any]:
     events = [
         event("ProfilerStep#3", "user_annotation", 0, 1000),
         event("FSDP::forward #0", "user_annotation", 10, 1),
-        *launch(20, correlation=1, rows=4, external=11),
-        *launch(60, correlation=2, rows=6, external=12),
+        *launch(20, 1, 11, "_c10d_functional::all_gather_into_tensor", [4, 10], "c10::BFloat16"),
+        *launch(60, 2, 12, "fsdpc::all_gather_members", [[5, 10], [10]], "TensorList"),
         event("_c10d_functional::wait_tensor", "cpu_op", 100, 2, **{"Input Dims": [[32, 10]], "Input type": ["c10::BFloat16"]}),
-        event("_c10d_functional::wait_tensor", "cpu_op", 105, 2, **{"Input Dims": [[48, 10]], "Input type": ["c10::BFloat16"]}),
+        event("_c10d_functional::wait_tensor", "cpu_op", 105, 2, **{"Input Dims": [[576]], "Input type": ["c10::BFloat16"]}),
         event(kernel, "kernel", 200, 100, tid=20, correlation=1, **{"External id": 11}),
         event(kernel, "kernel", 300, 200, tid=20, correlation=2, **{"External id": 12}),
         event("gemm", "kernel", 260, 90, tid=7, correlation=3, **{"External id": 13}),

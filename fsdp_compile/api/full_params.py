@@ -43,8 +43,9 @@ def gathered_together(
         came = lower.finish_gather(lower.run, lower.launch_gather(lower.run, sent, in_bucket), in_bucket)
         for index, full in zip(bucket, came, strict=True):
             param, local = parts[index]
-            is_its_own = param.layout.num_shards == 1 and subclasses.share_storage(full, local)
-            fulls[index] = keep(param, full.clone() if is_its_own else full.contiguous())
+            shares = param.layout.num_shards == 1 and subclasses.share_storage(full, local)
+            shares = shares or (len(bucket) > 1 and full.untyped_storage().nbytes() > full.nbytes)
+            fulls[index] = keep(param, full.clone() if shares else full.contiguous())
     return fulls
 
 

@@ -1,7 +1,7 @@
 """How the eager path executes a collective: ours, or the user's own.
 
 The lowering programs execute each op as ``call(op, ...)``; a ``Caller`` is that ``call``. It runs the op as it is, but
-replaces a collective by the user's ``AllGather`` or ``ReduceScatter``, gathers into a storage that exists already, and
+replaces a collective by the user's ``AllGather`` or ``ReduceScatter``, gathers into storages that exist already, and
 passes reduced gradients to the user's hook. A custom collective has FSDP2's protocol: ``allocate(size, dtype=,
 device=)``, and ``(output, input, group[, op], async_op)`` returning a work or None.
 """
@@ -9,7 +9,7 @@ device=)``, and ``(output, input, group[, op], async_op)`` returning a work or N
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,15 @@ from ..core.settings import Comms
 from ..core.unit import Unit
 from ..passes import _torch_compat as passes_compat
 from ..passes.wire import lower
-from ..passes.wire.collectives import c10d, gloo_all_gather
+from ..passes.wire.collectives import (
+    all_gather_members,
+    all_gather_members_out,
+    c10d,
+    gloo_all_gather,
+    reduce_scatter_members,
+)
 from ..passes.wire.ledger import ledger, note
+from ..passes.wire.packing import pack
 
 _GATHERS = (gloo_all_gather, c10d.all_gather_into_tensor.default)
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
@@ -34,21 +41,28 @@ class Caller:
     def __init__(
         self,
         unit: Unit,
-        out: Tensor | None = None,
+        outs: Sequence[Tensor | None] = (),
         num_waits_before_hook: int = 0,
         comms: Comms | None = None,
     ) -> None:
         self._unit = unit
         self._comms = unit.settings.comms if comms is None else comms
-        self._out = out
+        self._outs = outs  # for each member of a bucket, the tensor that it is gathered into, if there is one
         self._work: Any = None
+        self._lengths: Sequence[int] = ()  # of the members of a bucket that a custom collective gathers
         self._num_waits_before_hook = num_waits_before_hook
 
     def __call__(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if op in _GATHERS:
             return self._gather(op, *args)
+        if op is all_gather_members:
+            return self._gather_members(*args)
         if op is c10d.reduce_scatter_tensor.default and self._comms.reduce_scatter is not None:
             return self._custom_reduce_scatter(*args)
+        if op is reduce_scatter_members and self._comms.reduce_scatter is not None:
+            grads, op_name, num_ranks, group = args
+            packed = pack(grads, num_ranks, grads[0].dtype)
+            return self._custom_reduce_scatter(packed, op_name, num_ranks, group)
         if op is c10d.all_reduce.default and self._comms.all_reduce is not None:
             return self._comms.all_reduce(args[0])
         if op is c10d.wait_tensor.default:
@@ -65,15 +79,30 @@ class Caller:
             flat = custom.allocate((math.prod(size),), dtype=packed.dtype, device=packed.device)
             self._work = custom(flat, packed.reshape(-1), process_groups.process_group(group), True)
             return flat.view(size)
-        if self._out is not None:
-            out = self._out.view(packed.dtype).view(size)  # eight-bit floats travel as bytes
-        elif self._comms.allocator is not None:
-            out = self._comms.allocator(size, packed.dtype, packed.device)
-        else:
+        if (not self._outs or self._outs[0] is None) and self._comms.allocator is None:
             return lower.run(op, packed, num_ranks, group)
-        gather_into = c10d.all_gather_into_tensor_out.default
-        passes_compat.call_below_autograd(gather_into, packed.contiguous(), num_ranks, group, out=out)
+        out = self._out(0, packed, size)
+        gather = c10d.all_gather_into_tensor_out.default
+        passes_compat.call_below_autograd(gather, packed.contiguous(), num_ranks, group, out=out)
         return out
+
+    def _gather_members(self, shards: Sequence[Tensor], num_ranks: int, group: str) -> Any:
+        """Gather each member into memory of its own, which is freed by itself."""
+        if self._comms.all_gather is not None:
+            self._lengths = [shard.numel() for shard in shards]
+            return self._gather(all_gather_members, pack(shards, 1, shards[0].dtype), num_ranks, group)
+        outs = [self._out(place, shard, [num_ranks * shard.numel()]) for place, shard in enumerate(shards)]
+        passes_compat.call_below_autograd(all_gather_members_out, shards, num_ranks, group, outs)
+        return outs
+
+    def _out(self, place: int, sent: Tensor, size: list[int]) -> Tensor:
+        """Return the tensor that one member of a bucket is gathered into."""
+        there = self._outs[place] if self._outs else None
+        if there is not None:
+            return there.view(sent.dtype).view(size)  # eight-bit floats travel as bytes
+        if self._comms.allocator is not None:
+            return self._comms.allocator(size, sent.dtype, sent.device)
+        return sent.new_empty(size)
 
     def _custom_reduce_scatter(self, packed: Tensor, op: str, num_ranks: int, group: str) -> Tensor:
         custom = self._comms.reduce_scatter
@@ -82,11 +111,16 @@ class Caller:
         self._work = custom(output, packed.reshape(-1), process_groups.process_group(group), _REDUCE_OPS[op], True)
         return output.view(size)
 
-    def _wait(self, launched: Tensor) -> Tensor:
+    def _wait(self, launched: Any) -> Any:
+        if isinstance(launched, list):
+            return [lower.run(c10d.wait_tensor.default, one) for one in launched]
         if self._work is not None:
             ledger.wait(self._work.wait)
             self._work = None
             waited = launched
+            if self._lengths:  # it brought each rank's part of all members
+                parts = waited.view(-1, sum(self._lengths)).split([*self._lengths], 1)
+                waited = [part.contiguous() for part in parts]
         else:
             waited = lower.run(c10d.wait_tensor.default, launched)
         self._num_waits_before_hook -= 1

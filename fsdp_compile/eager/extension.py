@@ -60,7 +60,7 @@ class Extension:
             memory.take()
         for index, (tensor, spec) in enumerate(sent):
             lands_there = self._kept and type(tensor) is Tensor and spec.dim == 0 and spec.num_shards > 1
-            call = Caller(self._unit, self._kept[index].data if lands_there else None, comms=Comms())
+            call = Caller(self._unit, [self._kept[index].data] if lands_there else (), comms=Comms())
             self._in_flight.append((lower.launch_gather(call, [tensor], [spec]), spec, call))
 
     def land(self) -> Tensor:

@@ -33,6 +33,7 @@ from ..passes.ir.markers import require_data, require_on_cpu
 from ..passes.schedule.buckets import gather_buckets, reduce_buckets
 from ..passes.schedule.slices import inner_spec
 from ..passes.wire import lower
+from ..passes.wire.layout import sends_members
 from .collectives import Caller
 from .extension import Extension
 from .memory import Memory
@@ -286,16 +287,19 @@ class Gathered:
         return shard if shard.device == device else shard.to(device, non_blocking=True)
 
     def _caller(self, bucket: Bucket, members: list[ParamSpec]) -> Caller:
-        """Return the ``Caller`` of one bucket; a parameter alone in it may be gathered right into its old storage."""
-        out = None
-        spec = members[0]
-        lands_there = spec.dim == 0 and spec.layout.even and spec.num_shards > 1
-        full = self.fulls[bucket[0]] if len(bucket) == 1 and lands_there else None
-        if type(full) is Tensor:
-            self._memory[bucket[0]].take()
-            # ``.data`` makes no new version for autograd: the values are those that it saved.
-            out = lower.as_sent(lower.run, full.data)
-        return Caller(self.unit, out)
+        """Return the ``Caller`` of one bucket; parameters that are not copied out of it land in their old storages."""
+        if len(bucket) > 1 and not sends_members(members[0].backend):
+            return Caller(self.unit)
+        return Caller(self.unit, [self._landing(index, spec) for index, spec in zip(bucket, members)])
+
+    def _landing(self, index: int, spec: ParamSpec) -> Tensor | None:
+        """Return the old memory of a parameter, if its gather can write right into that."""
+        full = self.fulls[index]
+        if type(full) is not Tensor or spec.dim or not spec.layout.even or spec.num_shards == 1:
+            return None
+        self._memory[index].take()
+        # ``.data`` makes no new version for autograd: the values are those that it saved.
+        return lower.as_sent(lower.run, full.data)  # type: ignore[no-any-return]
 
     def _land(self, flights: Sequence[Flight]) -> None:
         try:

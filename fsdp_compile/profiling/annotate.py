@@ -119,7 +119,7 @@ def _args(flight: Flight, step: int | None, facts: Facts) -> dict[str, Any]:
         "stage": flight.stage,
         "group": expected.group if expected else "",
         "ranks": list(facts.ranks.get(expected.group, ())) if expected else [],
-        "dtype": flight.launch.size()[1],
+        "dtype": flight.dtype,
         "bytes": flight.num_bytes,
         "parameters": list(expected.parameters) if expected else [],
         "model": expected.model if expected else "",

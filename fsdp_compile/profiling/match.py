@@ -19,9 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..passes.wire.collectives import KIND_OF
+from ..passes.wire.layout import places_of_members
 from .listen import EAGER, Expected, Heard, number_of_mark
-from .record import Event, Interval, union, without
+from .record import DTYPES, Event, Interval, union, without
 
+ITEMSIZES = dict(DTYPES.values())
 _KINDS = {op.name().partition("::")[2]: kind for op, kind in KIND_OF.items()}
 _LAUNCH = re.compile(rf"(?:fsdpc|_c10d_functional)::({'|'.join(_KINDS)})(?:_out|_)?")
 _WAIT = "_c10d_functional::wait_tensor"
@@ -58,8 +60,12 @@ class Flight:
     @property
     def num_bytes(self) -> int:
         """Bytes of the output of a gather, and of the input of other kinds."""
-        given = self.launch.size()[2]
+        given = _bytes_sent(self.launch, self.expected)
         return given * (self.num_ranks or 1) if self.kind == "all_gather" else given
+
+    @property
+    def dtype(self) -> str:
+        return self.launch.size()[1] or (self.expected.dtype if self.expected else "")
 
 
 def flights_of(events: Sequence[Event], heard: Sequence[Heard], ranks: dict[str, tuple[int, ...]]) -> list[Flight]:
@@ -102,14 +108,19 @@ def _launched(events: Sequence[Event], heard: Sequence[Heard], ranks: dict[str, 
 
 
 def _first_like(queue: list[Expected], kind: str, launch: Event, ranks: dict[str, tuple[int, ...]]) -> Expected | None:
-    num_bytes = launch.size()[2]
     for place, one in enumerate(queue):
         sent = one.num_bytes
         if kind in ("reduce_scatter", "all_to_all"):
             sent *= len(ranks.get(one.group, ()))
-        if one.kind == kind and sent == num_bytes:
+        if one.kind == kind and sent == _bytes_sent(launch, one):
             return queue.pop(place)
     return None
+
+
+def _bytes_sent(launch: Event, expected: Expected | None) -> int:
+    """Return the bytes of what a launch was given; several tensors have the dtype of what is expected."""
+    num_bytes = launch.size()[2]
+    return num_bytes or sum(launch.elements()) * ITEMSIZES.get(expected.dtype if expected else "", 0)
 
 
 def _said(kind: str, launch: Event) -> int:
@@ -167,12 +178,13 @@ def _find_waits(flights: Sequence[Flight], events: Sequence[Event]) -> None:
 
 def _result(flight: Flight) -> tuple[int, str]:
     """Return the elements and dtype of a launch's result."""
-    num_elements, dtype, _ = flight.launch.size()
+    elements, num_ranks, dtype = flight.launch.elements(), flight.num_ranks or 1, flight.dtype
     if flight.kind == "all_gather":
-        num_elements *= flight.num_ranks or 1
-    elif flight.kind == "reduce_scatter":
-        num_elements //= flight.num_ranks or 1
-    return num_elements, dtype
+        elements = [one * num_ranks for one in elements]
+        if flight.launch.name.endswith("members"):
+            return places_of_members(elements, ITEMSIZES.get(dtype, 1))[-1], dtype
+        return elements[0], dtype  # each member has a wait of its own
+    return sum(elements) // (num_ranks if flight.kind == "reduce_scatter" else 1), dtype
 
 
 def _find_exposed(flights: Sequence[Flight], events: Sequence[Event]) -> None:

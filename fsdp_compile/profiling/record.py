@@ -52,6 +52,11 @@ class Event:
         num_elements = math.prod(shape)
         return num_elements, dtype, num_elements * itemsize
 
+    def elements(self) -> list[int]:
+        """Return the elements of the first argument: of each tensor in it, if it is a list (without dtypes)."""
+        shape = (self.args.get("Input Dims") or [[]])[0]
+        return [math.prod(one) for one in shape] if shape and isinstance(shape[0], list) else [math.prod(shape)]
+
     def shape(self, place: int) -> list[int] | None:
         dims = self.args.get("Input Dims") or []
         return dims[place] if place < len(dims) else None

@@ -55,7 +55,7 @@ def collectives_of(graph: fx.Graph, plan: Plan) -> list[Collective]:
             continue
         buckets = plan.gathers if role.kind == "gather" else plan.reduces
         bucket = buckets[role.bucket]
-        whole = node if role.kind == "gather" else node.args[0]
+        whole = [node] if role.kind == "gather" else node.all_input_nodes
         kind = KIND_OF[node.target]
         is_last = role.kind == "gather" or bucket.num_replicas == 1 or kind == "all_reduce"
         found.append(
@@ -66,7 +66,7 @@ def collectives_of(graph: fx.Graph, plan: Plan) -> list[Collective]:
                 fqns=bucket.fqns,
                 dtype=bucket.dtype,
                 num_bytes=bucket.num_bytes,
-                bucket_bytes=num_bytes_of(whole.meta["val"]),
+                bucket_bytes=sum(num_bytes_of(one.meta["val"]) for one in whole),
                 host_bytes=to_or_from_host[role.kind, role.bucket] if is_last else 0,
                 copied_bytes=copied[role.kind, role.bucket] if is_last else 0,
             )

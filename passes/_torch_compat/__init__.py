@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
@@ -156,6 +156,45 @@ def call_below_autograd(op: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     """
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args, **kwargs)
+
+
+def gather_at_once(outs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], name: str) -> bool:
+    """Start the all-gather of each shard into its own tensor, in one launch; return whether the backend can do that.
+
+    ``ProcessGroup.allgather_into_tensor_coalesced``: 2.11 to 2.15.
+    """
+    group = _that_starts_many(name, outs[0].device)
+    if group is not None:
+        _register(outs, group.allgather_into_tensor_coalesced([*outs], [*shards]))
+    return group is not None
+
+
+def reduce_at_once(outs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], op: str, name: str) -> bool:
+    """Start the reduce-scatter of each gradient likewise; ``op`` is "sum" or "avg".
+
+    ``ProcessGroup.reduce_scatter_tensor_coalesced``: 2.11 to 2.15.
+    """
+    group = _that_starts_many(name, outs[0].device)
+    if group is not None:
+        options = torch.distributed.ReduceScatterOptions()
+        options.reduceOp = getattr(torch.distributed.ReduceOp, op.upper())
+        _register(outs, group.reduce_scatter_tensor_coalesced([*outs], [*grads], options))
+    return group is not None
+
+
+def _that_starts_many(name: str, device: torch.device) -> torch.distributed.ProcessGroup | None:
+    """Return the group called ``name``; None unless it is NCCL's: gloo has the methods, and corrupts the heap.
+
+    ``_resolve_process_group``, ``_get_backend``: 2.11 to 2.15.
+    """
+    group: Any = torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return group if group._get_backend(device).name() == "nccl" else None
+
+
+def _register(outs: Sequence[torch.Tensor], work: torch.distributed.Work) -> None:
+    """Have ``wait_tensor`` of any of these wait for the work (``_register_work``, by storage: 2.11 to 2.15)."""
+    for out in {out.untyped_storage().data_ptr(): out for out in outs}.values():
+        torch._C._distributed_c10d._register_work(out, work)
 
 
 def default_store() -> torch.distributed.Store | None:

@@ -36,7 +36,7 @@ def lower_as_dependency(op: torch._ops.OpOverload) -> None:
 
 @functools.cache
 def lower_as_collective(op: torch._ops.OpOverload) -> None:
-    """Have Inductor generate a call of ``op(input, size, name)`` -> new tensor, by the rules of its own collectives.
+    """Have Inductor generate a call of ``op(input, ...)`` -> new tensor, by the rules of its own collectives.
 
     ``lowering.register_lowering`` and ``add_layout_constraint`` with ``constrain_to_fx_strides``,
     ``ir._CollectiveKernel.create_out_of_place``, ``ir.TensorBox``: 2.11 to 2.15.
@@ -44,8 +44,8 @@ def lower_as_collective(op: torch._ops.OpOverload) -> None:
     from torch._inductor import ir
     from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
 
-    def lowering(value: object, size: int, name: str) -> object:
-        launched = ir._CollectiveKernel.create_out_of_place(op, value, size, name)  # type: ignore[arg-type]
+    def lowering(value: object, *settings: object) -> object:
+        launched = ir._CollectiveKernel.create_out_of_place(op, value, *settings)  # type: ignore[arg-type]
         assert isinstance(launched, ir.IRNode)
         return ir.TensorBox.create(launched)
 

@@ -15,6 +15,7 @@ product before that. The op ``behind`` adds a dependency where data does not:
     mm_2 = mm(x, w2)        mm_2 = mm(x, w2);  behind(mm_2, mm_1)
 
 Inductor makes no code of it. The pass runs last, since ``behind`` looks like a reader of ``mm_1`` and reads nothing.
+It also has all that one launch sends live until the wait: ``were_sent`` reads it there.
 Inductor may fuse what stands between two products, unless the plan has activations recomputed, so that bytes count:
 
     planned      ga = mm(gy, w)  u = mm(x, v)  a = gelu(u)  dw = mm(a, gy)  gu = gelu'(u, ga)    a is freed before gu
@@ -30,7 +31,8 @@ from ..cost.fusion import computes_inputs
 from ..cost.roofline import is_product
 from ..ir.aliases import base_of, inputs_of, is_free
 from ..ir.meta import LARGE_END, ROLE
-from ..wire.collectives import c10d, is_launch
+from ..ir.nodes import emit
+from ..wire.collectives import c10d, is_launch, were_sent
 from ..wire.ledger import begin
 from ..wire.spec import define_op
 
@@ -49,6 +51,12 @@ def hold_order(graph: fx.Graph, loops: bool) -> int:
     With ``loops``, the pointwise ops and reductions that such a node reads depend on the last product before them.
     """
     compat.lower_as_dependency(behind)
+    for launch in [node for node in graph.nodes if is_launch(node)]:
+        first, *others = launch.all_input_nodes
+        others = [one for one in others if base_of(one) is not base_of(first) and base_of(one).op != "placeholder"]
+        for wait in launch.users if others else ():
+            with graph.inserting_after(wait):
+                emit(graph, were_sent, wait, others)
     kept: list[fx.Node] = []  # launches, waits and products: each runs after all that stand before it
     after: dict[fx.Node, int] = {}  # the last of these that a node runs after
     last_product, num_held = -1, 0

@@ -82,8 +82,9 @@ class Sent:
 def sent_by(node: fx.Node) -> Sent:
     """Return what a launch sends."""
     kind, arguments = KIND_OF[node.target], compat.arguments_of(node)
-    whole = node if kind == "all_gather" else arguments["input"]
-    return Sent(kind, sum(map(tensor_bytes, tensors_of(whole))), str(arguments["group_name"]))
+    whole = [node] if kind == "all_gather" else node.all_input_nodes
+    num_bytes = sum(tensor_bytes(tensor) for one in whole for tensor in tensors_of(one))
+    return Sent(kind, num_bytes, str(arguments["group_name"]))
 
 
 def collective_seconds(kind: str, num_bytes: int, group: Group, profile: HardwareProfile) -> float:

@@ -1,17 +1,24 @@
 """The collectives that a lowered marker launches, and how to recognise them in a graph.
 
-    group's backend     gather
-    gloo                fsdpc::all_gather_into_tensor
-    any other           _c10d_functional::all_gather_into_tensor
+    group's backend     gather                                     of a bucket with several members
+    gloo                fsdpc::all_gather_into_tensor              the same
+    any other           _c10d_functional::all_gather_into_tensor   fsdpc::all_gather_members; reduce_scatter_members
 
 torch's functional all-gather reaches gloo as a coalesced one, and two of those in flight corrupt the heap: a loop of
 launches and waits dies within some thousand turns (torch 2.11 and 2.15). Overlap needs several in flight, so on gloo an
 op of our own launches the plain all-gather, which is sound, into a new tensor. All else is the same: the work is
 registered for that tensor, ``wait_tensor`` waits for it, and Inductor treats both ops alike.
+
+``all_gather_members`` and ``reduce_scatter_members`` start one collective for each member of a bucket, in one launch.
+So each parameter arrives contiguous and need not be copied out of the bucket, and no gradient is copied into one:
+
+    one all-gather         [a0 | b0], [a1 | b1]        ->  [a0 | b0 | a1 | b1]     a is copied: [a0 | a1]
+    member by member       [a0], [b0], [a1], [b1]      ->  [a0 | a1 | b0 | b1]     a is a view
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +26,7 @@ from torch import Tensor, fx
 
 from .. import _torch_compat as compat
 from .._torch_compat import kernels as kernels_compat
+from .layout import places_of_members
 from .spec import define_op
 
 c10d = torch.ops._c10d_functional
@@ -41,11 +49,83 @@ gloo_all_gather = define_op(
     "all_gather_into_tensor(Tensor input, int group_size, str group_name) -> Tensor", _all_gather_kernel, _gathered
 )
 
+
+
+def _members_gathered(shards: Sequence[Tensor], group_size: int, group_name: str) -> Tensor:
+    del group_name
+    lengths = [shard.numel() * group_size for shard in shards]
+    return shards[0].new_empty(places_of_members(lengths, shards[0].itemsize)[-1])
+
+
+def _all_gather_members_kernel(shards: Sequence[Tensor], group_size: int, group_name: str) -> Tensor:
+    out = _members_gathered(shards, group_size, group_name)
+    lengths = [shard.numel() * group_size for shard in shards]
+    places = places_of_members(lengths, out.itemsize)
+    outs = [out[at : at + length] for at, length in zip(places, lengths)]
+    _all_gather_members_out_kernel(shards, group_size, group_name, outs)
+    return out
+
+
+def _all_gather_members_out_kernel(
+    shards: Sequence[Tensor], group_size: int, group_name: str, outs: Sequence[Tensor]
+) -> None:
+    shards = [shard.contiguous().view(-1) for shard in shards]
+    if not compat.gather_at_once(outs, shards, group_name):
+        for out, shard in zip(outs, shards):
+            gather = c10d.all_gather_into_tensor_out.default
+            compat.call_below_autograd(gather, shard, group_size, group_name, out=out)
+
+
+def _members_reduced(grads: Sequence[Tensor], reduce_op: str, group_size: int, group_name: str) -> Tensor:
+    del reduce_op, group_name
+    return grads[0].new_empty(sum(grad.numel() for grad in grads) // group_size)
+
+
+def _reduce_scatter_members_kernel(grads: Sequence[Tensor], reduce_op: str, group_size: int, group_name: str) -> Tensor:
+    out = _members_reduced(grads, reduce_op, group_size, group_name)
+    flat = [grad.view(-1) for grad in grads]
+    outs = out.split([grad.numel() // group_size for grad in flat])
+    if not compat.reduce_at_once(outs, flat, reduce_op, group_name):
+        for one, grad in zip(outs, flat):
+            reduce = c10d.reduce_scatter_tensor_out.default
+            compat.call_below_autograd(reduce, grad, reduce_op, group_size, group_name, out=one)
+    return out
+
+
+all_gather_members = define_op(
+    "all_gather_members(Tensor[] shards, int group_size, str group_name) -> Tensor",
+    _all_gather_members_kernel,
+    _members_gathered,
+)
+
+# The same into tensors that exist already; ``wait_tensor`` of each of them waits for it.
+all_gather_members_out = define_op(
+    "all_gather_members_out(Tensor[] shards, int group_size, str group_name, Tensor(a!)[] outs) -> ()",
+    _all_gather_members_out_kernel,
+)
+reduce_scatter_members = define_op(
+    "reduce_scatter_members(Tensor[] grads, str reduce_op, int group_size, str group_name) -> Tensor",
+    _reduce_scatter_members_kernel,
+    _members_reduced,
+)
+
+
+def _were_sent(waited: Tensor, sent: Sequence[Tensor]) -> Tensor:
+    del sent
+    return waited.new_empty(0)
+
+
+# Inductor keeps only a collective's first input until the wait. This op stands behind the wait and reads the others.
+were_sent = define_op("were_sent(Tensor waited, Tensor[] sent) -> Tensor", _were_sent)
+fx.node.has_side_effect(were_sent)
+
 # The name of each launch; two ops with one name look the same to other ranks.
 KIND_OF: dict[Any, str] = {
     gloo_all_gather: "all_gather",
+    all_gather_members: "all_gather",
     c10d.all_gather_into_tensor.default: "all_gather",
     c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    reduce_scatter_members: "reduce_scatter",
     c10d.all_to_all_single.default: "all_to_all",
     c10d.all_reduce.default: "all_reduce",
 }
@@ -61,5 +141,7 @@ def is_launch(node: fx.Node) -> bool:
 
 
 def let_inductor_see_collectives() -> None:
-    """Tell Inductor that our gather is a collective: its input lives until the wait, and it is not fused or dropped."""
+    """Tell Inductor that our gathers are collectives: the input lives until the wait, and none is fused or dropped."""
     kernels_compat.lower_as_collective(gloo_all_gather)
+    kernels_compat.lower_as_collective(all_gather_members)
+    kernels_compat.lower_as_collective(reduce_scatter_members)

@@ -64,8 +64,8 @@ class ShardLayout:
 class BucketLimits:
     """When merging pays: parameters of at most ``small_bytes`` merge, up to ``bucket_bytes`` a bucket.
 
-    Merging saves the latency of a collective. It costs a copy out of the bucket of each gathered parameter, or a copy
-    into the bucket of each gradient. These copies are of the parts of all ranks, so the limits count all ranks' parts.
+    Merging saves the latency of a collective. If a bucket is packed, merging costs a copy out of the bucket of each
+    gathered parameter, and a copy into it of each gradient: of all ranks' parts, so the limits count these.
     """
 
     small_bytes: int
@@ -73,20 +73,40 @@ class BucketLimits:
     neighbours_bytes: int  # of units that travel together: they are gathered together, and held together
 
 
-# Constants and not measurements, so that every rank, every recompilation and both paths agree. The first two are the
-# bytes that are copied in the time that merging saves: of a collective, and more for each rank that takes part.
-# gloo: about 0.1 ms a rank against 5 GB/s of copies (two of them), both measured on loopback.
-# nccl: about 16 us, and half a microsecond a rank, against 2 TB/s (read and written). Replays of Llama 3 8B on H100
-# with other limits say that up to 64 MiB should merge on 64 ranks, and hardly more than norms on 8.
-_BYTES_IN_LATENCY = {"gloo": (0, 256 << 10, 8 << 20), "nccl": (16 << 20, 512 << 10, 32 << 20)}
-_SMALL_IN_BUCKET = 16  # nccl saturates its links from some tens of MB on
+# Constants and not measurements, so that every rank, every recompilation and both paths agree: (small_bytes, and for
+# each rank that takes part, bucket_bytes in small_bytes, neighbours_bytes).
+# gloo packs buckets, so small is what is copied in the time that merging saves: about 0.1 ms a rank against 5 GB/s of
+# copies (two of them), both measured on loopback.
+# nccl copies nothing. A launch that it saves takes about 16 us, in which a parameter of this size has hardly begun to
+# arrive; alone, the parameter is there earlier, and can be freed by itself.
+_LIMITS = {"gloo": (0, 256 << 10, 16, 8 << 20), "nccl": (256 << 20, 0, 4, 32 << 20)}
 
 
 def bucket_limits(backend: str, num_shards: int) -> BucketLimits:
     """Return the size rule for groups of ``num_shards`` ranks; unknown backends are taken to be like NCCL."""
-    at_least, of_rank, neighbours_bytes = _BYTES_IN_LATENCY.get(backend, _BYTES_IN_LATENCY["nccl"])
+    at_least, of_rank, num_small, neighbours_bytes = _LIMITS.get(backend, _LIMITS["nccl"])
     small_bytes = at_least + of_rank * num_shards
-    return BucketLimits(small_bytes, _SMALL_IN_BUCKET * small_bytes, neighbours_bytes)
+    return BucketLimits(small_bytes, num_small * small_bytes, neighbours_bytes)
+
+
+# Backends that do not start several collectives in one launch. On the others each member of a bucket has a collective
+# of its own: a parameter arrives in one piece, a gradient is sent from where it was computed, and nothing is copied.
+_PACK = {"gloo"}
+_ALIGNED_BYTES = 128  # where members begin, so that kernels can read them as they read memory of their own
+
+
+def sends_members(backend: str) -> bool:
+    """Whether a bucket's members travel side by side in one launch, or packed into one tensor."""
+    return backend not in _PACK
+
+
+def places_of_members(lengths: Sequence[int], itemsize: int) -> list[int]:
+    """Return where each member begins, and the end of the last one, in elements; the members have these lengths."""
+    unit = max(_ALIGNED_BYTES // itemsize, 1)
+    places = [0]
+    for length in lengths:
+        places.append(places[-1] + -(-length // unit) * unit)
+    return places
 
 
 NEIGHBOURS = "neighbours"

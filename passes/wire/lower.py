@@ -2,9 +2,11 @@
 
     gather   shards -> [to_device] -> pad -> cast, or pack -> all_gather_into_tensor -> wait
                     -> [split] -> reorder, unpad -> full
+             or        all_gather_members -> wait -> ..., where the parts of each member lie together
     reduce   grads  -> pad, reorder -> cast, or pack -> reduce_scatter_tensor -> wait
                     -> [all_reduce over the replicas -> wait] -> divide -> [to_host] -> [split], unpad
              or        all_to_all_single -> wait -> sum_of_parts, which divides as well
+             or        reduce_scatter_members -> wait -> ..., of gradients that need neither a cast nor a pack
 
 The functions take ``call(op, *args)``: ``run`` executes the op, the insert pass's emitter adds a node instead. So
 both paths put the same bytes on the wire in the same order. ``pack`` casts as well. ``note`` records each launch; a
@@ -20,9 +22,9 @@ from typing import Any
 import torch
 
 from .. import _torch_compat as compat
-from .collectives import KIND_OF, all_gather_of, c10d
+from .collectives import KIND_OF, all_gather_members, all_gather_of, c10d, reduce_scatter_members
 from .copies import to_device, to_host
-from .layout import ShardLayout
+from .layout import ShardLayout, places_of_members, sends_members
 from .ledger import ledger, note
 from .packing import copied, pack
 from .spec import ParamSpec
@@ -47,7 +49,10 @@ def launch_gather(call: Call, shards: Sequence[Any], specs: Sequence[ParamSpec])
     # Offloaded shards are copied to the device as they are stored, each by itself: a cast or a cat before that would be
     # work for the CPU, which has a tenth of the device's bandwidth and may be busy launching.
     here = [call(to_device, shard, spec.device) if spec.device else shard for shard, spec in zip(shards, specs)]
+    by_member = len(specs) > 1 and specs[0].num_shards > 1 and sends_members(specs[0].backend)
     packs = len(specs) > 1 and specs[0].num_shards > 1  # what does not travel is not packed
+    if by_member:  # a cast writes to other memory, so it may as well write to a bucket, in one kernel
+        packs = any(_value(shard).dtype != spec.dtype for shard, spec in zip(here, specs))
     cast = here
     if not packs or not _pack_casts(here, specs[0].dtype):
         cast = [as_sent(call, _cast(call, shard, spec.dtype)) for shard, spec in zip(here, specs)]
@@ -57,6 +62,9 @@ def launch_gather(call: Call, shards: Sequence[Any], specs: Sequence[ParamSpec])
         return parts
     packed = call(pack, parts, 1, _wire_dtype(specs[0].dtype)) if packs else parts[0]
     call(note, "all_gather", named, specs[0].group, shards[0])
+    if by_member:
+        sent = [*_members(call, packed, [spec.layout for spec in specs])] if packs else parts
+        return call(all_gather_members, sent, specs[0].num_shards, specs[0].group)
     return call(all_gather_of(specs[0].backend), packed, specs[0].num_shards, specs[0].group)
 
 
@@ -68,10 +76,22 @@ def finish_gather(call: Call, gathered: Any, specs: Sequence[ParamSpec]) -> list
         gathered = call(c10d.wait_tensor.default, gathered)
         parts = [gathered]
         if len(specs) > 1:
-            num_elements = sum(layout.padded_numel for layout in layouts)
-            parts = _members(call, call(aten.view.default, gathered, [num_shards, num_elements]), layouts, num_shards)
+            parts = _parts_of_members(call, gathered, layouts, specs[0].backend)
     fulls = [_unpadded(call, part, layout) for part, layout in zip(parts, layouts)]
     return [_as_read(call, full, spec.dtype) for full, spec in zip(fulls, specs)]
+
+
+def _parts_of_members(call: Call, gathered: Any, layouts: Sequence[ShardLayout], backend: str) -> Iterable[Any]:
+    """Cut what a bucket's gather brought into its members: all ranks' parts of each."""
+    num_shards = layouts[0].num_shards
+    if not sends_members(backend):
+        num_elements = sum(layout.padded_numel for layout in layouts)
+        return _members(call, call(aten.view.default, gathered, [num_shards, num_elements]), layouts, num_shards)
+    if isinstance(gathered, list):  # eagerly, each member has memory of its own
+        return gathered
+    lengths = [layout.padded_numel * num_shards for layout in layouts]
+    places = places_of_members(lengths, _value(gathered).itemsize)
+    return [call(aten.slice.Tensor, gathered, 0, at, at + length) for at, length in zip(places, lengths)]
 
 
 def _members(call: Call, bucket: Any, layouts: Sequence[ShardLayout], *num_ranks: int) -> Iterator[Any]:
@@ -85,7 +105,8 @@ def _members(call: Call, bucket: Any, layouts: Sequence[ShardLayout], *num_ranks
 
 def launch_reduce(call: Call, grads: Sequence[Any], specs: Sequence[ParamSpec]) -> Any:
     """Pack one bucket of full gradients and start its reduction; specs agree on reduce dtype, divisors and group."""
-    packs = len(specs) > 1
+    by_member = _reduces_by_member(specs)
+    packs = len(specs) > 1 and not by_member
     if not packs or specs[0].predivide != 1.0 or not _pack_casts(grads, specs[0].reduce_dtype):
         grads = [as_real(call, _cast(call, grad, spec.reduce_dtype)) for grad, spec in zip(grads, specs)]
     named, specs = specs, [_reduced_as(spec) for spec in specs]
@@ -94,14 +115,28 @@ def launch_reduce(call: Call, grads: Sequence[Any], specs: Sequence[ParamSpec]) 
     if packs:
         packed = call(pack, parts, first.num_shards, first.reduce_dtype)
     else:
-        packed = _laid_out(call, parts[0], first.layout)
+        laid_out = [_laid_out(call, part, spec.layout) for part, spec in zip(parts, specs)]
+        packed = laid_out[0]
     if first.num_shards == 1:
         return packed
     call(note, first.reduction, named, first.group)
+    if by_member:
+        return call(reduce_scatter_members, laid_out, first.reduce_op, first.num_shards, first.group)
     if first.reduction == "all_to_all":
         splits = [_rows(specs)] * first.num_shards
         return call(c10d.all_to_all_single.default, packed, splits, splits, first.group)
     return call(c10d.reduce_scatter_tensor.default, packed, first.reduce_op, first.num_shards, first.group)
+
+
+def _reduces_by_member(specs: Sequence[ParamSpec]) -> bool:
+    """Whether gradients are sent from where they are: a cast writes them to other memory, so it may as well pack them.
+
+    The specs tell and not the gradients, since all ranks have to do the same.
+    """
+    first = specs[0]
+    if len(specs) == 1 or first.num_shards == 1 or first.reduction != "reduce_scatter":
+        return False
+    return sends_members(first.backend) and all(spec.dtype == spec.reduce_dtype for spec in specs)
 
 
 def finish_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> list[Any]:
