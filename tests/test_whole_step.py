@@ -246,7 +246,8 @@ def test_backward_begins_to_gather_where_it_begins() -> None:
     insert(graph, plan)
     overlap(graph, plan)
     short = {
-        "all_gather_into_tensor": "G", "reduce_scatter_tensor": "R", "wait_tensor": "w", "mm": "M", "sum": "loss", "ones_like": "one",
+        "all_gather_into_tensor": "G", "all_gather_members": "G", "reduce_scatter_tensor": "R",
+        "reduce_scatter_members": "R", "wait_tensor": "w", "mm": "M", "sum": "loss", "ones_like": "one",
     }  # fmt: skip
     ops = [line.split("= ")[1].split("(")[0] for line in text(graph).split("\n") if "= " in line]
     assert_expected_inline(" ".join(short[op] for op in ops if op in short), """G G w M G w M w M G loss one M R G w M M R w G w M M R w w M w""")
@@ -345,7 +346,7 @@ def _readers_of_gathers(code: str) -> dict[str, list[tuple[int, str]]]:
     lines = code[code.index("def call") :].split("\nrunner")[0].split("\n")
     readers: dict[str, list[tuple[int, str]]] = {}
     for place, line in enumerate(lines):
-        made = re.match(r"\s*(\w+) = .*all_gather_into_tensor", line)
+        made = re.match(r"\s*(\w+) = .*all_gather_(into_tensor|members)", line)
         if made:
             readers[made[1]] = []
         elif any(call in line for call in ("cpp_fused", "extern_kernels", "aten.clone")):
