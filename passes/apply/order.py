@@ -52,11 +52,7 @@ def hold_order(graph: fx.Graph, loops: bool) -> int:
     """
     compat.lower_as_dependency(behind)
     for launch in [node for node in graph.nodes if is_launch(node)]:
-        first, *others = launch.all_input_nodes
-        others = [one for one in others if base_of(one) is not base_of(first) and base_of(one).op != "placeholder"]
-        for wait in launch.users if others else ():
-            with graph.inserting_after(wait):
-                emit(graph, were_sent, wait, others)
+        _hold_what_is_sent(launch)
     kept: list[fx.Node] = []  # launches, waits and products: each runs after all that stand before it
     after: dict[fx.Node, int] = {}  # the last of these that a node runs after
     last_product, num_held = -1, 0
@@ -71,6 +67,15 @@ def hold_order(graph: fx.Graph, loops: bool) -> int:
         elif node in read and (not is_free(node) if ROLE in node.meta else loops and computes_inputs(node)):
             num_held += _hold(node, kept, last_product, after)
     return num_held
+
+
+def _hold_what_is_sent(launch: fx.Node) -> None:
+    """Have Inductor neither free nor overwrite what a launch with several inputs sends before that has arrived."""
+    sent = {base_of(one): one for one in launch.all_input_nodes}
+    written = [one for base, one in sent.items() if base.op != "placeholder"]
+    for wait in launch.users if len(sent) > 1 and written else ():
+        with launch.graph.inserting_after(wait):
+            emit(launch.graph, were_sent, wait, written)
 
 
 def _is_kept(node: fx.Node) -> bool:

@@ -115,7 +115,7 @@ def _were_sent(waited: Tensor, sent: Sequence[Tensor]) -> Tensor:
     return waited.new_empty(0)
 
 
-# Inductor keeps only a collective's first input until the wait. This op stands behind the wait and reads the others.
+# Inductor keeps only a collective's first input until the wait. This op stands behind the wait and reads them all.
 were_sent = define_op("were_sent(Tensor waited, Tensor[] sent) -> Tensor", _were_sent)
 fx.node.has_side_effect(were_sent)
 

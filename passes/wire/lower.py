@@ -49,8 +49,8 @@ def launch_gather(call: Call, shards: Sequence[Any], specs: Sequence[ParamSpec])
     # Offloaded shards are copied to the device as they are stored, each by itself: a cast or a cat before that would be
     # work for the CPU, which has a tenth of the device's bandwidth and may be busy launching.
     here = [call(to_device, shard, spec.device) if spec.device else shard for shard, spec in zip(shards, specs)]
-    by_member = len(specs) > 1 and specs[0].num_shards > 1 and sends_members(specs[0].backend)
     packs = len(specs) > 1 and specs[0].num_shards > 1  # what does not travel is not packed
+    by_member = packs and sends_members(specs[0].backend)
     if by_member:  # a cast writes to other memory, so it may as well write to a bucket, in one kernel
         packs = any(_value(shard).dtype != spec.dtype for shard, spec in zip(here, specs))
     cast = here
