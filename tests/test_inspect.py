@@ -176,7 +176,6 @@ def printed_by(files: list[str], folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.compat
 def test_saved_graphs_run(saved: Saved) -> None:
     folder, _ = saved
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.py"))
@@ -230,7 +229,6 @@ symbolic s0, 7 when compiled""",
     )
 
 
-@pytest.mark.compat
 @on_two_ranks
 def test_one_rank_alone_inspects_a_compiled_model() -> None:
     model, x = fully_shard(nn.Linear(8, 8)), torch.ones(4, 8)

@@ -92,7 +92,6 @@ def _trained() -> Plan:
     return report.joint.plan
 
 
-@pytest.mark.compat
 def test_they_train_like_the_unsharded_model(two_ranks: Ranks) -> None:
     here, there = two_ranks.run(_trained)
     assert here == there

@@ -301,7 +301,6 @@ def _step(length: int, dynamic: bool) -> tuple[Stages, list[tuple[int, ...]]]:
     return stages, saved
 
 
-@pytest.mark.compat
 @pytest.mark.usefixtures("fake_group_of_four")
 def test_backward_gathers_the_same_for_every_length() -> None:
     expected = {f"layers.{index}.{name}" for index, layer in enumerate(LAYERS) for name in LAYERS[layer]}
