@@ -273,6 +273,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 def test_the_examples_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step computes is for the rows of tests/matrix."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")  # as wide as what pages show
     with _compiling_as_needed():
         _run_examples()
     assert list(Path("graphs").glob("*backward*/*.py"))

@@ -145,7 +145,8 @@ class _Names:
             for key, prefix in ((PARAMETER, ""), (GRADIENT_OF, "grad ")):
                 if key in node.meta:
                     for storage in storages[node]:
-                        self._said[storage] = prefix + node.meta[key]
+                        if not is_launch(storage.node):  # that of a launch holds its whole bucket
+                            self._said[storage] = prefix + node.meta[key]
 
     def at(self, node: fx.Node) -> str:
         """Describe a node as a place in the graph."""
