@@ -25,6 +25,8 @@ from torch._inductor.async_compile import AsyncCompile
 
 from fsdp_compile.graph.install import manager
 
+PATHS = ("eager", "aot_eager")
+
 
 def compiled(model: nn.Module, path: str | None, fullgraph: bool = True) -> Any:
     """The model compiled on the backend of that name; the model itself on the path "eager", or None."""

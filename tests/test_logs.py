@@ -70,7 +70,7 @@ def test_what_is_named_stands_below_the_line(start: Any, capfd: pytest.CaptureFi
     assert "in backward" in printed and "its unit is gathered again" in printed  # the joint graph's table
     assert "longer than the compute beside it" in printed  # the forward graph's
     assert "pass      did" in printed and "overlap" in printed
-    assert "torch.ops._c10d_functional.all_gather_into_tensor" in printed  # code
+    assert "torch.ops.fsdpc.all_gather_members" in printed  # code
 
 
 def test_nobody_who_listens_costs_no_copies_of_graphs(start: Any) -> None:
