@@ -42,12 +42,7 @@ _TORCH_WARNS_OF_ITSELF = version("torch").startswith("2.11")
 # What takes longest comes first, so that no worker has a long file left at the end: here, or with ``-m more``.
 _LONG_FILES = (
     "test_matrix", "test_fuzz", "test_frameworks", "test_docs", "test_lookout", "test_transformers_fsdp",
-    "test_gpu_benchmark", "test_cuda_code", "test_models", "test_meshes", "test_recipes", "test_training", "test_inspect",
-    "test_cache", "test_demo", "test_parity", "test_refused", "test_adopt", "test_interrupted",
-    "test_eager_regions", "test_compiled_autograd", "test_evaluation",
-    "test_mixed_ranks", "test_budget", "test_names", "test_structure", "test_float8",
-    "test_whole_step", "test_fsdp1", "test_checkpoints", "test_recompute", "test_plan_command",
-    "test_chosen_slices", "test_examples", "test_graphs",
+    "test_gpu_benchmark", "test_cuda_code", "test_recipes", "test_cache", "test_demo", "test_models",
 )  # fmt: skip
 
 
