@@ -509,6 +509,7 @@ SIZES = (((2, 1), (0, 3)), ((2, 3), (2, 3)))
 
 
 @pytest.mark.more
+@pytest.mark.filterwarnings("ignore:var_mean.*degrees of freedom:UserWarning")  # of no rows
 @on_two_ranks
 def test_ranks_with_one_element_and_with_no_rows_train_the_same() -> None:
     unsharded, model = twins(Whole)
