@@ -19,6 +19,7 @@ import pytest
 from fsdp_compile.lookout.chain import Chain, Link, Piece
 from fsdp_compile.lookout.judge import Answer, Group, Verdict, judge
 from fsdp_compile.lookout.lookout import ENVIRONMENT, Lookout, _Watch
+from fsdp_compile.passes.wire.ledger import ledger
 from tests import parting
 from tests.ranks import PRELOAD
 
@@ -147,6 +148,18 @@ def test_a_fork_does_not_wait_for_a_thread_that_it_has_not() -> None:
     began = time.monotonic()
     _Watch.stop(watch)
     assert watch._stop.is_set() and time.monotonic() - began < 1
+
+
+def test_a_store_that_is_gone_does_not_let_ranks_that_parted_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that keeps the store may end while another one still compiles its backward."""
+    current, alarm = Lookout(), lambda: None
+    gone: Any = SimpleNamespace(
+        _parted="they differ", _lookout=current, _done=threading.Event(), is_in_this_world=lambda: True
+    )
+    current._watch = gone
+    monkeypatch.setattr(ledger, "alarm", alarm)
+    _Watch.run(gone)
+    assert gone._done.is_set() and ledger.alarm is alarm
 
 
 def test_a_chain_is_the_same_however_it_was_cut_into_pieces() -> None:

@@ -19,7 +19,7 @@ from fsdp_compile.passes.apply.insert import insert
 from fsdp_compile.passes.apply.overlap import overlap
 from fsdp_compile.passes.cost.memory import ACTIVATION, BUFFER, GATHERED, GRADIENT, SHARD, kinds_of, lifetimes
 from fsdp_compile.passes.schedule.planner import plan_graph
-from fsdp_compile.passes.wire.collectives import gloo_all_gather
+from fsdp_compile.passes.wire.collectives import gloo_all_gather, is_wait
 from tests.test_passes import Builder, spec
 
 aten = torch.ops.aten
@@ -267,7 +267,7 @@ def test_what_a_collective_reads_lives_until_it_is_waited_for() -> None:
     graph = b.output(reduced, other)
     plan = plan_graph(graph, "backward")
     insert(graph, plan)
-    late = next(node for node in graph.nodes if node.target is torch.ops._c10d_functional.wait_tensor.default)
+    late = next(node for node in graph.nodes if is_wait(node))
     relu = next(node for node in graph.nodes if node.target is aten.relu.default)
     late.prev.append(relu)  # in flight beside it
     alive = dict(zip(memory_curve(graph).names, memory_curve(graph).live_bytes))

@@ -17,7 +17,7 @@ from torch._inductor.utils import run_and_get_code
 from fsdp_compile import fully_shard
 from fsdp_compile.passes.cost.roofline import is_product
 from fsdp_compile.passes.ir.meta import ROLE
-from fsdp_compile.passes.wire.collectives import c10d, is_launch
+from fsdp_compile.passes.wire.collectives import c10d, is_launch, is_wait
 from tests.compiling import no_kernels_built
 from tests.models import (
     Block,
@@ -55,7 +55,7 @@ def planned_order(graph: fx.Graph) -> str:
         if is_launch(node):
             name = node.target.name()
             found += "G" if "gather" in name else "S" if "all_reduce" in name else "R"
-        elif node.target is c10d.wait_tensor.default:
+        elif is_wait(node):
             found += "w"
         else:
             found += "M" * (ROLE not in node.meta and is_product(node))

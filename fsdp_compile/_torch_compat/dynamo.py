@@ -233,12 +233,6 @@ def leave_to_python(function: Any) -> None:
     torch._dynamo.eval_frame.skip_code(function.__code__)
 
 
-def compiles_now() -> bool:
-    """Whether Dynamo compiles, on any thread (``CompilationCallbackHandler``: 2.11 to 2.15)."""
-    handler = torch._dynamo.callback.callback_handler
-    return bool(handler._CompilationCallbackHandler__pending_callbacks_counter)  # type: ignore[attr-defined]
-
-
 def is_at_work() -> bool:
     """Whether Dynamo compiles frames that begin now (``get_eval_frame_callback``: 2.11 to 2.15)."""
     return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())

@@ -20,11 +20,6 @@ import torch
 from ..passes import _torch_compat as passes_compat
 
 
-def raise_in(thread: int, error: type[BaseException]) -> None:
-    """Have a thread raise ``error()`` as soon as it is back in Python."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
-
-
 def end_waits() -> None:
     """Break all process groups of this process, so that all threads that wait in one, on any rank, raise.
 

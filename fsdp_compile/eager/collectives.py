@@ -27,6 +27,7 @@ from ..passes.wire.collectives import (
     c10d,
     gloo_all_gather,
     reduce_scatter_members,
+    wait_tensor,
 )
 from ..passes.wire.ledger import ledger, note
 from ..passes.wire.packing import pack
@@ -65,7 +66,7 @@ class Caller:
             return self._custom_reduce_scatter(packed, op_name, num_ranks, group)
         if op is c10d.all_reduce.default and self._comms.all_reduce is not None:
             return self._comms.all_reduce(args[0])
-        if op is c10d.wait_tensor.default:
+        if op is wait_tensor:
             return self._wait(args[0])
         if op is note:
             kind, specs, group = args[:3]
@@ -113,7 +114,7 @@ class Caller:
 
     def _wait(self, launched: Any) -> Any:
         if isinstance(launched, list):
-            return [lower.run(c10d.wait_tensor.default, one) for one in launched]
+            return [lower.run(wait_tensor, one) for one in launched]
         if self._work is not None:
             ledger.wait(self._work.wait)
             self._work = None
@@ -122,7 +123,7 @@ class Caller:
                 parts = waited.view(-1, sum(self._lengths)).split([*self._lengths], 1)
                 waited = [part.contiguous() for part in parts]
         else:
-            waited = lower.run(c10d.wait_tensor.default, launched)
+            waited = lower.run(wait_tensor, launched)
         self._num_waits_before_hook -= 1
         if self._num_waits_before_hook == 0:
             self.show_to_hook(waited)

@@ -15,6 +15,7 @@ The thread starts with the first collective, in worlds of more than one rank, an
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._torch_compat import dynamo, interrupting, process_groups
+from .._torch_compat import interrupting, process_groups
 from ..core.unit import Unit
 from ..passes import _torch_compat as passes_compat
 from ..passes.ranks.worlds import world_of
@@ -117,15 +118,16 @@ class _Watch:
         self._ask_again_at = 0.0
         self._stop = threading.Event()
         self._done = threading.Event()
-        self._parted: type[RanksParted] | None = None
+        self._parted = ""  # how the ranks have parted
+        self._raised = False
         if "gloo" in dist.get_backend_config():
             interrupting.linger_in_abort()
 
     def run(self) -> None:
         try:
-            while self._parted is None and not self._stop.wait(_PAUSE_S) and self.is_in_this_world():
+            while not self._parted and not self._stop.wait(_PAUSE_S) and self.is_in_this_world():
                 self._look()
-            if self._parted is None:
+            if not self._parted:
                 self._leave()
         except Exception as error:
             # The store is gone, with the process that kept it; or this is a mistake of ours, which must not hurt.
@@ -134,7 +136,8 @@ class _Watch:
             log.debug("ranks are not compared any more", exc_info=True)
         finally:
             self._done.set()
-            if self._lookout.is_current(self):
+            # A store that is gone ends this thread, but the ranks have parted as long as their world is there.
+            if self._lookout.is_current(self) and not (self._parted and self.is_in_this_world()):
                 self._lookout.forget()
 
     def stop(self) -> None:
@@ -149,10 +152,10 @@ class _Watch:
     def explain(self, error: RuntimeError) -> None:
         """Raise RanksParted, on the thread whose wait failed, if the ranks find out that they have parted."""
         deadline = time.monotonic() + _ANSWERS_S
-        while time.monotonic() < deadline and not self._done.is_set():
-            if self._parted is not None:
-                raise self._parted() from error
-            time.sleep(0.05)
+        while not self._parted and time.monotonic() < deadline and not self._done.wait(0.05):
+            pass
+        if self._parted and self.is_in_this_world():
+            self._raise(error)
 
     def _look(self) -> None:
         self._drain()
@@ -309,39 +312,23 @@ class _Watch:
     def _believe(self, verdict: Verdict) -> None:
         number, self._question = self._question, self._question + 1
         self._nameless.update(verdict.nameless)
-        if verdict.text and self._parted is None:
+        if verdict.text and not self._parted:
             self._part(number, verdict.text)
 
     def _part(self, number: int, text: str) -> None:
-        """Have every later launch on this rank raise, and end its waits."""
-        raised = threading.Event()
-
-        def init(error: RanksParted) -> None:
-            RuntimeError.__init__(error, text)
-            raised.set()
-
-        parted = self._parted = type(RanksParted.__name__, (RanksParted,), {"__init__": init})
-
-        def alarm() -> None:
-            raise parted()
-
-        ledger.alarm = alarm
+        """Have every later launch and wait on this rank raise, and end the wait that it is in."""
+        self._parted = text
+        ledger.alarm = self._raise
         log.error(text)
-        is_told = self._raise_in_thread(parted)
-        self._wait_until_heard(number)
-        while not self._stop.wait(0.2) and self.is_in_this_world() and not raised.is_set():
-            is_told = is_told or self._raise_in_thread(parted)
-            interrupting.end_waits()
+        with contextlib.suppress(RuntimeError):  # the store is gone, with a rank that has heard
+            self._wait_until_heard(number)
+        while not self._stop.wait(0.2) and self.is_in_this_world() and not self._raised:
+            with contextlib.suppress(RuntimeError):
+                interrupting.end_waits()
 
-    def _raise_in_thread(self, parted: type[RanksParted]) -> bool:
-        """Have the thread that trains raise, as it may be in a wait that cannot say why it failed.
-
-        A compiler would turn the error into one of its own. It waits for nothing, and the next launch raises.
-        """
-        if ledger.thread is None or dynamo.compiles_now():
-            return False
-        interrupting.raise_in(ledger.thread, parted)
-        return True
+    def _raise(self, cause: RuntimeError | None = None) -> None:
+        self._raised = True
+        raise RanksParted(self._parted) from cause
 
     def _wait_until_heard(self, number: int) -> None:
         """Wait, but not for long, until all ranks have read the verdict: what this one does next ends their waits."""

@@ -53,6 +53,24 @@ def lower_as_collective(op: torch._ops.OpOverload) -> None:
     register_lowering(op)(lowering)
 
 
+@functools.cache
+def lower_as_wait(op: torch._ops.OpOverload) -> None:
+    """Have Inductor generate a call of ``op(launched)``, which returns its input, by the rules of ``wait_tensor``.
+
+    ``ir._WaitKernel.create_wait``; ``lowering.register_lowering`` and ``add_layout_constraint`` with
+    ``constrain_to_fx_strides``: 2.11 to 2.15.
+    """
+    from torch._inductor import ir
+    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
+
+    def lowering(launched: Any) -> Any:
+        ir._WaitKernel.create_wait(op, launched)
+        return launched
+
+    add_layout_constraint(op, constrain_to_fx_strides)
+    register_lowering(op)(lowering)
+
+
 def may_be_in_place(node: torch.fx.Node) -> bool:
     """Whether Inductor may make an op write into one of its inputs, if no later node reads that input.
 

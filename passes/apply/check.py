@@ -16,7 +16,7 @@ from torch import fx
 from ..ir.meta import ROLE
 from ..ir.plan import Plan, num_launches
 from ..ir.provenance import has_markers
-from ..wire.collectives import c10d, is_launch
+from ..wire.collectives import is_launch, is_wait
 from ..wire.copies import to_host, wait_for_copies
 
 
@@ -25,7 +25,7 @@ def check(graph: fx.Graph, plan: Plan) -> int:
     assert not has_markers(graph), "a marker was not lowered"
     launches = [node for node in graph.nodes if is_launch(node) and ROLE in node.meta]
     for launch in launches:
-        waits = [user for user in launch.users if user.target is c10d.wait_tensor.default]
+        waits = [user for user in launch.users if is_wait(user)]
         assert len(waits) == len(launch.users) == 1, f"{launch} is read by {list(launch.users)}, not by one wait alone"
     launched = Counter((launch.meta[ROLE].kind, launch.meta[ROLE].bucket) for launch in launches)
     planned = {(kind, at): num for kind, at in plan.order if (num := num_launches(plan.buckets(kind)[at]))}

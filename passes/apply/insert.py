@@ -37,7 +37,7 @@ from ..ir.nodes import VIEWS, closure, emit, readers_of
 from ..ir.plan import Bucket, Plan, num_launches
 from ..ir.provenance import Marker, find_reduces, find_unshards
 from ..wire import lower
-from ..wire.collectives import c10d
+from ..wire.collectives import is_wait
 from ..wire.copies import to_host, wait_for_copies
 from ..wire.ledger import Member, note
 from ..wire.spec import with_part
@@ -180,7 +180,7 @@ def _erase_unread(graph: fx.Graph, fulls: Iterable[fx.Node]) -> None:
     """Erase the unpacking of parameters that only other ranks may read: it would hold their bucket to the end."""
     for full in fulls:
         node: Any = full
-        while node.op == "call_function" and not node.users and node.target is not c10d.wait_tensor.default:
+        while node.op == "call_function" and not node.users and not is_wait(node):
             source = node.args[0]
             graph.erase_node(node)
             node = source

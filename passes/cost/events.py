@@ -17,7 +17,7 @@ from torch import fx
 from ..ir.aliases import base_of, inputs_of
 from ..ir.meta import ROLE
 from ..ir.provenance import has_markers
-from ..wire.collectives import c10d, is_launch
+from ..wire.collectives import is_launch, is_wait
 from .memory import own_and_callers
 from .profiles import HardwareProfile
 from .replay import Compute, Event, Launch, Wait
@@ -57,7 +57,7 @@ def events_of(
                 slows_compute=slowdown(group, profile),
             )
             events.append(launch)
-        elif node.target is c10d.wait_tensor.default and isinstance(source, fx.Node) and is_launch(source):
+        elif is_wait(node) and isinstance(source, fx.Node) and is_launch(source):
             events.append(Wait(source.name, *held))
         else:
             events.append(Compute(node.name, seconds.get(node, 0.0), *held, is_copy=ROLE in node.meta))

@@ -25,7 +25,7 @@ from torch import fx
 from ..ir import markers
 from ..ir.aliases import Storage, storages_of, tensors_of
 from ..ir.meta import ROLE, works_for
-from ..wire.collectives import c10d, is_launch
+from ..wire.collectives import is_launch, is_wait
 from .fusion import fused_away, is_pointwise
 
 SHARD = "parameter shard"
@@ -259,7 +259,7 @@ def lifetimes(graph: fx.Graph, fused: bool = False) -> list[Lifetime]:
 
 def _needed_by(node: fx.Node, storages: dict[fx.Node, tuple[Storage, ...]]) -> Iterable[Storage]:
     yield from (storage for source in node.all_input_nodes for storage in storages[source])
-    if node.target is c10d.wait_tensor.default:
+    if is_wait(node):
         launch = node.args[0]
         assert isinstance(launch, fx.Node)
         if is_launch(launch):  # until the wait, the launch still reads its inputs

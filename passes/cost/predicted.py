@@ -21,7 +21,7 @@ from ..ir.meta import GRADIENT_OF, PARAMETER, ROLE, Role
 from ..ir.nodes import readers_of
 from ..ir.plan import Bucket, Plan, as_size, named
 from ..schedule.reasons import AGAIN, BUDGET, Residency
-from ..wire.collectives import KIND_OF, c10d, is_launch
+from ..wire.collectives import KIND_OF, is_launch, is_wait
 from .events import events_of
 from .memory import memory_curve, saved_by, weigh
 from .profiles import HardwareProfile
@@ -160,7 +160,7 @@ def _predicted(
     found = []
     for launch in launches:
         flight, bucket = timeline.flights[launch.name], _bucket(launch, plan)
-        [wait] = [user for user in launch.users if user.target is c10d.wait_tensor.default]
+        [wait] = [user for user in launch.users if is_wait(user)]
         launched, waited = landmarks.around(launch), landmarks.around(wait)
         seconds, beside_s, exposed_s = flight.end_s - flight.start_s, flight.beside_s, flight.exposed_s
         why = f"{flight.reason}: {flight.detail}" if exposed_s else f"{as_ms(beside_s)} of compute stand beside it"

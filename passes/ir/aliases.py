@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from .. import _torch_compat as compat
-from ..wire.collectives import c10d
+from ..wire.collectives import is_wait
 from ..wire.copies import wait_for_copies
 from ..wire.ledger import begin
 from .nodes import VIEWS
@@ -32,7 +32,7 @@ from .nodes import VIEWS
 DEFAULT_SIZE = 1024
 
 aten = torch.ops.aten
-_NO_KERNELS = (operator.getitem, c10d.wait_tensor.default, wait_for_copies, begin)
+_NO_KERNELS = (operator.getitem, wait_for_copies, begin)
 _MAY_COPY = (aten.reshape.default, aten.contiguous.default, aten.flatten.using_ints, aten.reshape_as.default)
 
 
@@ -62,7 +62,7 @@ def storages_of(graph: fx.Graph) -> dict[fx.Node, tuple[Storage, ...]]:
             )
         elif node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             found[node] = _element(node.args[0], node.args[1], found)
-        elif node.target is c10d.wait_tensor.default:
+        elif is_wait(node):
             found[node] = found[node.args[0]]
         else:
             made: list[Storage] = []
@@ -90,7 +90,7 @@ def inputs_of(node: fx.Node) -> list[fx.Node]:
 
 def is_free(node: fx.Node) -> bool:
     """Whether a node runs no kernel: an input or output, a view, an element of a tuple, a size, a wait."""
-    if node.op != "call_function" or node.target in _NO_KERNELS:
+    if node.op != "call_function" or node.target in _NO_KERNELS or is_wait(node):
         return True
     tensors = tensors_of(node)
     if not tensors:  # a size, or an op that only writes to its inputs

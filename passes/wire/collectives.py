@@ -27,6 +27,7 @@ from torch import Tensor, fx
 from .. import _torch_compat as compat
 from .._torch_compat import kernels as kernels_compat
 from .layout import places_of_members
+from .ledger import ledger
 from .spec import define_op
 
 c10d = torch.ops._c10d_functional
@@ -110,6 +111,17 @@ reduce_scatter_members = define_op(
 )
 
 
+def wait(launched: Tensor) -> Tensor:
+    """Wait for what was launched into this tensor, and return it."""
+    ledger.wait(compat.call_below_autograd, c10d.wait_tensor.default, launched)
+    return launched
+
+
+# torch's op of this name, which can also say why it failed. It takes less time, since it has no autograd formula.
+wait_tensor = define_op("wait_tensor(Tensor(a) launched) -> Tensor(a)", wait, lambda launched: launched)
+compat.leave_all_to_python(wait)
+
+
 def _were_sent(waited: Tensor, sent: Sequence[Tensor]) -> Tensor:
     del sent
     return waited.new_empty(0)
@@ -140,8 +152,14 @@ def is_launch(node: fx.Node) -> bool:
     return node.target in KIND_OF
 
 
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a launch, ours or a user's."""
+    return node.target in (wait_tensor, c10d.wait_tensor.default)
+
+
 def let_inductor_see_collectives() -> None:
-    """Tell Inductor that our gathers are collectives: the input lives until the wait, and none is fused or dropped."""
+    """Tell Inductor which of our ops launch and wait: a launch's input lives until its wait, and none is dropped."""
+    kernels_compat.lower_as_wait(wait_tensor)
     kernels_compat.lower_as_collective(gloo_all_gather)
     kernels_compat.lower_as_collective(all_gather_members)
     kernels_compat.lower_as_collective(reduce_scatter_members)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -131,13 +130,12 @@ class Ledger:
         # Called with each entry as it is issued, while a step is profiled.
         self.hear: Callable[[Issued | Called], None] | None = None
         self.num_begun = 0  # calls of graphs
-        self.thread: int | None = None  # that issued last
         self._texts: dict[str, _Text] = {}  # by their digests
         # Graphs that ran, the last one last, with the addresses of the shards that they were given; num_begun then.
         self._ran: dict[tuple[_Text, tuple[int, ...]], int] = {}
 
     def wait(self, op: Callable[..., Any], *args: Any) -> Any:
-        """Wait for an eager collective with ``op(*args)``; raise what explains a failure, if somebody knows."""
+        """Wait for a collective with ``op(*args)``; raise what explains a failure, if somebody knows."""
         try:
             return op(*args)
         except RuntimeError as error:
@@ -156,7 +154,6 @@ class Ledger:
         """Record that a collective is launched now. This does not keep the ``unit`` alive."""
         if self.alarm is not None:
             self.alarm()
-        self.thread = threading.get_ident()
         if self.is_kept or self.hear is not None:
             address = 0 if shard is None else _address(shard)
             memory = shard.untyped_storage() if address else None
@@ -166,7 +163,6 @@ class Ledger:
         """Record that a graph is about to launch its first collective."""
         if self.alarm is not None:
             self.alarm()
-        self.thread = threading.get_ident()
         digest = text[:_DIGEST]  # hashing all of it would take as long as the rest
         known = self._texts.get(digest)
         if known is None:

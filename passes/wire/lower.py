@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from .. import _torch_compat as compat
-from .collectives import KIND_OF, all_gather_members, all_gather_of, c10d, reduce_scatter_members
+from .collectives import KIND_OF, all_gather_members, all_gather_of, c10d, reduce_scatter_members, wait, wait_tensor
 from .copies import to_device, to_host
 from .layout import ShardLayout, places_of_members, sends_members
-from .ledger import ledger, note
+from .ledger import note
 from .packing import copied, pack
 from .spec import ParamSpec
 from .sums import sum_of_parts
@@ -37,8 +37,8 @@ Call = Callable[..., Any]
 
 def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Execute ``op`` now: this is the ``call`` with which the programs below run eagerly."""
-    if op is c10d.wait_tensor.default:
-        return ledger.wait(compat.call_below_autograd, op, *args)
+    if op is wait_tensor:
+        return wait(*args)
     if op in KIND_OF:
         return compat.call_below_autograd(op, *args, **kwargs)
     return op(*args, **kwargs)
@@ -73,7 +73,7 @@ def finish_gather(call: Call, gathered: Any, specs: Sequence[ParamSpec]) -> list
     layouts, num_shards = [_gathered_as(spec).layout for spec in specs], specs[0].num_shards
     parts: Iterable[Any] = gathered
     if num_shards > 1:
-        gathered = call(c10d.wait_tensor.default, gathered)
+        gathered = call(wait_tensor, gathered)
         parts = [gathered]
         if len(specs) > 1:
             parts = _parts_of_members(call, gathered, layouts, specs[0].backend)
@@ -164,7 +164,7 @@ def finish_all_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> l
     if first.num_replicas == 1:
         pending = _finish_over_shards(call, pending, sent, first.postdivide)
     else:
-        pending = _divided(call, call(c10d.wait_tensor.default, pending), first.postdivide)
+        pending = _divided(call, call(wait_tensor, pending), first.postdivide)
     if first.device:
         # The bucket is copied at once, in the dtype of the gradients: only views are left to do on the CPU.
         pending = call(to_host, _cast(call, pending, first.grad_dtype), first.pinned)
@@ -187,7 +187,7 @@ def _finish_over_shards(call: Call, pending: Any, specs: Sequence[ParamSpec], di
     first = specs[0]
     if first.num_shards == 1:
         return _divided(call, pending, divisor)
-    pending = call(c10d.wait_tensor.default, pending)
+    pending = call(wait_tensor, pending)
     if first.reduction == "all_to_all":
         return call(sum_of_parts, pending, first.num_shards, divisor)
     return _divided(call, pending, divisor)
