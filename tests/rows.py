@@ -231,10 +231,13 @@ ROWS = (
             "test_offload.py::test_the_numbers_are_those_of_resident_shards",
             "test_offload.py::test_whoever_reads_a_gradient_at_once_finds_it_complete",
             "test_passes.py::test_offloaded_shards_are_copied_as_they_are_stored_and_gradients_as_one",
+            "test_streams.py::test_copies_beside_the_current_stream_train_like_the_unsharded_model",
+            "test_streams.py::test_the_next_blocks_shards_are_copied_while_a_block_computes",
+            "test_streams.py::test_everything_is_in_order",
             "test_gpu.py::test_offloaded_shards_and_gradients_are_pinned",
             "test_gpu.py::test_offloaded_shards_train_in_one_graph",
         ),
-        "Compiled: in the graph, tested with a CPU in the device's place. With an all-gather extension the unit runs eagerly: `test_offload.py::test_with_an_extension_the_unit_runs_eagerly_and_says_so`. Pinned memory, streams: gpu. Differs: compiled, the CPU waits at the end of each backward graph; gradients of a bucket share their memory.",
+        "Compiled: in the graph, tested with a CPU in the device's place. With an all-gather extension the unit runs eagerly: `test_offload.py::test_with_an_extension_the_unit_runs_eagerly_and_says_so`. Pinned memory: gpu. Differs: the gradients of a bucket share their memory; compiled, copies are on the current stream, and the CPU waits at the end of each backward graph.",
     ),
     Row(
         "A23",
@@ -393,7 +396,7 @@ ROWS = (
             "test_eager.py::test_collectives_and_hooks_of_ones_own",
             "test_eager_regions.py::test_one_warning_names_the_module_and_the_reason",
         ),
-        "Before the division: `test_recipes.py::test_a_recipe_does_what_it_says` (a clamp). Not: on a replicated mesh. `stream=`: gpu.",
+        "Before the division: `test_recipes.py::test_a_recipe_does_what_it_says` (a clamp). Only in what order it runs, with `stream=` and on a replicated mesh: `test_streams.py::test_everything_is_in_order`.",
     ),
     Row(
         "B17",

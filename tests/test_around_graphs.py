@@ -44,9 +44,9 @@ class Events(list[str]):
         launch, wait, give = gathered.Gathered._launch, gathered.Gathered._land, around._give_all
         enter, reduce, complete = backward.enter_backward, reduction.Reduction.__init__, reduction.Reduction.complete
 
-        def on_launch(one: Any, in_flight: Any) -> None:
+        def on_launch(one: Any, in_flight: Any, *begun: Any) -> None:
             self.note("gather", one.unit)
-            launch(one, in_flight)
+            launch(one, in_flight, *begun)
 
         def on_wait(one: Any, in_flight: Any) -> None:
             wait(one, in_flight)

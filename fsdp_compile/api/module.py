@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
@@ -19,6 +18,7 @@ from ..eager.reduction import Traffic
 from ..eager.running import Call, recover, running
 from ..graph.sink import follow_mode
 from ..passes._torch_compat import group_ranks
+from ..passes.wire import streams
 from .classes import ShardedModule, refresh
 from .compiled import stand_before
 from .fsdp2_view import FSDP2View, GradientReductionHandle, Managed, UnshardHandle
@@ -173,7 +173,7 @@ class FSDPModule(ShardedModule, _FSDP2):
         if _unit(self).mesh.device.type == "cpu":
             return  # nothing is queued there: a step that was called is done
         # Gathers are queued behind the current stream, so it is enough that this stream waits.
-        event.wait(torch.accelerator.current_stream())
+        streams.accelerator.wait(streams.accelerator.current(_unit(self).mesh.device), event)
 
     def set_gradient_divide_factor(self, factor: float, recurse: bool = False) -> None:
         """Divide summed gradients by ``factor`` instead of by the number of ranks."""

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dtensors
+from ..passes.wire import streams
 
 
 def is_asked_for(shard: DTensor, leaf: Any) -> bool:
@@ -65,18 +66,11 @@ def give_traced(shard: DTensor, local: Tensor) -> None:
 
 
 def brought_to(shard: DTensor, local: Tensor, read_at_once: bool) -> Tensor:
-    """Return a local gradient on the shard's device; unless ``read_at_once``, a copy to pinned memory may run on."""
-    if local.device == dtensors.local_tensor(shard).device:
-        return local
-    pinned = dtensors.is_pinned(shard)
-    on_cpu = torch.empty_like(local, device="cpu", pin_memory=pinned)
-    return on_cpu.copy_(local, non_blocking=pinned and not read_at_once)
-
-
-def wait_for_offloaded() -> None:
-    """Wait for the asynchronous copies to the CPU that ``give`` started."""
-    if torch.accelerator.is_available():
-        torch.accelerator.current_stream().synchronize()
+    """Return a local gradient on the shard's device; unless ``read_at_once``, a copy there may still run."""
+    device = dtensors.local_tensor(shard).device
+    if read_at_once and device.type == "cpu":
+        streams.wait_on_cpu()
+    return local.to(device)
 
 
 def give_through_hooks(fqn: str, shard: DTensor, local: Tensor) -> None:

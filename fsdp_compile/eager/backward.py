@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import autograd, dtensors, dynamo
-from ..core.grads import brought_to, is_asked_for, wait_for_offloaded
+from ..core.grads import brought_to, is_asked_for
 from ..core.unit import Unit
+from ..passes.wire import streams
 from .gathered import Gathered
 from .reduction import Reduction, hold_back, with_pending
 from .running import Call, Recording, Running, recover, running
@@ -198,10 +199,17 @@ def clean_up_at_end(unit: Unit) -> None:
         iteration.forget_raised()
         # This walks the model, so it is done once a backward.
         iteration.max_reductions = max(inner.settings.max_reductions for inner in root.inside())
-        end = functools.partial(end_backward, root, task)
+        end = functools.partial(_end_aside, streams.accelerator.current(unit.mesh.device), root, task)
         iteration.tasks[task] = weakref.ref(end)
         autograd.at_end_of_backward(end)
     iteration.touched.setdefault(running(unit))
+
+
+def _end_aside(stream: Any, root: Unit, task: int | None) -> None:
+    """End a backward on the stream that it runs on; autograd calls back on that of the caller of ``backward()``."""
+    with streams.Aside(stream) as aside:
+        end_backward(root, task)
+    aside.join()
 
 
 def end_backward(root: Unit, task: int | None = None) -> None:
@@ -239,7 +247,7 @@ def end_backward(root: Unit, task: int | None = None) -> None:
     iteration.tasks.clear()
 
 
-dynamo.leave_all_to_python(end_backward)
+dynamo.leave_all_to_python(_end_aside, end_backward)
 
 
 def reduce_left_over(root: Unit) -> None:
@@ -256,8 +264,7 @@ def reduce_now(unit: Unit) -> None:
     if unit.accumulation.has_left_over:
         gathered = running(unit).current()
         Reduction(gathered, with_pending(gathered, {})).complete()
-        if unit.offload:
-            wait_for_offloaded()
+        streams.wait_on_cpu()
 
 
 def note_reduction(unit: Unit) -> None:

@@ -2,8 +2,9 @@
 
 The lowering programs execute each op as ``call(op, ...)``; a ``Caller`` is that ``call``. It runs the op as it is, but
 replaces a collective by the user's ``AllGather`` or ``ReduceScatter``, gathers into storages that exist already, and
-passes reduced gradients to the user's hook. A custom collective has FSDP2's protocol: ``allocate(size, dtype=,
-device=)``, and ``(output, input, group[, op], async_op)`` returning a work or None.
+passes reduced gradients to the user's hook, and copies to the CPU beside the current stream. A custom collective has
+FSDP2's protocol: ``allocate(size, dtype=, device=)``, and ``(output, input, group[, op], async_op)`` returning a work
+or None.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from .._torch_compat import process_groups
 from ..core.settings import Comms
 from ..core.unit import Unit
 from ..passes import _torch_compat as passes_compat
-from ..passes.wire import lower
+from ..passes.wire import lower, streams
 from ..passes.wire.collectives import (
     all_gather_members,
     all_gather_members_out,
@@ -29,6 +29,7 @@ from ..passes.wire.collectives import (
     reduce_scatter_members,
     wait_tensor,
 )
+from ..passes.wire.copies import to_host, to_host_aside
 from ..passes.wire.ledger import ledger, note
 from ..passes.wire.packing import pack
 
@@ -68,6 +69,8 @@ class Caller:
             return self._comms.all_reduce(args[0])
         if op is wait_tensor:
             return self._wait(args[0])
+        if op is to_host:
+            return to_host_aside(*args)
         if op is note:
             kind, specs, group = args[:3]
             return note(kind, specs, group, unit=self._unit)
@@ -133,11 +136,6 @@ class Caller:
         """Let the user's all-reduce hook work on a reduced bucket, in place."""
         if self._comms.all_reduce_hook is None:
             return
-        stream = self._comms.all_reduce_hook_stream
-        if stream is None:
+        with streams.Aside(self._comms.all_reduce_hook_stream) as aside:
             self._comms.all_reduce_hook(reduced)
-            return
-        stream.wait_stream(torch.accelerator.current_stream())
-        with stream:
-            self._comms.all_reduce_hook(reduced)
-        torch.accelerator.current_stream().wait_stream(stream)
+        aside.join()

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from torch import Tensor
 
 from .._torch_compat import subclasses
+from ..passes.wire import streams
 
 
 class Memory:
@@ -20,10 +21,10 @@ class Memory:
         """Allocate freed storages again, at their old sizes."""
         for storage, num_bytes in zip(self._storages, self._num_bytes):
             if storage.nbytes() != num_bytes:
-                storage.resize_(num_bytes)
+                streams.accelerator.resize(storage, num_bytes)
 
     def give_back(self, but: Collection[int] = ()) -> None:
         """Free the storages, except those at the addresses ``but``."""
         for storage in self._storages:
             if not but or storage.data_ptr() not in but:
-                storage.resize_(0)
+                streams.accelerator.resize(storage, 0)

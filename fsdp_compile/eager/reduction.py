@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import autograd
-from ..core.grads import give, give_through_hooks, wait_for_offloaded
+from ..core.grads import give, give_through_hooks
 from ..core.unit import Unit
 from ..passes import ParamSpec
 from ..passes.schedule.buckets import reduce_buckets
-from ..passes.wire import lower
+from ..passes.wire import lower, streams
 from .collectives import Caller
 from .gathered import Gathered
 
@@ -73,6 +73,8 @@ class Reduction:
         self._fqns = {gathered.params[index].fqn for index in grads} if alone else None
         self._in_flight: list[tuple[list[int], list[ParamSpec], Any, Caller]] = []
         self.has_advanced = False
+        # What launches the next reduction, and so waits for this one, may run on another stream.
+        self._stream = streams.accelerator.current(gathered.unit.mesh.device)
         accumulation = gathered.unit.accumulation
         self._replicated_later = joins_partials and (bool(accumulation.held.partials) or not accumulation.all_reduce)
         self.add(grads)
@@ -103,7 +105,7 @@ class Reduction:
         """Start the reduction over the replicas, where there are any."""
         if self.has_advanced:
             return
-        with torch.no_grad():
+        with torch.no_grad(), streams.Aside(self._stream):
             self._in_flight = [
                 (members, specs, lower.launch_all_reduce(call, launched, specs), call)
                 for members, specs, launched, call in self._in_flight
@@ -114,11 +116,14 @@ class Reduction:
         """Wait, and return the gradients of the local shards by index of the parameter, without those still partial."""
         self.advance()
         reduced: dict[int, Tensor] = {}
-        with torch.no_grad():
+        with torch.no_grad(), streams.Aside(self._stream) as aside:
             for members, specs, launched, call in self._in_flight:
                 reduced.update(zip(members, lower.finish_all_reduce(call, launched, specs)))
             self._in_flight = []
-            return self._over_replicas(reduced) if self._replicated_later else reduced
+            if self._replicated_later:
+                reduced = self._over_replicas(reduced)
+        aside.join()
+        return reduced
 
     def drop(self) -> set[tuple[Unit, str]]:
         """Wait for the gradients, drop them, and return the parameters that lost theirs, as (unit, FQN)."""
@@ -136,6 +141,7 @@ class Reduction:
         if not self._replicated_later or spec.num_replicas == 1:
             return spec
         # Reduce only over the shards, in the dtype on the wire: the rest is done once partial sums are complete.
+        spec = spec.on_device()
         return dataclasses.replace(spec, num_replicas=1, postdivide=1.0, grad_dtype=spec.reduce_dtype)
 
     def _over_replicas(self, reduced: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -197,7 +203,6 @@ class Traffic:
 
     def __init__(self) -> None:
         self._reductions: deque[Reduction] = deque()
-        self._offloads = False  # gradients are being copied to the CPU, or will be
 
     def reduce(
         self, gathered: Gathered, grads: Mapping[int, Tensor], cap: int, begun: Reduction | None = None
@@ -206,7 +211,6 @@ class Traffic:
 
         Fewer than ``cap`` sums over shards are in flight when another one starts. Return what has the gradients.
         """
-        self._offloads |= gathered.unit.offload
         over_shards = [one for one in self._reductions if not one.has_advanced]
         if begun is not None and over_shards and over_shards[-1] is begun:
             begun.add(grads)
@@ -225,9 +229,7 @@ class Traffic:
         """Wait for all reductions, and give the shards their gradients."""
         while self._reductions:
             self._reductions.popleft().complete()
-        if self._offloads:
-            wait_for_offloaded()
-            self._offloads = False
+        streams.wait_on_cpu()
 
     def forget(self, units: Collection[Unit]) -> set[tuple[Unit, str]]:
         """After an error, drop what was launched for ``units``, and return the parameters whose gradients it had."""

@@ -4,9 +4,11 @@
     to_host           a reduced bucket, as soon as it has arrived; the device's memory is free from then on
     wait_for_copies   once, at the end of a graph, for the copies that ``to_host`` did not wait for
 
-All of them run on the current stream, so nothing else needs to wait, and no memory is reused too early. They are ops of
-our own because Inductor's ``DeviceCopy`` pins whatever it copies to the CPU, asked or not, and 2.15 waits after every
-such copy. They cannot be part of a CUDA graph.
+In a graph all of them run on the current stream, so nothing else needs to wait; Inductor's code would write over what
+another stream still reads. They are ops of our own because Inductor's ``DeviceCopy`` pins whatever it copies to the
+CPU, asked or not, and 2.15 waits after every such copy. They cannot be part of a CUDA graph.
+
+The eager path copies on streams of its own (streams.py). ``to_host_aside`` takes the place of ``to_host``.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import streams
 from .spec import define_op
 
 
@@ -32,8 +35,17 @@ def _to_host_fake(reduced: Tensor, pinned: bool, wait: bool = True) -> Tensor:
 
 
 def _to_host_kernel(reduced: Tensor, pinned: bool, wait: bool = True) -> Tensor:
-    on_host = torch.empty_like(reduced, device="cpu", pin_memory=pinned)
-    return on_host.copy_(reduced, non_blocking=pinned and not wait)
+    return streams.accelerator.on_host(reduced, pinned).copy_(reduced, non_blocking=pinned and not wait)
+
+
+def to_host_aside(reduced: Tensor, pinned: bool) -> Tensor:
+    """Copy a reduced bucket beside the current stream; ``wait_on_cpu`` waits for it."""
+    stream = streams.accelerator.beside(streams.TO_HOST, reduced.device)
+    with streams.Aside(stream):
+        on_host = _to_host_kernel(reduced, pinned, wait=False)
+    if stream is not None:
+        streams.accelerator.record(reduced, stream)  # it is freed now
+    return on_host
 
 
 def _wait_for_copies_fake(copies: Sequence[Tensor], device: str) -> None:
@@ -41,9 +53,9 @@ def _wait_for_copies_fake(copies: Sequence[Tensor], device: str) -> None:
 
 
 def _wait_for_copies_kernel(copies: Sequence[Tensor], device: str) -> None:
-    where = torch.device(device)
-    if where.type != "cpu":
-        torch.accelerator.current_stream(where).synchronize()
+    stream = streams.accelerator.current(torch.device(device))
+    if stream is not None:
+        streams.accelerator.synchronize(stream)
 
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
