@@ -88,7 +88,7 @@ def difference(name: str, num_layers: int, dim: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--timed", type=int, default=3)
     given = parser.parse_args()

@@ -179,6 +179,28 @@ def test_states_move_between_numbers_of_ranks_and_torchs_optimizer() -> None:
         assert torch.equal(full(param), other)
 
 
+@pytest.mark.more
+@on_two_ranks
+def test_a_step_inside_compiled_code_has_the_same_numbers() -> None:
+    """It runs as it is, between the graphs."""
+    ours, theirs = placed(init_device_mesh("cpu", (2,)), [Shard(0)]), matrices()
+    ours_1d, theirs_1d = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    muon = Muon([*ours, ours_1d], adamw={"lr": 0.1})
+    step = torch.compile(muon.step)
+    others = torch.optim.Muon(theirs), torch.optim.AdamW([theirs_1d], lr=0.1)
+    for number in range(3):
+        for param, other, grad in zip(ours, theirs, gradients(number)):
+            assert isinstance(param, DTensor)
+            param.grad, other.grad = distribute_tensor(grad, param.device_mesh, param.placements), grad
+        ours_1d.grad, theirs_1d.grad = torch.full((3,), 0.5), torch.full((3,), 0.5)
+        step()
+        for one in others:
+            one.step()
+    for param, other in zip(ours, theirs):
+        assert torch.equal(full(param), other)
+    torch.testing.assert_close(ours_1d, theirs_1d)
+
+
 @on_two_ranks
 def test_a_step_is_two_exchanges_and_each_matrix_is_computed_once() -> None:
     params = placed(init_device_mesh("cpu", (2,)), [Shard(0)])

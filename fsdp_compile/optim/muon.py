@@ -106,6 +106,8 @@ class Muon(Optimizer):
             group.setdefault("algorithm", "muon" if all(one.ndim == 2 for one in group["params"]) else "adamw")
         self._owners = None
 
+    # Dynamo would trace the AdamW that was there first, and torch's caches take shards of unequal lengths for equal.
+    @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have gradients; every rank calls this, with gradients of the same parameters."""
