@@ -131,6 +131,37 @@ def test_many_gathers_in_flight_on_gloo() -> None:
     assert wrong == 0
 
 
+class Even(nn.Module):
+    """Two matrices of one size, which travel side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(16, 16, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.sin(self.up(x)))
+
+
+@pytest.mark.compat
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_what_one_launch_sends_is_kept_until_its_wait() -> None:
+    """Gradients, and slices, which forward saves for backward alone: backward may free these, and write to them."""
+    model = nn.Sequential(*[Even() for _ in range(3)])
+    for block in model:
+        fully_shard(block, reshard_after_forward=2)
+    run = torch.compile(fully_shard(model), fullgraph=True)
+    with no_kernels_built():
+        _, code = run_and_get_code(lambda: run(torch.zeros(8, 16)).sum().backward())[1]
+    num_sent = {"all_gather": 0, "reduce_scatter": 0}
+    for launch in re.finditer(r"(\w+) = torch.ops.fsdpc.(\w+)_members.default\(\[([^]]*)\]", code):
+        launched, kind, sent = launch.groups()
+        in_flight = code[launch.end() : code.index(f"wait_tensor.default({launched})")]
+        gone = set(re.findall(r"del (\w+)", in_flight)) & set(sent.split(", "))
+        assert not gone, f"{gone} of {launch[0]}"
+        num_sent[kind] += len(sent.split(", "))
+    assert num_sent == {"all_gather": 6, "reduce_scatter": 6}
+
+
 class Cut(nn.Module):
     """Small matrices that are cut evenly, unevenly and hardly at all, a table, a frozen weight and a scale."""
 
