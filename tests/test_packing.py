@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from unittest import mock
@@ -177,6 +178,20 @@ class Cut(nn.Module):
         return self.norm(x + self.third(torch.tanh(self.second(self.first(x)))) * self.scale)
 
 
+class FromARing(PlainAllGather):
+    """Waits by itself, and gathers into memory of its own: slices of one tensor, in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring = torch.empty(8, 4096)
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.ring[self.num_calls % len(self.ring)][: math.prod(size)]
+
+    def __call__(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
+        super().__call__(output, input, group, async_op=False)
+
+
 @pytest.mark.parametrize(
     ("path", "dim", "computes_in"),
     [("eager", 0, None), ("eager", 1, torch.float64), ("inductor", 1, None), ("own collectives", 1, None)],
@@ -184,7 +199,7 @@ class Cut(nn.Module):
 @on_three_ranks
 def test_members_of_a_bucket_travel_side_by_side(path: str, dim: int, computes_in: torch.dtype | None) -> None:
     """As on NCCL, where one launch sends them all; here there is one after another."""
-    unsharded, model = (nn.Sequential(Cut(), nn.Linear(6, 3)) for _ in range(2))
+    unsharded, model = (nn.Sequential(Cut(), nn.Linear(6, 3, bias=False)) for _ in range(2))
     model.load_state_dict(unsharded.state_dict())
     layout._PACK.remove("gloo")
     try:
@@ -196,8 +211,9 @@ def test_members_of_a_bucket_travel_side_by_side(path: str, dim: int, computes_i
             )
         fsdp_compile.configure(model, reduction="reduce_scatter")
         if path == "own collectives":
-            model[0].set_custom_all_gather(PlainAllGather())
-            model[0].set_custom_reduce_scatter(PlainReduceScatter())
+            for one in (model[0], model):
+                one.set_custom_all_gather(FromARing())
+                one.set_custom_reduce_scatter(PlainReduceScatter())
         train_and_compare(compiled(model, "inductor" if path == "inductor" else None), model, unsharded)
     finally:
         layout._PACK.add("gloo")
