@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -98,8 +99,8 @@ def symmetric_pool(name: str, device: torch.device, backend: str) -> Pool:
     def make() -> Pool:
         symmetric.set_backend(backend)  # type: ignore[arg-type]
         _connect(group, device)
-        memory = symmetric.get_mem_pool(device)
-        return Pool(lambda: torch.cuda.use_mem_pool(memory, device), lambda tensor: symmetric.rendezvous(tensor, name))
+        memory: Any = symmetric.get_mem_pool(device)
+        return Pool(lambda: torch.cuda.use_mem_pool(memory, device), lambda tensor: symmetric.rendezvous(tensor, group))
 
     return _known_pool(group, backend, make)
 

@@ -98,8 +98,9 @@ class Caller:
 
     def _register(self, outs: Sequence[Tensor], group: str) -> None:
         pool = self._comms.pools.get(group)
-        for out in () if pool is None else outs:
-            pool.register(out)
+        if pool is not None:
+            for out in outs:
+                pool.register(out)
 
     def _custom_gather(self, packed: Tensor, sizes: Sequence[list[int]], num_ranks: int, group: str) -> Tensor:
         custom = self._comms.all_gather
