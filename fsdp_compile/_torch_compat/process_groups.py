@@ -100,7 +100,11 @@ def symmetric_pool(name: str, device: torch.device, backend: str) -> Pool:
         symmetric.set_backend(backend)  # type: ignore[arg-type]
         _connect(group, device)
         memory: Any = symmetric.get_mem_pool(device)
-        return Pool(lambda: torch.cuda.use_mem_pool(memory, device), lambda tensor: symmetric.rendezvous(tensor, group))
+        # By its name: a pool that held its group would keep it in _POOLS for ever.
+        return Pool(
+            lambda: torch.cuda.use_mem_pool(memory, device),
+            lambda tensor: symmetric.rendezvous(tensor, name),  # type: ignore[arg-type]
+        )
 
     return _known_pool(group, backend, make)
 

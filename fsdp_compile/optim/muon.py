@@ -19,12 +19,12 @@ from torch.optim import AdamW, Optimizer
 
 from .owners import Owners
 
-_RATIOS: dict[str | None, Callable[[int, int], float]] = {
-    None: lambda rows, columns: math.sqrt(max(1, rows / columns)),
+_RATIOS: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
     "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
 }
+_DEFAULT_RATIO = "original"
 _ALGORITHMS = ("muon", "adamw")
 
 
@@ -54,7 +54,7 @@ class Muon(Optimizer):
         for name, value in (("lr", float(lr)), ("momentum", momentum), ("weight_decay", weight_decay)):
             if value < 0.0:
                 raise ValueError(f"{name} is {value}. It cannot be negative.")
-        if adjust_lr_fn not in _RATIOS:
+        if (adjust_lr_fn or _DEFAULT_RATIO) not in _RATIOS:
             raise ValueError(f"adjust_lr_fn is {adjust_lr_fn!r}. Choose one of {[*_RATIOS]}.")
         if len(ns_coefficients) != 3 or not 0 < ns_steps < 100:
             raise ValueError(
@@ -150,10 +150,10 @@ class Muon(Optimizer):
             rows, columns = param.shape
             local = _local(param)
             local.mul_(1 - lr * group["weight_decay"])
-            local.add_(result, alpha=-lr * _RATIOS[group["adjust_lr_fn"]](rows, columns))
+            local.add_(result, alpha=-lr * _RATIOS[group["adjust_lr_fn"] or _DEFAULT_RATIO](rows, columns))
 
     def _direction(self, group: dict[str, Any], param: Tensor) -> Tensor:
-        """Add the gradient to the momentum; return this rank's part of what is to be orthogonalized."""
+        """Add the gradient to the momentum; return this rank's part of the matrix that will be orthogonalized."""
         grad = param.grad
         assert grad is not None
         if grad.is_complex() or grad.is_sparse:
@@ -166,7 +166,7 @@ class Muon(Optimizer):
         return new.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
     def _owners_of(self, params: Sequence[Tensor]) -> Owners:
-        """Return who owns these parameters, as in the step before if that updated the same ones."""
+        """Return the owners of these parameters: those of the last step if it updated the same parameters."""
         if self._owners is None or [*map(id, self._owners[0])] != [*map(id, params)]:
             self._owners = [*params], Owners(params, _cost)
         return self._owners[1]
@@ -212,7 +212,7 @@ def _cost(size: torch.Size) -> float:
 
 
 def _param(given: Any) -> Tensor:
-    """Return a parameter that may be given with its name."""
+    """Return the parameter of an entry, which is the parameter or a pair of its name and it."""
     return given[1] if isinstance(given, tuple) else given
 
 

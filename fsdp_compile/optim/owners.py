@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from .._torch_compat import dtensors, process_groups
 from ..core.mesh import device_of_type
+from ..passes.wire.layout import ShardLayout
 
 # Computes the results of the tensors at these places; each result has its tensor's shape.
 Compute = Callable[[Sequence[int], Sequence[Tensor]], Sequence[Tensor]]
@@ -174,7 +175,7 @@ class _Flight:
     work: Any
 
     def land(self, lengths: Sequence[int]) -> Sequence[Tensor]:
-        """Wait, and return what arrived in pieces of these lengths."""
+        """Wait for the exchange, and return the tensor that arrived, cut into pieces of these lengths."""
         self.work.wait()
         return self.arrived.split(list(lengths))
 
@@ -201,8 +202,8 @@ def _part(param: DTensor, at: Sequence[int]) -> tuple[slice, ...]:
         if isinstance(placement, Replicate):
             continue
         cut = ranges[placement.dim]  # type: ignore[attr-defined]
-        length = -(-len(cut) // param.device_mesh.size(dim))
-        ranges[placement.dim] = cut[at[dim] * length : (at[dim] + 1) * length]  # type: ignore[attr-defined]
+        start, stop = ShardLayout((len(cut),), 0, param.device_mesh.size(dim)).span(at[dim])
+        ranges[placement.dim] = cut[start:stop]  # type: ignore[attr-defined]
     return tuple(slice(one.start, one.stop) for one in ranges)
 
 
