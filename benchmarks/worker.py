@@ -87,11 +87,11 @@ def _time(step: Step, setup_s: float, job: Job, rank: int, progress: Progress) -
         torch.cuda.reset_peak_memory_stats()
     standing_bytes = torch.cuda.memory_allocated() if on_gpu else 0
     progress("timed steps")
-    sent_before = _sent_bytes(job.interfaces[rank])
+    sent_before = bytes_sent_through(job.interfaces[rank])
     own_before, all_before = time.thread_time(), time.process_time()
     step_s = timed(settings.steps)
     own_cpu_s, all_cpu_s = time.thread_time() - own_before, time.process_time() - all_before
-    sent_bytes = _sent_bytes(job.interfaces[rank]) - sent_before
+    sent_bytes = bytes_sent_through(job.interfaces[rank]) - sent_before
     peak_bytes = [torch.cuda.max_memory_allocated()] if on_gpu else []
     progress("counting the collectives")
     return RankResult(
@@ -173,7 +173,7 @@ def plain_name(op: str) -> str:
     return op.strip("_")
 
 
-def _sent_bytes(interface: str) -> int:
+def bytes_sent_through(interface: str) -> int:
     """Return the bytes that left through `interface`. /proc/net/dev shows this process's own network namespace."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")

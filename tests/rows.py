@@ -469,6 +469,7 @@ ROWS = (
         "memory from the process group",
         (
             "test_messages.py::test_ours_says_what_torch_says [the group's memory for a gather of one's own]",
+            "test_pools.py::test_every_gather_is_into_memory_of_the_group_which_is_registered_once",
             "test_gpu.py::test_gathers_in_memory_of_the_process_group",
         ),
         "A backend without allocator: `test_matrix.py::test_a_row_holds_on_inductor`.",
@@ -479,8 +480,9 @@ ROWS = (
         (
             "test_errors.py::test_a_mistake_is_named [symmetric memory on the CPU]",
             "test_messages.py::test_ours_says_what_torch_says [symmetric memory for a gather of one's own]",
+            "test_pools.py::test_a_tensor_is_registered_once",
         ),
-        "Only the errors. Allocation: gpu, symmetric memory; for gathers alone, reductions never use it.",
+        "With a stand-in for the memory: its own needs GPUs. For gathers alone, reductions never use it.",
     ),
     Row(
         "B26",

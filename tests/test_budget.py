@@ -227,7 +227,7 @@ def test_configure_refuses_what_does_not_go_together(fake_group_of_four: None) -
         ("NVIDIA H100 80GB HBM3", "h100", True), ("NVIDIA H100 PCIe", "h100", False), ("NVIDIA H100 NVL", "h100", False),
         ("NVIDIA A100-SXM4-80GB", "a100", True), ("NVIDIA A100-SXM4-40GB", "a100", False),
         ("NVIDIA H200", "h200", True), ("NVIDIA GH200 480GB", "h200", False), ("NVIDIA B200", "b200", True),
-        ("NVIDIA GB200", "b200", False), ("NVIDIA L4", "h100", False),
+        ("NVIDIA GB200", "gb200", True), ("NVIDIA L4", "h100", False),
     ],
 )  # fmt: skip
 def test_a_card_that_is_no_profiles_is_said_to_be_none(

@@ -455,15 +455,25 @@ def test_built_in_profiles_go_to_json_and_back(name: str, tmp_path: Path) -> Non
     assert hash(profile) == hash(load_profile(tmp_path / "p.json"))
 
 
-@pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200"])
+@pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200", "gb200"])
 def test_peaks_are_those_of_dense_matmuls(name: str) -> None:
     """Tensor cores double their rate with each halving of the dtype; a figure with sparsity would stand out."""
-    flops = load_profile(name).flops
+    profile = load_profile(name)
+    flops = profile.flops
     assert flops["bfloat16"] == flops["float16"] == pytest.approx(2 * flops["tf32"], rel=0.03)
     assert flops.get("float8_e4m3fn", 2 * flops["bfloat16"]) == pytest.approx(2 * flops["bfloat16"], rel=0.01)
     # 312 a published measurement of A100; of the others, what the best shapes were measured at lies below the peak.
-    measured = {"a100": 268e12, "h100": 794.5e12, "h200": 720e12, "b200": 1745e12}[name]
+    measured = {"a100": 268e12, "h100": 794.5e12, "h200": 720e12, "b200": 1745e12, "gb200": 1822e12}[name]
     assert 0.7 < measured / flops["bfloat16"] < 0.9
+    # Sustained, under the limit of power, is no faster than the best shape in a short burst.
+    assert flops["bfloat16"] * profile.matmul_efficiency <= measured
+
+
+def test_64_ranks_are_inside_one_rack_of_gb200() -> None:
+    rack, nodes = (Group.of(range(64), load_profile(name)) for name in ("gb200", "b200"))
+    assert not rack.spans_nodes and nodes.spans_nodes
+    inside = collective_seconds("all_gather", 10**9, rack, load_profile("gb200"))
+    assert inside < collective_seconds("all_gather", 10**9, nodes, load_profile("b200"))
 
 
 def _edited(**changes: Any) -> str:
@@ -521,6 +531,6 @@ def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_bytes(b"\x80\x02}q")
     with pytest.raises(ValueError, match=r"mine.json is not text \(.*\)\. `fsdp-compile calibrate --out` writes a profile"):
         load_profile(tmp_path / "mine.json")
-    known = "no hardware profile 'h1000': give one of cpu, a100, h100, h200, b200, or the path of a file"
+    known = "no hardware profile 'h1000': give one of cpu, a100, h100, h200, b200, gb200, or the path of a file"
     with pytest.raises(ValueError, match=known):
         load_profile("h1000")

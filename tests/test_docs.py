@@ -179,6 +179,7 @@ def _public(path: Path) -> set[str]:
         ("reference/fsdp_compile.md", {"fsdp_compile": "fsdp_compile/__init__.py"}),
         ("reference/fsdp1.md", {"fsdp_compile.fsdp1": "fsdp_compile/fsdp1/__init__.py",
                                 "fsdp_compile.fsdp1.wrap": "fsdp_compile/fsdp1/wrap.py"}),
+        ("reference/optim.md", {"fsdp_compile.optim": "fsdp_compile/optim/__init__.py"}),
         ("reference/passes.md", {"fsdp_compile.passes": "passes/__init__.py"}),
     ],
 )  # fmt: skip

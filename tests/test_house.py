@@ -29,7 +29,7 @@ FLOORS = [
     {"core"},
     {"graph", "eager", "lookout"},
     {"api"},
-    {"tools", "fsdp1", "hugging_face"},
+    {"tools", "fsdp1", "hugging_face", "optim"},
     {"profiling"},
     {"adoption"},
     {"demo", "run", "started", "forecast"},

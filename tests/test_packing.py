@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -131,6 +133,37 @@ def test_many_gathers_in_flight_on_gloo() -> None:
     assert wrong == 0
 
 
+class Even(nn.Module):
+    """Two matrices of one size, which travel side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(16, 16, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.sin(self.up(x)))
+
+
+@pytest.mark.compat
+@pytest.mark.usefixtures("fake_group_of_four")
+def test_what_one_launch_sends_is_kept_until_its_wait() -> None:
+    """Gradients, and slices, which forward saves for backward alone: backward may free these, and write to them."""
+    model = nn.Sequential(*[Even() for _ in range(3)])
+    for block in model:
+        fully_shard(block, reshard_after_forward=2)
+    run = torch.compile(fully_shard(model), fullgraph=True)
+    with no_kernels_built():
+        _, code = run_and_get_code(lambda: run(torch.zeros(8, 16)).sum().backward())[1]
+    num_sent = {"all_gather": 0, "reduce_scatter": 0}
+    for launch in re.finditer(r"(\w+) = torch.ops.fsdpc.(\w+)_members.default\(\[([^]]*)\]", code):
+        launched, kind, sent = launch.groups()
+        in_flight = code[launch.end() : code.index(f"wait_tensor.default({launched})")]
+        gone = set(re.findall(r"del (\w+)", in_flight)) & set(sent.split(", "))
+        assert not gone, f"{gone} of {launch[0]}"
+        num_sent[kind] += len(sent.split(", "))
+    assert num_sent == {"all_gather": 6, "reduce_scatter": 6}
+
+
 class Cut(nn.Module):
     """Small matrices that are cut evenly, unevenly and hardly at all, a table, a frozen weight and a scale."""
 
@@ -146,6 +179,20 @@ class Cut(nn.Module):
         return self.norm(x + self.third(torch.tanh(self.second(self.first(x)))) * self.scale)
 
 
+class FromARing(PlainAllGather):
+    """Waits by itself, and gathers into memory of its own: slices of one tensor, in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring = torch.empty(8, 4096)
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.ring[self.num_calls % len(self.ring)][: math.prod(size)]
+
+    def __call__(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
+        super().__call__(output, input, group, async_op=False)
+
+
 @pytest.mark.parametrize(
     ("path", "dim", "computes_in"),
     [("eager", 0, None), ("eager", 1, torch.float64), ("inductor", 1, None), ("own collectives", 1, None)],
@@ -153,7 +200,7 @@ class Cut(nn.Module):
 @on_three_ranks
 def test_members_of_a_bucket_travel_side_by_side(path: str, dim: int, computes_in: torch.dtype | None) -> None:
     """As on NCCL, where one launch sends them all; here there is one after another."""
-    unsharded, model = (nn.Sequential(Cut(), nn.Linear(6, 3)) for _ in range(2))
+    unsharded, model = (nn.Sequential(Cut(), nn.Linear(6, 3, bias=False)) for _ in range(2))
     model.load_state_dict(unsharded.state_dict())
     layout._PACK.remove("gloo")
     try:
@@ -165,8 +212,9 @@ def test_members_of_a_bucket_travel_side_by_side(path: str, dim: int, computes_i
             )
         fsdp_compile.configure(model, reduction="reduce_scatter")
         if path == "own collectives":
-            model[0].set_custom_all_gather(PlainAllGather())
-            model[0].set_custom_reduce_scatter(PlainReduceScatter())
+            for one in (model[0], model):
+                one.set_custom_all_gather(FromARing())
+                one.set_custom_reduce_scatter(PlainReduceScatter())
         train_and_compare(compiled(model, "inductor" if path == "inductor" else None), model, unsharded)
     finally:
         layout._PACK.add("gloo")

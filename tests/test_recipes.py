@@ -21,6 +21,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fsdp_compile import fully_shard
+from fsdp_compile.optim import muon_groups
 from tests.comparing import (
     assert_same_grads,
     assert_same_params,
@@ -356,6 +357,21 @@ def _teacher(blocks: list[str]) -> None:
     assert_same_params(model, unsharded, atol=1e-4, rtol=1e-3)
     assert_same_params(names["teacher"], frozen, atol=0, rtol=0)
     assert not any(param.requires_grad for param in names["teacher"].parameters())
+
+
+@section("Muon")
+def _muon(blocks: list[str]) -> None:
+    unsharded, model = twins()
+    names = play(*blocks, model=torch.compile(shard(model)), batch=mine())
+    hidden, others = (group["params"] for group in muon_groups(unsharded))
+    for param, other in zip(model.parameters(), unsharded.parameters()):
+        other.grad = full(param.grad).clone()
+    torch.optim.Muon(hidden, lr=0.02).step()
+    torch.optim.AdamW(others, lr=3e-4).step()
+    assert_same_params(model, unsharded, atol=0)
+    with Wire() as wire:
+        names["optim"].step()
+    assert wire.calls == {"all_to_all": 2}
 
 
 @section("Which optimizers")

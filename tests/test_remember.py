@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,6 +165,51 @@ def test_a_model_is_planned_as_it_was_before(tmp_path: Path, monkeypatch: pytest
         assert second == first and second.id == first.id and second.choice == first.choice
         plan("a100")
         assert searching.call_count == 2
+
+
+_PRINTS_ITS_KEY = """
+import os, warnings
+from unittest import mock
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compile import configure
+from fsdp_compile._torch_compat.process_groups import pretended_world
+from fsdp_compile.passes.budget import remember
+from tests.models import Stack, shard
+
+warnings.simplefilter("ignore")
+
+
+def stop(graph, said):
+    print(key(graph, said), flush=True)
+    os._exit(0)  # nothing is to run
+
+
+key = remember._key
+with pretended_world(4), mock.patch.object(remember, "_key", stop):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = shard(Stack(1), mesh=mesh)
+    configure(model, memory_budget="1GiB", profile="h100")
+    torch.compile(model, backend="aot_eager", fullgraph=True)(torch.zeros(2, 5, dtype=torch.long))
+"""
+
+
+@pytest.mark.more
+def test_the_key_is_the_same_under_every_hash_seed() -> None:
+    """Sets of strings are in another order in each process, as are the groups of replicas here."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", _PRINTS_ITS_KEY],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in "012"
+    ]
+    keys = [one.communicate()[0].strip() for one in started]
+    assert len(keys[0]) == 64 and len({*keys}) == 1
 
 
 @pytest.mark.parametrize(("said", "searches"), [(Budget(share=0.5), 2), (Budget(1 << 30), 1)])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -40,38 +41,84 @@ def group_for(purpose: str, ranks: Sequence[int], backend: str | None = None) ->
     return made
 
 
-Allocator = Callable[[list[int], torch.dtype, torch.device], torch.Tensor]
+class Pool:
+    """Memory for what collectives write to, in place of the caching allocator's; the pool reuses what was freed."""
+
+    def __init__(
+        self,
+        use: Callable[[], contextlib.AbstractContextManager[object]],
+        introduce: Callable[[torch.Tensor], object] | None = None,
+    ) -> None:
+        self.use = use  # what is allocated within comes from the pool, tensors and storages that are resized
+        self._introduce = introduce  # a tensor to the other ranks, which do it at the same time
+        self._known: set[tuple[int, int]] = set()  # addresses and sizes of tensors that the other ranks know
+
+    def register(self, tensor: torch.Tensor) -> None:
+        """Make a tensor's memory known to the other ranks if they do not know it yet."""
+        place = tensor.data_ptr(), tensor.nbytes
+        if self._introduce is not None and place not in self._known:
+            self._introduce(tensor)
+            self._known.add(place)
 
 
-def group_allocator(name: str, device: torch.device) -> Allocator:
-    """Return a function that allocates memory of a process group's backend.
+# One for all units that gather in a group, so that what one unit freed serves the next.
+_POOLS: weakref.WeakKeyDictionary[torch.distributed.ProcessGroup, dict[str, Pool]] = weakref.WeakKeyDictionary()
 
-    ``ProcessGroup._get_backend``, ``supports_tensor_alloc``, ``allocate_tensor``: 2.11 to 2.15.
+
+def group_pool(name: str, device: torch.device) -> Pool:
+    """Return the memory of a process group's backend; the ranks of the group call this together.
+
+    ``ProcessGroup._get_backend``, ``supports_tensor_alloc``, ``mem_allocator``, ``register_mem_pool``: 2.11 to 2.15.
     """
-    backend = process_group(name)._get_backend(device)
+    group = process_group(name)
+    backend = group._get_backend(device)
     if not backend.supports_tensor_alloc(device):
         raise RuntimeError(f"The {backend.name()} backend has no allocator for {device}: leave the setting off.")
 
-    def allocate(size: list[int], dtype: torch.dtype, where: torch.device) -> torch.Tensor:
-        return backend.allocate_tensor(math.prod(size), dtype=dtype, device=where).view(size)
+    def make() -> Pool:
+        module = torch.get_device_module(device)
+        memory = module.MemPool(backend.mem_allocator)
+        _connect(group, device)
+        backend.register_mem_pool(memory)  # type: ignore[attr-defined]  # and all that the pool allocates later
+        return Pool(lambda: module.use_mem_pool(memory, device))
 
-    return allocate
+    return _known_pool(group, "group", make)
 
 
-def symmetric_allocator(name: str, device: torch.device, backend: str) -> Allocator:
-    """Return a function that allocates a group's symmetric memory (``distributed._symmetric_memory``: 2.11 to 2.15)."""
+def symmetric_pool(name: str, device: torch.device, backend: str) -> Pool:
+    """Return a group's symmetric memory; its ranks call this, and gather into new memory, together.
+
+    ``distributed._symmetric_memory.set_backend``, ``get_mem_pool``, ``rendezvous``: 2.11 to 2.15.
+    """
     if device.type != "cuda":
         raise RuntimeError(f"Symmetric memory needs GPUs, but the parameters are gathered on {device}.")
     import torch.distributed._symmetric_memory as symmetric
 
-    symmetric.set_backend(backend)  # type: ignore[arg-type]
+    group = process_group(name)
 
-    def allocate(size: list[int], dtype: torch.dtype, where: torch.device) -> torch.Tensor:
-        tensor = symmetric.empty(math.prod(size), dtype=dtype, device=where)
-        symmetric.rendezvous(tensor, name)  # type: ignore[arg-type]
-        return tensor.view(size)
+    def make() -> Pool:
+        symmetric.set_backend(backend)  # type: ignore[arg-type]
+        _connect(group, device)
+        memory: Any = symmetric.get_mem_pool(device)
+        # By its name: a pool that held its group would keep it in _POOLS for ever.
+        return Pool(
+            lambda: torch.cuda.use_mem_pool(memory, device),
+            lambda tensor: symmetric.rendezvous(tensor, name),  # type: ignore[arg-type]
+        )
 
-    return allocate
+    return _known_pool(group, backend, make)
+
+
+def _connect(group: torch.distributed.ProcessGroup, device: torch.device) -> None:
+    """Run a first collective: NCCL connects ranks in that, and cannot register memory before."""
+    torch.distributed.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def _known_pool(group: torch.distributed.ProcessGroup, kind: str, make: Callable[[], Pool]) -> Pool:
+    pools = _POOLS.setdefault(group, {})
+    if kind not in pools:
+        pools[kind] = make()
+    return pools[kind]
 
 
 # Source code for a script that runs a graph with collectives by itself: process groups under the names in GROUPS that

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -169,10 +170,10 @@ class FSDPModule(ShardedModule, _FSDP2):
         refresh(unit)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Have the next forward's gathers wait for ``event`` instead of for all that is queued now."""
+        """Have the next gathers wait for ``event`` as well; unlike FSDP2's, they still wait for what is queued here."""
         if _unit(self).mesh.device.type == "cpu":
             return  # nothing is queued there: a step that was called is done
-        # Gathers are queued behind the current stream, so it is enough that this stream waits.
+        # Gathers, eager and compiled, are queued behind the current stream, so it is enough that this stream waits.
         streams.accelerator.wait(streams.accelerator.current(_unit(self).mesh.device), event)
 
     def set_gradient_divide_factor(self, factor: float, recurse: bool = False) -> None:
@@ -265,19 +266,14 @@ class FSDPModule(ShardedModule, _FSDP2):
         return None
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Take the buffers of collectives from the process group's own allocator, where it has one (NCCL)."""
-        unit = _unit(self)
-        _refuse_custom(unit, "set_allocate_memory_from_process_group")
-        allocator = process_groups.group_allocator(unit.mesh.group, unit.mesh.device) if enable else None
-        unit.settings.comms.allocator = allocator
-        refresh(unit)
+        """Gather into memory of the process group's allocator, if it has one (NCCL); all ranks call it. Eager only."""
+        pool_of = process_groups.group_pool if enable else None
+        _set_pools(_unit(self), "set_allocate_memory_from_process_group", pool_of)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Take the buffers of gathers from symmetric memory (GPUs)."""
-        unit = _unit(self)
-        _refuse_custom(unit, "set_symm_mem")
-        unit.settings.comms.allocator = process_groups.symmetric_allocator(unit.mesh.group, unit.mesh.device, backend)
-        refresh(unit)
+        """Gather into symmetric memory (GPUs); all ranks call this, and gather eagerly. Reductions never use it."""
+        pool_of = functools.partial(process_groups.symmetric_pool, backend=backend)
+        _set_pools(_unit(self), "set_symm_mem", pool_of)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for FSDP2's callers: every gather here is asynchronous on the current stream already."""
@@ -313,11 +309,15 @@ def _require_root(module: Any, method: str) -> Unit:
     return unit
 
 
-def _refuse_custom(unit: Unit, method: str) -> None:
-    custom = unit.settings.comms.custom
-    if custom is not None:
+def _set_pools(unit: Unit, method: str, pool_of: Callable[[str, torch.device], process_groups.Pool] | None) -> None:
+    """Have a unit gather into memory of these pools; None: of the caching allocator."""
+    custom, device = unit.settings.comms.custom or "", unit.mesh.device
+    if custom.startswith("set_custom_"):
         kind = custom.removeprefix("set_custom_").replace("_", " ")
         raise AssertionError(f"{unit.name}: cannot call {method}() when {kind} comm is custom. Leave out {custom}.")
+    groups = sorted({param.mesh.group for param in unit.params} - {""}, key=group_ranks)
+    unit.settings.comms.pools = {} if pool_of is None else {group: pool_of(group, device) for group in groups}
+    refresh(unit)
 
 
 def _require_one_mesh(unit: Unit, method: str) -> None:

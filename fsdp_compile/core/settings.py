@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from .._torch_compat.process_groups import Pool
 from ..passes.wire.layout import BUCKETINGS
 
 REDUCTIONS = ("auto", "reduce_scatter", "all_to_all")
@@ -24,8 +24,7 @@ class Comms:
     all_reduce: Callable[[Tensor], Tensor] | None = None
     all_reduce_hook: Callable[[Tensor], None] | None = None
     all_reduce_hook_stream: Any = None
-    # Allocates what gathers write to, in the place of the caching allocator: (size, dtype, device) -> tensor.
-    allocator: Callable[[list[int], torch.dtype, torch.device], Tensor] | None = None
+    pools: Mapping[str, Pool] = field(default_factory=dict)  # what gathers in a process group, by its name, write to
 
     @property
     def custom(self) -> str | None:
@@ -83,6 +82,6 @@ class Settings:
             "set_unshard_in_backward": not self.unshard_in_backward,
             "set_reshard_after_backward": not self.reshard_after_backward,
             "set_is_last_backward": not self.is_last_backward,
-            "set_allocate_memory_from_process_group_for_comm or set_symm_mem_for_comm": self.comms.allocator,
+            "set_allocate_memory_from_process_group_for_comm or set_symm_mem_for_comm": self.comms.pools,
         }
         return tuple(name for name, value in said.items() if value)

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from .._torch_compat import dtensors, subclasses
 from ..core.extension import releases_what_arrived, without_padding
 from ..core.param import ShardedParam
-from ..core.settings import Comms
 from ..core.spec import protocol_of
 from ..core.unit import Unit
 from ..passes import ParamSpec
@@ -60,7 +59,7 @@ class Extension:
             memory.take()
         for index, (tensor, spec) in enumerate(sent):
             lands_there = self._kept and type(tensor) is Tensor and spec.dim == 0 and spec.num_shards > 1
-            call = Caller(self._unit, [self._kept[index].data] if lands_there else (), comms=Comms())
+            call = Caller(self._unit, [self._kept[index].data] if lands_there else ())
             self._in_flight.append((lower.launch_gather(call, [tensor], [spec]), spec, call))
         written = [launched for launched, _, _ in self._in_flight]
         return [one for launched in written for one in (launched if isinstance(launched, list) else [launched])]

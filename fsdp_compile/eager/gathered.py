@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,7 +182,9 @@ class Gathered:
                 for (index,) in (bucket for bucket in away if bucket[0] in self._extensions):
                     self._extensions[index].ask()  # first: if it raises on this rank alone, others wait for nothing
                 for bucket in away:
-                    self._launch(bucket, aside, home)
+                    pool = self.unit.settings.comms.pools.get(self.specs[bucket[0]].group)
+                    with nullcontext() if pool is None else pool.use():
+                        self._launch(bucket, aside, home)
         except BaseException:
             self.drop()
             self._give_back({index for bucket in away for index in bucket} - self._here)

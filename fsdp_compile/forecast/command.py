@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from .._torch_compat.process_groups import pretended_world
 from ..passes import Budget, load_profile
+from ..passes.cost.profiles import PROFILES
 from ..tools.tables import console_for_output
 from .forecast import OPTIMIZERS, Configuration, Forecast, Hardware
 from .joint import FULL, NONE, PRECISIONS, SELECTIVE, Mistake
@@ -38,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "batch_size and sequence); or the path of a Hugging Face config.json")  # fmt: skip
     add("--world-size", metavar="N", help="ranks in all; default: those of --mesh")
     add("--mesh", metavar="REPLICASxSHARDS", help="such as 8x64, or 512; default: all ranks share parameters out")
-    add("--hardware", metavar="NAME", default="h100", help="a100, h100, h200, b200, cpu, or a file that `fsdp-compile "
+    add("--hardware", metavar="NAME", default="h100", help=f"{', '.join(PROFILES)}, or a file that `fsdp-compile "
         "calibrate` wrote; default: %(default)s")  # fmt: skip
     add("--batch", metavar="BATCHxSEQUENCE", help=f"of one rank; default: {_BATCH[0]}x{_BATCH[1]}")
     add("--memory", metavar="BYTES", help="what a rank may use, such as 70GiB; default: what the hardware has")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +58,22 @@ def lower_as_collective(op: torch._ops.OpOverload) -> None:
 def lower_as_wait(op: torch._ops.OpOverload) -> None:
     """Have Inductor generate a call of ``op(launched)``, which returns its input, by the rules of ``wait_tensor``.
 
-    ``ir._WaitKernel.create_wait``; ``lowering.register_lowering`` and ``add_layout_constraint`` with
-    ``constrain_to_fx_strides``: 2.11 to 2.15.
+    All that the launch sent counts as read by the wait, so it is neither freed nor overwritten before. Inductor's own
+    wait reads only the first tensor. ``ir._WaitKernel.create_wait``, ``get_volatile_reads``, ``_CollectiveKernel``;
+    ``lowering.register_lowering`` and ``add_layout_constraint`` with ``constrain_to_fx_strides``: 2.11 to 2.15.
     """
     from torch._inductor import ir
     from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
 
+    class Wait(ir._WaitKernel):
+        def get_volatile_reads(self) -> Sequence[Any]:
+            (launched,) = self.inputs
+            if isinstance(launched, ir._CollectiveKernel):
+                return launched.inputs
+            return super().get_volatile_reads()
+
     def lowering(launched: Any) -> Any:
-        ir._WaitKernel.create_wait(op, launched)
+        Wait.create_wait(op, launched)
         return launched
 
     add_layout_constraint(op, constrain_to_fx_strides)

@@ -15,7 +15,6 @@ product before that. The op ``behind`` adds a dependency where data does not:
     mm_2 = mm(x, w2)        mm_2 = mm(x, w2);  behind(mm_2, mm_1)
 
 Inductor makes no code of it. The pass runs last, since ``behind`` looks like a reader of ``mm_1`` and reads nothing.
-It also has all that one launch sends live until the wait: ``were_sent`` reads it there.
 Inductor may fuse what stands between two products, unless the plan has activations recomputed, so that bytes count:
 
     planned      ga = mm(gy, w)  u = mm(x, v)  a = gelu(u)  dw = mm(a, gy)  gu = gelu'(u, ga)    a is freed before gu
@@ -31,8 +30,7 @@ from ..cost.fusion import computes_inputs
 from ..cost.roofline import is_product
 from ..ir.aliases import base_of, inputs_of, is_free
 from ..ir.meta import LARGE_END, ROLE
-from ..ir.nodes import emit
-from ..wire.collectives import c10d, is_launch, wait_tensor, were_sent
+from ..wire.collectives import c10d, is_launch, wait_tensor
 from ..wire.ledger import begin
 from ..wire.spec import define_op
 
@@ -51,8 +49,6 @@ def hold_order(graph: fx.Graph, loops: bool) -> int:
     With ``loops``, the pointwise ops and reductions that such a node reads depend on the last product before them.
     """
     compat.lower_as_dependency(behind)
-    for launch in [node for node in graph.nodes if is_launch(node)]:
-        _hold_what_is_sent(launch)
     kept: list[fx.Node] = []  # launches, waits and products: each runs after all that stand before it
     after: dict[fx.Node, int] = {}  # the last of these that a node runs after
     last_product, num_held = -1, 0
@@ -67,15 +63,6 @@ def hold_order(graph: fx.Graph, loops: bool) -> int:
         elif node in read and (not is_free(node) if ROLE in node.meta else loops and computes_inputs(node)):
             num_held += _hold(node, kept, last_product, after)
     return num_held
-
-
-def _hold_what_is_sent(launch: fx.Node) -> None:
-    """Have Inductor neither free nor overwrite what a launch with several inputs sends before that has arrived."""
-    sent = {base_of(one): one for one in launch.all_input_nodes}
-    written = [one for base, one in sent.items() if base.op != "placeholder"]
-    for wait in launch.users if len(sent) > 1 and written else ():
-        with launch.graph.inserting_after(wait):
-            emit(launch.graph, were_sent, wait, written)
 
 
 def _is_kept(node: fx.Node) -> bool:

@@ -180,7 +180,7 @@ def default_profile(device: torch.device) -> HardwareProfile:
         return PROFILES["cpu"]
     if device.type == "cuda":
         called = torch.cuda.get_device_name(device)
-        closest = next((name for name in PROFILES if name in called.lower()), "h100")
+        closest = max((name for name in PROFILES if name in called.lower()), key=len, default="h100")
         if not re.search(rf"\b{closest}\b", called.lower()) or any(one in called.lower() for one in _OTHER_CARDS):
             warnings.warn(
                 f"There is no built-in hardware profile for {called}, so its steps are predicted as an {closest}'s. "

@@ -201,74 +201,88 @@ def _check(
         raise ValueError(f"{where} is {value!r}. Give a number {wanted}.")
 
 
+# What programs reach comes from measurements of parts: of one product, one kernel, one collective. No figure was fitted
+# to a training run. Beside each: the title, the address, and what it says.
+
 # Latencies of NVIDIA's eight-GPU nodes, before a byte has moved: estimates, as data sheets do not give them. A
 # collective inside a node takes about 20 us however small (passes/wire/layout.py), one between nodes about twice that.
 _NVLINK_S, _NVLINK_STEP_S = 15e-6, 2e-6
 _INFINIBAND_S, _INFINIBAND_STEP_S = 25e-6, 5e-6
-# NCCL's kernels hold multiprocessors while they run. calculon (systems/a100_80g.json) takes 15 % of an A100 for NVLink
-# and 2 % for InfiniBand; nothing better was found for the others.
-_NVLINK_SLOWS, _INFINIBAND_SLOWS = 0.15, 0.02
-# Measured 0.82 on 8 H100: all-reduce of large buffers at 370 of 450 GB/s ("How to Scale Your Model", GPUs). 8 A100
-# reach 230 to 250 of 300 GB/s in nccl-tests. Nothing was found for B200, which is taken to be alike.
-_NVLINK_EFFICIENCY = 0.82
-_INFINIBAND_EFFICIENCY = 0.85  # an estimate: operators' acceptance tests want 80 to 90 % of the line rate
-# Copies on Hopper reach 90 % of the data sheet's bandwidth in published probes; the others are taken to be alike.
-_HBM_EFFICIENCY = 0.9
+# NCCL's kernels hold multiprocessors while they run. "Characterizing Compute-Communication Overlap in GPU-Accelerated
+# Distributed Deep Learning" (arXiv 2507.03114; A100, H100 and others): compute takes 18.9 % longer on average beside
+# NVLink collectives. Between A100 nodes alone: 2 % in calculon (systems/a100_80g.json). Hopper's matmuls launch a block
+# for each multiprocessor, and take two turns where some are held, by whichever link: 47 % of the peak beside an
+# all-gather instead of 80 (forums.developer.nvidia.com/t/337991), twice as long beside FSDP's collectives
+# (pytorch/pytorch, issue 143988). So they lose 41 %, and other kernels, some 30 % of a step, 16. Blackwell is taken to
+# be alike.
+_AMPERE_SLOWS, _AMPERE_BETWEEN_SLOWS, _HOPPER_SLOWS = 1 - 1 / 1.189, 0.02, 0.34
+# All-gathers of 16 GB between 8 H100: 360 of 450 GB/s, "exactly what we'd expect" (NVIDIA/nccl-tests, issue 326). 8
+# A100 reach 230 to 250 of 300; Blackwell is taken to be alike.
+_NVLINK_EFFICIENCY = 0.8
+# An adapter of 400 Gb/s, 50 GB/s: 46 to 48 GB/s (NVIDIA/nccl-tests, issue 290).
+_INFINIBAND_EFFICIENCY = 0.92
+# Inductor's pointwise kernels on large tensors: 2.2 of 2.4 TB/s, on an H100 of Meta (pytorch/ao,
+# torchao/testing/training/roofline_utils.py). Other cards are taken to be alike.
+_HBM_EFFICIENCY = 0.92
 # Memory is what torch reports of these cards (total_memory), in whole GiB. Data sheets round, and some count GB: an 80
 # GB card has 79.1 GiB, an H200 139.8, a B200 178.4.
 
-# The gap between two kernels that depend on one another, without CUDA graphs: an estimate.
+# A Triton kernel of one element takes 2 us of an H100 (the same file of pytorch/ao).
 _GPU_KERNEL_S = 2e-6
 
 
-def _infiniband(gbit_per_s: float) -> Link:
+def _infiniband(gbit_per_s: float, slows_compute: float) -> Link:
     """Return the link of one adapter per GPU, as in NVIDIA's DGX systems."""
     return Link(
         latency_s=_INFINIBAND_S,
         step_s=_INFINIBAND_STEP_S,
         bytes_per_s=gbit_per_s * 1e9 / 8,
         efficiency=_INFINIBAND_EFFICIENCY,
-        slows_compute=_INFINIBAND_SLOWS,
+        slows_compute=slows_compute,
     )
 
 
-def _nvlink(both_directions: float) -> Link:
+def _nvlink(both_directions: float, slows_compute: float) -> Link:
     """Return a link from NVIDIA's figure, the sum of both directions; a collective has one of them."""
     return Link(
         latency_s=_NVLINK_S,
         step_s=_NVLINK_STEP_S,
         bytes_per_s=both_directions / 2,
         efficiency=_NVLINK_EFFICIENCY,
-        slows_compute=_NVLINK_SLOWS,
+        slows_compute=slows_compute,
     )
 
 
 # NVIDIA A100 Tensor Core GPU data sheet (nvidia-a100-datasheet-us-nvidia-1758950-r4), A100 80GB SXM, dense figures:
 # FP64 tensor core 19.5, FP32 19.5, TF32 156, BF16 and FP16 312 TFLOPS; 80 GB, 2,039 GB/s; NVLink 600 GB/s, PCIe Gen4
-# 64 GB/s, of both directions. DGX A100 data sheet: eight 200 Gb/s adapters for eight GPUs. Matmuls: the best shape
-# reaches 268 of 312 (86 %; stas00/ml-engineering, "Maximum Achievable Matmul FLOPS"); less for a model's shapes: an
-# estimate. Attention: 50 to 73 % of the peak (FlashAttention-2, arXiv 2307.08691), 62 of the 78 % that matmuls reach.
+# 64 GB/s, of both directions. DGX A100 data sheet: eight 200 Gb/s adapters for eight GPUs. Matmuls: 257 of 312 for
+# normally distributed data, 295 for zeros ("Strangely, Matrix Multiplications on GPUs Run Faster When Given
+# 'Predictable' Data!", www.thonking.ai/p/strangely-matrix-multiplications). Attention: 50 to 73 % of the peak
+# (FlashAttention-2, arXiv 2307.08691); 62 of the 82 % that matmuls reach.
 _A100 = HardwareProfile(
     name="a100",
     backend="nccl",
     flops={"float64": 19.5e12, "float32": 19.5e12, "tf32": 156e12, "bfloat16": 312e12, "float16": 312e12},
-    matmul_efficiency=0.78,
+    matmul_efficiency=0.82,
     memory_bytes=79 << 30,
     memory_bytes_per_s=2.039e12,
     host_bytes_per_s=32e9,
     memory_efficiency=_HBM_EFFICIENCY,
     kernel_s=_GPU_KERNEL_S,
     ranks_per_node=8,
-    inside=_nvlink(600e9),
-    between=_infiniband(200),
-    attention_efficiency=0.79,
+    inside=_nvlink(600e9, _AMPERE_SLOWS),
+    between=_infiniband(200, _AMPERE_BETWEEN_SLOWS),
+    attention_efficiency=0.76,
 )
 
 # NVIDIA H100 Tensor Core GPU data sheet, H100 SXM: FP64 tensor core 67, FP32 67; with sparsity, which is twice the
 # dense figure: TF32 989, BF16 and FP16 1,979, FP8 3,958 TFLOPS; 80 GB, 3.35 TB/s; NVLink 900 GB/s, PCIe Gen5 128
-# GB/s. DGX H100 user guide: eight ConnectX-7 of 400 Gb/s for eight GPUs. Matmuls of a model's shapes: 720 of 989
-# (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1: Training"). Attention: the kernel that torch takes,
-# FlashAttention-2, reaches 35 % of the peak (FlashAttention-3, arXiv 2407.08608), 35 of the 73 % that matmuls do.
+# GB/s. DGX H100 user guide: eight ConnectX-7 of 400 Gb/s for eight GPUs. Matmuls: 8 H200, whose chip is the same, at
+# their power limit and all at once reach 699 of 989 for the best shape, within 4.5 % of one another; a step waits for
+# the slowest, 683 (stas00/ml-engineering, compute/accelerator/benchmarks/README.md, "alone vs all-8 concurrent").
+# Attention: cuDNN's kernel, which torch prefers from cuDNN 9.15 on (sdp_utils.cpp): 529 forward and 518 backward for
+# heads of 128 and 8,192 tokens, together 521 (FlashAttention-3, arXiv 2407.08608, figures 5 and 6), 53 of the 69 %.
+# FlashAttention-2, which earlier versions took, reaches 322.
 _HOPPER_FLOPS = {
     "float64": 67e12, "float32": 67e12, "tf32": 494.5e12, "bfloat16": 989.5e12, "float16": 989.5e12,
     "float8_e4m3fn": 1979e12, "float8_e5m2": 1979e12,
@@ -277,16 +291,16 @@ _H100 = HardwareProfile(
     name="h100",
     backend="nccl",
     flops=_HOPPER_FLOPS,
-    matmul_efficiency=0.73,
+    matmul_efficiency=0.69,
     memory_bytes=79 << 30,
     memory_bytes_per_s=3.35e12,
     host_bytes_per_s=64e9,
     memory_efficiency=_HBM_EFFICIENCY,
     kernel_s=_GPU_KERNEL_S,
     ranks_per_node=8,
-    inside=_nvlink(900e9),
-    between=_infiniband(400),
-    attention_efficiency=0.48,
+    inside=_nvlink(900e9, _HOPPER_SLOWS),
+    between=_infiniband(400, _HOPPER_SLOWS),
+    attention_efficiency=0.76,
 )
 
 # NVIDIA H200 Tensor Core GPU data sheet, H200 SXM: the compute figures of H100 SXM; 141 GB, 4.8 TB/s; NVLink 900 GB/s.
@@ -295,9 +309,10 @@ _H200 = dataclasses.replace(_H100, name="h200", memory_bytes=139 << 30, memory_b
 
 # NVIDIA Blackwell architecture technical brief and HGX B200 page, one of eight GPUs: FP64 40, FP32 80, dense TF32
 # 1,100, BF16 and FP16 2,250 (36 PFLOPS for eight, with sparsity), FP8 4,500 TFLOPS; NVLink 1.8 TB/s. DGX B200 data
-# sheet: 1,440 GB and 64 TB/s for eight, ConnectX-7 of 400 Gb/s for each, hosts with PCIe Gen5. Matmuls of a model's
-# shapes: 1,448 to 1,562 of 2,250 (arXiv 2604.23466); the best shape 1,745. Attention: nothing was found for the kernel
-# that torch takes, and as fast as matmuls is too fast.
+# sheet: 1,440 GB and 64 TB/s for eight, ConnectX-7 of 400 Gb/s for each, hosts with PCIe Gen5. Matmuls: 1,426 of 2,250
+# at the power limit, within 10.4 % of one another, so 1,352 on the slowest of eight (the same page as for H200).
+# Attention: 1,418 forward, 1,118 backward, together 1,190 with FlashAttention-4 (Dao-AILab/flash-attention, pull
+# request 2280): 53 of the 60 %. cuDNN's kernel is taken to be alike.
 _B200 = dataclasses.replace(
     _H100,
     name="b200",
@@ -305,11 +320,29 @@ _B200 = dataclasses.replace(
         "float64": 40e12, "float32": 80e12, "tf32": 1100e12, "bfloat16": 2250e12, "float16": 2250e12,
         "float8_e4m3fn": 4500e12, "float8_e5m2": 4500e12,
     },
-    matmul_efficiency=0.69,
+    matmul_efficiency=0.6,
     memory_bytes=178 << 30,
     memory_bytes_per_s=8e12,
-    inside=_nvlink(1800e9),
-    attention_efficiency=1.0,
+    inside=_nvlink(1800e9, _HOPPER_SLOWS),
+    attention_efficiency=0.88,
+)  # fmt: skip
+
+# NVIDIA GB200 NVL72 data sheet, one of 72 GPUs: FP64 40, FP32 80, dense TF32 1,250, BF16 and FP16 2,500, FP8 5,000
+# TFLOPS; 186 GB (2 GiB are taken off, as of a B200), 8 TB/s; NVLink 1.8 TB/s between all 72; NVLink-C2C 900 GB/s, of
+# both directions, between a CPU and its two GPUs; ConnectX-7 of 400 Gb/s for each. Matmuls: the best shape reaches
+# 1,822 in a short burst (stas00/ml-engineering, compute/accelerator/README.md), 73 % where a B200 reaches 78. Nothing
+# was found for long runs and for attention: the shares of a B200. All-reduces between 72 reach 839 of 900 GB/s with
+# NVLink SHARP (coreweave/nccl-tests, pull request 43), which does nothing for gathers.
+_GB200 = dataclasses.replace(
+    _B200,
+    name="gb200",
+    flops={
+        "float64": 40e12, "float32": 80e12, "tf32": 1250e12, "bfloat16": 2500e12, "float16": 2500e12,
+        "float8_e4m3fn": 5000e12, "float8_e5m2": 5000e12,
+    },
+    memory_bytes=184 << 30,
+    host_bytes_per_s=225e9,
+    ranks_per_node=72,
 )  # fmt: skip
 
 # One core of a server and gloo: no data sheet says what a rank has of a CPU. These are round figures from `fsdp-compile
@@ -343,4 +376,4 @@ _CPU = HardwareProfile(
     between=Link(latency_s=2e-4, step_s=1e-4, bytes_per_s=1.25e9, efficiency=0.9, slows_compute=0.2),
 )
 
-PROFILES = {one.name: one for one in (_CPU, _A100, _H100, _H200, _B200)}
+PROFILES = {one.name: one for one in (_CPU, _A100, _H100, _H200, _B200, _GB200)}

@@ -51,7 +51,6 @@ gloo_all_gather = define_op(
 )
 
 
-
 def _members_gathered(shards: Sequence[Tensor], group_size: int, group_name: str) -> Tensor:
     del group_name
     lengths = [shard.numel() * group_size for shard in shards]
@@ -122,15 +121,6 @@ wait_tensor = define_op("wait_tensor(Tensor(a) launched) -> Tensor(a)", wait, la
 compat.leave_all_to_python(wait)
 
 
-def _were_sent(waited: Tensor, sent: Sequence[Tensor]) -> Tensor:
-    del sent
-    return waited.new_empty(0)
-
-
-# Inductor keeps only a collective's first input until the wait. This op stands behind the wait and reads them all.
-were_sent = define_op("were_sent(Tensor waited, Tensor[] sent) -> Tensor", _were_sent)
-fx.node.has_side_effect(were_sent)
-
 # The name of each launch; two ops with one name look the same to other ranks.
 KIND_OF: dict[Any, str] = {
     gloo_all_gather: "all_gather",
@@ -158,7 +148,7 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def let_inductor_see_collectives() -> None:
-    """Tell Inductor which of our ops launch and wait: a launch's input lives until its wait, and none is dropped."""
+    """Tell Inductor which of our ops launch and wait: what a launch sends lives until its wait, and none is dropped."""
     kernels_compat.lower_as_wait(wait_tensor)
     kernels_compat.lower_as_collective(gloo_all_gather)
     kernels_compat.lower_as_collective(all_gather_members)

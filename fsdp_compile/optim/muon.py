@@ -1,0 +1,220 @@
+"""Muon on sharded matrices: one rank orthogonalizes each matrix, while other ranks do so with other matrices.
+
+    torch.optim.Muon     every rank gathers inside every Newton-Schulz step, and computes every matrix
+    ours                 momentum on the shards -> exchange to the owners -> Newton-Schulz -> exchange back -> shards
+
+The numbers are those of ``torch.optim.Muon`` on the unsharded model. It computes in bfloat16, so bfloat16 travels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+
+from .owners import Owners
+
+_RATIOS: dict[str, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
+}
+_DEFAULT_RATIO = "original"
+_ALGORITHMS = ("muon", "adamw")
+
+
+class Muon(Optimizer):
+    """``torch.optim.Muon`` for sharded models, with AdamW for what is no matrix.
+
+    A group may say ``algorithm="muon"`` or ``"adamw"``. In other groups, matrices get Muon and the rest gets AdamW with
+    the settings ``adamw``. Muon is for hidden layers: ``muon_groups(model)`` keeps embeddings and heads apart.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        adamw: Mapping[str, Any] | None = None,
+    ) -> None:
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError(f"lr is a tensor of {lr.numel()} elements. Give it one.")
+        for name, value in (("lr", float(lr)), ("momentum", momentum), ("weight_decay", weight_decay)):
+            if value < 0.0:
+                raise ValueError(f"{name} is {value}. It cannot be negative.")
+        if (adjust_lr_fn or _DEFAULT_RATIO) not in _RATIOS:
+            raise ValueError(f"adjust_lr_fn is {adjust_lr_fn!r}. Choose one of {[*_RATIOS]}.")
+        if len(ns_coefficients) != 3 or not 0 < ns_steps < 100:
+            raise ValueError(
+                f"ns_coefficients are {ns_coefficients} and ns_steps is {ns_steps}. Give three coefficients, and from "
+                "1 to 99 steps."
+            )
+        self._adamw = AdamW([torch.zeros(1)], **(adamw or {}))
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        self._owners: tuple[list[Tensor], Owners] | None = None
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; one without an ``algorithm`` becomes two if it has matrices and other parameters."""
+        given = param_group["params"]
+        if isinstance(given, set):
+            raise TypeError("A group's parameters are a set, which has no order. Give a list: ranks need one order.")
+        named = [given] if isinstance(given, Tensor) else list(given)
+        algorithm = param_group.get("algorithm")
+        if algorithm not in (None, *_ALGORITHMS):
+            raise ValueError(f"A group's algorithm is {algorithm!r}. Choose one of {_ALGORITHMS}.")
+        matrices = [one for one in named if _param(one).ndim == 2]
+        others = [one for one in named if _param(one).ndim != 2]
+        if algorithm == "muon" and others:
+            name = others[0][0] if isinstance(others[0], tuple) else "one"
+            raise ValueError(
+                f"Muon takes matrices, and {name} of a group with algorithm='muon' has the shape "
+                f"{tuple(_param(others[0]).shape)}. Put it into a group with algorithm='adamw'."
+            )
+        if algorithm == "adamw":
+            matrices, others = [], named
+        if matrices or not named:
+            super().add_param_group({**param_group, "params": matrices, "algorithm": "muon"})
+        if others:
+            settings = {**self._adamw.defaults, **param_group}
+            super().add_param_group({**settings, "params": others, "algorithm": "adamw"})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # torch.optim.Muon's have no algorithm
+            group.setdefault("algorithm", "muon" if all(one.ndim == 2 for one in group["params"]) else "adamw")
+        self._owners = None
+
+    # Dynamo would trace the AdamW that was there first, and torch's caches take shards of unequal lengths for equal.
+    @torch.compiler.disable
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have gradients; every rank calls this, with gradients of the same parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        updates = [
+            (group, param)
+            for group in self.param_groups
+            for param in (group["params"] if group["algorithm"] == "muon" else ())
+            if param.grad is not None
+        ]
+        if updates:
+            self._update(*zip(*updates))
+        others = [group for group in self.param_groups if group["algorithm"] == "adamw"]
+        if others:
+            # One optimizer with one state: AdamW works on this one's.
+            self._adamw.param_groups, self._adamw.state = others, self.state
+            self._adamw.step()
+        return loss
+
+    def _update(self, groups: Sequence[dict[str, Any]], params: Sequence[Tensor]) -> None:
+        def compute(places: Sequence[int], wholes: Sequence[Tensor]) -> list[Tensor]:
+            alike: dict[Any, list[int]] = {}
+            for number, place in enumerate(places):
+                group = groups[place]
+                settings = tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"]
+                alike.setdefault((wholes[number].shape, settings), []).append(number)
+            results: list[Any] = [None] * len(wholes)
+            for (_, settings), numbers in alike.items():
+                done = orthogonalized(torch.stack([wholes[number] for number in numbers]), *settings)
+                for number, one in zip(numbers, done):
+                    results[number] = one
+            return results
+
+        directions = [self._direction(group, param).bfloat16() for group, param in zip(groups, params)]
+        for group, param, result in zip(groups, params, self._owners_of(params).run(directions, compute)):
+            lr = float(group["lr"])
+            rows, columns = param.shape
+            local = _local(param)
+            local.mul_(1 - lr * group["weight_decay"])
+            local.add_(result, alpha=-lr * _RATIOS[group["adjust_lr_fn"] or _DEFAULT_RATIO](rows, columns))
+
+    def _direction(self, group: dict[str, Any], param: Tensor) -> Tensor:
+        """Add the gradient to the momentum; return this rank's part of the matrix that will be orthogonalized."""
+        grad = param.grad
+        assert grad is not None
+        if grad.is_complex() or grad.is_sparse:
+            raise RuntimeError(f"Muon takes dense real gradients, not one of {grad.dtype}, {grad.layout}.")
+        state = self.state[param]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
+        momentum, new = _local(state["momentum_buffer"]), _local(grad)
+        momentum.lerp_(new, 1 - group["momentum"])
+        return new.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+
+    def _owners_of(self, params: Sequence[Tensor]) -> Owners:
+        """Return the owners of these parameters: those of the last step if it updated the same parameters."""
+        if self._owners is None or [*map(id, self._owners[0])] != [*map(id, params)]:
+            self._owners = [*params], Owners(params, _cost)
+        return self._owners[1]
+
+
+def orthogonalized(
+    matrices: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float
+) -> Tensor:
+    """Return matrices ``[number, rows, columns]`` with singular values near one, by Newton-Schulz iteration."""
+    wide = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
+    a, b, c = coefficients
+    norms = torch.stack([one.norm() for one in wide])
+    x = wide / norms.clamp(min=eps).view(-1, 1, 1)
+    for _ in range(num_steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if wide is not matrices else x
+
+
+def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Return the model's parameters in two groups: matrices of hidden layers, and all others for AdamW.
+
+    Embeddings, what is tied to one, and linear layers with a row for each row of an embedding (heads) are for AdamW.
+    """
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    rows = {module.num_embeddings for module in tables}
+    apart = {id(param) for module in tables for param in module.parameters(recurse=False)}
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.out_features in rows:
+            apart.update(id(param) for param in module.parameters(recurse=False))
+    named = list(model.named_parameters())
+    hidden = [(name, param) for name, param in named if param.ndim == 2 and id(param) not in apart]
+    names = {name for name, _ in hidden}
+    others = [(name, param) for name, param in named if name not in names]
+    groups = [{"params": hidden, "algorithm": "muon"}, {"params": others, "algorithm": "adamw"}]
+    return [group for group in groups if group["params"]]
+
+
+def _cost(size: torch.Size) -> float:
+    """Return the multiplications of one iteration, all but a factor."""
+    short, long = sorted(size)
+    return float(short * short * (2 * long + short))
+
+
+def _param(given: Any) -> Tensor:
+    """Return the parameter of an entry, which is the parameter or a pair of its name and it."""
+    return given[1] if isinstance(given, tuple) else given
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
