@@ -47,6 +47,7 @@ from .schedule.slices import chosen_slices, slices, use_first_gather
 from .source import source_hash
 from .wire.collectives import is_launch, let_inductor_see_collectives
 from .wire.ledger import ledger
+from .wire.lower import let_inductor_see_offloaded
 from .wire.packing import let_inductor_call_copies
 
 Pass = Callable[[fx.Graph, Plan], int]
@@ -113,6 +114,7 @@ class PassManager(CustomGraphPass):
         if has_markers(graph):
             let_inductor_see_collectives()
             let_inductor_call_copies()
+            let_inductor_see_offloaded()
             stage = _stage(graph)
             if stage == "inference":
                 annotate(graph)

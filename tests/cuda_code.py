@@ -30,6 +30,9 @@ from torch._inductor.runtime import triton_helpers
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from fsdp_compile.core.unit import Unit
+from fsdp_compile.passes.ir.aliases import base_of
+
 GPU = torch.device("cuda", 0)
 H100 = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
@@ -64,7 +67,7 @@ class Codes:
         """Compile like Inductor, for the GPU; what comes out is not run."""
         from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(module, inputs, inner_compile=self._inner, **options)
+        return compile_fx(module, inputs, inner_compile=self._inner, config_patches=options or None)
 
     def _inner(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx_inner
@@ -101,21 +104,28 @@ def _not_run(*inputs: Any) -> Any:
 
 
 def _on_gpu(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """Have the graph compute on the GPU, and return its inputs there: fake tensors, as all of the graph's values."""
+    """Have the graph compute on the GPU, and return its inputs there: fake tensors, as all of the graph's values.
+
+    Our markers name the device of an offloaded shard by a string; such a shard stays on the CPU.
+    """
+    on_cpu = set()
     for node in module.graph.nodes:
-        # Our markers name the device of an offloaded shard by a string, which stays.
-        if node.op == "call_function" and isinstance(node.kwargs.get("device"), torch.device):
-            node.kwargs = {**node.kwargs, "device": GPU}
+        device = node.kwargs.get("device")
+        if node.op == "call_function" and device:
+            node.kwargs = {**node.kwargs, "device": str(GPU) if isinstance(device, str) else GPU}
+            if isinstance(device, str) and "unshard" in node.name:
+                on_cpu.add(base_of(node.args[0]))
     module.recompile()
+    stays = [node in on_cpu for node in module.graph.find_nodes(op="placeholder")]
     fake_mode = next(one.fake_mode for one in inputs if isinstance(one, FakeTensor))
 
-    def moved(one: Any) -> Any:
-        if not isinstance(one, FakeTensor):
+    def moved(one: Any, stays: bool) -> Any:
+        if stays or not isinstance(one, FakeTensor):
             return one
         return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=GPU)
 
     with fake_mode:
-        on_gpu = [moved(one) for one in inputs]
+        on_gpu = [moved(*each) for each in zip(inputs, stays, strict=True)]
     FakeTensorProp(module, fake_mode).propagate_dont_convert_inputs(*on_gpu)
     return on_gpu
 
@@ -189,7 +199,9 @@ def code_of(model: Any, *batch: Tensor, **options: Any) -> Codes:
     torch._dynamo.reset()
     codes = Codes()
     at_once = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
-    with at_once, contextlib.suppress(NotRun):
+    # While it is traced, the model computes on the CPU, where offloaded shards are, so none would be copied.
+    elsewhere = mock.patch.object(Unit, "computes_elsewhere", property(lambda unit: unit.offload))
+    with at_once, elsewhere, contextlib.suppress(NotRun):
         torch.compile(model, backend=codes.backend, **options)(*batch)
     return codes
 

@@ -30,9 +30,10 @@ from fsdp_compile.passes import (
 from fsdp_compile.passes.apply.insert import insert
 from fsdp_compile.passes.cost.fusion import fused_away, kernels_of
 from fsdp_compile.passes.cost.profiles import PROFILES, Fit
-from fsdp_compile.passes.cost.roofline import group_of, node_flops, sent_by, slowdown
+from fsdp_compile.passes.cost.roofline import group_of, launch_seconds, node_flops, sent_by, slowdown
 from fsdp_compile.passes.ir.aliases import DEFAULT_SIZE, base_of, is_free, storages_of
 from fsdp_compile.passes.schedule.planner import plan_graph
+from fsdp_compile.passes.wire.collectives import is_launch
 from tests.test_passes import BF16, Builder, replicated, spec
 
 aten = torch.ops.aten
@@ -102,11 +103,15 @@ def test_bytes_that_are_read_are_those_that_are_there() -> None:
 
 
 def test_copies_to_and_from_the_cpu_take_the_slow_way() -> None:
-    b = Builder()
-    graph = b.output(b.call(aten.relu.default, b.unshard(b.input("shard", 2, 3), spec(device="cpu"))))
-    insert(graph, plan_graph(graph, "forward"))
-    copy = next(node for node in graph.nodes if "to_device" in str(node.target))
-    assert node_seconds(copy, TOY) == pytest.approx(1e-6 + 2 * 3 * 4 / (1e10 * 0.8))
+    group = Group(2, 2)
+    launches = []
+    for device in ("", "cpu"):
+        b = Builder()
+        graph = b.output(b.call(aten.relu.default, b.unshard(b.input("shard", 2, 3), spec(device=device))))
+        insert(graph, plan_graph(graph, "forward"))
+        launches.append(next(node for node in graph.nodes if is_launch(node)))
+    there, offloaded = (launch_seconds(launch, group, TOY) for launch in launches)
+    assert offloaded - there == pytest.approx(2 * 3 * 4 / (1e10 * 0.8))
 
 
 def test_pointwise_ops_are_computed_where_they_are_read() -> None:

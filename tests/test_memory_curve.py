@@ -239,10 +239,10 @@ def test_offloaded_shards_and_their_gradients_are_not_in_the_devices_memory() ->
     insert(graph, plan)
     curve = memory_curve(graph)
     names = {one.storage.node.name for one in lifetimes(graph)}
-    assert "to_device_default" in names and not {"shard", "to_host_default"} & names
+    assert "gather_offloaded_default" in names and not {"shard", "to_host_default"} & names
     assert curve.input_bytes == 48 and curve.live_bytes[-1] == 48  # the tangent; what is returned of the two
     made = {name for one in events_of(graph, load_profile("h100"), {"g": Group(2, 2)}) for name, _ in one.allocs}
-    assert "to_device_default" in made and "to_host_default" not in made
+    assert "gather_offloaded_default" in made and "to_host_default" not in made
 
 
 @pytest.mark.parametrize("op", [aten.split.Tensor, aten.chunk.default, aten.unbind.int])

@@ -32,7 +32,7 @@ from tests.models import (
 from tests.recording import recorded
 
 LETTERS = {
-    r"all_gather_(into_tensor|members)\.default\(": "G",
+    r"(all_gather_(into_tensor|members)|gather_offloaded)\.default\(": "G",
     r"(reduce_scatter_tensor|reduce_scatter_members|all_to_all_single)\.default\(": "R",
     r"all_reduce_?\.default\(": "S",
     r"wait_tensor\.default\(": "w",

@@ -28,6 +28,7 @@ from fsdp_compile.passes.schedule.buckets import gather_buckets
 from fsdp_compile.passes.schedule.planner import plan_graph, plan_joint
 from fsdp_compile.passes.schedule.slices import slices, use_first_gather
 from fsdp_compile.passes.wire import sums
+from fsdp_compile.passes.wire.collectives import is_launch
 from fsdp_compile.passes.wire.copies import to_host
 
 BF16 = torch.bfloat16
@@ -479,31 +480,24 @@ def test_offloaded_shards_are_copied_as_they_are_stored_and_gradients_as_one() -
     grads = b.call(aten.relu.default, w), b.call(aten.relu.default, v)
     graph = b.output(*(b.reduce(grad, its_spec) for grad, its_spec in zip(grads, specs)))
     assert_expected_inline(lowered(graph, "backward"), """\
-to_device_default = to_device(weight, cuda:0)
-to_device_default_1 = to_device(bias, cuda:0)
-pack_default = pack([to_device_default, to_device_default_1], 1, torch.bfloat16)
-slice_tensor = slice.Tensor(pack_default, 0, 0, 6)
-view_default = view(slice_tensor, [2, 3])
-slice_tensor_1 = slice.Tensor(pack_default, 0, 6, 8)
-view_default_1 = view(slice_tensor_1, [2])
-all_gather_members_default = all_gather_members([view_default, view_default_1], 2, g)
-wait_tensor_default = wait_tensor(all_gather_members_default)
-slice_tensor_2 = slice.Tensor(wait_tensor_default, 0, 0, 12)
-slice_tensor_3 = slice.Tensor(wait_tensor_default, 0, 64, 68)
-view_default_2 = view(slice_tensor_2, [4, 3])
-relu_default = relu(view_default_2)
-relu_default_1 = relu(slice_tensor_3)
-pack_default_1 = pack([relu_default, relu_default_1], 2, torch.float32)
-reduce_scatter_tensor_default = reduce_scatter_tensor(pack_default_1, avg, 2, g)
+gather_offloaded_default = gather_offloaded([weight, bias], [0, 0], [2, 2], torch.bfloat16, cuda:0, nccl, 2, g)
+wait_tensor_default = wait_tensor(gather_offloaded_default)
+slice_tensor = slice.Tensor(wait_tensor_default, 0, 0, 12)
+slice_tensor_1 = slice.Tensor(wait_tensor_default, 0, 64, 68)
+view_default = view(slice_tensor, [4, 3])
+relu_default = relu(view_default)
+relu_default_1 = relu(slice_tensor_1)
+pack_default = pack([relu_default, relu_default_1], 2, torch.float32)
+reduce_scatter_tensor_default = reduce_scatter_tensor(pack_default, avg, 2, g)
 wait_tensor_default_1 = wait_tensor(reduce_scatter_tensor_default)
 to_host_default = to_host(wait_tensor_default_1, True)
-view_default_3 = view(to_host_default, [-1])
-slice_tensor_4 = slice.Tensor(view_default_3, 0, 0, 6)
-view_default_4 = view(slice_tensor_4, [2, 3])
-slice_tensor_5 = slice.Tensor(view_default_3, 0, 6, 8)
-view_default_5 = view(slice_tensor_5, [2])
+view_default_1 = view(to_host_default, [-1])
+slice_tensor_2 = slice.Tensor(view_default_1, 0, 0, 6)
+view_default_2 = view(slice_tensor_2, [2, 3])
+slice_tensor_3 = slice.Tensor(view_default_1, 0, 6, 8)
+view_default_3 = view(slice_tensor_3, [2])
 wait_for_copies_default = wait_for_copies([to_host_default], cuda:0)
-return view_default_4, view_default_5""")
+return view_default_2, view_default_3""")
     values = {node: node.meta["val"] for node in graph.nodes if node.op != "output" and node.meta["val"] is not None}
     on_cpu = [node for node, value in values.items() if value.device.type == "cpu"]
     # The shards, and views of what has been copied: no work for the CPU.
@@ -534,21 +528,19 @@ def test_a_slice_of_an_offloaded_parameter_is_on_the_device() -> None:
     graph = b.output(b.call(aten.relu.default, b.unshard(b.input("shard", 1, 3), its_spec)))
     slices(graph, Plan("joint"))
     assert_expected_inline(lowered(graph), """\
-to_device_default = to_device(shard, cuda:0)
-convert_element_type_default = convert_element_type(to_device_default, torch.bfloat16)
-all_gather_into_tensor_default = all_gather_into_tensor(convert_element_type_default, 4, g)
-wait_tensor_default = wait_tensor(all_gather_into_tensor_default)
+gather_offloaded_default = gather_offloaded([shard], [0], [1], torch.bfloat16, cuda:0, nccl, 4, g)
+wait_tensor_default = wait_tensor(gather_offloaded_default)
 slice_tensor = slice.Tensor(wait_tensor_default, 0, 2, 4)
 lift_fresh_copy_default = lift_fresh_copy(slice_tensor)
-all_gather_into_tensor_default_1 = all_gather_into_tensor(lift_fresh_copy_default, 2, pair)
-wait_tensor_default_1 = wait_tensor(all_gather_into_tensor_default_1)
+all_gather_into_tensor_default = all_gather_into_tensor(lift_fresh_copy_default, 2, pair)
+wait_tensor_default_1 = wait_tensor(all_gather_into_tensor_default)
 relu_default = relu(wait_tensor_default_1)
 return relu_default""")
 
 
 def test_offloaded_gradients_leave_when_they_arrive_and_are_waited_for_at_the_end() -> None:
     graph = layers_in(reversed(range(3)), offloaded(device="cpu", dtype=torch.float32), offloaded(device="cpu"))
-    assert_expected_inline(ordered(graph), "H0 G0 H1 G1 w0 C R0 H2 G2 w1 C R1 w'0 D0 w2 C R2 w'1 D1 w'2 D2 end")
+    assert_expected_inline(ordered(graph), "G0 G1 w0 C R0 G2 w1 C R1 w'0 D0 w2 C R2 w'1 D1 w'2 D2 end")
 
 
 def test_a_slice_stands_for_a_parameter_until_backward() -> None:
@@ -675,7 +667,7 @@ def test_sums_over_replicas_are_launched_before_the_next_reduction_and_waited_fo
 def order(graph: fx.Graph) -> str:
     """G gather, w its wait, C compute, R reduction, A all-reduce, w' their waits, each with its bucket.
 
-    H copies from the host and D copies to it, of offloaded shards, and the end, which waits for the latter.
+    D copies to the host, of offloaded shards, and the end, which waits for these.
     """
     letters = []
     for node in graph.nodes:
@@ -688,11 +680,11 @@ def order(graph: fx.Graph) -> str:
             letters.append(f"{'w' if role.kind == 'gather' else chr(119) + chr(39)}{role.bucket}")
         elif "all_reduce" in name:
             letters.append(f"A{role.bucket}")
-        elif "to_device" in name or "to_host" in name:
-            letters.append(f"{'H' if role.kind == 'gather' else 'D'}{role.bucket}")
+        elif "to_host" in name:
+            letters.append(f"D{role.bucket}")
         elif "wait_for_copies" in name:
             letters.append("end")
-        elif "all_gather" in name or "reduce_scatter" in name:
+        elif is_launch(node):
             letters.append(f"{'G' if role.kind == 'gather' else 'R'}{role.bucket}")
     return " ".join(letters)
 

@@ -2,10 +2,9 @@
 
 The lowering programs execute each op as ``call(op, ...)``; a ``Caller`` is that ``call``. It runs the op as it is, but
 replaces a collective by the user's ``AllGather`` or ``ReduceScatter``, gathers into storages that exist already, and
-passes reduced gradients to the user's hook, and copies to the CPU beside the current stream. A custom collective has
-FSDP2's protocol: ``allocate(size, dtype=, device=)``, and ``(output, input, group[, op], async_op)`` returning a work
-or None. What is gathered is copied out of the memory that ``allocate`` returned, as in FSDP2: the user may have one
-buffer for many gathers.
+passes reduced gradients to the user's hook. A custom collective has FSDP2's protocol: ``allocate(size, dtype=,
+device=)``, and ``(output, input, group[, op], async_op)`` returning a work or None. What is gathered is copied out of
+the memory that ``allocate`` returned, as in FSDP2: the user may have one buffer for many gathers.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ..passes.wire.collectives import (
     reduce_scatter_members,
     wait_tensor,
 )
-from ..passes.wire.copies import to_host, to_host_aside
+from ..passes.wire.copies import copy_to_host, to_host
 from ..passes.wire.ledger import ledger, note
 from ..passes.wire.packing import pack
 
@@ -51,9 +50,9 @@ class Caller:
 
     def __call__(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if op in _GATHERS:
-            return self._gather(op, *args)
+            return _launched(self._gather(op, *args))
         if op is all_gather_members:
-            return self._gather_members(*args)
+            return _launched(self._gather_members(*args))
         if op is c10d.reduce_scatter_tensor.default and self._comms.reduce_scatter is not None:
             return self._custom_reduce_scatter(*args)
         if op is reduce_scatter_members and self._comms.reduce_scatter is not None:
@@ -65,7 +64,9 @@ class Caller:
         if op is wait_tensor:
             return self._wait(args[0])
         if op is to_host:
-            return to_host_aside(*args)
+            return copy_to_host(*args, wait=False)
+        if op is lower.gather_offloaded:
+            return lower.launch_beside(self, *args)
         if op is note:
             kind, specs, group = args[:3]
             return note(kind, specs, group, unit=self._unit)
@@ -133,6 +134,7 @@ class Caller:
             lower.run(wait_tensor, launched)
         else:
             ledger.wait(self._work.wait)
+            streams.join(launched)
             self._work = None
         if self._copy_out is not None:
             return self._copy_out(launched)
@@ -148,3 +150,10 @@ class Caller:
         with streams.Aside(self._comms.all_reduce_hook_stream) as aside:
             self._comms.all_reduce_hook(reduced)
         aside.join()
+
+
+def _launched(written: Any) -> Any:
+    """Note the stream of a gather: the user may have it launched on another one than that of the forward."""
+    for one in written if isinstance(written, list) else [written]:
+        streams.launched(one)
+    return written

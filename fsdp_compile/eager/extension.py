@@ -49,8 +49,8 @@ class Extension:
         sent, specs, self._metadata = self._protocol.before(local, self._spec)
         self._sent = list(zip(sent, specs))
 
-    def launch(self) -> list[Tensor]:
-        """Start the all-gathers; return what they write."""
+    def launch(self) -> None:
+        """Start the all-gathers."""
         sent, self._sent = self._sent, []
         specs = [spec for _, spec in sent]
         if [(one.shape, one.dtype) for one in self._kept] != [(torch.Size(one.size), one.dtype) for one in specs]:
@@ -61,8 +61,6 @@ class Extension:
             lands_there = self._kept and type(tensor) is Tensor and spec.dim == 0 and spec.num_shards > 1
             call = Caller(self._unit, [self._kept[index].data] if lands_there else ())
             self._in_flight.append((lower.launch_gather(call, [tensor], [spec]), spec, call))
-        written = [launched for launched, _, _ in self._in_flight]
-        return [one for launched in written for one in (launched if isinstance(launched, list) else [launched])]
 
     def land(self) -> Tensor:
         """Wait for the all-gathers, and return the full parameter that the subclass makes of what they gathered."""

@@ -32,7 +32,7 @@ from ..passes import ParamSpec
 from ..passes.ir.markers import require_data, require_on_cpu
 from ..passes.schedule.buckets import gather_buckets, reduce_buckets
 from ..passes.schedule.slices import inner_spec
-from ..passes.wire import lower, streams
+from ..passes.wire import lower
 from ..passes.wire.layout import sends_members
 from .collectives import Caller
 from .extension import Extension
@@ -48,14 +48,6 @@ class Flight:
     bucket: Bucket
     land: Callable[[], Sequence[Any]]  # wait for it, and return the full parameters
     drop: Callable[[], object]  # wait for it alone
-    launched: Any  # the tensors that it writes
-    aside: streams.Aside  # its launch, which may be on another stream than the current one
-    home: Any  # the stream that was current then
-
-    def join(self) -> None:
-        """Let the current stream wait for it, and use what it writes."""
-        self.aside.join()
-        streams.lend(self.launched, self.home)
 
 
 class Gathered:
@@ -175,41 +167,32 @@ class Gathered:
             return
         if not self._here and not flying:
             self._versions = self._current_versions()
-        home = streams.accelerator.current(self.unit.mesh.device)
         try:
             # Autograd may record a later read, and one may be outside of the torch.func transform that this one is in.
-            with without_autograd(), streams.Aside(self._beside()) as aside:
+            with without_autograd():
                 for (index,) in (bucket for bucket in away if bucket[0] in self._extensions):
                     self._extensions[index].ask()  # first: if it raises on this rank alone, others wait for nothing
                 for bucket in away:
                     pool = self.unit.settings.comms.pools.get(self.specs[bucket[0]].group)
                     with nullcontext() if pool is None else pool.use():
-                        self._launch(bucket, aside, home)
+                        self._launch(bucket)
         except BaseException:
             self.drop()
             self._give_back({index for bucket in away for index in bucket} - self._here)
             raise
 
-    def _beside(self) -> Any:
-        """Return the stream on which gathers are launched: of offloaded shards it copies them, while others compute."""
-        unit = self.unit
-        return streams.accelerator.beside(streams.TO_DEVICE, unit.mesh.device) if unit.computes_elsewhere else None
-
-    def _launch(self, bucket: Bucket, aside: streams.Aside, home: Any) -> None:
+    def _launch(self, bucket: Bucket) -> None:
         extension = self._extensions.get(bucket[0])
         if extension is not None:
-            flight = Flight(bucket, lambda: [extension.land()], extension.drop, [], aside, home)
-            self._in_flight.append(flight)
-            flight.launched = extension.launch()
+            self._in_flight.append(Flight(bucket, lambda: [extension.land()], extension.drop))
+            extension.launch()
             return
         is_cut = self._slices.keys() >= {*bucket}
         sources = [self._slices[one] if is_cut else self._source(one) for one in bucket]
         specs = [inner_spec(self.specs[one]) if is_cut else self.specs[one] for one in bucket]
         call = self._caller(bucket, specs)
-        launched = lower.launch_gather(call, sources, specs)
-        land = functools.partial(lower.finish_gather, call, launched, specs)
-        written = launched if isinstance(launched, list) else [launched]
-        self._in_flight.append(Flight(bucket, land, land, written, aside, home))
+        land = functools.partial(lower.finish_gather, call, lower.launch_gather(call, sources, specs), specs)
+        self._in_flight.append(Flight(bucket, land, land))
 
     def wait(self, buckets: Iterable[Bucket] | None = None) -> list[Any]:
         """Wait for the all-gathers of these buckets, or of all, launching them if need be; return the parameters."""
@@ -241,7 +224,6 @@ class Gathered:
         in_flight, self._in_flight = self._in_flight, []
         with without_autograd():
             for flight in in_flight:
-                flight.join()
                 flight.drop()
         self._give_back({index for flight in in_flight for index in flight.bucket} - self._here)
 
@@ -324,7 +306,6 @@ class Gathered:
         try:
             with without_autograd():
                 for flight in flights:
-                    flight.join()
                     self._keep(dict(zip(flight.bucket, flight.land())))
                     self._in_flight.remove(flight)
                     self._here.update(flight.bucket)

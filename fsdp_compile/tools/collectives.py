@@ -15,6 +15,7 @@ from ..passes import Plan
 from ..passes.ir.meta import ROLE
 from ..passes.wire.collectives import KIND_OF, is_launch
 from ..passes.wire.copies import to_device, to_host
+from ..passes.wire.lower import gather_offloaded
 from ..passes.wire.packing import copied, pack
 from .tables import format_unit
 
@@ -44,8 +45,9 @@ def collectives_of(graph: fx.Graph, plan: Plan) -> list[Collective]:
     copied: Counter[tuple[str, int]] = Counter()
     for node in graph.nodes:
         role = node.meta.get(ROLE)
-        if node.target in (to_device, to_host):
-            to_or_from_host[role.kind, role.bucket] += num_bytes_of(node.meta["val"])
+        if node.target in (to_device, to_host, gather_offloaded):
+            for source in node.all_input_nodes:
+                to_or_from_host[role.kind, role.bucket] += num_bytes_of(source.meta["val"])
         elif role is not None and _only_moves(node):
             copied[role.kind, role.bucket] += num_bytes_of(node.meta["val"])
     found = []

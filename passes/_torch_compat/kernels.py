@@ -80,6 +80,33 @@ def lower_as_wait(op: torch._ops.OpOverload) -> None:
     register_lowering(op)(lowering)
 
 
+@functools.cache
+def lower_as_read_on(op: torch._ops.OpOverload) -> None:
+    """Have Inductor generate a call of ``op(input, ...)``, and no more use of the input's memory, once that is freed.
+
+    ``virtualized.V.graph.never_reuse_but_free_buffers``: 2.15. 2.11 has ``never_reuse_buffers``, which are not freed
+    before the graph ends. ``lowering.fallback_handler``, ``register_lowering``: 2.11 to 2.15.
+    """
+    from torch._inductor.lowering import (
+        add_layout_constraint,
+        constrain_to_fx_strides,
+        fallback_handler,
+        register_lowering,
+    )
+    from torch._inductor.virtualized import V
+
+    call = fallback_handler(op, add_to_fallback_set=False)
+
+    def lowering(read: Any, *settings: object, **more: object) -> Any:
+        read.realize()
+        kept = getattr(V.graph, "never_reuse_but_free_buffers", V.graph.never_reuse_buffers)
+        kept.add(read.get_name())
+        return call(read, *settings, **more)
+
+    add_layout_constraint(op, constrain_to_fx_strides)
+    register_lowering(op, type_promotion_kind=None)(lowering)
+
+
 def may_be_in_place(node: torch.fx.Node) -> bool:
     """Whether Inductor may make an op write into one of its inputs, if no later node reads that input.
 

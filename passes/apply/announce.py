@@ -17,6 +17,7 @@ from ..ir.nodes import emit
 from ..ir.plan import Plan
 from ..wire.collectives import KIND_OF, all_gather_members, is_launch
 from ..wire.ledger import GraphText, Launch, Member, begin
+from ..wire.lower import gather_offloaded
 from ..wire.packing import pack
 
 
@@ -56,6 +57,6 @@ def _input_behind(launch: fx.Node, place: int) -> fx.Node | None:
     """Return the shard that a gather packs at this place, or None if the shard is not an input of the graph."""
     node = launch
     while node.op != "placeholder" and node.all_input_nodes:
-        lists_members = node.target in (pack, all_gather_members)
+        lists_members = node.target in (pack, all_gather_members, gather_offloaded)
         node = node.args[0][place] if lists_members else node.all_input_nodes[0]  # type: ignore[index,assignment]
     return node if node.op == "placeholder" else None

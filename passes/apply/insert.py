@@ -12,7 +12,7 @@
 
                                      with replicas, wait goes into all_reduce and another wait first
 
-    of offloaded shards              h0, h1 = to_device(s0), to_device(s1)   are packed
+    of offloaded shards              launch = gather_offloaded([s0, s1], ...)
                                      r0, r1 = slices of to_host(wait / divisor)
                                      ...
                                      wait_for_copies(all to_host)            at the end of the graph that returns them

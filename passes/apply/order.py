@@ -23,6 +23,7 @@ Inductor may fuse what stands between two products, unless the plan has activati
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, fx
 
 from .._torch_compat import kernels as compat
@@ -61,6 +62,8 @@ def hold_order(graph: fx.Graph, loops: bool) -> int:
             kept.append(node)
             last_product = last_product if _communicates(node) else after[node]
         elif node in read and (not is_free(node) if ROLE in node.meta else loops and computes_inputs(node)):
+            if node.target is torch.ops.aten.constant_pad_nd.default:
+                after[node] = -1  # Inductor fills the padding by a kernel of its own, which reads nothing
             num_held += _hold(node, kept, last_product, after)
     return num_held
 

@@ -21,7 +21,7 @@ from ..wire.collectives import is_launch, is_wait
 from .memory import own_and_callers
 from .profiles import HardwareProfile
 from .replay import Compute, Event, Launch, Wait
-from .roofline import Groups, collective_seconds, graph_seconds, group_of, sent_by, slowdown
+from .roofline import Groups, graph_seconds, group_of, launch_seconds, sent_by, slowdown
 
 
 def events_of(
@@ -50,7 +50,7 @@ def events_of(
             group = group_of(sent.group, profile, groups)
             launch = Launch(
                 node.name,
-                collective_seconds(sent.kind, sent.num_bytes, group, profile),
+                launch_seconds(node, group, profile),
                 sent.group,
                 *held,
                 needs=_needs(node),

@@ -28,6 +28,7 @@ from ..ir.aliases import base_of, elements, hint, inputs_of, is_free, tensor_byt
 from ..ir.nodes import LOOKUPS
 from ..wire.collectives import KIND_OF, is_launch
 from ..wire.copies import to_device, to_host
+from ..wire.lower import gather_offloaded
 from .fusion import kernels_of
 from .profiles import KINDS, HardwareProfile, Link
 
@@ -85,6 +86,15 @@ def sent_by(node: fx.Node) -> Sent:
     whole = [node] if kind == "all_gather" else node.all_input_nodes
     num_bytes = sum(tensor_bytes(tensor) for one in whole for tensor in tensors_of(one))
     return Sent(kind, num_bytes, str(arguments["group_name"]))
+
+
+def launch_seconds(node: fx.Node, group: Group, profile: HardwareProfile) -> float:
+    """Return the seconds of a launch with nothing else on the links; offloaded shards are copied first."""
+    sent = sent_by(node)
+    seconds = collective_seconds(sent.kind, sent.num_bytes, group, profile)
+    if node.target is gather_offloaded:
+        seconds += _host_seconds([one for source in node.all_input_nodes for one in tensors_of(source)], profile)
+    return seconds
 
 
 def collective_seconds(kind: str, num_bytes: int, group: Group, profile: HardwareProfile) -> float:
@@ -283,12 +293,17 @@ def _sized(value: Any) -> Any:
 
 def _roofline(node: fx.Node, num_bytes: int, profile: HardwareProfile) -> float:
     if node.target in (to_device, to_host):
-        return sum(map(tensor_bytes, tensors_of(node))) / (profile.host_bytes_per_s * profile.memory_efficiency)
+        return _host_seconds(tensors_of(node), profile)
     flops = node_flops(node)
     compute_s = flops / _peak(node, profile) if flops else 0.0
     if _is_attention(node):
         compute_s /= profile.attention_efficiency
     return max(compute_s, num_bytes / (profile.memory_bytes_per_s * profile.memory_efficiency))
+
+
+def _host_seconds(copied: Iterable[torch.Tensor], profile: HardwareProfile) -> float:
+    """Return the seconds of a copy from the memory of the CPU, or to it."""
+    return sum(map(tensor_bytes, copied)) / (profile.host_bytes_per_s * profile.memory_efficiency)
 
 
 def _peak(node: fx.Node, profile: HardwareProfile) -> float:

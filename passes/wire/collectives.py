@@ -26,6 +26,7 @@ from torch import Tensor, fx
 
 from .. import _torch_compat as compat
 from .._torch_compat import kernels as kernels_compat
+from . import streams
 from .layout import places_of_members
 from .ledger import ledger
 from .spec import define_op
@@ -113,6 +114,7 @@ reduce_scatter_members = define_op(
 def wait(launched: Tensor) -> Tensor:
     """Wait for what was launched into this tensor, and return it."""
     ledger.wait(compat.call_below_autograd, c10d.wait_tensor.default, launched)
+    streams.join(launched)
     return launched
 
 
@@ -121,7 +123,7 @@ wait_tensor = define_op("wait_tensor(Tensor(a) launched) -> Tensor(a)", wait, la
 compat.leave_all_to_python(wait)
 
 
-# The name of each launch; two ops with one name look the same to other ranks.
+# The name of each launch; two ops with one name look the same to other ranks. lower.py adds ``gather_offloaded``.
 KIND_OF: dict[Any, str] = {
     gloo_all_gather: "all_gather",
     all_gather_members: "all_gather",

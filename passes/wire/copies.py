@@ -1,14 +1,13 @@
 """Copies between the CPU, where offloaded shards live, and the device that computes.
 
-    to_device         a shard, in front of its gather; from pinned memory it does not block the CPU
-    to_host           a reduced bucket, as soon as it has arrived; the device's memory is free from then on
+    to_device         a shard, on the current stream, in front of its gather; from pinned memory it does
+                      not block the CPU
+    to_host           a reduced bucket, as soon as it has arrived, beside the current stream; the device's memory is
+                      free from then on
     wait_for_copies   once, at the end of a graph, for the copies that ``to_host`` did not wait for
 
-In a graph all of them run on the current stream, so nothing else needs to wait; Inductor's code would write over what
-another stream still reads. They are ops of our own because Inductor's ``DeviceCopy`` pins whatever it copies to the
-CPU, asked or not, and 2.15 waits after every such copy. They cannot be part of a CUDA graph.
-
-The eager path copies on streams of its own (streams.py). ``to_host_aside`` takes the place of ``to_host``.
+They are ops of our own because Inductor's ``DeviceCopy`` pins whatever it copies to the CPU, asked or not, and 2.15
+waits after every such copy. They cannot be part of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -34,17 +33,13 @@ def _to_host_fake(reduced: Tensor, pinned: bool, wait: bool = True) -> Tensor:
     return torch.empty_like(reduced, device="cpu")
 
 
-def _to_host_kernel(reduced: Tensor, pinned: bool, wait: bool = True) -> Tensor:
-    return streams.accelerator.on_host(reduced, pinned).copy_(reduced, non_blocking=pinned and not wait)
-
-
-def to_host_aside(reduced: Tensor, pinned: bool) -> Tensor:
-    """Copy a reduced bucket beside the current stream; ``wait_on_cpu`` waits for it."""
-    stream = streams.accelerator.beside(streams.TO_HOST, reduced.device)
-    with streams.Aside(stream):
-        on_host = _to_host_kernel(reduced, pinned, wait=False)
-    if stream is not None:
-        streams.accelerator.record(reduced, stream)  # it is freed now
+def copy_to_host(reduced: Tensor, pinned: bool, wait: bool = True) -> Tensor:
+    """Copy a reduced bucket to the CPU; without ``wait``, ``wait_on_cpu`` waits for it."""
+    if wait:
+        return streams.accelerator.on_host(reduced, pinned).copy_(reduced)
+    with streams.Aside(streams.accelerator.beside(streams.TO_HOST, reduced.device)) as copy:
+        on_host = streams.accelerator.on_host(reduced, pinned).copy_(reduced, non_blocking=pinned)
+    copy.keep(reduced)
     return on_host
 
 
@@ -53,15 +48,13 @@ def _wait_for_copies_fake(copies: Sequence[Tensor], device: str) -> None:
 
 
 def _wait_for_copies_kernel(copies: Sequence[Tensor], device: str) -> None:
-    stream = streams.accelerator.current(torch.device(device))
-    if stream is not None:
-        streams.accelerator.synchronize(stream)
+    streams.wait_on_cpu()
 
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 to_device = define_op("to_device(Tensor shard, str device) -> Tensor", _to_device_kernel, _to_device_fake, _TAGS)
 to_host = define_op(
-    "to_host(Tensor reduced, bool pinned, bool wait=True) -> Tensor", _to_host_kernel, _to_host_fake, _TAGS
+    "to_host(Tensor reduced, bool pinned, bool wait=True) -> Tensor", copy_to_host, _to_host_fake, _TAGS
 )
 # The schema says that it writes to the copies: that keeps it in the graph, and after them.
 wait_for_copies = define_op(

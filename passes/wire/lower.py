@@ -1,8 +1,8 @@
 """Lower a marker to pack, collective, wait, unpack. Each program is written once, and run eagerly or put into a graph.
 
-    gather   shards -> [to_device] -> pad -> cast, or pack -> all_gather_into_tensor -> wait
-                    -> [split] -> reorder, unpad -> full
+    gather   shards -> cast -> pad, or pack -> all_gather_into_tensor -> wait -> [split] -> reorder, unpad -> full
              or        all_gather_members -> wait -> ..., where the parts of each member lie together
+             or        gather_offloaded -> wait -> ..., which copies to the device first, and is all of these in one
     reduce   grads  -> pad, reorder -> cast, or pack -> reduce_scatter_tensor -> wait
                     -> [all_reduce over the replicas -> wait] -> divide -> [to_host] -> [split], unpad
              or        all_to_all_single -> wait -> sum_of_parts, which divides as well
@@ -16,18 +16,21 @@ graph has a list of all its launches instead (announce.py), so the emitter leave
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from .. import _torch_compat as compat
+from .._torch_compat import kernels as kernels_compat
+from . import streams
 from .collectives import KIND_OF, all_gather_members, all_gather_of, c10d, reduce_scatter_members, wait, wait_tensor
 from .copies import to_device, to_host
 from .layout import ShardLayout, places_of_members, sends_members
 from .ledger import note
-from .packing import copied, pack
-from .spec import ParamSpec
+from .packing import Sent, copied, pack
+from .spec import ParamSpec, define_op
 from .sums import sum_of_parts
 
 aten = torch.ops.aten
@@ -46,26 +49,78 @@ def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def launch_gather(call: Call, shards: Sequence[Any], specs: Sequence[ParamSpec]) -> Any:
     """Pack one bucket of local shards and start its all-gather; specs agree on dtype and group."""
+    dims, lengths = [spec.dim for spec in specs], [spec.layout.chunk for spec in specs]
+    first = specs[0]
+    how = Sent(dims, lengths, first.dtype, first.device, first.backend, first.num_shards, first.group)
+    if how.num_shards > 1:
+        call(note, "all_gather", specs, how.group, shards[0])
+        if how.device:
+            return call(gather_offloaded, shards, *how)
+    return send(call, shards, how)
+
+
+def send(call: Call, shards: Sequence[Any], how: Sent) -> Any:
+    """Copy, cast, pad and pack local shards, and start their all-gather; of one rank, return what would be sent."""
     # Offloaded shards are copied to the device as they are stored, each by itself: a cast or a cat before that would be
     # work for the CPU, which has a tenth of the device's bandwidth and may be busy launching.
-    here = [call(to_device, shard, spec.device) if spec.device else shard for shard, spec in zip(shards, specs)]
-    packs = len(specs) > 1 and specs[0].num_shards > 1  # what does not travel is not packed
-    by_member = packs and sends_members(specs[0].backend)
+    here = [call(to_device, shard, how.device) if how.device else shard for shard in shards]
+    packs = len(shards) > 1 and how.num_shards > 1  # what does not travel is not packed
+    by_member = packs and sends_members(how.backend)
     if by_member:  # a cast writes to other memory, so it may as well write to a bucket, in one kernel
-        packs = any(_value(shard).dtype != spec.dtype for shard, spec in zip(here, specs))
+        packs = any(_value(shard).dtype != how.dtype for shard in here)
     cast = here
-    if not packs or not _pack_casts(here, specs[0].dtype):
-        cast = [as_sent(call, _cast(call, shard, spec.dtype)) for shard, spec in zip(here, specs)]
-    named, specs = specs, [_gathered_as(spec) for spec in specs]
-    parts = [_pad(call, shard, spec.dim, spec.layout.chunk) for shard, spec in zip(cast, specs)]
-    if specs[0].num_shards == 1:
+    if not packs or not _pack_casts(here, how.dtype):
+        cast = [as_sent(call, _cast(call, shard, how.dtype)) for shard in here]
+    parts = [_pad(call, shard, dim, length) for shard, dim, length in zip(cast, how.dims, how.lengths)]
+    if how.num_shards == 1:
         return parts
-    packed = call(pack, parts, 1, _wire_dtype(specs[0].dtype)) if packs else parts[0]
-    call(note, "all_gather", named, specs[0].group, shards[0])
+    packed = call(pack, parts, 1, _wire_dtype(how.dtype)) if packs else parts[0]
     if by_member:
-        sent = [*_members(call, packed, [spec.layout for spec in specs])] if packs else parts
-        return call(all_gather_members, sent, specs[0].num_shards, specs[0].group)
-    return call(all_gather_of(specs[0].backend), packed, specs[0].num_shards, specs[0].group)
+        members = [*_members(call, packed, [_value(part).shape for part in parts])] if packs else parts
+        return call(all_gather_members, members, how.num_shards, how.group)
+    return call(all_gather_of(how.backend), packed, how.num_shards, how.group)
+
+
+def launch_beside(call: Call, shards: Sequence[Any], *sent: Any) -> Any:
+    """Execute ``gather_offloaded``, each of its ops by ``call``, on the stream of such copies.
+
+        current      | layer 1                                | wait | layer 2
+        TO_DEVICE      | copy layer 2, cast, launch its gather
+    """
+    how = Sent(*sent)
+    with streams.Aside(streams.accelerator.beside(streams.TO_DEVICE, torch.device(how.device))) as work:
+        launched = send(call, shards, how)
+    for one in launched if isinstance(launched, list) else [launched]:
+        streams.launched(one, work)
+    return launched
+
+
+def _gather_offloaded_kernel(shards: Sequence[torch.Tensor], *sent: Any) -> torch.Tensor:
+    launched: torch.Tensor = launch_beside(run, shards, *sent)
+    return launched
+
+
+def _gather_offloaded_fake(shards: Sequence[torch.Tensor], *sent: Any) -> torch.Tensor:
+    launched: torch.Tensor = send(lambda op, *args: op(*args), shards, Sent(*sent))
+    return launched
+
+
+# One op, since what Inductor generates for the copies and casts would run on the current stream. As all copies between
+# the host and the device it cannot be part of a CUDA graph.
+gather_offloaded = define_op(
+    "gather_offloaded(Tensor[] shards, int[] dims, int[] lengths, ScalarType dtype, str device, str backend, "
+    "int group_size, str group_name) -> Tensor",
+    _gather_offloaded_kernel,
+    _gather_offloaded_fake,
+    (torch.Tag.cudagraph_unsafe,),
+)
+KIND_OF[gather_offloaded] = "all_gather"
+
+
+def let_inductor_see_offloaded() -> None:
+    """Tell Inductor that ``gather_offloaded`` launches, and that a copy goes on when ``to_host`` has returned."""
+    kernels_compat.lower_as_collective(gather_offloaded)
+    kernels_compat.lower_as_read_on(to_host)
 
 
 def finish_gather(call: Call, gathered: Any, specs: Sequence[ParamSpec]) -> list[Any]:
@@ -86,7 +141,8 @@ def _parts_of_members(call: Call, gathered: Any, layouts: Sequence[ShardLayout],
     num_shards = layouts[0].num_shards
     if not sends_members(backend):
         num_elements = sum(layout.padded_numel for layout in layouts)
-        return _members(call, call(aten.view.default, gathered, [num_shards, num_elements]), layouts, num_shards)
+        sizes = [layout.padded_size for layout in layouts]
+        return _members(call, call(aten.view.default, gathered, [num_shards, num_elements]), sizes, num_shards)
     if isinstance(gathered, list):  # eagerly, each member has memory of its own
         return gathered
     lengths = [layout.padded_numel * num_shards for layout in layouts]
@@ -94,13 +150,14 @@ def _parts_of_members(call: Call, gathered: Any, layouts: Sequence[ShardLayout],
     return [call(aten.slice.Tensor, gathered, 0, at, at + length) for at, length in zip(places, lengths)]
 
 
-def _members(call: Call, bucket: Any, layouts: Sequence[ShardLayout], *num_ranks: int) -> Iterator[Any]:
+def _members(call: Call, bucket: Any, sizes: Iterable[Sequence[int]], *num_ranks: int) -> Iterator[Any]:
     """Cut a bucket into its members, which stand end to end: in one rank's part, or in each row of all ranks' parts."""
     offset = 0
-    for layout in layouts:
-        piece = call(aten.slice.Tensor, bucket, len(num_ranks), offset, offset + layout.padded_numel)
-        yield call(aten.view.default, piece, [*num_ranks, *layout.padded_size])
-        offset += layout.padded_numel
+    for size in sizes:
+        end = offset + math.prod(size)
+        piece = call(aten.slice.Tensor, bucket, len(num_ranks), offset, end)
+        yield call(aten.view.default, piece, [*num_ranks, *size])
+        offset = end
 
 
 def launch_reduce(call: Call, grads: Sequence[Any], specs: Sequence[ParamSpec]) -> Any:
@@ -170,7 +227,7 @@ def finish_all_reduce(call: Call, pending: Any, specs: Sequence[ParamSpec]) -> l
         pending = call(to_host, _cast(call, pending, first.grad_dtype), first.pinned)
     pieces = [pending]
     if len(specs) > 1:
-        pieces = [*_members(call, call(aten.view.default, pending, [-1]), [spec.layout for spec in sent])]
+        pieces = [*_members(call, call(aten.view.default, pending, [-1]), [one.layout.padded_size for one in sent])]
     reduced = []
     for piece, spec in zip(pieces, sent):
         if spec.local_length != spec.layout.chunk:

@@ -11,6 +11,7 @@ saved: shards are in memory before they are packed, and so are most gradients, a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,18 @@ from torch import Tensor
 from .. import _torch_compat as compat
 from .._torch_compat import kernels as kernels_compat
 from .spec import define_op
+
+
+class Sent(NamedTuple):
+    """How a bucket of local shards is sent."""
+
+    dims: Sequence[int]  # of each member: the dimension that is cut,
+    lengths: Sequence[int]  # and to what length a shorter shard is padded there
+    dtype: torch.dtype
+    device: str  # that offloaded shards are copied to; empty for others
+    backend: str
+    num_shards: int
+    group: str
 
 
 def let_inductor_call_copies() -> None:

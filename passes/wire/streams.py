@@ -93,35 +93,53 @@ class Aside:
     """Work on another stream, as a context. On the stream None, or the current one, it is work like any other."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream = stream
+        self.stream = stream
         self._context: AbstractContextManager[Any] | None = None
         self._end: Any = None
 
     def __enter__(self) -> Aside:
-        here = None if self._stream is None else accelerator.current(self._stream.device)
-        if self._stream != here:
-            accelerator.wait(self._stream, accelerator.mark(here))
-            self._context = accelerator.run_on(self._stream)
+        here = None if self.stream is None else accelerator.current(self.stream.device)
+        if self.stream != here:
+            accelerator.wait(self.stream, accelerator.mark(here))
+            self._context = accelerator.run_on(self.stream)
             self._context.__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
         if self._context is not None:
             self._context.__exit__(*raised)
-            self._end = accelerator.mark(self._stream)
+            self._end = accelerator.mark(self.stream)
+
+    def keep(self, tensor: Tensor) -> None:
+        """Keep the memory of a tensor that is freed before anything waits for the work, which reads it."""
+        if self._end is not None:
+            accelerator.record(tensor, self.stream)
 
     def join(self) -> None:
         """Have the current stream wait for the work."""
         if self._end is not None:
-            accelerator.wait(accelerator.current(self._stream.device), self._end)
+            accelerator.wait(accelerator.current(self.stream.device), self._end)
 
 
-def lend(tensors: Any, home: Any) -> None:
-    """Record tensors that were made on the stream ``home`` if the current stream, which uses them, is another one."""
-    here = None if home is None else accelerator.current(home.device)
-    if here != home:
-        for tensor in tensors:
-            accelerator.record(tensor, here)
+# Launches that may be waited for on another stream, by the address of what they write: their stream, and the work
+# there that they belong to.
+_launches: dict[int, tuple[Any, Aside | None]] = {}
+
+
+def launched(written: Tensor, work: Aside | None = None) -> None:
+    """Note on which stream something was launched into this tensor: on the current one, or on that of ``work``."""
+    stream = accelerator.current(written.device) if work is None else work.stream
+    if stream is not None:
+        _launches[written.data_ptr()] = stream, work
+
+
+def join(written: Tensor) -> None:
+    """Have the current stream use a tensor that was launched on another one: after that, and until it is freed."""
+    stream, work = _launches.pop(written.data_ptr(), (None, None)) if _launches else (None, None)
+    if work is not None:
+        work.join()
+    if stream is not None and stream != (here := accelerator.current(written.device)):
+        accelerator.record(written, here)
 
 
 def wait_on_cpu() -> None:
