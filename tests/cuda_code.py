@@ -30,7 +30,8 @@ from torch._inductor.runtime import triton_helpers
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from fsdp_compile.core.unit import Unit
+from fsdp_compile.api.classes import refresh
+from fsdp_compile.core.unit import Unit, units_in
 from fsdp_compile.passes.ir.aliases import base_of
 
 GPU = torch.device("cuda", 0)
@@ -63,11 +64,13 @@ class Codes:
     forwards: list[str] = field(default_factory=list)
     backwards: list[str] = field(default_factory=list)
 
-    def backend(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+    def backend(
+        self, module: fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any] | None = None
+    ) -> Callable[..., Any]:
         """Compile like Inductor, for the GPU; what comes out is not run."""
         from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(module, inputs, inner_compile=self._inner, config_patches=options or None)
+        return compile_fx(module, inputs, inner_compile=self._inner, config_patches=options)
 
     def _inner(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx_inner
@@ -202,6 +205,8 @@ def code_of(model: Any, *batch: Tensor, **options: Any) -> Codes:
     # While it is traced, the model computes on the CPU, where offloaded shards are, so none would be copied.
     elsewhere = mock.patch.object(Unit, "computes_elsewhere", property(lambda unit: unit.offload))
     with at_once, elsewhere, contextlib.suppress(NotRun):
+        for unit in units_in(model):
+            refresh(unit)
         torch.compile(model, backend=codes.backend, **options)(*batch)
     return codes
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._inductor
 
-from fsdp_compile import MixedPrecisionPolicy
+from fsdp_compile import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp_compile._torch_compat.process_groups import pretended_world
 from tests.cuda_code import assembled, code_of
 from tests.models import Stack, shard
@@ -54,3 +55,32 @@ def test_casts_for_the_wire_are_one_kernel_a_bucket_and_kernels_can_be_assembled
     for code in (*codes.forwards, *codes.backwards):
         for capability in (90, 100):
             assert len(assembled(code, capability)) == len(set(re.findall(r"(\w+)\.run\(", code))) > 2
+
+
+@pytest.mark.more
+@pytest.mark.usefixtures("four_gpus")
+def test_offloaded_shards_are_copied_by_their_launch_and_gradients_are_not_written_over_while_they_are() -> None:
+    with recorded() as records:
+        codes = code_of(shard(Stack(2, dim=64), offload_policy=CPUOffloadPolicy()), TOKENS, fullgraph=True)
+    (forward,), (backward,) = codes.forwards, codes.backwards
+    assert [order_of(code) for code in (forward, backward)] == [planned_order(one.graph) for one in records[-2:]]
+    assert forward.count("fsdpc.gather_offloaded.default(") == 3 and "fsdpc.to_device" not in forward + backward
+    sent = re.findall(r"fsdpc\.to_host\.default\((\w+), \w+, wait=False\)", backward)
+    assert len(sent) == 3 and all(f"del {buffer}\n" in backward for buffer in sent)
+    assert not any(re.search(rf"= (reinterpret_tensor\()?{buffer}\b.*# reuse", backward) for buffer in sent)
+    assert re.search(r"fsdpc\.wait_for_copies\.default\(.*\n(.*\n)*? *return ", backward)
+
+
+@pytest.mark.more
+@pytest.mark.usefixtures("four_gpus")
+def test_a_cuda_graph_has_no_op_that_must_run_on_the_cpu_in_each_step() -> None:
+    """Ranks are compared by ``begin``; what micro-batches held back is added by ``resume``."""
+    model = shard(Stack(1, dim=64))
+    model.set_requires_gradient_sync(False)
+    model(TOKENS).sum().backward()
+    model.set_requires_gradient_sync(True)
+    codes = code_of(model, TOKENS, fullgraph=True, options=torch._inductor.list_mode_options("reduce-overhead"))
+    for code, op in ((codes.forwards[0], "begin"), (codes.backwards[0], "resume")):
+        captured, called = code.split("class Runner")
+        assert "def partition_0(" in captured and f"fsdpc.{op}.default(" in called
+        assert not re.search(r"fsdpc\.(begin|resume)\.default\(", captured.split("def partition_0(")[1])

@@ -64,7 +64,8 @@ class Caller:
         if op is wait_tensor:
             return self._wait(args[0])
         if op is to_host:
-            return copy_to_host(*args, wait=False)
+            reduced, pinned = args
+            return copy_to_host(reduced, pinned, wait=False)
         if op is lower.gather_offloaded:
             return lower.launch_beside(self, *args)
         if op is note:

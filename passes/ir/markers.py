@@ -93,7 +93,9 @@ beside = define_op("beside(Tensor grad, Tensor[] gathered) -> Tensor", _beside)
 # Its kernel clones, since a functional op may not return its input.
 made_of_parts = define_op("made_of_parts(Tensor full) -> Tensor", torch.clone)
 # This calls the ticket's holder when backward runs, which no graph contains: it adds what earlier backwards held back.
-resume = define_op("resume(Tensor grad, Tensor ticket) -> Tensor", _resume_kernel, _resume_fake)
+resume = define_op(
+    "resume(Tensor grad, Tensor ticket) -> Tensor", _resume_kernel, _resume_fake, (torch.Tag.cudagraph_unsafe,)
+)
 fx.node.has_side_effect(resume)  # two calls may not become one: the first takes what is pending
 # This stands for a parameter from forward to backward, which gathers it again from such slices (slices.py).
 keep_slice = define_op("keep_slice(Tensor full, int dim, int start, int length) -> Tensor", _keep_slice)
