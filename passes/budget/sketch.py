@@ -12,7 +12,6 @@ and timed. An activation that is saved is given like a weight, if the trial comp
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,6 +81,7 @@ class Sketch:
     ) -> None:
         self._trial, self._profile, self._groups = trial, profile, groups
         self._activations = activations or {}
+        self._forwards: dict[int, _Forward] = {}  # by lookahead
         self._bytes_per_s = profile.memory_bytes_per_s * profile.memory_efficiency
         backward = trial.backward
         self._fulls = _by_parameter(backward.graph)
@@ -188,8 +188,12 @@ class Sketch:
                 roles[node] = made[launch]
         return roles
 
-    @functools.cache  # noqa: B019
     def _forward(self, lookahead: int) -> _Forward:
+        if lookahead not in self._forwards:
+            self._forwards[lookahead] = self._new_forward(lookahead)
+        return self._forwards[lookahead]
+
+    def _new_forward(self, lookahead: int) -> _Forward:
         half = self._trial.forward
         plan = self._trial.uses.plan(lookahead).forward
         assert plan is not None
@@ -204,9 +208,10 @@ class Sketch:
         planned = planned_order(half.items.only(half.items.order, roles), lookahead)
         order = [*half.graph.find_nodes(op="placeholder"), *planned]
         events = _bare_events(half)
-        last = {one.storage: one for one in lives_of(order, half.memory) if one.storage.node.op == "call_function"}
         lives = [
-            dataclasses.replace(one, last=len(order)) if one.storage in self._returned else one for one in last.values()
+            dataclasses.replace(one, last=len(order)) if one.storage in self._returned else one
+            for one in lives_of(order, half.memory)
+            if one.storage.node.op == "call_function"
         ]
         return _Forward(
             simulate(events[node] for node in planned if node in events),
@@ -260,7 +265,8 @@ class Sketch:
 
     def _pieces(self, sliced: Collection[str]) -> dict[str, int]:
         """Return the bytes of each slice that is kept."""
-        return {fqn: inner_spec(self._uses[fqn].spec).gather_bytes for fqn in sliced if fqn in self._uses}
+        there = self._uses.keys() & self._of_forward.keys()
+        return {fqn: inner_spec(self._uses[fqn].spec).gather_bytes for fqn in sliced if fqn in there}
 
     def _loaded(self, taken: Sequence[fx.Node], live: Collection[fx.Node]) -> dict[fx.Node, float]:
         """Return the seconds in which readers load what backward is given, if the trial's kernels made it for them."""
