@@ -217,7 +217,7 @@ def main() -> None:
     add = parser.add_argument
     add("--layers", type=int, default=LARGE.layers, help="of the large model; 0 leaves it out; default: %(default)s")
     add("--ranks", type=int, default=1024, help="of its pretended group; default: %(default)s")
-    add("--budget", metavar="BYTES", help="memory_budget of the large model, on h100: a trial for each candidate")
+    add("--budget", metavar="BYTES", help="memory_budget of the large model, on h100: a search")
     add("--inductor-layers", type=int, default=NARROW.layers, help="of the narrow one; default: %(default)s")
     options = parser.parse_args()
     console = Console()

@@ -92,29 +92,32 @@ def test_what_a_slice_is_worth_is_what_the_shorter_gather_saves() -> None:
 
 def test_each_budget_has_the_fastest_that_fits() -> None:
     graph = products()
-    peaks = {
-        name: trial_of(graph, kept, NODES, GROUPS, sliced=sliced).peak_bytes
-        for name, kept, sliced in [(AGAIN, (), ()), (SLICED, (), READ), (KEPT, READ, ())]
-    }
-    assert peaks[AGAIN] < peaks[SLICED] < peaks[KEPT]
-    found = [choose(graph, lambda _, peak=peak: peak, NODES, GROUPS)[0].trial for peak in peaks.values()]
-    assert [len(one.sliced) for one in found] == [0, 7, 0] and len(found[2].kept) == 8
-    assert all(one.peak_bytes <= peak for one, peak in zip(found, peaks.values()))
-    assert found[0].seconds > found[1].seconds > found[2].seconds
+    steps = [
+        trial_of(graph, kept, NODES, GROUPS, sliced=sliced) for kept, sliced in [((), ()), ((), READ), (READ, ())]
+    ]
+    assert steps[0].peak_bytes < steps[1].peak_bytes < steps[2].peak_bytes
+    for place, budget in enumerate(one.peak_bytes for one in steps):
+        best, lost = choose(graph, lambda _, budget=budget: budget, NODES, GROUPS)
+        its = best.figures
+        tried = trial_of(graph, its.kept, NODES, GROUPS, sliced=its.sliced, lookahead=its.lookahead)
+        assert tried.peak_bytes == its.peak_bytes <= budget
+        assert tried.seconds == pytest.approx(its.seconds, rel=1e-3) and its.seconds <= steps[place].seconds
+        assert bool(its.sliced) == (place > 0)
+        assert {AGAIN, SLICED, KEPT} <= {one.name for one in (best, *lost)}
 
 
 def test_slices_that_leave_room_give_way_to_fewer_whole_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = products()
     budget = trial_of(graph, READ, NODES, GROUPS).peak_bytes
 
-    def fill(again: Trial, residents: Sequence[Resident], order: Sequence[Resident], room: int) -> list[Resident]:
+    def fill(again: Trial, order: Sequence[Resident], room: int) -> list[Resident]:
         """By an estimate that takes whole parameters for larger than they are."""
         kind, num = (SLICES, 7) if room <= budget else (PARAMETERS, 6)
         return [one for one in order if one.kind == kind][:num]
 
     monkeypatch.setattr(residency, "fill", fill)
     best, lost = choose(graph, lambda _: budget, NODES, GROUPS)
-    assert {(len(one.trial.kept), len(one.trial.sliced)) for one in (best, *lost)} >= {(0, 7), (6, 0)}
+    assert {(len(one.figures.kept), len(one.figures.sliced)) for one in (best, *lost)} >= {(0, 7), (6, 0)}
 
 
 def test_where_all_ranks_are_on_a_node_nothing_is_offered(fake_group_of_four: None) -> None:

@@ -219,15 +219,15 @@ def test_a_budget_is_kept_and_used(is_least: bool) -> None:
     planner = planner_of(find_target("tests.test_plan_command:tiny"))
     joint = planner.joint(LAYERS)
     least, lost = choose(joint, lambda again: 1, planner.hardware.profile)
-    tried = [one.trial for one in (least, *lost)]
+    tried = [one.figures for one in (least, *lost)]
     saving = min(trial.peak_bytes for trial in tried if not trial.recomputed)
-    budget = least.trial.peak_bytes if is_least else saving
-    assert least.trial.recomputed and least.trial.peak_bytes < saving
+    budget = least.figures.peak_bytes if is_least else saving
+    assert least.figures.recomputed and least.figures.peak_bytes < saving
     planner.configuration = dataclasses.replace(planner.configuration, budget=budget)
     best, others = choose(joint, lambda again: budget, planner.hardware.profile)
     one = forecast_of(planner)
     assert one.peak_bytes - one.peak["optimizer state"] <= budget
-    fitting = [each.trial for each in (best, *others) if each.trial.peak_bytes <= budget]
+    fitting = [each.figures for each in (best, *others) if each.figures.peak_bytes <= budget]
     # A forecast saves all activations, or computes again all that may be and keeps no layer: what lies between is for
     # models that train.
     lean = max((trial for trial in tried if not trial.kept), key=lambda trial: len(trial.recomputed))

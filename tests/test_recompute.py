@@ -136,7 +136,7 @@ def test_a_budget_below_what_parameters_alone_can_do_is_met_by_computing_again()
     steps = []
     for budget in (least - 1, 1 << 30):
         best, lost = choose(two_blocks(), lambda trial, budget=budget: budget, TOY, GROUPS)
-        chosen, names = best.trial, {one.name for one in (best, *lost)}
+        chosen, names = best.figures, {one.name for one in (best, *lost)}
         assert chosen.peak_bytes <= budget
         assert bool(chosen.recomputed) == (LEAN in names) == (budget < least)  # where there is room nothing is
         assert {AGAIN, KEPT} <= names

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..passes.budget.residency import keepable, told_to_keep
 from ..passes.budget.trial import trial_of
-from ..passes.cost.memory import saved_by, weigh
+from ..passes.cost.memory import GraphMemory, saved_by, weigh
 from ..passes.cost.profiles import HardwareProfile
 from ..passes.cost.roofline import node_flops
 from ..passes.ir.provenance import find_reduces
@@ -257,7 +257,7 @@ def whole_of(joint: fx.Graph, kept: Collection[str], profile: HardwareProfile, a
     """Return the step of a joint graph, with some parameters ``kept`` and the products of others computed ``again``."""
     trial = trial_of(joint, kept, profile, recompute=again)
     forward, backward = trial.forward.graph, trial.backward.graph
-    weight = weigh(forward, backward, saved_by(forward, backward))
+    weight = weigh(GraphMemory.of(forward), GraphMemory.of(backward), saved_by(forward, backward))
     first = half_of(forward, profile)
     then = half_of(backward, profile, weight.given_up, kinds_by_name(forward))
     returned = tuple(weight.returned_bytes if kind == "activations" else 0 for kind in KINDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,7 @@ def may_alias(target: object) -> bool:
     return schema is not None and any(returned.alias_info is not None for returned in schema.returns)
 
 
+@functools.cache
 def aliased_argument(target: object, result: int) -> tuple[str, bool] | None:
     """Return the argument that an op's result aliases, and whether the op writes to it; None if the result is new.
 
@@ -214,14 +216,19 @@ def sort_topologically(graph: torch.fx.Graph) -> None:
     stable_topological_sort(graph)
 
 
-def cut(joint: torch.fx.GraphModule, num_results: int) -> tuple[torch.fx.Graph, torch.fx.Graph]:
+def cut(joint: torch.fx.Graph, root: object, num_results: int) -> tuple[torch.fx.Graph, torch.fx.Graph]:
     """Cut a joint graph into forward and backward as AOTAutograd's partitioner does; ``joint`` is unusable afterwards.
 
-    ``partitioners.min_cut_rematerialization_partition``: 2.11 to 2.15.
+    ``root`` has its constants. Nobody runs the modules that the partitioner makes on its way, so they get no code.
+    ``partitioners.min_cut_rematerialization_partition``; ``fx._lazy_graph_module._use_lazy_graph_module`` and
+    ``_make_graph_module``: 2.11 to 2.15.
     """
     from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch.fx import _lazy_graph_module
 
-    forward, backward = min_cut_rematerialization_partition(joint, (), num_fwd_outputs=num_results)
+    with _lazy_graph_module._use_lazy_graph_module(True):
+        module = _lazy_graph_module._make_graph_module(root or {}, joint)
+        forward, backward = min_cut_rematerialization_partition(module, (), num_fwd_outputs=num_results)
     return forward.graph, backward.graph
 
 

@@ -40,31 +40,38 @@ from ..wire.collectives import is_launch
 
 def overlap(graph: fx.Graph, plan: Plan) -> int:
     """Put the FX graph in the planned order; return how many nodes changed their place."""
-    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    items = Items(nodes, held_behind(nodes))
-    planned = _loops_together(planned_order(items, plan.lookahead), items)
+    return arrange(graph, Items.of(graph), plan.lookahead)
+
+
+def arrange(graph: fx.Graph, items: Items, lookahead: int) -> int:
+    """Put the items of a graph in the planned order; return how many changed their place."""
+    planned = planned_order(items, lookahead)
     assert_planned(planned, items)
+    if items.drained is not None:
+        items.drained.meta[LARGE_END] = True  # order.py has it computed after the waits that stand before it
     cursor = next(reversed([node for node in graph.nodes if node.op == "placeholder"]), compat.root_of(graph))
     for node in planned:
         cursor.append(node)
         cursor = node
-    return sum(before is not after for before, after in zip(nodes, planned))
+    return sum(before is not after for before, after in zip(items.order, planned))
 
 
 class Items:
-    """The nodes of a graph in their order, with their dependencies and roles.
+    """The nodes of a graph in their order, with their dependencies and roles."""
 
-    ``behind`` has the nodes that each node must stay behind, although it reads nothing of theirs.
-    """
-
-    def __init__(self, order: Sequence[fx.Node], behind: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
+    def __init__(
+        self,
+        order: Sequence[fx.Node],
+        deps: Mapping[fx.Node, Sequence[fx.Node]],
+        role: Mapping[fx.Node, Role | None],
+        busy: Mapping[fx.Node, bool],
+    ) -> None:
         self.order = order
         self.position = {item: index for index, item in enumerate(order)}
-        known = self.position
-        self.deps = {
-            item: [dep for dep in (*item.all_input_nodes, *behind.get(item, ())) if dep in known] for item in order
-        }
-        self.role: dict[fx.Node, Role | None] = {item: item.meta.get(ROLE) for item in order}
+        self.deps = {item: [dep for dep in deps[item] if dep in self.position] for item in order}
+        self.role = {item: role[item] for item in order}
+        self.busy = busy  # the nodes that run a kernel, and whether that is a loop on the CPU
+        self.drained: fx.Node | None = None  # the node before which all reductions were waited for
         self.launches = {item: its for item, its in self.role.items() if its is not None and is_launch(item)}
         self.gathers = {item: its for item, its in self.launches.items() if its.kind == "gather"}
         self.reductions = {item: its for item, its in self.launches.items() if its.kind != "gather"}
@@ -74,6 +81,19 @@ class Items:
         self.begins_phase = self._first_of_phases()
         self.sends = {item: self._compute_sent(item) for item in self.reductions}
         self.large_end = self._find_large_end()
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> Items:
+        """Return the items of a graph. They may depend on more than they read: on nodes they must stay behind."""
+        order = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+        behind = held_behind(order)
+        deps = {item: [*item.all_input_nodes, *behind.get(item, ())] for item in order}
+        role = {item: item.meta.get(ROLE) for item in order}
+        return cls(order, deps, role, {item: _is_loop_on_cpu(item) for item in order if not is_free(item)})
+
+    def only(self, order: Sequence[fx.Node], role: Mapping[fx.Node, Role]) -> Items:
+        """Return some of the items, with other roles for those in ``role``."""
+        return Items(order, self.deps, {**self.role, **role}, self.busy)
 
     def _first_of_phases(self) -> dict[fx.Node, int]:
         """Return the first compute of each later phase that needs a launch: constants may stand anywhere."""
@@ -135,7 +155,12 @@ class Items:
 
 
 def planned_order(items: Items, lookahead: int) -> list[fx.Node]:
-    """Return all items in the planned order: compute keeps its order, communication is pulled in around it."""
+    """Return all items in the planned order."""
+    return _loops_together(_pulled_in(items, lookahead), items)
+
+
+def _pulled_in(items: Items, lookahead: int) -> list[fx.Node]:
+    """Return the items with communication pulled in around compute, which keeps its order."""
     schedule = _Schedule(items)
     steps = _gather_steps(items)
     begins = {first_reader: index for index, (first_reader, _) in enumerate(steps) if first_reader is not None}
@@ -149,7 +174,8 @@ def planned_order(items: Items, lookahead: int) -> list[fx.Node]:
         if items.role[item] is not None:
             continue  # communication is emitted when compute needs it
         if item is items.large_end and item not in schedule.emitted:
-            schedule.drain_before(item)
+            schedule.drain()
+            items.drained = item
         if item in items.begins_phase:
             schedule.drain()
             if items.begins_phase[item] in phases:
@@ -182,7 +208,7 @@ def _loops_together(planned: list[fx.Node], items: Items) -> list[fx.Node]:
     behind: list[fx.Node] = []  # the nodes since the last product, or since another kernel that is no loop
     for node in planned:
         behind.append(node)
-        if items.role[node] is None and not is_free(node) and not _is_loop_on_cpu(node):
+        if items.role[node] is None and items.busy.get(node) is False:
             together += [*_sorted_out(behind[:-1], items), node] if together else behind
             behind.clear()
     return together + behind
@@ -190,7 +216,7 @@ def _loops_together(planned: list[fx.Node], items: Items) -> list[fx.Node]:
 
 def _sorted_out(between: Sequence[fx.Node], items: Items) -> list[fx.Node]:
     """Sort into layers: what needs no loop, then all loops that need no more than that, then what needs these, ..."""
-    loops = {node for node in between if items.role[node] is None and not is_free(node)}
+    loops = {node for node in between if items.role[node] is None and node in items.busy}
     if not loops:
         return list(between)
     needed = loops.union(node for node in between if node in items.launches)
@@ -203,7 +229,7 @@ def _sorted_out(between: Sequence[fx.Node], items: Items) -> list[fx.Node]:
         turn[node] = max((turn[dep] for dep in items.deps[node] if dep in turn), default=0)
         if node in items.launches:  # launches keep their order
             turn[node] = max(turn[node], last_launch)
-        if not is_free(node) and turn[node] % 2 != (node in loops):
+        if node in items.busy and turn[node] % 2 != (node in loops):
             turn[node] += 1
         if node in items.launches:
             last_launch = turn[node]
@@ -305,11 +331,6 @@ class _Schedule:
         self.reduce_what_is_ready()
         while self._in_flight:
             self._complete(*self._in_flight.pop(0))
-
-    def drain_before(self, item: fx.Node) -> None:
-        """Do the same, and mark this item, so that order.py has it computed after all these waits."""
-        self.drain()
-        item.meta[LARGE_END] = True
 
     def finish(self) -> None:
         """Emit what is left: the last launches, and whatever only outputs read."""

@@ -151,10 +151,10 @@ def _search(budget: Budget, graph: fx.Graph, profile: HardwareProfile) -> Plan:
     choice = Choice(found, profile.name, 0, best.as_candidate(), tuple(one.as_candidate() for one in lost))
     return Plan(
         "joint",
-        keep=tuple(sorted(best.trial.kept)),
-        recompute=tuple(sorted(best.trial.recomputed)),
-        slices=tuple(sorted(best.trial.sliced)),
-        lookahead=best.trial.plan.lookahead,
+        keep=tuple(sorted(best.figures.kept)),
+        recompute=tuple(sorted(best.figures.recomputed)),
+        slices=tuple(sorted(best.figures.sliced)),
+        lookahead=best.figures.lookahead,
         choice=choice,
     )
 

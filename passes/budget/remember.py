@@ -1,9 +1,9 @@
 """Cache what was chosen within a budget, for processes that compile the same step later, such as after a restart.
 
-    first process     joint graph -> a trial for each candidate -> decision -> <Inductor's cache>/fsdp_compile/<key>
-    another one       joint graph, equal in all that a trial reads  ->  read there
+    first process     joint graph -> a search -> decision -> <Inductor's cache>/fsdp_compile/<key>
+    another one       joint graph, equal in all that a search reads  ->  read there
 
-The key covers all that a trial reads: the joint graph with its sizes, the parameters' names, the ranks, the hardware
+The key covers all that a search reads: the joint graph with its sizes, the parameters' names, the ranks, the hardware
 profile, the budget, the settings of AOTAutograd (whose partitioner cuts), whether GPUs may round to TF32, torch and the
 source of the passes. A share of the free memory is not cached: it is other bytes in each process.
 """

@@ -12,7 +12,7 @@ save (residents.py).
 
 Lists of what to keep are filled by two orders: most seconds saved per byte and second held, and shortest life. A list
 is cut off where it proves not to fit, and filled up where it leaves room. A list by the first order is also filled to
-half of the room. All lists are tried (trial.py), and so are the plan as the units were told, everything gathered again
+half of the room. All lists are tried (sketch.py), and so are the plan as the units were told, everything gathered again
 and everything kept. For the best candidate, launching gathers two and three units ahead is tried, too. The fastest
 candidate within the budget wins, or the one with the lowest peak if none fits.
 """
@@ -42,6 +42,7 @@ from .residents import (
     residents_of,
     slices_of,
 )
+from .sketch import Figures, Sketch, saved_without
 from .trial import Trial, trial_of
 
 AGAIN, AS_TOLD, KEPT = "everything gathered again", "as reshard_after_forward says", "everything kept"
@@ -50,8 +51,8 @@ SLICED = "slices kept of everything"
 LEAN = "everything gathered and computed again"
 LEAN_WORTH, LEAN_SHORT = "kept and saved by seconds saved a byte", "kept and saved by the shortest life"
 IN_HALF = ", in half of the room"
-# Trials of a list that was filled by estimate. The peak may be another one, since the partitioner saves other nodes and
-# launches change their places. If it is lower, the list is filled up; else a bisection finds how many of its first
+# Sketches of a list that was filled by estimate. The peak may be another one, since launches change their places, and
+# backward makes other nodes. If it is lower, the list is filled up; else a bisection finds how many of its first
 # entries fit.
 _TRIALS = 6
 _LOOKAHEADS = (2, 3)
@@ -59,21 +60,21 @@ _LOOKAHEADS = (2, 3)
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate and its trial."""
+    """A candidate and its figures."""
 
     name: str
-    trial: Trial
+    figures: Figures
 
     def as_candidate(self) -> Candidate:
-        trial = self.trial
+        its = self.figures
         return Candidate(
             self.name,
-            len(trial.kept),
-            trial.peak_bytes,
-            trial.seconds,
-            trial.exposed_s,
-            num_recomputed=len(trial.recomputed),
-            num_sliced=len(trial.sliced),
+            len(its.kept),
+            its.peak_bytes,
+            its.seconds,
+            its.exposed_s,
+            num_recomputed=len(its.recomputed),
+            num_sliced=len(its.sliced),
         )
 
 
@@ -90,34 +91,39 @@ def choose(
     """
     tried: dict[tuple[object, ...], Tried] = {}
 
+    def try_base(name: str, recompute: Collection[str] = ()) -> Trial:
+        trial = trial_of(joint, (), profile, groups, recompute=recompute)
+        tried[trial.kept, trial.recomputed, trial.sliced, 1] = Tried(name, Figures.of(trial))
+        return trial
+
     def try_one(
         name: str,
         kept: Collection[str],
         recompute: Collection[str] = (),
         sliced: Collection[str] = (),
         lookahead: int = 1,
-    ) -> Trial:
-        """Return the trial, which has its graphs only the first time."""
+    ) -> Figures:
         key = frozenset(kept), frozenset(recompute), frozenset(sliced), lookahead
-        if key in tried:
-            return tried[key].trial
-        trial = trial_of(joint, kept, profile, groups, recompute=recompute, sliced=sliced, lookahead=lookahead)
-        tried[key] = Tried(name, trial.without_graphs())
-        return trial
+        if key not in tried:
+            sketch = sketches[bool(recompute)]
+            figures = sketch.figures(kept, recompute, sliced, lookahead)
+            if figures is None:  # a bucket that is kept in part
+                trial = trial_of(joint, kept, profile, groups, recompute=recompute, sliced=sliced, lookahead=lookahead)
+                figures = Figures.of(trial)
+            tried[key] = Tried(name, figures)
+        return tried[key].figures
 
-    def try_listed(name: str, base: Trial, kept: Sequence[Resident]) -> Trial:
+    def try_listed(name: str, base: Trial, kept: Sequence[Resident]) -> Figures:
         recompute = base.recomputed - _fqns(kept, ACTIVATION)  # what is still recomputed beside these
         return try_one(name, _fqns(kept, PARAMETERS), recompute, _fqns(kept, SLICES))
 
-    def try_filled(
-        base: Trial, residents: Sequence[Resident], order: Sequence[Resident], room: int, name: str
-    ) -> None:
+    def try_filled(base: Trial, order: Sequence[Resident], room: int, name: str) -> None:
         listed: list[Resident] = []
         fits, over = 0, 0  # how many first entries of the list fit, and how many do not
         for turn in range(_TRIALS):
             first = (fits + over) // 2
             if not over:  # all that was tried fits, and its peak shows how much room is left
-                more = fill(base, residents, order, room)
+                more = fill(base, order, room)
                 if more == listed:  # a shorter list may keep more: whole parameters in the place of slices
                     break
                 fits = next((at for at, (had, one) in enumerate(zip(listed, more)) if had != one), len(listed))
@@ -134,17 +140,18 @@ def choose(
 
     def try_lists(base: Trial, residents: Sequence[Resident], worth: str, short: str) -> None:
         keeping = may_be_kept(base, residents)
-        try_filled(base, residents, by_worth(keeping), budget, worth)
-        try_filled(base, residents, by_life(keeping), budget, short)
+        try_filled(base, by_worth(keeping), budget, worth)
+        try_filled(base, by_life(keeping), budget, short)
         # In a plan that keeps a little less, collectives may queue less.
-        half = fill(base, residents, by_worth(keeping), (budget + base.peak_bytes) // 2)
+        half = fill(base, by_worth(keeping), (budget + base.peak_bytes) // 2)
         try_listed(f"{worth}{IN_HALF}", base, half)
 
     def may_be_kept(base: Trial, residents: Sequence[Resident]) -> list[Resident]:
         keeping = [one for one in residents if one.kind == ACTIVATION or {*one.fqns} <= may_stay]
         return [*keeping, *slices_of(base, keeping, offers, profile, groups)]
 
-    again = try_one(AGAIN, ())
+    again = try_base(AGAIN)
+    sketches = {False: Sketch(again, profile, groups)}
     budget = budget_bytes(again)
     may_stay = {*keepable(joint, again.plan)}
     offers = {one.fqn: one.spec for one in find_unshards(joint) if one.fqn in may_stay and offers_slice(one.node)}
@@ -153,24 +160,25 @@ def choose(
     try_lists(again, residents_of(again), WORTH, SHORT)
     if offers:
         try_one(SLICED, (), sliced=offers)
-    activations = {name: [node.name for node in nodes] for name, nodes in activations_of(joint).items()}
+    activations = activations_of(joint)
     if largest_bytes > budget and activations:
-        base = try_one(LEAN, (), activations)
+        base = try_base(LEAN, activations)
+        sketches[True] = Sketch(base, profile, groups, saved_without(again, activations))
         residents = [*residents_of(base), *activations_made_again(again, base, activations)]
         try_lists(base, residents, LEAN_WORTH, LEAN_SHORT)
 
     def rank(one: Tried) -> tuple[float, ...]:
-        seconds, peak_bytes = one.trial.seconds, one.trial.peak_bytes
+        seconds, peak_bytes = one.figures.seconds, one.figures.peak_bytes
         return (0, seconds, peak_bytes) if peak_bytes <= budget else (1, peak_bytes, seconds)
 
     best = min(tried.values(), key=rank)
-    its = best.trial
+    its = best.figures
     if its.exposed_s > 0 and its.peak_bytes <= budget:  # earlier gathers may be hidden, but are held for longer
         for lookahead in _LOOKAHEADS:
             name = f"{best.name}, gathered {lookahead} units ahead"
             try_one(name, its.kept, its.recomputed, its.sliced, lookahead)
         best = min(tried.values(), key=rank)
-    return best, sorted((one for one in tried.values() if one is not best), key=lambda one: one.trial.seconds)
+    return best, sorted((one for one in tried.values() if one is not best), key=lambda one: one.figures.seconds)
 
 
 def _fqns(kept: Sequence[Resident], kind: str) -> set[str]:

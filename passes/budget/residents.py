@@ -18,16 +18,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from ..cost.memory import lifetimes, results_of, saved_by
+from ..cost.memory import Lifetime, lives_of, results_of, saved_by
 from ..cost.profiles import HardwareProfile
-from ..cost.replay import Compute, Event, Launch, simulate
+from ..cost.replay import Compute, Event, Lanes, Launch
 from ..cost.roofline import Groups, collective_seconds, group_of
-from ..ir.aliases import Storage, storages_of
+from ..ir.aliases import Storage
 from ..ir.meta import ROLE, works_for
 from ..ir.plan import Plan
 from ..schedule.slices import inner_spec
@@ -35,6 +36,8 @@ from ..wire.collectives import is_launch
 from ..wire.spec import ParamSpec
 from .trial import Half, Trial
 
+# After a change, so often do replayed steps look whether all is as it was: a look takes as long as some steps.
+_LOOK_EVERY = 8
 PARAMETERS, SLICES, ACTIVATION = "parameters", "slices", "activation"
 
 
@@ -61,7 +64,7 @@ def residents_of(again: Trial) -> list[Resident]:
     """Return the buckets that backward gathers, in the order of their launches."""
     backward, forward = again.plan.backward, again.plan.forward
     assert backward is not None and forward is not None
-    last_read = _last_reads(again.forward.graph, forward)
+    last_read = _last_reads(again.forward, forward)
     launched: dict[int, tuple[int, str]] = {}
     events: dict[int, set[str]] = {}
     for position, node in enumerate(again.backward.graph.nodes):
@@ -109,19 +112,20 @@ def slices_of(
 
 
 def activations_made_again(
-    saved: Trial, again: Trial, activations: Mapping[str, Collection[str]]
+    saved: Trial, again: Trial, activations: Mapping[str, Collection[fx.Node]]
 ) -> list[Resident]:
     """Return for each matrix the activations that trial ``saved`` saves and trial ``again`` recomputes.
 
-    ``activations`` has the names of the joint graph's nodes, by the name of their matrix.
+    ``activations`` are the joint graph's nodes, by the name of their matrix.
     """
     before, now = _saved_bytes(saved), _saved_bytes(again)
     position = {node.name: place for place, node in enumerate(again.backward.graph.nodes)}
-    last = {life.storage.node.name: life.last for life in lifetimes(again.forward.graph, fused=True)}
+    last = {life.storage.node.name: life.last for life in _lives(again.forward)}
     place = {node.name: index for index, node in enumerate(again.forward.graph.nodes)}
     clock = _Clock(again)
     found = []
-    for name, nodes in activations.items():
+    for name, its in activations.items():
+        nodes = [node.name for node in its]
         freed = [one for one in nodes if one in before and one not in now and one in position and one in place]
         if not freed:
             continue
@@ -134,47 +138,60 @@ def activations_made_again(
     return found
 
 
-def fill(again: Trial, residents: Sequence[Resident], order: Sequence[Resident], room: int) -> list[Resident]:
+def fill(again: Trial, order: Sequence[Resident], room: int) -> list[Resident]:
     """Return those that fit into ``room``, taken in ``order``, each beside those taken before it.
 
     A bucket is kept as a whole or as slices, not both: whichever saves more.
     """
-    kept: list[Resident] = []
+    held = Held(again, order)
+    kept: dict[tuple[str, ...], Resident] = {}
     for one in order:
-        other = next((had for had in kept if had.fqns == one.fqns and ACTIVATION not in (had.kind, one.kind)), None)
+        key = (one.kind, *one.fqns) if one.kind == ACTIVATION else one.fqns
+        other = kept.get(key)
         if other is not None and other.saved_s >= one.saved_s:
             continue
-        beside = [had for had in kept if had is not other]
-        if peak_with(again, residents, [*beside, one]) <= room:
-            kept = [*beside, one]
-    return kept
+        if other is not None:
+            held.add(other, -1)
+        held.add(one)
+        if held.peak_bytes <= room:
+            kept.pop(key, None)
+            kept[key] = one
+        else:
+            held.add(one, -1)
+            if other is not None:
+                held.add(other)
+    return [*kept.values()]
 
 
-def peak_with(again: Trial, residents: Sequence[Resident], kept: Sequence[Resident]) -> int:
-    """Estimate the peak of a step with these kept.
+class Held:
+    """An estimate of the bytes alive in a step that keeps more than a trial: launches stay where the trial has them.
 
-    If the first unit is kept, the gathers of the next one are launched when backward begins.
+    The positions between which nothing begins or ends to stay are one.
     """
-    weight = again.weight
-    forward, backward = [0] * (len(weight.forward) + 1), [0] * (len(weight.backward) + 1)
-    stays = {*kept}
-    buckets = [one for one in residents if one.kind == PARAMETERS]
-    steps = [list(step) for _, step in itertools.groupby(buckets, key=lambda one: one.unit)]
-    launch = 0
-    for index, (step, following) in enumerate(itertools.zip_longest(steps, steps[1:])):
-        for one in step:
-            backward[0 if one in stays else min(launch, one.until)] += one.num_bytes
-            backward[one.until] -= one.num_bytes
-        if following and (index > 0 or any(one not in stays for one in step)):
-            launch = following[0].until
-    for one in stays:
-        forward[one.since + 1] += one.num_bytes
-        if one.kind != PARAMETERS:
-            backward[0] += one.num_bytes
-            backward[one.until] -= one.num_bytes
-    highest = max(map(sum, zip(weight.forward, itertools.accumulate(forward))))
-    later = max(map(sum, zip(weight.backward, itertools.accumulate(backward))))
-    return weight.held_bytes + max(highest, weight.returned_bytes + later)
+
+    def __init__(self, again: Trial, residents: Sequence[Resident]) -> None:
+        self._weight = again.weight
+        self._since = sorted({one.since + 1 for one in residents})
+        self._until = sorted({one.until for one in residents})
+        self._forward = _highest(again.weight.forward, self._since)
+        self._backward = _highest(again.weight.backward, self._until)
+
+    def add(self, one: Resident, times: int = 1) -> None:
+        """Keep one more; with -1, no longer."""
+        first, num_bytes = bisect_left(self._since, one.since + 1) + 1, times * one.num_bytes
+        self._forward[first:] = [alive + num_bytes for alive in self._forward[first:]]
+        end = bisect_left(self._until, one.until) + 1
+        self._backward[:end] = [alive + num_bytes for alive in self._backward[:end]]
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._weight.held_bytes + max(*self._forward, self._weight.returned_bytes + max(self._backward))
+
+
+def _highest(alive: Sequence[int], begins: Sequence[int]) -> list[int]:
+    """Return the most that is alive in front of the first of these positions, from each to the next, and to the end."""
+    edges = [0, *begins, len(alive)]
+    return [max(alive[begin:end], default=0) for begin, end in itertools.pairwise(edges)]
 
 
 def by_worth(residents: Sequence[Resident]) -> list[Resident]:
@@ -196,12 +213,31 @@ def by_life(residents: Sequence[Resident]) -> list[Resident]:
 
 
 class _Clock:
-    """When nodes of a trial's graphs begin, and how much shorter its backward would be without some of them."""
+    """When nodes of a trial's graphs begin, and how much shorter its backward would be with a few changes.
+
+    Each change is replayed from shortly before it until all is again as it was, only earlier:
+
+        as it is     c1 |--w1--| c2  c3 |--w2--| c4              each | is a wait
+        without w1   c1 c2  c3 |--w2--| c4                       from c3 on the same
+    """
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
         self._forward_s, self._backward_s = _begins(trial.forward), _begins(trial.backward)
-        self._bare = [_bare(event) for event in trial.backward.events]
+        self._steps: list[Event] = []  # computes that follow one another are one
+        self._places: dict[str, list[tuple[int, float]]] = {}  # of each event's name, with its seconds of compute
+        for event in trial.backward.events:
+            last = self._steps[-1] if self._steps else None
+            if isinstance(event, Compute) and isinstance(last, Compute):
+                self._steps[-1] = Compute(last.name, last.seconds + event.seconds)
+            else:
+                self._steps.append(_bare(event))
+            seconds = event.seconds if isinstance(event, Compute) else 0.0
+            self._places.setdefault(event.name, []).append((len(self._steps) - 1, seconds))
+        self._states = [Lanes()]  # before each step
+        for step in self._steps:
+            self._states.append(self._states[-1].copy())
+            self._states[-1].run(step)
 
     def between(self, since: int, until: int) -> float:
         """Return the seconds from a node of forward to one of backward."""
@@ -209,22 +245,36 @@ class _Clock:
 
     def seconds_of(self, names: Collection[str]) -> float:
         """Return the compute seconds of these events in backward."""
-        return sum(one.seconds for one in self._bare if isinstance(one, Compute) and one.name in names)
+        return sum(seconds for name in names for _, seconds in self._places.get(name, ()))
 
     def seconds_with(self, launch: str, seconds: float, group: str) -> float:
         """Return by how much backward is shorter if a launch takes these seconds, in this group."""
-        changed = (
-            dataclasses.replace(event, seconds=seconds, group=group)
-            if isinstance(event, Launch) and event.name == launch
-            else event
-            for event in self._bare
-        )
-        return self._trial.backward.timeline.total_s - simulate(changed).total_s
+        place = min(place for place, _ in self._places[launch])
+        event = self._steps[place]
+        assert isinstance(event, Launch)
+        return self._shorter({place: dataclasses.replace(event, seconds=seconds, group=group)})
 
     def seconds_without(self, names: Collection[str]) -> float:
         """Return by how much backward is shorter without these events."""
-        rest = (event for event in self._bare if event.name not in names)
-        return self._trial.backward.timeline.total_s - simulate(rest).total_s
+        changed: dict[int, Event | None] = {}
+        for place, seconds in sorted(where for name in names for where in self._places.get(name, ())):
+            event = changed.get(place, self._steps[place])
+            less = isinstance(event, Compute) and Compute(event.name, max(event.seconds - seconds, 0.0))
+            changed[place] = less or None
+        return self._shorter(changed)
+
+    def _shorter(self, changed: Mapping[int, Event | None]) -> float:
+        if not changed:
+            return 0.0
+        first, last = min(changed), max(changed)
+        state = self._states[first].copy()
+        for place in range(first, len(self._steps)):
+            if place > last and place % _LOOK_EVERY == 0 and state.is_like(self._states[place]):
+                return self._states[place].now_s - state.now_s
+            step = changed.get(place, self._steps[place])
+            if step is not None:
+                state.run(step)
+        return self._states[-1].now_s - state.now_s
 
 
 def _begins(half: Half) -> list[float]:
@@ -243,10 +293,14 @@ def _bare(event: Event) -> Event:
     return dataclasses.replace(bare, needs=()) if isinstance(bare, Launch) else bare
 
 
-def _last_reads(graph: fx.Graph, plan: Plan) -> dict[str, int]:
+def _lives(half: Half) -> list[Lifetime]:
+    return lives_of(half.graph.nodes, half.memory)
+
+
+def _last_reads(half: Half, plan: Plan) -> dict[str, int]:
     """Return for each parameter the position of the last node of forward that needs what its bucket brought."""
     last: dict[int, int] = {}
-    for life in lifetimes(graph, fused=True):
+    for life in _lives(half):
         if works_for(life.storage.node, "gather"):
             index = life.storage.node.meta[ROLE].bucket
             last[index] = max(last.get(index, 0), life.last)
@@ -256,7 +310,7 @@ def _last_reads(graph: fx.Graph, plan: Plan) -> dict[str, int]:
 def _saved_bytes(trial: Trial) -> dict[str, int]:
     """Return the bytes of each node that forward saves for backward; views of one storage count once, at the first."""
     forward, backward = trial.forward.graph, trial.backward.graph
-    storages = storages_of(forward)
+    storages = trial.forward.memory.storages
     found: dict[str, int] = {}
     seen: set[Storage] = set()
     for one in results_of(forward)[saved_by(forward, backward) :]:

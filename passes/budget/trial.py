@@ -21,7 +21,6 @@ checkpointing recomputes it. The graph is weighed without fusion, so that each o
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -31,9 +30,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .. import _torch_compat as compat
 from ..apply.insert import insert
 from ..apply.keep import keep, let_go
-from ..apply.overlap import overlap
+from ..apply.overlap import Items, arrange
 from ..cost.events import events_of
-from ..cost.memory import Weight, results_of, weigh
+from ..cost.memory import GraphMemory, Weight, results_of, weigh
 from ..cost.profiles import HardwareProfile
 from ..cost.replay import Event, Timeline, simulate
 from ..cost.roofline import Groups
@@ -41,7 +40,7 @@ from ..ir.meta import tag
 from ..ir.nodes import closure
 from ..ir.plan import Plan
 from ..ir.provenance import reduce_nodes, unshard_nodes
-from ..schedule.planner import plan_graph, plan_keeping
+from ..schedule.planner import StepUses, plan_graph, uses_keeping
 from ..schedule.slices import chosen_slices, use_first_gather
 from ..schedule.structure import structure_of
 
@@ -51,12 +50,11 @@ class Half:
     """A lowered forward or backward graph, and its prediction."""
 
     graph: fx.Graph
+    plan: Plan
+    items: Items  # in the order that the partitioner left
+    memory: GraphMemory
     events: tuple[Event, ...]  # one for each call, in the graph's order
     timeline: Timeline
-
-    def without_graph(self) -> Half:
-        """Return only the figures."""
-        return dataclasses.replace(self, graph=fx.Graph(), events=())
 
 
 @dataclass(frozen=True)
@@ -66,10 +64,12 @@ class Trial:
     kept: frozenset[str]
     recomputed: frozenset[str]
     sliced: frozenset[str]
+    uses: StepUses
     plan: Plan
     forward: Half
     backward: Half
     weight: Weight
+    num_results: int  # of forward; behind them it returns what backward takes
 
     @property
     def peak_bytes(self) -> int:
@@ -78,10 +78,6 @@ class Trial:
     @property
     def seconds(self) -> float:
         return self.forward.timeline.total_s + self.backward.timeline.total_s
-
-    def without_graphs(self) -> Trial:
-        """Return only the figures: the graphs of many trials of a large model would take gigabytes."""
-        return dataclasses.replace(self, forward=self.forward.without_graph(), backward=self.backward.without_graph())
 
     @property
     def exposed_s(self) -> float:
@@ -102,30 +98,35 @@ def trial_of(
 
     With ``like_fsdp2``, predict it as FSDP2 runs it eagerly, and not as it is compiled.
     """
-    module = fx.GraphModule(joint.owning_module or {}, copy.deepcopy(joint))  # type: ignore[arg-type]
+    graph = copy.deepcopy(joint)
     if like_fsdp2:
-        for node in (*unshard_nodes(module.graph), *reduce_nodes(module.graph)):
+        for node in (*unshard_nodes(graph), *reduce_nodes(graph)):
             node.update_kwarg("bucketing", "group")
-    plan = plan_keeping(module.graph, kept, recompute, sliced, lookahead)
-    chosen_slices(module.graph, plan)
-    keep(module.graph, plan)
+    uses = uses_keeping(graph, kept, recompute, sliced)
+    plan = uses.plan(lookahead)
+    chosen_slices(graph, plan)
+    keep(graph, plan)
     if like_fsdp2:
-        _save_all(module.graph)
-    num_results = num_forward_results(module.graph)
-    forward, backward = compat.cut(module, num_results)
-    for graph, stage in ((forward, "forward"), (backward, "backward")):
-        let_go(graph)
-        use_first_gather(graph)
-        half = plan_graph(graph, stage)
-        insert(graph, half)
-        overlap(graph, half)
-    weight = weigh(forward, backward, num_results, fused=not like_fsdp2)
+        _save_all(graph)
+    num_results = num_forward_results(graph)
+    lowered = []
+    for half, stage in zip(compat.cut(graph, joint.owning_module, num_results), ("forward", "backward")):
+        let_go(half)
+        use_first_gather(half)
+        its_plan = plan_graph(half, stage)
+        insert(half, its_plan)
+        items = Items.of(half)
+        arrange(half, items, lookahead)
+        lowered.append((half, its_plan, items))
+    forward, backward = (GraphMemory.of(half, fused=not like_fsdp2) for half, *_ in lowered)
+    weight = weigh(forward, backward, num_results)
     halves: list[Half] = []
-    for graph, given_up in ((forward, ()), (backward, weight.given_up)):
-        events = events_of(graph, profile, groups, given_up)
-        halves.append(Half(graph, tuple(events), simulate(events)))
+    for (half, its_plan, items), memory, given_up in zip(lowered, (forward, backward), ((), weight.given_up)):
+        events = events_of(half, profile, groups, given_up, GraphMemory.of(half) if like_fsdp2 else memory)
+        halves.append(Half(half, its_plan, items, memory, tuple(events), simulate(events)))
     first, then = halves
-    return Trial(frozenset(kept), frozenset(recompute), frozenset(sliced), plan, first, then, weight)
+    names = frozenset(kept), frozenset(recompute), frozenset(sliced)
+    return Trial(*names, uses, plan, first, then, weight, num_results)
 
 
 def _save_all(graph: fx.Graph) -> None:

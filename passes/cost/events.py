@@ -18,27 +18,32 @@ from ..ir.aliases import base_of, inputs_of
 from ..ir.meta import ROLE
 from ..ir.provenance import has_markers
 from ..wire.collectives import is_launch, is_wait
-from .memory import own_and_callers
+from .memory import GraphMemory, own_and_callers
 from .profiles import HardwareProfile
 from .replay import Compute, Event, Launch, Wait
 from .roofline import Groups, graph_seconds, group_of, launch_seconds, sent_by, slowdown
 
 
 def events_of(
-    graph: fx.Graph, profile: HardwareProfile, groups: Groups | None = None, given_up: Collection[str] = ()
+    graph: fx.Graph,
+    profile: HardwareProfile,
+    groups: Groups | None = None,
+    given_up: Collection[str] = (),
+    memory: GraphMemory | None = None,
 ) -> list[Event]:
     """Return a graph's events on this hardware, in its order; inputs in ``given_up`` are freed by their last readers.
 
     ``groups`` tells where the ranks of a process group are, by its name; without it, c10d does. Other inputs are the
-    caller's, and not in the memory curve.
+    caller's, and not in the memory curve. ``memory`` is that of the graph, if a caller has it already.
     """
     if has_markers(graph):
         raise ValueError(
             "This graph is not lowered: give a forward, backward or inference record's graph, from a model that "
             "Inductor compiled."
         )
-    seconds = graph_seconds(graph, profile)
-    allocs, frees = _buffers(graph, given_up)
+    memory = memory or GraphMemory.of(graph)
+    seconds = graph_seconds(graph, profile, memory.away)
+    allocs, frees = _buffers(memory, given_up)
     events: list[Event] = []
     for node in graph.nodes:
         if node.op != "call_function":
@@ -65,10 +70,10 @@ def events_of(
 
 
 def _buffers(
-    graph: fx.Graph, given_up: Collection[str]
+    memory: GraphMemory, given_up: Collection[str]
 ) -> tuple[dict[fx.Node, list[tuple[str, int]]], dict[fx.Node, list[str]]]:
     """Return two tables by node: the buffers that each call allocates, with their bytes, and those that it frees."""
-    nodes = list(graph.nodes)
+    nodes = list(memory.graph.nodes)
     first_call = next((node for node in nodes if node.op == "call_function"), None)
     last_until: list[fx.Node | None] = []  # at each position, the last node up to it that can free something
     for node in nodes:
@@ -77,7 +82,7 @@ def _buffers(
     allocs: dict[fx.Node, list[tuple[str, int]]] = {}
     frees: dict[fx.Node, list[str]] = {}
     taken: set[str] = set()
-    own, _ = own_and_callers(graph, given_up, fused=True)
+    own, _ = own_and_callers(memory, given_up)
     for life in own:
         owner = life.storage.node
         if not life.storage.num_bytes:

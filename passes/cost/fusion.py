@@ -9,6 +9,7 @@ There is a limit: a result that several readers would compute again from many in
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -62,8 +63,10 @@ def fused_away(graph: fx.Graph) -> set[fx.Node]:
     return set(away)
 
 
-def kernels_of(graph: fx.Graph) -> list[dict[fx.Node, list[fx.Node]]]:
+def kernels_of(graph: fx.Graph, away: Collection[fx.Node] | None = None) -> list[dict[fx.Node, list[fx.Node]]]:
     """Return the kernels: for each, the nodes that it writes, each with all nodes that it computes for it.
+
+    ``away`` is what ``fused_away`` returns, if a caller has that already.
 
     A node that is fused away is computed in every kernel that needs it. Two kernels that compute the same node become
     one, and so do one that writes a pointwise result and one that reads it, unless a node that is never fused, such as
@@ -75,7 +78,7 @@ def kernels_of(graph: fx.Graph) -> list[dict[fx.Node, list[fx.Node]]]:
         x -> mul -> norm -> mm -> add        two, for the second add needs mm
               `-------------------^
     """
-    away = fused_away(graph)
+    away = fused_away(graph) if away is None else away
     computed: dict[fx.Node, list[fx.Node]] = {}
     kernels: list[_Kernel] = []
     computing: dict[fx.Node, list[_Kernel]] = {}  # for a pointwise node: the kernels that do

@@ -16,8 +16,9 @@ Over the two halves of a step, the caller holds forward's inputs and results:
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -99,7 +100,7 @@ def memory_curve(graph: fx.Graph, given_up: Collection[str] = (), fused: bool = 
 
     With ``fused``, count them as Inductor compiles the graph, else as it runs node by node.
     """
-    own, callers = own_and_callers(graph, given_up, fused)
+    own, callers = own_and_callers(GraphMemory.of(graph, fused), given_up)
     live_bytes = bytes_alive(own, len(graph.nodes))
     peak = live_bytes.index(max(live_bytes)) if live_bytes else 0
     kinds = kinds_of(graph)
@@ -116,23 +117,22 @@ def memory_curve(graph: fx.Graph, given_up: Collection[str] = (), fused: bool = 
     )
 
 
-def weigh(forward: fx.Graph, backward: fx.Graph, num_results: int, fused: bool = True) -> Weight:
+def weigh(forward: GraphMemory, backward: GraphMemory, num_results: int) -> Weight:
     """Weigh two lowered halves; behind its ``num_results`` results, forward returns what backward takes."""
-    first, callers_lives = own_and_callers(forward, (), fused)
-    storages = storages_of(forward)
-    results = [storages[one] if isinstance(one, fx.Node) else () for one in results_of(forward)]
+    first, callers_lives = own_and_callers(forward, ())
+    results = [forward.storages[one] if isinstance(one, fx.Node) else () for one in results_of(forward.graph)]
     made = {one for these in results[:num_results] for one in these if one.node.op == "call_function"}
     # A saved tensor that shares memory with an input or a result of forward is the caller's while backward runs.
     callers = {
         name
-        for name, these in zip(taken_as(forward, backward, num_results), results[num_results:])
+        for name, these in zip(taken_as(forward.graph, backward.graph, num_results), results[num_results:])
         if any(one in made or one.node.op == "placeholder" for one in these)
     }
-    given_up = tuple(name for name in saved_inputs(backward) if name not in callers)
-    then, _ = own_and_callers(backward, given_up, fused)
+    given_up = tuple(name for name in saved_inputs(backward.graph) if name not in callers)
+    then, _ = own_and_callers(backward, given_up)
     return Weight(
-        tuple(bytes_alive(first, len(forward.nodes))),
-        tuple(bytes_alive(then, len(backward.nodes))),
+        tuple(bytes_alive(first, len(forward.graph.nodes))),
+        tuple(bytes_alive(then, len(backward.graph.nodes))),
         sum(life.storage.num_bytes for life in callers_lives),
         sum(one.num_bytes for one in made),
         given_up,
@@ -172,14 +172,12 @@ def _by_kind(nodes: Sequence[fx.Node], are_tensors: bool) -> list[str]:
     return [one.name for one in nodes if bool(tensors_of(one)) == are_tensors]
 
 
-def own_and_callers(
-    graph: fx.Graph, given_up: Collection[str], fused: bool
-) -> tuple[list[Lifetime], list[Lifetime]]:
+def own_and_callers(memory: GraphMemory, given_up: Collection[str]) -> tuple[list[Lifetime], list[Lifetime]]:
     """Return the lifetimes of what a graph allocates and of the inputs in ``given_up``, and those of other inputs."""
-    given = storages_given(graph, given_up)
+    given = storages_given(memory.graph, given_up, memory.storages)
     own: list[Lifetime] = []
     callers: list[Lifetime] = []
-    for life in lifetimes(graph, fused):
+    for life in lives_of(memory.graph.nodes, memory):
         is_own = life.storage.node.op == "call_function" or life.storage in given
         (own if is_own else callers).append(life)
     return own, callers
@@ -202,7 +200,9 @@ def saved_inputs(graph: fx.Graph) -> list[str]:
     return [one.name for one in graph.find_nodes(op="placeholder") if not one.name.startswith("primals")]
 
 
-def storages_given(graph: fx.Graph, given_up: Collection[str]) -> set[Storage]:
+def storages_given(
+    graph: fx.Graph, given_up: Collection[str], storages: Mapping[fx.Node, tuple[Storage, ...]] | None = None
+) -> set[Storage]:
     """Return the storages of the inputs in ``given_up``, except those that the caller holds by another input as well.
 
     Raise ValueError for a name that is none of the graph's inputs.
@@ -212,7 +212,7 @@ def storages_given(graph: fx.Graph, given_up: Collection[str]) -> set[Storage]:
         if name not in inputs:
             known = ", ".join(inputs)
             raise ValueError(f"given_up has {name!r}, which is no input of the graph. Give some of {known}.")
-    storages = storages_of(graph)
+    storages = storages_of(graph) if storages is None else storages
     kept = {storage for name, node in inputs.items() if name not in given_up for storage in storages[node]}
     return {storage for name in given_up for storage in storages[inputs[name]]} - kept
 
@@ -224,34 +224,77 @@ def lifetimes(graph: fx.Graph, fused: bool = False) -> list[Lifetime]:
     computed inside its readers has no memory, and they read what it reads; a pointwise result takes the place of an
     input that it is the last to read.
     """
-    storages = storages_of(graph)
-    away = fused_away(graph) if fused else set()
+    return lives_of(graph.nodes, GraphMemory.of(graph, fused))
+
+
+@dataclass(frozen=True)
+class GraphMemory:
+    """The storages of a graph, and who needs them, in whatever order its nodes run."""
+
+    graph: fx.Graph
+    storages: dict[fx.Node, tuple[Storage, ...]]
+    needed: dict[fx.Node, tuple[Storage, ...]]  # by each node, as if nothing were fused
+    away: set[fx.Node]  # the nodes that are computed inside their readers
+    over_inputs: set[fx.Node]  # pointwise results that may take the place of an input
+
+    @classmethod
+    def of(cls, graph: fx.Graph, fused: bool = True) -> GraphMemory:
+        """Find the storages of a graph, as Inductor compiles it if it is ``fused``."""
+        away = fused_away(graph) if fused else set()
+        storages = storages_of(graph)
+        pointwise = (node for node in graph.nodes if fused and node not in away and is_pointwise(node))
+        over_inputs = {node for node in pointwise if storages[node] and storages[node][0].node is node}
+        needed = {node: tuple(_needed_by(node, storages)) for node in graph.nodes}
+        return cls(graph, storages, needed, away, over_inputs)
+
+
+    def with_apart(self, apart: Collection[fx.Node]) -> GraphMemory:
+        """Return the same, but with storages of their own for these nodes."""
+        storages = storages_of(self.graph, apart)
+        needed = {node: tuple(_needed_by(node, storages)) for node in self.graph.nodes}
+        return dataclasses.replace(self, storages=storages, needed=needed)
+
+
+def lives_of(
+    order: Iterable[fx.Node],
+    memory: GraphMemory,
+    given: Iterable[Storage] = (),
+    inside: Mapping[Storage, Storage] | None = None,
+) -> list[Lifetime]:
+    """Return the lifetimes, as positions in an order of the graph's nodes.
+
+    The order may leave out nodes. What others need of them is ``given``, as inputs are. Storages may be ``inside`` of
+    others.
+    """
+    inside = inside or {}
+    order, storages, away = list(order), memory.storages, memory.away
     # These are dicts and not sets, whose order differs between processes.
     read_for: dict[fx.Node, dict[Storage, None]] = {}  # what a fused node reads, when its readers run
-    first: dict[Storage, int] = {}
-    last: dict[Storage, int] = {}
+    first = dict.fromkeys(given, 0)
+    last, inputs = dict(first), {*first}
     reads: dict[fx.Node, dict[Storage, None]] = {}
-    for position, node in enumerate(graph.nodes):
+    for position, node in enumerate(order):
         needed: dict[Storage, None] = {}
-        for storage in _needed_by(node, storages):
-            needed |= read_for[storage.node] if storage.node in away else {storage: None}
+        for storage in memory.needed[node]:
+            needed |= read_for.get(storage.node, {inside.get(storage, storage): None})
         if node in away:
             read_for[node] = needed
             continue
         reads[node] = needed
-        for storage in storages[node]:
+        for own in storages[node]:
+            storage = inside.get(own, own)
             if storage.node not in away:
                 first.setdefault(storage, position if node.op == "call_function" else 0)
                 last[storage] = position
         last.update(dict.fromkeys(needed, position))
-    if fused:
-        for position, node in enumerate(graph.nodes):
-            if node in reads and is_pointwise(node) and storages[node] and storages[node][0].node is node:
-                for storage in reads[node]:
-                    fits = storage.num_bytes == storages[node][0].num_bytes and last[storage] == position
-                    if fits and storage.node.op == "call_function" and not is_launch(storage.node):
-                        last[storage] = position - 1
-                        break
+    for position, node in enumerate(order):
+        if node in memory.over_inputs:
+            for storage in reads[node]:
+                fits = storage.num_bytes == storages[node][0].num_bytes and last[storage] == position
+                is_own = storage.node.op == "call_function" and storage not in inputs
+                if fits and is_own and not is_launch(storage.node):
+                    last[storage] = position - 1
+                    break
     devices = {storage.device for storage in first}
     computing = next((device for device in sorted(devices) if device != "cpu"), "cpu")
     return [Lifetime(one, begin, last[one]) for one, begin in first.items() if one.device == computing]

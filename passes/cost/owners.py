@@ -26,6 +26,7 @@ from .memory import (
     GRADIENT,
     OTHER,
     SHARD,
+    GraphMemory,
     Lifetime,
     bytes_alive,
     kinds_of,
@@ -91,7 +92,7 @@ def owners_of(
         storage = life.storage
         return Owned(storage.node.name, names.of(storage), found[storage], storage.num_bytes)
 
-    own, of_callers = own_and_callers(graph, given_up, fused=True)
+    own, of_callers = own_and_callers(GraphMemory.of(graph), given_up)
     callers = tuple(held if held is not None else (owned(life) for life in of_callers if life.storage.num_bytes))
     calls = [place for place, node in enumerate(nodes) if node.op == "call_function"]
     of_kind = {}

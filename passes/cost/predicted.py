@@ -23,7 +23,7 @@ from ..ir.plan import Bucket, Plan, as_size, named
 from ..schedule.reasons import AGAIN, BUDGET, Residency
 from ..wire.collectives import KIND_OF, is_launch, is_wait
 from .events import events_of
-from .memory import memory_curve, saved_by, weigh
+from .memory import GraphMemory, memory_curve, saved_by, weigh
 from .profiles import HardwareProfile
 from .replay import QUEUED, Event, Flight, Timeline, as_ms, simulate
 from .roofline import Groups
@@ -128,19 +128,21 @@ def predict(
     """
     given_up: tuple[str, ...] = ()
     returned_bytes = 0
+    memories = [GraphMemory.of(graph) for graph, _ in graphs]
     if len(graphs) == 2:
-        (forward, _), (backward, _) = graphs
-        weight = weigh(forward, backward, saved_by(forward, backward))
+        forward, backward = memories
+        weight = weigh(forward, backward, saved_by(forward.graph, backward.graph))
         given_up, peak_bytes, held_bytes = weight.given_up, weight.peak_bytes, weight.held_bytes
         returned_bytes = weight.returned_bytes
     else:
         curve = memory_curve(graphs[0][0], fused=True)
         peak_bytes, held_bytes = curve.input_bytes + curve.peak_bytes, curve.input_bytes
     predicted = []
-    for (graph, plan), taken, callers_bytes in zip(graphs, [(), given_up], [held_bytes, held_bytes + returned_bytes]):
+    callers = [held_bytes, held_bytes + returned_bytes]
+    for (graph, plan), memory, taken, callers_bytes in zip(graphs, memories, [(), given_up], callers):
         room = None if budget_bytes is None else budget_bytes - callers_bytes
         given_back = _given_back(residency or {}) if plan.stage == "backward" else set()
-        events = events_of(graph, profile, groups, taken)
+        events = events_of(graph, profile, groups, taken, memory)
         predicted.append(_predicted(graph, plan, events, room, given_back))
     return Prediction(profile.name, tuple(predicted), peak_bytes, held_bytes, residency or {})
 

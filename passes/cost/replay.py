@@ -139,6 +139,45 @@ class Timeline:
         return "\n".join(lines)
 
 
+@dataclass
+class Lanes:
+    """When each lane is free, in the middle of a replay that tells seconds and nothing else."""
+
+    now_s: float = 0.0  # computation
+    groups: dict[str, float] = field(default_factory=dict)
+    ends: dict[str, float] = field(default_factory=dict)  # of collectives that were not waited for
+    slowing: tuple[tuple[float, float, float], ...] = ()  # collectives: begin, end, the share of speed that they take
+
+    def copy(self) -> Lanes:
+        return Lanes(self.now_s, dict(self.groups), dict(self.ends), self.slowing)
+
+    def run(self, event: Event) -> None:
+        """Run one event."""
+        if isinstance(event, Compute):
+            self.slowing = tuple(one for one in self.slowing if one[1] > self.now_s)
+            self.now_s = _advance(self.now_s, event.seconds, self.slowing)
+        elif isinstance(event, Launch):
+            start_s = max(self.now_s, self.groups.get(event.group, 0.0))
+            self.groups[event.group] = self.ends[event.name] = start_s + event.seconds
+            if event.slows_compute > 0:
+                self.slowing += ((start_s, start_s + event.seconds, event.slows_compute),)
+        else:
+            self.now_s = max(self.now_s, self.ends.pop(event.name))
+
+    def is_like(self, other: Lanes) -> bool:
+        """Whether what comes takes as long from here as from another state, down to a picosecond."""
+        return self._from_now() == other._from_now()
+
+    def _from_now(self) -> tuple[object, ...]:
+        """Return what is not over yet, and how long it takes from now on."""
+
+        def after(end_s: float) -> float:
+            return round(max(end_s - self.now_s, 0.0), 12)
+
+        lanes = [{name: after(end) for name, end in one.items() if after(end)} for one in (self.groups, self.ends)]
+        return *lanes, [(after(begin), after(end), much) for begin, end, much in self.slowing if after(end)]
+
+
 def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
     """Replay the events, with ``held_bytes`` alive throughout; raise ValueError for an order that cannot be."""
     events = list(events)
@@ -159,7 +198,9 @@ def simulate(events: Iterable[Event], held_bytes: int = 0) -> Timeline:
                 what = "is the name of a compute and of a collective" if event.name in flights else "stands twice"
                 raise ValueError(f"{event.name} {what} in the events. Give each a name of its own.")
             slowing = [one for one in slowing if one.end_s > now_s]
-            end_s = _advance(now_s, event.seconds, slowing)
+            end_s = _advance(
+                now_s, event.seconds, [(one.start_s, one.end_s, one.launch.slows_compute) for one in slowing]
+            )
             compute.append(Span(event.name, now_s, end_s))
             compute_s += end_s - now_s
             copy_s += end_s - now_s if event.is_copy else 0.0
@@ -240,11 +281,11 @@ def _require_seconds(name: str, seconds: float) -> None:
         raise ValueError(f"{name} takes {seconds!r} seconds. Give a number that is at least 0.")
 
 
-def _advance(now_s: float, seconds: float, slowing: Sequence[Flight]) -> float:
-    """Return when work of so many seconds ends if it begins now, slowed down by the collectives in flight."""
-    turns = sorted({turn for one in slowing for turn in (one.start_s, one.end_s) if turn > now_s})
+def _advance(now_s: float, seconds: float, slowing: Sequence[tuple[float, float, float]]) -> float:
+    """Return when work of so many seconds ends if it begins now, slowed down by collectives (``Lanes.slowing``)."""
+    turns = sorted({turn for begin_s, end_s, _ in slowing for turn in (begin_s, end_s) if turn > now_s})
     for turn_s in turns:
-        speed = math.prod(1 - one.launch.slows_compute for one in slowing if one.start_s <= now_s < one.end_s)
+        speed = math.prod(1 - share for begin_s, end_s, share in slowing if begin_s <= now_s < end_s)
         if now_s + seconds / speed <= turn_s:
             return now_s + seconds / speed
         seconds -= (turn_s - now_s) * speed

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,10 +200,12 @@ def node_seconds(node: fx.Node, profile: HardwareProfile) -> float:
     return profile.kernel_s + _roofline(node, num_bytes, profile)
 
 
-def graph_seconds(graph: fx.Graph, profile: HardwareProfile) -> dict[fx.Node, float]:
+def graph_seconds(
+    graph: fx.Graph, profile: HardwareProfile, away: Collection[fx.Node] | None = None
+) -> dict[fx.Node, float]:
     """Return the seconds of each node that computes; a pointwise op that is fused into its readers takes none."""
     seconds = {node: 0.0 for node in graph.nodes if not is_free(node) and not is_launch(node)}
-    for writes in kernels_of(graph):
+    for writes in kernels_of(graph, away):
         inside = {part for parts in writes.values() for part in parts}
         read: set[fx.Node] = set()
         for node, parts in writes.items():

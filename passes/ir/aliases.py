@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,14 +46,19 @@ class Storage:
     device: str  # its type
 
 
-def storages_of(graph: fx.Graph) -> dict[fx.Node, tuple[Storage, ...]]:
-    """Return the storages behind the tensors of each node's value, in their order; none for a value without tensors."""
+def storages_of(graph: fx.Graph, apart: Collection[fx.Node] = ()) -> dict[fx.Node, tuple[Storage, ...]]:
+    """Return the storages behind the tensors of each node's value, in their order; none for a value without tensors.
+
+    The nodes in ``apart`` count as inputs, each with a storage of its own.
+    """
     found: dict[fx.Node, tuple[Storage, ...]] = {}
     inputs: dict[int, Storage] = {}  # two inputs may share a storage
     for node in graph.nodes:
         tensors = tensors_of(node)
         if node.op == "output":
             found[node] = ()
+        elif node in apart:
+            found[node] = tuple(_new(node, place, value) for place, value in enumerate(tensors))
         elif node.op != "call_function":
             # The storage object of a value lives as long as the value does, which is as long as the node.
             found[node] = tuple(

@@ -22,11 +22,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
 from .. import _torch_compat as compat
 from ..ir import markers
+from ..ir.aliases import is_free
 from ..ir.meta import STEP
 from ..ir.nodes import copied, passes_on, readers_of, source_of
 from ..ir.phases import is_backward, phase_of
@@ -34,7 +36,7 @@ from ..ir.plan import Bucket, Plan
 from ..ir.provenance import Marker, find_reduces, find_unshards, reduce_nodes, unshard_nodes, whole_of
 from ..wire.spec import ParamSpec
 from .activations import compute_again
-from .schedule import launches
+from .schedule import Sent, launches
 from .slices import slice_these
 from .structure import structure_of
 from .uses import Use
@@ -45,6 +47,36 @@ def plan_joint(graph: fx.Graph, lookahead: int = 1) -> Plan:
 
     Gathers are launched ``lookahead`` units before the one that they are of.
     """
+    uses = uses_of(graph)
+    if compat.partitioner_has_a_budget(graph):  # it may compute anything again: each graph is planned as it comes
+        return dataclasses.replace(uses.becomes, lookahead=lookahead)
+    return uses.plan(lookahead)
+
+
+@dataclass(frozen=True)
+class StepUses:
+    """What a step uses of its parameters, and what becomes of these: its launches are planned by nothing else."""
+
+    becomes: Plan  # without launches
+    forward: tuple[Use, ...]
+    again: tuple[Use, ...]  # in backward
+    reduces: tuple[Use, ...]
+    found: frozenset[str]  # units that backward finds gathered, whole or in part
+    sources: frozenset[str]  # parameters of which other tensors are computed: kept, these or those are saved
+
+    def plan(self, lookahead: int) -> Plan:
+        """Return the plan of the step."""
+        first: dict[str, int] = {}
+        for one in self.reduces:
+            if one.unit in self.found:  # its first gradient, as where it is first read may depend on a batch of none
+                first[one.unit] = min(one.place[0], first.get(one.unit, one.place[0]))
+        backward = launches("backward", self.again, self.reduces, backwards=True, kept=first, lookahead=lookahead)
+        forward = launches("forward", self.forward, [], lookahead=lookahead)
+        return dataclasses.replace(self.becomes, lookahead=lookahead, forward=forward, backward=backward)
+
+
+def uses_of(graph: fx.Graph) -> StepUses:
+    """Find what the step of a joint graph uses of its parameters, which are kept or gathered again as markers say."""
     unshards, reduces = find_unshards(graph), find_reduces(graph)
     structure = structure_of(graph)
     place = {node: index for index, node in enumerate(graph.nodes)}
@@ -54,28 +86,22 @@ def plan_joint(graph: fx.Graph, lookahead: int = 1) -> Plan:
         regather=tuple(one.fqn for one in unshards if one.node not in kept and whole_of(one.node) is None),
         again=tuple(one.fqn for one in unshards if one.node in structure.again),
         keep=tuple(one.fqn for one in unshards if one.node in kept),
-        lookahead=lookahead,
     )
-    if compat.partitioner_has_a_budget(graph):
-        return plan  # it may compute anything again: each graph is planned as it comes
     in_forward = [one for one in unshards if one.node in structure.in_forward]
     named = {marker.node: marker.fqn for marker in unshards}
     again = [as_the_whole(one, named) for one in unshards if one.node in structure.again]
-    found = {one.unit for one in unshards if one.node not in structure.of_weights}
-    first: dict[str, int] = {}
-    for one in reduces:
-        if one.unit in found:  # its first gradient, as where it is first read may depend on a batch of none or one
-            first[one.unit] = min(place[one.node], first.get(one.unit, place[one.node]))
-    return dataclasses.replace(
+    return StepUses(
         plan,
-        forward=launches("forward", _uses(in_forward, lambda one: _first_read(one, place)), [], lookahead=lookahead),
-        backward=launches(
-            "backward",
-            [Use(one.unit, one.fqn, one.spec, structure.again[one.node]) for one in again],
-            _uses(reduces, place.__getitem__),  # autograd's order; what stands before it may depend on a batch of one
-            backwards=True,
-            kept=first,
-            lookahead=lookahead,
+        forward=tuple(_uses(in_forward, lambda one: _first_read(one, place))),
+        again=tuple(Use(one.unit, one.fqn, one.spec, structure.again[one.node]) for one in again),
+        # Autograd's order; what stands before it may depend on a batch of one.
+        reduces=tuple(_uses(reduces, place.__getitem__)),
+        found=frozenset(one.unit for one in unshards if one.node not in structure.of_weights),
+        sources=frozenset(
+            named[one]
+            for node, weights in structure.of_weights.items()
+            if node.target is not markers.unshard and not is_free(node)
+            for one in weights
         ),
     )
 
@@ -87,7 +113,14 @@ def plan_keeping(
     sliced: Collection[str] = (),
     lookahead: int = 1,
 ) -> Plan:
-    """The plan of a step that keeps these parameters, and regathers all others, whatever their units were told.
+    """The plan of a step that keeps these parameters, and regathers all others, whatever their units were told."""
+    return uses_keeping(graph, kept, recompute, sliced).plan(lookahead)
+
+
+def uses_keeping(
+    graph: fx.Graph, kept: Collection[str], recompute: Collection[str] = (), sliced: Collection[str] = ()
+) -> StepUses:
+    """The uses of such a step.
 
     What is computed with those in ``recompute`` is computed again in backward. The graph is told so; slices of those in
     ``sliced`` are for ``chosen_slices`` to cut.
@@ -98,8 +131,9 @@ def plan_keeping(
     if sliced:
         graph = copied(graph)
         slice_these(graph, sliced)
-    plan = plan_joint(graph, lookahead)
-    return dataclasses.replace(plan, recompute=tuple(sorted(recompute)), slices=tuple(sorted(sliced)))
+    uses = uses_of(graph)
+    becomes = dataclasses.replace(uses.becomes, recompute=tuple(sorted(recompute)), slices=tuple(sorted(sliced)))
+    return dataclasses.replace(uses, becomes=becomes)
 
 
 def plan_whole(graph: fx.Graph) -> Plan:
@@ -188,7 +222,7 @@ def _present(planned: Plan, unshards: Sequence[Marker], reduces: Sequence[Marker
     return only(planned, unshards, reduces)
 
 
-def only(plan: Plan, unshards: Sequence[Marker], reduces: Sequence[Marker]) -> Plan:
+def only(plan: Plan, unshards: Sequence[Sent], reduces: Sequence[Sent]) -> Plan:
     """The plan with nothing but these in its buckets."""
     gathers, kept_gathers = _those_present(plan.gathers, unshards, lambda spec: spec.gather_bytes)
     reductions, kept_reductions = _those_present(plan.reduces, reduces, lambda spec: spec.reduce_bytes)
@@ -198,7 +232,7 @@ def only(plan: Plan, unshards: Sequence[Marker], reduces: Sequence[Marker]) -> P
 
 
 def _those_present(
-    buckets: Sequence[Bucket], found: Sequence[Marker], num_bytes: Callable[[ParamSpec], int]
+    buckets: Sequence[Bucket], found: Sequence[Sent], num_bytes: Callable[[ParamSpec], int]
 ) -> tuple[tuple[Bucket, ...], dict[int, int]]:
     """The buckets less what was not found, and where each bucket that is left was and is."""
     specs = {one.fqn: one.spec for one in found}

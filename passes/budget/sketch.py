@@ -1,0 +1,323 @@
+"""Predict a step that keeps other weights and activations than a trial, without cutting the joint graph once more.
+
+    a trial that keeps nothing       backward     G1 w1  G0 w0 | gx1 | gx0
+    its sketch with w1 kept          given w1     G0 w0 | gx1 | gx0             nothing needs G1 any more
+    forward of both                  G0 w0 y0 | G1 w1 y1 -> w1                  w1 stays until the end
+
+The partitioner saves the same activations whichever weights are kept. So a step is what the trial has, less what
+backward is given: it is left out with all that only it needs. The rest is put in the order of its own plan, and weighed
+and timed. An activation that is saved is given like a weight, if the trial computes it again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..apply.overlap import planned_order
+from ..cost.fusion import computes_inputs, is_pointwise
+from ..cost.memory import bytes_alive, lives_of, results_of, storages_given, taken_as
+from ..cost.profiles import HardwareProfile
+from ..cost.replay import Compute, Event, Launch, Timeline, simulate
+from ..cost.roofline import Groups, collective_seconds, group_of, sent_by, slowdown
+from ..ir.aliases import Storage, base_of, tensor_bytes, tensors_of
+from ..ir.meta import PARAMETER, ROLE, Role, works_for
+from ..ir.nodes import closure
+from ..ir.plan import Plan
+from ..schedule.planner import only
+from ..schedule.slices import inner_spec
+from ..schedule.uses import Use
+from ..wire.collectives import is_wait
+from .trial import Half, Trial
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The prediction of one step."""
+
+    kept: frozenset[str]
+    recomputed: frozenset[str]
+    sliced: frozenset[str]
+    lookahead: int
+    peak_bytes: int
+    seconds: float
+    exposed_s: float
+
+    @classmethod
+    def of(cls, trial: Trial) -> Figures:
+        """Return the figures of a trial."""
+        names = trial.kept, trial.recomputed, trial.sliced
+        return cls(*names, trial.plan.lookahead, trial.peak_bytes, trial.seconds, trial.exposed_s)
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """Forward with its launches so far ahead: whatever is kept, it runs in this order."""
+
+    timeline: Timeline
+    position: Mapping[fx.Node, int]
+    last: Mapping[Storage, int]  # of each storage, as if nothing were saved
+    alive: Sequence[int]
+
+
+class Sketch:
+    """The steps that a trial which keeps no weights can be changed into.
+
+    If the trial recomputes activations, ``activations`` has for each matrix the names of nodes that backward is given
+    where they are not recomputed, as far as it needs them.
+    """
+
+    def __init__(
+        self,
+        trial: Trial,
+        profile: HardwareProfile,
+        groups: Groups | None = None,
+        activations: Mapping[str, Collection[str]] | None = None,
+    ) -> None:
+        self._trial, self._profile, self._groups = trial, profile, groups
+        self._activations = activations or {}
+        self._forwards: dict[int, _Forward] = {}  # by lookahead
+        self._bytes_per_s = profile.memory_bytes_per_s * profile.memory_efficiency
+        backward = trial.backward
+        self._fulls = _by_parameter(backward.graph)
+        # In backward, a weight that is given has memory of its own, whatever it shares when it is gathered.
+        fulls = {node for node in self._fulls.values() if node.op == "call_function"}
+        self._apart = backward.memory.with_apart(fulls)
+        storages = backward.memory.storages
+        pairs = [(node, *both) for node in fulls for both in zip(self._apart.storages[node], storages[node])]
+        self._in_buckets = [(node, own, bucket) for node, own, bucket in pairs if own != bucket]
+        self._by_name = {node.name: node for node in backward.graph.nodes}
+        self._events = _bare_events(backward)
+        self._uses = {one.fqn: one for one in trial.uses.again}
+        self._starts = [*backward.graph.output_node().all_input_nodes]
+        self._starts += [node for node in backward.items.order if node.is_impure() or ROLE in node.meta]
+        self._own = storages_given(backward.graph, trial.weight.given_up, backward.memory.storages)
+        results = results_of(trial.forward.graph)
+        storages = trial.forward.memory.storages
+        of_results = [storages[one] if isinstance(one, fx.Node) else () for one in results]
+        self._returned = {one for these in of_results[: trial.num_results] for one in these}
+        names = taken_as(trial.forward.graph, backward.graph, trial.num_results)
+        saved = zip(names, of_results[trial.num_results :])
+        self._held_for = {self._by_name[name]: these for name, these in saved if name}  # by backward's node
+        self._of_forward = _by_parameter(trial.forward.graph)
+        for fqn, full in self._of_forward.items():
+            if fqn in self._fulls:
+                self._held_for[self._fulls[fqn]] = storages[full]
+        may_be_saved = {*itertools.chain(*self._activations.values())}
+        for node in trial.forward.graph.nodes:
+            if node.name in may_be_saved and node.name in self._by_name:
+                self._held_for[self._by_name[node.name]] = storages[node]
+
+    def figures(
+        self, kept: Collection[str], recomputed: Collection[str], sliced: Collection[str], lookahead: int
+    ) -> Figures | None:
+        """Return the figures of a step; None if only a trial tells them."""
+        if not self._trial.uses.sources.isdisjoint(kept):
+            return None  # the partitioner may save what is computed of these
+        plan = self._plan(kept, sliced, lookahead)
+        roles = self._roles(plan)
+        if roles is None:
+            return None
+        saved = [name for of, names in self._activations.items() if of not in recomputed for name in names]
+        given = {self._fulls[fqn] for fqn in kept if fqn in self._fulls}
+        given |= {self._by_name[name] for name in saved if name in self._by_name}
+        left_out = {node for node in self._starts if works_for(node, "gather") and node not in roles}
+        starts = (node for node in self._starts if node not in left_out and node not in given)
+        live = closure(starts, lambda node: () if node in given else node.all_input_nodes)
+        half = self._trial.backward
+        taken = [node for node in half.graph.nodes if node in live and (node in given or node.op == "placeholder")]
+        items = half.items.only([node for node in half.items.order if node in live and node not in given], roles)
+        order = planned_order(items, lookahead)
+        pieces = self._pieces(sliced)
+        loaded_s = self._loaded(taken, live)
+        events = [self._event(node, sliced, loaded_s) for node in order if node in self._events]
+        then, first = simulate(events), self._forward(lookahead)
+        peak_bytes = self._trial.weight.held_bytes + max(
+            self._forward_bytes(first, taken, pieces), self._backward_bytes(order, taken, pieces)
+        )
+        return Figures(
+            frozenset(kept),
+            frozenset(recomputed),
+            frozenset(sliced),
+            lookahead,
+            peak_bytes,
+            first.timeline.total_s + then.total_s,
+            first.timeline.exposed_s + then.exposed_s,
+        )
+
+    def _plan(self, kept: Collection[str], sliced: Collection[str], lookahead: int) -> Plan:
+        """Return the plan of backward."""
+        uses = self._trial.uses
+        again = [_of_slices(one) if one.fqn in sliced else one for one in uses.again if one.fqn not in kept]
+        found = uses.found | {self._uses[fqn].unit for fqn in kept if fqn in self._uses}
+        plan = dataclasses.replace(uses, again=tuple(again), found=frozenset(found)).plan(lookahead).backward
+        assert plan is not None
+        there = self._trial.backward.plan
+        gathered = {fqn for bucket in there.gathers for fqn in bucket.fqns}
+        reduced = {fqn for bucket in there.reduces for fqn in bucket.fqns}
+        return only(
+            plan, [one for one in again if one.fqn in gathered], [one for one in uses.reduces if one.fqn in reduced]
+        )
+
+    def _roles(self, plan: Plan) -> dict[fx.Node, Role] | None:
+        """Return the role in a plan of each node that communicates; None if a bucket is not the trial's."""
+        there = self._trial.backward.plan
+        turns = {launch: turn for turn, launch in enumerate(plan.order)}
+        new: dict[tuple[str, int], tuple[int, int]] = {}
+        for kind in ("gather", "reduce"):
+            places = {bucket.fqns: index for index, bucket in enumerate(plan.buckets(kind))}
+            for index, bucket in enumerate(there.buckets(kind)):
+                place = places.pop(bucket.fqns, None)
+                if place is not None:
+                    new[kind, index] = place, turns[kind, place]
+            if places:
+                return None
+        made: dict[tuple[str, int], Role] = {}
+        roles: dict[fx.Node, Role] = {}
+        for node, role in self._trial.backward.items.role.items():
+            launch = ("", 0) if role is None else (role.kind, role.bucket)
+            if role is not None and (role.kind == "end" or launch in new):
+                if launch not in made:
+                    place, turn = new.get(launch, (role.bucket, len(plan.order)))
+                    made[launch] = dataclasses.replace(role, bucket=place, turn=turn)
+                roles[node] = made[launch]
+        return roles
+
+    def _forward(self, lookahead: int) -> _Forward:
+        if lookahead not in self._forwards:
+            self._forwards[lookahead] = self._new_forward(lookahead)
+        return self._forwards[lookahead]
+
+    def _new_forward(self, lookahead: int) -> _Forward:
+        half = self._trial.forward
+        plan = self._trial.uses.plan(lookahead).forward
+        assert plan is not None
+        gathered = {fqn for bucket in half.plan.gathers for fqn in bucket.fqns}
+        plan = only(plan, [one for one in self._trial.uses.forward if one.fqn in gathered], ())
+        turns = {bucket: turn for turn, (_, bucket) in enumerate(plan.order)}
+        roles = {
+            node: dataclasses.replace(role, turn=turns[role.bucket])
+            for node, role in half.items.role.items()
+            if role is not None and role.kind == "gather"
+        }
+        planned = planned_order(half.items.only(half.items.order, roles), lookahead)
+        order = [*half.graph.find_nodes(op="placeholder"), *planned]
+        events = _bare_events(half)
+        lives = [
+            dataclasses.replace(one, last=len(order)) if one.storage in self._returned else one
+            for one in lives_of(order, half.memory)
+            if one.storage.node.op == "call_function"
+        ]
+        return _Forward(
+            simulate(events[node] for node in planned if node in events),
+            {node: index for index, node in enumerate(order)},
+            {one.storage: one.last for one in lives},
+            bytes_alive(lives, len(order) + 1),
+        )
+
+    def _forward_bytes(self, first: _Forward, taken: Sequence[fx.Node], pieces: Mapping[str, int]) -> int:
+        """Return the most that is alive in forward, which holds to its end what backward takes."""
+        held = dict.fromkeys(one for node in taken for one in self._held_for.get(node, ()))
+        more = [0] * (len(first.alive) + 1)
+        for storage in held:
+            if storage in self._returned or storage.node.op != "call_function":
+                continue
+            if storage in first.last:
+                more[first.last[storage] + 1] += storage.num_bytes
+            elif storage.node in self._trial.forward.memory.away:  # it is written, if it is to be saved
+                more[first.position[storage.node]] += storage.num_bytes
+        for fqn, num_bytes in pieces.items():
+            more[first.position[self._of_forward[fqn]] + 1] += num_bytes
+        return max(map(sum, zip(first.alive, itertools.accumulate(more))))
+
+    def _backward_bytes(self, order: Sequence[fx.Node], taken: Sequence[fx.Node], pieces: Mapping[str, int]) -> int:
+        """Return the most that is alive in backward, with what forward returned."""
+        half = self._trial.backward
+        inputs = [node for node in taken if node.op == "placeholder"]
+        given = {node: self._apart.storages[node] for node in taken if node.op != "placeholder"}
+        inside = {own: bucket for node, own, bucket in self._in_buckets if node not in given}
+        callers = {one for node, its in given.items() if self._is_callers(node) for one in its}
+        nodes = [*inputs, *order, half.graph.output_node()]
+        own = [
+            life
+            for life in lives_of(nodes, self._apart, itertools.chain(*given.values()), inside)
+            if (life.storage.node.op == "call_function" and life.storage not in callers) or life.storage in self._own
+        ]
+        alive = bytes_alive(own, len(nodes))
+        waits = {
+            node.meta[ROLE].bucket: place
+            for place, node in enumerate(nodes)
+            if works_for(node, "gather") and is_wait(node)
+        }
+        for bucket, place in waits.items():
+            num_bytes = sum(pieces.get(fqn, 0) for fqn in half.plan.gathers[bucket].fqns)
+            alive[: place + 1] = [one + num_bytes for one in alive[: place + 1]]
+        return self._trial.weight.returned_bytes + max(alive)
+
+    def _is_callers(self, node: fx.Node) -> bool:
+        """Whether what backward is given for a node shares memory with an input or a result of forward."""
+        return any(one in self._returned or one.node.op == "placeholder" for one in self._held_for.get(node, ()))
+
+    def _pieces(self, sliced: Collection[str]) -> dict[str, int]:
+        """Return the bytes of each slice that is kept."""
+        there = self._uses.keys() & self._of_forward.keys()
+        return {fqn: inner_spec(self._uses[fqn].spec).gather_bytes for fqn in sliced if fqn in there}
+
+    def _loaded(self, taken: Sequence[fx.Node], live: Collection[fx.Node]) -> dict[fx.Node, float]:
+        """Return the seconds in which readers load what backward is given, if the trial's kernels made it for them."""
+        seconds: dict[fx.Node, float] = {}
+        for node in taken:
+            if is_pointwise(node) and node not in self._trial.backward.memory.away:
+                reader = next((one for one in node.users if one in live and computes_inputs(one)), None)
+                if reader is not None:
+                    loaded_s = sum(map(tensor_bytes, tensors_of(node))) / self._bytes_per_s
+                    seconds[reader] = seconds.get(reader, self._profile.kernel_s) + loaded_s
+        return seconds
+
+    def _event(self, node: fx.Node, sliced: Collection[str], loaded_s: Mapping[fx.Node, float]) -> Event:
+        """Return the event of a node; a gather from slices is one among few ranks."""
+        event = self._events[node]
+        if node in loaded_s and isinstance(event, Compute):
+            return dataclasses.replace(event, seconds=event.seconds + loaded_s[node])
+        if not (sliced and isinstance(event, Launch) and works_for(node, "gather")):
+            return event
+        members = self._trial.backward.plan.gathers[node.meta[ROLE].bucket].fqns
+        if not {*members} <= {*sliced}:
+            return event
+        name = inner_spec(self._uses[members[0]].spec).group
+        group = group_of(name, self._profile, self._groups)
+        seconds = collective_seconds("all_gather", sent_by(node).num_bytes, group, self._profile)
+        return dataclasses.replace(event, seconds=seconds, group=name, slows_compute=slowdown(group, self._profile))
+
+
+def saved_without(trial: Trial, activations: Mapping[str, Collection[fx.Node]]) -> dict[str, list[str]]:
+    """Return for each matrix those of its activations that a trial which recomputes none saves, or would save."""
+    results = results_of(trial.forward.graph)[trial.num_results :]
+    saved = {base_of(one).name for one in results if isinstance(one, fx.Node)}
+    must_be = CheckpointPolicy.MUST_SAVE
+    saved |= {node.name for node in trial.forward.graph.nodes if node.meta.get("recompute") is must_be}
+    return {of: [node.name for node in nodes if node.name in saved] for of, nodes in activations.items()}
+
+
+def _of_slices(use: Use) -> Use:
+    return dataclasses.replace(use, spec=inner_spec(use.spec))
+
+
+def _by_parameter(graph: fx.Graph) -> dict[str, fx.Node]:
+    return {node.meta[PARAMETER]: node for node in graph.nodes if PARAMETER in node.meta}
+
+
+def _bare_events(half: Half) -> dict[fx.Node, Event]:
+    """Return the events of a half that take time or are of a collective, without memory."""
+    calls = (node for node in half.graph.nodes if node.op == "call_function")
+    found: dict[fx.Node, Event] = {}
+    for node, event in zip(calls, half.events):
+        if not isinstance(event, Compute) or event.seconds > 0:
+            bare = dataclasses.replace(event, allocs=(), frees=())
+            found[node] = dataclasses.replace(bare, needs=()) if isinstance(bare, Launch) else bare
+    return found

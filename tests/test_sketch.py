@@ -1,0 +1,94 @@
+"""Steps that are predicted from a trial of another step: they are what a trial of their own says."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator
+
+import pytest
+from torch import fx
+
+from fsdp_compile.passes import Group
+from fsdp_compile.passes.budget.sketch import Figures, Sketch, saved_without
+from fsdp_compile.passes.budget.trial import trial_of
+from fsdp_compile.passes.cost.profiles import HardwareProfile
+from fsdp_compile.passes.cost.replay import Compute, Event, Lanes, Launch, Wait, simulate
+from fsdp_compile.passes.schedule.activations import activations_of
+from tests.test_budget import GROUPS, WEIGHTS, five_products
+from tests.test_chosen_slices import GROUPS as OF_NODES
+from tests.test_chosen_slices import NODES, READ, products
+from tests.test_cost import TOY
+from tests.test_recompute import EVERYTHING, two_blocks
+
+Made = Callable[[], fx.Graph]
+
+
+def subsets(names: Collection[str]) -> Iterator[tuple[str, ...]]:
+    return itertools.chain(*(itertools.combinations(names, size) for size in range(len(names) + 1)))
+
+
+def both(
+    make: Made,
+    sketch: Sketch,
+    profile: HardwareProfile,
+    groups: dict[str, Group],
+    kept: Collection[str] = (),
+    recomputed: Collection[str] = (),
+    sliced: Collection[str] = (),
+    lookahead: int = 1,
+) -> tuple[Figures, Figures]:
+    found = sketch.figures(kept, recomputed, sliced, lookahead)
+    assert found is not None
+    trial = trial_of(
+        make(), kept, profile, groups, recompute=recomputed, sliced=sliced, lookahead=lookahead
+    )
+    return found, Figures.of(trial)
+
+
+def assert_same(found: Figures, tried: Figures, rel: float = 1e-9) -> None:
+    assert found.peak_bytes == tried.peak_bytes
+    assert (found.seconds, found.exposed_s) == pytest.approx((tried.seconds, tried.exposed_s), rel=rel)
+    assert (found.kept, found.recomputed, found.sliced) == (tried.kept, tried.recomputed, tried.sliced)
+
+
+@pytest.mark.parametrize("lookahead", [1, 2])
+def test_a_sketch_keeps_weights_as_a_trial_does(lookahead: int) -> None:
+    sketch = Sketch(trial_of(five_products(), (), TOY, GROUPS), TOY, GROUPS)
+    for kept in subsets(WEIGHTS[1:]):
+        assert_same(*both(five_products, sketch, TOY, GROUPS, kept, lookahead=lookahead))
+
+
+def test_a_sketch_saves_activations_as_a_trial_does() -> None:
+    again, activations = trial_of(two_blocks(), (), TOY, GROUPS), activations_of(two_blocks())
+    lean = trial_of(two_blocks(), (), TOY, GROUPS, recompute=activations)
+    sketch = Sketch(lean, TOY, GROUPS, saved_without(again, activations))
+    for recomputed in subsets(EVERYTHING):
+        assert_same(*both(two_blocks, sketch, TOY, GROUPS, recomputed=recomputed))
+
+
+def test_a_sketch_keeps_slices_as_a_trial_does() -> None:
+    sketch = Sketch(trial_of(products(4), (), NODES, OF_NODES), NODES, OF_NODES)
+    for sliced in subsets(READ[:3]):
+        # It leaves out the copies into slices, a thousandth of this step.
+        assert_same(*both(lambda: products(4), sketch, NODES, OF_NODES, sliced=sliced), rel=1e-3)
+    assert_same(*both(lambda: products(4), sketch, NODES, OF_NODES, READ[:1], sliced=READ[1:3]), rel=1e-3)
+
+
+def test_a_bucket_that_is_kept_in_part_is_in_no_sketch() -> None:
+    sketch = Sketch(trial_of(two_blocks(), (), TOY, GROUPS), TOY, GROUPS)
+    assert sketch.figures(EVERYTHING[:1], (), (), 1) is None
+    assert sketch.figures(EVERYTHING, (), (), 1) is not None
+
+
+def test_lanes_are_replayed_in_the_seconds_of_a_simulation() -> None:
+    events: list[Event] = [
+        Launch("g", 3.0, "a", slows_compute=0.5), Compute("c", 1.0), Launch("h", 2.0, "a"), Launch("r", 9.0, "b"),
+        Wait("g"), Compute("d", 1.5), Wait("h"), Compute("e", 0.5), Wait("r"),
+    ]  # fmt: skip
+    lanes, later = Lanes(), Lanes(now_s=5.0)
+    for event in events:
+        lanes.run(event)
+        later.run(event)
+        assert lanes.is_like(later)
+    assert lanes.now_s == simulate(events).total_s == later.now_s - 5.0
+    assert not lanes.is_like(Lanes(slowing=((0.0, 1.0, 0.5),)))
