@@ -12,6 +12,7 @@ from torch import fx
 
 from . import _torch_compat as compat
 from ._torch_compat import CustomGraphPass
+from ._torch_compat.kernels import leave_to_others
 from .apply.announce import announce
 from .apply.check import check
 from .apply.insert import insert
@@ -25,6 +26,7 @@ from .apply.write_out import write_out
 from .budget.budget import Budget, plan_within
 from .cost.profiles import HardwareProfile
 from .cost.roofline import sent_by
+from .ir.meta import SHARED
 from .ir.nodes import copied
 from .ir.phases import has_phases, number_phases
 from .ir.plan import Plan
@@ -111,6 +113,8 @@ class PassManager(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Inductor's post-grad hook, called for every graph: markers become collectives."""
+        inputs = graph.find_nodes(op="placeholder")  # of a backward that holds gradients back, perhaps without markers
+        leave_to_others([place for place, one in enumerate(inputs) if SHARED in one.meta])
         if has_markers(graph):
             let_inductor_see_collectives()
             let_inductor_call_copies()

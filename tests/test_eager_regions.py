@@ -181,8 +181,8 @@ def test_a_setting_for_the_eager_path_alone_says_so_when_it_is_compiled() -> Non
     assert [where.partition(" is compiled")[0] for _, where in said] == [f"layers.{n} (Block)" for n in range(3)]
     with pytest.warns(UserWarning, match="set_is_last_backward has no effect where .root. .Stack. is compiled"):
         model.set_is_last_backward(False)  # said when there are graphs already
-    with pytest.warns(UserWarning, match="set_reshard_after_backward has no effect"):
-        model.set_reshard_after_backward(False)
+    with pytest.warns(UserWarning, match="set_unshard_in_backward has no effect"):
+        model.set_unshard_in_backward(False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model.set_reshard_after_backward(False)
+        model.set_unshard_in_backward(False)

@@ -538,7 +538,6 @@ def _run(title: str) -> None:
         check(SECTIONS[title])
 
 
-@pytest.mark.filterwarnings("ignore:set_reshard_after_backward has no effect")  # torch's pipeline schedules call it
 @pytest.mark.parametrize(
     "title", [title if title in QUICK else pytest.param(title, marks=pytest.mark.more) for title in SECTIONS]
 )

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..core.mesh import ShardMesh, inner_mesh, ranks_of_a_node
+from ..core.settings import GATHERS, ONCE
 from ..core.unit import Unit, units_in
 from ..graph.install import manager
 from ..lookout.lookout import lookout
@@ -27,6 +28,7 @@ def configure(
     *,
     bucketing: str | None = None,
     reduction: str | None = None,
+    gather: str | None = None,
     plan: Plan | None = _AS_IT_IS,
     memory_budget: int | float | str | None = _AS_IT_IS,
     profile: HardwareProfile | str | Path | None = None,
@@ -41,6 +43,11 @@ def configure(
 
     **reduction** is ``"reduce_scatter"``, or ``"all_to_all"`` followed by a sum, which the CPU computes in rank order;
     ``"auto"`` (default) takes the second on gloo, whose reduce-scatter moves every byte twice.
+
+    **gather** ``"once a step"`` keeps what the first micro-batch gathers until the backward that synchronizes gradients
+    ends, whatever ``reshard_after_forward`` says: with ``no_sync`` or ``set_requires_gradient_sync(False)`` around the
+    other micro-batches, each parameter is gathered once, and its whole size stays in memory for so long. With ``"for
+    each micro-batch"`` (default), forward gathers, and backward gathers again what ``reshard_after_forward`` frees.
 
     **plan** is what the compiled model follows in place of its own plan: ``report.joint.plan`` of an inspection, edited
     with ``dataclasses.replace`` or as JSON. Every rank gives the same plan. A graph that does not fit the plan is
@@ -86,9 +93,12 @@ def configure(
     elif budget is not None:
         profile = budget.profile or default_profile(units[0].mesh.device)
         few = functools.partial(ranks_of_a_node, profile=profile)
+    if gather == ONCE or (gather is None and any(unit.settings.gathers_once for unit in units)):
+        known = not no_budget and any(manager.is_budget(unit.settings.plan) for unit in units)
+        _require_that_all_may_stay(units, known or budget is not None)
     given = manager.give(plan) if plan is not None else manager.give_budget(budget) if budget is not None else None
     for unit in units:
-        unit.settings.set_communication(bucketing, reduction)
+        unit.settings.set_communication(bucketing, reduction, gather)
         if given is not None:
             unit.settings.plan = given
         elif no_budget if manager.is_budget(unit.settings.plan) else no_plan:
@@ -99,6 +109,21 @@ def configure(
         _let_slices_be_kept(units, few, keeps_groups=plan is not None)
     for unit in units:
         refresh(unit)
+
+
+def _require_that_all_may_stay(units: Sequence[Unit], budgeted: bool) -> None:
+    """Raise if something else says what becomes of gathered parameters, which gather="once a step" keeps."""
+    if budgeted:
+        raise ValueError(
+            f"memory_budget chooses which parameters stay gathered, and gather={ONCE!r} keeps all of them. Give one of "
+            f"them; memory_budget=None and gather={GATHERS[0]!r} take the other one back."
+        )
+    for unit in units:
+        if unit.post_forward is not None:
+            raise ValueError(
+                f"{unit.name} was sharded with an integer reshard_after_forward, which keeps slices. gather={ONCE!r} "
+                "keeps whole parameters: call set_reshard_after_forward(True) on it before."
+            )
 
 
 def _ranks_that_a_plan_asks_for(plan: Plan, model: nn.Module, units: Sequence[Unit]) -> Callable[[ShardMesh], int]:

@@ -65,8 +65,7 @@ class FSDPModule(ShardedModule, _FSDP2):
             run.held_call = None
         if autograd.backward_task() is None and run.iteration.pending_handle is None:
             run.iteration.traffic.finish()
-        if run.gathered is not None:
-            run.gathered.free()
+        run.free()
 
     def reset_iter_state(self) -> None:
         """Drop collectives in flight and all gradients after an exception in a step, so that a new step can begin."""
@@ -108,17 +107,18 @@ class FSDPModule(ShardedModule, _FSDP2):
                 "replicated, as nothing is gathered. Call it on modules that fully_shard shards."
             )
         for unit in _units(self, recurse):
-            unit.settings.reshard_after_forward = reshard_after_forward
-            unit.post_forward = None
-            refresh(unit)
+            known = unit.settings.reshard_after_forward, unit.post_forward
+            if known != (reshard_after_forward, None):  # else what is gathered may stay
+                unit.settings.reshard_after_forward, unit.post_forward = reshard_after_forward, None
+                refresh(unit)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, recurse: bool = True) -> None:
-        """Keep gathered parameters from one backward to the next forward (False); call ``reshard`` before a step.
-
-        Eager only: a graph gathers for each forward.
-        """
+        """Keep gathered parameters from one backward to the next forward (False), as long as no shard is written to."""
         for unit in _units(self, recurse):
             unit.settings.reshard_after_backward = bool(reshard_after_backward)
+            if not reshard_after_backward and not unit.settings.may_stay:
+                unit.settings.may_stay = True
+                refresh(unit)
             unit.watch.say_unheeded()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool, recurse: bool = False) -> None:
@@ -255,9 +255,9 @@ class FSDPModule(ShardedModule, _FSDP2):
                     "the shards alone. Call set_requires_all_reduce(True) before the last backward."
                 )
         reduce_left_over(root)
-        for run in iteration.touched:
-            if run.gathered is not None and run.unit.settings.reshard_after_backward:
-                run.gathered.free()
+        for unit in root.inside():
+            if not unit.keeps:
+                running(unit).free()
         iteration.touched.clear()
         handle = GradientReductionHandle(root if async_op else None)
         if async_op:

@@ -11,6 +11,8 @@ from torch import Tensor
 from .._torch_compat.process_groups import Pool
 from ..passes.wire.layout import BUCKETINGS
 
+ONCE = "once a step"
+GATHERS = ("for each micro-batch", ONCE)
 REDUCTIONS = ("auto", "reduce_scatter", "all_to_all")
 
 
@@ -44,6 +46,9 @@ class Settings:
 
     # None: FSDP2's rule, regather unless this is the root.
     reshard_after_forward: bool | None = None
+    gather: str = GATHERS[0]
+    # Whether what is gathered was ever to stay until the next forward. It remains True, so that graphs stay the same.
+    may_stay: bool = False
     bucketing: str = "size"
     plan: str = ""  # id of the plan that its graphs were given; empty for our own plan
     reduction: str = "auto"
@@ -61,14 +66,22 @@ class Settings:
     forward_prefetch: list[Any] = field(default_factory=list)
     backward_prefetch: list[Any] = field(default_factory=list)
 
-    def set_communication(self, bucketing: str | None, reduction: str | None) -> None:
+    def set_communication(self, bucketing: str | None, reduction: str | None, gather: str | None) -> None:
         """Change the settings that are not None."""
         if bucketing is not None and bucketing not in BUCKETINGS:
             raise ValueError(f"bucketing={bucketing!r} is none of {', '.join(BUCKETINGS)}.")
         if reduction is not None and reduction not in REDUCTIONS:
             raise ValueError(f"reduction={reduction!r} is none of {', '.join(REDUCTIONS)}.")
+        if gather is not None and gather not in GATHERS:
+            raise ValueError(f"gather={gather!r} is none of {', '.join(GATHERS)}.")
+        self.gather = self.gather if gather is None else gather
+        self.may_stay |= self.gathers_once
         self.bucketing = self.bucketing if bucketing is None else bucketing
         self.reduction = self.reduction if reduction is None else reduction
+
+    @property
+    def gathers_once(self) -> bool:
+        return self.gather == ONCE
 
     @property
     def unheeded_in_graphs(self) -> tuple[str, ...]:
@@ -80,7 +93,6 @@ class Settings:
             "set_separate_reduce_scatter_group": self.reduce_groups,
             "set_keep_unsharded_storage": self.keep_storage,
             "set_unshard_in_backward": not self.unshard_in_backward,
-            "set_reshard_after_backward": not self.reshard_after_backward,
             "set_is_last_backward": not self.is_last_backward,
             "set_allocate_memory_from_process_group_for_comm or set_symm_mem_for_comm": self.comms.pools,
         }

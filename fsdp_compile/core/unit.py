@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from .._torch_compat import dtensors
 from ..passes.ir.module_paths import plain_name
+from ..passes.wire.kept import Keeper, Look
 from ..passes.wire.ledger import ledger
 from .accumulation import Accumulation, Mode
 from .mesh import ShardMesh
@@ -78,12 +81,15 @@ class Unit:
     warned_of_eager: bool = False
     # Whether wrappers by torch.compile of the units inside were looked for, after it was sharded.
     knows_wrappers: bool = False
+    keeper: Keeper = field(init=False, repr=False)  # of what graphs gathered
     # The state that each path keeps of the unit: graph.watch.Watch, and eager.running.Running.
     watch: Any = field(default=None, repr=False)
     running: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.put_inside(self.outer)
+        me = weakref.ref(self)
+        self.keeper = Keeper(lambda: _keeps(me()), lambda: _look(me()))
 
     def put_inside(self, outer: Unit | None) -> None:
         """Note the unit around this one. Only the outermost unit moves inputs, to an accelerator."""
@@ -145,7 +151,24 @@ class Unit:
     def regather(self) -> bool:
         """Whether backward gathers again what forward gathered."""
         asked = self.settings.reshard_after_forward
-        return not self.is_root if asked is None else asked
+        return not self.settings.gathers_once and (not self.is_root if asked is None else asked)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a backward that ends now leaves the parameters gathered for the next forward."""
+        settings = self.settings
+        return not settings.reshard_after_backward or (settings.gathers_once and not self.accumulation.sync)
+
+    @property
+    def unheeded_in_graphs(self) -> tuple[str, ...]:
+        """Names of the settings that graphs ignore."""
+        settings, unheeded = self.settings, self.settings.unheeded_in_graphs
+        apart = any(param.apart is not None for param in self.params)
+        if self.post_forward is not None or apart or self.computes_elsewhere:
+            # Slices, what an all-gather extension makes, and what is gathered of offloaded shards do not stay.
+            unheeded += ("set_reshard_after_backward",) * (not settings.reshard_after_backward)
+            unheeded += ("configure(gather='once a step')",) * settings.gathers_once
+        return unheeded
 
     @property
     def computes_elsewhere(self) -> bool:
@@ -164,6 +187,21 @@ class Unit:
     def mode_of(self, param: ShardedParam) -> Mode:
         """Return what compiled backwards do with the parameter's gradient."""
         return self.accumulation.mode_of(param.mesh.num_replicas > 1)
+
+
+def _look(unit: Unit | None) -> Look:
+    """Return where a unit's shards are, how often each was written to, and how often the unit was set up."""
+    if unit is None:
+        return []
+    shards: list[Any] = [param.shard for param in unit.params if param.address is not None]
+    return [(dtensors.local_tensor(one).data_ptr(), unit.version, *dtensors.versions_of(one)) for one in shards]
+
+
+def _keeps(unit: Unit | None) -> bool:
+    """Whether what a forward gathers now is to stay. If backward decides on the sync, its end frees it."""
+    if unit is None:
+        return False
+    return unit.keeps or (unit.settings.gathers_once and unit.accumulation.decides_in_backward)
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -65,7 +65,7 @@ def leave_backward(call: Call) -> None:
     call.left_in = autograd.backward_task()
     run.in_backward.discard(call)
     call.forget_reads()
-    if not run.in_backward and call.unit.settings.reshard_after_backward and not run.iteration.creates_graph:
+    if not run.in_backward and not call.unit.keeps and not run.iteration.creates_graph:
         call.gathered.free()
 
 
@@ -231,7 +231,9 @@ def end_backward(root: Unit, task: int | None = None) -> None:
     for run in iteration.touched:
         run.backward_call = run.reduced_in = None
         run.in_backward.clear()
-        keeps = iteration.creates_graph or run.calls or not run.unit.settings.reshard_after_backward
+        if not run.unit.keeps:
+            run.unit.keeper.free()
+        keeps = iteration.creates_graph or run.calls or run.unit.keeps
         if run.gathered is not None and not keeps:
             run.gathered.free()
     is_last = iteration.is_last_backward and not iteration.manual_finalization

@@ -67,8 +67,13 @@ class Running:
         self.held_call = self.pass_call = self.backward_call = self.reduced_in = None
         self.in_backward.clear()
         self.not_run_yet.clear()
+        self.free()
+
+    def free(self) -> None:
+        """Free the full parameters that the eager path has gathered, and those that stay for graphs."""
         if self.gathered is not None:
             self.gathered.free()
+        self.unit.keeper.free()
 
 
 def is_here(unit: Unit) -> bool:

@@ -397,6 +397,8 @@ def _note_reduced(unit: Unit | None) -> None:
     """Note that a graph reduced gradients of the unit, and follow settings that changed since its forward."""
     if unit is None or not autograd.backward_has_an_end():
         return
+    if not unit.keeps:
+        unit.keeper.free()
     accumulation = unit.accumulation
     if accumulation.has_left_over:  # held back since, by the backward of an earlier forward
         unit.ends.at_end(unit)

@@ -180,7 +180,7 @@ class Watch(dynamo.OpaqueBase):  # type: ignore[misc]
         if not self._was_asked:
             return
         said: set[str] = unit.root.watch._said
-        new = [name for name in unit.settings.unheeded_in_graphs if name not in said]
+        new = [name for name in unit.unheeded_in_graphs if name not in said]
         if new:
             said.update(new)
             warnings.warn(

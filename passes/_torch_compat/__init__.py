@@ -120,6 +120,11 @@ def arguments_of(node: torch.fx.Node) -> dict[str, Any]:
     return {**dict(zip((argument.name for argument in schema.arguments), node.args)), **node.kwargs}
 
 
+def rename(node: torch.fx.Node, name: str) -> None:
+    """Give a node this name, or, if another one has it, one like it (``Node._rename``: 2.11 to 2.15)."""
+    node._rename(name)
+
+
 def root_of(graph: torch.fx.Graph) -> torch.fx.Node:
     """Return a graph's root, the node before the first one (``Graph._root``: 2.11 to 2.15)."""
     return graph._root

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +36,26 @@ def lower_as_dependency(op: torch._ops.OpOverload) -> None:
 
 
 @functools.cache
-def lower_as_collective(op: torch._ops.OpOverload) -> None:
+def lower_as_collective(op: torch._ops.OpOverload, may_outlive: bool = False) -> None:
     """Have Inductor generate a call of ``op(input, ...)`` -> new tensor, by the rules of its own collectives.
 
+    ``may_outlive`` says that others may hold the result: the graph drops it after its last use, but neither writes into
+    it nor uses its memory for something else. Inductor treats a tensor so that may be a view of another one; the name
+    of that other one is ours alone, so that nothing depends on it.
     ``lowering.register_lowering`` and ``add_layout_constraint`` with ``constrain_to_fx_strides``,
-    ``ir._CollectiveKernel.create_out_of_place``, ``ir.TensorBox``: 2.11 to 2.15.
+    ``ir._CollectiveKernel.create_out_of_place``, ``get_inputs_that_alias_output``, ``ir.TensorBox``: 2.11 to 2.15.
     """
     from torch._inductor import ir
     from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
 
+    class Shared(ir._CollectiveKernel):
+        def get_inputs_that_alias_output(self) -> Sequence[str]:
+            return [f"{self.get_name()}, as others hold it"]
+
+    kernel = Shared if may_outlive else ir._CollectiveKernel
+
     def lowering(value: object, *settings: object) -> object:
-        launched = ir._CollectiveKernel.create_out_of_place(op, value, *settings)  # type: ignore[arg-type]
+        launched = kernel.create_out_of_place(op, value, *settings)  # type: ignore[arg-type]
         assert isinstance(launched, ir.IRNode)
         return ir.TensorBox.create(launched)
 
@@ -105,6 +114,26 @@ def lower_as_read_on(op: torch._ops.OpOverload) -> None:
 
     add_layout_constraint(op, constrain_to_fx_strides)
     register_lowering(op, type_promotion_kind=None)(lowering)
+
+
+def leave_to_others(places: Collection[int]) -> None:
+    """Keep Inductor from using the memory of these inputs of the backward that it compiles for something else.
+
+    They are dropped after their last use (``TracingContext``, ``fw_metadata.bw_donated_idxs``: 2.11 to 2.15).
+    """
+    context = torch._guards.TracingContext.try_get()
+    known = None if context is None else context.fw_metadata
+    if known is not None and known.bw_donated_idxs:
+        known.bw_donated_idxs = [place for place in known.bw_donated_idxs if place not in places]
+
+
+def num_returned() -> int:
+    """Return how many of its outputs the forward that is compiled returns to its caller; all others are saved.
+
+    ``TracingContext``, ``fw_metadata.num_forward``: 2.11 to 2.15.
+    """
+    context = torch._guards.TracingContext.try_get()
+    return 0 if context is None or context.fw_metadata is None else int(context.fw_metadata.num_forward)
 
 
 def may_be_in_place(node: torch.fx.Node) -> bool:

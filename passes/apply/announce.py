@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from torch import Tensor, fx
 
+from .._torch_compat import arguments_of
 from ..ir.meta import ROLE, STEP, Role
 from ..ir.nodes import emit
 from ..ir.plan import Plan
-from ..wire.collectives import KIND_OF, all_gather_members, is_launch
+from ..wire.collectives import KIND_OF, all_gather_members, gather_members_once, is_launch
 from ..wire.ledger import GraphText, Launch, Member, begin
 from ..wire.lower import gather_offloaded
 from ..wire.packing import pack
@@ -28,12 +29,14 @@ def announce(graph: fx.Graph, plan: Plan) -> int:
     if not launches or not inputs:
         return 0
     shards: dict[str, tuple[fx.Node, str, Member]] = {}  # one of each unit, with its name
+    owners = {owner for launch in launches for owner in arguments_of(launch).get("owners", ())}
     for launch in launches:
         role: Role = launch.meta[ROLE]
         for place in role.shown if role.kind == "gather" else ():
             shard, shown = _input_behind(launch, place), role.members[place]
-            if shard is not None:
-                shards.setdefault(shown.unit, (shard, plan.gathers[role.bucket].fqns[place], shown))
+            known = shards.get(shown.unit)
+            if shard is not None and (known is None or (shard in owners and known[0] not in owners)):
+                shards[shown.unit] = shard, plan.gathers[role.bucket].fqns[place], shown
     text = GraphText(
         plan.stage,
         launches[0].meta[ROLE].step,
@@ -49,14 +52,15 @@ def announce(graph: fx.Graph, plan: Plan) -> int:
 def _as_text(launch: fx.Node, plan: Plan) -> Launch:
     role: Role = launch.meta[ROLE]
     bucket = plan.buckets(role.kind)[role.bucket]
-    kind, group = KIND_OF[launch.target], str(launch.args[-1])
-    return Launch(kind, group, bucket.dtype, bucket.num_bytes, bucket.fqns, role.members)
+    arguments = arguments_of(launch)
+    kind, group, key = KIND_OF[launch.target], str(arguments["group_name"]), str(arguments.get("key", ""))
+    return Launch(kind, group, bucket.dtype, bucket.num_bytes, bucket.fqns, role.members, key)
 
 
 def _input_behind(launch: fx.Node, place: int) -> fx.Node | None:
     """Return the shard that a gather packs at this place, or None if the shard is not an input of the graph."""
     node = launch
     while node.op != "placeholder" and node.all_input_nodes:
-        lists_members = node.target in (pack, all_gather_members, gather_offloaded)
+        lists_members = node.target in (pack, all_gather_members, gather_members_once, gather_offloaded)
         node = node.args[0][place] if lists_members else node.all_input_nodes[0]  # type: ignore[index,assignment]
     return node if node.op == "placeholder" else None

@@ -17,12 +17,14 @@
                                      ...
                                      wait_for_copies(all to_host)            at the end of the graph that returns them
 
+    of parameters that may stay      launch = gather_once(packed, owners=[s0], key)     sends nothing if they are here
+
 The plan says which parameters share a bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,11 +35,11 @@ from .._torch_compat import kernels as kernels_compat
 from ..ir import markers
 from ..ir.aliases import base_of, is_free
 from ..ir.meta import GRADIENT_OF, PARAMETER, ROLE, STEP, Role
-from ..ir.nodes import VIEWS, closure, emit, readers_of
+from ..ir.nodes import VIEWS, closure, emit, readers_of, views_of
 from ..ir.plan import Bucket, Plan, num_launches
 from ..ir.provenance import Marker, find_reduces, find_unshards
 from ..wire import lower
-from ..wire.collectives import is_wait
+from ..wire.collectives import is_wait, once
 from ..wire.copies import to_host, wait_for_copies
 from ..wire.ledger import Member, note
 from ..wire.spec import with_part
@@ -54,6 +56,7 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
     reduces = {marker.fqn: marker for marker in find_reduces(graph)}
     position = {node: index for index, node in enumerate(graph.nodes)}
     written = {base_of(one) for node in graph.nodes for one in compat.written_by(node)}
+    owners = _owners(unshards.values())
     num_launched = 0
     for index, bucket in enumerate(plan.gathers):
         members = [unshards.pop(fqn) for fqn in bucket.fqns]
@@ -63,7 +66,10 @@ def insert(graph: fx.Graph, plan: Plan) -> int:
         shards = [marker.shard for marker in members]
         if len(shards) == 1 and base_of(shards[0]) in written:  # by an optimizer, perhaps during the gather
             shards = [call(_COPY, shards[0])]
-        fulls = lower.finish_gather(call, lower.launch_gather(call, shards, specs), specs)
+        launched = lower.launch_gather(call, shards, specs)
+        fulls = lower.finish_gather(call, launched, specs)
+        if isinstance(launched, fx.Node) and _may_stay(graph, plan.stage, members, owners):
+            _look_first(launched, members, owners, _stays(plan, bucket, _step(members)))
         for marker, full in zip(members, fulls):
             full.meta[PARAMETER] = marker.fqn
         _replace(graph, members, fulls)
@@ -110,6 +116,47 @@ def _role(kind: str, index: int, plan: Plan, members: Sequence[Marker]) -> Role:
         phase=bucket.phase,
         num_bytes=bucket.num_bytes,
     )
+
+
+def _owners(unshards: Iterable[Marker]) -> dict[str, fx.Node]:
+    """Return an input of the graph for each unit that tells whose launches these are: a shard that no rank lacks."""
+    owners: dict[str, fx.Node] = {}
+    for one in unshards:
+        if one.shard.op == "placeholder" and one.spec.layout.is_everywhere:
+            owners.setdefault(one.unit, one.shard)
+    return owners
+
+
+def _may_stay(graph: fx.Graph, stage: str, members: Sequence[Marker], owners: Mapping[str, fx.Node]) -> bool:
+    """Whether a bucket may be used by later launches: nobody but readers gets it, and it is known whose it is."""
+    if stage == "whole" or not all(one.spec.may_stay and one.unit in owners for one in members):
+        return False
+    outputs: Any = graph.output_node().args[0]
+    returned = outputs[: kernels_compat.num_returned()] if stage == "forward" else outputs
+    for one in members:
+        views = closure([one.node], views_of)
+        if one.shard.op != "placeholder" or any(node in views for node in returned):
+            return False
+        if any(kernels_compat.may_be_in_place(user) for node in views for user in node.users):
+            return False
+    return True
+
+
+def _stays(plan: Plan, bucket: Bucket, step: Plan | None) -> bool:
+    """Whether a gathered bucket lives until backward ends, where its unit's settings say whether it is freed."""
+    if plan.stage == "forward":
+        return step is not None and {*bucket.fqns} <= {*step.keep}
+    return plan.stage == "backward"
+
+
+def _look_first(launch: fx.Node, members: Sequence[Marker], owners: Mapping[str, fx.Node], stays: bool) -> None:
+    """Have a launch return its bucket if it is here."""
+    units = list(dict.fromkeys(one.unit for one in members))
+    names = (f"{units.index(one.unit)}:{with_part(one.spec.fqn, one.spec.part)}" for one in members)
+    key = " ".join([str(members[0].spec.dtype), *names])
+    own = {one.unit: one.shard for one in reversed(members) if one.spec.layout.is_everywhere}
+    launch.target = once(launch.target)
+    launch.args = (*launch.args, [own.get(unit, owners[unit]) for unit in units], key, stays)
 
 
 def _may_be_overwritten(grad: fx.Node, marker: fx.Node) -> bool:
@@ -195,7 +242,7 @@ def _aliases(result: fx.Node, source: fx.Node) -> bool:
 
 def _copy_before_outputs(graph: fx.Graph, marker: fx.Node, result: fx.Node) -> None:
     output = graph.output_node()
-    views = closure([marker], lambda node: [user for user in node.users if compat.may_alias(user.target)])
+    views = closure([marker], views_of)
     copies = {}
     for node in (one for one in output.all_input_nodes if one in views):
         source = result if node is marker else node

@@ -24,8 +24,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .. import _torch_compat as compat
 from ..ir import markers
 from ..ir.effects import read_what_is_written
-from ..ir.meta import STEP, tag
-from ..ir.nodes import closure, emit
+from ..ir.meta import SHARED, STEP, tag
+from ..ir.nodes import closure, emit, views_of
 from ..ir.plan import Plan
 from ..ir.provenance import Marker, find_reduces, find_unshards, reduce_nodes, unshard_nodes
 from ..schedule.structure import Structure, made_of_weights, structure_of
@@ -49,6 +49,10 @@ def keep(graph: fx.Graph, plan: Plan) -> int:
     for marker in unshards:
         kept = marker.fqn in plan.keep
         tag(marker.node, CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE)
+        if marker.spec.may_stay:
+            for node in closure([marker.node], views_of):
+                node.meta[SHARED] = True
+                compat.rename(node, f"shared_{node.name}")  # caches tell a backward that saves it by its inputs' names
     _save_shards_made_here(graph, unshards)
     follow(graph, plan)
     for node in graph.find_nodes(op="call_function", target=markers.keep_slice):

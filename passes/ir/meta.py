@@ -17,6 +17,8 @@ LARGE_END = "fsdp_large_end"
 ROLE = "fsdp_role"
 # Parameters' names, for predictions: on the node that readers read, and on the gradient.
 PARAMETER, GRADIENT_OF = "fsdp_parameter", "fsdp_gradient_of"
+# Of gathered parameters that may stay for later launches, and of their views: not the graph's alone.
+SHARED = "fsdp_shared"
 # Above every id that activation checkpointing hands out: a recomputed node may only feed recomputed nodes of a
 # lower id, and with id 0 a checkpointed model saved its full weights (seen on 2.11 and 2.15).
 AC_GRAPH_ID = 100_000

@@ -104,6 +104,11 @@ def emit(graph: fx.Graph, op: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     return node
 
 
+def views_of(node: fx.Node) -> list[fx.Node]:
+    """Return the users of a node whose results may share its memory."""
+    return [user for user in node.users if compat.may_alias(user.target)]
+
+
 def copied(graph: fx.Graph) -> fx.Graph:
     """Return a copy with the nodes' names and metadata; constants stay in the module that owns the graph."""
     copy = fx.Graph(graph.owning_module)

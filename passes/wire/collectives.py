@@ -14,11 +14,13 @@ So each parameter arrives contiguous and need not be copied out of the bucket, a
 
     one all-gather         [a0 | b0], [a1 | b1]        ->  [a0 | b0 | a1 | b1]     a is copied: [a0 | a1]
     member by member       [a0], [b0], [a1], [b1]      ->  [a0 | a1 | b0 | b1]     a is a view
+
+``gather_once`` and ``gather_members_once`` are the two gathers for buckets that may stay for later launches (kept.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from torch import Tensor, fx
 
 from .. import _torch_compat as compat
 from .._torch_compat import kernels as kernels_compat
-from . import streams
+from . import kept, streams
 from .layout import places_of_members
 from .ledger import ledger
 from .spec import define_op
@@ -75,6 +77,39 @@ def _all_gather_members_out_kernel(
         for out, shard in zip(outs, shards):
             gather = c10d.all_gather_into_tensor_out.default
             compat.call_below_autograd(gather, shard, group_size, group_name, out=out)
+
+
+def _once(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a kernel that runs this one only if the bucket is not here."""
+
+    def kernel(sent: Any, group_size: int, group_name: str, owners: Sequence[Tensor], key: str, stays: bool) -> Tensor:
+        out = kept.take(owners, key, stays)
+        if out is None:
+            out = gather(sent, group_size, group_name)
+            if stays:
+                kept.keep(owners, key, out)
+        return out.detach()
+
+    return kernel
+
+
+def _as_gathered(fake: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda sent, group_size, group_name, owners, key, stays: fake(sent, group_size, group_name)
+
+
+# ``owners`` are shards, one of each unit in the bucket; ``key`` names the bucket among theirs; ``stays`` says that
+# forward or backward, whichever launches this, ends without freeing it. A CUDA graph would replay the launch.
+_ONCE = "int group_size, str group_name, Tensor[] owners, str key, bool stays) -> Tensor"
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+gather_once = define_op(
+    f"gather_once(Tensor input, {_ONCE}", _once(_all_gather_kernel), _as_gathered(_gathered), _TAGS
+)
+gather_members_once = define_op(
+    f"gather_members_once(Tensor[] shards, {_ONCE}",
+    _once(_all_gather_members_kernel),
+    _as_gathered(_members_gathered),
+    _TAGS,
+)
 
 
 def _members_reduced(grads: Sequence[Tensor], reduce_op: str, group_size: int, group_name: str) -> Tensor:
@@ -127,6 +162,8 @@ compat.leave_all_to_python(wait)
 KIND_OF: dict[Any, str] = {
     gloo_all_gather: "all_gather",
     all_gather_members: "all_gather",
+    gather_once: "all_gather",
+    gather_members_once: "all_gather",
     c10d.all_gather_into_tensor.default: "all_gather",
     c10d.reduce_scatter_tensor.default: "reduce_scatter",
     reduce_scatter_members: "reduce_scatter",
@@ -138,6 +175,11 @@ KIND_OF: dict[Any, str] = {
 def all_gather_of(backend: str) -> compat.OpOverload:
     """Return the all-gather to launch in a group of this backend."""
     return gloo_all_gather if backend == "gloo" else c10d.all_gather_into_tensor.default
+
+
+def once(gather: Any) -> compat.OpOverload:
+    """Return the op to launch in place of a gather whose bucket may stay."""
+    return gather_members_once if gather is all_gather_members else gather_once
 
 
 def is_launch(node: fx.Node) -> bool:
@@ -155,3 +197,5 @@ def let_inductor_see_collectives() -> None:
     kernels_compat.lower_as_collective(gloo_all_gather)
     kernels_compat.lower_as_collective(all_gather_members)
     kernels_compat.lower_as_collective(reduce_scatter_members)
+    kernels_compat.lower_as_collective(gather_once, may_outlive=True)
+    kernels_compat.lower_as_collective(gather_members_once, may_outlive=True)

@@ -11,6 +11,7 @@ before anything is issued: once to start the comparison, and every time, to rais
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import weakref
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch_compat as compat
+from . import kept
 from .spec import ParamSpec, define_op
 
 _DIGEST = 16  # letters in front of a graph's text, which identify it
@@ -68,6 +70,7 @@ class Launch(NamedTuple):
     num_bytes: int  # that one rank contributes (gather) or receives (reduction)
     names: tuple[str, ...]  # of its parameters
     members: tuple[Member, ...]  # the same parameters
+    key: str = ""  # the bucket's, if it may be here already and the launch sends nothing (kept.py)
 
 
 @dataclass(frozen=True)
@@ -99,17 +102,40 @@ class GraphText:
 
 def _launches(rows: Iterable[Any]) -> tuple[Launch, ...]:
     return tuple(
-        Launch(kind, group, dtype, num_bytes, tuple(names), tuple(starmap(Member, members)))
-        for kind, group, dtype, num_bytes, names, members in rows
+        Launch(kind, group, dtype, num_bytes, tuple(names), tuple(starmap(Member, members)), key)
+        for kind, group, dtype, num_bytes, names, members, key in rows
     )
 
 
 class _Text:
     """A graph's text once it is parsed, and the counters of its groups."""
 
-    def __init__(self, text: str) -> None:
-        self.read = GraphText.loads(text)
+    def __init__(self, read: GraphText) -> None:
+        self.read = read
         self._counters: tuple[Callable[[], int], ...] | None = None
+        # The buckets that may be here already, by the place of their launch: key, and places of their units' shards.
+        place_of = {member.unit: place for place, (_, member) in enumerate(read.firsts)}
+        self._may_be_here = {
+            place: (launch.key, [place_of[unit] for unit in dict.fromkeys(one.unit for one in launch.members)])
+            for place, launch in enumerate(read.launches)
+            if launch.key
+        }
+        self._without: dict[tuple[int, ...], _Text] = {}
+
+    def that_sends(self, addresses: Sequence[int]) -> _Text:
+        """Return the text of the launches that will send something, as the buckets of the others are here."""
+        if not self._may_be_here:
+            return self
+        kept.follow(addresses)
+        here = tuple(
+            launch
+            for launch, (key, shards) in self._may_be_here.items()
+            if kept.find([addresses[place] for place in shards], key) is not None
+        )
+        if here and here not in self._without:
+            launches = tuple(one for place, one in enumerate(self.read.launches) if place not in here)
+            self._without[here] = _Text(dataclasses.replace(self.read, launches=launches))
+        return self._without[here] if here else self
 
     def sequence(self) -> tuple[int, ...]:
         """Return how many collectives each group of the graph was given so far."""
@@ -166,7 +192,7 @@ class Ledger:
         digest = text[:_DIGEST]  # hashing all of it would take as long as the rest
         known = self._texts.get(digest)
         if known is None:
-            known = _Text(text)
+            known = _Text(GraphText.loads(text))
             if self.on_text is not None:
                 self.on_text(known.read)
             self._texts[digest] = known
@@ -178,9 +204,10 @@ class Ledger:
         if len(self._ran) >= _MOST:
             self._ran.clear()
         self._ran[ran] = self.num_begun
+        sends = known.that_sends(ran[1])
         if self.is_kept or self.hear is not None:
             memory = [shard.untyped_storage() for shard, address in zip(shards, ran[1]) if address]
-            self._write(Called(known.read, ran[1], memory, known.sequence() if self.is_kept else ()))
+            self._write(Called(sends.read, ran[1], memory, sends.sequence() if self.is_kept else ()))
 
     def _write(self, entry: Issued | Called) -> None:
         if self.hear is not None:

@@ -40,7 +40,7 @@ from tests.models import mesh_of
 
 _UNHEEDED = (
     "set_modules_to_forward_prefetch, set_reduce_scatter_max_input_buffers, set_separate_reduce_scatter_group",
-    "set_modules_to_backward_prefetch, set_keep_unsharded_storage, set_unshard_in_backward, set_reshard_after_backward",
+    "set_modules_to_backward_prefetch, set_keep_unsharded_storage, set_unshard_in_backward",
 )
 
 ROWS: tuple[Row, ...] = (
@@ -75,7 +75,6 @@ ROWS: tuple[Row, ...] = (
         3,
         NUM_MICRO,
         ranks=4,
-        warns=("set_reshard_after_backward has no effect where",),  # torch's schedule calls it
     ),
     Row("checkpoint with a selective policy, checkpoint_wrapper", checkpointed),
     Row("2 graph breaks, compiled autograd", breaks, 4, 1, True),
@@ -141,7 +140,7 @@ ROWS: tuple[Row, ...] = (
         "settings that a graph heeds",
         tools.settings_of_graphs,
         2,
-        shows="set_reshard_after_forward set_force_sum_reduction_for_comms set_reduce_scatter_divide_factor "
+        shows="set_reshard_after_forward set_reshard_after_backward set_force_sum_reduction_for_comms set_reduce_scatter_divide_factor "
         "set_gradient_divide_factor",
         warns=("set_reduce_scatter_divide_factor has a new name",),
     ),

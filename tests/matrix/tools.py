@@ -208,8 +208,8 @@ def _micro_batches_ended_by_hand(meter: Meter, model: Any, reference: nn.Module,
 
 
 def settings_of_graphs(meter: Meter) -> None:
-    """What a graph heeds: keeping weights; a factor of half the number of ranks, so twice the mean; sums alone, and the
-    old name of the factor."""
+    """What a graph heeds: keeping weights, also until an optimizer writes to them; a factor of half the number of ranks,
+    so twice the mean; sums alone, and the old name of the factor."""
     reference, model = models.twins()
     shard(model, reshard_after_forward=False).set_gradient_divide_factor(dist.get_world_size() / 2, recurse=True)
     doubled = [param.register_hook(lambda grad: 2 * grad) for param in reference.parameters()]
@@ -219,6 +219,7 @@ def settings_of_graphs(meter: Meter) -> None:
     for hook in doubled:
         hook.remove()
     model.set_reshard_after_forward(True)
+    model.set_reshard_after_backward(False)
     model.set_force_sum_reduction_for_comms(True, recurse=True)
     for unit in (*model.layers, model):
         unit.set_reduce_scatter_divide_factor(dist.get_world_size())
@@ -236,7 +237,6 @@ def settings_without_effect(meter: Meter) -> None:
     first.set_reduce_scatter_max_input_buffers(2)
     first.set_separate_reduce_scatter_group(True)
     second.set_keep_unsharded_storage(True)
-    second.set_reshard_after_backward(False)
     second.set_unshard_in_backward(False)
     for setting, words in (
         (lambda: model.set_symm_mem_for_comm(), "Symmetric memory needs GPUs"),
