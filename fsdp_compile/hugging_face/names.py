@@ -20,12 +20,9 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from .._torch_compat import dynamo, fsdp1, subclasses
-from ..api.full_params import require_idle
-from ..core.param import ShardedParam
-from ..core.unit import WRAPPED, original_class, units_in
+from .._torch_compat import dynamo, fsdp1
+from ..core.unit import WRAPPED, original_class
 from ..passes.ir.module_paths import plain_name
 
 # The parts that PEFT puts into the names of a module's weights; modules_to_save is the copy that it trains.
@@ -107,41 +104,6 @@ def plain_names(model: nn.Module, names: Collection[str]) -> dict[str, list[str]
             plain = _BETWEEN.sub("", plain.removeprefix(prefix))
         found.setdefault(plain, []).append(name)
     return found
-
-
-def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters, and the buffers that are saved, by all their names, which leave out wrappers.
-
-    They are the registered tensors; a state dict of FSDP1's class has only copies.
-    """
-    found: dict[str, Tensor] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, tensor in (*module._parameters.items(), *subclasses.saved_buffers(module).items()):
-            if tensor is not None:
-                found[plain_name(f"{path}.{name}" if path else name)] = tensor
-    return found
-
-
-def sharded_params(model: nn.Module) -> dict[int, ShardedParam]:
-    """Return the sharded parameters, by the ids of the registered tensors."""
-    return {id(param.param): param for unit in units_in(model) for param in unit.params}
-
-
-def require_shards(model: nn.Module, doing: str) -> None:
-    """Raise inside a forward, a backward, or where full parameters are in the shards' places."""
-    units = units_in(model)
-    try:
-        require_idle(units, doing)
-    except AssertionError as error:
-        raise RuntimeError(*error.args) from None
-    for unit in units:
-        for param in unit.params:
-            shard = param.param
-            if not isinstance(shard, DTensor) or shard.device_mesh != param.shard.device_mesh:  # type: ignore[attr-defined]
-                raise RuntimeError(
-                    f"{unit.name}: cannot {doing} while {param.fqn} is a full parameter. Do it outside of full_params "
-                    "and summon_full_params."
-                )
 
 
 def sources(model: nn.Module, expected: Collection[str], entries: Collection[str]) -> list[Source]:
