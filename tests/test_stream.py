@@ -202,7 +202,7 @@ def test_full_weights_stay_within_the_bytes_that_are_allowed() -> None:
     for name, tensor in stream_full_params(ours, max_bytes=most):
         assert torch.equal(tensor, theirs.get_parameter(name))
         peak = max(peak, look())
-    assert 2 * size <= peak <= most, f"{peak} of {most}"
+    assert size < peak <= most, f"{peak} of {most}"
 
 
 @on_two_ranks
@@ -274,6 +274,41 @@ def test_parts_on_any_mesh_become_whole_and_parts_again(case: str) -> None:
     for src, given in ((None, changed), (2, expected if dist.get_rank() == 2 else {})):
         assert load_full_params(ours, given.items(), src=src) == []
         assert_same(joined(stream_full_params(ours)), expected if src else changed)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # PEFT asks for it
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")
+@pytest.mark.parametrize("dst", [None, 1])
+@on_two_ranks
+def test_adapters_come_merged_as_peft_merges_them_and_the_model_stays_as_it_was(dst: int | None) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    from tests.test_hugging_face import inputs, made, sharded
+
+    settings = {
+        "llama": LoraConfig(r=3, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"], use_dora=True),
+        "gpt2": LoraConfig(
+            r=3, target_modules=["c_attn"], modules_to_save=["ln_f"], lora_bias=True, fan_in_fan_out=True
+        ),
+    }
+
+    def adapted(name: str) -> Any:
+        model = get_peft_model(made(name), settings[name])
+        torch.manual_seed(1)
+        for fqn, param in model.named_parameters():
+            if "lora_" in fqn or "modules_to_save" in fqn:
+                param.data = torch.randn_like(param)
+        return model
+
+    for name in settings:
+        theirs, ours = adapted(name), sharded(adapted(name), name)
+        before = theirs(**inputs(0)).logits
+        came = joined(stream_full_params(ours, merge_adapters=True, dst=dst, max_bytes=4000))
+        torch.testing.assert_close(ours(**inputs(0)).logits, before, atol=1e-4, rtol=1e-4)
+        expected = theirs.merge_and_unload().state_dict()
+        assert came.keys() == expected.keys() and not any("lora" in name for name in came)
+        if dst in (None, dist.get_rank()):
+            torch.testing.assert_close(came, dict(expected), atol=1e-5, rtol=1e-5)
 
 
 @on_two_ranks

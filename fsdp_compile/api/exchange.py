@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,7 @@ class Whole:
     dst: int | None = None
     parts: Mapping[int, Part] = field(default_factory=dict)  # by rank, of those that send; none if ``local`` is whole
     group: dist.ProcessGroup | None = None
+    make: Callable[[], Tensor] | None = None  # what is taken in place of ``local``; all ranks call it together
 
     @property
     def is_here(self) -> bool:
@@ -59,7 +61,7 @@ class Whole:
         """Cut it into slabs of at most ``most`` bytes, or of one row of each part."""
         num_rows = self.shape[0] if self.shape else 1
         row_bytes = self.num_bytes // max(num_rows, 1)
-        step = max(1, most // max(row_bytes, 1)) if in_pieces else max(num_rows, 1)
+        step = max(1, most // max(row_bytes, 1)) if in_pieces and not self.make else max(num_rows, 1)
         for first in range(0, max(num_rows, 1), step):
             piece = range(first, min(first + step, num_rows))
             rows = {rank: _overlap(part[0], piece) for rank, part in self.parts.items()}
@@ -86,12 +88,16 @@ def cast_to(dtype: torch.dtype | None, tensor: Tensor) -> torch.dtype:
 
 
 def whole_of(
-    names: Sequence[str], tensor: Tensor, dtype: torch.dtype | None = None, dst: int | None = None
+    names: Sequence[str],
+    tensor: Tensor,
+    dtype: torch.dtype | None = None,
+    dst: int | None = None,
+    make: Callable[[], Tensor] | None = None,
 ) -> Whole:
     """Return how a tensor becomes whole; ``dtype`` casts it before it is sent."""
     cast = cast_to(dtype, tensor)
-    if not isinstance(tensor, DTensor):
-        return Whole(tuple(names), tensor.shape, cast, tensor.detach(), tensor.device, dst)
+    if make is not None or not isinstance(tensor, DTensor):
+        return Whole(tuple(names), tensor.shape, cast, tensor.detach(), tensor.device, dst, make=make)
     known = [type(one) in (Shard, Replicate, dtensors.StridedShard) for one in tensor.placements]
     local = inside(dtensors.local_tensor(tensor).detach())
     if not all(known) or type(local) is not Tensor:
@@ -109,6 +115,14 @@ def whole_of(
     ranks = holders(tensor, this_rank() if dst is None or dst not in mesh.mesh else dst)
     parts = {rank: part_at(tensor, coordinate_of(mesh, rank)) for rank in ranks}
     return Whole(tuple(names), tensor.shape, cast, local, device, dst, parts, group)
+
+
+def gathered(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the whole of each tensor, on all ranks; the ranks call this together."""
+    window = [slab for tensor in tensors for slab in whole_of(["a tensor"], tensor).slabs(sys.maxsize, in_pieces=False)]
+    flight = Flight(window)
+    flight.wait()
+    return [flight.put(slab, None) for slab in window]
 
 
 def inside(local: Tensor) -> Tensor:
@@ -186,6 +200,8 @@ class Flight:
     def put(self, slab: Slab, made: Tensor | None) -> Tensor:
         """Write a slab into its piece, which the first one makes; return the piece."""
         whole = slab.whole
+        if whole.make is not None:
+            return whole.make().to(whole.dtype)
         if not whole.parts:
             return (whole.own_rows(slab.piece) if whole.shape else whole.local).to(whole.dtype)
         if made is None:

@@ -26,6 +26,7 @@ from ..core.parts import coordinate_of, part_at
 from ..core.unit import units_in
 from ..passes.budget.budget import Budget
 from ..passes.ir.module_paths import plain_name
+from . import adapters
 from .exchange import Flight, Slab, Whole, inside, this_rank, whole_of, windows_of
 from .fitting import raised_on_all, require_module, told
 from .full_params import require_idle
@@ -85,6 +86,7 @@ def stream_full_params(
     names: Sequence[str] | None = None,
     dst: int | None = None,
     pieces: bool = False,
+    merge_adapters: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Return an iterator over the names and full tensors of ``model``; no rank holds more than ``max_bytes`` of them.
 
@@ -100,6 +102,8 @@ def stream_full_params(
     instead, one after another under its name. **dtype** casts floating-point tensors before they are sent. **device**
     is where tensors go, by default where they are gathered. **names** chooses some, in an order of their own. With
     **dst**, that rank alone gets values, and they are sent to it alone; tensors of other ranks are on the meta device.
+    With **merge_adapters**, a model of PEFT comes as its base model, with its active adapters merged. The model itself
+    stays as it is. Weights with an adapter are gathered on all ranks, whole, one at a time.
 
     Every rank must call this between steps, with the same arguments, and read all of the stream. If a rank leaves its
     loop early, the stream ends on all: silently where all have left, elsewhere it raises. A rank has left when
@@ -114,8 +118,12 @@ def stream_full_params(
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"stream_full_params: dtype is {dtype}. Pass a floating-point dtype.")
         require_shards(model, "stream weights")
-        named = _named(saved_tensors(model), names)
-        wholes = [whole_of(some, tensor, dtype, dst) for some, tensor in named]
+        tensors, makes = saved_tensors(model), {}
+        if merge_adapters:
+            tensors, makes = adapters.merged_names(model, tensors), adapters.merges(model)
+        wholes = [
+            whole_of(some, tensor, dtype, dst, make=makes.get(id(tensor))) for some, tensor in _named(tensors, names)
+        ]
     stream = stream_wholes(wholes, ranks, most, pieces)
     return _by_name(stream, None if device is None else torch.device(device))
 
@@ -170,10 +178,10 @@ def _stream(windows: list[list[Slab]], ranks: Ranks) -> Iterator[tuple[Slab, Ten
                 flights.append(Flight(launched))
             flights[0].wait()
             for slab in window:
-                if slab.whole.is_here:
+                if slab.whole.is_here or slab.whole.make is not None:
                     made = flights[0].put(slab, made)
                 if slab.is_last:
-                    whole, made = made, None
+                    whole, made = made if slab.whole.is_here else None, None
                     yield slab, whole
                     del whole  # before the next one is made
             del flights[0]

@@ -17,12 +17,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..api.adapters import adapters_of, plain_model
 from ..api.fitting import raised_on_all
 from ..api.full_params import swapped_in
 from ..api.initialize import fill_in, random_numbers_of_first
 from ..api.stream import Loader, require_shards, saved_tensors
 from ..core.unit import original_class, units_in
-from .names import Source, adapters_of, as_built, may_be_more, plain_model, plain_names, sources
+from .names import Source, as_built, may_be_more, plain_names, sources
 from .safetensors import File, files_in, listed
 
 ModelT = TypeVar("ModelT", bound=nn.Module)

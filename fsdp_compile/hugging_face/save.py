@@ -25,11 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..api.adapters import adapters_of, plain_model
 from ..api.exchange import Slab, cast_to, this_rank, whole_of
 from ..api.fitting import raised_on_all, told
 from ..api.stream import Ranks, bytes_of, require_shards, saved_tensors, stream_wholes
 from ..core.unit import original_class
-from .names import adapters_of, as_built, as_saved, groups_of, plain_model
+from .names import as_built, as_saved, groups_of
 from .safetensors import Writer, name_of
 
 Sizes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
