@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,9 +98,9 @@ def stream_full_params(
     ones are gathered once, and come under each of their names. What is not sharded comes as it is, and shares the
     model's memory unless it is cast.
 
-    **max_bytes** counts the tensor that the caller has, and what is on its way, which takes half of it. So of a
-    parameter of more than the other half, all is held beside that; with **pieces**, it comes in pieces along dim 0
-    instead, one after another under its name. **dtype** casts floating-point tensors before they are sent. **device**
+    **max_bytes** counts the tensor that the caller has, the next one, and what is on its way, which takes half of it.
+    So a parameter of more than a quarter takes more; with **pieces**, it comes in pieces along dim 0 instead, one
+    after another under its name. **dtype** casts floating-point tensors before they are sent. **device**
     is where tensors go, by default where they are gathered. **names** chooses some, in an order of their own. With
     **dst**, that rank alone gets values, and they are sent to it alone; tensors of other ranks are on the meta device.
     With **merge_adapters**, a model of PEFT comes as its base model, with its active adapters merged. The model itself
@@ -111,7 +112,7 @@ def stream_full_params(
     """
     require_module("stream_full_params", model)
     ranks = Ranks.of(model, "stream_full_params")
-    with raised_on_all("stream_full_params", ranks.group):
+    with ranks.raise_together():
         most = bytes_of("max_bytes", max_bytes)
         if dst is not None and (isinstance(dst, bool) or dst not in ranks.members):
             raise ValueError(f"stream_full_params: dst={dst!r} is none of the model's ranks, {ranks.members}.")
@@ -214,6 +215,10 @@ class Ranks:
         group = dist.group.WORLD if everywhere else process_groups.group_for("streams", members)
         return cls(function, members, group, device_of_type(next(iter(meshes)).device_type))
 
+    def raise_together(self) -> AbstractContextManager[None]:
+        """Have all ranks raise at the end of a block if one raised in it."""
+        return nullcontext() if self.group is None else raised_on_all(self.function, self.group)
+
     def require_same(self, asked: Any) -> None:
         """Raise on all ranks if one asks for something else."""
         digest = hashlib.sha256(repr(asked).encode()).hexdigest()
@@ -262,14 +267,14 @@ def load_full_params(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], *,
     """
     require_module("load_full_params", model)
     ranks = Ranks.of(model, "load_full_params")
-    with raised_on_all("load_full_params", ranks.group):
+    with ranks.raise_together():
         require_shards(model, "load weights")
         if src is not None and src not in ranks.members:
             raise ValueError(f"load_full_params: src={src!r} is none of the model's ranks, {ranks.members}.")
         found = saved_tensors(model)
         loader = Loader(found)
     ranks.require_same(([(name, one.shape) for name, one in found.items()], src))
-    with raised_on_all("load_full_params", ranks.group):
+    with ranks.raise_together():
         for name, value in tensors if src is None or ranks.group is None else _from_one(tensors, src, ranks):
             loader.write(name, value)
     return loader.missing
